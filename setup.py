@@ -13,7 +13,10 @@ EXTRAS = {
     "bench": ["scikit-learn", "torchsnapshot", "dlrover[torch]", "grpcio", "protobuf", "requests"],  # last: of dlrover
     "report": ["matplotlib"],
     "docs": ["mkdocs-material"],
-    "dev": ["pytest>=8", "pytest-timeout", "hypothesis", "ruff", "mypy", "import-linter", "build", "setuptools"],
+    "dev": [
+        "pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis",
+        "ruff", "mypy", "import-linter", "build", "setuptools",
+    ],  # fmt: skip
 }
 
 setup(

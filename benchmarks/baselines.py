@@ -1,7 +1,7 @@
-"""Every floor that benchmarks compare with, in one place: what this machine does without any of our code.
+"""The baselines of all benchmarks: what this machine does without any of our code.
 
-Invariant: a floor is measured in the same run as what is compared with it; this machine is shared and noisy, so only
-ratios within one run mean anything. In: nothing. Out: seconds, or bytes a second.
+Invariant: a baseline is measured in the same run as the figure compared with it, since only ratios within one run are
+meaningful on a shared, noisy machine. Out: seconds, or bytes per second.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ SEND_BYTES = 1 << 20
 
 def seconds(work: Callable[[], object], repeats: int = REPEATS) -> float:
     """Median of `repeats` runs of `work`."""
-    found = []
+    took = []
     for _ in range(repeats):
         started = time.perf_counter()
         work()
-        found.append(time.perf_counter() - started)
-    return statistics.median(found)
+        took.append(time.perf_counter() - started)
+    return statistics.median(took)
 
 
 def memcpy(nbytes: int = GIB) -> float:
-    """torch `copy_` of `nbytes` of contiguous memory by one thread into a destination touched before."""
+    """Seconds of torch `copy_` of `nbytes` of contiguous memory by one thread into mapped memory."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -44,9 +44,9 @@ def memcpy(nbytes: int = GIB) -> float:
 
 
 def xor_work(nbytes: int = GIB) -> Callable[[], None]:
-    """An in-place XOR of one array of `nbytes` into another by NumPy, in blocks of 256 KiB: to be timed by the caller.
+    """A function that XORs one array of `nbytes` into another with NumPy, in blocks of 256 KiB.
 
-    Both arrays are aligned, as memory that is mapped is, and touched before.
+    Both arrays are aligned like mapped segments, and already touched.
     """
     source = torch.ones(nbytes, dtype=torch.uint8).numpy()
     target = torch.ones(nbytes, dtype=torch.uint8).numpy()
@@ -60,9 +60,9 @@ def xor_work(nbytes: int = GIB) -> Callable[[], None]:
 
 
 def loopback(nbytes: int = GIB // 4, repeats: int = REPEATS) -> float:
-    """Bytes a second through one pair of TCP sockets on the loopback device: the median of `repeats` times `nbytes`.
+    """Bytes per second through one pair of TCP sockets on the loopback device: median of `repeats` runs of `nbytes`.
 
-    Blocking sends of a MiB of memory that was touched before; a thread receives all into one buffer of a MiB.
+    Blocking sends of 1 MiB of touched memory; a thread receives everything into one buffer of 1 MiB.
     """
     sent = memoryview(torch.ones(SEND_BYTES, dtype=torch.uint8).numpy())
 
@@ -78,6 +78,6 @@ def loopback(nbytes: int = GIB // 4, repeats: int = REPEATS) -> float:
             threading.Thread(target=receive, args=(server.accept()[0],)).start()
             for start in range(0, nbytes, SEND_BYTES):
                 ours.sendall(sent[: nbytes - start])
-            ours.recv(1)  # all has arrived
+            ours.recv(1)  # everything has arrived
 
     return nbytes / seconds(work, repeats)

@@ -1,47 +1,46 @@
-"""What copies cost training that go out in bubbles, on the emulated cluster: 16 ranks in the paper's shapes.
+"""Measure what copies sent in bubbles cost training, on the emulated cluster: 16 ranks in the paper's shapes.
 
     python benchmarks/bubble_overhead.py [--quick] [--batch 64] [--dilation N] [--shapes d2m2p4 ...] [--plot FILE]
 
-Megatron's own schedule between 4 nodes with throttled links, compute replaced by sleeping; how it is scaled, and why
-time is stretched (--dilation), says workloads/cluster.py: a version takes 10 to 22 ms of two cores that all 16 ranks
-share, right after the update that all of them wait for, in iterations of 1 s (d4m1p4) as of 3 s.
-Blocks of 5 iterations in one run, in random order, each after one that is not counted:
+Megatron's own schedule runs between 4 nodes with throttled links; compute is replaced by sleeping. workloads/cluster.py
+explains the scaling, and why time is stretched (--dilation): a version takes 10 to 22 ms of two cores shared by all 16
+ranks, right after the update that all ranks wait for, whether iterations take 1 s (d4m1p4) or 3 s.
+
+One run has blocks of 5 iterations in random order; the first iteration after a change of mode is discarded:
 
     on      captured after every iteration, copies in bubbles
-    off     nothing is protected (workloads/emulated_rank.py says what is there all the same)
-    once    as off, and after each update every rank sends the same bytes to the same rank at once and waits for
-            them, by torch.distributed (the last rounds): what FTPipeHD does
+    off     not protected (see workloads/emulated_rank.py for what still runs)
+    once    as off, and after each update every rank sends the same bytes to the same rank with torch.distributed and
+            waits for them, as FTPipeHD does (the last rounds)
 
-    overhead      median over pairs of blocks of (on / off - 1), and the upper end of its 95% bootstrap interval; beside
-                  it the mean with its own, which a few blocks decide: disturbed by something else, or dearer
-    null          off / off - 1, of every second pair and the next: what such a difference is when there is none; half
-                  as many pairs as of the overhead, so its interval (`null_lower`, `null_upper`; of all shapes the end
-                  that is furthest from nothing, `null_farthest`) is wider
+    overhead      median over pairs of blocks of (on / off - 1), and the upper end of its 95% bootstrap interval; also
+                  the mean with its interval, which a few expensive or disturbed blocks dominate
+    null          off / off - 1 of neighbouring pairs: the noise of such a difference. It has half as many pairs, so its
+                  interval (`null_lower`, `null_upper`) is wider; `null_farthest` is the end furthest from zero over all
+                  shapes
     unplanned     once / off - 1
-    processor     what protection takes of a rank's own processor, as a share of the iteration, whether training waits
-                  for it or not; ranks queue for it here, as they have no core each
-    in_bubble     of all bytes of copies: what was through within the bubble that it was planned for; left out where
-                  disturbed links let fewer than three versions through
-    filled        how full planned windows got in which there was something to send (bubbles/fullness.py): a frame has
-                  to be through by the end of its window, so the last milliseconds of each are left. This is what the
-                  claim of 95% is about
-    fill          how full they are planned: by bytes (as full as can be: all, where bubbles carry anything), and by
-                  whole layers: of the plan, so 1 by bytes wherever there are bubbles
-    iterations    per checkpoint, of what the paper sends, two bytes a parameter: from one version that counted to the
-                  next, mean (of fewer than two: all there were); `iterations_planned` as the ranks have planned last,
-                  `full_state` as would be planned for the whole state of mixed precision, six times the bytes
-    rarer         whether the SMPs have said that checkpoints get rarer than planned (`rarer_said`)
+    processor     processor time that protection takes from a rank, as a share of the iteration, whether training waits
+                  for it or not; ranks queue for cores here
+    in_bubble     share of all copied bytes that arrived within their planned bubble; left out if disturbed links
+                  delivered fewer than three versions
+    filled        fill of the planned windows that had something to send (bubbles/fullness.py). A frame must arrive by
+                  the end of its window, so the last milliseconds of each stay empty. The claim of 95% is about this
+    fill          planned fill of the windows: by bytes (1 if there are bubbles), and by whole layers
+    iterations    mean iterations from one committed version to the next, for the bytes that the paper sends, two per
+                  parameter (with fewer than two versions: all iterations); `iterations_planned`: from the last plan;
+                  `full_state`: planned for the whole mixed-precision state, six times the bytes
+    rarer         whether the SMPs reported that checkpoints are less frequent than planned (`rarer_said`)
 
 Claims: overhead_worst <= 0.01, null_difference <= 0.005, unplanned_overhead_worst >= 0.1, in_bubble_share >= 0.9,
 filled_share >= 0.95, iterations_per_checkpoint_worst <= 3.
 
---disturb: the same, for `overhead` and `iterations`, when what was planned with is no longer so: `slow`: links carry a
-tenth from the first plan on; `jitter`: each pass of the second stage takes up to 30% more or less; `drift`: two
-minutes after the begin it gets 1.5 times as slow. Claim: overhead_worst <= 0.01; where iterations get more than twice
-as planned, several times in a row, that is said.
+--disturb invalidates the plan during the run, for `overhead` and `iterations`. `slow`: links carry a tenth after the
+first plan; `jitter`: each pass of the second stage takes up to 30% more or less; `drift`: after two minutes the second
+stage gets 1.5 times as slow. Claims: overhead_worst <= 0.01; if checkpoints take more than twice the planned iterations
+several times in a row, the SMPs report it.
 
---cluster FILE: writes what `benchmarks/simulate.py --cluster FILE` compares the simulator with. --raw FILE: writes the
-seconds of every iteration, one line of JSON for a shape.
+--cluster FILE writes the input of `benchmarks/simulate.py --cluster FILE`. --raw FILE writes the seconds of every
+iteration, one line of JSON per shape.
 """
 
 from __future__ import annotations
@@ -71,15 +70,15 @@ from ft_plugins.redundancy.neighbour import pipelines, plan_neighbours
 from ft_plugins.testing.emulated_nodes import network
 from ft_plugins.testing.forkserver import ForkServer
 from workloads import cluster
-from workloads.bubble_blocks import BLOCK, BubbleCost, compared, cost, every, rounds, sent_share
+from workloads.bubble_blocks import BLOCK, BubbleCost, commit_interval, compared, cost, rounds, sent_share
 from workloads.cluster import MESSAGE_BYTES, NODES, RANKS_OF_NODE, SCALE, ClusterOutcome, EmulatedJob
 from workloads.emulated_rank import LAYERS, OFF, ON
 
 PAIRS, QUICK_PAIRS = 40, 6
 ONCE_ROUNDS = 3
 SETTLE = 16  # iterations before the first block: profile, plan, the first copies
-RESERVE_MS = 4.0  # a message of 32 KiB takes 1.3 ms of the link, and four ranks may send one; of each of `dilation`
-SECONDS = 3.6  # of an iteration's passes, which time is stretched to
+RESERVE_MS = 4.0  # times `dilation`; a message of 32 KiB takes 1.3 ms of the link, and four ranks may send one
+SECONDS = 3.6  # target length of the passes of an iteration, by stretching time
 FULL_STATE = 6  # times the bytes that the paper sends
 SLOWER, JITTER, DRIFT, DRIFT_AFTER = 10, 0.3, 1.5, 120.0
 EACH = (
@@ -90,7 +89,7 @@ EACH = (
 
 @dataclass(frozen=True)
 class ShapeMeasurement:
-    """One shape. Shares are of an iteration without protection, or of bytes."""
+    """The figures of one shape. Shares are of an iteration without protection, or of bytes."""
 
     name: str
     cost: BubbleCost
@@ -103,11 +102,11 @@ class ShapeMeasurement:
     iterations_planned: int
     full_state: int
     bubbles: float  # share of the iteration, over all ranks
-    rarer: bool  # said by the SMPs
+    rarer: bool  # reported by the SMPs
 
     @property
     def figures(self) -> dict[str, float | bool | None]:
-        """All of them."""
+        """All figures by name."""
         return {**asdict(self.cost), **{name: value for name, value in vars(self).items() if name != "cost"}}
 
     def row(self) -> str:
@@ -131,17 +130,17 @@ HEAD = (
 
 
 def evaluate(one: EmulatedJob, outcome: ClusterOutcome, pairs: int) -> ShapeMeasurement:
-    """Figures of a run."""
-    found, profile = cost(outcome.blocks, pairs), outcome.profile
-    begun, through = outcome.blocks[0].completed, compared(outcome.blocks, pairs)[0][-1].completed
+    """The figures of a run."""
+    measured, profile = cost(outcome.blocks, pairs), outcome.profile
+    first, last = outcome.blocks[0].completed, compared(outcome.blocks, pairs)[0][-1].completed
     planned, by_layers = (plan(one, profile, granularity) for granularity in Granularity)
     return ShapeMeasurement(
-        one.name, found,
-        (outcome.processor(ON) - outcome.processor(OFF)) / found.seconds,
-        sent_share(outcome.events, begun, through, ("in_bubbles",), ("in_bubbles", "late", "by_rate")),
-        sent_share(outcome.events, begun, through, ("taken",), ("offered",)),
+        one.name, measured,
+        (outcome.processor(ON) - outcome.processor(OFF)) / measured.seconds,
+        sent_share(outcome.events, first, last, ("in_bubbles",), ("in_bubbles", "late", "by_rate")),
+        sent_share(outcome.events, first, last, ("taken",), ("offered",)),
         planned.fill_bytes or 0.0, by_layers.fill_layers or 0.0,
-        every(outcome.events[0], begun, through),
+        commit_interval(outcome.events[0], first, last),
         [event.fields["iterations"] for event in outcome.events[0] if event.type is catalogue.BUBBLES_PLANNED][-1],
         plan(one, profile, Granularity.BYTES, FULL_STATE).iterations,
         1 - statistics.mean(busy_share(each, profile.reduce_work) for each in profile.timelines),
@@ -150,11 +149,11 @@ def evaluate(one: EmulatedJob, outcome: ClusterOutcome, pairs: int) -> ShapeMeas
 
 
 def plan(one: EmulatedJob, profile: Profile, granularity: Granularity, times: int = 1) -> BubblePlan:
-    """What the ranks have planned, also by layers, but for the time of capture and what goes out beside a slot; or of a
-    state so many times as large."""
+    """The plan of the ranks, by bytes or layers, for a state `times` as large. Leaves out the time of capture and what
+    is sent in addition to a slot."""
     job = one.job
     nodes = tuple(f"n{rank // RANKS_OF_NODE}" for rank in range(NODES * RANKS_OF_NODE))
-    topology = Topology(tp=job.tp, pp=job.pp, dp=job.dp, nodes=nodes)
+    topology = Topology(tp=job.tp, pp=job.pp, dp=job.dp)
     layer = round(job.rank_bytes / SCALE / LAYERS) * times
     copies = plan_neighbours(nodes, pipelines(topology), [LAYERS * layer] * len(nodes)).copies
     transfers = [
@@ -169,12 +168,12 @@ def plan(one: EmulatedJob, profile: Profile, granularity: Granularity, times: in
 
 
 def reserve_ms(one: EmulatedJob) -> float:
-    """At both ends of a bubble, for the pipeline's own messages."""
+    """Time reserved at both ends of a bubble for the pipeline's own messages, in milliseconds."""
     return RESERVE_MS * one.dilation
 
 
 def for_simulator(one: EmulatedJob, outcome: ClusterOutcome, seconds: float) -> dict[str, Any]:
-    """One line of --cluster: the times of the first pipeline's ranks, and what came of them."""
+    """One line of --cluster: pass times of the first pipeline's ranks, iteration time and bubble share."""
     profile, job = outcome.profile, one.job
     ranks = pipelines(Topology(tp=job.tp, pp=job.pp, dp=job.dp))[0]
     chosen = [profile.timelines[rank] for rank in ranks]
@@ -193,26 +192,29 @@ def for_simulator(one: EmulatedJob, outcome: ClusterOutcome, seconds: float) -> 
 
 
 def lengths(timeline: Timeline, kind: Kind) -> list[float]:
-    """Seconds of its spans of one kind."""
+    """Lengths of the spans of one kind, in seconds."""
     return [span.end - span.begin for span in timeline.spans if span.kind is kind]
 
 
 def latency(pipeline: Sequence[Timeline], bytes_per_second: float) -> float:
-    """Seconds of a message beside those of its bytes on the link: from the end of a pass to the begin of the one that
-    waits for it on the next rank (backward: on the one before), the least over microbatches, for most of them meet a
-    rank or a link that is busy; the median over neighbours and directions."""
+    """Latency of a message in seconds, without the transfer of its bytes.
+
+    Measured from the end of a pass to the beginning of the pass that waits for it on the next rank (backward: the
+    previous rank). The minimum over microbatches, since most of them meet a busy rank or link; then the median over
+    neighbours and directions.
+    """
     ways = [(Kind.FORWARD, ours, theirs) for ours, theirs in zip(pipeline, pipeline[1:], strict=False)]
     ways += [(Kind.BACKWARD, ours, theirs) for theirs, ours in zip(pipeline, pipeline[1:], strict=False)]
-    found = []
+    gaps = []
     for kind, ours, theirs in ways:
         ends = {span.microbatch: span.end for span in ours.spans if span.kind is kind and span.chunk == 0}
         begins = {span.microbatch: span.begin for span in theirs.spans if span.kind is kind and span.chunk == 0}
-        found.append(min(begins[at] - ends[at] for at in ends if at in begins))
-    return max(0.0, statistics.median(found) - MESSAGE_BYTES / bytes_per_second)
+        gaps.append(min(begins[at] - ends[at] for at in ends if at in begins))
+    return max(0.0, statistics.median(gaps) - MESSAGE_BYTES / bytes_per_second)
 
 
 def disturbed(one: EmulatedJob, how: str) -> tuple[EmulatedJob, int]:
-    """The job, and how many times slower its links get."""
+    """The disturbed job, and the factor by which its links get slower."""
     if how == "jitter":
         return replace(one, jitter=JITTER), 1
     if how == "drift":
@@ -223,52 +225,51 @@ def disturbed(one: EmulatedJob, how: str) -> tuple[EmulatedJob, int]:
 def measure(
     chosen: Sequence[EmulatedJob], pairs: int, seed: int, how: str, written: Path | None, raw: Path | None
 ) -> list[ShapeMeasurement]:
-    """One shape after the other."""
-    found = []
-    hosts = range(1, NODES + 1)
+    """Measure one shape after the other."""
+    measurements = []
     with ForkServer(cluster.PRELOAD) as server:
         for each in chosen:
             one, slower = disturbed(each, how)
             blocks = rounds(SETTLE, pairs, 1 if how else ONCE_ROUNDS, seed)
-            with tempfile.TemporaryDirectory(prefix="ft-", dir="/tmp") as folder, network(hosts) as places:
+            with tempfile.TemporaryDirectory(prefix="ft-", dir="/tmp") as folder, network(range(1, NODES + 1)) as hosts:
                 seconds = 4.0 * one.dilation * sum(count + 1 for _, count in blocks)
                 flags = ("--baft-reserve-ms", str(reserve_ms(one)))
-                outcome = cluster.run(server, one, places, Path(folder), blocks, seconds, *flags, slower=slower)
+                outcome = cluster.run(server, one, hosts, Path(folder), blocks, seconds, *flags, slower=slower)
             append(raw, {"shape": one.name, "blocks": [asdict(block) for block in outcome.blocks]})
-            found.append(evaluate(one, outcome, pairs))
-            append(written, for_simulator(one, outcome, found[-1].cost.seconds))
-            print(found[-1].row(), flush=True)
-    return found
+            measurements.append(evaluate(one, outcome, pairs))
+            append(written, for_simulator(one, outcome, measurements[-1].cost.seconds))
+            print(measurements[-1].row(), flush=True)
+    return measurements
 
 
-def append(file: Path | None, told: dict[str, Any]) -> None:
-    """One line more, where one is wanted."""
+def append(file: Path | None, values: dict[str, Any]) -> None:
+    """Append one line of JSON to `file`, if one is given."""
     if file is not None:
         with file.open("a") as lines:
-            lines.write(json.dumps(told) + "\n")
+            lines.write(json.dumps(values) + "\n")
 
 
-def figures(found: Sequence[ShapeMeasurement]) -> dict[str, float | bool]:
-    """For the last line."""
-    told: dict[str, float | bool | None] = {
-        "overhead_worst": max(one.cost.overhead_upper for one in found),
-        "overhead_mean_worst": max(one.cost.overhead_mean_upper for one in found),
-        "unplanned_overhead_worst": min(one.cost.unplanned for one in found),
-        "processor_share_worst": max(one.processor for one in found),
-        "null_difference": max(abs(one.cost.null) for one in found),
-        "null_farthest": max(abs(end) for one in found for end in (one.cost.null_lower, one.cost.null_upper)),
-        "in_bubble_share": min((one.in_bubble for one in found if one.in_bubble is not None), default=None),
-        "filled_share": min((one.filled for one in found if one.filled is not None), default=None),
-        "fill_share_bytes": min(one.fill_bytes for one in found),
-        "fill_share_layers": min(one.fill_layers for one in found),
-        "iterations_per_checkpoint_worst": max(one.iterations for one in found),
-        "iterations_full_state_worst": max(one.full_state for one in found),
-        "rarer_said": any(one.rarer for one in found),
+def figures(shapes: Sequence[ShapeMeasurement]) -> dict[str, float | bool]:
+    """The figures of the last line."""
+    values: dict[str, float | bool | None] = {
+        "overhead_worst": max(one.cost.overhead_upper for one in shapes),
+        "overhead_mean_worst": max(one.cost.overhead_mean_upper for one in shapes),
+        "unplanned_overhead_worst": min(one.cost.unplanned for one in shapes),
+        "processor_share_worst": max(one.processor for one in shapes),
+        "null_difference": max(abs(one.cost.null) for one in shapes),
+        "null_farthest": max(abs(end) for one in shapes for end in (one.cost.null_lower, one.cost.null_upper)),
+        "in_bubble_share": min((one.in_bubble for one in shapes if one.in_bubble is not None), default=None),
+        "filled_share": min((one.filled for one in shapes if one.filled is not None), default=None),
+        "fill_share_bytes": min(one.fill_bytes for one in shapes),
+        "fill_share_layers": min(one.fill_layers for one in shapes),
+        "iterations_per_checkpoint_worst": max(one.iterations for one in shapes),
+        "iterations_full_state_worst": max(one.full_state for one in shapes),
+        "rarer_said": any(one.rarer for one in shapes),
     }
-    for one in found:
+    for one in shapes:
         for name in EACH:
-            told[f"{name}_{one.name}"] = one.figures[name]
-    return {name: value for name, value in told.items() if value is not None}
+            values[f"{name}_{one.name}"] = one.figures[name]
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def main() -> None:
@@ -277,10 +278,10 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64, choices=(128, 64))
     parser.add_argument("--chunks", type=int, default=1, help="above 1: the interleaved schedule")
     parser.add_argument(
-        "--dilation", type=int, help=f"of time (default: iterations take about {SECONDS} s in every shape)"
+        "--dilation", type=int, help=f"factor to stretch time by (default: iterations take about {SECONDS} s)"
     )
-    parser.add_argument("--shapes", nargs="+", help="those alone")
-    parser.add_argument("--pairs", type=int, help=f"of blocks of {BLOCK} iterations (default {PAIRS})")
+    parser.add_argument("--shapes", nargs="+", help="measure only these")
+    parser.add_argument("--pairs", type=int, help=f"pairs of blocks of {BLOCK} iterations (default {PAIRS})")
     parser.add_argument("--disturb", default="", choices=("slow", "jitter", "drift"), help="see above")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--plot", type=Path)
@@ -288,22 +289,22 @@ def main() -> None:
     parser.add_argument("--raw", type=Path, help="write every iteration of every block")
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # nodes and networks are taken down all the same
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nodes and networks are removed
     chosen = cluster.shapes(args.batch, args.chunks, args.dilation or 1)
     if not args.dilation:
-        chosen = tuple(one.lasting(SECONDS) for one in chosen)
+        chosen = tuple(one.stretched_to(SECONDS) for one in chosen)
     if args.shapes:
         chosen = tuple(one for one in chosen if one.job.name in args.shapes)
     chosen = chosen[: 1 if args.quick else None]
     print(HEAD, flush=True)
     pairs = args.pairs or (QUICK_PAIRS if args.quick else PAIRS)
-    found = measure(chosen, pairs, args.seed, args.disturb, args.cluster, args.raw)
+    measurements = measure(chosen, pairs, args.seed, args.disturb, args.cluster, args.raw)
     if args.plot is not None:
-        from ft_plugins.report.plan_pictures import draw_measured
+        from workloads.pictures import draw_measured
 
-        costs = [(one.name, one.cost) for one in found]
+        costs = [(one.name, one.cost) for one in measurements]
         draw_measured([(name, of.overhead, of.overhead_upper, of.unplanned) for name, of in costs], args.plot)
-    print(line("bubble_overhead", figures(found)))
+    print(line("bubble_overhead", figures(measurements)))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
-"""What parity of own replicas costs: capture of a share with and without it, and what is not sent because of it.
+"""Measure what local parity of replicas costs at capture, and what it saves in the exchange.
 
     python benchmarks/double_capture.py [--quick] [--device cuda]
 
-512 MiB of state, replicated over n nodes of one rank each; one rank of them captures its share, alone in its process,
-in turns without parity (data_seconds) and with it. Seconds are those of the process on a processor, for this machine is
-shared; with a device, where capture waits, those of the clock. Medians over turns, x = with it / without:
+512 MiB of state are replicated on n nodes with one rank each. One rank, alone in its process, captures its share
+alternately without parity (data_seconds) and with it. Seconds are the process's processor time, since the machine is
+shared; with a device, where capture waits, wall time. Medians; x = with parity / without:
 
-    double_n    from version point to seal; twice the bytes are read, digested and, but for one source, added up
-    parity_n    bytes of a slot behind the data, in multiples of the data
-    sent_n      what the node sends for each version in multiples of its share: digests that are compared, small state
-                and digest tables; with the exchange of all of it this is 1
+    double_n    from version point to seal; twice the bytes are read, digested and (except one source) added up
+    parity_n    bytes of parity in a slot, in multiples of the data
+    sent_n      bytes that the node sends per version, in multiples of its share: compared digests, small state and
+                digest tables; an exchange of the whole share would be 1
 
 Claims: double <= 2.5 for every n, sent <= 0.01.
 """
@@ -40,10 +40,10 @@ from snapshot_stall import make_state
 NBYTES = 512 << 20
 BUCKET = 4 << 20
 SMALL = 64 << 10
-CHECK_BYTES = 32  # that are sent for each source of parity
+CHECK_BYTES = 32  # sent for each source of parity
 
 
-class Captured:
+class TimedCapture:
     """A segment and the capture into it."""
 
     def __init__(
@@ -64,7 +64,7 @@ class Captured:
         self._iteration = 0
 
     def seconds(self) -> float:
-        """Of one capture."""
+        """Seconds of one capture."""
         self._iteration += 1
         started = self._clock()
         self._capture.start(Version(1, self._iteration), b"small")
@@ -73,7 +73,7 @@ class Captured:
 
 
 def measure(quick: bool, device: str) -> dict[str, float | bool]:
-    """All figures; a table on the way."""
+    """All figures. Prints a table."""
     torch.set_num_threads(1)
     state = {name: tensor.to(device) for name, tensor in make_state(NBYTES).items()}
     clock = time.process_time if device == "cpu" else time.perf_counter
@@ -84,15 +84,15 @@ def measure(quick: bool, device: str) -> dict[str, float | bool]:
         plain = plan_layout(Inventory.of(0, items), nodes, BUCKET)
         layout = with_parity(plain, nodes, [ranks], 1, BUCKET)
         with ExitStack() as stack:
-            without = Captured(stack, plain, state, "p", clock)
-            with_it = Captured(stack, layout, state, "d", clock)
-            pairs = [(without.seconds(), with_it.seconds()) for _ in range(8 if quick else 25)][3:]
+            without_parity = TimedCapture(stack, plain, state, "p", clock)
+            with_both = TimedCapture(stack, layout, state, "d", clock)
+            pairs = [(without_parity.seconds(), with_both.seconds()) for _ in range(8 if quick else 25)][3:]
         data, double = (statistics.median(column) for column in zip(*pairs, strict=True))
         digests = len(layout.ranges) + layout.checks
         sent = (layout.checks * CHECK_BYTES + 8 * digests + SMALL) / layout.nbytes
         print(
             f"n = {count:2d}: share {layout.nbytes >> 20:4d} MiB in {data * 1e3:7.1f} ms; with parity "
-            f"{double / data:5.2f}x, {layout.parity_nbytes / layout.nbytes:5.3f} of it more; sent {sent:.5f}",
+            f"{double / data:5.2f}x and {layout.parity_nbytes / layout.nbytes:5.3f} more bytes; sent {sent:.5f}",
             flush=True,
         )
         figures |= {f"data_seconds_{count}": data, f"double_{count}": double / data}
@@ -102,8 +102,8 @@ def measure(quick: bool, device: str) -> dict[str, float | bool]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer groups and turns")
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="where the state lies")
+    parser.add_argument("--quick", action="store_true", help="fewer groups and repetitions")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="device of the state")
     options = parser.parse_args()
     print(line("double_capture", measure(options.quick, options.device)))
 

@@ -1,6 +1,6 @@
 """The last line of every benchmark: one JSON object with figures, versions, machine and date.
 
-In: a benchmark's name and its figures. Out: a line of JSON on standard output.
+In: a benchmark's name and its figures. Out: a line of JSON, for the caller to print.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ _PACKAGES = ("torch", "numpy", "xxhash", "megatron-core", "deepspeed", "torchsna
 
 
 def versions(packages: Iterable[str] = _PACKAGES) -> dict[str, str]:
-    """Python's version and those of the packages that are installed."""
-    found = {"python": platform.python_version()}
+    """The versions of Python and of the installed packages."""
+    installed = {"python": platform.python_version()}
     for package in packages:
         try:
-            found[package] = importlib.metadata.version(package)
+            installed[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def machine() -> dict[str, object]:
-    """What the figures were measured on."""
+    """The machine that the figures were measured on."""
     cpu = platform.processor()
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
@@ -44,7 +44,7 @@ def machine() -> dict[str, object]:
 
 
 def line(benchmark: str, figures: Mapping[str, float | bool]) -> str:
-    """The closing line. Figures are rounded to four significant digits; what is not measured is left out."""
+    """The last line. Figures are rounded to four significant digits."""
     shown = {name: value if isinstance(value, bool) else float(f"{value:.4g}") for name, value in figures.items()}
     return json.dumps(
         {

@@ -1,20 +1,20 @@
-"""What parity costs: source bytes per second that are encoded and decoded, against an in-place XOR of one array.
+"""Measure the throughput of parity encoding and decoding, relative to an in-place XOR of one array.
 
     python benchmarks/parity.py [--quick]
 
-A group of n nodes holds 128 MiB in streams of nearly one size, in aligned memory as segments are. The
-package's own placement says what is a stripe, its own plan of decoding what is read. x = bytes of sources per second,
-in multiples of the floor, `np.bitwise_xor(p, a, out=p)` by blocks of 256 KiB, bytes of `a` per second. Each run of a
-work stands between two of the floor; the median of these ratios, the worst of all n. Seconds are those of the thread
-on a processor: nothing here waits, and this machine is shared.
+A group of n nodes holds 128 MiB in streams of nearly equal size, in aligned memory like segments. Stripes and reads
+follow the package's own placement and decoding plan. x = source bytes per second, in multiples of the baseline,
+`np.bitwise_xor(p, a, out=p)` in blocks of 256 KiB (bytes of `a` per second). Each run is measured between two runs of
+the baseline; a figure is the median of these ratios, the worst over all n. Seconds are the thread's processor time:
+nothing here waits, and the machine is shared.
 
-    encode          RAIM5, n = 3..8: all parities of all stripes, made in place
-    decode          all that one lost node had, data and parity; every frame that is read is verified by its digest
+    encode          RAIM5, n = 3..8: all parities of all stripes, in place
+    decode          all data and parity of one lost node; the digest of every frame read is verified
     double_encode   RAIM6, n = 4..8: P and Q
-    double_decode   all that two lost nodes had, side by side and apart, the worse
+    double_decode   all data and parity of two lost nodes, adjacent and apart; the worse
 
-`_numpy`: without numba. `extra_stripes`: the peak of
-what is allocated on the way, in parity blocks. `compile_seconds`: the slowest first call of a loop.
+`_numpy`: without numba. `extra_stripes`: peak of temporary allocations, in parity blocks. `compile_seconds`: the
+slowest first call of a kernel.
 
 Claims: encode >= 0.9, decode >= 0.7, double_encode >= 0.8 with numba and >= 0.25 without, extra_stripes <= 1.
 """
@@ -42,22 +42,22 @@ from ft_plugins.redundancy import blocked, kernels
 from ft_plugins.redundancy.kernels import Loops
 from ft_plugins.redundancy.parity import Placement, Stripe, place, plan_decode
 
-GROUP_BYTES = 128 << 20  # four times the last level cache of the machine that this was written on
-FRAME_BYTES = 512 << 10  # what is verified and added at once: the frame and that of the target stay in cache
-SIZES = {1: range(3, 9), 2: range(4, 9)}  # n, by losses
+GROUP_BYTES = 128 << 20  # four times the last-level cache of the reference machine
+FRAME_BYTES = 512 << 10  # verified and added at once, so that source and target frame stay in cache
+SIZES = {1: range(3, 9), 2: range(4, 9)}  # n, by number of lost nodes
 
 Bytes = npt.NDArray[np.uint8]
 
 
 def aligned(nbytes: int) -> Bytes:
-    """Memory on a cache line, touched before."""
-    found: Bytes = torch.zeros(nbytes, dtype=torch.uint8).numpy()
-    return found
+    """Zeroed memory aligned to a cache line, already mapped."""
+    memory: Bytes = torch.zeros(nbytes, dtype=torch.uint8).numpy()
+    return memory
 
 
 @dataclass(frozen=True)
 class Group:
-    """A protection group with all its bytes. Digests are by (stripe, kind, which), one for each frame."""
+    """A sharding group with all its bytes. `digests`: by (stripe, kind, which), one per frame."""
 
     placement: Placement
     streams: list[Bytes]
@@ -66,7 +66,7 @@ class Group:
 
     @classmethod
     def of(cls, nodes: int, losses: int, pool: Bytes) -> Group:
-        """`nodes` streams cut from the pool, each a little shorter than the one before; parity is still zero."""
+        """`nodes` streams cut from the pool, each a little shorter than the previous one; parity is zero."""
         size = len(pool) // nodes // 64 * 64
         streams = [pool[size * node : size * (node + 1) - 1000 * node] for node in range(nodes)]
         placement = place([stream.size for stream in streams], losses)
@@ -74,20 +74,20 @@ class Group:
         return cls(placement, streams, parity, {})
 
     def parity_of(self, stripe: int, which: int) -> Bytes:
-        """Where a parity lies."""
+        """The memory of a parity."""
         node, block = self.placement.stripes[stripe].parity[which], self.placement.block
         at = self.placement.kept_on(node).index((stripe, which)) * block
         return self.parity[node][at : at + block]
 
     def bytes_of(self, stripe: Stripe, kind: str, which: int) -> Bytes:
-        """What lies where the placement says."""
+        """The memory of a piece of data or of a parity."""
         if kind == "parity":
             return self.parity_of(stripe.index, which)
         (piece,) = [piece for piece in stripe.data if piece.node == which]
         return self.streams[which][piece.start : piece.stop]
 
     def encode(self, loops: Loops) -> None:
-        """All parities."""
+        """Encode all parities."""
         for stripe in self.placement.stripes:
             pieces = [self.streams[piece.node][piece.start : piece.stop] for piece in stripe.data]
             parities = [self.parity_of(stripe.index, which) for which in range(len(stripe.parity))]
@@ -98,20 +98,20 @@ class Group:
                 kernels.pq_into(*parities, pieces, exponents, overwrite=True, loops=loops)
 
     def digest(self) -> None:
-        """Take the digests of all that can be read by a decoding."""
+        """Compute the digests of everything that decoding can read."""
         for stripe in self.placement.stripes:
-            things = [("data", piece.node) for piece in stripe.data]
-            for kind, which in things + [("parity", which) for which in range(len(stripe.parity))]:
-                whole = self.bytes_of(stripe, kind, which)
+            sources = [("data", piece.node) for piece in stripe.data]
+            for kind, which in sources + [("parity", which) for which in range(len(stripe.parity))]:
+                memory = self.bytes_of(stripe, kind, which)
                 self.digests[stripe.index, kind, which] = [
-                    xxhash.xxh3_64_intdigest(whole[at : at + FRAME_BYTES].data)
-                    for at in range(0, whole.size, FRAME_BYTES)
+                    xxhash.xxh3_64_intdigest(memory[at : at + FRAME_BYTES].data)
+                    for at in range(0, memory.size, FRAME_BYTES)
                 ]
 
 
 @dataclass(frozen=True)
 class Use:
-    """A source of a rebuild: it is the `first` that its target sees."""
+    """The use of a source for one target. `first`: it overwrites the target."""
 
     target: Bytes
     factor: int
@@ -119,12 +119,12 @@ class Use:
 
 
 class Decode:
-    """The loss of some nodes of a group, undone into memory of its own."""
+    """Rebuilds lost nodes of a group into separate memory."""
 
     def __init__(self, group: Group, lost: tuple[int, ...]) -> None:
         self._group = group
         plan = plan_decode(group.placement, lost)
-        self._stripes = [list(found) for _, found in itertools.groupby(plan, key=lambda rebuild: rebuild.stripe)]
+        self._stripes = [list(group) for _, group in itertools.groupby(plan, key=lambda rebuild: rebuild.stripe)]
         self._targets = {}
         for rebuild in plan:
             original = group.bytes_of(group.placement.stripes[rebuild.stripe], *rebuild.wanted)
@@ -135,7 +135,7 @@ class Decode:
         )
 
     def run(self, loops: Loops) -> None:
-        """Everything, frame by frame: a frame is verified when it is first added."""
+        """Decode everything, frame by frame. A frame is verified when it is first added."""
         for rebuilds in self._stripes:
             stripe = self._group.placement.stripes[rebuilds[0].stripe]
             uses: dict[tuple[str, int], list[Use]] = {}
@@ -143,8 +143,8 @@ class Decode:
                 for number, (kind, which, factor) in enumerate(rebuild.sources):
                     uses.setdefault((kind, which), []).append(Use(self._targets[rebuild], factor, number == 0))
             sources = [
-                (self._group.bytes_of(stripe, *thing), self._group.digests[(stripe.index, *thing)], used)
-                for thing, used in uses.items()
+                (self._group.bytes_of(stripe, *source), self._group.digests[(stripe.index, *source)], used)
+                for source, used in uses.items()
             ]
             for number, start in enumerate(range(0, self._group.placement.block, FRAME_BYTES)):
                 for source, digests, used in sources:
@@ -159,7 +159,7 @@ class Decode:
                             kernels.scale_xor_into(part, fitting, use.factor, overwrite=use.first, loops=loops)
 
     def check(self) -> None:
-        """What was decoded is what was lost."""
+        """Assert that the decoded bytes equal the lost ones."""
         for rebuild, target in self._targets.items():
             stripe = self._group.placement.stripes[rebuild.stripe]
             assert np.array_equal(target, self._group.bytes_of(stripe, *rebuild.wanted)), rebuild.wanted
@@ -172,7 +172,7 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 
 def peak_of(work: Callable[[], object]) -> int:
-    """Bytes that are allocated at most at a time."""
+    """Peak of allocated bytes."""
     tracemalloc.start()
     try:
         before, _ = tracemalloc.get_traced_memory()
@@ -183,19 +183,19 @@ def peak_of(work: Callable[[], object]) -> int:
         tracemalloc.stop()
 
 
-def ratio(work: Callable[[], object], nbytes: int, floor: Callable[[], object], rounds: int) -> float:
-    """How many bytes `work` gets through, of which it has `nbytes`, while the floor gets through one."""
-    found = []
-    before = seconds_of(floor)
+def ratio(work: Callable[[], object], nbytes: int, baseline: Callable[[], object], rounds: int) -> float:
+    """Throughput of `work`, which processes `nbytes`, in multiples of the baseline's."""
+    ratios = []
+    before = seconds_of(baseline)
     for _ in range(rounds):
-        took, after = seconds_of(work), seconds_of(floor)
-        found.append((before + after) / 2 / GROUP_BYTES * nbytes / took)
+        took, after = seconds_of(work), seconds_of(baseline)
+        ratios.append((before + after) / 2 / GROUP_BYTES * nbytes / took)
         before = after
-    return statistics.median(found)
+    return statistics.median(ratios)
 
 
 def compile_seconds(count: int) -> float:
-    """The slowest first call of a loop for `count` sources."""
+    """The slowest first call of a kernel for `count` sources."""
     sources = [np.zeros(64, dtype=np.uint8) for _ in range(count)]
     p, q = np.zeros((2, 64), dtype=np.uint8)
     return max(
@@ -205,8 +205,10 @@ def compile_seconds(count: int) -> float:
     )
 
 
-def measure_group(nodes: int, losses: int, pool: Bytes, floor: Callable[[], object], rounds: int) -> dict[str, float]:
-    """Figures of one n: by name, bytes per second in multiples of the floor."""
+def measure_group(
+    nodes: int, losses: int, pool: Bytes, baseline: Callable[[], object], rounds: int
+) -> dict[str, float]:
+    """The figures of one n, in multiples of the baseline."""
     group = Group.of(nodes, losses, pool)
     all_loops = {"": kernels.LOOPS, "_numpy": blocked}
     prefix = "" if losses == 1 else "double_"
@@ -228,28 +230,29 @@ def measure_group(nodes: int, losses: int, pool: Bytes, floor: Callable[[], obje
         for suffix, loops in all_loops.items():
             slow = loops is blocked and name == "double_decode"  # ten times as long as anything else
             times = max(1, rounds // 5) if slow else rounds
-            found = [ratio(partial(work, loops), nbytes, floor, times) for work, nbytes in variants]
-            figures[f"{name}{suffix}_x"] = min(found)
+            figures[f"{name}{suffix}_x"] = min(
+                ratio(partial(work, loops), nbytes, baseline, times) for work, nbytes in variants
+            )
     for decode in decodes:
-        decode.check()  # by NumPy, which came last
+        decode.check()  # the result of NumPy, which ran last
     shown = "   ".join(f"{name.removesuffix('_x')} {x:.2f}x" for name, x in figures.items() if name.endswith("_x"))
     print(f"n={nodes} losses={losses}   {shown}", flush=True)
     return figures
 
 
 def measure(quick: bool) -> dict[str, float | bool]:
-    """All figures, the worst over n; a table on the way."""
+    """All figures, the worst over n. Prints a table."""
     torch.set_num_threads(1)
     pool = aligned(GROUP_BYTES)
     pool[:] = np.frombuffer(np.random.default_rng(1).bytes(GROUP_BYTES), dtype=np.uint8)
-    floor = xor_work(GROUP_BYTES)
+    baseline = xor_work(GROUP_BYTES)
     compiled = kernels.LOOPS is not blocked
     figures: dict[str, float] = {}
     if compiled:
         figures["compile_seconds"] = compile_seconds(max(SIZES[2]) - 2)
     for losses, sizes in SIZES.items():
         for nodes in sizes:
-            for name, x in measure_group(nodes, losses, pool, floor, 5 if quick else 25).items():
+            for name, x in measure_group(nodes, losses, pool, baseline, 5 if quick else 25).items():
                 worst = min if name.endswith("_x") else max
                 figures[name] = worst(figures.get(name, x), x)
     return {"numba": compiled, **figures}

@@ -1,25 +1,27 @@
-"""How long a job stands still after a failure, and what it loses: one trainer, one node, two nodes.
+"""Measure the downtime and the lost iterations of a failure: one trainer, one node, two nodes.
 
     python benchmarks/recovery.py [--quick] [--namespaces]
 
-Emulated nodes with an agent, an SMP and one rank each, whose state (256 MiB; 64 with --quick) tells which version it
-is; real processes, signals and sockets, torch alone. The failure comes at a random time within an iteration, after a
-version counted; a lost node's substitute is started when the node is gone. What a row's seconds are, end to end:
+Each emulated node has an agent, an SMP and one rank whose state (256 MiB; 64 with --quick) shows its version.
+Processes, signals and sockets are real; torch only. A failure is injected at a random time within an iteration after
+a commit, and a substitute is started as soon as a lost node is gone. The columns, in seconds, end to end:
 
-    detect     the failure -> the first event of an agent or SMP that tells of it. A trainer that computes sees a lost
+    detect     the failure -> the first event of an agent or SMP that reports it. A computing trainer notices a lost
                peer at its next collective, so up to an iteration's compute (3 s; 0.5 with --quick) passes
-    restart    -> every rank, imports aside, asks what there is: a new round, processes, memory of a fresh node claimed
-    plan       -> the recovery plan is there, and own slots are verified
+    restart    -> every rank (imports excluded) asks its SMP for versions: new round, processes, a fresh node's memory
+    plan       -> the recovery plan is made, and own slots are verified
     rebuild    transfer and decoding of the lost slots, digests verified
-    load       -> tensors and counters are in place         open    -> protected again, the step may begin
+    load       -> tensors and counters are restored         open    -> protected again, the step may begin
     total      the failure -> the last rank begins its step
 
-The nodes stand on addresses of the loopback device, as its floor (`baselines.loopback`, measured around each failure)
-does: `load_x_loopback` is what a rebuilt slot reads over sockets in a second, of one lost node, in multiples of it; for
-two, `two_load_x_loopback`, both slots' bytes over the time in which either was rebuilt: their nodes share these cores.
---namespaces puts a bridge between the nodes, whose rate by itself is about half of the floor. What RAIM6 multiplies is
-compiled when a fresh node first needs it: a second of `rebuild`, and of `open` with RAIM5, where the new node's vault
-needs it. Claims: load_x_loopback >= 0.5, lost_iterations <= 1 from the process tier and <= 2 from the node tier.
+Nodes use addresses of the loopback device, as does the baseline (`baselines.loopback`, measured before and after each
+failure). `load_x_loopback`: bytes per second that the rebuild of one lost node reads over sockets, in multiples of the
+baseline. `two_load_x_loopback`: the bytes of both slots over the time in which either was rebuilt, since their nodes
+share these cores. --namespaces connects the nodes by a bridge, which reaches about half of the baseline. The RAIM6
+kernels are compiled when a fresh node first needs them, which adds a second to `rebuild`, and with RAIM5 to `open`, if
+the new node's parity store needs them.
+
+Claims: load_x_loopback >= 0.5, lost_iterations <= 1 from the process tier and <= 2 from the node tier.
 """
 
 from __future__ import annotations
@@ -45,26 +47,26 @@ from ft_plugins.errors import FtError
 from ft_plugins.events import Event, catalogue
 from ft_plugins.smp import liveness
 from ft_plugins.smp.client import Client
-from ft_plugins.snapshot.paths import segments_of, vault_of
+from ft_plugins.snapshot.paths import parity_path_of, segments_of
 from ft_plugins.testing import fills
 from ft_plugins.testing.emulated_nodes import EmulatedHost, destroy, network
 from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
 from ft_plugins.testing.job_control import entries, wait_for
 
-BOUND = 120.0  # seconds, for anything that is waited for
-SIGNS = (  # the last where agents begin another round at once
+BOUND = 120.0  # seconds, for any wait
+DETECTION_EVENTS = (  # the last one if agents start another round at once
     *(catalogue.WORKER_FAILED.name, catalogue.NODE_LOST.name, catalogue.WORKERS_KILLED.name),
     catalogue.INCARNATION_FENCED.name,
 )
 STEPS = ("detect", "restart", "plan", "rebuild", "load", "open", "total")
-LOST = ("n1", "n2", "n0")  # one after the other, each when the one before is protected again
+LOST = ("n1", "n2", "n0")  # in this order, each after the job is protected again
 ENDLESS = 1_000_000  # iterations
-AFTER = 2  # iterations that are run after the last failure
+AFTER = 2  # iterations after the last failure
 PORT = 29650
 
 
 def rank(argv: list[str]) -> None:
-    """The entry of each rank: `fills` up to the iteration that stands in the file named first, once it is there."""
+    """The entry of each rank: run `fills` up to the iteration in the file `argv[0]`, if that exists."""
     goal = Path(argv[0])
     iterations = int(goal.read_text()) if goal.exists() else ENDLESS
     fills.main([*argv[1:], "--iterations", str(iterations)])
@@ -72,60 +74,60 @@ def rank(argv: list[str]) -> None:
 
 @dataclass(frozen=True)
 class Incident:
-    """Seconds between the steps of one recovery; what was lost, and read for it."""
+    """The steps of one recovery in seconds, the lost iterations, and the rates at which lost slots were read."""
 
     name: str
     detect: float
     restart: float
     plan: float
-    rebuild: float  # 0 where every rank found its slot in its own segment
+    rebuild: float  # 0 if every rank had its slot in its own segment
     load: float
     open: float
     total: float
     lost: int
     tier: str
-    rates: tuple[float, ...]  # bytes a second, of each rebuilt slot
-    rate: float  # of all of them together
-    floor: float  # bytes a second
+    rates: tuple[float, ...]  # bytes per second, of each rebuilt slot
+    rate: float  # of all rebuilt slots together
+    loopback: float  # baseline, bytes per second
 
     def row(self) -> str:
         parts = " ".join(f"{getattr(self, name):8.2f}" for name in STEPS)
         read = "-"
         if self.rate:
-            read = f"{self.rate / 1e9:.2f} GB/s, {self.rate / self.floor:.2f} x {self.floor / 1e9:.2f}"
+            read = f"{self.rate / 1e9:.2f} GB/s, {self.rate / self.loopback:.2f} x {self.loopback / 1e9:.2f}"
         return f"{self.name:<30} {parts} {self.lost:5}  {self.tier:<8} {read}"
 
 
 HEAD = f"{'seconds':<30} {' '.join(f'{name:>8}' for name in STEPS)}  lost  tier     rebuilt slots: read, x loopback"
 
 
-class Memory:
-    """The most that nodes have held for one share: shared memory, and what the SMP holds beside it."""
+class PeakMemory:
+    """The peak memory of a node per share: its shared memory and the SMP's own memory."""
 
     def __init__(self) -> None:
         self.peak_x_share = 0.0
 
-    def look(self, job: RunningJob, share: int) -> None:
-        """Look at a node now; nothing if it is being made or unmade."""
+    def sample(self, job: RunningJob, share: int) -> None:
+        """Measure a node now, unless it is starting or ending."""
         with suppress(OSError, ValueError, KeyError):
-            of_node = (job.spec.name, job.spec.node)
-            held = sum(path.stat().st_blocks * 512 for path in [*segments_of(*of_node), vault_of(*of_node)])
+            node = (job.spec.name, job.spec.node)
+            nbytes = sum(path.stat().st_blocks * 512 for path in [*segments_of(*node), parity_path_of(*node)])
             pid = int((job.spec.run_dir / "smp.lock").read_text())
             status = dict(part.split(":", 1) for part in Path(f"/proc/{pid}/status").read_text().splitlines())
-            held += sum(int(status[name].split()[0]) << 10 for name in ("RssAnon", "RssFile"))
-            self.peak_x_share = max(self.peak_x_share, held / share)
+            nbytes += sum(int(status[name].split()[0]) << 10 for name in ("RssAnon", "RssFile"))
+            self.peak_x_share = max(self.peak_x_share, nbytes / share)
 
     @contextmanager
-    def watched(self, cluster: Cluster) -> Iterator[None]:
-        """Look at all nodes of a job, many times a second."""
+    def sampled(self, cluster: Cluster) -> Iterator[None]:
+        """Measure all nodes of a job many times a second."""
         over = threading.Event()
 
-        def watch() -> None:
+        def sample_all() -> None:
             while not over.wait(0.05):
                 for job in list(cluster.nodes.values()):
-                    self.look(job, cluster.share)
+                    self.sample(job, cluster.share)
 
-        thread = threading.Thread(target=watch)
+        thread = threading.Thread(target=sample_all)
         thread.start()
         try:
             yield
@@ -135,13 +137,13 @@ class Memory:
 
 
 class Cluster:
-    """A job over several nodes, a rank each. Use as a context manager: nothing of it is left behind."""
+    """A job on several nodes with one rank each. Use as a context manager: it leaves nothing behind."""
 
     def __init__(
         self,
         server: ForkServer,
         folder: Path,
-        places: list[EmulatedHost],
+        hosts: list[EmulatedHost],
         count: int,
         code: str,
         mib: int,
@@ -149,11 +151,11 @@ class Cluster:
     ) -> None:
         self._server = server
         self._folder = folder
-        self._places = list(places)
+        self._hosts = list(hosts)
         self._count = count
         self._name = f"rec{os.getpid()}-{code}"
         port = PORT + os.getpid() % 200
-        self._endpoint = ",".join(f"{place.address}:{port}" for place in places)
+        self._endpoint = ",".join(f"{host.address}:{port}" for host in hosts)
         self._flags = ("--reft", "--reft-redundancy", code, "--ftp-secret-file", str(_secret(folder)),
                        "--ftp-detect-seconds", "5")  # fmt: skip
         self.share = mib << 20
@@ -176,8 +178,8 @@ class Cluster:
             destroy(job)
 
     def start(self, name: str) -> RunningJob:
-        """A node on the next place."""
-        fields = self._places.pop(0).fields()
+        """Start a node on the next host."""
+        fields = self._hosts.pop(0).fields()
         spec = JobSpec(
             entry=f"{Path(__file__).resolve()}:rank", argv=self._argv, name=self._name, folder=str(self._folder),
             flags=(*self._flags, "--ftp-node-name", name), node=name, nnodes=self._count, endpoint=self._endpoint,
@@ -187,74 +189,74 @@ class Cluster:
         return self.nodes[name]
 
     def until_committed(self, more: int, since: float = 0.0) -> int:
-        """Wait until so many versions have counted on every node since a time; the newest iteration that does."""
+        """Wait for `more` commits on every node after time `since`; returns the newest iteration committed on all."""
         name = catalogue.VERSION_COMMITTED.name
         return min(
             max(event["iteration"] for event in wait_for(
                 job.spec.run_dir / "events.jsonl",
-                lambda found: sum(e["name"] == name and e["time"] > since for e in found) >= more, BOUND,
+                lambda events: sum(e["name"] == name and e["time"] > since for e in events) >= more, BOUND,
             ) if event["name"] == name)
             for job in self.nodes.values()
         )  # fmt: skip
 
     def events(self, since: float) -> list[Event]:
-        """Of all nodes that there are, since a time."""
+        """The events of all nodes after time `since`."""
         return [event for job in self.nodes.values() for event in job.events() if event.time >= since]
 
     def until_restored(self, since: float) -> None:
-        """Wait until every rank has restored after a time."""
+        """Wait until every rank has restored after time `since`."""
         for job in list(self.nodes.values()):
             wait_for(
                 job.spec.run_dir / "events.jsonl",
-                lambda found: any(e["name"] == catalogue.STATE_RESTORED.name and e["time"] > since for e in found),
+                lambda events: any(e["name"] == catalogue.STATE_RESTORED.name and e["time"] > since for e in events),
                 BOUND,
             )
 
     def until_ended(self) -> bool:
-        """Wait for the end; whether every tensor of every rank always was of one version, and all ranks ended."""
+        """Wait for the end. Returns whether all ranks ended and none ever restored a torn version."""
         statuses = [job.wait(BOUND)["status"] for job in self.nodes.values()]
-        found = entries(self.journal)
-        ended = sum("ended" in entry for entry in found)
-        return set(statuses) == {"succeeded"} and ended == self._count and all(entry["torn"] == [] for entry in found)
+        journal = entries(self.journal)
+        ended = sum("ended" in entry for entry in journal)
+        return set(statuses) == {"succeeded"} and ended == self._count and all(entry["torn"] == [] for entry in journal)
 
 
 def _secret(folder: Path) -> Path:
     path = folder / "secret"
-    path.write_text("what the nodes of this job know")
+    path.write_text("secret of an emulated job")
     path.chmod(0o600)
     return path
 
 
-def strike(
+def inject_failure(
     cluster: Cluster, name: str, rng: random.Random, *, lost: Sequence[str] = (), killed: str = "", last: bool = False
 ) -> Incident:
-    """Destroy the nodes `lost`, or kill the trainer on the node `killed`, at a random time; what came of it.
+    """Destroy the nodes `lost`, or kill the trainer on node `killed`, at a random time, and measure the recovery.
 
-    After the `last` one the job ends by itself.
+    After the `last` failure the job runs `AFTER` more iterations and ends.
     """
-    floors = [loopback(repeats=3)]
+    baselines = [loopback(repeats=3)]
     cluster.until_committed(1, time.time())
     time.sleep(rng.uniform(0, cluster.compute))
     newest = max(event.fields["iteration"] for event in cluster.events(0) if event.type is catalogue.SNAPSHOT_SEALED)
     if last:
         cluster.goal.write_text(str(newest + AFTER))
-    struck = time.time()
+    failed = time.time()
     if killed:
         os.kill(cluster.nodes[killed].events(catalogue.RANK_ATTACHED.name)[-1].pid, signal.SIGKILL)
     for each in lost:
         destroy(cluster.nodes.pop(each))
     for each in lost:
         cluster.start(f"{each}s")
-    cluster.until_restored(struck)
-    floors.append(loopback(repeats=3))
-    found = measured(name, struck, cluster.events(struck), statistics.median(floors))
-    print(found.row(), flush=True)
-    return found
+    cluster.until_restored(failed)
+    baselines.append(loopback(repeats=3))
+    incident = recovery_steps(name, failed, cluster.events(failed), statistics.median(baselines))
+    print(incident.row(), flush=True)
+    return incident
 
 
-def measured(name: str, struck: float, events: list[Event], floor: float) -> Incident:
-    """The steps of a recovery from what agents, SMPs and ranks have told since `struck`."""
-    detected = min(event.time for event in events if event.name in SIGNS)
+def recovery_steps(name: str, failed: float, events: list[Event], baseline: float) -> Incident:
+    """The steps of a recovery, from the events of agents, SMPs and ranks after the failure at time `failed`."""
+    detected = min(event.time for event in events if event.name in DETECTION_EVENTS)
     restores = [event for event in events if event.type is catalogue.STATE_RESTORED]
     rebuilt = [event for event in events if event.type is catalogue.SLOT_REBUILT]
     asked = max(event.time - event.fields["seconds"] for event in restores)
@@ -268,52 +270,53 @@ def measured(name: str, struck: float, events: list[Event], floor: float) -> Inc
     done = max((event.time for event in rebuilt), default=began)
     read = sum(event.fields["read_bytes"] for event in rebuilt)
     return Incident(
-        name, detect=detected - struck, restart=asked - detected, plan=began - asked + verified - done,
-        rebuild=done - began, load=loaded - verified, open=ended - loaded, total=ended - struck,
+        name, detect=detected - failed, restart=asked - detected, plan=began - asked + verified - done,
+        rebuild=done - began, load=loaded - verified, open=ended - loaded, total=ended - failed,
         lost=max(event.fields["lost"] for event in restores), tier=restores[0].fields["tier"],
         rates=tuple(event.fields["read_bytes"] / event.fields["seconds"] for event in rebuilt),
-        rate=read / (done - began) if rebuilt else 0.0, floor=floor,
+        rate=read / (done - began) if rebuilt else 0.0, loopback=baseline,
     )  # fmt: skip
 
 
 def measure(quick: bool, namespaces: bool) -> dict[str, float | bool]:
-    """All figures; a table on the way."""
+    """All figures. Prints a table."""
     mib, compute = (64, 0.5) if quick else (256, 3.0)
-    turns = LOST[:1] if quick else LOST
+    lost = LOST[:1] if quick else LOST
     rng = random.Random(1)
-    memory = Memory()
+    memory = PeakMemory()
     identical = True
     with ExitStack() as stack:
         folder = Path(tempfile.mkdtemp(prefix="ft-", dir="/tmp"))
         stack.callback(shutil.rmtree, folder)
         os.environ["OMP_NUM_THREADS"] = "1"
-        hosts = range(101, 107)
-        places = [EmulatedHost("", f"127.78.0.{host}", "lo") for host in hosts]
+        numbers = range(101, 107)
+        hosts = [EmulatedHost("", f"127.78.0.{number}", "lo") for number in numbers]
         if namespaces:
-            places = stack.enter_context(network(hosts))
+            hosts = stack.enter_context(network(numbers))
         preload = [str(Path(__file__).resolve()), "ft_plugins.launcher.node_launch"]
         server = stack.enter_context(ForkServer(preload))
         print(HEAD)
-        with Cluster(server, folder, places, 3, "raim5", mib, compute) as job, memory.watched(job):
+        with Cluster(server, folder, hosts, 3, "raim5", mib, compute) as job, memory.sampled(job):
             job.until_committed(1)
-            trainer = strike(job, "a trainer killed", rng, killed="n1")
+            trainer = inject_failure(job, "a trainer killed", rng, killed="n1")
             ones = [
-                strike(job, "a node of three lost, RAIM5", rng, lost=(node,), last=node == turns[-1]) for node in turns
+                inject_failure(job, "a node of three lost, RAIM5", rng, lost=(node,), last=node == lost[-1])
+                for node in lost
             ]
             identical &= job.until_ended()
-        with Cluster(server, folder, places, 4, "raim6", mib, compute) as job, memory.watched(job):
+        with Cluster(server, folder, hosts, 4, "raim6", mib, compute) as job, memory.sampled(job):
             job.until_committed(1)
-            two = strike(job, "two nodes of four lost, RAIM6", rng, lost=("n1", "n2"), last=True)
+            two = inject_failure(job, "two nodes of four lost, RAIM6", rng, lost=("n1", "n2"), last=True)
             identical &= job.until_ended()
     every = (trainer, *ones, two)
     return {
-        "loopback_bytes_per_second": statistics.median(found.floor for found in every),
-        "lost_iterations": max(found.lost for found in every),
+        "loopback_bytes_per_second": statistics.median(each.loopback for each in every),
+        "lost_iterations": max(each.lost for each in every),
         "lost_iterations_process_tier": trainer.lost,
-        "load_x_loopback": statistics.median(one.rates[0] / one.floor for one in ones),
-        "two_load_x_loopback": two.rate / two.floor,
-        "seconds_detect": max(found.detect for found in every),
-        "seconds_total": max(found.total for found in every),
+        "load_x_loopback": statistics.median(one.rates[0] / one.loopback for one in ones),
+        "two_load_x_loopback": two.rate / two.loopback,
+        "seconds_detect": max(each.detect for each in every),
+        "seconds_total": max(each.total for each in every),
         "seconds_total_trainer": trainer.total,
         "seconds_rebuild": statistics.median(one.rebuild for one in ones),
         "peak_memory_x_share": memory.peak_x_share,
@@ -324,7 +327,7 @@ def measure(quick: bool, namespaces: bool) -> dict[str, float | bool]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a quarter of the state; ends within 50 s on 2 cores")
-    parser.add_argument("--namespaces", action="store_true", help="a network namespace for each node, where allowed")
+    parser.add_argument("--namespaces", action="store_true", help="one network namespace per node, if permitted")
     options = parser.parse_args()
     print(line("recovery", measure(options.quick, options.namespaces)))
 

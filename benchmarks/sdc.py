@@ -1,21 +1,21 @@
-"""What silently corrupted gradients do to training, and what PAFT and the replica audit make of it.
+"""Measure the effect of silently corrupted gradients on training, and of PAFT and the replica audit against it.
 
     python benchmarks/sdc.py [--quick] [--learners digits text] [--seeds 1 2 3] [--plot FOLDER]
 
 4 gloo ranks train a small ResNet on scikit-learn's digits (test accuracy) and a small GPT on bytes of real text (loss,
-nats a byte) through sessions, as a user's own loop does (workloads/learners.py, trained.py). To each rank's
-gradients noise is added after their aggregation; its *variance*, sigma squared, is quoted, as in the paper. Runs are
-short: the paper's 120 epochs are 13 here, and bursts come every 40 iterations instead of 500. Methods and noises are in
-workloads/sdc_runs.py, the rules of the paper's order and the comparison with theory in workloads/sdc_checks.py.
+nats per byte) through sessions, as a user's own loop does (workloads/learners.py, trained.py). Noise is added to each
+rank's gradients after their aggregation; the figure quoted is its *variance*, sigma squared, as in the paper. Runs are
+short: 13 epochs instead of the paper's 120, and bursts every 40 iterations instead of 500. Methods and noises are in
+workloads/sdc_runs.py, the rules for the paper's order and the comparison with theory in workloads/sdc_checks.py.
 
-    LEARNER_clean, LEARNER_NOISE_METHOD     mean score of replicas and seeds, of the last version as the next update
-                                            would find it
+    LEARNER_clean, LEARNER_NOISE_METHOD     mean score over replicas and seeds, of the last version as the next update
+                                            would see it
     order_holds          every rule that could be judged on these results holds
-    audit_identical      with one of four replicas struck, audit after every update ended bit-identical to the clean
-                         run, on every rank and in every such run; the fault had struck, and unaudited it had changed
-                         the outcome
+    audit_identical      with faults on one of four replicas, every run with an audit after each update ended
+                         bit-identical to the clean run on every rank; the faults did act, and without audit they
+                         changed the final state
     sigma_error, divergence_error
-                         worst relative error, with SGD on known noise: of the estimate of sigma; of the squared
+                         worst relative error with SGD on known noise: of the estimate of sigma, and of the squared
                          divergence against d (M-1)/M s^2 sum(lr^2)
 
 Claims: order_holds, audit_identical, sigma_error and divergence_error <= 0.05, divergence_after_sync = 0.
@@ -40,11 +40,11 @@ from ft_plugins.events import catalogue
 from workloads import learners, sdc_checks
 from workloads.pictures import draw_learner
 from workloads.sdc_checks import SCALES, TheoryErrors
-from workloads.sdc_runs import ALONE, AUDIT, BURSTS, CLEAN, METHODS, NOISED, RANKS, VARIANCES, Case, cases
+from workloads.sdc_runs import AUDIT, BURSTS, CLEAN, METHODS, NOISED, RANKS, UNAUDITED, VARIANCES, Case, cases
 from workloads.trained import TrainingOutcome, train
 
 ITERATIONS = {"digits": 150, "text": 240}
-SCORES = {"digits": "test accuracy, %", "text": "loss on text kept back, nats a byte"}
+SCORES = {"digits": "test accuracy, %", "text": "validation loss, nats per byte"}
 NAMES = tuple(ITERATIONS)
 AUDITED = ("1e-2", "burst_1")
 QUICK_NOISE, QUICK_METHODS = "1e-2", (NOISED, "sync_5", "dyn")
@@ -53,19 +53,19 @@ IN_BURSTS = (NOISED, "sync_10", "dyn")
 
 @dataclass(frozen=True)
 class Result:
-    """A case and what came of it."""
+    """A case and its outcome."""
 
     case: Case
     outcome: TrainingOutcome
 
     @property
-    def struck(self) -> int:
-        """How often a fault has altered gradients."""
+    def injected(self) -> int:
+        """How often a fault altered gradients."""
         return len(self.outcome.named(catalogue.FAULT_INJECTED.name))
 
 
 def chosen(names: Sequence[str], seeds: Sequence[int], quick: bool) -> Iterator[Case]:
-    """What is run, clean runs before all that is compared with them."""
+    """All cases to run; a clean run comes before the runs that are compared with it."""
     for name in names:
         for seed in seeds:
             count = ITERATIONS[name]
@@ -78,64 +78,65 @@ def chosen(names: Sequence[str], seeds: Sequence[int], quick: bool) -> Iterator[
 
 
 def identical(results: Sequence[Result]) -> bool:
-    """Whether each audited run ended as the clean one, and the same faults, unaudited, did not."""
+    """Whether each audited run ended like the clean one, and each run with the same faults but no audit did not."""
     clean = {(one.case.run.learner, one.case.run.seed): one.outcome.digests for one in results if not one.case.noise}
     audited = [one for one in results if one.case.method == AUDIT]
-    alone = [one for one in results if one.case.method == ALONE]
+    unaudited = [one for one in results if one.case.method == UNAUDITED]
     same = [set(one.outcome.digests) == set(clean[one.case.run.learner, one.case.run.seed]) for one in audited]
-    other = [set(one.outcome.digests) != set(clean[one.case.run.learner, one.case.run.seed]) for one in alone]
-    return bool(audited) and bool(alone) and all(same) and all(other) and all(one.struck for one in audited + alone)
+    other = [set(one.outcome.digests) != set(clean[one.case.run.learner, one.case.run.seed]) for one in unaudited]
+    injected = all(one.injected for one in audited + unaudited)
+    return bool(audited) and bool(unaudited) and all(same) and all(other) and injected
 
 
 def by_method(results: Sequence[Result], name: str) -> dict[tuple[str, str], list[TrainingOutcome]]:
-    """Outcomes of a learner by noise and method, one for each seed."""
-    found: dict[tuple[str, str], list[TrainingOutcome]] = {}
+    """Outcomes of a learner by noise and method, one per seed."""
+    outcomes: dict[tuple[str, str], list[TrainingOutcome]] = {}
     for one in results:
         if one.case.run.learner == name:
-            found.setdefault((one.case.noise, one.case.method), []).append(one.outcome)
-    return found
+            outcomes.setdefault((one.case.noise, one.case.method), []).append(one.outcome)
+    return outcomes
 
 
 def mean_curve(curves: Sequence[Sequence[tuple[int, float]]]) -> list[tuple[int, float]]:
-    """Over seeds."""
+    """The mean over seeds."""
     return [(points[0][0], statistics.fmean(value for _, value in points)) for points in zip(*curves, strict=True)]
 
 
 def draw(results: Sequence[Result], name: str, folder: Path) -> None:
-    """The picture of a learner."""
+    """Draw the picture of a learner."""
     outcomes = by_method(results, name)
-    scores = {key: mean_curve([one.scores for one in those]) for key, those in outcomes.items()}
-    apart = {key: mean_curve([one.ranks[0].divergences for one in those]) for key, those in outcomes.items()}
+    scores = {key: mean_curve([one.scores for one in runs]) for key, runs in outcomes.items()}
+    divergences = {key: mean_curve([one.ranks[0].divergences for one in runs]) for key, runs in outcomes.items()}
     folder.mkdir(parents=True, exist_ok=True)
-    draw_learner(name, scores, apart, SCORES[name], folder / f"sdc_{name}.png")
+    draw_learner(name, scores, divergences, SCORES[name], folder / f"sdc_{name}.png")
 
 
 def figures(results: Sequence[Result], names: Sequence[str], theory: Sequence[TheoryErrors]) -> dict[str, float | bool]:
-    """For the last line; tells the rules on the way."""
-    told: dict[str, float | bool] = {}
+    """The figures of the last line. Prints the verdict on each rule."""
+    values: dict[str, float | bool] = {}
     verdicts = []
     for name in names:
-        scores = {key: [one.score for one in those] for key, those in by_method(results, name).items()}
+        scores = {key: [one.score for one in runs] for key, runs in by_method(results, name).items()}
         clean = scores.pop(("", CLEAN))
-        told[f"{name}_clean"] = statistics.fmean(clean)
-        for (noise, method), found in scores.items():
-            if math.isfinite(mean := statistics.fmean(found)):
-                told[f"{name}_{noise}_{method}"] = mean
-        averaged = {key: found for key, found in scores.items() if key[1] in METHODS}
+        values[f"{name}_clean"] = statistics.fmean(clean)
+        for (noise, method), by_seed in scores.items():
+            if math.isfinite(mean := statistics.fmean(by_seed)):
+                values[f"{name}_{noise}_{method}"] = mean
+        averaged = {key: by_seed for key, by_seed in scores.items() if key[1] in METHODS}
         judged = sdc_checks.judge(SCALES[name].losses(clean, averaged))
-        told[f"order_holds_{name}"] = sdc_checks.order_holds(judged)
+        values[f"order_holds_{name}"] = sdc_checks.order_holds(judged)
         print(f"{name}:", *judged, sep="\n  ", flush=True)
         verdicts += judged
-    told["order_holds"] = sdc_checks.order_holds(verdicts)
-    told["audit_identical"] = identical(results)
-    told["sigma_error"] = max(one.sigma for one in theory)
-    told["divergence_error"] = max(one.divergence for one in theory)
-    told["divergence_after_sync"] = max(one.left for one in theory)
-    return told
+    values["order_holds"] = sdc_checks.order_holds(verdicts)
+    values["audit_identical"] = identical(results)
+    values["sigma_error"] = max(one.sigma for one in theory)
+    values["divergence_error"] = max(one.divergence for one in theory)
+    values["divergence_after_sync"] = max(one.remaining for one in theory)
+    return values
 
 
 def measure(names: Sequence[str], seeds: Sequence[int], quick: bool) -> tuple[list[Result], list[TheoryErrors]]:
-    """All runs, one after the other; a line for each."""
+    """Do all runs one after the other. Prints a line for each."""
     results, theory = [], []
     learners.prepare((*names, "digits"))
     with tempfile.TemporaryDirectory(prefix="ft-", dir="/tmp") as folder:
@@ -148,18 +149,18 @@ def measure(names: Sequence[str], seeds: Sequence[int], quick: bool) -> tuple[li
             began = time.monotonic()
             outcome = train(case.run, RANKS, Path(folder) / str(number))
             results.append(Result(case, outcome))
-            same = "identical" if len(set(outcome.digests)) == 1 else "apart"
+            replicas = "identical" if len(set(outcome.digests)) == 1 else "diverged"
             seconds = time.monotonic() - began
-            print(f"{case!s:<32} {outcome.score:8.3f}   replicas {same:<10} {seconds:5.1f} s", flush=True)
+            print(f"{case!s:<32} {outcome.score:8.3f}   replicas {replicas:<10} {seconds:5.1f} s", flush=True)
     return results, theory
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help=f"one seed, noise of {QUICK_NOISE} alone")
+    parser.add_argument("--quick", action="store_true", help=f"one seed, noise of {QUICK_NOISE} only")
     parser.add_argument("--learners", nargs="+", choices=NAMES, default=NAMES)
     parser.add_argument("--seeds", nargs="+", type=int, default=None, help="(default 1 2 3)")
-    parser.add_argument("--plot", type=Path, help="a folder for pictures")
+    parser.add_argument("--plot", type=Path, help="folder for pictures")
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     try:

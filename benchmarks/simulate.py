@@ -1,25 +1,25 @@
-"""How fast pipelines are planned, and what the simulator says of jobs from 16 to 16,384 ranks.
+"""Measure how fast pipelines are planned, and simulate jobs from 16 to 16,384 ranks.
 
     python benchmarks/simulate.py [--quick] [--plot FOLDER] [--cluster FILE]
 
-    plan_seconds              what a job does with one iteration of 64 stages with 512 microbatches (a model of 96
-                              layers), 1f1b, links of 1 ms: messages, bubbles, what goes in which, exactly and by
-                              layers; seconds of the thread on a processor, median
+    plan_seconds              planning one iteration of 64 stages and 512 microbatches (a model of 96 layers), 1f1b,
+                              links of 1 ms: messages, bubbles, contents of each bubble by bytes and by layers; median
+                              of the thread's processor seconds
     plan_slowest_seconds      the slowest schedule
-    plan_long_seconds         1f1b, of a state that takes `plan_long_iterations`: layers are chosen anew for each; a job
-                              that sends by bytes asks about those of one rank, one by layers about all 64
-    analytic_error_worst      bubble shares against closed forms, over schedules and sizes, as a share of them
-    shapes                    the paper's configurations: bubbles, iterations of a checkpoint, overhead (figures 3, 7)
+    plan_long_seconds         1f1b, a state that takes `plan_long_iterations`: layers are chosen again for each. A job
+                              that sends by bytes plans one rank, a job that sends by layers all 64
+    analytic_error_worst      relative error of bubble shares against closed forms, over schedules and sizes
+    shapes                    the paper's configurations: bubbles, iterations per checkpoint, overhead (figures 3, 7)
     family                    16 to 16,384 ranks: bubbles by schedule (figure 4), goodput by protection
 
---cluster FILE: measured iterations to compare with, a JSON object for each line:
+--cluster FILE: measured iterations to compare with, one JSON object per line:
 
     {"shape": "d2m2p4", "schedule": "1f1b", "ranks": 4, "microbatches": 8, "chunks": 1, "overlap": false,
      "forward": [...], "backward": [...], "reduce": [...], "update": [...], "latency": s, "bandwidth": bytes/s,
      "message_bytes": n, "joint": true, "iteration_seconds": s, "bubble_share": x}
 
-(times in seconds, by stage or by rank as in `planner.simulate.Times`); adds `iteration_error_worst` and
-`bubble_error_worst`, |simulated / measured - 1|, and both for each shape.
+(times in seconds, by stage or by rank as in `planner.simulate.Times`). Adds `iteration_error_worst` and
+`bubble_error_worst`, |simulated / measured - 1|, and both per shape.
 
 Claims: plan_seconds < 1, analytic_error_worst < 1e-9, both errors <= 0.05.
 """
@@ -48,43 +48,42 @@ LONG_STATE = 25e9  # bytes
 
 
 def of(schedule: PipelineSchedule, ranks: int, microbatches: int) -> Pipeline:
-    """Two chunks where a schedule has them."""
+    """A pipeline, with two chunks per rank if the schedule is interleaved."""
     return Pipeline(schedule, ranks, microbatches, 2 if schedule is PipelineSchedule.INTERLEAVED else 1)
 
 
 def seconds_of(schedule: PipelineSchedule, rounds: int, nbytes: float = 1e9) -> tuple[float, int]:
-    """All that a job does with the timelines of one pipeline: messages, bubbles, what goes in which. And the iterations
-    that `nbytes` of each rank take."""
+    """Seconds that a job takes to plan one pipeline, and the planned iterations for `nbytes` of each rank."""
     stage = LAYERS / STAGES * 1e-2
     times = Times((stage,), (2 * stage,), (stage,), links=(PipelineLink(1e-3),))
-    found, iterations = [], 0
+    seconds, iterations = [], 0
     for _ in range(rounds):
         timelines = simulate(of(schedule, STAGES, MICROBATCHES), times)
         started = time.thread_time()
         messages = traffic(timelines, [range(STAGES)])
         planned = fitting.plan(timelines, nbytes, 1e9, layers=LAYERS, messages=messages)
-        found.append(time.thread_time() - started)
+        seconds.append(time.thread_time() - started)
         iterations = planned.iterations if planned is not None else 0
-    return statistics.median(found), iterations
+    return statistics.median(seconds), iterations
 
 
 def analytic_error() -> float:
-    """The worst over schedules and sizes."""
+    """The worst relative error of bubble shares over schedules and sizes."""
     worst = 0.0
     for ranks, count in ((2, 2), (4, 8), (8, 64), (16, 16), (32, 256)):
         for schedule in PipelineSchedule:
             pipeline = of(schedule, ranks, count)
             forward, backward, weight = (1.0, 2.0, 1.0)
-            idles, work = (ranks - 1) * (forward + backward), pipeline.chunks * count * (forward + backward)
+            idle, work = (ranks - 1) * (forward + backward), pipeline.chunks * count * (forward + backward)
             if schedule is PipelineSchedule.ZERO_BUBBLE:
-                idles = (ranks - 1) * (forward + (backward - weight) - weight)
+                idle = (ranks - 1) * (forward + (backward - weight) - weight)
             share = fitting.bubble_share(simulate(pipeline, Times((forward,), (backward,), (weight,))))
-            worst = max(worst, abs(share / (idles / (idles + work)) - 1))
+            worst = max(worst, abs(share / (idle / (idle + work)) - 1))
     return worst
 
 
 def compare(measured: dict[str, Any]) -> tuple[float, float]:
-    """Errors of iteration time and bubble share against one measured iteration."""
+    """Relative errors of iteration time and bubble share against one measured iteration."""
     pipeline = Pipeline(
         PipelineSchedule(measured["schedule"]),
         measured["ranks"],
@@ -93,9 +92,9 @@ def compare(measured: dict[str, Any]) -> tuple[float, float]:
         overlap=measured.get("overlap", False),
     )
     names = ("forward", "backward", "weight", "reduce", "update")
-    several = {name: tuple(measured[name]) for name in names if name in measured}
+    spans = {name: tuple(measured[name]) for name in names if name in measured}
     link = PipelineLink(measured["latency"], measured["bandwidth"])
-    times = Times(**several, links=(link,), message_bytes=measured["message_bytes"], joint=measured.get("joint", True))
+    times = Times(**spans, links=(link,), message_bytes=measured["message_bytes"], joint=measured.get("joint", True))
     timelines = simulate(pipeline, times)
     return (
         abs(timelines[0].seconds / measured["iteration_seconds"] - 1),
@@ -104,21 +103,21 @@ def compare(measured: dict[str, Any]) -> tuple[float, float]:
 
 
 def compared(path: Path) -> dict[str, float | bool]:
-    """Figures of a whole file."""
+    """The figures of a --cluster file."""
     figures: dict[str, float | bool] = {}
-    pairs = []
+    errors = []
     for text in path.read_text().splitlines():
         measured = json.loads(text)
-        pairs.append(compare(measured))
-        figures[f"iteration_error_{measured['shape']}"], figures[f"bubble_error_{measured['shape']}"] = pairs[-1]
-        print(f"{measured['shape']}   iteration {pairs[-1][0]:.2%} off   bubble share {pairs[-1][1]:.2%} off")
-    figures["iteration_error_worst"], figures["bubble_error_worst"] = (max(each) for each in zip(*pairs, strict=True))
+        errors.append(compare(measured))
+        figures[f"iteration_error_{measured['shape']}"], figures[f"bubble_error_{measured['shape']}"] = errors[-1]
+        print(f"{measured['shape']}   iteration {errors[-1][0]:.2%} off   bubble share {errors[-1][1]:.2%} off")
+    figures["iteration_error_worst"], figures["bubble_error_worst"] = (max(each) for each in zip(*errors, strict=True))
     return figures
 
 
 def draw(shapes: list[ShapeStudy], scales: list[ScaleStudy], folder: Path) -> None:
-    """All pictures."""
-    from ft_plugins.report import plan_pictures as pictures
+    """Draw all pictures."""
+    from workloads import pictures
 
     folder.mkdir(parents=True, exist_ok=True)
     pictures.draw_shapes(shapes, folder / "bubbles_by_shape.png")
@@ -128,7 +127,7 @@ def draw(shapes: list[ShapeStudy], scales: list[ScaleStudy], folder: Path) -> No
 
 
 def measure(quick: bool, plot: Path | None, cluster: Path | None) -> dict[str, float | bool]:
-    """All figures; tables on the way."""
+    """All figures. Prints tables."""
     rounds = 1 if quick else 5
     seconds = {schedule: seconds_of(schedule, rounds)[0] for schedule in PipelineSchedule}
     long_seconds, long_iterations = seconds_of(PipelineSchedule.ONE_F_ONE_B, rounds, LONG_STATE)

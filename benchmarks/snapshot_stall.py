@@ -1,17 +1,17 @@
-"""What a snapshot costs training: 1 GiB of state in one process, beside three loads, against a memcpy of the same.
+"""Measure what a snapshot costs training: 1 GiB of state in one process under three loads, relative to a memcpy of it.
 
     python benchmarks/snapshot_stall.py [--quick]
 
 Each load is a fixed amount of work, twice as long as the memcpy: matrix products, an Adam-like pass over memory, and a
 host-bound loop of small torch operations; one compute thread. Steps with and without a snapshot alternate in random
-order within one run, and the floor is measured again beside each load. x = multiples of the memcpy:
+order within one run, and the memcpy is measured again for each load. x = multiples of the memcpy:
 
     committed   version point -> sealed in shared memory, digests included     stall      waited for at the fence
-    step_slowdown   the step beside the snapshot, less the step without        first      first snapshot after start
+    step_slowdown   step during a snapshot minus step without                  first      first snapshot after start
 
-Claims: committed <= 1.5, first within 1.5 of a later one, stall <= 0.05 beside matmul, committed <= 2.5 beside
-the host-bound loop. torchsnapshot's and dlrover's figures stand beside, where they are installed
-(`pip install -e .[bench]`); theirs leave out the first snapshot, which makes their memory.
+Claims: committed <= 1.5, first within 1.5 of a later one, stall <= 0.05 under matmul, committed <= 2.5 under the
+host-bound loop. torchsnapshot and dlrover are measured too if installed (`pip install -e .[bench]`), without their
+first snapshot, which allocates memory.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ SIZES = (1_350_000, 9_500_000)
 
 
 @dataclass(frozen=True)
-class Beside:
-    """Medians over the steps of one load, in multiples of the memcpy measured beside it."""
+class StallMeasurement:
+    """Medians over the steps of one load, in multiples of the memcpy."""
 
     committed: float
     stall: float
@@ -59,7 +59,7 @@ class Beside:
 
 
 def make_state(nbytes: int = GIB) -> dict[str, torch.Tensor]:
-    """Tensors of `nbytes` together, in the sizes of a transformer's."""
+    """Tensors of `nbytes` in total, with sizes as in a transformer."""
     left, state = nbytes, {}
     while left > 0:
         size = min(left, SIZES[len(state) % 2] // 64 * 64)
@@ -103,7 +103,7 @@ LOADS: dict[str, Callable[[], Callable[[], object]]] = {
 
 
 def step_of(work: Callable[[], object], duration: float) -> Callable[[], float]:
-    """A step: `work` as often as takes `duration` when nothing else runs. Returns the seconds that it took."""
+    """A step that repeats `work` for about `duration` seconds on an idle machine and returns the seconds it took."""
     repeats, took = 1, 0.0
     while took < duration / 2:
         repeats *= 2
@@ -161,7 +161,7 @@ class Ours:
 
 
 class TorchSnapshot:
-    """torchsnapshot's async_take, to a folder in memory: what it does before it returns, and until it is safe."""
+    """torchsnapshot's async_take to a folder in memory."""
 
     name = "torchsnapshot"
 
@@ -188,7 +188,7 @@ class TorchSnapshot:
 
 
 class DLRover:
-    """dlrover's Flash Checkpoint into shared memory: it returns when all is copied, into its only buffer."""
+    """dlrover's Flash Checkpoint into shared memory. It has one buffer and returns when everything is copied."""
 
     name = "dlrover"
 
@@ -200,7 +200,7 @@ class DLRover:
 
         self._state, self._folder = state, tempfile.mkdtemp(prefix="ft-")
         stack.callback(shutil.rmtree, self._folder)
-        self._checkpointer = DdpCheckpointer(self._folder)  # starts a saver, the process that would write to storage
+        self._checkpointer = DdpCheckpointer(self._folder)  # starts a saver process, which would write to storage
         engine = self._checkpointer._engine
         stack.callback(engine.saver_proc.terminate)
         stack.callback(engine._shm_handler.unlink)
@@ -216,7 +216,7 @@ class DLRover:
         self._seconds = time.perf_counter() - started
 
     def fence(self) -> None:
-        """Nothing is left to wait for."""
+        """`snapshot` waits already."""
 
     def committed(self) -> float:
         return self._seconds
@@ -226,16 +226,16 @@ System = Ours | TorchSnapshot | DLRover
 PEERS: dict[str, type[TorchSnapshot] | type[DLRover]] = {"torchsnapshot": TorchSnapshot, "dlrover": DLRover}
 
 
-def beside(system: System, load: str, steps: int, rng: random.Random) -> Beside:
-    """Steps of `load` with and without a snapshot before, in random order."""
-    floor = memcpy()
-    step = step_of(LOADS[load](), 2 * floor)
+def measure_under_load(system: System, load: str, steps: int, rng: random.Random) -> StallMeasurement:
+    """Run steps of `load` with and without a snapshot before them, in random order."""
+    baseline = memcpy()
+    step = step_of(LOADS[load](), 2 * baseline)
     step()
     committed, stalls, with_snapshot, without = [], [], [], []
     order = [True] * steps + [False] * steps
     rng.shuffle(order)
-    for taken in order:
-        if not taken:
+    for with_capture in order:
+        if not with_capture:
             without.append(step())
             continue
         started = time.perf_counter()
@@ -247,11 +247,12 @@ def beside(system: System, load: str, steps: int, rng: random.Random) -> Beside:
         stalls.append(blocked + time.perf_counter() - started)
         committed.append(system.committed())
     slowdown = statistics.median(with_snapshot) - statistics.median(without)
-    return Beside(statistics.median(committed) / floor, statistics.median(stalls) / floor, slowdown / floor)
+    seconds = statistics.median(committed), statistics.median(stalls), slowdown
+    return StallMeasurement(*(each / baseline for each in seconds))
 
 
 def measure(quick: bool) -> dict[str, float | bool]:
-    """All figures; a table on the way."""
+    """All figures. Prints a table."""
     torch.set_num_threads(1)
     rng = random.Random(1)
     steps = 7 if quick else 25
@@ -265,31 +266,31 @@ def measure(quick: bool) -> dict[str, float | bool]:
         ours.snapshot()
         ours.fence()
         for load in LOADS:
-            found = beside(ours, load, steps, rng)
-            print(found.row(f"{ours.name} beside {load}"), flush=True)
+            measured = measure_under_load(ours, load, steps, rng)
+            print(measured.row(f"{ours.name} under {load}"), flush=True)
             suffix = "" if load == "matmul" else f"_{load}"
-            figures[f"committed{suffix}_x"] = found.committed
-            figures[f"stall{suffix}_x"] = found.stall
-            figures[f"step_slowdown_{load}_x"] = found.slowdown
+            figures[f"committed{suffix}_x"] = measured.committed
+            figures[f"stall{suffix}_x"] = measured.stall
+            figures[f"step_slowdown_{load}_x"] = measured.slowdown
     for name, peer in PEERS.items():
         if importlib.util.find_spec(name) is None:
             continue
         with ExitStack() as stack:
             theirs = peer(state, stack)
-            theirs.snapshot()  # the first one makes their memory
+            theirs.snapshot()  # allocates memory
             theirs.fence()
-            for load in ["matmul"] if quick else LOADS:  # they take most of the time
-                found = beside(theirs, load, 2 if quick else 5, rng)
-                print(found.row(f"{name} beside {load}"), flush=True)
-                figures[f"{name}_committed_{load}_x"] = found.committed
-                figures[f"{name}_stall_{load}_x"] = found.stall
-                figures[f"{name}_step_slowdown_{load}_x"] = found.slowdown
+            for load in ["matmul"] if quick else LOADS:  # the peers take most of the time
+                measured = measure_under_load(theirs, load, 2 if quick else 5, rng)
+                print(measured.row(f"{name} under {load}"), flush=True)
+                figures[f"{name}_committed_{load}_x"] = measured.committed
+                figures[f"{name}_stall_{load}_x"] = measured.stall
+                figures[f"{name}_step_slowdown_{load}_x"] = measured.slowdown
     return figures
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    meaning = "fewer steps, peers beside one load; ends within 50 s on 2 cores"
+    meaning = "fewer steps, peers under one load; ends within 50 s on 2 cores"
     parser.add_argument("--quick", action="store_true", help=meaning)
     print(line("snapshot_stall", measure(parser.parse_args().quick)))
 

@@ -1,20 +1,20 @@
-"""What PAFT costs an iteration, where averaging while training waits costs what it did in the paper.
+"""Measure what PAFT costs per iteration, with links throttled so that PAFT-Sync costs as much as in the paper.
 
     python benchmarks/sync_overhead.py [--quick] [--plot FILE]
 
-4 ranks, each in a network namespace of its own whose link `tc` throttles (so: as root); gradients, averages and digests
-really pass it. Compute is slept, so that 2 cores are enough; workloads/sync_cost.py says what is real. Gradients
-are reduced in every iteration over the same link, in as many bytes as an averaging takes: so it cannot cost more than
-1/H of an iteration, and H is 2. First the link is throttled until PAFT-Sync costs 23% of a plain iteration (the paper
-at 32 workers: 0.333 s plain, 0.411 s PAFT-Sync, 0.373 s PAFT); then, in the same run, rounds of blocks of 20
-iterations, one of each mode in random order. Cost = seconds over those of the plain block of the round, less 1; the
-median over rounds, with its 95% bootstrap interval.
+4 ranks, each in a network namespace with a link throttled by `tc` (needs root); gradients, averages and digests really
+pass it. Compute is a sleep, so that 2 cores are enough; workloads/sync_cost.py lists what is real. Gradients are
+reduced in every iteration over the same link, with as many bytes as an averaging. So an averaging costs at most 1/H of
+an iteration, and H is 2. First the link is throttled until PAFT-Sync costs 23% of a plain iteration (the paper at 32
+workers: 0.333 s plain, 0.411 s PAFT-Sync, 0.373 s PAFT). Then, in the same run, rounds of blocks of 20 iterations
+follow, one block per mode in random order. Cost = seconds / seconds of the round's plain block - 1; median over rounds,
+with its 95% bootstrap interval.
 
     paft_sync       averaged every 2 iterations, training waits
     paft_dyn        averaged every 2 iterations, behind the next forward and backward
-    paft_adaptive   as often as noise asks for, that of gradients being a 20th of their length
+    paft_adaptive   interval chosen from the noise, which is a 20th of the gradients' length
     audit_10        digests of parameters and momentum compared after every 10 iterations
-    audit_1         after every one
+    audit_1         after every iteration
 
 Claims: paft_sync 0.23 +- 0.03 (`calibrated`), paft_dyn_of_sync <= 0.5, audit_10 <= 0.005.
 """
@@ -43,9 +43,9 @@ TARGET, WITHIN = 0.23, 0.03  # of the claim
 CALIBRATE_WITHIN, CALIBRATIONS = 0.012, 6
 ROUNDS, QUICK_ROUNDS = 16, 3
 BLOCK = 20  # iterations
-COMPUTE_SECONDS = 0.15  # of which what an averaging takes of two cores, not of the link, is a sixth
+COMPUTE_SECONDS = 0.15  # six times the processor time of an averaging on two cores
 LAYERS, WIDTH = 4, 32768
-MBPS = 250.0  # to begin with
+MBPS = 250.0  # initial rate
 NOISE = 20.0
 AUDIT_MOST = 0.005
 BOUND, ROUND_BOUND = 300.0, 120.0  # seconds; a round takes half a minute on two idle cores
@@ -59,7 +59,7 @@ MODES = {
 
 
 def planned(rounds: int, seed: int) -> SyncPlan:
-    """What is measured."""
+    """The plan of the measurement."""
     blocks = sync_blocks.shuffled((PLAIN, *MODES), rounds, seed)
     return SyncPlan(
         MODES, blocks, BLOCK, COMPUTE_SECONDS, LAYERS, WIDTH, H, TARGET, CALIBRATE_WITHIN, MBPS, CALIBRATIONS, NOISE
@@ -67,26 +67,26 @@ def planned(rounds: int, seed: int) -> SyncPlan:
 
 
 def measure(plan: SyncPlan, seconds: float) -> SyncMeasurement:
-    """Times are the mean over ranks, which meet in every iteration; the rest is what rank 0 says."""
-    with tempfile.TemporaryDirectory(prefix="ft-", dir="/tmp") as folder, network(range(1, RANKS + 1)) as places:
-        if not all(place.namespace for place in places):
-            raise FtError("links cannot be throttled without network namespaces: run it as root, or with CAP_NET_ADMIN")
-        found = gang(sync_cost.measure, RANKS, plan, places, folder, places=places, seconds=seconds)
-    together = tuple(
+    """Run the plan. Times are means over ranks, which meet in every iteration; all else is from rank 0."""
+    with tempfile.TemporaryDirectory(prefix="ft-", dir="/tmp") as folder, network(range(1, RANKS + 1)) as hosts:
+        if not all(host.namespace for host in hosts):
+            raise FtError("cannot throttle links without network namespaces; run as root or with CAP_NET_ADMIN")
+        ranks = gang(sync_cost.measure, RANKS, plan, hosts, folder, hosts=hosts, seconds=seconds)
+    means = tuple(
         {name: statistics.mean(each[name] for each in rows) for name in rows[0]}
-        for rows in zip(*(one.seconds for one in found), strict=True)
+        for rows in zip(*(one.seconds for one in ranks), strict=True)
     )
-    return SyncMeasurement(together, found[0].calibration, found[0].mbps, found[0].intervals)
+    return SyncMeasurement(means, ranks[0].calibration, ranks[0].mbps, ranks[0].intervals)
 
 
 def figures(plan: SyncPlan, measured: SyncMeasurement, costs: dict[str, SyncCost]) -> dict[str, float | bool]:
-    """For the last line."""
+    """The figures of the last line."""
     sync, dyn = costs["paft_sync"], costs["paft_dyn"]
-    told: dict[str, float | bool] = {name: cost.share for name, cost in costs.items()}
+    values: dict[str, float | bool] = {name: cost.share for name, cost in costs.items()}
     for name, cost in costs.items():
-        told |= {f"{name}_low": cost.low, f"{name}_high": cost.high}
+        values |= {f"{name}_low": cost.low, f"{name}_high": cost.high}
     calibrated = abs(sync.share - TARGET) <= WITHIN
-    return told | {
+    return values | {
         "paft_dyn_of_sync": dyn.share / sync.share,
         "calibrated": calibrated,
         "holds": calibrated and dyn.share <= sync.share / 2 and costs["audit_10"].share <= AUDIT_MOST,
@@ -102,13 +102,13 @@ def figures(plan: SyncPlan, measured: SyncMeasurement, costs: dict[str, SyncCost
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK_ROUNDS} rounds: no more than a look")
-    parser.add_argument("--rounds", type=int, help=f"of a block of each mode (default {ROUNDS})")
+    parser.add_argument("--quick", action="store_true", help=f"only {QUICK_ROUNDS} rounds")
+    parser.add_argument("--rounds", type=int, help=f"rounds of one block per mode (default {ROUNDS})")
     parser.add_argument("--seed", type=int, default=1, help="of the order of blocks")
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the network is taken down all the same
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the network is removed
     plan = planned(args.rounds or (QUICK_ROUNDS if args.quick else ROUNDS), args.seed)
     try:
         measured = measure(plan, BOUND + ROUND_BOUND * len(plan.blocks))

@@ -1,24 +1,24 @@
-"""Silent corruption on purpose: numbers altered at fault points (`faults`) that pass tensors. Off unless armed.
+"""Inject silent corruption: alter tensors at fault points (`faults`). Off unless armed.
 
     reduce.gradients    a rank's own gradients, before they are aggregated
     update.gradients    gradients after aggregation, each rank's copy
     update.parameters   parameters and optimizer state after the update
-    update.copies       what a rank computes with, cast or gathered from them, after the update
+    update.copies       after the update, the tensors cast or gathered from them, with which a rank computes
 
-Words, as the action of a fault; `~SEED` may follow each:
+Actions of a fault, each optionally followed by `~SEED`:
 
-    gauss=S    noise of standard deviation S is added to every coordinate (papers that quote a variance: S is its root)
-    flip       one bit of one coordinate; flip=30 names the bit, from 0, the lowest
-    nan        one coordinate is no number
-    stuck      the values of the first strike are put back at each one after it, as of a link that repeats itself
+    gauss=S    add noise of standard deviation S to every coordinate (the square root of a variance quoted in a paper)
+    flip       flip one bit of one coordinate; flip=30 names the bit, from 0, the lowest
+    nan        set one coordinate to NaN
+    stuck      restore the values of the first strike at every later one, like a link that repeats itself
 
 `update.gradients@iteration%500=0:gauss=1;update.gradients:gauss=0.01` is noise with a burst every 500 iterations: of
 several faults at a point the first that applies acts.
 
-Invariant: what happens follows from seed, rank, iteration and the names of the tensors; in a repeated run it is the
-same, and no two ranks get the same noise.
+Invariant: the corruption is determined by seed, rank, iteration and tensor names. A repeated run repeats it, and no two
+ranks get the same noise.
 
-In: tensors by name. Out: the same, altered in place; `Struck` says what was done.
+In: tensors by name. Out: the same tensors, altered in place, and a `Struck` that describes the change.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # 
 
 @dataclass(frozen=True)
 class Word:
-    """One action, read."""
+    """A parsed action."""
 
     kind: str
     sigma: float = 0.0
@@ -49,15 +49,15 @@ class Word:
 
     @classmethod
     def read(cls, text: str) -> Word:
-        """Raises ConfigError for an action that alters no numbers."""
+        """Raises ConfigError for any action that is not listed above."""
         match = _WORD.fullmatch(text)
         try:
             if match is None:
                 raise ValueError
             sigma = float(match["sigma"] or 0.0)
         except ValueError:
-            known = "gauss=SIGMA, flip, flip=BIT, nan or stuck, with or without ~SEED after it"
-            raise ConfigError(f"fault '{text}': expected {known}") from None
+            expected = "gauss=SIGMA, flip, flip=BIT, nan or stuck, with or without ~SEED after it"
+            raise ConfigError(f"fault '{text}': expected {expected}") from None
         bit = match["bit"]
         kind = re.split("[=~]", text)[0]
         return cls(kind, sigma, None if bit is None else int(bit), int(match["seed"] or 0))
@@ -65,7 +65,7 @@ class Word:
 
 @dataclass(frozen=True)
 class Struck:
-    """What was done. `item` and `index` (in memory) where it was one coordinate, `bit` where it was one of its bits."""
+    """A strike. `item` and `index` (in memory): of a single altered coordinate; `bit`: of a single altered bit."""
 
     point: str
     word: str
@@ -75,10 +75,10 @@ class Struck:
 
 
 class Corruption:
-    """One rank's. Guards what a link repeats."""
+    """The corruption of one rank. Keeps the values of the first strike of `stuck`."""
 
     def __init__(self, rank: int) -> None:
-        """Raises ConfigError for an armed fault at a point of numbers whose action is none of the words."""
+        """Raises ConfigError if an armed fault at one of `POINTS` has an unknown action."""
         self._rank = rank
         self._stuck: dict[str, dict[str, torch.Tensor]] = {}
         for point in POINTS:
@@ -86,11 +86,11 @@ class Corruption:
                 Word.read(fault.action)
 
     def armed(self, point: str) -> bool:
-        """Whether anything may happen at `point`: asking costs a look-up."""
+        """Whether a fault is armed at `point`; one look-up."""
         return bool(faults.armed(point))
 
     def strike(self, point: str, iteration: int, tensors: Mapping[str, torch.Tensor]) -> Struck | None:
-        """Report that `point` was reached, and alter `tensors` if a fault applies; only floating-point ones."""
+        """Alter the floating-point ones of `tensors` if a fault at `point` applies."""
         text = faults.reach(point, iteration=iteration, rank=self._rank)
         if text is None:
             return None
@@ -106,9 +106,9 @@ class Corruption:
                     tensor.add_(noise.to(tensor.device, tensor.dtype), alpha=word.sigma)
                 return Struck(point, text)
             case "stuck":
-                kept = self._stuck.setdefault(point, {name: tensor.clone() for name, tensor in floats.items()})
+                first = self._stuck.setdefault(point, {name: tensor.clone() for name, tensor in floats.items()})
                 for name, tensor in floats.items():
-                    tensor.copy_(kept[name])
+                    tensor.copy_(first[name])
                 return Struck(point, text)
         random = self._random(word.seed, iteration, point)
         sizes = torch.tensor([tensor.numel() for tensor in floats.values()])
@@ -122,18 +122,18 @@ class Corruption:
         width = floats[name].element_size()
         bit = int(torch.randint(8 * width, (1,), generator=random)) if word.bit is None else word.bit
         if bit >= 8 * width:
-            raise ConfigError(f"fault '{text}': item '{name}' has {8 * width} bits a coordinate, from 0")
+            raise ConfigError(f"fault '{text}': item '{name}' has {8 * width} bits per coordinate, from 0")
         words = _memory(floats[name]).view(_INTEGERS[width])
         mask = (1 << bit) - (1 << 8 * width if width > 1 and bit == 8 * width - 1 else 0)  # as a signed number
         words[index] = words[index] ^ mask
         return Struck(point, text, name, index, bit)
 
     def _random(self, seed: int, iteration: int, name: str) -> torch.Generator:
-        found = torch.Generator()
-        found.manual_seed(xxhash.xxh3_64_intdigest(repr((seed, self._rank, iteration, name)).encode()) >> 1)
-        return found
+        generator = torch.Generator()
+        generator.manual_seed(xxhash.xxh3_64_intdigest(repr((seed, self._rank, iteration, name)).encode()) >> 1)
+        return generator
 
 
 def _memory(tensor: torch.Tensor) -> torch.Tensor:
-    """The coordinates of a dense tensor as they lie in memory."""
+    """The coordinates of a dense tensor in memory order."""
     return torch.as_strided(tensor, (tensor.numel(),), (1,))

@@ -1,11 +1,11 @@
-"""`import ft_plugins.deepspeed`: the one line for a DeepSpeed script that ft-run does not start.
+"""`import ft_plugins.deepspeed`: protect a DeepSpeed script that ft-run does not start.
 
-Invariant: under ft-run the line changes nothing, for the hooks are there already. Under torchrun or DeepSpeed's own
-launcher the block `ft_plugins` of the DeepSpeed configuration then means what it means under ft-run; without such a
-block nothing is touched but DeepSpeed's build at start, which a CPU does not need. It stands before the first import of
-deepspeed, or behind it. A script that ends in order leaves no memory behind, one that fails does.
+Invariant: under ft-run the import changes nothing, because the hooks are already installed. Under torchrun or
+DeepSpeed's launcher it gives the block `ft_plugins` of the DeepSpeed configuration the same effect as under ft-run.
+Without such a block it only skips DeepSpeed's build at start, which a CPU does not need. It may come before or after
+the first import of deepspeed. A script that ends in order removes its segments; one that fails leaves them.
 
-In: the import. Out: `deepspeed.initialize` followed; an error of ours is one line.
+In: the import. Out: a hook on `deepspeed.initialize`; an error of this package is one line.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from .adapters import deepspeed as _adapter
 from .adapters.script_hooks import follow_end, on_import
 from .config import launch_context
 from .errors import ConfigError, FtError
+from .launcher.external_launch import join
 from .launcher.hooks import FirstImport
-from .launcher.unlaunched import join
 
 _LOCAL_RANK = launch_context().local_rank
 
 
 def _in_one_line(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if isinstance(error, FtError):
-        alike = isinstance(error, ConfigError) and _LOCAL_RANK  # all ranks of a node read the same words
-        if not (error.echo or alike):
+        repeated = isinstance(error, ConfigError) and _LOCAL_RANK  # every rank of a node has the same one
+        if not (error.echo or repeated):
             print(f"ft_plugins: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         return
     sys.__excepthook__(kind, error, trace)
 
 
 def _by_ft_run() -> bool:
-    """Whether ft-run has started this rank, also one that it does not protect."""
-    return launch_context().run_dir is not None or any(isinstance(one, FirstImport) for one in sys.meta_path)
+    """Whether ft-run has started this rank, protected or not."""
+    return launch_context().run_dir is not None or any(isinstance(finder, FirstImport) for finder in sys.meta_path)
 
 
 def _finish_at_exit(finish: Callable[[], None], orderly: Callable[[], bool]) -> None:
-    """A script that does not take the process group down ends in order all the same; what a failed one has stays."""
+    """Call `finish` at the end of a script that did not fail, even if it does not destroy the process group."""
 
     def end() -> None:
         if orderly() and torch.distributed.is_initialized():
@@ -55,9 +55,9 @@ def _finish_at_exit(finish: Callable[[], None], orderly: Callable[[], bool]) -> 
 
         @functools.wraps(original)
         def initialize(*args: Any, **kwargs: Any) -> Any:
-            built = original(*args, **kwargs)
-            atexit.register(end)  # later than what was built has registered its own: called before that
-            return built
+            engine = original(*args, **kwargs)
+            atexit.register(end)  # after the engine registered its own functions, so it is called before them
+            return engine
 
         module.initialize = initialize  # type: ignore[attr-defined]
 

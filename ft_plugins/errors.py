@@ -4,23 +4,23 @@
     ├── ConfigError            a key is unknown, misspelt, ineffective or contradicts another
     ├── TopologyError          parallel sizes, order or nodes that cannot be laid out
     ├── InventoryError         training state that cannot be captured or does not match what was captured
-    │   └── StateChangedError  the loop has added, removed or replaced training state after it was protected
-    ├── BudgetError            the memory for protection is not there
+    │   └── StateChangedError  the loop added, removed or replaced training state after it was protected
+    ├── BudgetError            not enough memory for protection
     ├── SegmentError           a segment of shared memory is not what its reader expects
     │   ├── CorruptSlotError   bytes do not match the digest taken when they were captured
-    │   └── CorruptHeaderError what a segment says of itself does not match its digest
+    │   └── CorruptHeaderError the header of a segment does not match its digest
     ├── FencedError            this incarnation has been superseded by a newer one
     ├── ProtocolError          a peer sent something malformed, or did not answer in time
-    ├── ProtectionError        protection was required and cannot be had
-    ├── ResumeError            what was captured does not belong to this job as it is now
+    ├── ProtectionError        protection is required but not available
+    ├── ResumeError            captured state does not belong to this job as it is now
     ├── StorageError           a checkpoint in storage is damaged, or not what its reader expects
     ├── BusyError              another ft-run owns this job on this node
-    ├── DivergedError          replicas differ, and the job has to go back to where they agreed
-    ├── UnsupportedError       a framework feature that cannot be followed, by name
+    ├── DivergedError          replicas differ, and the job must return to a version in which they agreed
+    ├── UnsupportedError       a framework feature that is not supported, by name
     └── PatchError             a patch of an upstream framework no longer applies
 
-`EXIT_REFUSED` is the exit status of a worker that ended with an `FtError` which a restart cannot cure;
-the agent does not restart after it.
+`EXIT_REFUSED` is the exit status of a worker that ended with an `FtError` that a restart cannot cure; the agent does
+not restart after it.
 """
 
 EXIT_REFUSED = 78  # EX_CONFIG of sysexits.h
@@ -29,8 +29,8 @@ EXIT_REFUSED = 78  # EX_CONFIG of sysexits.h
 class FtError(Exception):
     """Base of all errors raised on purpose by this package.
 
-    `echo` marks an error that another rank reports: this one ends with it, quietly. A message may quote what came from
-    outside; read as text it has no character that a terminal would obey or an encoder refuse.
+    `echo` marks an error that another rank reports, so this one ends without printing it. A message may quote outside
+    input; `str` escapes every character that a terminal could interpret or an encoder reject.
     """
 
     echo = False
@@ -52,11 +52,11 @@ class InventoryError(FtError):
 
 
 class StateChangedError(InventoryError):
-    """The loop has added, removed or replaced training state after it was protected: the loop has to be changed."""
+    """The loop added, removed or replaced training state after it was protected; the loop must be changed."""
 
 
 class BudgetError(FtError):
-    """The memory for protection is not there."""
+    """Not enough memory for protection."""
 
 
 class SegmentError(FtError):
@@ -68,7 +68,7 @@ class CorruptSlotError(SegmentError):
 
 
 class CorruptHeaderError(SegmentError):
-    """What a segment says of itself does not match its digest."""
+    """The header of a segment does not match its digest."""
 
 
 class FencedError(FtError):
@@ -80,11 +80,11 @@ class ProtocolError(FtError):
 
 
 class ProtectionError(FtError):
-    """Protection was required and cannot be had."""
+    """Protection is required but not available."""
 
 
 class ResumeError(FtError):
-    """What was captured does not belong to this job as it is now."""
+    """Captured state does not belong to this job as it is now."""
 
 
 class StorageError(FtError):
@@ -96,11 +96,11 @@ class BusyError(FtError):
 
 
 class DivergedError(FtError):
-    """Replicas differ, and the job has to go back to where they agreed."""
+    """Replicas differ, and the job must return to a version in which they agreed."""
 
 
 class UnsupportedError(FtError):
-    """A framework feature that cannot be followed, by name."""
+    """A framework feature that is not supported, by name."""
 
 
 class PatchError(FtError):
@@ -108,7 +108,7 @@ class PatchError(FtError):
 
 
 def printable(text: str) -> str:
-    """`text` with escape codes, lone surrogates and the like written out, as Python does in a string."""
+    """`text` with escape codes, lone surrogates and the like escaped, as in a Python string."""
     if text.isprintable():
         return text
     return "".join(mark if mark.isprintable() or mark in "\n\t" else repr(mark)[1:-1] for mark in text)

@@ -1,12 +1,12 @@
-"""Fault points: named places in production code at which a test can kill, stop or alter. Off unless armed.
+"""Fault points: named places in production code where a test can kill, stop or alter. Off unless armed.
 
 Invariant: an unarmed `reach` is one dictionary lookup and changes nothing.
 
-A specification is `point@condition,...:action`, several joined by `;`. Conditions compare the facts that the point
-reports, the ambient ones (`rank`, `restart`) and `hit` (how often this process has reached the point, from 1) as text;
-`iteration%500=0` compares the remainder. All must hold; the first fault that applies acts. Actions: `kill` (SIGKILL to
-self), `stop` (SIGSTOP to self), `exit` (status 1), `raise` (RuntimeError); any other word is returned to the point,
-which knows what it means (`inf` at `update.begin`, `skip` at `fence.kill`, `hold` at `exchange.frame`, numbers in
+A specification is `point@condition,...:action`; several are joined by `;`. A condition compares a fact as text: one
+that the point reports, an ambient one (`rank`, `restart`), or `hit` (how often this process has reached the point, from
+1); `iteration%500=0` compares the remainder. All must hold; the first fault that applies acts. Actions: `kill` (SIGKILL
+to self), `stop` (SIGSTOP to self), `exit` (status 1), `raise` (RuntimeError). Any other action is returned to the
+point, which interprets it (`inf` at `update.begin`, `skip` at `fence.kill`, `hold` at `exchange.frame`, the actions of
 `corruption`). Example, a kill in the sixth iteration of rank 3, in the first incarnation only:
 `iteration.forward@iteration=6,rank=3,restart=0:kill`.
 """
@@ -25,34 +25,35 @@ from .intake import shown
 
 @dataclass(frozen=True)
 class Fault:
-    """One armed fault: where, under which conditions, what."""
+    """One armed fault."""
 
     point: str
     conditions: tuple[tuple[str, str], ...]
     action: str
 
     def applies(self, facts: dict[str, str]) -> bool:
-        """Whether every condition equals the fact of that name, or its remainder."""
-        return all(_of(facts, key) == value for key, value in self.conditions)
+        """Whether all conditions hold."""
+        return all(_value(facts, key) == value for key, value in self.conditions)
 
 
-def _of(facts: dict[str, str], key: str) -> str | None:
+def _value(facts: dict[str, str], key: str) -> str | None:
+    """The fact that `key` names, or its remainder for `fact%divisor`; None if there is none."""
     name, _, divisor = key.partition("%")
-    found = facts.get(name)
-    if found is None or not divisor:
-        return found
-    return str(int(found) % int(divisor)) if _NUMBER(found) else None
+    fact = facts.get(name)
+    if fact is None or not divisor:
+        return fact
+    return str(int(fact) % int(divisor)) if _NUMBER(fact) else None
 
 
 _NUMBER = re.compile(r"-?[0-9]{1,18}").fullmatch
-_DIVIDES = re.compile(r"[^%]+(%0*[1-9][0-9]{0,17})?").fullmatch  # a fact, or its remainder by a number that is not 0
+_DIVIDES = re.compile(r"[^%]+(%0*[1-9][0-9]{0,17})?").fullmatch  # a fact, or its remainder by a non-zero number
 _armed: dict[str, list[Fault]] = {}
 _ambient: dict[str, str] = {}
 _hits: dict[str, int] = {}
 
 
 def parse(specification: str) -> list[Fault]:
-    """The faults of a specification. Raises ConfigError naming the part that cannot be read."""
+    """The faults of a specification. Raises ConfigError that quotes the malformed part."""
     faults = []
     for part in filter(None, (piece.strip() for piece in specification.split(";"))):
         place, colon, action = part.rpartition(":")
@@ -66,7 +67,7 @@ def parse(specification: str) -> list[Fault]:
 
 
 def arm(specification: str, **ambient: object) -> None:
-    """Arm the faults of `specification` in this process, in place of any armed before; '' disarms."""
+    """Replace the armed faults of this process by those of `specification`; '' disarms."""
     _armed.clear()
     _ambient.clear()
     _hits.clear()
@@ -76,12 +77,12 @@ def arm(specification: str, **ambient: object) -> None:
 
 
 def armed(point: str) -> tuple[Fault, ...]:
-    """What may strike at `point`, whatever the conditions."""
+    """The faults armed at `point`, regardless of their conditions."""
     return tuple(_armed.get(point, ()))
 
 
 def reach(point: str, **facts: object) -> str | None:
-    """Report that `point` was reached. Returns the word of an armed action that the point itself carries out."""
+    """Carry out the armed action at `point`. Returns an action that the point itself must carry out, else None."""
     if point not in _armed:
         return None
     _hits[point] = _hits.get(point, 0) + 1
@@ -97,6 +98,6 @@ def reach(point: str, **facts: object) -> str | None:
                     os._exit(1)
                 case "raise":
                     raise RuntimeError(f"fault injected at {point} ({known})")
-                case word:
-                    return word
+                case action:
+                    return action
     return None

@@ -1,7 +1,7 @@
-"""Write files whole or not at all: under a temporary name, for their owner alone (0600), then renamed.
+"""Write files atomically: under a temporary name, for their owner alone (0600), then renamed.
 
-A reader of `path` sees the old file or the whole new one, also after a crash where the write is durable: content is
-synced before the rename, and the folder's entry after it. What an earlier writer left as `<path>.new` is replaced.
+A reader of `path` sees the old file or the complete new one. A durable write guarantees that after a crash too: content
+is synced before the rename, and the folder's entry after it. A left-over `<path>.new` is replaced.
 
 In: paths and content. Out: files. Raises OSError.
 """
@@ -20,12 +20,12 @@ from typing import Any
 def replacing(
     path: Path, *, durable: bool = False, before_rename: Callable[[int], None] | None = None
 ) -> Iterator[int]:
-    """A descriptor of a new, empty file that becomes `path` when the block ends; removed when it raises.
+    """A descriptor of a new, empty file that becomes `path` when the block ends, and is removed if the block raises.
 
     `before_rename` is called with the descriptor once the content is synced.
     """
     building = path.with_name(path.name + ".new")
-    building.unlink(missing_ok=True)  # not opened: a pipe would block, a link lead to a foreign file
+    building.unlink(missing_ok=True)  # not opened: a pipe would block, a link could lead to another file
     descriptor = os.open(building, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         try:
@@ -46,20 +46,20 @@ def replacing(
 
 
 def write_all(descriptor: int, content: bytes | memoryview) -> None:
-    """Write all of `content`, however many calls that takes."""
+    """Write all of `content`, in as many calls as it takes."""
     left = memoryview(content)
     while left:
         left = left[os.write(descriptor, left) :]
 
 
 def write(path: Path, content: bytes | str, *, durable: bool = False) -> None:
-    """Make `content` the content of `path`; text as UTF-8."""
+    """Write `content` to `path`; text as UTF-8."""
     with replacing(path, durable=durable) as descriptor:
         write_all(descriptor, content.encode() if isinstance(content, str) else content)
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Make `value` the content of `path`, as JSON; not durable."""
+    """Write `value` to `path` as JSON; not durable."""
     write(path, json.dumps(value))
 
 

@@ -1,10 +1,10 @@
-"""Values from outside this process: bounded in bytes, nesting and time, and checked against a type.
+"""Read values from outside this process: bounded in bytes, nesting and time, and checked against a type.
 
-Invariant: every bound holds before what it bounds is used. What does not fit is `Unfit`, whatever it was that came;
-the reader turns that into the project's error, which names the file or request and says what to do.
+Invariant: every bound is checked before the value is used. Any invalid value raises `Unfit`; the reader turns that into
+an error that names the file or request and says what to do.
 
-In: paths, bytes, plain values, calls that may hang. Out: values of the type that the reader names. Messages of other
-processes are read by `parsed`, whole and once.
+In: paths, bytes, plain values, calls that may hang. Out: values of a given type. `parsed` reads the messages of other
+processes.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from .errors import ProtocolError
 
 FILE_LIMIT = 1 << 20  # bytes of a small file: a thousand times what most of them hold
-DEPTH = 32  # of containers in each other; what this project writes has less than ten
+DEPTH = 32  # of nested containers; what this project writes has fewer than ten
 SHOWN = 80  # characters of a foreign value in a message
 SECONDS_LIMIT = 1e9  # thirty years; a thread cannot wait for ten times as long
 
 Count = Annotated[int, Field(strict=True, ge=0, lt=1 << 63)]
-Word = Annotated[int, Field(strict=True, ge=0, lt=1 << 64)]  # a digest, a number in shared memory
+Word = Annotated[int, Field(strict=True, ge=0, lt=1 << 64)]  # a digest or a number in shared memory
 Port = Annotated[int, Field(strict=True, ge=0, lt=1 << 16)]
 Text = Annotated[str, Field(strict=True, max_length=4096)]
-Address = Annotated[Text, AfterValidator(lambda text: str(ip_address(text)) and text)]  # no name: nothing is looked up
+Address = Annotated[Text, AfterValidator(lambda text: str(ip_address(text)) and text)]  # no name to resolve
 Seconds = Annotated[float, Field(strict=True, ge=0, le=SECONDS_LIMIT, allow_inf_nan=False)]
 
 Flag = Annotated[bool, Field(strict=True)]
@@ -45,15 +45,15 @@ _repr.maxstring = _repr.maxother = SHOWN
 
 
 class Unfit(ValueError):
-    """What came is not what its reader expects."""
+    """A value is not what its reader expects."""
 
 
 def open_regular(path: Path) -> int:
-    """A descriptor to read a regular file with. Never waits, as for a pipe's writer. Raises OSError, Unfit."""
+    """A descriptor for reading a regular file. Never blocks, for example on a pipe. Raises OSError, Unfit."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise Unfit("it is no regular file")
+        raise Unfit("it is not a regular file")
     return descriptor
 
 
@@ -67,20 +67,20 @@ def read_bytes(path: Path, limit: int = FILE_LIMIT) -> bytes:
 
 
 def json_value(text: bytes | str, once: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """JSON as plain values; `once` makes an object of its pairs. Raises Unfit, also where it is nested deeper than
-    DEPTH; JSONDecodeError, which is a ValueError as well, where it is no JSON at all."""
+    """JSON as plain values; `once` makes an object of its pairs. Raises Unfit, also for values nested deeper than
+    DEPTH, and JSONDecodeError, which is a ValueError too, for text that is not JSON."""
     try:
         value = json.loads(text, object_pairs_hook=once)
     except json.JSONDecodeError:
         raise
-    except (ValueError, RecursionError) as error:  # no text; a number of thousands of digits
+    except (ValueError, RecursionError) as error:  # not text, or a number of thousands of digits
         raise Unfit(_nested() if isinstance(error, RecursionError) else str(error)) from error
     require_shallow(value)
     return value
 
 
 def require_shallow(value: Any) -> None:
-    """Raises Unfit for plain values that are nested deeper than DEPTH."""
+    """Raises Unfit for plain values nested deeper than DEPTH."""
     level = _containers([value])
     for _ in range(DEPTH):
         if not level:
@@ -91,7 +91,7 @@ def require_shallow(value: Any) -> None:
 
 
 def _containers(whole: Any) -> list[Any]:
-    """What `whole` holds that can hold something itself."""
+    """The containers directly inside `whole`."""
     parts = whole.values() if type(whole) is dict else whole
     return [part for part in parts if type(part) in (dict, list)]
 
@@ -106,7 +106,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def typed(kind: TypeAdapter[T] | type[T], value: Any) -> T:
-    """`value` as a dataclass, or as the type of an adapter. Raises Unfit, which names the place in it."""
+    """`value` as a dataclass, or as the type of an adapter. Raises Unfit, which names the invalid field."""
     adapter: TypeAdapter[T] = kind if isinstance(kind, TypeAdapter) else _adapter(cast(Any, kind))
     try:
         return adapter.validate_python(value)
@@ -117,7 +117,7 @@ def typed(kind: TypeAdapter[T] | type[T], value: Any) -> T:
 
 
 def parsed(kind: type[T], message: Any, name: str = "") -> T:
-    """A message from another process as a dataclass; errors call it `name`. Raises ProtocolError."""
+    """A message from another process as a dataclass, called `name` in errors. Raises ProtocolError."""
     try:
         return typed(kind, message)
     except Unfit as error:
@@ -125,12 +125,12 @@ def parsed(kind: type[T], message: Any, name: str = "") -> T:
 
 
 def read_json(path: Path, adapter: TypeAdapter[T], limit: int = FILE_LIMIT) -> T:
-    """A file of JSON as the type of `adapter`. Raises OSError, ValueError (Unfit is one)."""
+    """A JSON file as the type of `adapter`. Raises OSError, ValueError (Unfit is one)."""
     return typed(adapter, json_value(read_bytes(path, limit)))
 
 
 def shown(value: Any) -> str:
-    """A foreign value for a message: its repr, cut to about SHOWN characters."""
+    """An outside value for a message: its repr, cut to about SHOWN characters."""
     try:
         return _repr.repr(value)
     except ValueError:  # an integer of thousands of digits
@@ -138,13 +138,13 @@ def shown(value: Any) -> str:
 
 
 def within(seconds: float, call: Callable[[], T], what: str = "it") -> T:
-    """`call()`, or TimeoutError after `seconds`: then the thread that it hangs in is left behind."""
-    found: list[T] = []
+    """The result of `call()`. Raises TimeoutError after `seconds`, and abandons the thread in which it hangs."""
+    results: list[T] = []
     failed: list[BaseException] = []
 
     def run() -> None:
         try:
-            found.append(call())
+            results.append(call())
         except BaseException as error:
             failed.append(error)
 
@@ -153,6 +153,6 @@ def within(seconds: float, call: Callable[[], T], what: str = "it") -> T:
     thread.join(seconds)
     if failed:
         raise failed[0]
-    if not found:
+    if not results:
         raise TimeoutError(f"{what} did not answer within {seconds:g} s")
-    return found[0]
+    return results[0]

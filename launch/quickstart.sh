@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Installs the project into .venv (once), then trains a small GPT twice on 8 processes, kills one of them in the second
-# run, and shows whether that left a trace. With --baft on two nodes, emulated here, one of which is killed whole; and a
-# picture of what was sent in the bubbles of the pipeline. Any arguments: bash launch/quickstart.sh --help
+# Installs the project into .venv (once), trains a small GPT twice on 8 processes, kills one of them in the second run,
+# and compares the final states. With --baft: on two emulated nodes, one of which is killed, with a picture of what was
+# sent in pipeline bubbles. For all arguments: bash launch/quickstart.sh --help
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 bash "$root/launch/setup.sh"

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Makes .venv in the project's root and installs the project with the pins of launch/constraints.txt.
-# Idempotent: when nothing has changed since the last time it returns at once. Shared by quickstart, tests and CI.
+# Idempotent: returns at once if nothing has changed. Shared by quickstart, tests and CI.
 #
-# torch comes from wherever pip is configured to look, or from the index that FTP_TORCH_INDEX_URL names.
+# torch comes from pip's configured index, or from FTP_TORCH_INDEX_URL.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
@@ -11,7 +11,7 @@ stamp=.venv/ft_plugins.stamp
 
 say() { printf 'setup: %s\n' "$*" >&2; }
 
-# What the installation depends on: these files, where it lies, and the Python in it.
+# The installation depends on these files, its path and its Python.
 fingerprint() {
     { cat setup.py launch/constraints.txt launch/setup.sh; echo "$root"; grep '^version' .venv/pyvenv.cfg; } | sha256sum
 }
@@ -32,7 +32,7 @@ find_python() {
 }
 
 has_gpu() { command -v nvidia-smi >/dev/null || compgen -G '/dev/nvidia[0-9]*' >/dev/null; }
-pip_is_configured() { # pip looks elsewhere than at the default index only: configuration files and PIP_* variables
+pip_is_configured() { # by configuration files or PIP_* variables, to use other indexes than the default
     local settings
     settings=$(.venv/bin/python -m pip config list 2>/dev/null)
     grep -Eq '\.(index-url|extra-index-url|find-links|no-index)=' <<<"$settings"
@@ -41,11 +41,11 @@ announce_cuda() {
     if [ -n "${FTP_TORCH_INDEX_URL:-}" ] || has_gpu || pip_is_configured; then return; fi
     say "this machine has no GPU, and pip's default index serves torch with several gigabytes of CUDA packages."
     say "To avoid them, interrupt now and set FTP_TORCH_INDEX_URL to the address of PyTorch's index of CPU builds"
-    say "(the installation page of PyTorch shows it for 'Compute Platform: CPU'); or point pip to an index of your own."
+    say "(PyTorch's installation page shows it for 'Compute Platform: CPU'), or configure pip to use another index."
 }
 
 exec 9<"${BASH_SOURCE[0]}"
-if command -v flock >/dev/null; then flock 9; fi # two commands started at once: the second waits and finds it done
+if command -v flock >/dev/null; then flock 9; fi # of two concurrent runs the second waits, then has nothing to do
 if ready; then exit 0; fi
 
 quiet=(--disable-pip-version-check --no-input)

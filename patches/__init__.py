@@ -1,12 +1,11 @@
-"""Changes to upstream frameworks at run time: the CPU device shim for Megatron, and what DeepSpeed needs there.
+"""Run-time changes to upstream frameworks: the CPU device shim for Megatron, and what DeepSpeed needs without CUDA.
 
-Invariant: nothing is touched where there is a CUDA device. Every change is a declared `Patch` (upstream module,
-symbol, versions it was checked with, reason); one that no longer applies raises PatchError when its module is imported.
-Applying twice is the same as applying once. Whether a job wants the CPU is decided by the adapters.
+Invariant: nothing changes if there is a CUDA device. Every change is a declared `Patch` (upstream module, symbol,
+checked versions, reason); if one no longer applies, importing its module raises PatchError. Applying twice has no
+further effect. The adapters decide whether a job runs on the CPU.
 
 In: two functions that register import hooks (adapters.script_hooks), so that modules are patched right after they
-execute and before any other module takes names from them. Out: upstream modules that run on the CPU.
-"""
+execute and before any other module imports names from them. Out: upstream modules that run on the CPU."""
 
 from __future__ import annotations
 
@@ -19,21 +18,17 @@ from types import ModuleType
 import torch
 
 from . import (
-    deepspeed_shm_comm,
-    deepspeed_zero_flat,
+    deepspeed_cpu,
     megatron_datasets,
-    megatron_distrib_optimizer,
-    megatron_fused_kernels,
-    megatron_jit,
-    megatron_optimizer,
+    megatron_kernels,
+    megatron_optimizers,
     megatron_rng,
     megatron_schedules,
     megatron_triton,
-    multiprocessing_spawn,
+    python_stdlib,
     torch_cuda,
     torch_dataloader,
     torch_factories,
-    typing_override,
 )
 from .declared import APPLIED, Patch
 from .versions import untested
@@ -45,36 +40,33 @@ LoadBelow = Callable[[str, Callable[[ModuleSpec], Loader | None]], None]
 def cpu_patches(device_count: int = 1) -> tuple[Patch, ...]:
     """The shim's patches, in the order in which they are registered."""
     return (
-        *typing_override.patches(),
-        *multiprocessing_spawn.patches(),
+        *python_stdlib.patches(),
         *torch_cuda.patches(device_count),
         *torch_factories.patches(),
         *torch_dataloader.patches(),
-        *megatron_jit.patches(),
+        *megatron_kernels.patches(),
         *megatron_rng.patches(),
         *megatron_schedules.patches(),
-        *megatron_optimizer.patches(),
-        *megatron_distrib_optimizer.patches(),
-        *megatron_fused_kernels.patches(),
+        *megatron_optimizers.patches(),
         *megatron_datasets.patches(),
     )
 
 
 def deepspeed_patches() -> tuple[Patch, ...]:
-    """What changes in DeepSpeed without a CUDA device: nothing pretends to be one."""
-    return (*deepspeed_shm_comm.patches(), *deepspeed_zero_flat.patches())
+    """The patches of DeepSpeed without a CUDA device. None of them imitates one."""
+    return deepspeed_cpu.patches()
 
 
 def is_applied() -> bool:
-    """Whether the shim is active in this process: torch.cuda answers for the CPU."""
+    """Whether the shim is active in this process, so that torch.cuda stands for the CPU."""
     return "is_available" in torch.cuda.__dict__.get(APPLIED, ())
 
 
 def apply_cpu(on_import: OnImport, load_below: LoadBelow, device_count: int = 1) -> bool:
-    """Make Megatron run on the CPU, with `device_count` pretended devices on this node (one per local rank).
+    """Make Megatron run on the CPU, with `device_count` emulated devices on this node (one per local rank).
 
-    False, and nothing is changed, where there is a CUDA device; False also where it was applied before.
-    Raises PatchError for a module already imported that has drifted; others raise when they are imported.
+    Returns False, and changes nothing, if there is a CUDA device or the shim is active already. Raises PatchError if a
+    patch does not apply to a module that is imported already; other modules raise it when they are imported.
     """
     if is_applied() or torch.cuda.is_available():
         return False
@@ -87,9 +79,9 @@ def apply_cpu(on_import: OnImport, load_below: LoadBelow, device_count: int = 1)
 
 
 def apply_deepspeed_cpu(on_import: OnImport) -> bool:
-    """Have DeepSpeed build nothing at start, and detach its flat buffers.
+    """Make DeepSpeed build nothing at start, and detach its flat buffers.
 
-    False, and nothing is changed, where there is a CUDA device.
+    Returns False, and changes nothing, if there is a CUDA device.
     """
     if torch.cuda.is_available() and not is_applied():
         return False

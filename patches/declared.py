@@ -1,11 +1,9 @@
-"""What a patch is: one upstream symbol, the versions it was checked with, the reason, and what takes its place.
+"""A patch: one upstream symbol, the versions it was checked with, the reason, and the replacement.
 
-Invariant: a patch either applies as declared or raises PatchError naming file, symbol and version; it is applied once
-per module, whoever asks how often. What was applied is written on the patched module itself (`__ft_patched__`), so
-there is no state here.
+Invariant: a patch applies as declared or raises PatchError naming file, symbol and version; it is applied at most once
+per module. The patched module itself lists its patched symbols (`__ft_patched__`), so there is no state here.
 
-In: a module that has just been imported. Out: the same module with one symbol replaced.
-"""
+In: a module that has just been imported. Out: the same module with one symbol replaced."""
 
 from __future__ import annotations
 
@@ -28,20 +26,20 @@ APPLIED = "__ft_patched__"
 
 @dataclass(frozen=True)
 class Patch:
-    """One replaced symbol. `replace` gets the original (None if it is absent) and returns the replacement."""
+    """One replaced symbol. `replace` receives the original (None if absent) and returns the replacement."""
 
-    distribution: str  # whose version is meant: 'torch', 'megatron-core', 'python'
+    distribution: str  # that `versions` refers to: 'torch', 'megatron-core', 'python'
     module: str
     symbol: str  # within the module, dotted for a method
-    versions: tuple[str, ...]  # checked with
+    versions: tuple[str, ...]  # that it was checked with
     reason: str
     replace: Callable[[Any], Any]
-    parameters: tuple[str, ...] | None = None  # expected names, in order; None: not a function of ours to call
+    parameters: tuple[str, ...] | None = None  # expected names, in order; None: not checked
     contains: tuple[str, ...] = ()  # fragments of the original's source that the patch relies on
-    absent: bool = False  # the symbol is added where it does not exist, and left alone where it does
+    absent: bool = False  # add the symbol if it does not exist, else leave it alone
 
     def apply(self, module: ModuleType) -> bool:
-        """Replace the symbol in `module`. False if that was done before, or is not needed."""
+        """Replace the symbol in `module`. Returns False if that is already done or not needed."""
         applied: set[str] = module.__dict__.setdefault(APPLIED, set())
         if self.symbol in applied:
             return False
@@ -62,35 +60,35 @@ class Patch:
         return True
 
     def _check(self, module: ModuleType, original: Any) -> None:
-        """Raises PatchError unless the original is what this patch was written for."""
+        """Raises PatchError unless the original is what this patch expects."""
         if original is None:
             raise self._error(module, "the symbol does not exist")
         if self.parameters is not None:
-            found = tuple(inspect.signature(original).parameters)
-            if found != self.parameters:
-                raise self._error(module, f"expected parameters {self.parameters}, found {found}")
+            parameters = tuple(inspect.signature(original).parameters)
+            if parameters != self.parameters:
+                raise self._error(module, f"expected parameters {self.parameters}, found {parameters}")
         if self.contains:
             source = inspect.getsource(original)
             for fragment in self.contains:
                 if fragment not in source:
-                    raise self._error(module, f"expected '{fragment}' in its source and did not find it")
+                    raise self._error(module, f"its source does not contain '{fragment}'")
 
-    def _error(self, module: ModuleType, found: str) -> PatchError:
+    def _error(self, module: ModuleType, problem: str) -> PatchError:
         return PatchError(
             f"patch of {module.__name__}.{self.symbol} ({getattr(module, '__file__', None)}) no longer applies to "
-            f"{self.distribution} {version_of(self.distribution)}: {found}; it was checked with "
-            f"{', '.join(self.versions)}. Reason of the patch: {self.reason}. Use a checked version"
+            f"{self.distribution} {version_of(self.distribution)}: {problem}. It was checked with "
+            f"{', '.join(self.versions)}; use one of these. Purpose of the patch: {self.reason}"
         )
 
 
 def version_of(distribution: str) -> str:
-    """The version that is imported: of Megatron that of the checkout, where one comes before the installed package;
-    'not installed', or the interpreter's."""
+    """The version that is imported, or 'not installed'; for 'python' the interpreter's. A Megatron checkout that comes
+    before the installed package on the path is the one imported."""
     if distribution == "python":
         return platform.python_version()
     try:
         if distribution == "megatron-core":
-            with contextlib.suppress(Exception):  # of a checkout that is no longer like the others
+            with contextlib.suppress(Exception):  # a checkout with another layout
                 return _megatron_version()
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -98,7 +96,7 @@ def version_of(distribution: str) -> str:
 
 
 def _megatron_version() -> str:
-    """From the file itself: importing it runs megatron.core, which a patch may have just kept from being imported."""
+    """Read it from the file: importing megatron.core may be what the failing patch has just aborted."""
     core = importlib.util.find_spec("megatron.core")
     assert core is not None and core.origin is not None
     return str(runpy.run_path(str(Path(core.origin).with_name("package_info.py")))["__version__"])

@@ -1,4 +1,4 @@
-"""Megatron's RNG tracker gets and sets the CPU's default generator, from which dropout draws here.
+"""Point Megatron's RNG tracker at the CPU's default generator, from which dropout draws here.
 
 Upstream file: megatron/core/tensor_parallel/random.py.
 """
@@ -31,7 +31,7 @@ def get_state(original: object) -> Callable[..., torch.Tensor]:
 
 
 def set_state(original: object) -> Callable[..., None]:
-    """_set_cuda_rng_state: the generator takes the state; the given tensor stays the caller's."""
+    """_set_cuda_rng_state: copies the state into the generator."""
 
     def _set_cuda_rng_state(new_state: torch.Tensor, device: int = -1, graph_safe: bool = False) -> None:
         if graph_safe:
@@ -42,7 +42,7 @@ def set_state(original: object) -> Callable[..., None]:
 
 
 def quiet_logging(original: Any) -> Any:
-    """The module's `logging`, with its logger told not to repeat a warning that is true of every fork here."""
+    """The module's `logging`, with a filter for a warning that every fork would cause here."""
     logger = original.getLogger(MODULE)
     logger.addFilter(_is_not_the_warning)
     return original
@@ -53,7 +53,7 @@ def _is_not_the_warning(record: logging.LogRecord) -> bool:
 
 
 def patches() -> tuple[Patch, ...]:
-    """The patches of the two functions through which the tracker reaches the device's generator."""
+    """The patches of the tracker's access to the device's generator, and of its warning."""
     reason = "the tracker must fork the generator that dropout draws from: on the CPU the default one"
     return (
         Patch(

@@ -1,8 +1,8 @@
-"""The output of a pipeline stage keeps its storage until its send is over.
+"""Keep the storage of a pipeline stage's output until its send is complete.
 
 Upstream file: megatron/core/pipeline_parallel/schedules.py. The interleaved schedule frees an output's storage while
 its isend may still be reading it. CUDA's stream order makes that harmless; gloo's sender thread reads freed memory
-(seen as NaN losses).
+(observed as NaN losses).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from .versions import MEGATRON
 
 
 def keeping_storage(original: Callable[..., None]) -> Callable[..., None]:
-    """deallocate_output_tensor that hangs the old storage on the tensor.
+    """deallocate_output_tensor that attaches the old storage to the tensor.
 
-    The work object of an isend holds the tensor until it is waited for, and the schedule holds it until its backward,
-    which needs a gradient that the receiver can only send after having received: the storage outlives the send.
+    An isend's work object holds the tensor until it is waited for, and the schedule holds it until its backward, which
+    needs a gradient that the receiver can send only after it has received: so the storage outlives the send.
     """
 
     @functools.wraps(original)
@@ -39,7 +39,7 @@ def patches() -> tuple[Patch, ...]:
     return (
         Patch(
             *("megatron-core", "megatron.core.pipeline_parallel.schedules", "deallocate_output_tensor", MEGATRON),
-            reason="an output freed before its isend is waited for is read after it was freed, under gloo",
+            reason="gloo may read an output that is freed before its isend has been waited for",
             replace=keeping_storage,
             parameters=("out", "deallocate_pipeline_outputs"),
             contains=("out.data = torch.empty((1,)",),

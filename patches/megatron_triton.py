@@ -1,14 +1,13 @@
-"""Megatron's modules that import triton load without it, and their kernels refuse when they are called.
+"""Load Megatron's modules that import triton without it; their kernels raise when they are called.
 
 Upstream files: the modules of megatron with `import triton` or `from triton ...` at their top level, outside of any
-`try`. Which these are changes with every version, so they are recognised by their source and not listed.
+`try`. These change with every version, so they are recognised by their source, not listed.
 
-Invariant: only such a module gets the stand-in, as what its own import statements return. Nothing is put into
-`sys.modules`: torch, and whatever else looks for triton, finds it absent. The module's own code runs, so what needs no
-kernel in it works.
+Invariant: only such a module receives the stand-in, from its own import statements. Nothing is put into `sys.modules`,
+so torch and other libraries that look for triton do not find it. The module's own code runs, so whatever needs no
+kernel works.
 
-In: the spec of a module of megatron. Out: a loader for it, where it needs one.
-"""
+In: the spec of a module of megatron. Out: a loader for it, if it needs one."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ _TRITON = "triton"
 
 
 def loader(spec: importlib.machinery.ModuleSpec) -> importlib.abc.Loader | None:
-    """One that gives the module a stand-in for triton; None for a module that loads without triton by itself."""
+    """A loader that gives the module a stand-in for triton; None if the module does not need one."""
     if not spec.has_location or not isinstance(spec.loader, importlib.machinery.SourceFileLoader):
         return None
     source = spec.loader.get_data(str(spec.origin))
@@ -77,21 +76,21 @@ class _Loader(importlib.abc.Loader):
         ) -> Any:
             if level != 0 or not _is_triton(name):
                 return builtins.__import__(name, globals, locals, fromlist, level)
-            found = triton
+            imported = triton
             for part in name.split(".")[1:] if fromlist else ():
-                found = getattr(found, part)
-            return found
+                imported = getattr(imported, part)
+            return imported
 
         module.__dict__["__builtins__"] = {**vars(builtins), "__import__": importing}
         self._real.exec_module(module)
 
 
 class StandIn:
-    """triton, or something of it. While its module is loaded it can be read, called and subscripted, as decorators and
-    annotations do; afterwards a call raises UnsupportedError."""
+    """Stands for triton or an attribute of it. While its module loads it can be read, called and subscripted, as
+    decorators and annotations do; afterwards a call raises UnsupportedError."""
 
     __version__ = "0"
-    __iter__ = None  # else a subscript would make it an endless sequence
+    __iter__ = None  # else __getitem__ would make it iterable without end
 
     def __init__(self, name: str, module: ModuleType) -> None:
         self._name, self._module = name, module
@@ -107,14 +106,14 @@ class StandIn:
     def __call__(self, *args: Any, **_: Any) -> StandIn:
         if not getattr(self._module.__spec__, "_initializing", False):
             raise UnsupportedError(
-                f"{self._module.__name__}: {self._name} needs triton, which is not installed here; leave out the "
-                "option that uses it, or install triton"
+                f"{self._module.__name__}: {self._name} needs triton, which is not installed; drop the option that "
+                "uses it, or install triton"
             )
         return StandIn(next(filter(None, map(_decorated, args)), self._name), self._module)
 
 
 def _decorated(argument: Any) -> str:
-    """The name of what a decorator is called with: a function, or what the decorator below it has made of one."""
+    """The name of a decorator's argument: a function, or the result of another decorator; else ''."""
     if isinstance(argument, StandIn):
         return argument._name
     return argument.__name__ if isinstance(argument, FunctionType) else ""

@@ -1,8 +1,8 @@
-"""torch.cuda for a machine without a CUDA device: one stream that is always in order, memory that is not counted.
+"""torch.cuda without a CUDA device: one stream that is always in order, and no memory accounting.
 
-Upstream file: torch/cuda/__init__.py and its neighbours. Megatron calls torch.cuda directly everywhere; each symbol it
-needs in training is listed here with what it means when the device is the CPU. Its random generator is the CPU's
-default one, because that is what dropout and initialisation draw from here.
+Upstream file: torch/cuda/__init__.py and its neighbours. Megatron calls torch.cuda directly throughout; each symbol
+that training needs is listed here with its meaning on the CPU. The device's random generator is the CPU's default one,
+because dropout and initialisation draw from it here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .versions import TORCH
 
 
 class Stream:
-    """Work is done when it is issued: there is nothing to order."""
+    """A stream whose work is complete when it is issued."""
 
     def __init__(self, *_: object, **__: object) -> None:
         self.device = torch.device("cpu")
@@ -47,7 +47,7 @@ class Stream:
 
 
 class Event:
-    """A moment of host time."""
+    """A point in host time."""
 
     def __init__(self, *_: object, **__: object) -> None:
         self.moment = 0.0
@@ -62,12 +62,12 @@ class Event:
         return True
 
     def elapsed_time(self, other: Event) -> float:
-        """Milliseconds, as CUDA events count."""
+        """In milliseconds, as of CUDA events."""
         return (other.moment - self.moment) * 1e3
 
 
 class Device:
-    """torch.cuda.device as a context: there is one device."""
+    """torch.cuda.device as a context manager: there is one device."""
 
     def __init__(self, device: object = None) -> None:
         self.idx = 0
@@ -77,7 +77,7 @@ class Device:
 
 
 class DefaultGenerators:
-    """torch.cuda.default_generators: at every index the CPU's own generator."""
+    """torch.cuda.default_generators: the CPU's generator at every index."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -90,7 +90,7 @@ class DefaultGenerators:
 
 
 def patches(device_count: int) -> tuple[Patch, ...]:
-    """The patches of torch.cuda where the node pretends to have `device_count` devices, one for each local rank."""
+    """The patches of torch.cuda for a node that emulates `device_count` devices, one for each local rank."""
     current = SimpleNamespace(device=0)
     stream = Stream()
 
@@ -107,12 +107,12 @@ def patches(device_count: int) -> tuple[Patch, ...]:
         return 0
 
     properties = SimpleNamespace(name="cpu", major=8, minor=0, total_memory=0, multi_processor_count=1)
-    device = "called directly by Megatron, whose initialisation asserts a CUDA device"
-    streams = "streams and events are created and waited for throughout; on the CPU everything is in order already"
+    device = "Megatron calls it directly, and its initialisation asserts a CUDA device"
+    streams = "streams and events are used throughout; on the CPU all work is in order already"
     memory = "memory statistics are logged; there is no device memory to count"
     random = "the device's generator is the CPU's default one; torch.manual_seed calls this, so it must not call back"
     ranges = "profiler ranges need NVTX"
-    built = "an optimizer's step asks the accelerator that torch is built for; a build for the CPU answers None"
+    built = "an optimizer's step uses the accelerator that torch was built for, which is None in a CPU build"
     replacements: dict[str, tuple[str, Any]] = {
         "is_available": (device, lambda: True),
         "is_initialized": (device, lambda: True),
@@ -171,5 +171,5 @@ def patches(device_count: int) -> tuple[Patch, ...]:
 
 
 def constant(value: Any) -> Callable[[Any], Any]:
-    """A replacement that does not need the original."""
+    """A replacement that ignores the original."""
     return lambda _: value

@@ -1,7 +1,7 @@
-"""A data loader draws the seed of its workers from a generator of its own.
+"""Give each data loader a generator of its own for the seed of its workers.
 
 Upstream file: torch/utils/data/dataloader.py. On a GPU the seed comes from the CPU's generator and dropout from the
-device's. Here both would be one generator, and building loaders after a resume would shift dropout.
+device's. Here both would be the same generator, and building loaders after a resume would shift dropout.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .versions import TORCH
 
 
 def with_own_generator(original: Callable[..., None]) -> Callable[..., None]:
-    """_BaseDataLoaderIter.__init__ for a loader that was given no generator: one seeded like the process."""
+    """_BaseDataLoaderIter.__init__ that gives a loader without a generator one with the process's seed."""
 
     @functools.wraps(original)
     def begin(self: Any, loader: Any) -> None:

@@ -1,8 +1,8 @@
-"""Tensors asked for on 'cuda', or on a device number, are made on the CPU; the pinning of memory is left out.
+"""Create tensors on the CPU that are requested on 'cuda' or on a device number, and do not pin memory.
 
-Upstream: torch's tensor factories, torch.Tensor and torch.nn.Module. Only the device argument is touched: a call that
-names no device, or names the CPU, reaches torch unchanged. `Tensor.type()` answers as if the tensor were on the device,
-because Megatron decides by that string what is a parameter of which precision.
+Upstream: torch's tensor factories, torch.Tensor and torch.nn.Module. Only the device argument changes: a call that
+names no device, or the CPU, reaches torch unchanged. `Tensor.type()` answers as if the tensor were on the device,
+because Megatron determines a parameter's precision from that string.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def is_device(value: object) -> bool:
 
 
 def create_on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The factory, with device and pin_memory as this machine has them."""
+    """A factory that replaces a CUDA device by the CPU and drops pin_memory."""
 
     @functools.wraps(original)
     def create(*args: Any, **kwargs: Any) -> Any:
@@ -54,7 +54,7 @@ def create_on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def move_to_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Tensor.to, whose device may also be the first positional argument."""
+    """Tensor.to, which also takes the device as its first positional argument."""
 
     @functools.wraps(original)
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -69,7 +69,7 @@ def move_to_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def itself(original: object) -> Callable[..., torch.Tensor]:
-    """Tensor.cuda and Tensor.pin_memory: the tensor is there already."""
+    """Tensor.cuda and Tensor.pin_memory, which return the tensor itself."""
 
     def here(self: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
         return self
@@ -78,7 +78,7 @@ def itself(original: object) -> Callable[..., torch.Tensor]:
 
 
 def type_on_device(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Tensor.type: 'torch.cuda.FloatTensor' for 'torch.FloatTensor', both as an answer and as a request."""
+    """Tensor.type that maps 'torch.FloatTensor' to 'torch.cuda.FloatTensor' in results, and back in arguments."""
 
     @functools.wraps(original)
     def type_(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -93,7 +93,7 @@ def type_on_device(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def patches() -> tuple[Patch, ...]:
     """The patches of factories, methods that create or move a tensor, and the type string."""
-    device = "Megatron names 'cuda' or torch.cuda.current_device() as the device of what it creates and moves"
+    device = "Megatron creates and moves tensors with the device 'cuda' or torch.cuda.current_device()"
     return (
         *(Patch("torch", "torch", name, TORCH, device, create_on_cpu) for name in CREATE),
         *(Patch("torch", "torch", f"Tensor.{name}", TORCH, device, create_on_cpu) for name in CREATE_FROM),
@@ -102,7 +102,7 @@ def patches() -> tuple[Patch, ...]:
         Patch("torch", "torch", "Tensor.pin_memory", TORCH, "there is no device to pin memory for", itself),
         Patch(
             *("torch", "torch", "Tensor.record_stream", TORCH),
-            reason="a CPU tensor has no allocator that needs to know of streams",
+            reason="the CPU allocator does not depend on streams",
             replace=lambda _: lambda self, stream: None,
         ),
         Patch(

@@ -1,4 +1,4 @@
-"""The versions that are tested, as docs/versions.md lists them; patches are declared for these."""
+"""The tested versions, as listed in docs/versions.md; patches are declared for these."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _TESTED = {"Megatron": MEGATRON, "DeepSpeed": DEEPSPEED}
 
 
 def untested(framework: str, version: str) -> str:
-    """A remark on a version whose series (0.16 of 0.16.2) is not among the tested ones; '' for the others."""
+    """A remark on a version whose series (0.16 of 0.16.2) is not tested; '' if it is."""
     series = version.split(".")[:2]
     if any(one.split(".")[:2] == series for one in _TESTED[framework]):
         return ""
-    return f"{framework} {version} is untested with ft_plugins; tested are {', '.join(_TESTED[framework])}"
+    return f"{framework} {version} is untested with ft_plugins; tested versions: {', '.join(_TESTED[framework])}"

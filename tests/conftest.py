@@ -1,6 +1,6 @@
-"""What every test gets: an environment of its own, and the switches `--all` and `gpu`.
+"""Shared by all tests: a separate environment, the switch `--all` and the marker `gpu`.
 
-Invariant: no test sees the launcher's variables of whoever runs the tests, and none writes to the user's run directory.
+Invariant: no test sees launcher variables of the surrounding environment or writes to the user's run directory.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from ft_plugins.events import Events
 
@@ -19,7 +21,7 @@ LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="run everything, not only what headlines.txt names")
+    parser.addoption("--all", action="store_true", help="run all tests, not only those in headlines.txt")
 
 
 HEADLINES = Path(__file__).with_name("headlines.txt")
@@ -27,25 +29,25 @@ WHOLE_JOBS = ("tests/scenarios/", "tests/integration/")
 
 
 def headlines() -> tuple[str, ...]:
-    """How the ids of those tests begin that start whole jobs and run by default."""
+    """Prefixes of the ids of tests that start whole jobs and run by default."""
     lines = HEADLINES.read_text().splitlines()
     return tuple(line for line in lines if line and not line.startswith("#"))
 
 
-def runs_by_default(item: pytest.Item, begin: tuple[str, ...]) -> bool:
+def runs_by_default(item: pytest.Item, prefixes: tuple[str, ...]) -> bool:
     """Whether a test runs without `--all`."""
     if item.nodeid.startswith(WHOLE_JOBS):
-        return item.nodeid.startswith(begin)
+        return item.nodeid.startswith(prefixes)
     return item.get_closest_marker("all_configurations") is None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    begin = headlines()
-    unknown = [line for line in begin if not any(item.nodeid.startswith(line) for item in items)]
+    prefixes = headlines()
+    unknown = [line for line in prefixes if not any(item.nodeid.startswith(line) for item in items)]
     if unknown and {str(path) for path in config.args} == {"tests"}:  # all tests were collected
-        raise pytest.UsageError(f"{HEADLINES}: no test's id begins so: {unknown}")
+        raise pytest.UsageError(f"{HEADLINES}: no test id begins with {unknown}")
     if not config.getoption("--all"):
-        rest = [item for item in items if not runs_by_default(item, begin)]
+        rest = [item for item in items if not runs_by_default(item, prefixes)]
         if rest:
             config.hook.pytest_deselected(items=rest)
             items[:] = [item for item in items if item not in rest]
@@ -55,6 +57,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+class ByServer(LoadScopeScheduling):
+    """Give each process of a parallel run whole files; scenarios of one framework stay together, for they share a fork
+    server and the runs that they compare with."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        path = nodeid.partition("::")[0]
+        if not path.startswith("tests/scenarios/"):
+            return path
+        return "scenarios of DeepSpeed" if "deepspeed" in nodeid else "other scenarios"
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByServer:
+    config.option.loadscopereorder = False  # in the order of collection: jobs first, for they take longest
+    return ByServer(config, log)
+
+
 def _has_gpu() -> bool:
     import torch
 
@@ -62,12 +80,12 @@ def _has_gpu() -> bool:
 
 
 def pytest_configure() -> None:
-    Events.strict = True  # also in what tests fork: an event that was not declared is an error there
+    Events.strict = True  # an undeclared event is an error, also in forked processes
 
 
 @pytest.fixture(scope="session", autouse=True)
 def own_environment() -> Iterator[Path]:
-    """Run directories in a short folder of this session (a socket's path is bounded), no launcher's variables."""
+    """Put run directories into a short folder of this session (socket paths are bounded); unset launcher variables."""
     folder = Path(tempfile.mkdtemp(prefix="ft-", dir="/tmp"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_RUNTIME_DIR", str(folder))

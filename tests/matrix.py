@@ -1,14 +1,14 @@
-"""The exactness tests against other versions of the frameworks: what is installed stays as it is.
+"""Run the exactness tests against other versions of the frameworks, without changing the installation.
 
-Invariant: a version's tests run only once the interpreter has told that it finds this version, in its overlay. An
-overlay is a folder with one distribution, first on PYTHONPATH; another torch is an environment of its own. Both are
-made once, in the user's cache. A mode that fails although nothing protects it is no verdict on this project, and is
-told apart by what happened, not by a list. A version that cannot be run at all is a line with the reason, and the next
-one follows. A checkout of Megatron-LM is run where it lies, unmodified; Megatron compiles its data set helpers in it.
+Invariant: a version's tests run only after the interpreter has confirmed that it finds this version. Another framework
+version is an overlay, a folder with one distribution, first on PYTHONPATH; another torch is a separate environment.
+Both are made once, in the user's cache. A mode that fails even without protection does not count against this project;
+this is decided from the test's own report, not from a list. A version that cannot run gives one line with the reason.
+A checkout of Megatron-LM runs unmodified in its place; Megatron compiles its data set helpers in it.
 
-In: versions, as `deepspeed-0.18.9` or `deepspeed-0.18.9+torch-2.10.0`; without a number the installed one; folders with
+In: versions, as `deepspeed-0.18.9` or `deepspeed-0.18.9+torch-2.10.0`, without a number the installed one; folders with
 checkouts of Megatron-LM. Out: one line per version and mode, a Markdown table with one row per version, exit status 1
-where a mode failed.
+if a mode failed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from ft_plugins.errors import FtError
-from ft_plugins.testing.megatron_lm import under
+from ft_plugins.testing.megatron_lm import checkouts_in
 
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ft_plugins" / "matrix"
@@ -46,16 +46,16 @@ TESTS = {
 }
 PACKAGES = ("deepspeed", "megatron-core")
 CELLS = "killed_in_forward"  # of the file: one test per mode
-UNPROTECTED = "unprotected"  # the property that a test records once the unprotected run of its mode has succeeded
-COMPARED = "compared"  # the property in which a test says what it has compared, and what not
-REASON = 300  # characters of a reason in a line
+UNPROTECTED = "unprotected"  # property that a test records after the unprotected run of its mode has succeeded
+COMPARED = "compared"  # property in which a test records what it compared and what it left out
+REASON = 300  # maximum characters of a reason
 BEGIN, END = "<!-- versions: written by `tests/matrix.sh --docs` -->", "<!-- end of versions -->"
 HEAD = "| framework | torch | Python | modes that end exactly | run on |\n|---|---|---|---|---|"
 
 
 @dataclass(frozen=True)
 class Version:
-    """A framework's version, and the torch that it runs with; '' is what is installed."""
+    """A framework's version and the torch that it runs with. '': the installed one."""
 
     name: str
     number: str = ""
@@ -65,23 +65,23 @@ class Version:
     @classmethod
     def of(cls, text: str) -> Version:
         """From `name[-number][+torch-number]`. Raises ValueError."""
-        found = re.fullmatch(rf"({'|'.join(PACKAGES)})(?:-(\d[\w.]*))?(?:\+torch-(\d[\w.]*))?", text)
-        if not found:
+        match = re.fullmatch(rf"({'|'.join(PACKAGES)})(?:-(\d[\w.]*))?(?:\+torch-(\d[\w.]*))?", text)
+        if not match:
             raise ValueError(f"expected {' or '.join(PACKAGES)}, then [-NUMBER][+torch-NUMBER], found '{text}'")
-        return cls(*(part or "" for part in found.groups()))
+        return cls(*(part or "" for part in match.groups()))
 
     def __str__(self) -> str:
         return " ".join(filter(None, [self.name, self.number]))
 
 
 def megatron_lm(root: Path) -> list[Version]:
-    """The versions that are checked out in `root`, or the one that is `root`. Raises FtError."""
-    return [Version(MEGATRON_LM, str(found), checkout=found.folder) for found in under(root)]
+    """The versions checked out in `root`, or `root` itself. Raises FtError."""
+    return [Version(MEGATRON_LM, str(checkout), checkout=checkout.folder) for checkout in checkouts_in(root)]
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One mode: whether it ended exactly, and if not, whether it does not end either where nothing protects it."""
+    """The verdict on one mode. Neither passed nor failed: it also fails without protection."""
 
     mode: str
     verdict: str
@@ -89,11 +89,11 @@ class Cell:
     failed: bool = False  # by this project
 
 
-# what runs
+# running
 
 
 def interpreter(version: Version) -> str:
-    """The Python that has the wanted torch, and this project's other pins."""
+    """The Python with the requested torch and this project's other pins."""
     if version.torch in ("", metadata.version("torch").split("+")[0]):
         return sys.executable
     folder = CACHE / f"torch-{version.torch}"
@@ -106,22 +106,22 @@ def interpreter(version: Version) -> str:
         index = os.environ.get("FTP_TORCH_INDEX_URL")
         if index:
             pip(python, "--no-deps", "--index-url", index, f"torch=={version.torch}")
-        wanted = f"{ROOT}[megatron,deepspeed,dev]"
-        pip(python, "--constraint", str(folder / "constraints.txt"), "--editable", wanted)
+        project = f"{ROOT}[megatron,deepspeed,dev]"
+        pip(python, "--constraint", str(folder / "constraints.txt"), "--editable", project)
         complete.touch()
     return str(python)
 
 
 def overlay(version: Version) -> list[str]:
-    """The folder that holds this version, to come first on PYTHONPATH; none where it is installed."""
+    """The folder with this version, to come first on PYTHONPATH; none for the installed version."""
     if version.checkout or version.number in ("", metadata.version(version.name)):
         return []
     folder = CACHE / f"{version.name}-{version.number}"
     if not folder.exists():
         building = folder.with_name(f"{folder.name}.building")
         shutil.rmtree(building, ignore_errors=True)
-        one = f"{version.name}=={version.number}"
-        pip(sys.executable, "--no-deps", "--no-build-isolation", "--target", str(building), one)
+        requirement = f"{version.name}=={version.number}"
+        pip(sys.executable, "--no-deps", "--no-build-isolation", "--target", str(building), requirement)
         building.rename(folder)
     return [str(folder)]
 
@@ -136,31 +136,31 @@ ASK = """
 import importlib.util, json, sys
 from importlib.metadata import version
 package, module, *checkout = sys.argv[1:]
-sys.path[:1] = checkout or sys.path[:1]  # where Python looks first when it runs a script of that folder
+sys.path[:1] = checkout or sys.path[:1]  # as when Python runs a script in that folder
 number = "" if checkout else version(package)
 print(json.dumps([number, version("torch"), importlib.util.find_spec(module).origin]))
 """
 
 
-def found(version: Version, python: str, first: list[str], environment: dict[str, str]) -> Version:
-    """What the tests will import, in numbers. Raises RuntimeError where that is not what was asked for."""
+def resolved(version: Version, python: str, first: list[str], environment: dict[str, str]) -> Version:
+    """The version and torch that the tests will import. Raises RuntimeError if they are not the requested ones."""
     module, _ = TESTS[version.name]
     first = [str(version.checkout)] if version.checkout else first
-    asked = [python, "-c", ASK, version.name, module, *(first if version.checkout else [])]
-    asking = subprocess.run(asked, env=environment, capture_output=True, text=True)
-    if asking.returncode != 0:
-        raise RuntimeError(f"{python} does not find {module}: {(asking.stderr.splitlines() or ['no message'])[-1]}")
-    told = json.loads(asking.stdout)
-    number, torch, origin = told[0] or version.number, told[1].split("+")[0], Path(told[2])
+    command = [python, "-c", ASK, version.name, module, *(first if version.checkout else [])]
+    query = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if query.returncode != 0:
+        raise RuntimeError(f"{python} does not find {module}: {(query.stderr.splitlines() or ['no message'])[-1]}")
+    reply = json.loads(query.stdout)
+    number, torch, origin = reply[0] or version.number, reply[1].split("+")[0], Path(reply[2])
     if version.number not in ("", number) or version.torch not in ("", torch):
-        raise RuntimeError(f"{version} was asked for, but {python} finds {version.name} {number} and torch {torch}")
+        raise RuntimeError(f"expected {version}, but {python} finds {version.name} {number} and torch {torch}")
     if first and not origin.is_relative_to(first[0]):
         raise RuntimeError(f"{module} comes from {origin}, not from {first[0]}")
     return Version(version.name, number, torch, version.checkout)
 
 
 def run(version: Version) -> tuple[Version, list[Cell]]:
-    """The modes of one version, each printed; one that says why, where the version cannot be run."""
+    """Run and print the modes of one version; a single failed one if the version cannot run."""
     try:
         version, cells, log = modes(version)
     except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
@@ -173,10 +173,10 @@ def run(version: Version) -> tuple[Version, list[Cell]]:
 
 
 def modes(version: Version) -> tuple[Version, list[Cell], Path]:
-    """The modes of one version, and the file in the cache that has the output of the tests, while they run too."""
+    """Run the modes of one version. Also returns the log of the tests, a file in the cache."""
     python, first = interpreter(version), overlay(version)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*first, str(ROOT)]), "PYTHONUNBUFFERED": "1"}
-    version = found(version, python, first, environment)
+    version = resolved(version, python, first, environment)
     if version.checkout:
         environment["MEGATRON_LM_PATH"] = str(version.checkout)
     label = f"{version.name}-{version.number}+torch-{version.torch}"
@@ -192,21 +192,21 @@ def modes(version: Version) -> tuple[Version, list[Cell], Path]:
         ).returncode
         cells = list(verdicts(report.read_text(), version.torch)) if report.exists() else []
     if not cells:
-        cells = [Cell("-", f"FAILED: pytest ended with {code} and told of no mode", failed=True)]
+        cells = [Cell("-", f"FAILED: pytest ended with {code} and reported no mode", failed=True)]
     return version, cells, Path(log.name)
 
 
-# what it says
+# reporting
 
 
 def verdicts(report: str, torch: str) -> Iterator[Cell]:
-    """One per test of pytest's report."""
+    """One verdict per test of pytest's report."""
     for case in ElementTree.fromstring(report).iter("testcase"):
         mode = case.get("name", "").rpartition("[")[2].rstrip("]")
         recorded = {one.get("name"): one.get("value") for one in case.iter("property")}
         failure, error, skipped = (case.find(kind) for kind in ("failure", "error", "skipped"))
         if error is not None:
-            yield Cell(mode, f"FAILED before anything was killed: {reason(error)}", failed=True)
+            yield Cell(mode, f"FAILED before the kill: {reason(error)}", failed=True)
         elif failure is not None and UNPROTECTED in recorded:
             yield Cell(mode, f"FAILED: {reason(failure)}", failed=True)
         elif failure is not None:
@@ -219,18 +219,18 @@ def verdicts(report: str, torch: str) -> Iterator[Cell]:
 
 
 def reason(failure: ElementTree.Element) -> str:
-    """The first error that the job told of, else what pytest says, in one line."""
-    told = re.findall(r"\b(?!AssertionError)[\w.]*(?:Error|Exception): .*", failure.text or "")
-    return one_line((told or (failure.get("message") or "no message").splitlines())[0])
+    """The first error in the job's output, else pytest's message, in one line."""
+    errors = re.findall(r"\b(?!AssertionError)[\w.]*(?:Error|Exception): .*", failure.text or "")
+    return one_line((errors or (failure.get("message") or "no message").splitlines())[0])
 
 
 def one_line(text: str) -> str:
-    """The first characters of a message, without its line breaks."""
+    """The beginning of a message, without line breaks."""
     return " ".join(text.split())[:REASON]
 
 
 def row(version: Version, cells: Sequence[Cell], day: str) -> str:
-    """Of the table."""
+    """A row of the table."""
     passed, failed = sum(cell.passed for cell in cells), sum(cell.failed for cell in cells)
     other = len(cells) - passed - failed
     words = [f"{passed} of {len(cells)}"]
@@ -240,7 +240,7 @@ def row(version: Version, cells: Sequence[Cell], day: str) -> str:
 
 
 def merged(old: str, new: Sequence[str]) -> str:
-    """The table with the rows of `new`, and those of `old` about other versions."""
+    """The table with the rows of `new` and the rows of `old` for other versions."""
 
     def key(line: str) -> tuple[str, list[int], str, list[int]]:
         framework, torch = (cell.strip() for cell in line.split("|")[1:3])
@@ -252,9 +252,9 @@ def merged(old: str, new: Sequence[str]) -> str:
         return [int(part) for part in re.findall(r"\d+", text)]
 
     rows = [line for line in old.splitlines() if re.match(rf"\| ({'|'.join(TESTS)}) ", line)]
-    about = [key(line) for line in new]
-    kept = [line for line in rows if key(line) not in about]
-    return "\n".join([HEAD, *sorted([*kept, *new], key=key)])
+    replaced = [key(line) for line in new]
+    others = [line for line in rows if key(line) not in replaced]
+    return "\n".join([HEAD, *sorted([*others, *new], key=key)])
 
 
 def write(page: Path, rows: Sequence[str]) -> None:
@@ -275,7 +275,8 @@ def main() -> int:
     args = parser.parse_args()
     try:
         given = args.versions or (() if args.megatron_lm else DEFAULT)
-        versions = [*map(Version.of, given), *(found for root in args.megatron_lm for found in megatron_lm(root))]
+        checkouts = [version for root in args.megatron_lm for version in megatron_lm(root)]
+        versions = [*map(Version.of, given), *checkouts]
     except (ValueError, FtError) as error:
         parser.error(str(error))
     CACHE.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the default tier of the tests, or with --all every test (tests/README.md), after setting the project up if
-# needed. Other arguments go to pytest. Fails if anything is left behind in /dev/shm.
+# needed. Other arguments go to pytest; `-n 0` runs in one process. Fails if anything is left behind in /dev/shm.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/setup.sh
@@ -11,7 +11,7 @@ export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TORCHDYNAMO_DI
 segments() { find /dev/shm -maxdepth 1 -name 'ftp-*' | sort; }
 before=$(segments)
 code=0
-.venv/bin/python -m pytest "$@" </dev/null || code=$?
+.venv/bin/python -m pytest -n logical --maxprocesses 8 "$@" </dev/null || code=$?
 left=$(comm -13 <(printf '%s\n' "$before") <(segments))
 if [ -n "$left" ]; then
     printf 'FAILED: the tests left segments behind in /dev/shm:\n%s\n' "$left"

@@ -1,12 +1,12 @@
-"""What copies in bubbles cost, from blocks of iterations of one run, and what went of them meanwhile. Pure.
+"""Compute the cost of copies in bubbles, and the bytes sent, from blocks of iterations of one run. Pure.
 
     settle (on) | on off | off on | ...     pairs, in random order
-                | once off | off once | ..  rounds in which all is sent at once
+                | once off | off once | ..  rounds that send everything at once
 
-Invariant: the same seed gives the same order. Each cost is relative to the neighbouring block without protection, so
-what changes slowly on a shared machine is in both.
+Invariant: the same seed gives the same order. Each cost is relative to the neighbouring unprotected block, so slow
+changes of a shared machine cancel.
 
-In: blocks of an emulated job, events of its nodes. Out: `BubbleCost`; shares of bytes; iterations of a checkpoint.
+In: blocks of an emulated job, events of its nodes. Out: `BubbleCost`; shares of bytes; iterations per checkpoint.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ BLOCK = 5  # iterations
 
 @dataclass(frozen=True)
 class BubbleCost:
-    """Shares of an iteration without protection, which takes `seconds`: medians, the ends of 95% intervals above them;
-    and the mean, which a few blocks decide. `null`: of one such iteration and another one, and both its ends."""
+    """Shares of an unprotected iteration of `seconds`: medians and upper ends of their 95% intervals; also the mean,
+    which a few blocks dominate. `null`: of two unprotected iterations, with both ends of its interval."""
 
     seconds: float
     overhead: float
@@ -44,20 +44,20 @@ class BubbleCost:
 
 
 def rounds(settle: int, pairs: int, once: int, seed: int) -> list[tuple[str, int]]:
-    """Mode and iterations of all blocks: first `settle` iterations, not compared."""
-    order, found = random.Random(seed), [(ON, settle)]
+    """Mode and iterations of all blocks. The first block, of `settle` iterations, is not compared."""
+    order, blocks = random.Random(seed), [(ON, settle)]
     for mode in [ON] * pairs + [ONCE] * once:
-        found += [(each, BLOCK) for each in order.sample([mode, OFF], 2)]
-    return found
+        blocks += [(each, BLOCK) for each in order.sample([mode, OFF], 2)]
+    return blocks
 
 
 def compared(blocks: Sequence[IterationBlock], pairs: int) -> tuple[Sequence[IterationBlock], Sequence[IterationBlock]]:
-    """The blocks of all pairs; those with rounds that send at once."""
+    """The blocks of all pairs, and those of the rounds that send at once."""
     return blocks[1 : 1 + 2 * pairs], blocks[1 + 2 * pairs :]
 
 
 def cost(blocks: Sequence[IterationBlock], pairs: int) -> BubbleCost:
-    """Of the blocks in the order of `rounds`."""
+    """The cost, from blocks in the order of `rounds`."""
     ours, at_once = compared(blocks, pairs)
     paired = [
         {block.mode: statistics.mean(block.seconds) for block in ours[at : at + 2]} for at in range(0, len(ours), 2)
@@ -77,31 +77,32 @@ def cost(blocks: Sequence[IterationBlock], pairs: int) -> BubbleCost:
     )  # fmt: skip
 
 
-def committed_between(events: Sequence[Event], begun: int, through: int) -> list[Event]:
-    """Of a node, the versions committed after so many protected iterations, until there were so many."""
+def committed_between(events: Sequence[Event], first: int, last: int) -> list[Event]:
+    """The commits of a node for iterations `first` to `last`."""
     return [
         event
         for event in events
-        if event.type is catalogue.VERSION_COMMITTED and begun <= event.fields["iteration"] <= through
+        if event.type is catalogue.VERSION_COMMITTED and first <= event.fields["iteration"] <= last
     ]
 
 
-def every(events: Sequence[Event], begun: int, through: int) -> float:
-    """Iterations from one version to the next, mean; where there were no two, all."""
-    at = sorted(event.fields["iteration"] for event in committed_between(events, begun, through))
-    return statistics.mean(after - before for before, after in pairwise(at)) if len(at) > 1 else through - begun
+def commit_interval(events: Sequence[Event], first: int, last: int) -> float:
+    """Mean iterations from one committed version to the next; with fewer than two, all iterations."""
+    at = sorted(event.fields["iteration"] for event in committed_between(events, first, last))
+    return statistics.mean(after - before for before, after in pairwise(at)) if len(at) > 1 else last - first
 
 
 def sent_share(
-    nodes: Sequence[Sequence[Event]], begun: int, through: int, part: Sequence[str], whole: Sequence[str]
+    nodes: Sequence[Sequence[Event]], first: int, last: int, part: Sequence[str], whole: Sequence[str]
 ) -> float | None:
-    """Of `whole`, sums of bytes that nodes report with each version, `part`; None where there was nothing. Of versions
-    that were followed by another one by then, so were through: the last one may have gone in the blocks that send at
-    once, where no gate is opened."""
+    """The share of the byte counts `part` in the byte counts `whole`, which nodes report per version; None for 0 bytes.
+
+    Leaves out the last version: it may have been sent in the blocks that send at once, which open no gate.
+    """
     sums = [0, 0]
     for events in nodes:
-        found = [event.fields for event in committed_between(events, begun, through)[:-1]]
-        for first, last in zip(found[:1], found[-1:], strict=True):
-            for place, names in enumerate((part, whole)):
-                sums[place] += sum(last[name] - first[name] for name in names)
+        fields = [event.fields for event in committed_between(events, first, last)[:-1]]
+        for begin, end in zip(fields[:1], fields[-1:], strict=True):
+            for index, names in enumerate((part, whole)):
+                sums[index] += sum(end[name] - begin[name] for name in names)
     return sums[0] / sums[1] if sums[1] else None

@@ -1,25 +1,23 @@
-"""One rank of the emulated cluster: Megatron's own pipeline, whose stages sleep instead of computing.
+"""One rank of the emulated cluster: Megatron's own pipeline with stages that sleep instead of computing.
 
-Real are megatron-core's schedule, its messages between stages, DDP, gradient reduction, clipping and optimizer, the
-adapter, the session, capture, SMP and exchange; of a forward or backward pass only its length is left. A stage's state
-has a given number of bytes, in `LAYERS` layers; a message between stages is sequence x micro batch x hidden
-float32.
+megatron-core's schedule, messages between stages, DDP, gradient reduction, clipping and optimizer are real, and so are
+the adapter, session, capture, SMP and exchange. Of a forward or backward pass only its length is emulated. A stage has
+a given number of parameters in `LAYERS` layers; a message between stages is sequence x micro batch x hidden float32.
 
-Iterations are run in blocks, each in one mode, so that modes are compared within one run:
+Iterations run in blocks of one mode each, so that modes are compared within one run:
 
-    on      protected: captured after each iteration, copies go in bubbles
-    off     nothing is protected: no spans, no capture, and the gate stays closed; the SMPs are there, and around each
-            update is what a job with `--ftp` alone has, a look whether another rank has lost its protection
-    once    as off, and after each update every rank sends the same bytes to the same rank at once, and waits for them:
-            what FTPipeHD does
+    on      protected: captured after each iteration, copies in bubbles
+    off     not protected: no spans, no capture, closed gate. The SMPs still run, and around each update there is the
+            check of a job with `--ftp` alone whether another rank has lost its protection
+    once    as off, and after each update every rank sends the same bytes to the same rank at once and waits for them,
+            as FTPipeHD does
 
-Invariant: what is off is off on all ranks, by counting iterations; the first iteration of a block belongs to what
-was before (its capture, its frames in flight) and is not counted. The host counts protected iterations only, so that
-versions follow each other without holes.
+Invariant: all ranks change mode in the same iteration. The first iteration of a block belongs to the previous one (its
+capture and frames are still in flight) and is discarded. The host counts only protected iterations, so that versions
+have no gaps.
 
-In: the example's flags, and `--stages` (a JSON list of `StageSpec`), `--blocks`, `--out`. Out: a JSON file for each
-rank with seconds of each counted iteration, and those of the processor that its process took, by block; and from rank 0
-the profile.
+In: the example's flags, `--stages` (a JSON list of `StageSpec`), `--blocks`, `--out`. Out: a JSON file per rank with
+wall and processor seconds of each iteration by block; rank 0 adds the profile.
 """
 
 from __future__ import annotations
@@ -51,9 +49,8 @@ LAYERS = 6  # of a stage
 
 @dataclass(frozen=True)
 class StageSpec:
-    """What a stage is: seconds of a pass through a rank's chunks, and float32 parameters of a rank. `jitter`: each pass
-    takes up to so much more or less, as a share of it. After `drift_after` seconds of training all take `drift` times
-    as long."""
+    """Seconds of a pass through a rank's chunks, and float32 parameters of a rank. `jitter`: maximum deviation of a
+    pass, as a share of it. After `drift_after` seconds of training, passes take `drift` times as long."""
 
     forward: float
     backward: float
@@ -64,11 +61,11 @@ class StageSpec:
 
 
 class Sleeper:
-    """Sleeps as a stage computes; the same every time for one seed.
+    """Sleeps instead of computing; deterministic for one seed.
 
-    A device of the testbed is done when it is done, whatever the node's cores do; here a pass is over when its rank has
-    got a core. So what one pass took too long the next one takes less, as far as it can, and as far as no pause lay
-    between them, in which a device would have caught up. Nothing else that a rank waits for is made up for.
+    A real device finishes a pass regardless of the node's cores; here a pass ends when its rank gets a core. So the
+    excess of one pass is taken off the next, less any pause between them, in which a device would have caught up. No
+    other wait of a rank is compensated.
     """
 
     def __init__(
@@ -78,10 +75,10 @@ class Sleeper:
         self._spec, self._seed, self._sleep, self._clock = spec, seed, sleep, clock
         self.draw_from(0)
         self._began = self._ended = clock()
-        self._over = 0.0
+        self._excess = 0.0
 
     def draw_from(self, number: int) -> None:
-        """From now on jitter is drawn from the sequence of that number: blocks that are compared have the same."""
+        """Draw jitter from sequence `number` from now on. Blocks that are compared share a sequence."""
         self._random = random.Random(f"{self._seed} {number}")
 
     def sleep(self, seconds: float) -> None:
@@ -91,14 +88,14 @@ class Sleeper:
         if spec.drift != 1.0 and self._clock() - self._began > spec.drift_after:
             seconds *= spec.drift
         began = self._clock()
-        self._over = max(0.0, self._over - (began - self._ended))
-        self._sleep(max(0.0, seconds - self._over))
+        self._excess = max(0.0, self._excess - (began - self._ended))
+        self._sleep(max(0.0, seconds - self._excess))
         self._ended = self._clock()
-        self._over = min(self._over + self._ended - began - seconds, seconds)
+        self._excess = min(self._excess + self._ended - began - seconds, seconds)
 
 
-class Switch:
-    """Reports edges only while it is `on`."""
+class SwitchableEdges:
+    """Reports edges only while `on`."""
 
     def __init__(self, edges: Edges) -> None:
         self._edges = edges
@@ -114,7 +111,7 @@ class Switch:
 
 
 class _Sleep(torch.autograd.Function):
-    """Hands on what it gets, after so many seconds; every parameter gets a gradient."""
+    """Returns its input after the seconds of a pass. Every parameter gets a gradient."""
 
     @staticmethod
     def forward(
@@ -135,7 +132,7 @@ def _stage_class() -> type[torch.nn.Module]:
     from megatron.core.transformer.module import MegatronModule
 
     class SleepingStage(MegatronModule):  # type: ignore[misc]
-        """A model chunk: Megatron's schedule hands it what came from the stage before."""
+        """A model chunk. Megatron's schedule sets its input tensor."""
 
         model_type = ModelType.encoder_or_decoder
         share_embeddings_and_output_weights = False
@@ -149,8 +146,8 @@ def _stage_class() -> type[torch.nn.Module]:
             sizes = [spec.parameters // LAYERS + (number < spec.parameters % LAYERS) for number in range(LAYERS)]
             self.layers = torch.nn.ParameterList(torch.nn.Parameter(torch.rand(size)) for size in sizes)
 
-        def set_input_tensor(self, given: Any) -> None:
-            self._input = given[0] if isinstance(given, list) else given
+        def set_input_tensor(self, tensor: Any) -> None:
+            self._input = tensor[0] if isinstance(tensor, list) else tensor
 
         def forward(self) -> torch.Tensor:
             hidden = torch.zeros(self._shape) if self.pre_process else self._input
@@ -166,10 +163,10 @@ def _job_class(stages: Sequence[StageSpec]) -> type:
     from megatron.core.distributed import DistributedDataParallel
 
     class SleepingJob(Job):  # type: ignore[misc]
-        """Everything but model and data is the example's."""
+        """The example's job except for model and data."""
 
         def _build_chunks(self) -> list[Any]:
-            real = super()._build_chunks()  # for its configurations
+            real = super()._build_chunks()  # for their configurations
             count, stage = len(real), stages[parallel_state.get_pipeline_model_parallel_rank()]
             part = replace(
                 stage,
@@ -203,10 +200,10 @@ def _job_class(stages: Sequence[StageSpec]) -> type:
 
 
 def main(argv: Sequence[str]) -> None:
-    """One rank."""
+    """Run one rank."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("--stages", required=True, help="JSON: what each stage is")
-    parser.add_argument("--blocks", type=Path, required=True, help="JSON: lists of a mode and a count of iterations")
+    parser.add_argument("--stages", required=True, help="JSON: a StageSpec per stage")
+    parser.add_argument("--blocks", type=Path, required=True, help="JSON: pairs of a mode and a number of iterations")
     parser.add_argument("--out", type=Path, required=True, help="folder")
     own, rest = parser.parse_known_args(argv)
     example, context = load(str(megatron_runs.EXAMPLE)), launch_context()
@@ -216,18 +213,18 @@ def main(argv: Sequence[str]) -> None:
     dist.init_process_group("gloo")
     job = _job_class([StageSpec(**one) for one in json.loads(own.stages)])(args, context)
     host = job.host()
-    switch: list[Switch] = []
+    switches: list[SwitchableEdges] = []
     install = host.install_edges
 
-    def switched(edges: Edges) -> None:
-        switch.append(Switch(edges))
-        install(switch[0])
+    def install_switchable(edges: Edges) -> None:
+        switches.append(SwitchableEdges(edges))
+        install(switches[0])
 
-    host.install_edges = switched
+    host.install_edges = install_switchable
     assert context.config is not None
     session = attach(host, context.config, context)
     session.resume()
-    blocks = _run(job, host, session, switch[0], json.loads(own.blocks.read_text()))
+    blocks = _run(job, host, session, switches[0], json.loads(own.blocks.read_text()))
     _write(session, context.rank, blocks, own.out)
     session.shutdown()
     dist.barrier()
@@ -236,16 +233,16 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _run(
-    job: Any, host: Any, session: Session, switch: Switch, blocks: Sequence[tuple[str, int]]
+    job: Any, host: Any, session: Session, edges: SwitchableEdges, blocks: Sequence[tuple[str, int]]
 ) -> list[dict[str, Any]]:
-    """Each block: its mode, seconds of its iterations and of the processor in them, the first included, how many were
-    protected at its end."""
-    found = []
+    """Run all blocks. Per block: mode, wall and processor seconds of all iterations, and the number of protected
+    iterations at its end."""
+    results = []
     for number, (mode, count) in enumerate(blocks):
         seconds, processor = [], []
         for chunk in job.chunks:
-            chunk.module.sleeper.draw_from((number + 1) // 2)  # the first one stands alone, the others in pairs
-        switch.on = mode == ON
+            chunk.module.sleeper.draw_from((number + 1) // 2)  # one for the first block, then one per pair
+        edges.on = mode == ON
         at_once = _AtOnce(session) if mode == ONCE else None
         for _ in range(count + 1):
             began, used = time.perf_counter(), time.process_time()
@@ -256,30 +253,32 @@ def _run(
                 session.iteration_end(step)
             else:
                 job.train_step(skip=partial(host.skip_update, session))
-                job.iteration = step - 1  # not a protected one
+                job.iteration = step - 1  # counts protected iterations only
             if at_once is not None:
                 at_once.send()
             seconds.append(time.perf_counter() - began)
             processor.append(time.process_time() - used)
-        found.append({"mode": mode, "seconds": seconds, "processor": processor, "completed": job.iteration})
-    return found
+        results.append({"mode": mode, "seconds": seconds, "processor": processor, "completed": job.iteration})
+    return results
 
 
 class _AtOnce:
-    """Copies as they are planned, by torch.distributed instead of the SMPs."""
+    """Sends the planned copies by torch.distributed instead of the SMPs."""
 
     def __init__(self, session: Session) -> None:
         assert session.measured is not None and session.measured.baft is not None
-        guarded, rank = session.measured.baft.copies, dist.get_rank()
-        assert guarded is not None
-        copies = guarded.copies
-        self._out = torch.zeros(copies[rank].nbytes, dtype=torch.uint8)
-        self._to = copies[rank].receiver
-        self._into = {one.rank: torch.empty(one.nbytes, dtype=torch.uint8) for one in copies if one.receiver == rank}
+        plan, rank = session.measured.baft.copies, dist.get_rank()
+        assert plan is not None
+        copies = plan.copies
+        self._sent = torch.zeros(copies[rank].nbytes, dtype=torch.uint8)
+        self._receiver = copies[rank].receiver
+        self._received = {
+            one.rank: torch.empty(one.nbytes, dtype=torch.uint8) for one in copies if one.receiver == rank
+        }
 
     def send(self) -> None:
-        requests: list[Any] = [dist.isend(self._out, self._to)]
-        requests += [dist.irecv(room, rank) for rank, room in self._into.items()]
+        requests: list[Any] = [dist.isend(self._sent, self._receiver)]
+        requests += [dist.irecv(buffer, rank) for rank, buffer in self._received.items()]
         for request in requests:
             request.wait()
 

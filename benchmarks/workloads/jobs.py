@@ -1,22 +1,22 @@
-"""Jobs to plan with: those that BAFT was measured on, and a family from 16 to 16,384 ranks.
+"""Jobs for the planner: those of the BAFT paper, and a family from 16 to 16,384 ranks.
 
-A job is sizes and speeds; from these follow the times of a pass, the bytes of a message and of the state, and so all
-that simulator and goodput ask for:
+A job has sizes and speeds, which determine the times of a pass and the bytes of a message and of the state:
 
     forward      2 x parameters of a stage x tokens of a microbatch / (speed of a rank x tp); backward twice that, half
-                 of it for weights (recomputation left out). All stages have the same part of the layers, the last one
-                 the head as well: vocabulary x hidden
-    message      tokens of a microbatch x hidden x 2 bytes / tp, through the link of a rank: the node's over its ranks,
-                 where the next stage is on another node
+                 of it for weights (without recomputation). Layers are spread evenly over the stages; the last stage
+                 also has the head: vocabulary x hidden
+    message      tokens of a microbatch x hidden x 2 bytes / tp, through the link of a rank (the node's link divided by
+                 its ranks, if the next stage is on another node)
     state        of a rank: `state_bytes` x parameters / (pp x tp x dp), its part of the replicated state or its shard
 
-The paper's testbed: 4 nodes of 4 A40, 10 Gb/s between nodes (shared by their ranks), 31.5 GB/s inside. Which GPT-2 it
-ran and what an A40 sustained is not stated: 1.5 B parameters, 1,024 tokens and 40 Tflop/s are assumed. The family:
-nodes of 8 H100, 400 Gb/s and 500 Tflop/s in a pass for each, the largest as Llama 3 405B was trained (The Llama 3
-Herd of Models: tp 8, pp 16, dp 128, 16 M tokens a batch; storage of 2 TB/s); failures as there, 419 in 54 days, 63 of
-them by software.
+The paper's testbed has 4 nodes of 4 A40, 10 Gb/s between nodes (shared by their ranks) and 31.5 GB/s within. It does
+not state the size of GPT-2 or the speed of an A40; assumed are 1.5 B parameters, 1,024 tokens and 40 Tflop/s. The
+family has nodes of 8 H100 with 400 Gb/s and 500 Tflop/s in a pass each. The largest job is the training of Llama 3
+405B (The Llama 3 Herd of Models: tp 8, pp 16, dp 128, 16 M tokens per batch, storage of 2 TB/s), with its failures: 419
+in 54 days, 63 of them in software.
 
-Invariant: a job's ranks are dp x tp x pp; ranks of a tensor-parallel group, then of a data-parallel one, lie together.
+Invariant: a job has dp x tp x pp ranks; the ranks of a tensor-parallel group, then of a data-parallel group, are
+adjacent.
 
 In: sizes. Out: `TrainingJob`, and from it `Pipeline`, `Times`, `Cluster`, `Costs`.
 """
@@ -31,8 +31,8 @@ from ft_plugins.planner.simulate import PipelineLink, Times
 from ft_plugins.planner.survival import Cluster
 
 GIB = float(1 << 30)
-FULL_STATE = 12.0  # bytes a parameter: fp32 master, two moments; bf16 copies are rebuilt
-WEIGHTS_ONLY = 4.0  # what the paper sends: fp32 parameters, from which nothing resumes exactly
+FULL_STATE = 12.0  # bytes per parameter: fp32 master and two moments; bf16 copies are rebuilt
+WEIGHTS_ONLY = 4.0  # fp32 parameters, which the paper sends; not enough to resume exactly
 LLAMA3_INTERRUPTIONS, LLAMA3_SOFTWARE, LLAMA3_DAYS, LLAMA3_RANKS = 419, 63, 54, 16384
 RANK_FAILURES = LLAMA3_INTERRUPTIONS / LLAMA3_DAYS / LLAMA3_RANKS  # a day
 SOFTWARE_SHARE = LLAMA3_SOFTWARE / LLAMA3_INTERRUPTIONS
@@ -40,7 +40,7 @@ SOFTWARE_SHARE = LLAMA3_SOFTWARE / LLAMA3_INTERRUPTIONS
 
 @dataclass(frozen=True)
 class Machine:
-    """Of what a cluster is built. Speeds per second: flop of a rank, bytes of a link; storage of the whole cluster."""
+    """The hardware of a cluster. Per second: flop of a rank, bytes of a link, bytes of storage for the cluster."""
 
     node_ranks: int
     flops: float
@@ -56,7 +56,7 @@ H100 = Machine(node_ranks=8, flops=500e12, node_link=8 * 50e9, inner_link=400e9,
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """A 3D-parallel training job. `batch` is in sequences, `storage` of H100 for each rank."""
+    """A 3D-parallel training job. `batch` is in sequences. With H100, `storage` is per rank."""
 
     name: str
     machine: Machine
@@ -74,12 +74,10 @@ class TrainingJob:
 
     @property
     def ranks(self) -> int:
-        """All of them."""
         return self.dp * self.tp * self.pp
 
     @property
     def nodes(self) -> int:
-        """All of them."""
         return self.ranks // self.machine.node_ranks
 
     @property
@@ -89,16 +87,16 @@ class TrainingJob:
 
     @property
     def rank_bytes(self) -> float:
-        """What a rank has to send for a checkpoint."""
+        """Bytes that a rank sends per checkpoint."""
         return self.state_bytes * self.parameters / self.ranks
 
     @property
     def rank_link(self) -> float:
-        """Bytes a second to another node while all ranks of the node send."""
+        """Bytes per second to another node while all ranks of the node send."""
         return self.machine.node_link / self.machine.node_ranks
 
     def pipeline(self, schedule: PipelineSchedule | None = None) -> Pipeline:
-        """One of its pipelines, in the job's own schedule or in another one."""
+        """One of its pipelines, with the job's own schedule or another one."""
         count = self.batch // self.dp // self.micro_batch
         if schedule is None:
             schedule = PipelineSchedule.INTERLEAVED if self.chunks > 1 else PipelineSchedule.ONE_F_ONE_B
@@ -107,7 +105,7 @@ class TrainingJob:
         return Pipeline(schedule, self.pp, count)
 
     def times(self, pipeline: Pipeline) -> Times:
-        """Of that pipeline."""
+        """The times of the passes and messages of a pipeline."""
         tokens = self.micro_batch * self.sequence
         head = float(self.vocabulary * self.hidden)
         parameters = [(self.parameters - head) / pipeline.stages] * pipeline.stages
@@ -124,13 +122,13 @@ class TrainingJob:
         return Times(forward, backward, forward, links=links, message_bytes=nbytes)
 
     def cluster(self) -> Cluster:
-        """Its failures. ProtectionKind groups are of at most 8 nodes."""
+        """Its failure rates. Sharding groups have at most 8 nodes."""
         rate = RANK_FAILURES * self.machine.node_ranks
         group = next(size for size in (8, 4, 2) if self.nodes % size == 0)
         return Cluster(self.nodes, group, rate * (1 - SOFTWARE_SHARE), rate * SOFTWARE_SHARE)
 
     def costs(self, iteration_seconds: float, snapshot_seconds: float = 0.05) -> Costs:
-        """What saving takes."""
+        """The costs of saving its state."""
         storage = self.machine.storage * (self.ranks if self.machine is H100 else 1)
         return Costs(
             state_gib=self.rank_bytes * self.machine.node_ranks / GIB,

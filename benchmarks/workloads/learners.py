@@ -1,13 +1,13 @@
-"""Two small models that really learn, for runs whose gradients are corrupted: what is trained, on what, how judged.
+"""Two small models that really learn, for runs with corrupted gradients: model, data and score.
 
-    digits    a ResNet of 5 convolutions on scikit-learn's digits, SGD with momentum; the score is test accuracy, in %
-    text      a GPT of 2 blocks on bytes of real text, Adam; the score is the loss on text kept back, nats a byte; what
-              gradients are of is its sum over the bytes of a window, so that they stand to noise of one variance much
-              as those of the digits do
+    digits    a ResNet of 5 convolutions on scikit-learn's digits, SGD with momentum; score: test accuracy in %
+    text      a GPT of 2 blocks on bytes of real text, Adam; score: validation loss in nats per byte. Gradients are of
+              the loss summed over the bytes of a window, so that their ratio to noise of one variance is about that of
+              the digits
 
-Invariant: what a rank learns from in an iteration follows from seed, iteration and rank; nothing else is random,
-so an iteration's gradients can be computed again, bit for bit. Normalisation is by group or by layer: there is no
-running statistic, which a corrupt pass would leave behind.
+Invariant: the batch of a rank depends only on seed, iteration and rank, and nothing else is random, so an iteration's
+gradients can be recomputed bit for bit. Normalisation is by group or layer; a running statistic would keep traces of a
+corrupt pass.
 
 In: a name and a seed. Out: `Learner`.
 """
@@ -32,26 +32,25 @@ from ft_plugins.testing.forkserver import load
 
 BYTE_TEXT = Path(__file__).resolve().parents[2] / "launch" / "examples" / "byte_text.py"
 TEST_SHARE = 0.2
-WARM_UP = 0.1  # share of the iterations in which the learning rate rises, as a line; then it falls, as a cosine
-_DIGITS_BATCH, _TEXT_BATCH = 32, 8  # of a rank
+WARM_UP = 0.1  # share of the iterations with a linearly rising learning rate, before a cosine decay
+_DIGITS_BATCH, _TEXT_BATCH = 32, 8  # per rank
 _SEQUENCE, _VOCABULARY, _WIDTH, _HEADS, _BLOCKS = 24, 256, 48, 4, 2
-_TEXT_BYTES, _JUDGED_WINDOWS = 1 << 20, 64
+_TEXT_BYTES, _VALID_WINDOWS = 1 << 20, 64
 
 
 @dataclass(frozen=True)
 class Learner:
-    """One model with its data. `loss(model, iteration, rank, ranks)` is of that rank's batch; `rate` by iteration, from
-    1, of so many."""
+    """One model with its data. `loss(model, iteration, rank)`: the loss of that rank's batch."""
 
     name: str
     model: nn.Module
-    loss: Callable[[nn.Module, int, int, int], torch.Tensor]
+    loss: Callable[[nn.Module, int, int], torch.Tensor]
     score: Callable[[nn.Module], float]
     optimizer: str  # 'momentum' or 'adam'
     peak_rate: float
 
     def rate(self, iteration: int, iterations: int) -> float:
-        """The learning rate."""
+        """The learning rate of an iteration, from 1, of a run of `iterations`."""
         warm = max(1, round(WARM_UP * iterations))
         if iteration <= warm:
             return self.peak_rate * iteration / warm
@@ -59,26 +58,26 @@ class Learner:
 
 
 def learner(name: str, seed: int) -> Learner:
-    """The learner of that name, before its first iteration."""
+    """The learner `name` before its first iteration."""
     torch.manual_seed(seed)
     return {"digits": _digits, "text": _text}[name](seed)
 
 
 def prepare(names: Sequence[str]) -> None:
-    """Read and import, once for all ranks that are forked from here, what they would else read and import each.
+    """Read data and import modules once, before ranks are forked.
 
-    Raises ConfigError where scikit-learn is needed and not installed.
+    Raises ConfigError if scikit-learn is needed and not installed.
     """
     torch.set_num_threads(1)  # nothing parallel before the fork
     if "digits" in names:
         if importlib.util.find_spec("sklearn") is None:
-            raise ConfigError("the digits are scikit-learn's, which is not installed: pip install 'ft_plugins[bench]'")
+            raise ConfigError("the digits need scikit-learn, which is not installed: pip install 'ft_plugins[bench]'")
         _read_digits()
     if "text" in names:
         _read_text()
-    nothing = nn.Parameter(torch.zeros(1))
-    nothing.grad = torch.zeros(1)
-    torch.optim.SGD([nothing], lr=0.0).step()  # the first one imports the compiler: a second and a half
+    dummy = nn.Parameter(torch.zeros(1))
+    dummy.grad = torch.zeros(1)
+    torch.optim.SGD([dummy], lr=0.0).step()  # the first step imports the compiler, which takes 1.5 s
 
 
 def _batch(seed: int, iteration: int, rank: int, high: int, count: int) -> torch.Tensor:
@@ -86,11 +85,11 @@ def _batch(seed: int, iteration: int, rank: int, high: int, count: int) -> torch
     return torch.from_numpy(generator.integers(0, high, count))
 
 
-# ---- digits ----
+# digits
 
 
 class _Residual(nn.Module):
-    """Two convolutions and a way around them."""
+    """Two convolutions and a skip connection."""
 
     def __init__(self, inner: int, outer: int, stride: int) -> None:
         super().__init__()
@@ -114,7 +113,7 @@ def _resnet() -> nn.Sequential:
 
 @functools.cache
 def _read_digits() -> tuple[torch.Tensor, torch.Tensor]:
-    """(1797, 1, 8, 8) in about -0.3 to 0.7, and what they show."""
+    """Images (1797, 1, 8, 8) with values from about -0.3 to 0.7, and their labels."""
     from sklearn.datasets import load_digits
 
     data = load_digits()
@@ -127,23 +126,23 @@ def _digits(seed: int) -> Learner:
     cut = round(len(order) * TEST_SHARE)
     test, train = order[:cut], order[cut:]
 
-    def loss(model: nn.Module, iteration: int, rank: int, ranks: int) -> torch.Tensor:
+    def loss(model: nn.Module, iteration: int, rank: int) -> torch.Tensor:
         chosen = train[_batch(seed, iteration, rank, len(train), _DIGITS_BATCH)]
         return functional.cross_entropy(model(images[chosen]), labels[chosen])
 
     def score(model: nn.Module) -> float:
         with torch.no_grad():
-            right = model(images[test]).argmax(1) == labels[test]
-        return 100 * right.float().mean().item()
+            correct = model(images[test]).argmax(1) == labels[test]
+        return 100 * correct.float().mean().item()
 
     return Learner("digits", _resnet(), loss, score, "momentum", 0.03)
 
 
-# ---- text ----
+# text
 
 
 class _AttentionBlock(nn.Module):
-    """Attention to what came before, then a network of each position."""
+    """Causal attention, then an MLP."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,8 +152,8 @@ class _AttentionBlock(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         query, key, value = self.project(self.attention_norm(x)).unflatten(-1, (3, _HEADS, -1)).permute(2, 0, 3, 1, 4)
-        seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.merge(seen.transpose(1, 2).flatten(2))
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.merge(mixed.transpose(1, 2).flatten(2))
         return x + self.narrow(functional.gelu(self.widen(self.network_norm(x))))
 
 
@@ -177,24 +176,24 @@ class _Gpt(nn.Module):
 @functools.cache
 def _read_text() -> torch.Tensor:
     """(windows, length + 1) bytes."""
-    found: Any = load(f"{BYTE_TEXT}:Text").read(None)
-    content = torch.from_numpy(np.array(found.content[:_TEXT_BYTES])).long()
+    text: Any = load(f"{BYTE_TEXT}:Text").read(None)
+    content = torch.from_numpy(np.array(text.content[:_TEXT_BYTES])).long()
     return content[: len(content) // (_SEQUENCE + 1) * (_SEQUENCE + 1)].view(-1, _SEQUENCE + 1)
 
 
 def _text(seed: int) -> Learner:
     windows = _read_text()
     order = torch.from_numpy(np.random.default_rng(0).permutation(len(windows)))
-    judged, train = windows[order[:_JUDGED_WINDOWS]], windows[order[_JUDGED_WINDOWS:]]
+    valid, train = windows[order[:_VALID_WINDOWS]], windows[order[_VALID_WINDOWS:]]
 
-    def of(model: nn.Module, chosen: torch.Tensor) -> torch.Tensor:
+    def mean_loss(model: nn.Module, chosen: torch.Tensor) -> torch.Tensor:
         return functional.cross_entropy(model(chosen[:, :-1]).flatten(0, 1), chosen[:, 1:].flatten())
 
-    def loss(model: nn.Module, iteration: int, rank: int, ranks: int) -> torch.Tensor:
-        return _SEQUENCE * of(model, train[_batch(seed, iteration, rank, len(train), _TEXT_BATCH)])
+    def loss(model: nn.Module, iteration: int, rank: int) -> torch.Tensor:
+        return _SEQUENCE * mean_loss(model, train[_batch(seed, iteration, rank, len(train), _TEXT_BATCH)])
 
     def score(model: nn.Module) -> float:
         with torch.no_grad():
-            return of(model, judged).item()
+            return mean_loss(model, valid).item()
 
     return Learner("text", _Gpt(), loss, score, "adam", 0.012)

@@ -1,9 +1,9 @@
-"""Pictures of benchmarks: bubbles by shape and by schedule (BAFT, figures 3 and 4), what a checkpoint costs (figure 7),
-training with corrupted gradients (PAFT, figures 2, 5, 6 and 9), and what averaging costs.
+"""Draw benchmark results: bubbles by shape and by schedule (BAFT, figures 3 and 4), the cost of a checkpoint (figure
+7), training with corrupted gradients (PAFT, figures 2, 5, 6 and 9), and the cost of averaging.
 
-Invariant: draws what was computed or measured and nothing else; what is missing is left out; needs no display.
+Invariant: draws only what was computed or measured, leaves out what is missing, and needs no display.
 
-In: studies, costs, curves by noise and method. Out: pictures, in the format that a name ends on.
+In: studies, costs, curves by noise and method. Out: pictures, in the format of the path's suffix.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from pathlib import Path
 from matplotlib.axes import Axes
 
 from ft_plugins.planner.pipeline import PipelineSchedule
-from ft_plugins.report.canvas import plain, sheet
+from ft_plugins.report.canvas import new_figure, style_axes
 from ft_plugins.report.plan_pictures import goodput_axes
 from workloads.sdc_runs import BURSTS, CLEAN, NOISED, VARIANCES
 from workloads.study import ScaleStudy, ShapeStudy
 from workloads.sync_blocks import SyncCost
 
 SCHEDULES = dict(zip(PipelineSchedule, ("#7a8794", "#0b6fb8", "#2c8a4b", "#c8322b", "#d98e04"), strict=True))
-PAPER_LEAST = 0.2  # bubbles that the paper found everywhere
+PAPER_LEAST = 0.2  # the smallest bubble share in the paper
 Curve = Sequence[tuple[int, float]]
-Curves = Mapping[tuple[str, str], Curve]  # by noise and method; the clean one under ('', 'clean')
+Curves = Mapping[tuple[str, str], Curve]  # by noise and method; the clean run is ('', 'clean')
 METHODS = {
     CLEAN: "#1c1f22", NOISED: "#c8322b", "sync_5": "#2c8a4b", "sync_10": "#7fb069", "sync_50": "#d98e04",
     "dyn": "#0b6fb8",
@@ -34,15 +34,15 @@ DEGREE, BURST = "1e-2", "with bursts of variance "
 
 
 def draw_goodput(scales: Sequence[ScaleStudy], path: Path) -> None:
-    """Goodput of the family."""
-    figure = sheet(path, 10, 6)
+    """Draw the goodput of the family."""
+    figure = new_figure(path, 10, 6)
     goodput_axes(figure.subplots(), [one.plan for one in scales], [one.job.ranks for one in scales], "ranks")
     figure.savefig(path)
 
 
 def draw_shapes(shapes: Sequence[ShapeStudy], path: Path) -> None:
-    """Bubbles of each stage, a panel for each batch (figure 3)."""
-    figure = sheet(path, 12, 5)
+    """Draw the bubbles of each stage, one panel per batch (figure 3)."""
+    figure = new_figure(path, 12, 5)
     batches = sorted({one.job.batch for one in shapes}, reverse=True)
     for axes, batch in zip(figure.subplots(1, len(batches), sharey=True, squeeze=False)[0], batches, strict=True):
         chosen = [one for one in shapes if one.job.batch == batch]
@@ -53,14 +53,14 @@ def draw_shapes(shapes: Sequence[ShapeStudy], path: Path) -> None:
         axes.axhline(PAPER_LEAST, color="#c8322b", linewidth=1.0)
         axes.set_xticks(range(len(chosen)), [one.job.name for one in chosen])
         axes.set_title(f"batch {batch}, microbatch {chosen[0].job.micro_batch}", loc="left", fontweight="bold")
-        plain(axes)
+        style_axes(axes)
     figure.axes[0].set_ylabel("share of the iteration that is bubbles, by stage")
     figure.savefig(path)
 
 
 def draw_schedules(scales: Sequence[ScaleStudy], path: Path) -> None:
-    """Bubbles of each schedule over the size of the job (figure 4)."""
-    figure = sheet(path, 12, 5)
+    """Draw the bubbles of each schedule over the size of the job (figure 4)."""
+    figure = new_figure(path, 12, 5)
     axes = figure.subplots()
     width = 0.8 / len(PipelineSchedule)
     for number, schedule in enumerate(PipelineSchedule):
@@ -71,14 +71,14 @@ def draw_schedules(scales: Sequence[ScaleStudy], path: Path) -> None:
     axes.set_xticks(range(len(scales)), labels)
     axes.set_ylabel("share of the iteration that is bubbles")
     axes.legend(frameon=False, ncols=len(PipelineSchedule), loc="lower right", bbox_to_anchor=(1, 1))
-    plain(axes)
+    style_axes(axes)
     figure.savefig(path)
 
 
 def draw_overheads(shapes: Sequence[ShapeStudy], path: Path) -> None:
-    """Time of an iteration without checkpoints, with one sent in bubbles, with one sent at once; and the overhead of
-    the first two (figure 7)."""
-    figure = sheet(path, 13, 5)
+    """Draw the time of an iteration without checkpoints, with one sent in bubbles, and with one sent at once; and the
+    overhead of BAFT (figure 7)."""
+    figure = new_figure(path, 13, 5)
     batches = sorted({one.job.batch for one in shapes}, reverse=True)
     for axes, batch in zip(figure.subplots(1, len(batches), squeeze=False)[0], batches, strict=True):
         chosen = [one for one in shapes if one.job.batch == batch]
@@ -94,7 +94,7 @@ def draw_overheads(shapes: Sequence[ShapeStudy], path: Path) -> None:
         axes.set_xticks(range(len(chosen)), [f"{one.job.name}\nevery {one.iterations}" for one in chosen])
         axes.set_ylabel("seconds of an iteration, on average")
         axes.set_title(f"batch {batch}, microbatch {chosen[0].job.micro_batch}", loc="left", fontweight="bold")
-        plain(axes)
+        style_axes(axes)
         overhead = axes.twinx()
         overhead.plot([one.in_bubbles * 100 for one in chosen], "o-", color="#c8322b", label="BAFT's overhead")
         overhead.set_ylim(0, 4)
@@ -106,8 +106,9 @@ def draw_overheads(shapes: Sequence[ShapeStudy], path: Path) -> None:
 
 
 def draw_measured(rows: Sequence[tuple[str, float, float, float]], path: Path) -> None:
-    """Of each shape its name, overhead in bubbles, the upper end of its interval, overhead of sending at once."""
-    figure = sheet(path, 11, 4.5)
+    """Draw measured overheads. Rows: name of the shape, overhead in bubbles, upper end of its interval, overhead of
+    sending at once."""
+    figure = new_figure(path, 11, 4.5)
     left, right = figure.subplots(1, 2)
     names = [name for name, *_ in rows]
     means = [100 * mean for _, mean, _, _ in rows]
@@ -116,40 +117,40 @@ def draw_measured(rows: Sequence[tuple[str, float, float, float]], path: Path) -
     left.axhline(1.0, color="#c8322b", linewidth=1, linestyle="--")
     left.set_title("copies in bubbles", loc="left", fontweight="bold")
     right.bar(names, [100 * share for *_, share in rows], color="#d98e04")
-    right.set_title("copies at once, in the iteration that sends", loc="left", fontweight="bold")
+    right.set_title("copies at once, in the sending iteration", loc="left", fontweight="bold")
     for axes in (left, right):
         axes.set_ylabel("% of an iteration without protection")
-        plain(axes)
+        style_axes(axes)
     figure.savefig(path)
 
 
 def draw_learner(name: str, scores: Curves, divergences: Curves, score: str, path: Path) -> None:
-    """All panels of one learner. Raises ConfigError for another format, OSError where it cannot be written."""
-    figure = sheet(path, 14, 8)
+    """Draw all panels of one learner. Raises ConfigError for another format, OSError if it cannot be written."""
+    figure = new_figure(path, 14, 8)
     panels = figure.subplots(2, 3)
     clean = scores.get(("", CLEAN), ())
-    fails, drifts, degrees, intervals, *bursts = panels.flat
+    noised, divergence, degrees, intervals, *bursts = panels.flat
     for noise, colour in NOISES.items():
-        _line(fails, scores.get((noise, NOISED), ()), colour, f"noised, {noise}")
-        _line(drifts, [point for point in divergences.get((noise, NOISED), ()) if point[1] > 0], colour, noise)
+        _line(noised, scores.get((noise, NOISED), ()), colour, f"noised, {noise}")
+        _line(divergence, [point for point in divergences.get((noise, NOISED), ()) if point[1] > 0], colour, noise)
         _line(degrees, scores.get((noise, NOISED), ()), colour, f"noised, {noise}", "--")
         _line(degrees, scores.get((noise, "dyn"), ()), colour, f"PAFT, {noise}")
-    _line(fails, clean, METHODS[CLEAN], CLEAN)
+    _line(noised, clean, METHODS[CLEAN], CLEAN)
     _line(degrees, clean, METHODS[CLEAN], CLEAN)
-    drifts.set_yscale("log")
+    divergence.set_yscale("log")
     panel = zip([DEGREE, *BURSTS], [intervals, *bursts], strict=True)
     for noise, axes in panel:
         for method, colour in METHODS.items():
             _line(axes, clean if method == CLEAN else scores.get((noise, method), ()), colour, method)
     for axes, title in zip(
         panels.flat,
-        (f"{name}: noise not averaged away", "how far replicas drift apart", "degrees of noise",
-         f"how often, variance {DEGREE}", *(BURST + noise.removeprefix("burst_") for noise in BURSTS)),
+        (f"{name}: noise without averaging", "divergence of replicas", "degrees of noise",
+         f"averaging intervals, variance {DEGREE}", *(BURST + noise.removeprefix("burst_") for noise in BURSTS)),
         strict=True,
     ):  # fmt: skip
         axes.set_title(title, loc="left", fontweight="bold")
         axes.set_xlabel("iteration")
-        axes.set_ylabel("||mean - theta||" if axes is drifts else score)
+        axes.set_ylabel("||mean - theta||" if axes is divergence else score)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="#e4e7ea", linewidth=0.8)
         if axes.has_data():
@@ -158,8 +159,8 @@ def draw_learner(name: str, scores: Curves, divergences: Curves, score: str, pat
 
 
 def draw_costs(costs: Mapping[str, SyncCost], path: Path) -> None:
-    """Of each way its share of an iteration, with the interval."""
-    figure = sheet(path, 8, 4.5)
+    """Draw the cost of each mode as a share of an iteration, with its interval."""
+    figure = new_figure(path, 8, 4.5)
     axes = figure.subplots()
     names = list(costs)
     shares = [100 * one.share for one in costs.values()]

@@ -1,16 +1,16 @@
-"""Which runs show what corrupted gradients do, and what averaging and comparing do about it: methods by noises. Pure.
+"""Define the runs with corrupted gradients, by method and noise. Pure.
 
-Noise is Gaussian, added to each rank's gradients after their aggregation; a *variance* sigma^2 is what the paper
-quotes, `gauss=` in a fault is its root sigma. Noises:
+Noise is Gaussian and added to each rank's gradients after their aggregation. The paper quotes its *variance* sigma^2;
+`gauss=` in a fault is sigma. Noises:
 
-    1e-4 .. 1e-1     in every iteration, on all replicas, each its own
-    burst_0.1, _1    variance 1e-4, and in each 40th iteration 0.1 or 1 (the paper: each 500th of far more)
+    1e-4 .. 1e-1     in every iteration, independent on each replica
+    burst_0.1, _1    variance 1e-4, and 0.1 or 1 in every 40th iteration (the paper: every 500th of far more)
 
-Methods: `clean` (nothing of the package is called), `noised` (nothing is averaged), PAFT-Sync every 5, 10, 50
-iterations, PAFT-Dyn with its defaults. And where one replica of four alone is struck: `audit` compares after each
-update and repairs, `struck` does not, so that it is seen what audit has undone.
+Methods: `clean` (nothing of the package is called), `noised` (no averaging), PAFT-Sync every 5, 10, 50 iterations,
+PAFT-Dyn with its defaults. With noise on one replica of four only: `audit` compares after each update and repairs;
+`struck` does not, which shows what the audit repaired.
 
-Invariant: runs of one learner and seed begin with the same model and read the same data; a noise is the same for all
+Invariant: runs of one learner and seed start from the same model and read the same data; a noise is the same for all
 methods.
 
 In: learner, seed, iterations. Out: `Case`s with their `TrainingRun`.
@@ -26,8 +26,8 @@ from typing import Any
 from workloads.trained import TrainingRun
 
 RANKS = 4
-STRUCK = 1  # the rank that is, where one is
-CLEAN, NOISED, AUDIT, ALONE = "clean", "noised", "audit", "struck"
+FAULTY_RANK = 1  # with noise on one replica only
+CLEAN, NOISED, AUDIT, UNAUDITED = "clean", "noised", "audit", "struck"
 NEVER = 1_000_000  # iterations
 BURST_EVERY = 40
 VARIANCES = {"1e-4": 1e-4, "1e-3": 1e-3, "1e-2": 1e-2, "1e-1": 1e-1}
@@ -42,14 +42,14 @@ METHODS = (NOISED, *AVERAGING)
 _BLOCKS: Mapping[str, Mapping[str, Any]] = {
     NOISED: {"mode": "sync", "h": NEVER},
     **AVERAGING,
-    ALONE: {"mode": "sync", "h": NEVER},
+    UNAUDITED: {"mode": "sync", "h": NEVER},
     AUDIT: {"mode": "audit", "audit_interval": 1},
 }
 
 
 @dataclass(frozen=True)
 class Case:
-    """One run, by what it is for. `noise` is '' for a clean one."""
+    """One run with its method and noise. `noise` is '' for a clean run."""
 
     method: str
     noise: str
@@ -60,35 +60,35 @@ class Case:
 
 
 def faults(noise: str, seed: int, rank: int | None = None) -> str:
-    """The faults of a noise, on `rank` or on all."""
-    where = "" if rank is None else f"rank={rank}"
+    """The faults of a noise, on `rank` or on all ranks."""
+    condition = "" if rank is None else f"rank={rank}"
     if noise in VARIANCES:
-        return _strike((where,), VARIANCES[noise], seed)
-    burst = _strike((f"iteration%{BURST_EVERY}=0", where), BURSTS[noise], seed)
-    return f"{burst};{_strike((where,), VARIANCES['1e-4'], seed)}"
+        return _fault((condition,), VARIANCES[noise], seed)
+    burst = _fault((f"iteration%{BURST_EVERY}=0", condition), BURSTS[noise], seed)
+    return f"{burst};{_fault((condition,), VARIANCES['1e-4'], seed)}"
 
 
-def _strike(conditions: Sequence[str], variance: float, seed: int) -> str:
-    where = ",".join(filter(None, conditions))
-    return f"update.gradients{'@' if where else ''}{where}:gauss={math.sqrt(variance):.6g}~{seed}"
+def _fault(conditions: Sequence[str], variance: float, seed: int) -> str:
+    condition = ",".join(filter(None, conditions))
+    return f"update.gradients{'@' if condition else ''}{condition}:gauss={math.sqrt(variance):.6g}~{seed}"
 
 
 def case(learner: str, seed: int, iterations: int, method: str, noise: str = "") -> Case:
-    """One of them."""
+    """One case."""
     if method == CLEAN:
         return Case(CLEAN, "", TrainingRun(learner, seed, iterations))
-    armed = faults(noise, seed, STRUCK if method in (AUDIT, ALONE) else None)
+    armed = faults(noise, seed, FAULTY_RANK if method in (AUDIT, UNAUDITED) else None)
     return Case(method, noise, TrainingRun(learner, seed, iterations, _BLOCKS[method], armed))
 
 
 def cases(
     learner: str, seed: int, iterations: int, noises: Sequence[str], methods: Sequence[str], audited: Sequence[str]
 ) -> Iterator[Case]:
-    """All of a learner and a seed: the clean one first, then every method at every noise, then one replica struck."""
+    """All cases of a learner and seed: clean, then every method with every noise, then noise on one replica only."""
     yield case(learner, seed, iterations, CLEAN)
     for noise in noises:
         for method in methods:
             yield case(learner, seed, iterations, method, noise)
     for noise in audited:
-        for method in (ALONE, AUDIT):
+        for method in (UNAUDITED, AUDIT):
             yield case(learner, seed, iterations, method, noise)

@@ -1,13 +1,13 @@
-"""Simulate the jobs in `jobs`: the numbers behind the paper's figures 3, 4 and 7.
+"""Simulate the jobs in `jobs`: the numbers behind the BAFT paper's figures 3, 4 and 7. Pure and deterministic.
 
-`ShapeStudy` is one of the paper's configurations: bubbles of each stage (figure 3), and what a checkpoint costs that is
-sent in bubbles, or at once as FTPipeHD does it, where training waits for all of it (figure 7). `ScaleStudy` is one of
-the family: bubbles under each schedule (figure 4), and goodput under each protection.
+`ShapeStudy`: a configuration of the paper, with the bubbles of each stage (figure 3) and the cost of a checkpoint sent
+in bubbles, or at once while training waits, as FTPipeHD does (figure 7). `ScaleStudy`: a job of the family, with the
+bubbles of each schedule (figure 4) and the goodput of each protection.
 
-Two figures for the iterations of a checkpoint, because of the first stage (see `idle`): as a `ring`, as in the paper,
-and in `pairs`, as a job sends it.
+There are two figures for the iterations per checkpoint, one for each `fitting.CopyPlacement`: a `ring` of stages, as in
+the paper, and `pairs`, as a job sends copies.
 
-Invariant: pure, and the same every time. In: a `TrainingJob`. Out: `ShapeStudy` or `ScaleStudy`.
+In: a `TrainingJob`. Out: `ShapeStudy` or `ScaleStudy`.
 """
 
 from __future__ import annotations
@@ -26,41 +26,40 @@ from workloads.jobs import TrainingJob
 
 @dataclass(frozen=True)
 class ShapeStudy:
-    """A configuration of the paper's. Seconds; None: some rank goes by a rate."""
+    """A configuration of the paper. `ring` and `pairs`: None if some rank would be rate-limited."""
 
     job: TrainingJob
     iteration_seconds: float
     bubble_shares: tuple[float, ...]  # by stage
-    ring: int | None  # iterations of a checkpoint
+    ring: int | None  # iterations per checkpoint
     pairs: int | None
-    send_seconds: float  # of all of a checkpoint, at once
+    send_seconds: float  # for a whole checkpoint, at once
     snapshot_seconds: float
 
     @property
     def iterations(self) -> int:
-        """Of a checkpoint, in pairs, as a job sends it; as long as sending at once takes where that does not go."""
+        """Iterations per checkpoint in pairs; if that is impossible, as many as sending at once takes."""
         return self.pairs or int(self.send_seconds // self.iteration_seconds) + 1
 
     @property
     def in_bubbles(self) -> float:
-        """Overhead of a checkpoint sent in bubbles: the wait for the snapshot."""
+        """Overhead of sending in bubbles: the wait for the snapshot."""
         return self.snapshot_seconds / (self.iterations * self.iteration_seconds)
 
     @property
     def at_once(self) -> float:
-        """Overhead of sending it at once, as often."""
+        """Overhead of sending at once, equally often."""
         return (self.snapshot_seconds + self.send_seconds) / (self.iterations * self.iteration_seconds)
 
     @property
     def while_sending(self) -> float:
-        """Overhead of sending it at once in the iteration that does."""
+        """Overhead of sending at once, in the sending iteration."""
         return (self.snapshot_seconds + self.send_seconds) / self.iteration_seconds
 
 
 @dataclass(frozen=True)
 class ScaleStudy:
-    """A job of the family. `plan` is that of its own schedule, in pairs; `ring` and `pairs` are the iterations of a
-    checkpoint."""
+    """A job of the family. `plan`: with its own schedule, in pairs; `ring`, `pairs`: iterations per checkpoint."""
 
     job: TrainingJob
     shares: dict[PipelineSchedule, float]
@@ -70,7 +69,7 @@ class ScaleStudy:
 
 
 def study_shape(job: TrainingJob, snapshot_seconds: float = 0.02) -> ShapeStudy:
-    """One of the paper's configurations."""
+    """Study one configuration of the paper."""
     pipeline = job.pipeline()
     times = job.times(pipeline)
     timelines = simulate(pipeline, times)
@@ -88,7 +87,7 @@ def study_shape(job: TrainingJob, snapshot_seconds: float = 0.02) -> ShapeStudy:
 
 
 def study_scale(job: TrainingJob, restart_seconds: float = 600.0, snapshot_seconds: float = 0.05) -> ScaleStudy:
-    """One job of the family, under every schedule."""
+    """Study one job of the family under every schedule."""
     shares = {}
     for schedule in PipelineSchedule:
         pipeline = job.pipeline(schedule)
@@ -105,13 +104,13 @@ def study_scale(job: TrainingJob, restart_seconds: float = 600.0, snapshot_secon
 
 
 def fit_for(job: TrainingJob, times: Times) -> partial[int | None]:
-    """`fitting.fit` with the job's nodes, and its longest message reserved."""
+    """`fitting.fit` for the job's nodes, with time reserved for its longest message."""
     message = max(link.seconds(times.message_bytes) for link in times.links)
     return partial(fitting.fit, per_node=job.stages_per_node, reserved=message)
 
 
 def shapes_table(shapes: Sequence[ShapeStudy]) -> str:
-    """Configurations for people."""
+    """A table of configurations."""
     rows: list[tuple[str, ...]] = [
         ("", "batch", "iteration", "bubbles", "ring", "pairs", "in bubbles", "at once", "while sending")
     ]
@@ -128,7 +127,7 @@ def shapes_table(shapes: Sequence[ShapeStudy]) -> str:
 
 
 def scales_table(scales: Sequence[ScaleStudy]) -> str:
-    """The family's bubbles for people."""
+    """A table of the family's bubbles."""
     head = ("ranks", *(schedule.value for schedule in PipelineSchedule), "its own", "ring", "pairs")
     rows = [head] + [
         (

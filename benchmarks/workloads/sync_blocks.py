@@ -1,8 +1,8 @@
-"""What a synchronisation costs, from blocks of iterations in one run: their order, their pairs, the throttle. Pure.
+"""Compute the cost of a synchronisation from blocks of iterations of one run, and the next rate of the throttle. Pure.
 
-A round has a block of each mode, in random order. A mode's cost in a round is its seconds of an iteration over those of
-the plain block of the same round, less 1; so what changes slowly on a shared machine is in both. The figure is the
-median over rounds, with its 95% bootstrap interval.
+A round has one block of each mode, in random order. The cost of a mode in a round is its seconds per iteration divided
+by those of the round's plain block, minus 1, so slow changes of a shared machine cancel. The figure is the median over
+rounds, with its 95% bootstrap interval.
 
 Invariant: the same seed gives the same order and the same interval.
 
@@ -23,8 +23,8 @@ from ft_plugins.errors import FtError
 
 PLAIN = "plain"
 RESAMPLES = 10_000
-Middle = Callable[..., Any]  # of an array along an axis
-FACTOR = 8.0  # by which a rate is changed at most in one step
+Middle = Callable[..., Any]  # a statistic of an array along an axis
+FACTOR = 8.0  # maximum change of a rate in one step
 
 
 @dataclass(frozen=True)
@@ -40,36 +40,37 @@ class SyncCost:
 
 
 def shuffled(modes: Sequence[str], rounds: int, seed: int) -> tuple[tuple[str, ...], ...]:
-    """The order of the blocks of each round: every mode once."""
+    """The order of the blocks of each round. Every round has every mode once."""
     order = random.Random(seed)
     return tuple(tuple(order.sample(list(modes), len(modes))) for _ in range(rounds))
 
 
 def costs(seconds: Sequence[Mapping[str, float]], seed: int = 1) -> dict[str, SyncCost]:
-    """Of each mode, relative to plain. `seconds`: of an iteration, by mode; one mapping for each round."""
-    found = {}
+    """The cost of each mode. `seconds`: per iteration by mode, one mapping per round."""
+    by_mode = {}
     for mode in seconds[0]:
         if mode != PLAIN:
             shares = [each[mode] / each[PLAIN] - 1 for each in seconds]
-            found[mode] = SyncCost(statistics.median(shares), *interval(shares, seed))
-    return found
+            by_mode[mode] = SyncCost(statistics.median(shares), *interval(shares, seed))
+    return by_mode
 
 
 def interval(shares: Sequence[float], seed: int = 1, middle: Middle = np.median) -> tuple[float, float]:
-    """The 95% bootstrap interval of the median, or of another `middle` (np.mean)."""
+    """The 95% bootstrap interval of the median, or of another statistic `middle` (np.mean)."""
     draws = np.random.default_rng(seed).choice(np.asarray(shares), (RESAMPLES, len(shares)))
     low, high = np.quantile(middle(draws, axis=1), (0.025, 0.975))
     return float(low), float(high)
 
 
 def next_rate(rate: float, plain: float, share: float, h: int, target: float, nbytes: float) -> float:
-    """Bytes a second that have a synchronisation every `h` iterations cost `target` of a plain iteration's time.
+    """The rate in bytes per second at which a synchronisation every `h` iterations costs `target` of a plain iteration.
 
-    Known of `rate`: seconds of a plain iteration, and the `share` that it costs there. `nbytes` are sent by each rank
-    in a synchronisation and, as gradients, in each iteration. Of a transfer that takes D more, one costs x + D, and a
-    plain iteration takes `plain` + D, so x + D = target h (plain + D) where x = share h plain is what one costs now.
-    No step goes beyond a factor of 8. Raises FtError where no rate can do it: what is sent as gradients as well cannot
-    cost more than 1/h of an iteration.
+    At the present `rate` a plain iteration takes `plain` seconds and a synchronisation costs the share `share` of it.
+    Each rank sends `nbytes` per synchronisation, and the same for gradients in each iteration. If the transfer takes D
+    longer, a synchronisation costs x + D and a plain iteration takes `plain` + D, so x + D = target h (plain + D), with
+    the present cost x = share h plain. A step changes the rate by a factor of at most 8.
+
+    Raises FtError if no rate can reach the target: gradients send as much, so the cost stays below 1/h.
     """
     if target * h >= 1:
         most = 1 / h

@@ -1,14 +1,13 @@
-"""Iterations whose compute is slept, with real gradients, real updates and real sessions on a throttled link.
+"""Run iterations with emulated compute, but real gradients, updates and sessions, on a throttled link.
 
-What is real: the reduction of gradients over gloo, all that PAFT does (its own code, through a session for each mode),
-the update (SGD with momentum), the link: each rank stands in a network namespace of its own, which `tc tbf` lets so
-many bits a second leave. What is not: forward and backward are a sleep, so that ranks need no core each; gradients are
-a constant vector, with noise of known size for the mode whose interval follows from noise.
+Real: the reduction of gradients over gloo, all of PAFT (a session per mode), the update (SGD with momentum), and the
+link: each rank has its own network namespace, whose outgoing rate `tc tbf` limits. Emulated: forward and backward are a
+sleep, so that ranks need no core each; gradients are a constant vector, plus noise of known size for the mode that
+derives its interval from noise.
 
-Each mode has a model, an optimizer and a session of its own in the same ranks, and its own count of iterations, so that
-blocks of modes can follow each other in any order in one run. `SETTLE` iterations of each come first: then turns and
-audits fall inside of blocks and none is under way at the end of one; a plain iteration that is not counted follows each
-block all the same.
+In every rank, each mode has its own model, optimizer, session and iteration count, so that blocks of modes can follow
+each other in any order. `SETTLE` iterations of each mode come first. After them averagings and audits fall within
+blocks, and none is in flight at the end of one; still, a plain iteration that is not counted follows each block.
 
 Invariant: all modes do the same work apart from PAFT.
 
@@ -42,14 +41,14 @@ NOISES = 16  # vectors that noise is drawn from
 SETTLE = 5
 CALIBRATION_BLOCKS = 5  # of each of the two modes, for one rate
 BURST_BYTES = 64 << 10
-MOST_MBPS = 10_000.0  # beyond that it is no throttle
+MAX_MBPS = 10_000.0  # a higher rate does not throttle
 MEGABIT = 1e6 / 8
 ADAPTIVE = "paft_adaptive"
 
 
 @dataclass(frozen=True)
 class SyncPlan:
-    """What is measured. `blocks`: modes, by round. `modes`: the block of PAFT of each that is not plain."""
+    """What to measure. `blocks`: modes, by round. `modes`: the PAFT configuration of each mode except plain."""
 
     modes: Mapping[str, Mapping[str, Any]]
     blocks: tuple[tuple[str, ...], ...]
@@ -59,32 +58,33 @@ class SyncPlan:
     width: int  # parameters of a layer
     h: int
     target: float
-    within: float  # of the target, for the calibration to end
-    mbps: float  # to begin with
-    calibrations: int  # at most
-    signal_to_noise: float  # length of a gradient over that of the noise in it, for the adaptive mode
+    within: float  # calibration ends this close to the target
+    mbps: float  # initial rate
+    calibrations: int  # maximum number
+    signal_to_noise: float  # length of a gradient over the length of its noise, in the adaptive mode
 
     @property
     def parameters(self) -> int:
         return self.layers * self.width
 
     def sent(self, world: int) -> float:
-        """Bytes of one reduction of gradients, and of one averaging, that leave a rank."""
+        """Bytes that a rank sends for one reduction of gradients, or for one averaging."""
         return 2 * (world - 1) / world * self.parameters * 4
 
 
 @dataclass(frozen=True)
 class SyncMeasurement:
-    """Of one rank. `seconds`: of an iteration, by round and mode; `calibration`: Mbit/s, plain seconds, share."""
+    """The result of one rank. `seconds`: per iteration, by round and mode; `calibration`: Mbit/s, plain seconds,
+    share."""
 
     seconds: tuple[dict[str, float], ...]
     calibration: tuple[tuple[float, float, float], ...]
     mbps: float
-    intervals: tuple[int, ...]  # that the adaptive mode has chosen
+    intervals: tuple[int, ...]  # chosen by the adaptive mode
 
 
 class Mode:
-    """One way of training, with state of its own."""
+    """One mode of training, with its own state."""
 
     def __init__(self, name: str, rank: int, world: int, plan: SyncPlan, folder: Path) -> None:
         torch.manual_seed(1)
@@ -120,7 +120,7 @@ class Mode:
             self._session.resume()
 
     def run(self, iterations: int) -> float:
-        """So many, together with all ranks; seconds of one."""
+        """Run iterations together with all ranks; returns the seconds of one."""
         dist.barrier()
         began = time.perf_counter()
         for _ in range(iterations):
@@ -128,14 +128,14 @@ class Mode:
         return (time.perf_counter() - began) / iterations
 
     def intervals(self) -> tuple[int, ...]:
-        """That averaging was scheduled at."""
+        """The intervals at which averagings were scheduled."""
         events = read(self._run_dir / "events.jsonl")
         return tuple(
             int(one.fields["interval"]) for one in events if one.type is catalogue.REPLICAS_AVERAGED and one.rank == 0
         )
 
     def end(self) -> None:
-        """In order."""
+        """Shut the session down."""
         if self._session is not None:
             self._session.shutdown()
 
@@ -160,11 +160,11 @@ class Mode:
             self._session.iteration_end(self._done)
 
 
-def measure(rank: int, world: int, plan: SyncPlan, places: Sequence[EmulatedHost], folder: str) -> SyncMeasurement:
-    """What one rank does: calibrate, then all blocks."""
+def measure(rank: int, world: int, plan: SyncPlan, hosts: Sequence[EmulatedHost], folder: str) -> SyncMeasurement:
+    """Run one rank: calibrate, then run all blocks."""
     modes = {name: Mode(name, rank, world, plan, Path(folder)) for name in (PLAIN, *plan.modes)}
-    place, mbps = places[rank], plan.mbps
-    place.throttle(mbps, BURST_BYTES)
+    host, mbps = hosts[rank], plan.mbps
+    host.throttle(mbps, BURST_BYTES)
     for mode in modes.values():
         mode.run(SETTLE)
     tried: list[tuple[float, float, float]] = []
@@ -174,17 +174,17 @@ def measure(rank: int, world: int, plan: SyncPlan, places: Sequence[EmulatedHost
             plain = modes[PLAIN].run(plan.iterations // 2)
             shares.append(modes["paft_sync"].run(plan.iterations // 2) / plain - 1)
             plains.append(plain)
-        found = torch.tensor([statistics.median(plains), statistics.median(shares)], dtype=torch.float64)
-        dist.broadcast(found, 0)  # all ranks set the rate that rank 0 has found
-        plain, share = found.tolist()
+        medians = torch.tensor([statistics.median(plains), statistics.median(shares)], dtype=torch.float64)
+        dist.broadcast(medians, 0)  # all ranks derive the rate from rank 0's figures
+        plain, share = medians.tolist()
         tried.append((mbps, plain, share))
         if abs(share - plan.target) <= plan.within:
             break
         wanted = next_rate(mbps * MEGABIT, plain, share, plan.h, plan.target, plan.sent(world)) / MEGABIT
-        if min(mbps, wanted) >= MOST_MBPS:  # it is not the link that takes the time
+        if min(mbps, wanted) >= MAX_MBPS:  # the link is not the bottleneck
             break
-        mbps = min(wanted, MOST_MBPS)
-        place.throttle(mbps, BURST_BYTES)
+        mbps = min(wanted, MAX_MBPS)
+        host.throttle(mbps, BURST_BYTES)
     seconds = []
     for blocks in plan.blocks:
         round_seconds = {}

@@ -1,10 +1,10 @@
-"""A replica of a learner that is trained under a session, as a user's loop of torch alone is, and corrupted on the way.
+"""Train replicas of a learner under a session, like a user's plain torch loop, with corrupted gradients.
 
     iteration t    iteration_begin, gradients, their mean over all ranks, before_update, update, after_update, _end
 
-Invariant: a run with nothing configured calls nothing of the package: the clean run is torch's own. What is judged is
-version T as the update after it finds it: iteration T + 1 is begun, and ends at its fence (before_update), where an
-averaging in flight has been applied and a verdict carried out.
+Invariant: a run without configuration calls nothing of the package, so the clean run is torch's own. Version T is
+scored as the next update sees it: iteration T + 1 runs up to its fence (before_update), where an averaging in flight
+has been applied and an audit's repair is done.
 
 In: `TrainingRun`. Out: `TrainedRank`, by rank; events in the run directory.
 """
@@ -36,22 +36,21 @@ _STATE = {"adam": ("exp_avg", "exp_avg_sq", "step"), "momentum": ("momentum_buff
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """What is trained, for how long, and with which configuration: `paft` is its block of JSON, None for nothing."""
+    """What to train, for how long, and with which configuration. `paft`: its JSON block; None: no session."""
 
     learner: str
     seed: int
     iterations: int
     paft: Mapping[str, Any] | None = None
     faults: str = ""
-    judgings: int = 10  # of the score on the way, the last one included
-    optimizer: str = ""  # in place of the learner's own
-    peak_rate: float = 0.0  # in place of the learner's own
+    evaluations: int = 10  # of the score, the last one included
+    optimizer: str = ""  # '': the learner's own
+    peak_rate: float = 0.0  # 0: the learner's own
 
 
 @dataclass(frozen=True)
 class TrainedRank:
-    """What one rank has found. `divergences`: ||mean - theta||, root mean square over ranks, right before each update;
-    only where asked for."""
+    """The results of one rank. `divergences`: ||mean - theta||, root mean square over ranks, by iteration."""
 
     scores: tuple[tuple[int, float], ...]
     divergences: tuple[tuple[int, float], ...]
@@ -62,7 +61,7 @@ class TrainedRank:
 
 @dataclass(frozen=True)
 class TrainingOutcome:
-    """Of a run: what its ranks have found, and its events."""
+    """The results and events of a run."""
 
     run: TrainingRun
     ranks: tuple[TrainedRank, ...]
@@ -70,7 +69,7 @@ class TrainingOutcome:
 
     @property
     def scores(self) -> list[tuple[int, float]]:
-        """The mean over replicas, by iteration. A replica that has no number left is judged as NaN."""
+        """The mean over replicas, by iteration. A non-finite replica scores NaN."""
         return [
             (points[0][0], math.fsum(score for _, score in points) / len(points))
             for points in zip(*(one.scores for one in self.ranks), strict=True)
@@ -78,12 +77,12 @@ class TrainingOutcome:
 
     @property
     def score(self) -> float:
-        """Of the last version."""
+        """The score of the last version."""
         return self.scores[-1][1]
 
     @property
     def digests(self) -> tuple[str, ...]:
-        """By rank."""
+        """The final digests by rank."""
         return tuple(one.digest for one in self.ranks)
 
     def named(self, name: str) -> list[Event]:
@@ -92,7 +91,7 @@ class TrainingOutcome:
 
 
 class Replica:
-    """One rank's."""
+    """One rank's model, optimizer and session."""
 
     def __init__(self, rank: int, world: int, run: TrainingRun, run_dir: Path) -> None:
         self._learner = learner(run.learner, run.seed)
@@ -121,9 +120,9 @@ class Replica:
         return {name: one.grad for name, one in self.parameters.items() if one.grad is not None}
 
     def gradients(self, iteration: int) -> None:
-        """Those of an iteration, the mean over all ranks."""
+        """Compute the gradients of an iteration, averaged over all ranks."""
         self._optimizer.zero_grad()
-        self._learner.loss(self._model, iteration, self._rank, self._world).backward()
+        self._learner.loss(self._model, iteration, self._rank).backward()
         own = list(self._gradients().values())
         flat = torch.cat([gradient.flatten() for gradient in own])
         dist.all_reduce(flat)
@@ -131,7 +130,7 @@ class Replica:
             gradient.copy_(part.view_as(gradient))
 
     def up_to_fence(self, iteration: int) -> None:
-        """An iteration until right before its update."""
+        """Run an iteration up to its update."""
         rate = self._peak / self._learner.peak_rate * self._learner.rate(iteration, self._run.iterations)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
@@ -142,7 +141,7 @@ class Replica:
             self._session.before_update(iteration)
 
     def update(self, iteration: int) -> float:
-        """The rest of it; the learning rate that it was made with."""
+        """Run the rest of the iteration; returns its learning rate."""
         self._optimizer.step()
         if self._session is not None:
             self._session.after_update(iteration)
@@ -150,16 +149,16 @@ class Replica:
         return self._rate()
 
     def end(self) -> None:
-        """In order."""
+        """Shut the session down."""
         if self._session is not None:
             self._session.shutdown()
 
     def score(self) -> float:
-        """As the learner has it."""
+        """The learner's score of this replica."""
         return self._learner.score(self._model)
 
     def divergence(self) -> float:
-        """How far this replica and the others are from their mean."""
+        """The root mean square distance of the replicas from their mean."""
         own = torch.cat([one.detach().flatten() for one in self.parameters.values()]).double()
         mean = own.clone()
         dist.all_reduce(mean)
@@ -168,11 +167,11 @@ class Replica:
         return math.sqrt(squares.item() / self._world)
 
     def digest(self) -> str:
-        """Of all that the replicas have in common."""
-        found = xxhash.xxh3_64()
+        """The digest of parameters and optimizer state."""
+        digest = xxhash.xxh3_64()
         for name in sorted(self._tensors):
-            found.update(self._tensors[name].detach().reshape(-1).view(torch.uint8).numpy().data)
-        return found.hexdigest()
+            digest.update(self._tensors[name].detach().reshape(-1).view(torch.uint8).numpy().data)
+        return digest.hexdigest()
 
 
 def _optimizer(kind: str, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -189,7 +188,7 @@ def _optimizer(kind: str, parameters: list[torch.nn.Parameter]) -> torch.optim.O
 def _state(
     parameters: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer, kind: str
 ) -> tuple[dict[str, torch.Tensor], dict[str, Role], dict[str, int]]:
-    """All tensors, made before the first update as that would make them; roles and layers. A layer is a module."""
+    """All tensors, with moments created as the first update would create them; roles; layers, one per module."""
     modules = list(dict.fromkeys(name.rpartition(".")[0] for name in parameters))
     tensors: dict[str, torch.Tensor] = {}
     roles, layers = {}, {}
@@ -204,17 +203,17 @@ def _state(
     return tensors, roles, layers
 
 
-def judged_at(iterations: int, judgings: int) -> list[int]:
-    """After which iterations the score is taken: evenly, the last one included."""
-    return sorted({round(iterations * number / judgings) for number in range(1, judgings + 1)} - {0})
+def evaluated_at(iterations: int, evaluations: int) -> list[int]:
+    """The iterations after which the score is taken: evenly spaced, the last one included."""
+    return sorted({round(iterations * number / evaluations) for number in range(1, evaluations + 1)} - {0})
 
 
 def _train(rank: int, world: int, run: TrainingRun, run_dir: str, every: bool) -> TrainedRank:
     replica = Replica(rank, world, run, Path(run_dir))
-    points = judged_at(run.iterations, run.judgings)
+    points = evaluated_at(run.iterations, run.evaluations)
     scores, divergences, rates = [], [], []
     for iteration in range(1, run.iterations + 2):
-        if every and iteration > 1:  # of the version before, as the update has left it
+        if every and iteration > 1:  # of the previous version, right after its update
             divergences.append((iteration - 1, replica.divergence()))
         replica.up_to_fence(iteration)
         if iteration - 1 in points:
@@ -230,8 +229,8 @@ def _train(rank: int, world: int, run: TrainingRun, run_dir: str, every: bool) -
 
 
 def train(run: TrainingRun, world: int, run_dir: Path, every: bool = False, seconds: float = 300.0) -> TrainingOutcome:
-    """The run, on ranks of its own. `every`: divergence after each update, before anything is averaged; else where the
-    score is taken. Raises what `gang` raises."""
+    """Train on `world` forked ranks. `every`: measure divergence after each update, before any averaging, instead of
+    when the score is taken. Raises RankError, TimeoutError."""
     run_dir.mkdir(parents=True)
-    found: Sequence[TrainedRank] = gang(_train, world, run, str(run_dir), every, seconds=seconds)
-    return TrainingOutcome(run, tuple(found), tuple(read(run_dir / "events.jsonl")))
+    ranks: Sequence[TrainedRank] = gang(_train, world, run, str(run_dir), every, seconds=seconds)
+    return TrainingOutcome(run, tuple(ranks), tuple(read(run_dir / "events.jsonl")))

@@ -1,9 +1,9 @@
-"""Checkpoints of this project turned into those of the framework that trained: what `ft-plugins export` does.
+"""Convert a checkpoint to one that its framework loads: the command `ft-plugins export`.
 
-Invariant: the target gets its name when all of it is there and durable; whatever goes wrong leaves it as it was, absent
-or empty. Needs neither the job nor a device; the framework's package where its format is written with it.
+Invariant: the target is renamed into place once it is complete and durable; on an error it stays absent or empty. Needs
+no job and no device, but for some formats the framework's package.
 
-In: a checkpoint's folder, a target. Out: the target; what is told to people.
+In: a checkpoint's folder, a target. Out: the target; a summary for the user.
 """
 
 from __future__ import annotations
@@ -18,61 +18,60 @@ from typing import Any
 
 from ..errors import ConfigError, StorageError, UnsupportedError
 from ..files import sync_folder
-from ..snapshot.shares import Shares
+from ..snapshot.checkpoint_reader import CheckpointReader
 
-_FORMATS = {  # by what the host's names say
+_FORMATS = {  # by `framework` of the host's names
     "deepspeed": "ft_plugins.adapters.deepspeed.export",
     "megatron": "ft_plugins.adapters.megatron.export",
 }
 
 
 def export(checkpoint: Path, target: Path) -> dict[str, Any]:
-    """Write `checkpoint` as its framework loads it, into `target`.
+    """Write `checkpoint` into `target`, as its framework loads it; returns a summary.
 
-    Raises ConfigError for a target that is in use, UnsupportedError for a checkpoint that cannot be exported,
-    StorageError when it is damaged or cannot be read, or the target not be written.
+    Raises ConfigError if the target is in use, UnsupportedError if the checkpoint cannot be exported, StorageError if
+    it is damaged or unreadable, or the target cannot be written.
     """
     _require_free(target)
-    shares = Shares(checkpoint)
+    shares = CheckpointReader(checkpoint)
     write = _writer(shares)
     building = target.absolute().with_name(f"{target.absolute().name}.exporting-{os.getpid()}")
     try:
         building.parent.mkdir(parents=True, exist_ok=True)
-        found = write(shares, building)
+        summary = write(shares, building)
         for folder in [building, *(path for path in building.rglob("*") if path.is_dir())]:
             _sync(folder)
-        os.rename(building, target)  # onto nothing, or an empty folder
+        os.rename(building, target)  # absent, or an empty folder
         sync_folder(target.absolute().parent)
     except OSError as error:
-        raise StorageError(f"{error.filename or target}: cannot be written or read ({error.strerror})") from error
+        raise StorageError(f"{error.filename or target}: cannot be read or written ({error.strerror})") from error
     finally:
         with suppress(OSError):
             shutil.rmtree(building)
-    return found
+    return summary
 
 
 def _require_free(target: Path) -> None:
     if target.is_dir() and not target.is_symlink():
         if not any(target.iterdir()):
             return
-        raise ConfigError(f"--to {target}: the folder is not empty; give one that is, or a new one")
+        raise ConfigError(f"--to {target}: the folder is not empty; give an empty or a new one")
     if target.exists() or target.is_symlink():
-        raise ConfigError(f"--to {target}: it is there and no folder; give a new name")
+        raise ConfigError(f"--to {target}: exists and is not a folder; give a new name")
 
 
-def _writer(shares: Shares) -> Callable[[Shares, Path], dict[str, Any]]:
+def _writer(shares: CheckpointReader) -> Callable[[CheckpointReader, Path], dict[str, Any]]:
     kind = (shares.index(0).names or {}).get("framework")
     if kind not in _FORMATS:
         raise UnsupportedError(
-            f"{shares.folder}: only checkpoints of Megatron and DeepSpeed jobs can be exported, and this is "
-            "none; its files are safetensors, and rank-*.index.json says what lies where in them"
+            f"{shares.folder}: not a checkpoint of a Megatron or DeepSpeed job, so that it cannot be exported; its "
+            "files are safetensors, and rank-*.index.json describes their content"
         )
-    found: Callable[[Shares, Path], dict[str, Any]] = importlib.import_module(_FORMATS[kind]).export
-    return found
+    write: Callable[[CheckpointReader, Path], dict[str, Any]] = importlib.import_module(_FORMATS[kind]).export
+    return write
 
 
 def _sync(folder: Path) -> None:
-    """Files and names durable."""
     for path in folder.iterdir():
         if path.is_file():
             with open(path, "rb") as file:

@@ -1,12 +1,12 @@
-"""Where a loop stands in the data that it trains on: read at the version point, and put in place after a restore.
+"""The data position of a plain torch loop: read at the version point, set after a restore.
 
-Invariant: once the position is written and the generators are restored, the next batch is the one that would have come
-next. A batch is read in the iteration that trains on it; anything else is refused, for then the position at the version
-point is not that of training.
+Invariant: after the position and the generators are restored, the next batch is the one that would have come next. A
+batch must be read in the iteration that trains on it; otherwise the position at the version point is not that of
+training, and ConfigError is raised.
 
-    own state   an object with `state_dict` and `load_state_dict`: torchdata's StatefulDataLoader, a sampler of your own
-    loader      a torch DataLoader: the epoch of its sampler, the generators with which the pass over it began, and how
-                many batches were read. After a restore the first pass begins behind them; nothing is loaded twice
+    own state   an object with `state_dict` and `load_state_dict`: torchdata's StatefulDataLoader, a custom sampler
+    loader      a torch DataLoader: the epoch of its sampler, the generators at the begin of the pass, and the number
+                of batches read. After a restore the first pass skips these; nothing is loaded twice
 
 In: what the loop reads from. Out: plain values, and back.
 """
@@ -24,59 +24,62 @@ from .loaders import (
     LoaderEpoch,
     LoaderPass,
     Passes,
-    drawn,
-    epoch_set,
+    generator_states,
     is_sampled,
     is_stateful,
     parts,
-    redraw,
+    sampler_epoch,
     set_epoch,
-    set_own,
+    set_generator_states,
+    set_source_generators,
 )
 
 
-class Position(Protocol):
-    """Of the training data."""
+class DataPosition(Protocol):
+    """The position in the training data."""
 
     def read(self) -> Any:
-        """For the codec."""
+        """The position, as values for the codec."""
         ...
 
     def write(self, saved: Any) -> None:
-        """Stand there again. Raises ResumeError."""
+        """Return to a saved position. Raises ResumeError."""
         ...
 
     def require_read(self) -> None:
-        """An update follows. Raises ConfigError where no batch has been read so far."""
+        """Called before an update. Raises ConfigError if no batch has been read so far."""
         ...
 
 
-def position_of(source: Any, training: Callable[[], bool]) -> Position:
-    """The position of `source`; `training()` says whether an iteration is under way. Raises ConfigError by name."""
+def position_of(source: Any, training: Callable[[], bool]) -> DataPosition:
+    """The position of `source`; `training()` says whether an iteration is under way.
+
+    Raises ConfigError if the position of `source` cannot be determined.
+    """
     kind = type(source).__name__
     if is_stateful(source):
         return OwnState(source)
     if not isinstance(source, DataLoader):
         raise ConfigError(
-            f"sampler: a {kind} has no state_dict and load_state_dict; give the torch DataLoader that draws from it, "
-            "or carry the position by get_state and set_state"
+            f"sampler: a {kind} has no state_dict and load_state_dict; pass the torch DataLoader that draws from it, "
+            "or save the position in get_state and set_state"
         )
     if not is_sampled(source):
         raise ConfigError(
-            f"sampler: where a {kind} over an IterableDataset stands cannot be known; give torchdata's "
-            "StatefulDataLoader, or carry the position by get_state and set_state"
+            f"sampler: the position of a {kind} over an IterableDataset is unknown; pass torchdata's "
+            "StatefulDataLoader, or save the position in get_state and set_state"
         )
     inside = [type(part).__name__ for _, part in parts(source) if is_stateful(part)]
     if inside:
         raise ConfigError(
-            f"sampler: the {kind} draws from a {inside[0]}, which keeps its own position: give that one"
+            f"sampler: the {kind} draws from a {inside[0]}, which keeps its own position: pass that one"
             + (" (without worker processes, which read ahead)" if source.num_workers else "")
         )
     return LoaderPosition(source, training)
 
 
 class OwnState:
-    """Of an object that knows where it is."""
+    """The position of an object that keeps it itself."""
 
     def __init__(self, source: Any) -> None:
         self._source = source
@@ -88,53 +91,53 @@ class OwnState:
         self._source.load_state_dict(saved)
 
     def require_read(self) -> None:
-        """It knows."""
+        """Does nothing: reads of the object are not observed."""
 
 
 class LoaderPosition:
-    """Of a torch DataLoader that a sampler moves. From now on this one loader is iterated by `LoaderPass`es."""
+    """The position of a torch DataLoader with a sampler. Makes this one loader iterate by `LoaderPass`es."""
 
     def __init__(self, loader: Any, training: Callable[[], bool]) -> None:
         self._loader, self._training = loader, training
         self._passes = Passes(self._reading)
         self._current: Callable[[], LoaderPass | None] = lambda: None
-        self._pending: Mapping[str, Any] | None = None  # where the next pass begins
+        self._pending: Mapping[str, Any] | None = None  # restored position at which the next pass begins
         self._was_read = False
-        self._at_first = _numbers(loader)
-        self._at_begin: dict[str, Any] = {}  # numbers that samplers had changed when the pass began
+        self._initial_numbers = _numbers(loader)
+        self._numbers_at_begin: dict[str, Any] = {}  # those that samplers had changed when the pass began
         kind = type(loader)
         follow = {"__iter__": lambda loader: self._begin(kind.__iter__), "__module__": kind.__module__}
-        loader.__class__ = type(kind.__name__, (kind,), follow)  # of this loader alone: Python looks there for __iter__
+        loader.__class__ = type(kind.__name__, (kind,), follow)  # Python looks up __iter__ on the class
 
     def _begin(self, original: Callable[[Any], Any]) -> LoaderPass:
         saved, self._pending = self._pending, None
-        around = drawn()
-        self._at_begin = self._changed()
+        before = generator_states()
+        self._numbers_at_begin = self._changed_numbers()
         begun = LoaderPass(self._loader, original, self._passes)
         if saved is not None:
-            self._stand(begun, saved)
-            redraw(around)
+            self._move(begun, saved)
+            set_generator_states(before)
         self._current = weakref.ref(begun)
         return begun
 
     def _reading(self, source: LoaderPass) -> None:
         if not self._training():
             raise ConfigError(
-                "a batch is read while no iteration is under way: read it in the iteration that trains on it (`for "
-                "step in session.iterations(...)`: next(batches)), or its position would not be that of the snapshot"
+                "a batch was read outside of an iteration, so that the data position would not match the snapshot: "
+                "read it in the iteration that trains on it (next(batches) in `for step in session.iterations(...)`)"
             )
         if source is not self._current():
             raise ConfigError(
-                "a pass over the training data is read after another one has begun: where training stands cannot be "
-                "known; give evaluation a loader of its own"
+                "a batch was read from a pass over the training data after another pass had begun, so that the data "
+                "position of training is unknown; give evaluation a loader of its own"
             )
         self._was_read = True
 
     def require_read(self) -> None:
         if not self._was_read:
             raise ConfigError(
-                "an update without a batch from the loader that was given as sampler: nothing is known of where "
-                "training stands; iterate this very loader, or carry the position by get_state and set_state"
+                "an update came before any batch was read from the loader passed as sampler, so that the data position "
+                "is unknown; iterate that same loader object, or save the position in get_state and set_state"
             )
 
     def read(self) -> Any:
@@ -143,18 +146,18 @@ class LoaderPosition:
         current = self._current()
         epoch = None if current is None else current.epoch
         return {
-            "epoch": epoch_set(self._loader),
-            "own": drawn(self._loader)["own"],
-            "numbers": {"began": self._at_begin, "now": self._changed()},
+            "epoch": sampler_epoch(self._loader),
+            "own": generator_states(self._loader)["own"],
+            "numbers": {"began": self._numbers_at_begin, "now": self._changed_numbers()},
             "pass": None
             if epoch is None
-            else {"began": epoch.began, "first": epoch.first, "read": epoch.read, "again": epoch.again},
+            else {"began": epoch.began, "first": epoch.first, "read": epoch.read, "again": epoch.reused_workers},
         }
 
     def write(self, saved: Any) -> None:
         if saved["epoch"] is not None:
             set_epoch(self._loader, saved["epoch"])
-        set_own(self._loader, saved["own"])
+        set_source_generators(self._loader, saved["own"])
         _set_numbers(self._loader, saved["numbers"]["now"])
         if saved["pass"] is None:
             return
@@ -162,44 +165,44 @@ class LoaderPosition:
         if current is None:
             self._pending = saved
         else:
-            self._stand(current, saved)
+            self._move(current, saved)
 
-    def _stand(self, begun: LoaderPass, saved: Mapping[str, Any]) -> None:
-        found, captured = epoch_set(self._loader), saved["epoch"]
-        if found != captured:
+    def _move(self, begun: LoaderPass, saved: Mapping[str, Any]) -> None:
+        epoch, captured = sampler_epoch(self._loader), saved["epoch"]
+        if epoch != captured:
             raise ResumeError(
-                f"the sampler's epoch was set to {found}, captured was epoch {captured}: begin the loop over epochs at "
-                "`sampler.epoch`, which is restored before the first iteration"
+                f"the sampler's epoch was set to {epoch}, but epoch {captured} was captured: start the loop over "
+                "epochs at `sampler.epoch`, which is restored before the first iteration"
             )
-        of = saved["pass"]
-        self._at_begin = dict(saved["numbers"]["began"])
-        _set_numbers(self._loader, {**self._at_first, **self._at_begin})
-        begun.stand(LoaderEpoch(of["began"], of["first"], of["read"], of["again"]))
-        set_own(self._loader, saved["own"])
+        at = saved["pass"]
+        self._numbers_at_begin = dict(saved["numbers"]["began"])
+        _set_numbers(self._loader, {**self._initial_numbers, **self._numbers_at_begin})
+        begun.skip_to(LoaderEpoch(at["began"], at["first"], at["read"], at["again"]))
+        set_source_generators(self._loader, saved["own"])
         _set_numbers(self._loader, saved["numbers"]["now"])
 
-    def _changed(self) -> dict[str, Any]:
-        """Numbers of samplers that are not what they were when the host was built: counts of passes, say."""
+    def _changed_numbers(self) -> dict[str, Any]:
+        """Numbers of samplers that changed since the host was built, such as a count of passes."""
         return {
-            place: value
-            for place, value in _numbers(self._loader).items()
-            if place not in self._at_first or self._at_first[place] != value
+            path: value
+            for path, value in _numbers(self._loader).items()
+            if path not in self._initial_numbers or self._initial_numbers[path] != value
         }
 
 
 def _numbers(loader: Any) -> dict[str, Any]:
-    """Plain numbers that samplers of one's own keep, by where they are found; the epoch is followed in its own way."""
+    """Plain numbers that custom samplers keep, by attribute path, without the epoch."""
     return {
-        f"{place}{name}": value
-        for place, part in parts(loader)
-        if place and not type(part).__module__.startswith("torch.")
+        f"{path}{name}": value
+        for path, part in parts(loader)
+        if path and not type(part).__module__.startswith("torch.")
         for name, value in vars(part).items()
         if type(value) in (int, float, bool) and name != "epoch"
     }
 
 
 def _set_numbers(loader: Any, numbers: Mapping[str, Any]) -> None:
-    for place, part in parts(loader):
+    for path, part in parts(loader):
         for name, value in numbers.items():
-            if place and name.startswith(place) and "." not in name.removeprefix(place):
-                setattr(part, name.removeprefix(place), value)
+            if path and name.startswith(path) and "." not in name.removeprefix(path):
+                setattr(part, name.removeprefix(path), value)

@@ -1,10 +1,10 @@
-"""Passes over a torch DataLoader that a script iterates itself, and what such a loader draws random numbers from.
+"""Passes over a torch DataLoader that can be moved while a script iterates them, and the generators of a loader.
 
-Invariant: a pass gives what torch's own iterator gives, in the same order; it can be begun again, with other random
-numbers or behind batches that were read, under the feet of whoever holds it. Only loaders that are iterated after
-`follow` are seen, and none of those that DeepSpeed's loaders keep inside.
+Invariant: a pass yields what torch's own iterator yields, in the same order. It can be restarted with other random
+numbers, or after batches already read, without a new iterator for the script. Only loaders iterated after `follow` are
+followed, without those inside DeepSpeed's loaders.
 
-In: `torch.utils.data.DataLoader` and its subclasses. Out: `LoaderPass`es; generators, read and set.
+In: `torch.utils.data.DataLoader` and its subclasses. Out: `LoaderPass`es; generator states, read and set.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.utils.data.distributed import DistributedSampler
 from ..errors import ResumeError
 from .script_hooks import replace
 
-Random = dict[str, Any]
+GeneratorStates = dict[str, Any]
 _PARTS = ("loader", "batch_sampler", "sampler", "data_sampler")
 _DRAWING = ("dataset", "datasets", "collate_fn", "transform", "transforms", "target_transform", "__self__")
 
@@ -32,9 +32,9 @@ _DRAWING = ("dataset", "datasets", "collate_fn", "transform", "transforms", "tar
 # ---- random numbers ----
 
 
-def drawn(source: Any = None) -> Random:
-    """The generators of the process, and those that `source` keeps for itself."""
-    own = {place: _state_of(generator) for place, generator in _generators(source).items()}
+def generator_states(source: Any = None) -> GeneratorStates:
+    """The states of the process's generators (CPU), and of those that `source` owns."""
+    own = {path: _state_of(generator) for path, generator in _generators(source).items()}
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
@@ -43,59 +43,59 @@ def drawn(source: Any = None) -> Random:
     }
 
 
-def redraw(state: Mapping[str, Any], source: Any = None) -> None:
-    """Set them. Raises ResumeError when `source` keeps others than those that were captured."""
+def set_generator_states(state: Mapping[str, Any], source: Any = None) -> None:
+    """Set the generators. Raises ResumeError if `source` owns other generators than those captured."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     if source is not None:
-        set_own(source, state["own"])
+        set_source_generators(source, state["own"])
 
 
-def set_own(source: Any, states: Mapping[str, Any]) -> None:
-    """Those of `source` alone. Raises ResumeError as above."""
-    found = _generators(source)
-    if set(found) != set(states):
+def set_source_generators(source: Any, states: Mapping[str, Any]) -> None:
+    """Set the generators that `source` owns. Raises ResumeError if they are not those captured."""
+    generators = _generators(source)
+    if set(generators) != set(states):
         raise ResumeError(
-            f"the loader draws from {sorted(found) or 'no generator of its own'}, captured was one with "
+            f"the loader draws from {sorted(generators) or 'no generator of its own'}, the captured one from "
             f"{sorted(states) or 'none'}: resume with the loader of the captured job"
         )
-    for place, generator in found.items():
-        _set_state_of(generator, states[place])
+    for path, generator in generators.items():
+        _set_state_of(generator, states[path])
 
 
-def parts(source: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-    """`source`, its samplers and theirs, by where they are found."""
+def parts(source: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """`source` and its samplers, recursively, each with its attribute path."""
     if source is None:
         return
-    yield place, source
+    yield path, source
     for name in _PARTS:
         part = getattr(source, "__dict__", {}).get(name)
         if part is not None:
-            yield from parts(part, f"{place}{name}.")
+            yield from parts(part, f"{path}{name}.")
 
 
-def _drawing(source: Any, place: str = "", depth: int = 6) -> Iterator[tuple[str, Any]]:
-    """What makes samples and batches: the data set, those inside of it, transforms, the function that collates."""
+def _data_parts(source: Any, path: str = "", depth: int = 6) -> Iterator[tuple[str, Any]]:
+    """What makes samples and batches: data sets, transforms, the collate function, each with its attribute path."""
     for name in _DRAWING if depth else ():
         part = getattr(source, name, None) if name == "__self__" else getattr(source, "__dict__", {}).get(name)
         several = list(enumerate(part)) if isinstance(part, list | tuple) else [("", part)]
         for number, one in several:
             if one is not None:
-                at = f"{place}{name}{number}."
+                at = f"{path}{name}{number}."
                 yield at, one
-                yield from _drawing(one, at, depth - 1)
+                yield from _data_parts(one, at, depth - 1)
 
 
 def _generators(source: Any, data: bool = True) -> dict[str, Any]:
-    """By where they are found; those that the order alone is drawn from, without `data`."""
+    """The generators of `source` by attribute path; without `data`, only those that decide the order of samples."""
     kinds = torch.Generator | random.Random | np.random.RandomState | np.random.Generator
-    found: dict[str, Any] = {}
-    for place, part in [*parts(source), *(_drawing(source) if data else ())]:
+    generators: dict[str, Any] = {}
+    for path, part in [*parts(source), *(_data_parts(source) if data else ())]:
         for name, value in getattr(part, "__dict__", {}).items():
-            if isinstance(value, kinds) and all(value is not other for other in found.values()):
-                found[f"{place}{name}"] = value
-    return found
+            if isinstance(value, kinds) and all(value is not other for other in generators.values()):
+                generators[f"{path}{name}"] = value
+    return generators
 
 
 def _state_of(generator: Any) -> Any:
@@ -117,8 +117,8 @@ def _set_state_of(generator: Any, state: Any) -> None:
             generator.bit_generator.state = state
 
 
-def epoch_set(source: Any) -> int | None:
-    """What a script has told the sampler by `set_epoch`, where it has such a thing."""
+def sampler_epoch(source: Any) -> int | None:
+    """The epoch that the script set on the sampler with `set_epoch`; None if no sampler has one."""
     for _, part in parts(source):
         if callable(getattr(part, "set_epoch", None)) and isinstance(getattr(part, "epoch", None), int):
             return int(part.epoch)
@@ -126,7 +126,7 @@ def epoch_set(source: Any) -> int | None:
 
 
 def set_epoch(source: Any, epoch: int) -> None:
-    """Set the sampler's epoch, where it has such a thing."""
+    """Set the sampler's epoch, if it has one."""
     for _, part in parts(source):
         if callable(getattr(part, "set_epoch", None)) and isinstance(getattr(part, "epoch", None), int):
             part.set_epoch(epoch)
@@ -134,7 +134,7 @@ def set_epoch(source: Any, epoch: int) -> None:
 
 
 def draws(loader: Any) -> bool:
-    """Whether a pass over it takes its order from the generators of the process, as far as is known."""
+    """Whether a pass over `loader` takes its order from the process's generators, as far as can be determined."""
     batches, sampler = getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)
     sampler = getattr(loader, "data_sampler", None) if sampler is None else sampler
     ordered = isinstance(sampler, SequentialSampler | DistributedSampler)
@@ -147,35 +147,35 @@ def draws(loader: Any) -> bool:
 
 @dataclass
 class LoaderEpoch:
-    """One pass over a loader: the generators when it began and at its first read, and how many batches were read."""
+    """One pass over a loader: generator states at its begin and at its first read, and the number of batches read."""
 
-    began: Random
-    first: Random | None = None
+    began: GeneratorStates
+    first: GeneratorStates | None = None
     read: int = 0
-    again: bool = False  # by workers that stayed from the pass before, which draws one random number less
+    reused_workers: bool = False  # persistent workers of the previous pass: begins with one random number less
 
     @classmethod
     def of(cls, source: Any) -> LoaderEpoch:
-        """A pass over `source` that is about to begin."""
-        return cls(drawn(source), again=getattr(source, "_iterator", None) is not None)
+        """The pass over `source` that is about to begin."""
+        return cls(generator_states(source), reused_workers=getattr(source, "_iterator", None) is not None)
 
     def reading(self, source: Any = None) -> None:
-        """A batch of `source` is about to be read."""
+        """Count a batch of `source` that is about to be read."""
         if not self.read:
-            self.first = drawn(source)
+            self.first = generator_states(source)
         self.read += 1
 
 
 class StartedSampler:
-    """A sampler of which a first pass has given `skip` of what it gives; further passes are whole."""
+    """A sampler whose first pass starts after `skip` elements; later passes are complete."""
 
     def __init__(self, sampler: Any, skip: int) -> None:
         self._sampler, self._skip = sampler, skip
         self._rest: Iterator[Any] | None = None
-        self._given = False
+        self._iterated = False
 
     def start(self) -> Iterator[Any]:
-        """Move on; once."""
+        """Skip the elements, once; returns the rest."""
         if self._rest is None:
             self._rest = iter(self._sampler)
             for _ in islice(self._rest, self._skip):
@@ -183,34 +183,34 @@ class StartedSampler:
         return self._rest
 
     def __iter__(self) -> Iterator[Any]:
-        first, self._given = not self._given, True  # when the first is asked for, as the original would
+        first, self._iterated = not self._iterated, True  # set at the first element, as the original would be
         yield from self.start() if first else self._sampler
 
     def __len__(self) -> int:
-        return len(self._sampler) - (0 if self._given else min(self._skip, len(self._sampler)))
+        return len(self._sampler) - (0 if self._iterated else min(self._skip, len(self._sampler)))
 
 
 def is_sampled(loader: Any) -> bool:
-    """Whether what a loader loads is what a sampler says, so that it can be moved on without loading."""
+    """Whether a sampler decides what the loader loads, so that batches can be skipped without loading them."""
     return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
 
 
-def begun_behind(loader: Any, epoch: LoaderEpoch, begin: Callable[[Any], Any]) -> tuple[Any, StartedSampler]:
-    """What `begin(loader)` gives, with a sampler that has given the batches of `epoch` once it is started."""
+def begin_after(loader: Any, epoch: LoaderEpoch, begin: Callable[[Any], Any]) -> tuple[Any, StartedSampler]:
+    """`begin(loader)` with a sampler that skips the batches read in `epoch` once it is started; returns both."""
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     started = StartedSampler(getattr(loader, name), epoch.read)
-    stayed = getattr(loader, "_iterator", None) if epoch.again else None
-    if stayed is None:
+    persistent = getattr(loader, "_iterator", None) if epoch.reused_workers else None
+    if persistent is None:
         loader._iterator = None
-        with _instead(loader, name, started):
+        with _replaced(loader, name, started):
             return begin(loader), started
-    with _instead(stayed, "_index_sampler", started):
+    with _replaced(persistent, "_index_sampler", started):
         return begin(loader), started
 
 
 @contextmanager
-def _instead(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """`value` as an attribute of `owner`, which need not allow it."""
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute of `owner` for the time of the context, even if `owner` forbids assignment."""
     before = getattr(owner, name)
     object.__setattr__(owner, name, value)
     try:
@@ -223,12 +223,12 @@ def _instead(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def is_stateful(source: Any) -> bool:
-    """Whether it knows where it is."""
+    """Whether `source` saves and loads its own position."""
     return callable(getattr(source, "state_dict", None)) and callable(getattr(source, "load_state_dict", None))
 
 
 class LoaderPass:
-    """An iterator over `loader`, made by `begin`. What it asks of `passes` is in `Passes`."""
+    """An iterator over `loader`, made by `begin`, which reports its reads to `passes`."""
 
     def __init__(self, loader: Any, begin: Callable[[Any], Any], passes: Passes) -> None:
         self.loader = loader
@@ -258,52 +258,52 @@ class LoaderPass:
 
     @property
     def ended(self) -> bool:
-        """Whether all batches were read; False while that cannot be known."""
+        """Whether all batches were read; False if that cannot be determined."""
         try:
             return is_sampled(self.loader) and self.epoch.read >= len(self.loader)
         except TypeError:  # a sampler without length
             return False
 
     def begin(self) -> None:
-        """Begin anew, with the random numbers as they are now."""
+        """Restart from the first batch, with the current state of the generators."""
         self.epoch = LoaderEpoch.of(self.loader)
         self._batches = self._begun()
 
-    def stand(self, epoch: LoaderEpoch) -> bool:
-        """Stand behind the batches that `epoch` has read, without loading any. False: that cannot be done."""
+    def skip_to(self, epoch: LoaderEpoch) -> bool:
+        """Continue after the batches read in `epoch`, without loading them. Returns False if that is not possible."""
         if not is_sampled(self.loader):
             return False
-        redraw(epoch.began, self.loader)
-        self._batches, started = begun_behind(self.loader, epoch, lambda loader: self._begun())
+        set_generator_states(epoch.began, self.loader)
+        self._batches, started = begin_after(self.loader, epoch, lambda loader: self._begun())
         if epoch.read:
-            redraw(epoch.first or epoch.began, self.loader)
+            set_generator_states(epoch.first or epoch.began, self.loader)
             started.start()
         self.epoch = epoch
         return True
 
-    def drop(self, epoch: LoaderEpoch) -> None:
-        """Stand there by reading."""
-        redraw(epoch.began, self.loader)
+    def read_to(self, epoch: LoaderEpoch) -> None:
+        """Continue after the batches read in `epoch`, by loading and dropping them."""
+        set_generator_states(epoch.began, self.loader)
         self.begin()
-        redraw(epoch.first or epoch.began, self.loader)
+        set_generator_states(epoch.first or epoch.began, self.loader)
         for _ in islice(self._batches, epoch.read):
             pass
         self.epoch = epoch
 
 
 class Passes:
-    """Has loaders give `LoaderPass`es, but for those that are iterated `within` another one.
+    """Makes loaders return `LoaderPass`es, except for those iterated `within` another one.
 
-    `reading` is called before each read that will give a batch (of a loader without length: or the end).
+    `reading` is called before each read that yields a batch (of a loader without length, also before the end).
     """
 
     def __init__(self, reading: Callable[[LoaderPass], None]) -> None:
         self.reading = reading
-        self.drawn = 0  # how many passes, made in whichever way, took their order from the generators of the process
+        self.shuffled = 0  # passes, followed or not, that took their order from the process's generators
         self._depth = 0
 
     def follow(self, kind: type[Any] = DataLoader) -> None:
-        """From now on: all loaders of `kind`; also those that know their state and iterate in a way of their own."""
+        """Follow all loaders of `kind` from now on, including stateful subclasses with an `__iter__` of their own."""
         if kind is DataLoader or ("__iter__" in vars(kind) and is_stateful(kind)):
             replace(kind, "__iter__", self._iterating, framework="torch", tested="2.13.0")
         for derived in kind.__subclasses__():
@@ -311,7 +311,7 @@ class Passes:
 
     @contextmanager
     def within(self) -> Iterator[None]:
-        """Loaders that are iterated in here belong to somebody else."""
+        """Do not follow loaders iterated in this context: they are part of another loader."""
         self._depth += 1
         try:
             yield
@@ -320,7 +320,7 @@ class Passes:
 
     def _iterating(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def __iter__(loader: Any) -> Any:
-            self.drawn += not self._depth and draws(loader)
+            self.shuffled += not self._depth and draws(loader)
             return original(loader) if self._depth else LoaderPass(loader, original, self)
 
         return __iter__

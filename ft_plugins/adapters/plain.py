@@ -1,8 +1,8 @@
-"""The host of named tensors: for tests and benchmarks, and what `torch_loop.TorchHost`, the host for users, is made of.
+"""The host of named tensors: for tests and benchmarks, and the base of `torch_loop.TorchHost`, the host for users.
 
-Invariant: every tensor is captured under the name that the caller gave it; replicated tensors are cut over all ranks.
-What a torch optimizer keeps for one of them has to be among them, or its first update is an error. The caller's loop
-calls the hooks itself.
+Invariant: every tensor is captured under the name that the caller gave it; replicated tensors are split over all ranks.
+State that a torch optimizer keeps for one of them must be among them, or its first update raises InventoryError. The
+caller's loop calls the hooks.
 
 In: tensors and two functions for small state. Out: a `model.host.Host`.
 """
@@ -25,10 +25,10 @@ from ..model.topology import Topology
 
 
 class PlainHost:
-    """Training state as a dict of tensors, `replicated` over all ranks or each rank's own."""
+    """Training state as a dict of tensors, `replicated` over all ranks or separate on each."""
 
     framework = f"torch {torch.__version__}"
-    clips_together = ""  # what the loop does with norms is its own
+    clips_together = ""  # unknown: the loop clips by itself, or not at all
 
     def __init__(
         self,
@@ -46,10 +46,10 @@ class PlainHost:
         gradients: Callable[[], Mapping[str, torch.Tensor]] = dict,
         recompute: Callable[[int], None] | None = None,
     ) -> None:
-        """`get_state` and `set_state` carry counters, scheduler and data position, as the codec can encode them.
+        """`get_state` and `set_state` carry counters, scheduler and data position, as values for the codec.
 
-        For systems that compare or average replicas: `roles` and `layers` of tensors, by name (a parameter, and none);
-        the rest as `model.host.Steps` has it.
+        For systems that compare or average replicas: `roles` (default PARAMETER) and `layers` of tensors by name;
+        `learning_rate`, `gradients` and `recompute` as in `model.host.ReplicaOperations`.
         """
         self.rank = rank
         self._tensors = dict(tensors)
@@ -64,7 +64,7 @@ class PlainHost:
         self._gradients = gradients
         self._recompute = recompute
         self.recomputes = recompute is not None
-        self.why_not = "" if self.recomputes else "the loop has named no function for it"
+        self.no_recompute_reason = "" if self.recomputes else "the host was built without `recompute`"
 
     def topology(self) -> Topology:
         """Data parallelism only."""
@@ -88,7 +88,7 @@ class PlainHost:
         return self._tensors
 
     def names(self) -> None:
-        """There is no framework whose format a checkpoint could be exported to."""
+        """None: there is no framework whose format a checkpoint could be exported to."""
         return None
 
     def fingerprint(self) -> Mapping[str, Any]:
@@ -115,26 +115,26 @@ class PlainHost:
             torch.cuda.set_rng_state_all(small["cuda"])
 
     def merged(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """That of the first previous rank: the caller's state must not depend on the rank."""
+        """The small state of the first previous rank: the caller's state must not depend on the rank."""
         return dict(parts[0])
 
     def admits(self, replicas: int) -> bool:
-        """Any number: the caller knows."""
+        """True: the caller is responsible."""
         return True
 
     def install(self, hooks: Hooks) -> None:
-        """The caller's loop calls the hooks. The first update of our tensors by a torch optimizer is looked at."""
+        """Check the first update of our tensors by a torch optimizer; the caller's loop calls `hooks`."""
         pending = [weakref.ref(self)]
 
-        def look(optimizer: torch.optim.Optimizer, *call: Any) -> None:
+        def check(optimizer: torch.optim.Optimizer, *call: Any) -> None:
             host = pending[0]() if pending else None
             if host is not None and host._require_state(optimizer):
                 pending.clear()
 
-        register_optimizer_step_post_hook(look)
+        register_optimizer_step_post_hook(check)
 
     def _require_state(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether `optimizer` updates our tensors. Raises InventoryError when it keeps some that are not among them."""
+        """Whether `optimizer` updates our tensors. Raises InventoryError if some of their state would be missed."""
         names = {tensor.data_ptr(): name for name, tensor in self._tensors.items() if tensor.numel()}
         ours = [one for group in optimizer.param_groups for one in group["params"] if one.data_ptr() in names]
         for parameter in ours:
@@ -142,50 +142,52 @@ class PlainHost:
                 if isinstance(value, torch.Tensor) and value.data_ptr() not in names:
                     raise InventoryError(
                         f"rank {self.rank}: {type(optimizer).__name__} keeps '{key}' for "
-                        f"'{names[parameter.data_ptr()]}', which PlainHost was not given, so that no snapshot holds "
-                        "it: use ft_plugins.TorchHost(model, optimizer), which captures all of it"
+                        f"'{names[parameter.data_ptr()]}', which was not passed to PlainHost and would be missing from "
+                        "snapshots: use ft_plugins.TorchHost(model, optimizer), which captures all of it"
                     )
         return bool(ours)
 
     def install_edges(self, edges: Edges) -> None:
-        """Nothing is known of what the caller's loop does in an iteration."""
-        raise UnsupportedError("a training loop of torch alone has no pipeline, so no spans that could be followed")
+        """Raises UnsupportedError: the spans of the caller's loop are unknown."""
+        raise UnsupportedError("a plain torch loop has no pipeline, so that its spans cannot be followed")
 
     def learning_rate(self) -> float:
-        """As the caller says. Raises UnsupportedError where it was not told how to ask."""
+        """Raises UnsupportedError if the host was built without `learning_rate`."""
         if self._learning_rate is None:
-            raise UnsupportedError("a training loop of torch alone was given no learning_rate: name a function for it")
+            raise UnsupportedError("the learning rate of a plain torch loop is unknown: pass PlainHost `learning_rate`")
         return self._learning_rate()
 
     def gradients(self) -> Mapping[str, torch.Tensor]:
         return self._gradients()
 
     def recompute(self, step: int) -> None:
-        """As the caller does it. Raises UnsupportedError where it was not told how."""
+        """Raises UnsupportedError if the host was built without `recompute`."""
         if self._recompute is None:
-            raise UnsupportedError("a training loop of torch alone was given no recompute: name a function for it")
+            raise UnsupportedError("a plain torch loop cannot recompute gradients: pass PlainHost `recompute`")
         self._recompute(step)
 
     def keep_iterations(self) -> None:
-        """The caller's loop knows its iterations."""
+        """Does nothing: `recompute` belongs to the caller."""
 
     def copies(self) -> Inventory:
-        """None: what is computed with are the tensors themselves."""
+        """Empty: the loop computes with the captured tensors."""
         return Inventory.of(self.rank, ())
 
-    def copied(self) -> Mapping[str, torch.Tensor]:
+    def copy_tensors(self) -> Mapping[str, torch.Tensor]:
         return {}
 
     def derive(self) -> None:
-        """Nothing is derived from the tensors."""
+        """Does nothing: nothing is derived from the tensors."""
 
     def scalars(self) -> bytes:
-        """Nothing: what the caller's loop decides by is among its tensors, or alike by itself."""
+        """Empty: the caller's loop keeps such values in its tensors, or equal on all ranks."""
         return b""
 
     def restore_scalars(self, encoded: bytes) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def before_reduction(self, call: Callable[[int, Mapping[str, torch.Tensor]], None]) -> None:
-        """The caller's loop reduces gradients where nobody sees it."""
-        raise UnsupportedError("a training loop of torch alone reduces its gradients itself: what is to be done before")
+        """Raises UnsupportedError: the reduction of the caller's loop is unknown."""
+        raise UnsupportedError(
+            "a plain torch loop reduces its gradients by itself, so that nothing can be called before the reduction"
+        )

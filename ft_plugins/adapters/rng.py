@@ -1,10 +1,10 @@
-"""Every random number generator that a rank draws from, as plain values, and back.
+"""Read and restore every random number generator that a rank draws from.
 
-Invariant: after `restore_rng(rng_state())` each generator continues with the number it would have drawn next. Nothing
-may draw between the restore and the first iteration, so it comes last.
+Invariant: after `restore_rng(rng_state())` each generator continues with the number that it would have drawn next. It
+is the last step of a restore, because nothing may draw before the first iteration.
 
-In: the process's generators (Python, NumPy, torch's default one, the current CUDA device's) and a framework's tracker
-of the streams of model parallelism. Out: a dictionary of tuples, arrays and byte tensors.
+In: the process's generators (Python, NumPy, torch's default one, the current CUDA device's) and the framework's tracker
+of model-parallel streams. Out: a dictionary of tuples, arrays and byte tensors.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from ..errors import ResumeError
 
 
 class Tracker(Protocol):
-    """Named streams of random numbers, as Megatron and DeepSpeed keep them: byte tensors, or generators."""
+    """Named streams of random numbers of Megatron or DeepSpeed: byte tensors, or generators if CUDA graphs are used."""
 
     def get_states(self) -> dict[str, Any]: ...
     def set_states(self, states: dict[str, Any]) -> None: ...
 
 
 def rng_state(tracker: Tracker) -> dict[str, Any]:
-    """The state of all generators. On a CPU under the device shim the CUDA entry is the default generator's."""
+    """The state of all generators. Under the CPU shim the CUDA entry is the default generator's."""
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
@@ -38,19 +38,14 @@ def rng_state(tracker: Tracker) -> dict[str, Any]:
 
 
 def restore_rng(state: Mapping[str, Any], tracker: Tracker) -> None:
-    """Set all generators. Raises ResumeError when the tracker's streams are not those that were captured."""
-    require_same_streams(tracker, state["tracker"])
-    restore_generators(state)
-    restore_streams(tracker, state["tracker"])
-
-
-def restore_generators(state: Mapping[str, Any]) -> None:
-    """Those of the process and of its device, not the tracker's."""
+    """Set all generators. Raises ResumeError if the tracker's streams are not those captured."""
+    _require_same_streams(tracker, state["tracker"])
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None:
         torch.cuda.set_rng_state(state["cuda"])
+    restore_streams(tracker, state["tracker"])
 
 
 def streams(tracker: Tracker) -> dict[str, torch.Tensor]:
@@ -58,25 +53,23 @@ def streams(tracker: Tracker) -> dict[str, torch.Tensor]:
     return {name: _bytes_of(state) for name, state in tracker.get_states().items()}
 
 
-def require_same_streams(tracker: Tracker, captured: Mapping[str, torch.Tensor]) -> None:
-    """Raises ResumeError when the tracker's streams are not those that were captured."""
-    found = tracker.get_states()
-    if set(found) != set(captured):
+def _require_same_streams(tracker: Tracker, captured: Mapping[str, torch.Tensor]) -> None:
+    present = tracker.get_states()
+    if set(present) != set(captured):
         raise ResumeError(
-            f"the RNG tracker holds the streams {sorted(found)}, captured were {sorted(captured)}: "
+            f"the RNG tracker holds the streams {sorted(present)}, but {sorted(captured)} were captured: "
             "resume with the parallel sizes and the random seed settings of the captured job"
         )
 
 
 def restore_streams(tracker: Tracker, captured: Mapping[str, torch.Tensor]) -> None:
-    """Set the tracker's streams. Raises ResumeError when they are not those that were captured."""
-    require_same_streams(tracker, captured)
-    found = tracker.get_states()
-    tracker.set_states({name: _stream(found[name], state) for name, state in captured.items()})
+    """Set the tracker's streams. Raises ResumeError if they are not those captured."""
+    _require_same_streams(tracker, captured)
+    present = tracker.get_states()
+    tracker.set_states({name: _stream(present[name], state) for name, state in captured.items()})
 
 
 def _bytes_of(stream: torch.Tensor | torch.Generator) -> torch.Tensor:
-    """The tracker keeps byte tensors, or generators where CUDA graphs are in use."""
     return stream.get_state() if isinstance(stream, torch.Generator) else stream.clone()
 
 

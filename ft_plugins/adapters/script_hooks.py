@@ -1,17 +1,16 @@
-"""Follow a script that is not edited: act when it imports a module, wrap a framework's functions, learn how it ended.
+"""Follow a script without editing it: act when it imports a module, wrap a framework's functions, detect how it ended.
 
-Imports: a module that is never imported costs one dictionary lookup per import of anything else. A callback runs once,
-right after the module's own code and before the importing statement returns, so that `from module import name` binds
-what the callback left there. An error in a callback fails the import. The only state is the finder, which lives in
-`sys.meta_path` as long as the interpreter does.
+Imports: a callback runs once, right after the module's own code and before the importing statement returns, so that
+`from module import name` binds what the callback set. An error in a callback fails the import. A module that is never
+imported costs one dictionary lookup per import of another. The only state is the finder in `sys.meta_path`.
 
-Wrapping: only the module or object that *uses* a name is touched, before any name is bound from it, and only once.
+Wrapping: a name is replaced once, in the module or object that *uses* it, before any other name is bound to it.
 
-The end: asked at exit, when the interpreter has forgotten why it exits. A script ended in order if its outermost frame
-returned (a frame keeps the instruction with which it was left), or if it called `sys.exit` with status 0; of
-`raise SystemExit(...)` the status cannot be learnt. An end that is not known to be orderly is not orderly.
+The end: checked at exit, when the interpreter no longer knows why it exits. The end is orderly if the outermost frame
+returned (a frame keeps its last instruction), or if the script called `sys.exit` with status 0. The status of
+`raise SystemExit(...)` is not visible. In doubt, the end is not orderly.
 
-In: module names, owners, a frame of the script. Out: modules as the callbacks left them; a question to ask at exit.
+In: module names, owners, a frame of the script. Out: modules as the callbacks left them; a function to call at exit.
 """
 
 from __future__ import annotations
@@ -42,12 +41,12 @@ def on_import(name: str, callback: Callback) -> None:
 
 
 def load_below(package: str, choose: Choose) -> None:
-    """Load each module of the top-level `package` by the loader that `choose(spec)` returns; None: by its own."""
+    """Load each module of the top-level `package` with the loader that `choose(spec)` returns; None: with its own."""
     _finder().choosers[package] = choose
 
 
 def _finder() -> PostImportFinder:
-    """The one finder of this interpreter, put in front of the others when it is first needed."""
+    """The one finder of this interpreter; the first call puts it in front of the others."""
     for finder in sys.meta_path:
         if isinstance(finder, PostImportFinder):
             return finder
@@ -57,7 +56,7 @@ def _finder() -> PostImportFinder:
 
 
 class PostImportFinder(importlib.abc.MetaPathFinder):
-    """Finds nothing by itself: for the names it was told of, it wraps what the finders behind it found."""
+    """Wraps the loaders that the finders after it return, for the registered names."""
 
     def __init__(self) -> None:
         self.callbacks: dict[str, list[Callback]] = {}
@@ -66,7 +65,7 @@ class PostImportFinder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """The spec of `fullname` with a loader that calls back, or that was chosen; None for every other name."""
+        """The spec of `fullname` with the chosen loader, or one that calls back; None for a name not registered."""
         choose = self.choosers.get(fullname.partition(".")[0])
         if choose is None and fullname not in self.callbacks:
             return None
@@ -83,7 +82,7 @@ class PostImportFinder(importlib.abc.MetaPathFinder):
 
 
 class _CallingLoader(importlib.abc.Loader):
-    """The real loader, plus the callbacks after it. Gives its place back to the real loader before they run."""
+    """Runs the callbacks after the original loader, which it first puts back into the module."""
 
     def __init__(self, loader: Any, finder: PostImportFinder) -> None:
         self._loader = loader
@@ -98,9 +97,9 @@ class _CallingLoader(importlib.abc.Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
-        for callback in self._finder.callbacks.get(module.__name__, []):  # none: this spec was wrapped twice
+        for callback in self._finder.callbacks.get(module.__name__, []):  # [] if this spec was wrapped twice
             callback(module)
-        self._finder.callbacks.pop(module.__name__, [])  # only now: another attempt after an error fails likewise
+        self._finder.callbacks.pop(module.__name__, [])  # last, so that a second import after an error fails as well
 
 
 REPLACED = "__ft_replaced__"
@@ -109,15 +108,15 @@ REPLACED = "__ft_replaced__"
 def replace(
     owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]], *, framework: str, tested: str
 ) -> None:
-    """Set `owner.name` to `wrap(owner.name)`. Raises UnsupportedError when this version has no such function."""
+    """Set `owner.name` to `wrap(owner.name)`, once. Raises UnsupportedError if this version has no such function."""
     original = getattr(owner, name, None)
     if getattr(original, REPLACED, False):
         return
     if not callable(original):
-        of = getattr(owner, "__name__", type(owner).__name__)
+        place = getattr(owner, "__name__", type(owner).__name__)
         raise UnsupportedError(
-            f"{of} ({getattr(owner, '__file__', None)}) has no function '{name}': this version of {framework} cannot "
-            f"be followed; use {tested}"
+            f"{place} ({getattr(owner, '__file__', None)}) has no function '{name}': this version of {framework} "
+            f"cannot be followed; use {tested}"
         )
     replacement = wrap(original)
     setattr(replacement, REPLACED, True)
@@ -129,7 +128,7 @@ replace_in_megatron = functools.partial(replace, framework="Megatron-LM", tested
 
 
 def follow_end(frame: FrameType) -> Callable[[], bool]:
-    """Whether the script whose frame is the outermost of `frame` has ended in order, once it has ended."""
+    """Returns a function that says, at exit, whether the script ended in order; `frame` is any frame of the script."""
     while frame.f_back is not None:
         frame = frame.f_back
     statuses: list[Any] = ["none"]

@@ -1,9 +1,10 @@
-"""What a torch module has in addition to tensors, and objects around it and its optimizer that the host was not given.
+"""Read and restore the modes of a torch module, and check what `TorchHost` is given.
 
-Invariant: what is read here is plain values for the codec, and setting it makes the module what it was: which
-parameters are trained, which modules are in training mode, and what modules keep by `get_extra_state`.
+Modes are what a module has in addition to tensors: which parameters are trained, which modules are in training mode,
+and what modules return from `get_extra_state`.
 
-In: a module, an optimizer. Out: plain values, and back; names of what is not captured.
+In: a module, an optimizer, a scheduler. Out: plain values for the codec, and back; errors, and names of what is not
+captured.
 """
 
 from __future__ import annotations
@@ -12,56 +13,60 @@ import gc
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import msgpack
 import torch
+import xxhash
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..errors import ConfigError, InventoryError
+from ..collective import Collective
+from ..errors import ConfigError, InventoryError, UnsupportedError
 from ..snapshot import codec
+from ..snapshot.copiers import flat_bytes
 
-_DEPTH = 3  # of attributes that are looked into for schedulers
+_DEPTH = 3  # of the attributes searched for schedulers
 
 
 def read_modes(module: torch.nn.Module) -> dict[str, Any]:
-    """Which parameters are trained, which modules are in training mode, what modules keep beside their tensors."""
+    """The modes of `module`, as plain values."""
     return {
         "trained": [name for name, one in module.named_parameters() if one.requires_grad],
         "training": [name for name, part in module.named_modules() if part.training],
-        "extra": {name: part.get_extra_state() for name, part in _keepers(module)},
+        "extra": {name: part.get_extra_state() for name, part in _with_extra_state(module)},
     }
 
 
 def write_modes(module: torch.nn.Module, saved: Mapping[str, Any]) -> None:
-    """Set them."""
+    """Set the modes of `module`."""
     trained, training = set(saved["trained"]), set(saved["training"])
     for name, one in module.named_parameters():
         one.requires_grad_(name in trained)
     for name, part in module.named_modules():
         part.training = name in training
-    for name, part in _keepers(module):
+    for name, part in _with_extra_state(module):
         if name in saved["extra"]:
             part.set_extra_state(saved["extra"][name])
 
 
 def require_encodable(module: torch.nn.Module, place: str) -> None:
     """Raises InventoryError, naming the module whose extra state cannot be captured."""
-    for name, part in _keepers(module):
+    for name, part in _with_extra_state(module):
         try:
             codec.encode(part.get_extra_state())
         except InventoryError as error:
             raise InventoryError(
-                f"{place}: what get_extra_state of '{name}' ({type(part).__name__}) gives cannot be captured: {error}; "
-                "have it give plain values and tensors"
+                f"{place}: the extra state of '{name}' ({type(part).__name__}) cannot be captured: {error}; return "
+                "plain values and tensors from get_extra_state"
             ) from error
 
 
-def _keepers(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+def _with_extra_state(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     for name, part in module.named_modules():
         if type(part).get_extra_state is not torch.nn.Module.get_extra_state:
             yield name, part
 
 
 def stray_tensors(module: torch.nn.Module) -> list[str]:
-    """Tensors that are attributes of modules, but neither parameters nor buffers nor views of such."""
+    """Names of tensors that are attributes of modules, but neither parameters nor buffers nor views of them."""
     known = {one.untyped_storage().data_ptr() for one in (*module.parameters(), *module.buffers())}
     return [
         f"{name}.{key}" if name else key
@@ -71,34 +76,75 @@ def stray_tensors(module: torch.nn.Module) -> list[str]:
     ]
 
 
-def unnamed_scheduler(optimizer: torch.optim.Optimizer, given: Any) -> LRScheduler | None:
-    """A scheduler of torch that moves this optimizer and is neither `given` nor inside of it. Looks at all objects of
-    the process: once."""
-    named = {id(one) for one in _inside(given, _DEPTH)}
+def other_scheduler(optimizer: torch.optim.Optimizer, given: Any) -> LRScheduler | None:
+    """A torch scheduler of this optimizer that is neither `given` nor contained in it. Slow: visits all objects of the
+    process."""
+    known = {id(one) for one in _contents(given, _DEPTH)}
     for one in gc.get_objects():
         ours = issubclass(type(one), LRScheduler) and getattr(one, "optimizer", None) is optimizer
-        if ours and id(one) not in named:
+        if ours and id(one) not in known:
             return one  # type: ignore[no-any-return]
     return None
 
 
-def _inside(value: Any, depth: int) -> Iterator[Any]:
+def _contents(value: Any, depth: int) -> Iterator[Any]:
     yield value
     if depth:
-        within = value if isinstance(value, list | tuple) else getattr(value, "__dict__", {}).values()
-        for part in list(within):
-            yield from _inside(part, depth - (not isinstance(part, list | tuple)))
+        parts = value if isinstance(value, list | tuple) else getattr(value, "__dict__", {}).values()
+        for part in list(parts):
+            yield from _contents(part, depth - (not isinstance(part, list | tuple)))
 
 
-def require_kinds(model: Any, optimizer: Any, scheduler: Any) -> None:
-    """What TorchHost is given is what it expects. Raises ConfigError."""
+def require_types(model: Any, optimizer: Any, scheduler: Any) -> None:
+    """Raises ConfigError if the arguments of TorchHost have other types than expected."""
     expected = "expected TorchHost(model, optimizer, scheduler=None, sampler=None)"
     if not isinstance(model, torch.nn.Module):
-        raise ConfigError(f"{expected}, found a {type(model).__name__} as the model: give a torch.nn.Module")
+        raise ConfigError(f"{expected}, found a {type(model).__name__} as the model: pass a torch.nn.Module")
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(f"{expected}, found a {type(optimizer).__name__} as the optimizer: give one of torch.optim's")
+        raise ConfigError(f"{expected}, found a {type(optimizer).__name__} as the optimizer: pass one of torch.optim")
     if scheduler is not None and not (hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict")):
         raise ConfigError(
             f"{expected}, found a {type(scheduler).__name__} as the scheduler, which has no state_dict and "
-            "load_state_dict; a learning rate that follows from the iteration needs none"
+            "load_state_dict; pass none if the learning rate follows from the iteration"
         )
+
+
+def require_whole_parameters(module: torch.nn.Module, optimizer: torch.optim.Optimizer, place: str) -> None:
+    """Raises UnsupportedError for sharded parameters, InventoryError if `optimizer` updates other parameters."""
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    kinds = {type(part).__name__ for part in module.modules()}
+    sharded = [name for one, name in names.items() if type(one.data).__name__ == "DTensor"]
+    if "FullyShardedDataParallel" in kinds or sharded:
+        raise UnsupportedError(
+            f"{place}: parameters are sharded ({sharded[0] if sharded else 'FullyShardedDataParallel'}), but TorchHost "
+            "supports replicas only: use DistributedDataParallel, DeepSpeed or Megatron"
+        )
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if parameter not in names:
+                raise InventoryError(
+                    f"{place}: group {number} of the optimizer updates a parameter of shape {tuple(parameter.shape)} "
+                    "that the model does not have: pass TorchHost a module that holds all of them "
+                    "(torch.nn.ModuleList([model, ...]))"
+                )
+
+
+def require_equal_replicas(rank: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raises InventoryError if the bytes of a tensor differ between ranks. A collective."""
+    digests = {name: _digest(name, tensor) for name, tensor in tensors.items()}
+    gathered = [msgpack.unpackb(part) for part in Collective().gather(msgpack.packb(digests))]
+    for other, theirs in enumerate(gathered):
+        names = theirs.keys() | gathered[0].keys()
+        differing = sorted(name for name in names if theirs.get(name) != gathered[0].get(name))
+        if differing:
+            error = InventoryError(
+                f"rank {other}: '{differing[0]}' differs from rank 0's ({len(differing)} of {len(theirs)} tensors do), "
+                "but TorchHost needs equal replicas: wrap the model in DistributedDataParallel, or build it "
+                "from the same seed on all ranks"
+            )
+            error.echo = rank != other
+            raise error
+
+
+def _digest(name: str, tensor: torch.Tensor) -> int:
+    return xxhash.xxh3_64_intdigest(flat_bytes(name, tensor).cpu().numpy().data)

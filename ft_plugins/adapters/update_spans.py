@@ -1,10 +1,10 @@
-"""What adapters share about spans: the update, in which waiting and work are told apart.
+"""Wrap functions of a framework in spans; in an update, separate waiting from work.
 
-Before anything is updated the ranks agree on infinities and on the gradient norm, over all stages: a stage that has
-nothing more to do waits there for the others. So that is a REDUCE span, and UPDATE begins when the first optimizer
-of torch steps. An update that is skipped has no UPDATE span.
+Before an update the ranks of all stages agree on infinities and on the gradient norm, so a stage that is done waits
+there for the others. That part is a REDUCE span; UPDATE begins when the first torch optimizer steps. A skipped update
+has no UPDATE span.
 
-Invariant: what is wrapped is called with the arguments that it was called with.
+Invariant: arguments are passed on unchanged.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from ..model.host import Edges
 from ..model.timeline import Kind
 
 
-def around_update(
+def wrap_update(
     optimizers: Iterable[torch.optim.Optimizer], edges: Edges
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """What wraps the function in which `optimizers`, torch's own, step."""
+    """A wrapper for the framework function that steps the torch `optimizers`."""
     agreeing = [False]
 
     def first_steps(*args: Any) -> None:
@@ -49,8 +49,8 @@ def around_update(
     return wrap
 
 
-def around(kind: Kind, original: Callable[..., Any], edges: Edges) -> Callable[..., Any]:
-    """`original` as a span of no microbatch."""
+def wrap_span(kind: Kind, original: Callable[..., Any], edges: Edges) -> Callable[..., Any]:
+    """`original` as a span that belongs to no microbatch."""
 
     @functools.wraps(original)
     def spanned(*args: Any, **kwargs: Any) -> Any:

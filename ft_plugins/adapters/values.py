@@ -1,9 +1,9 @@
-"""Values of a framework's checkpoints as plain ones, and back: for what stands in them beside tensors.
+"""Convert the non-tensor values of a framework's checkpoints to JSON values and back.
 
-Invariant: what comes back has the type that it had. No pickle: an enum is its class's place and its member's name, and
-only places of the packages that the reader names are looked up, whatever a file says.
+Invariant: a value comes back with the type that it had. No pickle: an enum is stored as class path and member name,
+and only classes of the packages that the reader allows are imported, whatever a file says.
 
-In: nested values. Out: JSON values, with a tag where JSON lacks the type; Unknown for a type that is not known here.
+In: nested values. Out: JSON values, tagged where JSON lacks the type. Raises Unknown for a type without plain form.
 """
 
 from __future__ import annotations
@@ -29,32 +29,33 @@ def _unknown(value: Any) -> Any:
     raise Unknown(type(value).__qualname__)
 
 
-def plain(value: Any, other: Callable[[Any], Any] = _unknown) -> Any:
-    """`value` as JSON has it; `other` is asked for types that are not known here. Raises Unknown."""
+def to_plain(value: Any, other: Callable[[Any], Any] = _unknown) -> Any:
+    """`value` as JSON values; `other` converts the types that this function does not know. Raises Unknown."""
     match value:
         case Enum():
-            return {TAG: "enum", **_place(type(value)), "name": value.name}
+            kind = type(value)
+            return {TAG: "enum", "module": kind.__module__, "class": kind.__qualname__, "name": value.name}
         case torch.dtype():
             return {TAG: "dtype", "name": str(value).removeprefix("torch.")}
         case PurePath():
             return {TAG: "path", "name": str(value)}
         case tuple() if type(value) is tuple:
-            return {TAG: "tuple", "parts": [plain(part, other) for part in value]}
+            return {TAG: "tuple", "parts": [to_plain(part, other) for part in value]}
         case list():
-            return [plain(part, other) for part in value]
+            return [to_plain(part, other) for part in value]
         case dict() if type(value) is dict and all(isinstance(key, str) for key in value):
-            return {TAG: "dict", "parts": {key: plain(part, other) for key, part in value.items()}}
+            return {TAG: "dict", "parts": {key: to_plain(part, other) for key, part in value.items()}}
         case None | bool() | int() | float() | str() if type(value) in (type(None), bool, int, float, str):
             return value
     return other(value)
 
 
-def back(
+def from_plain(
     value: Any, packages: Sequence[str], framework: str, other: Callable[[Mapping[str, Any]], Any] | None = None
 ) -> Any:
-    """What `plain` was given; `other` is asked for tags that are not known here. Raises StorageError."""
+    """The inverse of `to_plain`; `other` converts the tags that this function does not know. Raises StorageError."""
     if isinstance(value, list):
-        return [back(part, packages, framework, other) for part in value]
+        return [from_plain(part, packages, framework, other) for part in value]
     if not isinstance(value, dict):
         return value
     match value[TAG]:
@@ -63,29 +64,25 @@ def back(
         case "path":
             return PosixPath(value["name"])
         case "tuple":
-            return tuple(back(part, packages, framework, other) for part in value["parts"])
+            return tuple(from_plain(part, packages, framework, other) for part in value["parts"])
         case "dict":
-            return {key: back(part, packages, framework, other) for key, part in value["parts"].items()}
+            return {key: from_plain(part, packages, framework, other) for key, part in value["parts"].items()}
         case "enum":
-            kind = found_class(value, packages)
+            kind = find_class(value, packages)
             if kind is None or not issubclass(kind, Enum) or value["name"] not in kind.__members__:
                 where = f"{value['module']}.{value['class']}.{value['name']}"
-                raise StorageError(f"{where} is not known to the {framework} installed here")
+                raise StorageError(f"{where} does not exist in the installed version of {framework}")
             return kind[value["name"]]
     if other is None:
-        raise StorageError(f"a value of unknown kind {value[TAG]!r} was saved")
+        raise StorageError(f"the checkpoint holds a value of the unknown kind {value[TAG]!r}")
     return other(value)
 
 
-def _place(kind: type[Any]) -> dict[str, str]:
-    return {"module": kind.__module__, "class": kind.__qualname__}
-
-
-def found_class(told: Mapping[str, Any], packages: Sequence[str]) -> Any:
-    """The class that is named, None where there is none in one of `packages`."""
-    found: Any = None
-    if told["module"].split(".")[0] in packages:
-        found = importlib.import_module(told["module"])
-        for part in told["class"].split("."):
-            found = getattr(found, part, None)
-    return found if isinstance(found, type) else None
+def find_class(named: Mapping[str, Any], packages: Sequence[str]) -> Any:
+    """The class that `named` gives by 'module' and 'class'; None if no package of `packages` has it."""
+    place: Any = None
+    if named["module"].split(".")[0] in packages:
+        place = importlib.import_module(named["module"])
+        for part in named["class"].split("."):
+            place = getattr(place, part, None)
+    return place if isinstance(place, type) else None

@@ -1,1 +1,1 @@
-"""Idle time of the pipeline: measured, planned with, and given out."""
+"""Pipeline bubbles: measure them, plan sends in them, and pace the senders."""

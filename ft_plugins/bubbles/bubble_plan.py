@@ -1,16 +1,16 @@
-"""How many bytes of its copy a rank may send in which bubble: BAFT's Algorithms 1 and 2. Pure.
+"""Plan how many bytes of its copy each rank sends in which bubble: BAFT's Algorithms 1 and 2. Pure.
 
-    windows   the times in which sender and receiver are idle, without what regular communication needs    (windows)
-    rates     what of the link between two nodes each of its senders has in each window                     (share)
+    windows   times in which sender and receiver are both idle, less the reserve for regular communication    (windows)
+    rates     each sender's part of the link between two nodes, in each window                                (share)
     filling   window by window: bytes exactly (Algorithm 1), or the layers that fit best (Algorithm 2; layers)
-    period    if the bubbles of one iteration are not enough, those of the next: a checkpoint every n iterations
+    period    if one iteration's bubbles are not enough, the next one's too: a checkpoint every n iterations
 
-Where a node sends to several others, or receives from several, its link is divided among them by what they carry; so
-the rates of all senders at a link never add up to more than it.
+If a node sends to several others, or receives from several, its link is divided among them by their bytes, so the rates
+on a link never add up to more than its capacity.
 
-Invariant: every byte of every copy is in one grant; no grant reaches out of a window, or carries more than the sender's
-rate times its length. Every iteration offers the same grants (`every`), so that what was late goes out in the bubbles
-that follow. A sender without shared bubbles is told so and paced by a rate: nothing is stalled for it.
+Invariant: every byte of every copy is in one grant; no grant extends beyond a window, or carries more than the sender's
+rate times its length. Every iteration offers the same grants (`every`), so late bytes go out in later bubbles. A sender
+without shared bubbles is paced by a rate instead, with the reason; training never waits for it.
 
 In: `Transfer`s, bubbles of each rank by one clock, bytes per second of each node. Out: `BubblePlan`.
 """
@@ -28,53 +28,53 @@ from .filling import Grant, Grants, Granularity, Transfer, offers
 from .messages import Traffic
 from .windows import Reserve
 
-MOST_ITERATIONS = 100  # of one checkpoint; a sender that needs more is as good as without bubbles
-BY_RATE = 0.5  # of the time, at most, a link carries copies in no bubble: the rest of it is training's
-LEAST_PART = 0.1  # of an equal part of that: what a rank has of it that sends next to nothing
+MOST_ITERATIONS = 100  # per checkpoint; a sender that needs more is treated as without bubbles
+BY_RATE = 0.5  # largest share of the time in which a link carries copies outside bubbles; the rest is training's
+LEAST_PART = 0.1  # of an equal part of BY_RATE: the least for a rank that sends almost nothing
 TABLE_SENDERS = 64
 
 
 @dataclass(frozen=True)
 class SenderPlan:
-    """What one rank may send: `iterations[i]` are its grants in the i-th iteration of a period, `every` what any
+    """What one rank may send: `iterations[i]` are its grants in the i-th iteration of a period, `every` those that any
     iteration offers.
 
-    `reason` says why it is not paced by bubbles; '' where it is. `bytes_per_second` is the rate by which it keeps up
-    with the others then.
+    `reason`: why it is not paced by bubbles, '' if it is. `bytes_per_second`: the rate that paces it then, at which it
+    keeps up with the other senders.
     """
 
     transfer: Transfer
     iterations: tuple[Grants, ...]
     every: Grants
-    idle_seconds: float  # of an iteration: in bubbles
-    shared_seconds: float  # that the receiver shares
+    idle_seconds: float  # per iteration, in bubbles
+    shared_seconds: float  # of that, shared with the receiver
     reason: str = ""
     bytes_per_second: float = 0.0
 
     def after(self, iteration: int, span: int) -> Grants:
-        """The grants of the bubble that begins after compute span `span`, in an iteration of a period, from 0; once
-        all that was planned is through, what the bubble offers: for what was late."""
+        """The grants of the bubble after compute span `span`, in `iteration` of a period (from 0). Beyond the planned
+        iterations: what the bubble offers, for late bytes."""
         planned = self._by_span[iteration] if iteration < len(self.iterations) else self._by_span[-1]
         return planned.get(span, ())
 
     @cached_property
     def _by_span(self) -> list[dict[int, Grants]]:
-        found = []
+        by_iteration = []
         for grants in (*self.iterations, self.every):
             spans: dict[int, list[Grant]] = {}
             for grant in grants:
                 spans.setdefault(grant.after, []).append(grant)
-            found.append({span: tuple(those) for span, those in spans.items()})
-        return found
+            by_iteration.append({span: tuple(those) for span, those in spans.items()})
+        return by_iteration
 
 
 @dataclass(frozen=True)
 class BubblePlan:
-    """Who of the `senders` may send what when. `iterations`: how many of them one checkpoint takes, of these senders or
-    `in_step` with others; each has `seconds`.
+    """The plans of all `senders`. A checkpoint takes `iterations` of `seconds` each, for these senders, or `in_step`
+    with others.
 
-    `fill_bytes`, `fill_layers`: how full the windows are up to the last that is needed, filled exactly, or by layers,
-    of the senders whose layers are given; None where there are none, or nothing is sent in bubbles.
+    `fill_bytes`, `fill_layers`: share of the windows that is used, up to the last window needed, filled by bytes or by
+    layers (of senders with known layers); None if there are none, or nothing is sent in bubbles.
     """
 
     senders: tuple[SenderPlan, ...]
@@ -86,12 +86,12 @@ class BubblePlan:
 
     @property
     def paced_by_rate(self) -> tuple[SenderPlan, ...]:
-        """The senders that no bubbles carry."""
+        """The senders that do not use bubbles."""
         return tuple(sender for sender in self.senders if sender.reason)
 
     def in_step(self, iterations: int) -> BubblePlan:
-        """The same in a job where a checkpoint takes so many iterations, as many as here or more, because others need
-        them: what goes by a rate takes its time."""
+        """This plan in a job whose checkpoints take `iterations`, at least as many as here, because other senders need
+        them; rates are lowered accordingly."""
         senders = (
             replace(one, bytes_per_second=one.transfer.nbytes / (iterations * self.seconds)) if one.reason else one
             for one in self.senders
@@ -99,7 +99,7 @@ class BubblePlan:
         return replace(self, iterations=iterations, senders=tuple(senders))
 
     def table(self) -> str:
-        """The plan for people: a line for each sender, the first 64; then who goes without bubbles, and why."""
+        """The plan as a table: a line for each of the first 64 senders, then those paced by a rate, and why."""
         by = "whole layers" if self.granularity is Granularity.LAYER else "bytes"
         fills = [
             f"{share:.1%} by {name}"
@@ -140,47 +140,48 @@ def plan_bubbles(
     most_iterations: int = MOST_ITERATIONS,
     messages: Mapping[int, Traffic] | None = None,
 ) -> BubblePlan:
-    """The plan of a job, or of those of its nodes that share links with no others, from one iteration of each rank.
+    """The plan of a job, or of a set of nodes that share no links with others, from one iteration of each rank.
 
-    `bytes_per_second`: of the link of each position's node, each way; or of every node. `ready_seconds`: into the first
-    iteration, until the version that is to be sent has been captured. `least_bytes`: a window that
-    carries less, and not all there is, is left alone, unless all of them are such. `messages`: of each rank what is
-    sent between stages, and is reserved where it takes longer than `reserve`. Times of all ranks count from one moment:
-    they begin an iteration together, as far as they meet before each update. Raises
-    ConfigError for a rank without timeline or layers.
+    `bytes_per_second`: of the link of each position's node, each way; or of every node. `ready_seconds`: time in the
+    first iteration until the version to be sent is captured. `least_bytes`: windows that carry less, and not all of the
+    copy, are not used, unless all are like that. `messages`: by rank, messages between stages, reserved if they take
+    longer than `reserve`. Times of all ranks have one origin: ranks begin an iteration together, because they meet
+    before each update. Raises ConfigError for a rank without timeline or layers.
     """
     if not transfers:
-        raise ConfigError("there is nothing to send: expected a transfer for each rank")
+        raise ConfigError("nothing to send: expected a transfer for each rank")
     for rank in (rank for one in transfers for rank in (one.sender, one.receiver)):
         if rank not in timelines or rank not in bubbles:
             raise ConfigError(f"rank {rank} has no timeline: expected one iteration of every sender and receiver")
     bare = [one.sender for one in transfers if one.nbytes and not one.layers]
     if granularity is Granularity.LAYER and bare:
-        raise ConfigError(f"rank {bare[0]}: its layers are not known; choose granularity: bytes, or name them")
+        raise ConfigError(f"rank {bare[0]}: its layers are unknown; use granularity bytes, or give its layers")
     seconds = max(timeline.seconds for timeline in timelines.values())
-    found = offers(
+    offered = offers(
         transfers, timelines, bubbles, bytes_per_second, reserve, ready_seconds, least_bytes, most_iterations,
         messages or {},
     )
-    planned = [offer.plan(granularity) for offer in found]
-    rates = [offer.link_seconds / BY_RATE for offer, (_, reason) in zip(found, planned, strict=True) if reason]
+    planned = [offer.plan(granularity) for offer in offered]
+    rates = [offer.link_seconds / BY_RATE for offer, (_, reason) in zip(offered, planned, strict=True) if reason]
     slowest = max(1, *(len(grants) for grants, _ in planned), *(ceil(one / seconds) for one in rates))
     senders = []
-    for offer, (grants, reason) in zip(found, planned, strict=True):
+    for offer, (grants, reason) in zip(offered, planned, strict=True):
         one = offer.transfer
         idle = sum(bubble.end - bubble.begin for bubble in offer.own)
         rate = one.nbytes / (slowest * seconds) if reason else 0.0
         every = () if reason or not one.nbytes else offer.offered(granularity)
         senders.append(SenderPlan(one, grants, every, idle, offer.windows.seconds, reason, rate))
-    carried = [offer for offer, (_, reason) in zip(found, planned, strict=True) if not reason and offer.transfer.nbytes]
+    carried = [
+        offer for offer, (_, reason) in zip(offered, planned, strict=True) if not reason and offer.transfer.nbytes
+    ]
     by_bytes = _share([offer.filled(offer.by_bytes) for offer in carried])
     by_layers = _share([offer.filled(offer.by_layers) for offer in carried if offer.transfer.layers])
     return BubblePlan(tuple(senders), slowest, seconds, granularity, by_bytes, by_layers)
 
 
 def by_rate_shares(nbytes: Mapping[int, int]) -> dict[int, float]:
-    """Of a node's time, what each of its ranks may send in that goes by a rate: BY_RATE, divided by what they send; to
-    each at least LEAST_PART of an equal part, or what goes beside a slot, however small, would never be through."""
+    """Each rank's share of its node's time for rate-limited sends: BY_RATE divided by their bytes, but at least
+    LEAST_PART of an equal part, or a rank with an empty slot could never send its small state."""
     least = max(1.0, LEAST_PART * sum(nbytes.values()) / len(nbytes))
     parts = {rank: max(least, sent) for rank, sent in nbytes.items()}
     whole = sum(parts.values())
@@ -188,6 +189,6 @@ def by_rate_shares(nbytes: Mapping[int, int]) -> dict[int, float]:
 
 
 def _share(filled: Sequence[tuple[int, int]]) -> float | None:
-    """What goes out, of what the windows carry."""
+    """Bytes sent as a share of what the windows carry."""
     taken, offered = (sum(column) for column in zip(*filled, strict=True)) if filled else (0, 0)
     return taken / offered if offered else None

@@ -1,9 +1,9 @@
-"""When an edge of a span was: on the host, or on the device that the rank computes on.
+"""Clocks for the edges of spans, on the host or on the device that the rank computes on.
 
-Invariant: `mark` allocates nothing and waits for nobody; a CUDA device is never synchronised with, it is asked whether
-it has come that far. Slot 0 is the begin of the iteration, to which all other times are relative.
+Invariant: `mark` neither allocates nor waits; a CUDA device is polled, never synchronised with. Slot 0 is the begin of
+the iteration, to which all other times are relative.
 
-In: marks. Out: seconds, once `ready`; by how much the device was behind the host.
+In: marks. Out: seconds, once `ready`; by how much the host was ahead of the device.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ class Clock(Protocol):
     """Times of numbered edges."""
 
     def room(self, slots: int) -> None:
-        """Make room for so many edges, outside the step path. What was marked is lost."""
+        """Make room for `slots` edges, outside the step path; discards all marks."""
         ...
 
     def mark(self, slot: int) -> None:
-        """This edge is now."""
+        """Record that edge `slot` is now."""
         ...
 
     def ready(self, last: int) -> bool:
-        """Whether the edge that was marked last, `last`, is over."""
+        """Whether `last`, the edge that was marked last, has passed."""
         ...
 
     def seconds(self, slots: int) -> list[float]:
-        """Those of the first `slots` edges, since edge 0."""
+        """Times of the first `slots` edges, since edge 0."""
         ...
 
     def leads(self, seconds: Sequence[float]) -> list[float]:
-        """By how many seconds the host was ahead at each of the first edges, which were at `seconds`; empty where the
-        host itself computes."""
+        """Seconds by which the host was ahead at each of the first edges, which were at `seconds`; empty if the host
+        itself computes."""
         ...
 
     def memory(self) -> int:
-        """Bytes in use now; -1 where that is not known."""
+        """Bytes in use now; -1 if unknown."""
         ...
 
 
 class HostClock:
-    """Where the host computes: an edge is when it is told."""
+    """For ranks that compute on the host: an edge is at the time of its mark."""
 
     def __init__(self) -> None:
         self._times = array("d")
@@ -71,8 +71,8 @@ class HostClock:
 
 
 class CudaClock:
-    """Where a CUDA device computes, ahead of which the host runs: an edge is when the current stream gets there. A
-    receive over NCCL is waited for by that stream, so its end is there too."""
+    """For ranks that compute on a CUDA device: an edge is when the current stream reaches it, later than the host.
+    The stream waits for NCCL receives, so their ends are in it too."""
 
     def __init__(self) -> None:
         self._events: list[torch.cuda.Event] = []
@@ -101,14 +101,14 @@ class CudaClock:
 
 
 def leads(host: Sequence[float], device: Sequence[float]) -> list[float]:
-    """By how many seconds the host was ahead at each edge, of when either was there by its own clock.
+    """Seconds by which the host was ahead at each edge, from the times by each one's own clock.
 
-    A device is never ahead: it does what it was told. So where the host was ahead by least, it is taken to have waited,
-    and there the two clocks are compared. Megatron's 1F1B waits for the device at each message. A host that waits
-    nowhere in an iteration is further ahead than is told here, everywhere by as much.
+    A device is never ahead of its host. So the host is assumed to have waited at the edge where its lead is smallest,
+    and the clocks are aligned there. Megatron's 1F1B waits for the device at each message. If a host does not wait in
+    an iteration, all leads are underestimated by the same amount.
     """
-    behind = max((told - done for told, done in zip(host, device, strict=True)), default=0.0)
-    return [done + behind - told for told, done in zip(host, device, strict=True)]
+    offset = max((issued - done for issued, done in zip(host, device, strict=True)), default=0.0)
+    return [done + offset - issued for issued, done in zip(host, device, strict=True)]
 
 
 def clock_of(device: torch.device) -> Clock:

@@ -1,10 +1,10 @@
-"""Waiting for a word in shared memory to change, in another process, without looking again and again.
+"""Wait without polling until another process changes a word in shared memory.
 
-The kernel's futex, on the low half of a word of 8 bytes. Whoever waits says what it has seen, so that a change between
-looking and waiting is not missed.
+The kernel's futex, on the low half of an 8-byte word. The waiter passes the value it has seen, so a change between
+reading and waiting is not missed.
 
-Invariant: a wait ends when the word has changed and was woken, or when its time is over; it may end before. Where
-there is no futex (not Linux, another processor) it lasts `POLL_SECONDS` at most, and waking does nothing.
+Invariant: a wait ends when the word has changed and was woken, or at its timeout; it may end earlier. Without futex
+(not Linux, another processor) the caller polls every `POLL_SECONDS`, and waking does nothing.
 
 In: an array of 8-byte words in a shared mapping. Out: nothing.
 """
@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 POLL_SECONDS = 0.002
-_NUMBERS = {"x86_64": 202, "aarch64": 98}  # of the system call
+_SYSCALL = {"x86_64": 202, "aarch64": 98}
 _WAIT, _WAKE, _ALL = 0, 1, 1 << 30
 _HALF = (1 << 32) - 1
 
@@ -31,8 +31,8 @@ class _Time(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-def _found() -> Callable[..., int] | None:
-    number = _NUMBERS.get(platform.machine())
+def _system_call() -> Callable[..., int] | None:
+    number = _SYSCALL.get(platform.machine())
     if sys.platform != "linux" or sys.byteorder != "little" or number is None:
         return None
     call = ctypes.CDLL(None, use_errno=True).syscall
@@ -47,24 +47,24 @@ def _found() -> Callable[..., int] | None:
     return futex
 
 
-_futex = _found()
+_futex = _system_call()
 
 
 class FutexWord:
     """One word of `words`, at place `at`."""
 
     def __init__(self, words: Words, at: int) -> None:
-        self._words, self._at = words, at  # kept: the address is theirs
+        self._words = words  # keeps the address valid
         self._address = words[at:].ctypes.data
 
     def wake(self) -> None:
-        """Whoever waits for the word to change looks now. A microsecond or two."""
+        """Wake all waiters. Takes a microsecond or two."""
         if _futex is not None:
             _futex(self._address, _WAKE, _ALL)
 
     def wait(self, seen: int, seconds: float) -> float:
-        """Until the word may be another than `seen`, for `seconds` at most. For how long a caller without futex has to
-        sleep instead: 0 where there is one."""
+        """Wait until the word may differ from `seen`, for at most `seconds`. Returns the seconds that the caller must
+        sleep instead, if there is no futex; 0 otherwise."""
         if _futex is None:
             return min(seconds, POLL_SECONDS)
         _futex(self._address, _WAIT, seen & _HALF, _Time(int(seconds), int(seconds % 1 * 1e9)))

@@ -1,26 +1,26 @@
-"""The gate: words in shared memory by which a trainer says how much of its copy may go now, bubble by bubble.
+"""The gate: words in shared memory by which a rank allows its SMP to send its copy, bubble by bubble.
 
-A trainer opens it at the begin of a bubble and closes it at the end. The SMP of its node reads it before each frame,
+The trainer opens it at the begin of a bubble and closes it at the end. The SMP of its node reads it before each frame,
 and waits for it to open.
 
     word   0        1        2           3        4       5 ..                                 29     30, 31, 32
            closed | number | iteration | bubble | count | begin, deadline, bytes (8 windows) | seal | the rest
                     `------------------ covered by the seal --------------------------------'
 
-The rest is `moved`, `planned` and `period`. `moved` is the SMP's, all else the trainer's: it changes when a frame
-begins to move and when it is through, so that a trainer knows of a time whether copies went in it. `planned`:
-iterations within which its bubbles carry all, 0 for no plan; `period`: nanoseconds of an iteration of the plan.
+The rest is `moved`, `planned` and `period`. The SMP writes `moved`, the trainer all others. `moved` changes when a
+frame begins to move and when it is through, so a trainer can see whether copies moved in a period of time. `planned`:
+iterations within which the bubbles carry all, 0 for no plan; `period`: nanoseconds of an iteration of the plan.
 
-Invariant: what is read is what was written by one `open`, or nothing: the seal, a digest written last, fits no mixture
-of two openings, whatever order a machine makes stores visible in. Closing is one store of 8 bytes: an opening is over
-when `closed` names its number. A gate is closed until it is opened, and an open one ends by its deadlines, also when
-its trainer is dead: CLOCK_MONOTONIC is one for all processes of a machine. Neither side takes a lock; the trainer calls
-the system once for an opening, to wake who waits for it (bubbles.futex).
+Invariant: a read returns what one `open` wrote, or nothing: the seal, a digest written last, fits no mixture of two
+openings, in whatever order stores become visible. Closing is one store of 8 bytes: an opening is over when `closed`
+equals its number. A gate is closed until it is opened, and an open one ends by its deadlines even if its trainer dies:
+CLOCK_MONOTONIC is common to all processes of a machine. No locks; the trainer makes one system call per opening, to
+wake the waiters (bubbles.futex).
 
-It lies in the header page of the rank's segment, which trainer and SMP have mapped anyway, between words and
-fingerprint: nothing more to create, find, or clean up.
+The gate is in the header page of the rank's segment, between words and fingerprint. Trainer and SMP map it anyway, so
+there is nothing more to create, find or clean up.
 
-In: grants of `bubble_plan`, spans as they begin and end. Out: `Opening`s, which `gate_pacer` follows.
+In: grants of `bubble_plan`, spans as they begin and end. Out: `Opening`s, followed by `gate_pacer`.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _SEALED = struct.Struct(f"=4Q{3 * WINDOWS}Q")
 _CLOSED, _NUMBER, _SEAL = 0, 1, 1 + _SEALED.size // 8  # words
 _MOVED, _PLANNED, _PERIOD = _SEAL + 1, _SEAL + 2, _SEAL + 3
 GATE_BYTES = 8 * (_PERIOD + 1)
-_LOOKS = 3  # at a gate that is being written
+_READS = 3  # attempts at a gate that is being written
 _NUMBERS = 1 << 63
-STEADY = _NUMBERS - 1  # in the place of a bubble: what is granted is a rate, and in no bubble
+STEADY = _NUMBERS - 1  # instead of a bubble's number: a rate is granted, outside bubbles
 HELD = _NUMBERS - 2  # nothing is granted
-EDGE_TOLERANCE = 0.05  # of an iteration: a bubble that begins so much sooner or later than planned is left alone
-EDGE_SECONDS = 0.25  # or so much, where iterations are short: a busy host may be late by that any time
+EDGE_TOLERANCE = 0.05  # of an iteration: a bubble that begins earlier or later than planned by more is not used
+EDGE_SECONDS = 0.25  # the least tolerance, for short iterations: a busy host may be late by that at any time
 
 Buffer = npt.NDArray[np.uint8]
 
@@ -66,8 +66,8 @@ class Opening:
 
 
 class Gate:
-    """One rank's. Its trainer alone opens and closes, its node's SMP alone counts what moves; anyone reads. `buffer`
-    has GATE_BYTES, aligned to 8."""
+    """The gate of one rank. Only its trainer opens and closes it, only its node's SMP counts moves; any process reads.
+    `buffer` has GATE_BYTES, aligned to 8."""
 
     def __init__(self, buffer: Buffer) -> None:
         self._words = buffer[:GATE_BYTES].view(np.uint64)
@@ -75,7 +75,7 @@ class Gate:
         self._bytes = memoryview(buffer[8 * _NUMBER : 8 * _SEAL])  # type: ignore[arg-type]
 
     def open(self, grants: Sequence[Grant], iteration: int, now_ns: int) -> None:
-        """A bubble has begun at `now_ns`; `grants` are what the plan allows in it, WINDOWS at most."""
+        """Open for a bubble that began at `now_ns`, with its `grants`, WINDOWS at most."""
         number = (int(self._words[_NUMBER]) + 1) % _NUMBERS
         flat = [
             value
@@ -90,54 +90,54 @@ class Gate:
         self._opened.wake()
 
     def hold(self, seconds: float, now_ns: int) -> None:
-        """Nothing may go until it is closed, for so long at most: an opening for no bytes."""
+        """Allow nothing for `seconds` or until it is closed: an opening for 0 bytes."""
         self.open((Grant(HELD, -1, 0.0, seconds, 0),), 0, now_ns)
 
     def close(self) -> None:
-        """The bubble is over, or a trainer has come that has not opened anything yet."""
+        """Close at the end of a bubble, or when a new trainer starts."""
         self._words[_CLOSED] = self._words[_NUMBER]
 
     @property
     def openings(self) -> int:
-        """How many there were."""
+        """The number of openings so far."""
         return int(self._words[_NUMBER])
 
     def wait(self, seen: int, seconds: float) -> float:
-        """Until there may have been more openings than `seen`; what is left to sleep is returned (futex)."""
+        """Wait until there may be more openings than `seen`; returns what is left to sleep, as `FutexWord.wait`."""
         return self._opened.wait(seen, seconds)
 
     @property
     def moved(self) -> int:
-        """A number that is another one when a frame has begun to move, or is through."""
+        """A number that changes when a frame begins to move, and when it is through."""
         return int(self._words[_MOVED])
 
     def count_move(self) -> None:
-        """A frame begins to move, or is through."""
+        """Record that a frame begins to move, or is through."""
         self._words[_MOVED] = (int(self._words[_MOVED]) + 1) % _NUMBERS
 
     @property
     def planned(self) -> int:
-        """Iterations within which the bubbles of the plan carry all that is sent; 0 where there is none."""
+        """Iterations within which the plan's bubbles carry all bytes; 0 without a plan."""
         return int(self._words[_PLANNED])
 
     @property
     def period_ns(self) -> int:
-        """An iteration of the plan; 0 where there is none."""
+        """Nanoseconds of an iteration of the plan; 0 without a plan."""
         return int(self._words[_PERIOD])
 
     def plan(self, iterations: int, seconds: float) -> None:
-        """From now on it is opened by a plan: what `planned` says, and seconds of an iteration. 0 of both: by none."""
+        """Publish the plan that opens the gate from now on: `planned`, and seconds of an iteration. 0, 0: no plan."""
         self._words[_PLANNED], self._words[_PERIOD] = iterations, int(seconds * 1e9)
 
     def read(self) -> Opening | None:
-        """The opening that stands, whether its time has come, is or is over; None for a gate that is closed."""
-        if self._words[_CLOSED] == self._words[_NUMBER]:  # the usual case, at little cost
+        """The current opening, whatever its deadlines; None if the gate is closed."""
+        if self._words[_CLOSED] == self._words[_NUMBER]:  # the usual case, cheap
             return None
-        for _ in range(_LOOKS):
+        for _ in range(_READS):
             sealed = bytes(self._bytes)
             if xxhash.xxh3_64_intdigest(sealed) == int(self._words[_SEAL]):
                 number, iteration, bubble, count, *flat = _SEALED.unpack(sealed)
-                if int(self._words[_CLOSED]) == number:  # read last: what is closed meanwhile is closed
+                if int(self._words[_CLOSED]) == number:  # read last: closed meanwhile
                     return None
                 if int(self._words[_NUMBER]) != number:  # closed meanwhile, and another one opened
                     continue
@@ -146,20 +146,20 @@ class Gate:
 
 
 def edge_tolerance(seconds: float) -> float:
-    """Seconds by which an edge of a plan may be off in iterations of so many: EDGE_TOLERANCE of them, or EDGE_SECONDS.
-    Beyond that a bubble is left alone, so a profile that misses by more is to be taken anew."""
+    """Seconds by which an edge may deviate from the plan in iterations of `seconds`: EDGE_TOLERANCE, or EDGE_SECONDS.
+    Beyond that a bubble is not used, so a profile that is off by more must be measured again."""
     return max(EDGE_SECONDS, EDGE_TOLERANCE * seconds)
 
 
 class Gatekeeper:
-    """Opens and closes the gate of one trainer by its plan. `begin` and `end` are `model.host.Edges`.
+    """Opens and closes the gate of one trainer according to its plan. `begin` and `end` are `model.host.Edges`.
 
-    It counts all spans, as a timeline does: what begins inside another belongs to it. A bubble is over where the next
-    compute span begins. `steady`: what is granted at the begin of an iteration is for all of it, not for a bubble.
+    Spans are counted as in a timeline: one that begins inside another is part of it. A bubble ends when the next
+    compute span begins. `steady`: a grant at the begin of an iteration is for all of it, not for a bubble.
 
-    Where a bubble begins more than `tolerance` seconds sooner or later in its iteration than was planned, what the
-    receiver and the links are at is another thing than was planned: its gate is opened without a window, and closed. So
-    whoever waits knows that this trainer lives, and nothing goes.
+    If a bubble begins more than `tolerance` seconds earlier or later in its iteration than planned, receiver and links
+    are busy with something else than planned: the gate is opened without a window, and closed. So the SMP sees that the
+    trainer is alive, and sends nothing.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class Gatekeeper:
         self._clock_ns = clock_ns
         self._steady = steady
         self._tolerance = tolerance
-        self._began_ns = 0  # the iteration
+        self._began_ns = 0  # begin of the iteration
         self._span = -1  # the span that ended last; -1 before the first
         self._depth = 0
         self._iteration = 0
@@ -183,18 +183,18 @@ class Gatekeeper:
         gate.close()
 
     def iteration_begin(self, iteration: int) -> None:
-        """The iteration of a period, from 0, has begun; beyond the last one, bubbles are open for what was late."""
+        """Begin `iteration` of a period, from 0; beyond the planned ones, bubbles are open for late bytes."""
         self._iteration, self._span, self._depth, self._began_ns = iteration, -1, 0, self._clock_ns()
         self._open()
 
     def begin(self, kind: Kind, microbatch: int = -1, chunk: int = 0) -> None:
-        """A span begins: if it computes, the bubble before it, if there was one, is over."""
+        """Begin a span; a compute span ends the bubble before it."""
         self._depth += 1
         if self._depth == 1 and kind in COMPUTE and not self._steady:
             self._close()
 
     def end(self, kind: Kind, microbatch: int = -1, chunk: int = 0) -> None:
-        """The span that has begun last ends: if it computes, a bubble may begin."""
+        """End the span that began last; after a compute span a bubble may begin."""
         self._depth -= 1
         if self._depth == 0:
             self._span += 1
@@ -202,7 +202,6 @@ class Gatekeeper:
                 self._open()
 
     def iteration_end(self) -> None:
-        """Nothing more is planned in this iteration."""
         self._close()
 
     def _close(self) -> None:

@@ -1,6 +1,6 @@
 """Send what an open gate allows: the SMP's side of the gate, as a `model.pacer.Pacer`.
 
-It looks at the gate, records what it sees, and carries out what `bubbles.pacing` decides. The fallback pacer decides
+It reads the gate, records what it sees, and carries out what `bubbles.pacing` decides. The fallback pacer decides
 alone until a gate is opened or held for the first time, and again while nothing is expected of the gate (a dead
 trainer, an evaluation).
 
@@ -24,7 +24,7 @@ from .window_use import Fullness
 class GatePacer:
     """Paces one sender by the gate of its rank. Called by several threads.
 
-    `by_rate_share` is the rank's part of BY_RATE (`plan.by_rate_shares`).
+    `by_rate_share` is the rank's part of BY_RATE (`bubble_plan.by_rate_shares`).
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class GatePacer:
         self._otherwise = otherwise
         self._limits = limits
         self._clock_ns = clock_ns
-        self._by_kernel = clock_ns is time.monotonic_ns  # by another clock, the gate is polled
+        self._by_kernel = clock_ns is time.monotonic_ns  # with another clock, the gate is polled
         self._lock = threading.Lock()
         has_fallback = otherwise is not None
         self._state = PacingState.start(limits, self._sight(), clock_ns(), has_fallback, by_rate_share)
@@ -51,12 +51,12 @@ class GatePacer:
 
     @property
     def inside_bytes(self) -> int:
-        """Bytes through within a window of a bubble."""
+        """Bytes that were through within a window of a bubble."""
         return self._state.inside_bytes
 
     @property
     def late_bytes(self) -> int:
-        """Bytes through after their window, or after the gate was closed."""
+        """Bytes that were through after their window, or after the gate was closed."""
         return self._state.late_bytes
 
     @property
@@ -70,14 +70,14 @@ class GatePacer:
         return self._state.fullness
 
     def filled(self, most: int | None = None) -> list[tuple[int, int]]:
-        """(bubble, bytes) of the `most` fullest bubbles of the present plan, by bubble."""
+        """(bubble, bytes) of the `most` fullest bubbles of the current plan, by bubble."""
         with self._lock:
             self._state.follow(self._gate.planned, self._gate.period_ns)
             fullest = sorted(self._state.filled.items(), key=lambda item: -item[1])
         return sorted(fullest[: self._limits.reported_bubbles if most is None else most])
 
     def take(self, nbytes: int, stop: threading.Event) -> Allowance:
-        """Wait until some of `nbytes` may go; how many of them, none only when stopped."""
+        """Wait until some of `nbytes` may go; how many, 0 only if stopped."""
         asking_ns = self._clock_ns()
         while not stop.is_set():
             with self._lock:
@@ -101,14 +101,14 @@ class GatePacer:
         return Allowance(0)
 
     def ended(self, allowed: Allowance) -> bool | None:
-        """Count a frame that is through; whether in its window, None outside windows."""
-        opening = self._gate.read()  # None when the bubble has ended early
+        """Count a frame that is through. Whether it was within its window, None outside windows."""
+        opening = self._gate.read()  # None if the bubble ended early
         with self._lock:
             self._gate.count_move()
             return self._state.ended(allowed, opening, self._clock_ns())
 
     def _sight(self) -> GateSight:
-        openings = self._gate.openings  # first: an opening during the look is noticed in the next one
+        openings = self._gate.openings  # first, so that an opening during this read is noticed at the next
         return GateSight(openings, self._gate.planned, self._gate.period_ns, self._gate.read())
 
     def _allow(self, allowed: Allowance) -> Allowance:

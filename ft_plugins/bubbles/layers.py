@@ -1,16 +1,16 @@
-"""Which whole layers go out in which window, so that each is as full as can be (BAFT, Algorithm 2). Pure.
+"""Fill windows with whole layers, each as full as possible (BAFT, Algorithm 2). Pure.
 
-A window that carries M bytes takes, of the layers that are left, those that add up to the most that is at most M: a
-knapsack whose values are its weights. Dynamic programming over sums: after each layer a row of bits says which sums can
-be had; the largest within M is traced back. Sums count in units: the greatest common divisor of the layers, or
-M / UNITS where that is larger. Layers are rounded up to units, so no window ever takes more than it carries; where that
-leaves out a layer which just fits, the largest that fit, one after the other, may be more, and are taken.
+A window of M bytes takes the remaining layers whose sum is largest within M: a knapsack with values equal to weights.
+Dynamic programming over sums: after each layer a row of bits marks the reachable sums; the largest within M is traced
+back. Sums are in units: the greatest common divisor of the layers, or M / UNITS if that is larger. Layers are rounded
+up to units, so no window is overfilled; since rounding may exclude a layer that just fits, the result of taking the
+largest layers first is used if it is better.
 
-Invariant: every byte goes out once. A layer that no window can take whole goes first, in parts as windows have room;
-the others go whole.
+Invariant: every byte is sent once. A layer that no window can take whole goes first, in parts as windows have room; the
+others go whole.
 
-In: bytes of each layer, in the order in which they lie in the slot; what each window carries. Out: byte ranges of the
-slot, window by window.
+In: bytes of each layer, in the order of the slot; what each window carries. Out: byte ranges of the slot, window by
+window.
 """
 
 from __future__ import annotations
@@ -25,25 +25,24 @@ UNITS = 1 << 14
 
 
 class LayerPart(NamedTuple):
-    """Bytes `start .. stop` of the slot: a layer, or a part of one that is too large."""
+    """Bytes `start .. stop` of the slot: a layer, or a part of a large one."""
 
     start: int
     stop: int
 
     @property
     def nbytes(self) -> int:
-        """How many."""
         return self.stop - self.start
 
 
-def lie(layers: Sequence[int]) -> list[LayerPart]:
-    """Where the layers lie in the slot, those of no bytes left out."""
+def parts_of(layers: Sequence[int]) -> list[LayerPart]:
+    """The layers in the slot, without empty ones."""
     stops = list(accumulate(layers))
     return [LayerPart(stop - nbytes, stop) for nbytes, stop in zip(layers, stops, strict=True) if nbytes]
 
 
 def fullest(sizes: Sequence[int], room: int) -> list[int]:
-    """The places of those of `sizes` that add up to the most that fits into `room`, ascending."""
+    """The indices of the `sizes` with the largest sum within `room`, ascending."""
     fitting = [place for place, size in enumerate(sizes) if 0 < size <= room]
     if sum(sizes[place] for place in fitting) <= room:
         return fitting
@@ -76,19 +75,19 @@ def _largest_first(sizes: Sequence[int], fitting: Sequence[int], room: int) -> l
 def fill(
     layers: Sequence[int], first: Sequence[int], every: Sequence[int], most: int
 ) -> list[list[tuple[LayerPart, ...]]]:
-    """What goes out in each window, iteration by iteration, up to the last that is needed, or `most`.
+    """The parts sent in each window, iteration by iteration, up to the last iteration needed, or `most`.
 
-    `first` and `every` are what the windows carry in the first iteration and in each one after it, in bytes; one of
-    them has to carry something.
+    `first` and `every`: bytes that each window carries in the first iteration and in each later one; one of them must
+    be more than 0.
     """
-    parts, largest = lie(layers), max(every)
+    parts, largest = parts_of(layers), max(every)
     large = deque(part for part in parts if part.nbytes > largest)
     left = [part for part in parts if part.nbytes <= largest]
     smallest = min((part.nbytes for part in left), default=0)
-    found: list[list[tuple[LayerPart, ...]]] = []
-    while (large or left) and len(found) < most:
-        taken_now: list[tuple[LayerPart, ...]] = []
-        for room in every if found else first:
+    iterations: list[list[tuple[LayerPart, ...]]] = []
+    while (large or left) and len(iterations) < most:
+        windows: list[tuple[LayerPart, ...]] = []
+        for room in every if iterations else first:
             heads = _cut(large, room) if large else ()
             room -= sum(part.nbytes for part in heads)
             places = fullest([part.nbytes for part in left], room) if left and room >= smallest else []
@@ -97,13 +96,13 @@ def fill(
                 heads = (*heads, *(left[place] for place in places))
                 left = [part for place, part in enumerate(left) if place not in gone]
                 smallest = min((part.nbytes for part in left), default=0)
-            taken_now.append(heads)
-        found.append(taken_now)
-    return found
+            windows.append(heads)
+        iterations.append(windows)
+    return iterations
 
 
 def _cut(parts: deque[LayerPart], room: int) -> tuple[LayerPart, ...]:
-    """The first `room` bytes of the parts, which are left without them."""
+    """Remove and return the first `room` bytes of `parts`."""
     heads: list[LayerPart] = []
     while parts and room:
         part = parts.popleft()

@@ -1,8 +1,8 @@
 """Decide how many bytes one sender may send now, from what it has seen of its gate and of the link. Pure; no I/O.
 
 Inside the window of a bubble, never more than was planned for it, nor than is expected through by its deadline. Outside
-bubbles, only rate-limited sends: what is granted as a rate (STEADY), what is sent before there is a plan, and a trickle
-of what would otherwise never be sent. Nothing is sent while a gate is held.
+bubbles, only rate-limited sends: a granted rate (STEADY), sends before there is a plan, and a trickle of bytes that
+would otherwise never be sent. Nothing is sent while a gate is held.
 
 `decide` reads `PacingState` and changes nothing; `PacingState.observe`, `sent` and `ended` record what was seen and
 done. Times are nanoseconds of CLOCK_MONOTONIC unless a name says seconds.
@@ -104,12 +104,12 @@ class PacingState:
     rate_share: float  # of the time, for rate-limited sends: the rank's part of BY_RATE
     has_fallback: bool  # whether another pacer decides where the gate is silent
     first_openings: int  # of earlier trainers: those of this one come after
-    open_seen_ns: int  # when the gate was last open, or opened since the look before, or the sender was idle
+    open_seen_ns: int  # when the gate was last seen open or newly opened, or the sender was idle
     open_seen_at: int  # `openings` at that time
-    fed_ns: int  # when the gate let something go, was held, or the sender was idle
+    fed_ns: int  # when the gate last allowed bytes, was held, or the sender was idle
     fed_at: int  # `openings` at that time
     asked_ns: int  # when the sender last asked or ended a frame
-    plan: tuple[int, int]  # (planned, period_ns) whose bubbles `shortened` and `filled` are about
+    plan: tuple[int, int]  # (planned, period_ns) of the bubbles in `shortened` and `filled`
     number: int | None = None  # the opening that was seen last
     silent_at: int | None = None  # `openings` when patience ended: silent until there is another one
     trickle_ns: int = 0  # no trickle frame before
@@ -158,7 +158,7 @@ class PacingState:
             self.silent_at = sight.openings
 
     def is_unplanned(self, sight: GateSight) -> bool:
-        """Whether there was no plan yet, nor has one begun to be made."""
+        """Whether there was no plan yet, and none is being made."""
         return self.number is None and sight.openings == self.first_openings and not sight.planned
 
     def follow(self, planned: int, period_ns: int) -> None:
@@ -211,13 +211,13 @@ class PacingState:
 
     def _opened(self, opening: Opening, sight: GateSight, asking_ns: int, now: int) -> None:
         self.follow(sight.planned, sight.period_ns)
-        # Where no frame was worth sending for a whole iteration, the link may have become faster. Once an iteration,
-        # not in each bubble that is too short for a frame.
+        # If no frame was worth sending for a whole iteration, the link may have become faster. Once per iteration, not
+        # in each bubble that is too short for a frame.
         if self.trips and self.plan[1] and now - max(self.fed_ns, self.halved_ns) > self.plan[1]:
             self.trips.halve()
             self.halved_ns = now
         self.number = opening.number
-        self.fullness.opened(opening.windows, asking_ns, counts=opening.bubble != STEADY)
+        self.fullness.opened(opening.windows, asking_ns, in_bubble=opening.bubble != STEADY)
         self.ends = ChainMap({}, self.ends.maps[0])
         for place, (begin, deadline, _) in enumerate(opening.windows):
             self.ends[deadline] = (opening.bubble, place), begin
@@ -242,7 +242,7 @@ def decide(state: PacingState, sight: GateSight, nbytes: int, now: int) -> Decis
         return decision
     if _starved(state, sight, now):
         return SendNow(min(nbytes, state.rate_frame_bytes))
-    if state.has_fallback and state.is_unplanned(sight):  # what is captured first is to be protected soon
+    if state.has_fallback and state.is_unplanned(sight):  # protect the first capture soon
         return AskFallback(nbytes)
     if state.has_fallback and state.silent_at == sight.openings:
         rest = state.rate_ns - now
@@ -253,7 +253,7 @@ def decide(state: PacingState, sight: GateSight, nbytes: int, now: int) -> Decis
 
 
 def _starved(state: PacingState, sight: GateSight, now: int) -> bool:
-    """Whether a frame of the trickle is due: gates are opened, and no window lets anything go."""
+    """Whether a trickle frame is due: the gate is opened, but no window allows a frame."""
     return (
         now - state.fed_ns > state.limits.starved_seconds * 1e9
         and sight.openings - state.fed_at >= state.limits.starved_openings
@@ -262,7 +262,7 @@ def _starved(state: PacingState, sight: GateSight, now: int) -> bool:
 
 
 def _in_opening(state: PacingState, opening: Opening | None, nbytes: int, now: int) -> SendNow | WaitFor:
-    """What the opening that stands allows."""
+    """What the current opening allows."""
     if opening is None or not stands(opening, now):
         return WaitFor(None)
     if opening.bubble == STEADY:
@@ -277,7 +277,7 @@ def _in_opening(state: PacingState, opening: Opening | None, nbytes: int, now: i
             return WaitFor(min((until - now) / 1e9, 10 * limits.poll_seconds))  # it may be closed before
         rate = planned / (deadline - begin)
         room = min(state.fullness.left[place], _through(state, end - now, rate))
-        # A window that carries less than a worthwhile frame is used where half of its bytes get through; on a slow link
+        # A window that carries less than a worthwhile frame is used if half of its bytes get through; on a slow link
         # smaller frames are worthwhile, or much of small windows would be lost.
         half = (_through(state, end - begin, rate) + 1) // 2
         if room > 0 and room >= min(nbytes, limits.least_frame_bytes, _worthwhile(state, rate), half):
@@ -288,7 +288,7 @@ def _in_opening(state: PacingState, opening: Opening | None, nbytes: int, now: i
 
 
 def _by_rate(state: PacingState, window: tuple[int, int, int], nbytes: int, now: int) -> SendNow | WaitFor:
-    """What is granted outside bubbles goes evenly over its time, without bursts."""
+    """Spread the bytes granted outside bubbles evenly over their time, without bursts."""
     begin, deadline, planned = window
     left, least = state.fullness.left[0], min(state.limits.least_frame_bytes, state.rate_frame_bytes)
     due = planned * (now - begin) // (deadline - begin) + least - (planned - left)
@@ -298,7 +298,7 @@ def _by_rate(state: PacingState, window: tuple[int, int, int], nbytes: int, now:
 
 
 def _pace(state: PacingState, rate: float) -> float:
-    """Bytes per nanosecond: the planned `rate`, or less where recent frames were slower."""
+    """Bytes per nanosecond: the planned `rate`, or less if recent frames were slower."""
     return min(rate, 1 / state.trips.per_byte) if state.trips else rate
 
 
@@ -317,10 +317,10 @@ def _through(state: PacingState, nanoseconds: float, rate: float) -> int:
 
 
 def _worthwhile(state: PacingState, rate: float) -> int:
-    """Bytes that take the link `least_frame_seconds`, and no less than the latency of a frame."""
+    """Bytes that take the link `least_frame_seconds`, or the latency of a frame if that is longer."""
     return int(max(state.limits.least_frame_seconds * 1e9, state.trips.latency) * _pace(state, rate))
 
 
 def _rest(took: int, share: float) -> int:
-    """Nanoseconds to rest after a frame that took so many, so that frames take `share` of the time."""
+    """Nanoseconds to rest after a frame of `took` nanoseconds, so that frames use `share` of the time."""
     return int(took * (1 / share - 1))

@@ -1,26 +1,25 @@
-"""Measures the first iterations of a job, tells every rank of all of them, and notices when that no longer fits.
+"""Measure a job's iterations, give all ranks the profile of all, and measure again when it no longer fits.
 
-    WARMING     a few iterations that are unlike the rest: buffers and communicators are made
-    RECORDING   `iterations` of them are recorded, and their median taken
-    SIZING      the ranks tell each other how long that is,           } each is asked at the end of one
-    SHARING     then what it is: all have the same profile,           } iteration, and read at the end
-    AGREEING    and then what each rank has made of it: a number      } of the next one
-    WATCHING    every `watch_every`-th iteration is compared with the profile
-    ASKING      every `ask_every`-th: does any rank miss it too often? Then it is RECORDING again
-    OFF         a rank has failed to: all of them know, and there is no profile
+    WARMING     skip a few atypical iterations, in which buffers and communicators are made
+    RECORDING   record `iterations` of them, and take their median
+    SIZING      gather the lengths of the ranks' messages,          } each gather starts at the end of one
+    SHARING     then the messages: all ranks have one profile,      } iteration and is read at the end
+    AGREEING    then a number that each rank computed from it       } of the next
+    WATCHING    compare every `watch_every`-th iteration with the profile
+    ASKING      every `ask_every` iterations: if any rank misses the profile too often, RECORDING again
+    OFF         a rank has failed: all ranks know, and there is no profile
 
-Invariant: all ranks are in the same phase at the end of the same iteration, by counting and by what all were told, so
-no rank waits for a word that another does not send. A message has a whole iteration to arrive, in which the update has
-met all ranks: nothing waits in the step path but for a rank that is late anyway; `waited` says how long. An error
-here ends the profile, never training.
+Invariant: all ranks are in the same phase at the end of the same iteration, because they count iterations and receive
+the same messages; so no rank waits for a message that another does not send. A gather has a whole iteration to
+complete, including an update in which all ranks meet: the step path waits only for a rank that is late anyway
+(`waited`, seconds). An error here ends the profile, never training.
 
-An iteration in which copies went that nobody has planned yet (`traffic` has changed) is no measure of the others, and
-is left out. One that is over while a single frame is still under way is not noticed: such are few, and the median is
-taken.
+An iteration in which unplanned copies were sent (`traffic` changed) does not represent the others and is left out. A
+single frame that spans a whole iteration goes unnoticed; such are few, and the median is taken.
 
-In: a `Recorder` that the host tells of spans, begin and end of iterations, a collective; what this rank knows of the
-copies that it sends, which the others are told with its timeline. Out: `profile`, `on_profile` for each new one, and
-`on_agreed` with the numbers of all ranks; `on_failure`.
+In: a `Recorder` fed by the host's edges, begin and end of iterations, a collective; facts about this rank's copies,
+gathered with its timeline. Out: `profile`, `on_profile` for each new one, `on_agreed` with the numbers of all ranks,
+`on_failure`.
 """
 
 from __future__ import annotations
@@ -39,38 +38,40 @@ from .gate import edge_tolerance
 from .record import Recorder
 from .timeline_values import Packed, pack
 
-_ATTEMPTS = 3  # at a profile for which a rank has recorded nothing
+_ATTEMPTS = 3  # to get a recording from every rank
 _NUMBER = 8  # bytes
 _LARGEST = (1 << 63) - 1
 
 
 class GatherResult(Protocol):
-    """Payloads on their way."""
+    """A gather in progress."""
 
     def result(self) -> list[bytes]:
-        """Those of all ranks, by rank."""
+        """Wait for the payloads of all ranks, by rank."""
         ...
 
 
 class Gathers(Protocol):
-    """What starts a gather of payloads of at most `longest` bytes, which all ranks know, without waiting for it."""
+    """A collective that gathers in the background."""
 
-    def start_gather(self, payload: bytes, longest: int) -> GatherResult: ...
+    def start_gather(self, payload: bytes, longest: int) -> GatherResult:
+        """Start to gather payloads of at most `longest` bytes, the same on all ranks."""
+        ...
 
 
 @dataclass(frozen=True)
 class Profiling:
-    """How a job is profiled. Iterations are counted; where a device clock lags behind, half of them are recorded."""
+    """How a job is profiled. Counts are of iterations; if a device clock lags behind, half of them are recorded."""
 
     warmup: int = 2
     iterations: int = 6
     watch_every: int = 4
-    ask_every: int = 32  # as many as have to be watched for `misses`
-    tolerance: float = 0.1  # of an edge, as a share of the iteration; less where a gate has less
-    misses: int = 8  # more than fits, among those watched
+    ask_every: int = 32  # `misses` watched iterations
+    tolerance: float = 0.1  # deviation of an edge, as a share of the iteration; at most that of a gate
+    misses: int = 8  # more misses than fits, among watched iterations, that make a new profile due
 
     def misses_of(self, seconds: float) -> Misses:
-        """None yet, of iterations of so many seconds: whatever bubbles are left alone for is a miss."""
+        """No misses yet, for iterations of `seconds`: a deviation for which a gate does not use a bubble is a miss."""
         share = edge_tolerance(seconds) / seconds if seconds > 0 else self.tolerance
         return Misses(min(self.tolerance, share), self.misses)
 
@@ -100,18 +101,17 @@ TRANSITIONS = {
 }
 
 
-class _Told(NamedTuple):
-    """What a rank tells the others."""
+class _Message(NamedTuple):
+    """What a rank sends to the others."""
 
     failure: str = ""
     left_out: Sequence[int] = ()  # iterations
     reductions: Sequence[float] = ()  # seconds of each
     facts: Sequence[Any] = ()  # of a sender
-    timeline: bytes = b""  # packed; none where nothing was recorded
+    timeline: bytes = b""  # packed; empty if nothing was recorded
 
 
-def _nothing(_: object) -> int:
-    """Nobody asked to be told."""
+def _ignore(_: object) -> int:
     return 0
 
 
@@ -124,14 +124,14 @@ class Profiler:
         recorder: Recorder,
         collective: Gathers,
         settings: Profiling = Profiling(),  # noqa: B008  frozen
-        on_profile: Callable[[Profile], int] = _nothing,
-        on_agreed: Callable[[Sequence[int]], object] = _nothing,
-        on_failure: Callable[[str], object] = _nothing,
+        on_profile: Callable[[Profile], int] = _ignore,
+        on_agreed: Callable[[Sequence[int]], object] = _ignore,
+        on_failure: Callable[[str], object] = _ignore,
         sender: Callable[[], SenderFacts] = SenderFacts,
         traffic: Callable[[], int] = int,
     ) -> None:
-        """`on_profile` returns a number, 0 or more; `on_agreed` is given those of all ranks, by rank, an iteration
-        later. `sender` is asked once for each profile, `traffic` at both ends of an iteration that is recorded."""
+        """`on_profile` returns a number, 0 or more; `on_agreed` receives those of all ranks, by rank, an iteration
+        later. `sender` is called once per profile, `traffic` at both ends of a recorded iteration."""
         self._rank = rank
         self._recorder = recorder
         self._collective = collective
@@ -145,30 +145,30 @@ class Profiler:
         self.left_out: dict[int, tuple[int, ...]] = {}  # by rank: iterations that were left out
         self.phase = ProfilingPhase.WARMING
         self.waited = 0.0  # seconds, for messages
-        self._ends = 0  # of iterations, in this phase
+        self._ends = 0  # iterations completed in this phase
         self._attempts = 0
         self._recorded: list[tuple[int, Timeline]] = []  # with their iterations
-        self._current = 0  # the iteration that is, or was last, recorded
-        self._before = 0  # of traffic, at its begin
+        self._current = 0  # the iteration recorded last
+        self._traffic_before = 0  # at its begin
         self._measuring = False
         self._disturbed = False
         self._left_out: list[int] = []  # iterations that were disturbed
         self._payload = b""
         self._pending: GatherResult | None = None
-        self._misses = settings.misses_of(1.0)  # of no profile yet
+        self._misses = settings.misses_of(1.0)  # no profile yet
         self._failure = ""  # of this rank, for the next message
 
     def iteration_begin(self, step: int) -> None:
-        """Whether this iteration is recorded follows from how many there have been."""
+        """Start recording this iteration if its number in the phase requires it."""
         wanted = self.phase is ProfilingPhase.RECORDING or (
             self.phase in (ProfilingPhase.WATCHING, ProfilingPhase.ASKING) and step % self._settings.watch_every == 0
         )
         if wanted and self._recorder.free and not self._failure:
-            self._current, self._before, self._measuring = step, self._traffic(), True
+            self._current, self._traffic_before, self._measuring = step, self._traffic(), True
             self._recorder.iteration_begin()
 
     def iteration_end(self, step: int) -> None:
-        """One phase further, when its time has come."""
+        """Take the recording, and go to the next phase when it is due."""
         if self.phase is ProfilingPhase.OFF:
             return
         self._ends += 1
@@ -179,23 +179,23 @@ class Profiler:
                     self._go(ProfilingPhase.RECORDING)
             case ProfilingPhase.RECORDING:
                 if self._ends >= self._settings.iterations:
-                    self._payload = self._own()
-                    self._ask(len(self._payload).to_bytes(_NUMBER, "little"), _NUMBER)
+                    self._payload = self._own_message()
+                    self._gather(len(self._payload).to_bytes(_NUMBER, "little"), _NUMBER)
                     self._go(ProfilingPhase.SIZING)
             case ProfilingPhase.SIZING:
-                self._ask(self._payload, max(self._told_numbers()))
+                self._gather(self._payload, max(self._gathered_numbers()))
                 self._go(ProfilingPhase.SHARING)
             case ProfilingPhase.SHARING:
-                self._go(self._shared(self._told()))
+                self._go(self._shared(self._gathered()))
             case ProfilingPhase.AGREEING:
-                self._on_agreed(self._told_numbers())
+                self._on_agreed(self._gathered_numbers())
                 self._go(ProfilingPhase.WATCHING)
             case ProfilingPhase.WATCHING:
                 if self._ends >= self._settings.ask_every:
-                    self._ask(msgpack.packb([self._misses.again, bool(self._failure)]), 8)
+                    self._gather(msgpack.packb([self._misses.limit_reached, bool(self._failure)]), 8)
                     self._go(ProfilingPhase.ASKING)
             case ProfilingPhase.ASKING:
-                self._go(self._answered(self._told()))
+                self._go(self._answered(self._gathered()))
 
     def _go(self, phase: ProfilingPhase) -> None:
         if phase not in TRANSITIONS[self.phase]:
@@ -204,26 +204,26 @@ class Profiler:
         if phase is ProfilingPhase.RECORDING:
             self._recorded, self._left_out = [], []
 
-    def _ask(self, payload: bytes, longest: int) -> None:
+    def _gather(self, payload: bytes, longest: int) -> None:
         self._pending = self._collective.start_gather(payload, longest)
 
-    def _told(self) -> list[bytes]:
+    def _gathered(self) -> list[bytes]:
         assert self._pending is not None
         began = time.perf_counter()
-        found = self._pending.result()
+        payloads = self._pending.result()
         self.waited += time.perf_counter() - began
         self._pending = None
-        return found
+        return payloads
 
-    def _told_numbers(self) -> list[int]:
-        return [int.from_bytes(part, "little") for part in self._told()]
+    def _gathered_numbers(self) -> list[int]:
+        return [int.from_bytes(part, "little") for part in self._gathered()]
 
     def _take(self) -> None:
-        """Whatever fails here is told to all ranks with the next message."""
+        """Take the recorded iteration. An error is reported to all ranks in the next message."""
         try:
             self._recorder.iteration_end()
             if self._measuring:
-                self._measuring, self._disturbed = False, self._traffic() != self._before
+                self._measuring, self._disturbed = False, self._traffic() != self._traffic_before
             measured = self._recorder.take()
             if measured is None:
                 return
@@ -234,54 +234,54 @@ class Profiler:
             elif self.profile is not None:
                 self._misses = self._misses.seen(self.profile.timelines[self._rank], measured)
         except Exception as error:
-            self._failure = self._words(error)
+            self._failure = self._described(error)
 
-    def _own(self) -> bytes:
-        """What this rank tells the others."""
+    def _own_message(self) -> bytes:
         facts: tuple[Any, ...] = ()
         try:
             facts = astuple(self._sender())
         except Exception as error:
-            self._failure = self._failure or self._words(error)
+            self._failure = self._failure or self._described(error)
         if self._failure or not self._recorded:
-            return bytes(msgpack.packb(_Told(self._failure)))
+            return bytes(msgpack.packb(_Message(self._failure)))
         timelines = [timeline for _, timeline in self._recorded]
         stray = sorted([*(self._recorded[index][0] for index in strays(timelines)), *self._left_out])
         usual = median(timelines)
-        return bytes(msgpack.packb(_Told("", stray, reductions(usual), facts, msgpack.packb(pack(usual)))))
+        return bytes(msgpack.packb(_Message("", stray, reductions(usual), facts, msgpack.packb(pack(usual)))))
 
-    def _words(self, error: Exception) -> str:
+    def _described(self, error: Exception) -> str:
         return f"rank {self._rank}: {type(error).__name__}: {error}"
 
     def _shared(self, parts: Sequence[bytes]) -> ProfilingPhase:
-        told = [_Told(*msgpack.unpackb(part, use_list=False)) for part in parts]
-        failure = next((one.failure for one in told if one.failure), "")
-        empty = [rank for rank, one in enumerate(told) if not one.timeline]
+        messages = [_Message(*msgpack.unpackb(part, use_list=False)) for part in parts]
+        failure = next((one.failure for one in messages if one.failure), "")
+        empty = [rank for rank, one in enumerate(messages) if not one.timeline]
         self._attempts += 1
         if not failure and empty:
             if self._attempts < _ATTEMPTS:
                 return ProfilingPhase.RECORDING
-            failure = f"rank {empty[0]} has recorded no iteration in {_ATTEMPTS} times {self._settings.iterations}"
+            iterations = f"{_ATTEMPTS} attempts of {self._settings.iterations} iterations"
+            failure = f"rank {empty[0]} recorded no iteration in {iterations}"
         if failure:
             return self._off(failure)
         self._attempts = 0
-        self.left_out = {rank: tuple(one.left_out) for rank, one in enumerate(told) if one.left_out}
+        self.left_out = {rank: tuple(one.left_out) for rank, one in enumerate(messages) if one.left_out}
         self.profile = Profile(
-            Packed([one.timeline for one in told]),
-            tuple(SenderFacts(*one.facts) for one in told),
-            reduce_work([one.reductions for one in told]),
+            Packed([one.timeline for one in messages]),
+            tuple(SenderFacts(*one.facts) for one in messages),
+            reduce_work([one.reductions for one in messages]),
         )
         self._misses = self._settings.misses_of(self.profile.timelines[self._rank].seconds)
-        made = min(self._on_profile(self.profile), _LARGEST)
-        self._ask(made.to_bytes(_NUMBER, "little"), _NUMBER)
+        number = min(self._on_profile(self.profile), _LARGEST)
+        self._gather(number.to_bytes(_NUMBER, "little"), _NUMBER)
         return ProfilingPhase.AGREEING
 
     def _answered(self, parts: Sequence[bytes]) -> ProfilingPhase:
-        told = [msgpack.unpackb(part) for part in parts]
-        for rank, (_, failed) in enumerate(told):
+        answers = [msgpack.unpackb(part) for part in parts]
+        for rank, (_, failed) in enumerate(answers):
             if failed:
-                return self._off(self._failure or f"rank {rank} has failed to measure an iteration")
-        return ProfilingPhase.RECORDING if any(again for again, _ in told) else ProfilingPhase.WATCHING
+                return self._off(self._failure or f"rank {rank} failed to measure an iteration")
+        return ProfilingPhase.RECORDING if any(misfits for misfits, _ in answers) else ProfilingPhase.WATCHING
 
     def _off(self, reason: str) -> ProfilingPhase:
         self.profile = None

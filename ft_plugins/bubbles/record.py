@@ -1,10 +1,10 @@
-"""Records the spans of chosen iterations, edge by edge, into arrays that are there already.
+"""Record the spans of chosen iterations, edge by edge, in preallocated arrays.
 
-Invariant: an edge takes no allocation, no lock and no device synchronisation; an iteration that is not recorded costs
-a comparison per edge. Spans do not nest: what begins inside another belongs to it. An iteration with more spans than
-there is room for is not reported, and there is room for the next one.
+Invariant: an edge does not allocate, lock or synchronise with a device; in an iteration that is not recorded it costs
+one comparison. Spans do not nest: one that begins inside another is part of it. An iteration with more spans than there
+is room for is not reported; room is then made for the next.
 
-In: the edges that a host calls, begin and end of iterations. Out: a `Timeline`, once its clock is ready.
+In: edges called by a host, begin and end of iterations. Out: a `Timeline`, once its clock is ready.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Recorder:
 
     @property
     def free(self) -> bool:
-        """Whether another iteration can be recorded: the last one has been taken."""
+        """Whether another iteration can be recorded: the last was taken."""
         return not self._recorded
 
     def iteration_begin(self) -> None:
@@ -50,7 +50,6 @@ class Recorder:
         self._clock.mark(0)
 
     def begin(self, kind: Kind, microbatch: int = -1, chunk: int = 0) -> None:
-        """A span begins."""
         if not self._recording:
             return
         self._depth += 1
@@ -64,7 +63,6 @@ class Recorder:
         self._clock.mark(_ITERATION + 2 * at)
 
     def end(self, kind: Kind, microbatch: int = -1, chunk: int = 0) -> None:
-        """The span that has begun last ends."""
         if not self._recording:
             return
         self._depth -= 1
@@ -74,7 +72,7 @@ class Recorder:
             self._count += 1
 
     def iteration_end(self) -> None:
-        """The iteration that was recorded is over."""
+        """End the recorded iteration."""
         if not self._recording:
             return
         self._recording = False
@@ -85,7 +83,7 @@ class Recorder:
         self._clock.mark(1)
 
     def take(self) -> Timeline | None:
-        """What was recorded, once; None while the device is not through with it, or when there is nothing."""
+        """The recorded iteration, once; None if there is none, or while the device still runs it."""
         if not self._recorded or not self._clock.ready(1):
             return None
         self._recorded = False
@@ -100,8 +98,8 @@ class Recorder:
         return Timeline(self._rank, times[1], spans, memory, tuple(self._clock.leads(times)))
 
 
-class Several:
-    """Edges for several, told in the order in which they are given: what acts at an edge first, what records last."""
+class EdgeFanout:
+    """Pass each edge to several receivers, in the given order: those that act first, those that record last."""
 
     def __init__(self, *edges: Edges) -> None:
         self._begins = tuple(one.begin for one in edges)

@@ -1,12 +1,12 @@
-"""How long a frame takes until it is through: a latency, and so much for each byte, as told by the frames before.
+"""Predict the time of a frame, a latency plus a time per byte, from recent frames.
 
-Where processes share a processor, one frame in ten is stuck for as long as a hundred others take, which says nothing of
-the next one. A link that is slower makes all frames slow, and is known after a few.
+If processes share a processor, one frame in ten is stuck for as long as a hundred others take, and says nothing about
+the next. A slower link slows all frames, and shows after a few.
 
-Invariant: what is predicted lies between two readings of the mean of frames that were not stuck: that all of its time
-was for its bytes, and that half of it was for none of them. So one odd frame makes nobody send twice what gets through.
+Invariant: the time per byte lies between all and half of the mean of frames that were not stuck, the rest being
+latency. So one odd frame cannot make a sender send more than twice what gets through.
 
-In: bytes and nanoseconds of frames as they end. Out: bytes that are through within a time.
+In: bytes and nanoseconds of completed frames. Out: bytes that get through within a time.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-LAST = 16  # frames that are told by
-STUCK = 2.0  # times what the others tell of it a frame took, or more: it tells nothing of the link
-_SPREAD = 0.01  # of the square of the mean size, a variance: frames of one size tell nothing of latency
+LAST = 16  # recent frames that are used
+STUCK = 2.0  # a frame that takes more than this times its prediction says nothing about the link
+_SPREAD = 0.01  # least variance, as a share of the squared mean size: frames of one size do not show latency
 
 
 class _Line(NamedTuple):
@@ -28,20 +28,19 @@ class _Line(NamedTuple):
 
 
 class RoundTrips:
-    """A line through (bytes, nanoseconds) by least squares, of the last frames but those that were stuck."""
+    """A least-squares line through (bytes, nanoseconds) of recent frames, without those that were stuck."""
 
     def __init__(self) -> None:
         self._frames: deque[tuple[int, float]] = deque(maxlen=LAST)
         self._line = _Line(0.0, 0.0)
 
     def add(self, nbytes: int, nanoseconds: int) -> None:
-        """A frame is through."""
+        """Add a completed frame."""
         self._frames.append((nbytes, max(1, nanoseconds)))
         self._line = _through(self._frames)
 
     def halve(self) -> None:
-        """Frames may take half as long as they did: one that was stuck must not be what all others are measured by.
-        However often that is said, a frame takes a nanosecond."""
+        """Halve the times of recent frames, to at least a nanosecond, so a stuck one does not block all others."""
         self._frames = deque([(nbytes, max(1.0, took / 2)) for nbytes, took in self._frames], maxlen=LAST)
         self._line = _through(self._frames)
 
@@ -55,16 +54,16 @@ class RoundTrips:
 
     @property
     def latency(self) -> float:
-        """Nanoseconds of a frame whatever its bytes; 0 before the first."""
+        """Nanoseconds of a frame of no bytes; 0 before the first frame."""
         return self._line.latency
 
     def through(self, nanoseconds: float) -> float:
-        """Bytes that get through within so long, in one frame."""
+        """Bytes of one frame that gets through within `nanoseconds`."""
         return max(0.0, (nanoseconds - self.latency) / self.per_byte)
 
 
 def _through(frames: Sequence[tuple[int, float]]) -> _Line:
-    """The line through all but those that were STUCK, a quarter of them at most: by what the others tell."""
+    """The line through all frames except STUCK ones, which are a quarter at most."""
     others, line = list(frames), _fitted(frames)
     for _ in range(len(frames) // 4):
         slowness = [took / (line.latency + line.per_byte * nbytes) for nbytes, took in others]

@@ -1,14 +1,14 @@
-"""How the senders of one node share the link to one other node: at which rate each may send when. Pure.
+"""Divide the link between two nodes among its senders: the rate of each at any time. Pure.
 
-Time is cut where any window begins or ends, and pieces in which the same senders may send are counted as one: a class,
-which carries link x time. What each sender takes of each class is a flow from senders to classes. The rate at which all
-of them progress alike is the largest L for which each can take L of what it has to send in one iteration; no set S of
-senders can do better than its windows allow:
+Time is cut where any window begins or ends. Pieces in which the same senders may send form a class, with the capacity
+link x time. The bytes that each sender takes from each class are a flow from senders to classes. All senders progress
+equally at the largest L for which each can send the share L of its bytes in one iteration; no set S of senders can do
+better than its windows allow:
 
     L = min over S of  link x (time in which any of S may send) / (bytes of S)           (max-flow min-cut)
 
-Invariant: at no time do the rates add up to more than the link. No sender needs more iterations than ceil(1 / L), and
-no plan has fewer. What the flow leaves over is shared out as well, so that the link is never idle in a window.
+Invariant: the rates never add up to more than the link. No sender needs more iterations than ceil(1 / L), and no plan
+takes fewer. Capacity left over by the flow is divided too, so the link is never idle in a window.
 
 In: windows and bytes of each sender, bytes per second. Out: `Rates` of each.
 """
@@ -26,12 +26,12 @@ import numpy.typing as npt
 from .windows import Numbers, Seconds, Windows
 
 Flow = list[list[int]]  # by sender and class, bytes
-NO_RATE = 1e-3  # of a sender's highest: single bytes of a flow, and what is left of sums of floats
+NO_RATE = 1e-3  # of a sender's highest rate; less is due to single bytes of a flow, or rounding
 
 
 @dataclass(frozen=True, eq=False)
 class Rates:
-    """From `begin[i]` to `end[i]`, in window `window[i]`, a sender may send `rate[i]` bytes per second. Ascending."""
+    """The rates of a sender: `rate[i]` bytes per second from `begin[i]` to `end[i]`, in `window[i]`. Ascending."""
 
     window: Numbers
     begin: Seconds
@@ -39,15 +39,14 @@ class Rates:
     rate: npt.NDArray[np.float64]
 
     def carried(self, windows: int, since: float = 0.0) -> Numbers:
-        """Whole bytes in each of so many windows, of the time from `since` on."""
+        """Whole bytes in each of `windows` windows, from time `since` on."""
         seconds = np.maximum(self.end - np.maximum(self.begin, since), 0.0)
         carried = np.bincount(self.window, weights=self.rate * seconds, minlength=windows)
         return np.floor(carried * (1 + 1e-12)).astype(np.int64)  # 3 bytes/s x 0.1 s x 10 are 3 bytes, not 2.9999
 
-
     def used(self, windows: Windows) -> Windows:
-        """Of each of these windows what lies between the first and the last moment at which there is a rate in it:
-        before and after that the link is another sender's. One without any rate is as it was."""
+        """Each window cut to the time between its first and last rate; before and after, the link is another sender's.
+        A window without a rate is unchanged."""
         sends = self.rate > NO_RATE * np.max(self.rate, initial=0.0)
         begin, end = np.full(len(windows.begin), np.inf), np.full(len(windows.end), -np.inf)
         np.minimum.at(begin, self.window[sends], self.begin[sends])
@@ -57,19 +56,19 @@ class Rates:
 
 
 def share(windows: Sequence[Windows], nbytes: Sequence[int], bytes_per_second: float) -> list[Rates]:
-    """The rates of senders that share a link; those with nothing to send get none."""
+    """The rates of senders that share a link; 0 for those with nothing to send."""
     groups: dict[bytes, list[int]] = {}
     for place, times in enumerate(windows):
         groups.setdefault(times.key, []).append(place)
     needs = [sum(nbytes[place] for place in members) for members in groups.values()]
     distinct = [windows[members[0]] for members in groups.values()]
-    found: list[Rates | None] = [None] * len(windows)
+    by_sender: list[Rates | None] = [None] * len(windows)
     rates = _alone(distinct[0], bytes_per_second) if len(distinct) == 1 else _among(distinct, needs, bytes_per_second)
     for one, need, members in zip(rates, needs, groups.values(), strict=True):
         for place in members:
             part = nbytes[place] / need if need else 0.0
-            found[place] = Rates(one.window, one.begin, one.end, one.rate * part)
-    return [one for one in found if one is not None]
+            by_sender[place] = Rates(one.window, one.begin, one.end, one.rate * part)
+    return [one for one in by_sender if one is not None]
 
 
 def _alone(windows: Windows, bytes_per_second: float) -> list[Rates]:
@@ -78,7 +77,7 @@ def _alone(windows: Windows, bytes_per_second: float) -> list[Rates]:
 
 
 def _among(windows: Sequence[Windows], needs: Sequence[int], bytes_per_second: float) -> list[Rates]:
-    """The rates of senders of which no two have the same windows."""
+    """The rates of senders with different windows."""
     edges = np.unique(np.concatenate([side for one in windows for side in (one.begin, one.end)]))
     middle = (edges[1:] + edges[:-1]) / 2
     at = [np.searchsorted(one.begin, middle, side="right") - 1 for one in windows]  # the window it may be in
@@ -104,7 +103,7 @@ def _among(windows: Sequence[Windows], needs: Sequence[int], bytes_per_second: f
 def _left_over(
     kinds: npt.NDArray[np.bool_], needs: Sequence[int], parts: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64]:
-    """What nobody takes of each class, for its senders by what they have to send."""
+    """The unused part of each class, divided among its senders in proportion to their bytes."""
     weights = kinds * np.array(needs, dtype=np.float64)[:, None]
     total = weights.sum(axis=0)
     left = np.maximum(1.0 - parts.sum(axis=0), 0.0)
@@ -112,9 +111,9 @@ def _left_over(
 
 
 def _fairest(may: Sequence[Sequence[bool]], needs: Sequence[int], room: Sequence[int]) -> Flow:
-    """The flow in which every sender takes the same share of what it needs, the largest possible (Newton's method).
+    """The flow in which every sender gets the same, largest possible share of its need (Newton's method).
 
-    Senders that have no window take nothing, and do not keep the others back.
+    Senders without windows get nothing and do not hold back the others.
     """
     able = [any(here and space for here, space in zip(row, room, strict=True)) for row in may]
     needs = [need if can else 0 for need, can in zip(needs, able, strict=True)]
@@ -130,42 +129,42 @@ def _fairest(may: Sequence[Sequence[bool]], needs: Sequence[int], room: Sequence
 
 
 def largest_flow(may: Sequence[Sequence[bool]], wanted: Sequence[int], room: Sequence[int]) -> tuple[Flow, set[int]]:
-    """A largest flow, and the senders on the source's side of the smallest cut: none when all is taken."""
+    """A largest flow, and the senders on the source's side of the smallest cut; none if all needs are met."""
     flow = [[0] * len(room) for _ in wanted]
     left, space = list(wanted), list(room)
     while True:
-        came: dict[int, tuple[int, int]] = {}  # sender -> (sender before it, the class in which it makes room)
+        path: dict[int, tuple[int, int]] = {}  # sender -> (previous sender, the class in which it makes room)
         waiting = deque(sender for sender, rest in enumerate(left) if rest)
         seen = set(waiting)
-        found: tuple[int, int] | None = None
-        while waiting and found is None:
+        sink: tuple[int, int] | None = None  # (sender, class with room)
+        while waiting and sink is None:
             sender = waiting.popleft()
             for kind in (kind for kind, here in enumerate(may[sender]) if here):
                 if space[kind]:
-                    found = sender, kind
+                    sink = sender, kind
                     break
                 for other in range(len(wanted)):
                     if other not in seen and flow[other][kind]:
                         seen.add(other)
-                        came[other] = sender, kind
+                        path[other] = sender, kind
                         waiting.append(other)
-        if found is None:
+        if sink is None:
             return flow, seen
-        _push(flow, left, space, came, *found)
+        _push(flow, left, space, path, *sink)
 
 
 def _push(
-    flow: Flow, left: list[int], space: list[int], came: dict[int, tuple[int, int]], sender: int, kind: int
+    flow: Flow, left: list[int], space: list[int], path: dict[int, tuple[int, int]], sender: int, kind: int
 ) -> None:
-    """Send as much as will go along a path: `sender` takes of `kind`, and leaves what it had to the one before it."""
-    path, amount = [(sender, kind, 1)], space[kind]
-    while sender in came:
-        before, given_up = came[sender]
-        path += [(sender, given_up, -1), (before, given_up, 1)]
+    """Augment along a path: `sender` takes from class `kind` and gives up the same elsewhere to the previous sender."""
+    changes, amount = [(sender, kind, 1)], space[kind]
+    while sender in path:
+        before, given_up = path[sender]
+        changes += [(sender, given_up, -1), (before, given_up, 1)]
         amount = min(amount, flow[sender][given_up])
         sender = before
     amount = min(amount, left[sender])
     left[sender] -= amount
     space[kind] -= amount
-    for who, which, sign in path:
-        flow[who][which] += sign * amount
+    for member, which, sign in changes:
+        flow[member][which] += sign * amount

@@ -1,20 +1,19 @@
 """Timelines as plain values: packed for other ranks, and for the event from which a picture is drawn.
 
-Packed, the timelines of a whole job are unpacked one by one as they are asked for: a rank looks at those of the nodes
-that share its links, and of their neighbouring stages. Making objects of all spans of a thousand ranks would take
-seconds, in which all of them stand still. What is unpacked is what was packed.
+Packed timelines of a job are unpacked one by one on demand: a rank needs those of the nodes that share its links, and
+of their neighbouring stages. Unpacking a thousand ranks would stall all of them for seconds. Packing is lossless.
 
 In an event:
 
     spans     [kind, begin, end]            forward, backward, update, reduce: in order
     bubbles   [index, begin, end]
-    windows   [bubble, begin, end, bytes]   what may go in them, in any iteration; of several bubbles after one span
-                                            `bubble` is the first, under which a gate counts all that goes there
+    windows   [bubble, begin, end, bytes]   bytes that may be sent, in any iteration; of several bubbles after one span,
+                                            `bubble` is the first, under which a gate counts all bytes sent after it
 
-It is bounded, however long the schedule is: the first `MOST` of a kind, and how many were left out. Times in seconds
-since the iteration began, to ten microseconds. `Row` reads it.
+The first `MOST` of each kind, and how many were left out, so the event is bounded. Times in seconds since the iteration
+began, to ten microseconds. `Row` reads it.
 
-In: timelines; bubbles, and the plan of a rank. Out: plain values, and timelines or rows again.
+In: timelines; bubbles and the plan of a rank. Out: plain values, and timelines or rows again.
 """
 
 from __future__ import annotations
@@ -32,23 +31,23 @@ _KINDS = tuple(Kind)
 
 
 def pack(timeline: Timeline) -> list[object]:
-    """A timeline as plain values."""
+    """`timeline` as plain values."""
     spans = [[_KINDS.index(one.kind), one.begin, one.end, one.microbatch, one.chunk] for one in timeline.spans]
     return [timeline.rank, timeline.seconds, spans, list(timeline.memory), list(timeline.leads)]
 
 
 def unpack(values: Sequence[object]) -> Timeline:
-    """The timeline that was packed."""
+    """The inverse of `pack`."""
     rank, seconds, spans, memory, leads = values
-    found = tuple(Span(_KINDS[kind], *rest) for kind, *rest in spans)  # type: ignore[attr-defined]
-    return Timeline(rank, seconds, found, tuple(memory), tuple(leads))  # type: ignore[arg-type]
+    unpacked = tuple(Span(_KINDS[kind], *rest) for kind, *rest in spans)  # type: ignore[attr-defined]
+    return Timeline(rank, seconds, unpacked, tuple(memory), tuple(leads))  # type: ignore[arg-type]
 
 
 class Packed(Sequence[Timeline]):
-    """Timelines by rank, of which only those that are asked for are unpacked, each once."""
+    """Timelines by rank, each unpacked once, when first read."""
 
     def __init__(self, parts: Sequence[bytes]) -> None:
-        """What `pack` has made of each, in MessagePack."""
+        """`parts`: the result of `pack` for each rank, in MessagePack."""
         self._parts = parts
         self.unpacked: dict[int, Timeline] = {}
 
@@ -80,7 +79,7 @@ _SHOWN = COMPUTE | {Kind.REDUCE}
 
 @dataclass(frozen=True)
 class Window:
-    """A time in which so many bytes may go."""
+    """A time in which `nbytes` may be sent."""
 
     bubble: int
     begin: float
@@ -90,7 +89,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Row:
-    """A rank's iteration, as it was told."""
+    """A rank's iteration, as read from its event."""
 
     rank: int
     seconds: float
@@ -99,11 +98,11 @@ class Row:
     windows: tuple[Window, ...]
     nbytes: int  # of its copy
     receiver: int
-    reason: str = ""  # why no bubble carries it
+    reason: str = ""  # why bubbles do not carry it; '' if they do
 
     @classmethod
     def read(cls, rank: int, fields: Mapping[str, Any]) -> Row:
-        """What `shown` has made."""
+        """The row in the fields that `shown` made."""
         return cls(
             rank,
             fields["seconds"],
@@ -117,21 +116,22 @@ class Row:
 
 
 def shown(timeline: Timeline, bubbles: Sequence[Bubble], plan: SenderPlan) -> dict[str, Any]:
-    """What an event says of it."""
+    """The fields of the event: see the module."""
     spans = [
         [span.kind.value, round(span.begin, _DIGITS), round(span.end, _DIGITS)]
         for span in timeline.spans
         if span.kind in _SHOWN
     ]
     idle = [[one.index, round(one.begin, _DIGITS), round(one.end, _DIGITS)] for one in bubbles]
-    counted = {one.after: one.bubble for one in reversed(plan.every)}
+    first_bubble = {grant.after: grant.bubble for grant in reversed(plan.every)}
     windows = [
         [
-            counted[one.after], *(round(timeline.opens(one.after) + at, _DIGITS) for at in (one.begin, one.deadline)),
-            one.nbytes,
+            first_bubble[grant.after],
+            *(round(timeline.opens_at(grant.after) + at, _DIGITS) for at in (grant.begin, grant.deadline)),
+            grant.nbytes,
         ]
-        for one in plan.every
-    ]  # fmt: skip
+        for grant in plan.every
+    ]
     return {
         "seconds": timeline.seconds,
         "spans": spans[:MOST],

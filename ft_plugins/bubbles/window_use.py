@@ -32,9 +32,9 @@ class Fullness:
         self._wanted: list[bool] = []
         self._more: list[bool] = []  # whether more was waiting when the last bytes went
 
-    def opened(self, windows: Sequence[tuple[int, int, int]], asking_ns: int, counts: bool = True) -> None:
+    def opened(self, windows: Sequence[tuple[int, int, int]], asking_ns: int, in_bubble: bool = True) -> None:
         """Start new windows, (begin_ns, deadline_ns, bytes) each, and settle the previous ones. A sender has been
-        waiting since `asking_ns`. `counts`: whether they are windows of a bubble."""
+        waiting since `asking_ns`. `in_bubble`: whether they are windows of a bubble."""
         for place, (_, deadline, planned) in enumerate(self._windows):
             if self._wanted[place]:
                 taken = planned - self.left[place]
@@ -42,11 +42,11 @@ class Fullness:
                 self.offered += planned if self._more[place] or asking_ns < deadline else taken
         self._windows = windows
         self.left = [window[2] for window in windows]
-        self._wanted = [counts and asking_ns <= begin for begin, _, _ in windows]
+        self._wanted = [in_bubble and asking_ns <= begin for begin, _, _ in windows]
         self._more = [False for _ in windows]
 
     def take(self, window: int, nbytes: int, more: bool) -> None:
-        """Count `nbytes` that go in a window; whether `more` is waiting."""
+        """Count `nbytes` sent in a window; `more`: whether others wait."""
         self.left[window] -= nbytes
         self._more[window] = more
 
@@ -55,10 +55,10 @@ class Shortened:
     """The usable part of each window of one sender."""
 
     def __init__(self) -> None:
-        self._used: dict[WindowKey, float] = {}  # nanoseconds, of windows that are not used whole
+        self._used: dict[WindowKey, float] = {}  # nanoseconds, of windows that are not fully used
 
     def opened(self, window: WindowKey, nanoseconds: int) -> None:
-        """The window is opened again, for so long."""
+        """Record that the window is opened again, for `nanoseconds`."""
         used = self._used.pop(window, None)
         if used is not None and used + REGROWTH * nanoseconds < nanoseconds:
             self._used[window] = used + REGROWTH * nanoseconds
@@ -68,6 +68,6 @@ class Shortened:
         return int(min(nanoseconds, self._used.get(window, nanoseconds)))
 
     def late(self, window: WindowKey, nanoseconds: int) -> None:
-        """A frame was late in a window of that length."""
+        """Record that a frame was late in a window of that length."""
         used = min(nanoseconds, self._used.get(window, nanoseconds))
         self._used[window] = max(0.0, used - CUT * nanoseconds)

@@ -1,16 +1,15 @@
-"""When a sender and a receiver are idle at the same time: the windows in which a copy may move. Pure.
+"""Find the windows in which a copy may be sent: times when sender and receiver are both idle. Pure.
 
     sender     ....|bubble 3          |.........
     receiver   .......|bubble 5   |....|bubble 6
                       r           r              reserved at both ends of each, for regular communication
     windows            |=========|
 
-Invariant: no window reaches out of a bubble of either, nor into the time that is reserved at its ends (BAFT, figure 6),
-and none is so short that it would be over before a frame is on its way: such promise copies that never go.
-A bubble of the sender has several windows where the receiver computes meanwhile, `WINDOWS` at most: as many as the
-gate has room for.
+Invariant: no window extends beyond a bubble of either, or into the time reserved at its ends (BAFT, figure 6), and none
+is so short that it would be over before a frame is on its way. If the receiver computes during a bubble of the sender,
+the bubble has several windows, at most `WINDOWS`: as many as the gate has room for.
 
-In: bubbles of two ranks, in seconds of a clock that both share; `Reserve`. Out: `Windows`, by begin.
+In: bubbles of two ranks, in seconds of a common clock; `Reserve`. Out: `Windows`, by begin.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ import numpy.typing as npt
 from ..errors import ConfigError
 from ..model.timeline import Bubble
 
-WINDOWS = 8  # after one compute span; of more, the longest are taken
-SHORTEST_SECONDS = 0.002  # of a window: until one process has heard of it from another, half of a shorter one is over
+WINDOWS = 8  # after one compute span; of more, the longest are used
+SHORTEST_SECONDS = 0.002  # of a window: half of a shorter one is over before the other process notices it
 
 Seconds = npt.NDArray[np.float64]
 Numbers = npt.NDArray[np.int64]
@@ -33,9 +32,8 @@ Numbers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Reserve:
-    """Seconds at the begin and at the end of each bubble in which regular communication may be under way: what a
-    message between stages takes (BAFT, 4.2.2), and what jitters. What is then left is no window unless it is as long as
-    the `shortest`."""
+    """Seconds reserved at the begin and end of each bubble for regular communication: messages between stages (BAFT,
+    4.2.2), and jitter. The rest is a window only if it is at least `shortest`."""
 
     begin: float
     end: float
@@ -43,13 +41,13 @@ class Reserve:
 
     def __post_init__(self) -> None:
         if not min(self.begin, self.end, self.shortest) >= 0:
-            told = ", ".join(f"{seconds} s" for seconds in (self.begin, self.end, self.shortest))
-            raise ConfigError(f"{told} are no times to reserve: expected 0 or more")
+            times = ", ".join(f"{seconds} s" for seconds in (self.begin, self.end, self.shortest))
+            raise ConfigError(f"reserved times of a bubble: expected 0 or more, found {times}")
 
 
 @dataclass(frozen=True, eq=False)
 class Windows:
-    """Disjoint times, ascending. `bubble[i]` is the place of window i's bubble among those of the sender."""
+    """Disjoint times, ascending. `bubble[i]` is the index of window i's bubble among those of the sender."""
 
     bubble: Numbers
     begin: Seconds
@@ -57,7 +55,7 @@ class Windows:
 
     @property
     def seconds(self) -> float:
-        """All of it."""
+        """Total length."""
         return float((self.end - self.begin).sum())
 
     @property
@@ -70,36 +68,36 @@ def shared(sender: Sequence[Bubble], receiver: Sequence[Bubble], reserve: Reserv
     """The windows of a sender and a receiver. Raises ConfigError for bubbles that are not ascending and disjoint."""
     places, begins, ends = _usable(sender, reserve)
     _, others, other_ends = _usable(receiver, reserve)
-    first = np.searchsorted(other_ends, begins, side="right")  # the first of the other's that ends after it begins
+    first = np.searchsorted(other_ends, begins, side="right")  # the receiver's first that ends after it begins
     stop = np.searchsorted(others, ends, side="left")  # the first that begins after it ends
     counts = np.maximum(stop - first, 0)
     own = np.repeat(np.arange(len(begins)), counts)
     offsets = np.arange(len(own)) - np.repeat(np.cumsum(counts) - counts, counts)
     other = np.repeat(first, counts) + offsets
     begin, end = np.maximum(begins[own], others[other]), np.minimum(ends[own], other_ends[other])
-    kept = (end > begin) & (end - begin >= reserve.shortest)
+    usable = (end > begin) & (end - begin >= reserve.shortest)
     after = np.array([bubble.after for bubble in sender], dtype=np.int64)
-    return _longest(Windows(places[own][kept], begin[kept], end[kept]), after)
+    return _longest(Windows(places[own][usable], begin[usable], end[usable]), after)
 
 
 def _usable(bubbles: Sequence[Bubble], reserve: Reserve) -> tuple[Numbers, Seconds, Seconds]:
-    """Place, begin and end of what is left of each bubble, of those of which anything is."""
+    """Index, begin and end of each bubble less the reserve, without those that it fills."""
     begin = np.array([bubble.begin for bubble in bubbles], dtype=np.float64)
     end = np.array([bubble.end for bubble in bubbles], dtype=np.float64)
     if np.any(end < begin) or np.any(begin[1:] < end[:-1]):
-        raise ConfigError("bubbles of a rank overlap or are not in the order of time: expected those of one iteration")
+        raise ConfigError("bubbles of a rank overlap or are not in order of time: expected those of one iteration")
     begin, end = begin + reserve.begin, end - reserve.end
     (places,) = np.nonzero(end > begin)
     return places, begin[places], end[places]
 
 
 def _longest(windows: Windows, after: Numbers) -> Windows:
-    """Without the shortest ones after spans that have too many; `after` is the span before each bubble."""
+    """`windows` without the shortest ones after spans that have too many; `after` is the span before each bubble."""
     if len(windows.bubble) <= WINDOWS:
         return windows
-    kept = np.ones(len(windows.bubble), dtype=bool)
+    chosen = np.ones(len(windows.bubble), dtype=bool)
     _, starts, counts = np.unique(after[windows.bubble], return_index=True, return_counts=True)
     for start, count in zip(starts[counts > WINDOWS], counts[counts > WINDOWS], strict=True):
         lengths = (windows.end - windows.begin)[start : start + count]
-        kept[start + np.argsort(-lengths, kind="stable")[WINDOWS:]] = False
-    return Windows(windows.bubble[kept], windows.begin[kept], windows.end[kept])
+        chosen[start + np.argsort(-lengths, kind="stable")[WINDOWS:]] = False
+    return Windows(windows.bubble[chosen], windows.begin[chosen], windows.end[chosen])

@@ -1,12 +1,11 @@
-"""The elastic agent of a node: torch's own, with restarts bounded by progress and each incarnation fenced.
+"""The elastic agent of a node: torch's, with restarts bounded by progress and each incarnation fenced.
 
-Invariant: workers are started only under a token that no earlier incarnation holds, and after those that held an
-earlier one are gone. The restart count that workers see grows by one with each restart. When one worker fails, the
-others sit in a collective that can never end: they are killed at once, with no grace.
+Invariant: workers start only with a new fencing token, after every process with an older one has ended. The restart
+count that workers see grows by one with each restart. When a worker fails, the others hang in a collective that cannot
+complete, so they are killed at once.
 
 In: torch's specification of the workers, the job on this node, its watcher. Out: a `RunResult` that names the workers
-which failed by themselves, a `Verdict`; `worker.failed`, `round.ended`, `workers.restarted` events; `FTP_*` for
-workers.
+that failed on their own, a `Verdict`; `worker.failed`, `round.ended`, `workers.restarted` events; `FTP_*` for workers.
 """
 
 from __future__ import annotations
@@ -16,13 +15,10 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Sequence
 from contextlib import nullcontext
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
 from torch.distributed import DistError, PrefixStore, TCPStore
 from torch.distributed.elastic.agent.server.api import (
     DEFAULT_ROLE,
@@ -37,28 +33,26 @@ from torch.distributed.elastic.multiprocessing import PContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousStoreInfo
 
-from ..config import Config, worker_environment
+from ..config import worker_environment
 from ..errors import ConfigError, ProtectionError
 from ..events import Events, catalogue
-from ..intake import read_json
-from . import endpoint as places
-from . import secret
-from .agent_exchange import AgentExchange
+from . import endpoint, job_secret, worker_failures
+from .agent_channel import AgentChannel
+from .endpoint import Endpoint
 from .rendezvous import Rendezvous
-from .restarts import Silence, Verdict, WorkerFailure, judge, root_cause
+from .restarts import LostPeers, Verdict, WorkerFailure, judge, root_cause
 from .watcher import Job, Watcher
 
-_ENDED_PATIENCE = timedelta(seconds=10)  # after torch's own barrier
-_REPORT, _REPORT_BYTES = TypeAdapter(dict[str, Any]), 16 << 20  # with the traceback of a worker
-_ROUNDS_LOST = 5  # in a row, each by a node that was lost while workers were about to start
+_ENDED_PATIENCE = timedelta(seconds=10)  # after torch's barrier
+_ROUNDS_LOST = 5  # maximum in a row, each by a node that was lost just before workers started
 
 
 class _RoundEnded(Exception):
-    """The round has ended while this node, whose workers had succeeded, waited for the others."""
+    """The round ended while this node, whose workers had succeeded, waited for the others."""
 
 
 class ProgressAgent(LocalElasticAgent):
-    """torch's agent, bounded by progress unless `bounded`. `watcher` is None where no SMP protects the job."""
+    """torch's agent, bounded by a count if `bounded`, else by progress. `watcher` is None if nothing is protected."""
 
     def __init__(
         self,
@@ -75,29 +69,29 @@ class ProgressAgent(LocalElasticAgent):
         self._watcher = watcher
         self._events = events
         self._bounded = bounded
-        self._store_of_workers: TCPStore | None = None  # on the node of group rank 0: it serves as long as it is held
-        self._exchanged: AgentExchange | None = None  # with the other nodes, where the rendezvous is not ours
-        self._versions: list[int | None] = []
-        self._before: WorkerFailure | None = None  # the last failure, if nothing had begun then
-        self._first_token = 0  # of this ft-run
+        self._store_of_workers: TCPStore | None = None  # on the node of group rank 0; serves until released
+        self._channel: AgentChannel | None = None  # to the other nodes, if the rendezvous is not ours
+        self._versions: list[int | None] = []  # the newest restorable iteration at each failure
+        self._before: WorkerFailure | None = None  # the last failure, if it came before any version or iteration
+        self._first_token = 0  # the first one under this ft-run
         self._token = 0  # of the running incarnation
-        self._opened = False  # a lineage, under that or a later token
-        self._failed_at: float | None = None  # of a failure not yet answered by a restart
+        self._opened = False  # a rank has opened a lineage under this ft-run
+        self._failed_at: float | None = None  # monotonic; of a failure before the restart that follows it
         self.verdict = Verdict(False, "failed", "")
         self.restarts = 0
-        self.all_ended = True  # on all nodes: known once the workers here have succeeded
+        self.all_ended = True  # the workers of all nodes have ended; known once those here have succeeded
 
     def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
-        """Torch's; where the round ends while others are waited for, workers are started again for the next one."""
+        """torch's, but workers start again for the next round if this one ends while the node waits for others."""
         while True:
             try:
                 result: RunResult = super()._invoke_run(role)
                 return result
             except _RoundEnded:
-                self._worker_group.spec.max_restarts += 1  # not counted, as any change of the nodes
+                self._worker_group.spec.max_restarts += 1  # not counted, like any change of nodes
 
     def _exit_barrier(self) -> None:
-        """Torch's, which takes a lost node for one that has finished, unless the rendezvous knows better."""
+        """torch's, which mistakes a lost node for a finished one; with our rendezvous, its own wait."""
         handler = self._worker_group.spec.rdzv_handler
         if not isinstance(handler, Rendezvous):
             super()._exit_barrier()
@@ -106,17 +100,17 @@ class ProgressAgent(LocalElasticAgent):
             raise _RoundEnded
 
     def _all_have_ended(self) -> bool:
-        """Whether the workers of all nodes have succeeded. Torch waits for them as well, but does not say who came."""
-        if self._exchanged is None:
+        """Whether the workers of all nodes have succeeded. torch waits for them, but does not report which came."""
+        if self._channel is None:
             return True
         try:
-            self._exchanged.say("ended", b"1")
-            return None not in self._exchanged.all_said("ended", _ENDED_PATIENCE)
+            self._channel.publish("ended", b"1")
+            return None not in self._channel.read_all("ended", _ENDED_PATIENCE)
         except DistError:
             return False
 
     def _initialize_workers(self, worker_group: WorkerGroup) -> None:
-        """Torch's; and again, a few times, when the round's store is lost before workers were started."""
+        """torch's, repeated a few times if the round's store is lost before workers have started."""
         for left in reversed(range(_ROUNDS_LOST)):
             try:
                 super()._initialize_workers(worker_group)
@@ -127,11 +121,11 @@ class ProgressAgent(LocalElasticAgent):
                 self._events.emit(catalogue.ROUND_LOST, reason=f"{type(error).__name__}: {error}")
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        """Torch's, and then a store for this incarnation alone, where torch would hand out one for the agent's life.
+        """torch's, then a store for this incarnation alone, because torch keeps one for the agent's life.
 
-        In that one, the workers of a restart find what the dead ones wrote: addresses and NCCL ids of processes that
-        are gone (seen; pytorch issue 135712). A rendezvous that leaves the store to rank 0 of the workers, as torch can
-        be told to, has a new one each time anyway, and so has ours.
+        In that one, restarted workers find what dead ones wrote: addresses and NCCL ids of processes that are gone
+        (observed; pytorch issue 135712). Our rendezvous has a new store each time, and so has one that leaves the store
+        to rank 0 of the workers.
         """
         spec = worker_group.spec
         handler = spec.rdzv_handler
@@ -142,87 +136,88 @@ class ProgressAgent(LocalElasticAgent):
         super()._rendezvous(worker_group)
         if isinstance(handler, Rendezvous):
             return
-        group: Any = worker_group  # torch annotates what it fills in later as None
+        group: Any = worker_group  # torch annotates fields that it fills in later as None
         if handler.use_agent_store:
-            told = self._serve_workers(spec, group)
-            group.master_addr, group.master_port = told.master_addr, told.master_port
+            store = self._serve_workers(spec, group)
+            group.master_addr, group.master_port = store.master_addr, store.master_port
 
     def _assign_worker_ranks(
         self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
-        """Torch's ranks, in the order of the nodes. Torch takes them from a store in which anybody writes, these come
-        from what nodes have proved to each other. Without a job there is no secret to do so."""
-        self._exchanged = None
+        """torch's ranks, in the order of the nodes. torch reads them from a store in which any process can write; here
+        they come from authenticated nodes, unless there is no job and so no secret."""
+        self._channel = None
         handler = spec.rdzv_handler
         if isinstance(handler, Rendezvous):
             return _workers(spec, handler.first_rank, handler.all_workers)
         if not self._job:
-            found: list[Worker] = super()._assign_worker_ranks(store, group_rank, group_world_size, spec)
-            return found
+            workers: list[Worker] = super()._assign_worker_ranks(store, group_rank, group_world_size, spec)
+            return workers
         if group_world_size == 1:
             return _workers(spec, 0, spec.local_world_size)
-        known = secret.of_job(self._job.config.secret_file)
-        self._exchanged = AgentExchange(
-            self._common(store, spec), known, handler.get_run_id(), group_rank, group_world_size
+        secret = job_secret.load_secret(self._job.config.secret_file)
+        self._channel = AgentChannel(
+            self._incarnation_store(store, spec), secret, handler.get_run_id(), group_rank, group_world_size
         )
-        self._exchanged.say("workers", str(spec.local_world_size).encode())
-        counts = [int(count) for count in self._all_said("workers")]
+        self._channel.publish("workers", str(spec.local_world_size).encode())
+        counts = [int(count) for count in self._read_all("workers")]
         return _workers(spec, sum(counts[:group_rank]), sum(counts))
 
-    def _common(self, store: Any, spec: WorkerSpec) -> PrefixStore:
-        """The part of a foreign rendezvous' store that is this incarnation's. A dynamic one prefixes its store by the
-        round; a static one has only the count of restarts, equal on all its nodes."""
+    def _incarnation_store(self, store: Any, spec: WorkerSpec) -> PrefixStore:
+        """The part of torch's rendezvous store for this incarnation. A dynamic rendezvous prefixes its store by round;
+        a static one has only the restart count, which is equal on all nodes."""
         static = spec.rdzv_handler.get_backend() == "static"
         return PrefixStore(f"ft_plugins/{spec.max_restarts - self._remaining_restarts if static else 0}", store)
 
-    def _all_said(self, name: str) -> Sequence[bytes]:
-        """What each node says, by group rank. Raises ConfigError where one is not from there."""
-        if self._exchanged is None:
+    def _read_all(self, name: str) -> list[bytes]:
+        """The values that nodes published, by group rank. Raises ConfigError if one is not authentic."""
+        if self._channel is None:
             raise RuntimeError("there are no other nodes")
-        said = self._exchanged.all_said(name)
-        if None in said:
+        values = self._channel.read_all(name)
+        if None in values:
             raise ConfigError(
-                f"group rank {said.index(None)}: expected its word of '{name}', found one in the store of "
-                "the rendezvous that is not from there; drop --rdzv-backend, so that nodes meet where strangers cannot "
-                "write"
+                f"group rank {values.index(None)}: expected its value of '{name}', found one in the store of the "
+                "rendezvous that another process wrote; drop --rdzv-backend: the rendezvous of ft-run authenticates "
+                "nodes"
             )
-        return [each for each in said if each is not None]
+        return [each for each in values if each is not None]
 
     def _serve_workers(self, spec: WorkerSpec, group: Any) -> RendezvousStoreInfo:
-        """Where the store of this incarnation's workers is: on the node of group rank 0, which makes it. It listens on
-        one address where that is known: the given one; on loopback for the workers of one node."""
+        """The store of this incarnation's workers, created on the node of group rank 0. It listens on the given address
+        only, if there is one, and on loopback for a single node."""
         if group.group_rank:
-            if self._exchanged:
-                self._exchanged.say("store", b"")
-                place = places.Endpoint.read(self._all_said("store")[0].decode())
+            if self._channel:
+                self._channel.publish("store", b"")
+                place = Endpoint.read(self._read_all("store")[0].decode())
                 return RendezvousStoreInfo(place.host, place.port)
             address = spec.master_addr or spec.local_addr
-            return RendezvousStoreInfo.build(group.group_rank, self._common(group.store, spec), address, 0)
+            return RendezvousStoreInfo.build(group.group_rank, self._incarnation_store(group.store, spec), address, 0)
         alone = group.group_world_size == 1
-        address = places.LOOPBACK if alone else spec.master_addr or spec.local_addr or socket.getfqdn()
-        listener = places.listen_anywhere(address if places.literal(address) else None)
+        address = endpoint.LOOPBACK if alone else spec.master_addr or spec.local_addr or socket.getfqdn()
+        listener = endpoint.listen_anywhere(address if endpoint.is_literal(address) else None)
         port = int(listener.getsockname()[1])
         self._store_of_workers = TCPStore(
             address, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.detach()
         )
-        if self._exchanged:
-            self._exchanged.say("store", str(places.Endpoint(address, port)).encode())
+        if self._channel:
+            self._channel.publish("store", str(Endpoint(address, port)).encode())
         elif not alone:
-            RendezvousStoreInfo.build(0, self._common(group.store, spec), address, port)
+            RendezvousStoreInfo.build(0, self._incarnation_store(group.store, spec), address, port)
         return RendezvousStoreInfo(address, port)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         token = self._token = self._watcher.fence() if self._watcher else 0
         self.restarts = worker_group.spec.max_restarts - self._remaining_restarts
-        if self._job:  # torch hands its own environment on to workers; its signals travel the same way
-            config = restarted(self._job.config) if self._resumed(token, worker_group) else self._job.config
+        if self._job:  # torch passes this process's environment on to workers
+            done = {"resume": "auto"} if self._resumed(token, worker_group) else {}  # the command's `resume` holds once
+            config = self._job.config.model_copy(update=done)
             os.environ.update(worker_environment(config, self._job.run_dir, token, os.getpid()))
-        if self._exchanged:
-            self._exchanged.say("trained", str(int(bool(self._watcher and self._watcher.begun()))).encode())
+        if self._channel:
+            self._channel.publish("trained", str(int(bool(self._watcher and self._watcher.begun()))).encode())
         with self._watcher.paused() if self._watcher else nullcontext():
             started: dict[int, Any] = super()._start_workers(worker_group)
         context = self._context()
-        vars(context)["close"] = functools.partial(_close_at_once, context)  # of this object, nothing global
+        vars(context)["close"] = functools.partial(worker_failures.close_at_once, context)  # of this object only
         if self.restarts:
             seconds = None if self._failed_at is None else round(time.monotonic() - self._failed_at, 3)
             self._events.emit(catalogue.WORKERS_RESTARTED, restart=self.restarts, token=token, seconds=seconds)
@@ -230,43 +225,43 @@ class ProgressAgent(LocalElasticAgent):
         return started
 
     def _has_opened(self) -> bool:
-        """Whether a rank of any node has opened a lineage under this ft-run, as far as is known here."""
+        """Whether a rank is known to have opened a lineage under this ft-run."""
         if self._watcher and not self._opened and self._first_token:
             self._opened = self._watcher.opened_since(self._first_token)
         return self._opened
 
     def _resumed(self, token: int, worker_group: WorkerGroup) -> bool:
-        """Whether the `resume` of the command was carried out: an incarnation of this ft-run, or of one that goes on
-        with it on another node, has opened its lineage on any rank. All nodes answer alike, as ranks must."""
+        """Whether the command's `resume` is done: a rank has opened a lineage under this ft-run, or under the job's
+        ft-run on another node. The answer is the same on all nodes."""
         own = self._has_opened()
         self._first_token = self._first_token or token
         handler = worker_group.spec.rdzv_handler
         if isinstance(handler, Rendezvous):
             self._opened = own or handler.opened_anywhere
-        elif self._exchanged:
-            self._exchanged.say("opened", b"1" if own else b"0")
-            if self._job and self._job.config.resume != "auto":  # else there is nothing to forget
-                self._opened = b"1" in self._all_said("opened")
+        elif self._channel:
+            self._channel.publish("opened", b"1" if own else b"0")
+            if self._job and self._job.config.resume != "auto":
+                self._opened = b"1" in self._read_all("opened")
         return self._opened
 
     def _nothing_begun(self) -> bool:
-        """Whether no node of the job has a version or had completed an iteration when this incarnation began, as far as
-        that is known for certain. Raises ProtectionError."""
+        """Whether it is certain that no node of the job had a version or a completed iteration when this incarnation
+        began. Raises ProtectionError."""
         if self._watcher is None or self._watcher.begun():
             return False
         handler = self._worker_group.spec.rdzv_handler
         if isinstance(handler, Rendezvous):
             return not handler.trained_anywhere
         try:
-            return self._exchanged is None or set(self._exchanged.all_said("trained", _ENDED_PATIENCE)) == {b"0"}
+            return self._channel is None or set(self._channel.read_all("trained", _ENDED_PATIENCE)) == {b"0"}
         except DistError:
             return False
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        if self._failed_at is None:  # another node failed or joined: torch starts workers again without counting
+        if self._failed_at is None:  # another node failed or joined: not counted
             worker_group.spec.max_restarts += 1
             handler = worker_group.spec.rdzv_handler
-            reason = handler.over if isinstance(handler, Rendezvous) else "the rendezvous says that nodes wait"
+            reason = handler.waiting_reason if isinstance(handler, Rendezvous) else "nodes wait for the next round"
             self._events.emit(catalogue.ROUND_ENDED, reason=reason)
         super()._restart_workers(worker_group)
 
@@ -274,64 +269,44 @@ class ProgressAgent(LocalElasticAgent):
         self._shutdown(signal.SIGKILL)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """Torch's look at the workers, but those that failed are told from those that were ended because of it."""
-        first = self._failed_workers()
+        """torch's look at the workers, which also separates those that failed from those that were killed for it."""
+        first = worker_failures.failed_workers(self._context())
         result = self._end_after(first) if first else super()._monitor_workers(worker_group)
         if result.state == WorkerState.FAILED:
-            if not first:  # failed between our look and torch's: torch lists those first that it found by themselves
+            if not first:  # failed since our look: torch lists the ones that failed on their own first
                 result.failures = dict(list(result.failures.items())[:1])
             self._decide(result)
         elif result.state == WorkerState.HEALTHY and self._watcher and (lost := self._watcher.lost(self._token)):
-            return self._go_on_without(lost)
+            return self._restart_without(lost)
         return result
 
-    def _go_on_without(self, lost: list[str]) -> RunResult:
-        """Nodes or ranks are lost: the workers here sit in a collective that can never end, or soon will."""
+    def _restart_without(self, lost: list[str]) -> RunResult:
+        """Kill the workers here: without the lost nodes or ranks they hang in a collective, or soon will."""
         self._failed_at = time.monotonic()
         self._events.emit(catalogue.WORKERS_KILLED, lost=lost)
         for pid in self._context().pids().values():
-            _kill_group(pid)
-        self._give_verdict(Silence(tuple(lost)))
+            worker_failures.kill_group(pid)
+        self._give_verdict(LostPeers(tuple(lost)))
         return RunResult(state=WorkerState.UNHEALTHY)
 
-    def _failed_workers(self) -> dict[int, int]:
-        """Exit codes by local rank of the workers that failed by themselves: ended with an error, or reporting one."""
-        context = self._context()
-        failed = {}
-        for local_rank, pid in context.pids().items():
-            try:  # a look without reaping, which is torch's part
-                found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            except ChildProcessError:
-                continue  # reaped before, so it did not fail
-            if found and found.si_code != os.CLD_EXITED:
-                failed[local_rank] = -found.si_status
-            elif found and found.si_status:
-                failed[local_rank] = found.si_status
-        if failed:  # a peer that has written its report is on its way out, and may be the cause
-            for local_rank, path in context.error_files.items():
-                if report := _report(path):
-                    code = report.get("errorCode", 1)
-                    failed.setdefault(local_rank, code if type(code) is int else 1)
-        return failed
-
     def _end_after(self, failed: dict[int, int]) -> RunResult:
-        """Kill what is left of the workers and their children; the failures are those of `failed` alone."""
+        """Kill the remaining workers and their children; the result lists the failures of `failed` only."""
         context = self._context()
         for pid in context.pids().values():
-            _kill_group(pid)
+            worker_failures.kill_group(pid)
         context.close(signal.SIGKILL)
         failures = {}
         for local_rank, exitcode in failed.items():
             path = context.error_files.get(local_rank, "")
             failures[self._worker_group.workers[local_rank].global_rank] = ProcessFailure(
-                local_rank, context.pids()[local_rank], exitcode, path if _report(path) else ""
+                local_rank, context.pids()[local_rank], exitcode, path if worker_failures.read_report(path) else ""
             )
         return RunResult(state=WorkerState.FAILED, failures=failures)
 
     def _decide(self, result: RunResult) -> None:
-        """Report the failures and find the cause."""
+        """Report the failures, find the cause and decide."""
         self._failed_at = time.monotonic()
-        failures = [_described(rank, failure) for rank, failure in result.failures.items()]
+        failures = [worker_failures.described(rank, failure) for rank, failure in result.failures.items()]
         for failure in failures:
             self._events.emit(
                 catalogue.WORKER_FAILED,
@@ -343,11 +318,11 @@ class ProgressAgent(LocalElasticAgent):
             )
         cause = root_cause(failures)
         result.failures[cause.rank].timestamp = min(failure.timestamp for failure in result.failures.values())
-        result.failures = {cause.rank: result.failures.pop(cause.rank)} | result.failures  # torch names the earliest
+        result.failures = {cause.rank: result.failures.pop(cause.rank)} | result.failures  # torch reports the earliest
         self._give_verdict(cause)
 
-    def _give_verdict(self, cause: WorkerFailure | Silence) -> None:
-        """Let torch's counter say what was decided."""
+    def _give_verdict(self, cause: WorkerFailure | LostPeers) -> None:
+        """Decide, and set torch's restart counter accordingly."""
         before, self._before = self._before, None
         try:
             if not self._bounded and not (isinstance(cause, WorkerFailure) and cause.refused):
@@ -368,54 +343,9 @@ class ProgressAgent(LocalElasticAgent):
 
 
 def _workers(spec: WorkerSpec, first: int, total: int) -> list[Worker]:
-    """The workers of a node whose first one has global rank `first` of `total`. All are of one role."""
+    """The workers of a node whose first one has global rank `first` of `total`; all have the same role."""
     ranks = range(first, first + spec.local_world_size)
     return [
         Worker(local_rank=local, global_rank=rank, role_rank=rank, world_size=total, role_world_size=total)
         for local, rank in enumerate(ranks)
     ]
-
-
-def restarted(config: Config) -> Config:
-    """What ranks are told once the `resume` of the command was carried out by earlier ones."""
-    return config.model_copy(update={"resume": "auto"})
-
-
-def _close_at_once(context: PContext, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
-    """`PContext.close`, which torch calls without a signal when a worker failed: then SIGKILL instead of SIGTERM."""
-    type(context).close(context, death_sig or signal.SIGKILL, timeout)
-
-
-def _kill_group(pid: int) -> None:
-    """SIGKILL a worker that is not reaped yet, and all of its process group where it leads one."""
-    try:
-        if os.getpgid(pid) == pid:
-            os.killpg(pid, signal.SIGKILL)
-        else:
-            os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return  # reaped: it ended in order
-
-
-def _report(path: str) -> dict[str, Any]:
-    """What a worker wrote into its error file; {} where there is none, or a part of one."""
-    try:
-        found = read_json(Path(path), _REPORT, _REPORT_BYTES).get("message", {}) if path else {}
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _described(rank: int, failure: ProcessFailure) -> WorkerFailure:
-    """A failure of torch's with its message in words and the finest time there is."""
-    report = Path(failure.error_file)
-    reported = report.is_file()
-    message: Any = failure.message if reported or failure.exitcode < 0 else ""  # else it is torch's advice
-    return WorkerFailure(
-        rank=rank,
-        local_rank=failure.local_rank,
-        pid=failure.pid,
-        exitcode=failure.exitcode,
-        message=message.get("message", "") if isinstance(message, dict) else str(message),
-        time=report.stat().st_mtime if reported else time.time(),
-    )

@@ -1,10 +1,10 @@
-"""ft-run: torchrun's command line, and the same job again after a failure.
+"""ft-run: torchrun's command line for jobs that survive failures.
 
     ft-run <torchrun's arguments> [--ftp-* --reft ...] script.py <its arguments> [--ftp-* --reft ...]
 
-Invariant: our flags mean the same wherever they stand, and no one else sees them: they are taken out of the command
-line and reach the ranks as FTP_CONFIG; the script keeps its own arguments. Without any of them ft-run is torchrun,
-which it says, and nothing is protected. With a system on and no --max-restarts, a job goes on while there is progress.
+Invariant: our flags may stand before or after the script. They are removed from the command line and reach the ranks as
+FTP_CONFIG; the script sees only its own arguments. Without any of them ft-run is torchrun: it reports that nothing is
+protected. With a system on and no --max-restarts, a job is restarted as long as it makes progress.
 
 In: a command line. Out: torchrun's exit status, or EXIT_REFUSED after one line that names the remedy.
 """
@@ -26,22 +26,22 @@ from torch.distributed.run import config_from_args, get_args_parser, parse_min_m
 
 from ..config import Config, add_flags, deepspeed_json, merge, run_directory
 from ..errors import EXIT_REFUSED, ConfigError, FtError
-from . import identity
+from . import job_identity
 from .node_launch import Outcome, launch
-from .plugin import BACKEND
+from .rendezvous_settings import BACKEND
 from .watcher import Job
 
 _WORKER = "ft_plugins.launcher.worker"
-_STATIC = "static"  # ranks and addresses given by the user: nobody can be replaced
+_STATIC = "static"  # ranks and addresses are given by the user: no node can be replaced
 _STATIC_FLAGS = {"node_rank": "--node-rank", "master_addr": "--master-addr", "master_port": "--master-port"}
 _UNSET = None
-_USUAL = {"max_restarts": 0, "rdzv_backend": _STATIC, "node_rank": 0, "master_addr": "127.0.0.1"}  # torchrun's
+_DEFAULTS = {"max_restarts": 0, "rdzv_backend": _STATIC, "node_rank": 0, "master_addr": "127.0.0.1"}  # torchrun's
 _NO_ID = "none"  # torchrun's
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a command line asks for. `torch` holds torchrun's arguments, the script and its arguments."""
+    """A parsed command line. `torch` holds torchrun's arguments, the script and its arguments."""
 
     config: Config
     torch: argparse.Namespace
@@ -56,28 +56,28 @@ class Plan:
 
 
 def parser() -> argparse.ArgumentParser:
-    """torchrun's parser with our flags; what stands in `_USUAL` is None unless it was given."""
-    found: argparse.ArgumentParser = get_args_parser()
-    found.prog = "ft-run"
-    found.description = "torchrun for jobs that survive failures. Takes torchrun's arguments; see the group ft_plugins."
-    add_flags(found)
-    for name, usual in _USUAL.items():
-        if found.get_default(name) == usual:  # another one, or text for a number, if it comes from the environment
-            found.set_defaults(**{name: _UNSET})
-    return found
+    """torchrun's parser with our flags; options in `_DEFAULTS` are None unless given."""
+    parser: argparse.ArgumentParser = get_args_parser()
+    parser.prog = "ft-run"
+    parser.description = "torchrun for jobs that survive failures. Takes torchrun's arguments; see group ft_plugins."
+    add_flags(parser)
+    for name, default in _DEFAULTS.items():
+        if parser.get_default(name) == default:  # differs, or is text, if it comes from the environment
+            parser.set_defaults(**{name: _UNSET})
+    return parser
 
 
 def plan(argv: Sequence[str], uid: int, folder: str, host: str) -> Plan:
-    """Read a command line given by user `uid` in `folder` on `host`. Raises ConfigError, SystemExit."""
+    """Parse a command line given by user `uid` in `folder` on `host`. Raises ConfigError, SystemExit."""
     config, words = Config.from_flags(argv, whole=False)
     options = parser().parse_args(words)
     config = _with_deepspeed(config, options, Path(folder))
     if config.given() and not config.systems:
         raise ConfigError(f"{config.flags()[0]}: has no effect while no system is on; add --reft or drop it")
     if config.systems and options.no_python:
-        raise ConfigError("--no-python: hooks are installed by Python in each rank; name the Python script itself")
+        raise ConfigError("--no-python: hooks need Python in each rank; give the Python script itself")
     if not (options.module or options.no_python) and not os.path.exists(os.path.join(folder, options.training_script)):
-        raise ConfigError(f"script {options.training_script}: there is no such file in {folder}")
+        raise ConfigError(f"script {options.training_script}: no such file in {folder}")
     if config.systems:
         _require_replaceable(options)
     id_given = "" if options.standalone else options.rdzv_id
@@ -85,14 +85,14 @@ def plan(argv: Sequence[str], uid: int, folder: str, host: str) -> Plan:
     return Plan(
         config=config,
         torch=options,
-        job=identity.job_name(config.job, id_given, uid, folder, script, arguments),
-        node=config.node_name or identity.name_of(host),
+        job=job_identity.job_name(config.job, id_given, uid, folder, script, arguments),
+        node=config.node_name or job_identity.safe_name(host),
         bounded=options.max_restarts is not _UNSET or not config.systems,
     )
 
 
 def _with_deepspeed(config: Config, options: argparse.Namespace, folder: Path) -> Config:
-    """With what the block of a DeepSpeed configuration says that the script is given. Raises ConfigError."""
+    """`config` merged with the block of the script's DeepSpeed configuration. Raises ConfigError."""
     block = deepspeed_json.from_arguments(options.training_script_args, folder)
     return merge(config, block, ("the command line", "the DeepSpeed configuration"))
 
@@ -101,7 +101,7 @@ def execute(plan: Plan) -> Outcome:
     """Run the planned job to its end. Raises what `launch` raises."""
     options = argparse.Namespace(**vars(plan.torch))
     _choose_rendezvous(options, plan)
-    options.run_path = False  # our worker runs the script in this way anyway
+    options.run_path = False  # our worker does that anyway
     config, command, arguments = config_from_args(options)
     if not options.no_python:
         arguments = ["-u", "-m", _WORKER, *arguments[1:]]  # torchrun's are -u [-m] script args
@@ -109,12 +109,12 @@ def execute(plan: Plan) -> Outcome:
     if plan.protected:
         job = Job(plan.config, plan.job, plan.node, run_directory(plan.job, plan.node))
     else:
-        print("ft-run: no system is on, nothing is protected: this run is torchrun's. Add --reft.", file=sys.stderr)
+        print("ft-run: no system is on, nothing is protected: running as torchrun. Add --reft.", file=sys.stderr)
     return launch(config, command, arguments, job=job, bounded=plan.bounded, name=options.training_script)
 
 
 def _require_replaceable(options: argparse.Namespace) -> None:
-    """Refuse several nodes whose places are fixed by their command lines. Raises ConfigError."""
+    """Raises ConfigError for several nodes whose ranks and addresses are fixed by their command lines."""
     if options.standalone or parse_min_max_nnodes(options.nnodes)[1] == 1:
         return
     given = [flag for name, flag in _STATIC_FLAGS.items() if getattr(options, name) is not _UNSET]
@@ -123,24 +123,24 @@ def _require_replaceable(options: argparse.Namespace) -> None:
     elif options.rdzv_backend is not _UNSET or not given and options.rdzv_endpoint:
         return
     raise ConfigError(
-        f"--nnodes {options.nnodes} with {', '.join(given) or 'no --rdzv-endpoint'}: a lost node could not be replaced "
-        f"where places are fixed; give --rdzv-endpoint host:port of any one node, the same on all nodes"
+        f"--nnodes {options.nnodes} with {', '.join(given) or 'no --rdzv-endpoint'}: a lost node could not be "
+        "replaced, because ranks are fixed; give --rdzv-endpoint host:port of any one node, the same on all nodes"
         + (f", and drop {', '.join(given)}" if given else "")
     )
 
 
 def _choose_rendezvous(options: argparse.Namespace, plan: Plan) -> None:
-    """With a system on, ours unless another was named: it keeps ranks in place, outlives nodes, keeps strangers out.
+    """With a system on, use our rendezvous unless another is given: it keeps ranks, survives lost nodes, authenticates.
 
-    Else what torchrun's `run` does: one node needs no endpoint, and gets an id of its own.
+    Otherwise do what torchrun's `run` does: one node needs no endpoint, and gets an id of its own.
     """
     if plan.protected and options.rdzv_backend is _UNSET and options.rdzv_endpoint and not options.standalone:
         options.rdzv_backend = BACKEND
         if options.rdzv_id == _NO_ID:
             options.rdzv_id = plan.job
-    for name, usual in _USUAL.items():
+    for name, default in _DEFAULTS.items():
         if getattr(options, name) is _UNSET:
-            setattr(options, name, usual)
+            setattr(options, name, default)
     alone = options.rdzv_backend == _STATIC and not options.rdzv_endpoint and options.master_port is None
     if options.standalone or (alone and parse_min_max_nnodes(options.nnodes)[1] == 1):
         options.rdzv_backend = BACKEND if plan.protected else "c10d"
@@ -151,8 +151,8 @@ def _choose_rendezvous(options: argparse.Namespace, plan: Plan) -> None:
 
 
 @record
-def _pass_on(outcome: Outcome, name: str) -> None:
-    """Raise what ended the job; `record` copies it to whoever started ft-run and asked for an error file."""
+def _raise_for(outcome: Outcome, name: str) -> None:
+    """Raise the error that ended the job; `record` copies it to the error file of ft-run's parent, if it wants one."""
     if outcome.status == "refused":
         raise FtError(outcome.reason)
     outcome.raise_for_failure(name)
@@ -167,12 +167,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"ft-run: {error}", file=sys.stderr)
         return EXIT_REFUSED
     except SignalException as error:
-        print(f"ft-run: ended by {error.sigval.name}; the same command given again resumes", file=sys.stderr)
+        print(f"ft-run: ended by {error.sigval.name}; give the same command again to resume", file=sys.stderr)
         return 128 + error.sigval
     if outcome.status == "succeeded":
         return 0
     try:
-        _pass_on(outcome, planned.torch.training_script)
+        _raise_for(outcome, planned.torch.training_script)
     except FtError as error:
         print(error, file=sys.stderr)
         return EXIT_REFUSED

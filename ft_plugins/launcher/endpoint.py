@@ -1,4 +1,4 @@
-"""Where a node is reached, and listening there.
+"""Addresses of nodes, and sockets that listen on them.
 
 In: what users give as --rdzv-endpoint. Out: `Endpoint`, listening sockets.
 """
@@ -11,7 +11,7 @@ import ipaddress
 import re
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..errors import ConfigError
@@ -19,23 +19,23 @@ from ..intake import shown
 
 DEFAULT_PORT = 29400  # torch's, for an endpoint without one
 LOOPBACK = "127.0.0.1"
-_PREDECESSOR_SECONDS = 1.0  # for the kernel to end a process, and the ranks that it forked
+_PREDECESSOR_SECONDS = 1.0  # for the kernel to end a killed process and the ranks that it forked
 _RETRY_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a node can be asked."""
+    """The host and port of a node."""
 
     host: str
     port: int
 
     @classmethod
     def read(cls, text: str) -> Endpoint:
-        """From 'host', 'host:port' or '[address]:port'. Raises ConfigError."""
-        found = text.strip()
-        bare = found.startswith("[") and found.endswith("]") or found.count(":") > 1 and not found.startswith("[")
-        host, _, port = (found, "", "") if bare else found.partition("]:" if found.startswith("[") else ":")
+        """Parse 'host', 'host:port' or '[address]:port'. Raises ConfigError."""
+        place = text.strip()
+        bare = place.startswith("[") and place.endswith("]") or place.count(":") > 1 and not place.startswith("[")
+        host, _, port = (place, "", "") if bare else place.partition("]:" if place.startswith("[") else ":")
         host = host.strip("[]")
         if not host or port and not re.fullmatch(r"[0-9]{1,5}", port) or int(port or 0) > 65535:
             raise ConfigError(f"--rdzv-endpoint: expected host:port (or several, by commas), found {shown(text)}")
@@ -45,28 +45,46 @@ class Endpoint:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-def listen_as(
-    endpoint: Endpoint, answers: Callable[[Endpoint, float], bool], patience: float = _PREDECESSOR_SECONDS
-) -> socket.socket | None:
-    """A socket that listens there if the endpoint is this machine's and free; None if it is not.
+NodeAnswers = Callable[[Endpoint, float], bool]  # whether a node answers at an endpoint within so many seconds
 
-    `answers` says whether a node does there, within so many seconds. One that is taken, where no node answers, is for
-    `patience` seconds assumed to be that of a process that was killed just now. A name that means a loopback address
-    here may mean another one to others: then all addresses are listened on.
+
+def open_port(
+    endpoints: Sequence[Endpoint], address: str | None, loopback_only: bool, node_answers: NodeAnswers
+) -> tuple[socket.socket, str]:
+    """A socket that listens on the first endpoint of this machine that is free, else on a free port of `address`, and
+    the host by which others reach it. Raises ConfigError."""
+    for endpoint in endpoints:
+        if emulated_apart(endpoint.host, address):
+            continue
+        if listener := listen_as(endpoint, node_answers):
+            return listener, endpoint.host
+    if loopback_only or not any(endpoint.port for endpoint in endpoints):  # no other machine is expected
+        host = address if address and is_literal(address) and is_loopback(address) else LOOPBACK
+        return _listen_on(host), host
+    return listen_anywhere(address), address or socket.getfqdn()
+
+
+def listen_as(
+    endpoint: Endpoint, node_answers: NodeAnswers, patience: float = _PREDECESSOR_SECONDS
+) -> socket.socket | None:
+    """A socket that listens on the endpoint; None if it belongs to another machine or is taken.
+
+    If it is taken and no node answers there, its process may have just been killed: keep trying for `patience` seconds.
+    A name that resolves to a loopback address here may resolve to another one elsewhere: then listen on all addresses.
     """
     if not endpoint.port:
         return None
     try:
-        found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
+        resolved = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
-        return None  # a name that nobody knows yet
+        return None  # the name does not resolve yet
     deadline = time.monotonic() + patience
-    for address in dict.fromkeys(str(address[0]) for _, _, _, _, address in found):
-        own = endpoint.host == "localhost" or literal(endpoint.host) or not _loopback(address)
+    for address in dict.fromkeys(str(address[0]) for _, _, _, _, address in resolved):
+        exact = endpoint.host == "localhost" or is_literal(endpoint.host) or not _loopback_address(address)
         while True:
             try:
                 listener = _listen(address, endpoint.port)
-                if own:
+                if exact:
                     return listener
                 listener.close()
                 return _listen("", endpoint.port)
@@ -75,18 +93,10 @@ def listen_as(
                     break
                 if error.errno != errno.EADDRINUSE:
                     raise
-            if time.monotonic() > deadline or answers(endpoint, _RETRY_SECONDS):
+            if time.monotonic() > deadline or node_answers(endpoint, _RETRY_SECONDS):
                 break
             time.sleep(_RETRY_SECONDS)
     return None
-
-
-def listen_on(host: str) -> socket.socket:
-    """A socket that listens on a free port of `host`. Raises ConfigError where that is no address of this machine."""
-    try:
-        return _listen(host, 0)
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(f"--local-addr {host}: no address of this machine ({error})") from error
 
 
 def listen_anywhere(host: str | None) -> socket.socket:
@@ -97,32 +107,25 @@ def listen_anywhere(host: str | None) -> socket.socket:
     return _listen("", 0)
 
 
-def emulated_apart(host: str, own: str | None) -> bool:
-    """Whether the two are loopback addresses of two nodes that are emulated on this machine, which has them both."""
-    if own is None or host == own or not (literal(host) and literal(own)):
-        return False
-    return _loopback(host) and _loopback(own)
-
-
-def only_here(host: str) -> bool:
-    """Whether this host is reached from this machine alone, whatever names mean elsewhere."""
-    return host == "localhost" or literal(host) and _loopback(host)
-
-
-def listen_beside(listener: socket.socket) -> socket.socket:
-    """A socket that listens on the address of another one, on a free port."""
+def listen_on_same_address(listener: socket.socket) -> socket.socket:
+    """A socket that listens on the address of `listener`, on another free port."""
     address = str(listener.getsockname()[0])
     return _listen("" if address in ("::", "0.0.0.0") else address, 0)
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    if not host and socket.has_dualstack_ipv6():
-        return socket.create_server((host, port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=1024)
+def emulated_apart(host: str, own: str | None) -> bool:
+    """Whether the two are loopback addresses of different nodes emulated on this machine."""
+    if own is None or host == own or not (is_literal(host) and is_literal(own)):
+        return False
+    return _loopback_address(host) and _loopback_address(own)
 
 
-def literal(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`, however names resolve elsewhere."""
+    return host == "localhost" or is_literal(host) and _loopback_address(host)
+
+
+def is_literal(host: str) -> bool:
     """Whether it is an address, not a name."""
     try:
         ipaddress.ip_address(host)
@@ -131,5 +134,19 @@ def literal(host: str) -> bool:
     return True
 
 
-def _loopback(address: str) -> bool:
+def _loopback_address(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def _listen_on(host: str) -> socket.socket:
+    try:
+        return _listen(host, 0)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"--local-addr {host}: expected an address of this machine ({error})") from error
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    if not host and socket.has_dualstack_ipv6():
+        return socket.create_server((host, port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=1024)

@@ -1,8 +1,8 @@
-"""What a rank registers before its script runs: to act when, and only if, the script imports a framework.
+"""Hooks that act when, and only if, a rank's script imports a framework.
 
-Invariant: a script that imports no framework runs in an interpreter in which nothing was changed. Patches for a CPU are
-applied right before the framework's first module is found, so before any of its code runs, and Megatron's only where
-the job asks for a CPU. All that is known of the job then is ft-run's configuration and the script's `sys.argv`.
+Invariant: for a script that imports no framework, the interpreter is unchanged. Patches for a CPU are applied right
+before the framework's first module is found, so before any of its code runs; Megatron's only if the job asks for a CPU.
+At that time only ft-run's configuration and the script's `sys.argv` are known.
 
 In: the rank's launch context. Out: a finder in `sys.meta_path` that finds nothing.
 """
@@ -30,8 +30,8 @@ class FirstImport(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """None: the finders behind this one find the module. For the package itself all finders are asked anew: the
-        action may have put one in front, which this search has passed already."""
+        """None: leave it to the other finders. For the package itself, ask all finders again: the action may have
+        inserted one in front of this one."""
         if self._action is None or fullname != self._package:
             return None
         action, self._action = self._action, None
@@ -45,10 +45,9 @@ class FirstImport(importlib.abc.MetaPathFinder):
 
 
 def register(context: LaunchContext) -> list[Callable[[], None]]:
-    """Have the frameworks prepared, and hooked, once the script imports them: Megatron where a system is on, DeepSpeed
-    always, whose configuration may say so itself. Returns a list of what is to be called when the
-    script has ended in order, which fills as the script imports.
-    """
+    """Prepare and hook the frameworks when the script imports them: Megatron if a system is on, DeepSpeed always,
+    because its own configuration can switch one on. Returns the functions to call after an orderly end of the script;
+    the list fills while the script imports."""
     endings: list[Callable[[], None]] = []
 
     def megatron() -> None:

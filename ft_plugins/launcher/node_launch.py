@@ -1,6 +1,6 @@
-"""Runs a job on this node from start to end: torch's `launch_agent`, with our agent, a lock, and an SMP kept alive.
+"""Run a job on this node from start to end: torch's `launch_agent`, with our agent, a lock, and an SMP kept alive.
 
-Invariant: one ft-run per job and node. An end in order removes the segments, and so does a refusal where they hold no
+Invariant: one ft-run per job and node. An orderly end removes the segments, and so does a refusal if they hold no
 version; any other end leaves them to the SMP, for the same command to resume from.
 
 In: a launch configuration of torch, an entrypoint, the job. Out: an `Outcome`; `job.started` and `job.ended` events.
@@ -33,16 +33,16 @@ from ..config import Config
 from ..errors import ConfigError, FtError, ProtectionError
 from ..events import Event, Events, catalogue, file_sink, log_sink
 from ..recovery.resize import sizes
-from ..smp import client as smp
-from ..smp import connections
+from ..smp import connections, leftovers
 from . import plugin, worker
 from .agent import ProgressAgent
-from .ownership import Ownership
+from .job_lock import JobLock
 from .rendezvous import Rendezvous
+from .rendezvous_settings import BACKEND
 from .restarts import Status
 from .watcher import Job, Watcher
 
-_WITHOUT_COUNT = 1_000_000_000  # restarts that torch's counter allows where progress decides
+_UNBOUNDED = 1_000_000_000  # restarts that torch's counter allows if progress decides
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,10 @@ class Outcome:
     return_values: dict[int, Any] = field(default_factory=dict)  # by global rank, of callables
     failures: dict[int, ProcessFailure] = field(default_factory=dict)  # by global rank, of the last incarnation
     restarts: int = 0
-    everywhere: bool = True  # a success is known to be one on all nodes
+    everywhere: bool = True  # whether a success is confirmed on all nodes
 
     def raise_for_failure(self, name: str) -> None:
-        """Raise torch's ChildFailedError if workers failed, for `record` to pass the error on."""
+        """Raise torch's ChildFailedError if workers failed, so that `record` copies the error."""
         if self.failures:
             raise ChildFailedError(name, self.failures)
 
@@ -71,12 +71,12 @@ def launch(
     bounded: bool = False,
     name: str = "",
 ) -> Outcome:
-    """Run a job on this node until it ends, protected by an SMP where `job` is given.
+    """Run a job on this node until it ends, protected by an SMP if `job` is given.
 
-    A callable `entrypoint` needs start_method fork when `job` is given. `bounded`: `config.max_restarts` counts, else
-    progress does. `name` is what people call the entrypoint. Raises BusyError, ProtectionError, FencedError;
-    SignalException when this process was told to end (then workers were told so too, and the SMP waits for the same
-    command again).
+    A callable `entrypoint` needs start_method fork if `job` is given. `bounded`: restarts are limited by
+    `config.max_restarts`, else by progress. `name`: the entrypoint's name for people. Raises BusyError,
+    ProtectionError, FencedError; SignalException if a signal ends this process (workers have got it too, and the SMP
+    waits for the same command).
     """
     name = name or (entrypoint if isinstance(entrypoint, str) else entrypoint.__qualname__)
     connections.raise_limit()
@@ -84,17 +84,17 @@ def launch(
     with ExitStack() as stack:
         watcher = None
         if job:
-            ownership = stack.enter_context(Ownership(job.run_dir))
+            lock = stack.enter_context(JobLock(job.run_dir))
             events.subscribe(file_sink(job.run_dir / "events.jsonl"))
             events.subscribe(log_sink("ft-run: "))
             _sweep_old(job, events)
             watcher = _protect(job, events, stack)
-            if watcher is None or _holds_nothing(watcher):  # ranks of another configuration may have left that
+            if watcher is None or _holds_nothing(watcher):  # the file may be of another configuration
                 (job.run_dir / sizes.FILE).unlink(missing_ok=True)
             if not isinstance(entrypoint, str):
                 if config.start_method != "fork":
                     raise ValueError(f"a callable entrypoint is forked; start_method is '{config.start_method}'")
-                copies = [ownership.close, *([watcher.close_copies] if watcher else [])]
+                copies = [lock.close, *([watcher.close_copies] if watcher else [])]
                 entrypoint = worker.forked(entrypoint, copies)
         events.emit(catalogue.JOB_STARTED, nproc=config.nproc_per_node, script=name)
         status, everywhere = "failed", True
@@ -107,13 +107,13 @@ def launch(
         except SignalException:
             status = "signalled"
             if watcher:
-                _to_storage(watcher, events, "ft-run was told to end")
+                _to_storage(watcher, events, "ft-run is ended by a signal")
             raise
         finally:
             if watcher and status == "succeeded":
                 _to_storage(watcher, events, "the job ends", only_due=True)
             if watcher and status == "succeeded" and not everywhere:
-                reason = "the other nodes were not seen to end; what is in memory stays, for them to resume from"
+                reason = "other nodes are not known to have ended: snapshots stay in memory for them to resume from"
                 events.emit(catalogue.SMP_RETAINED, reason=reason)
             elif watcher and (status == "succeeded" or status == "refused" and _holds_nothing(watcher)):
                 _end_in_order(watcher, events)
@@ -122,10 +122,10 @@ def launch(
 
 
 def _sweep_old(job: Job, events: Events) -> None:
-    """Remove what other jobs left in shared memory so long ago that their SMP would have removed it, had it lived."""
-    seconds = max(job.config.orphan_seconds, Config().orphan_seconds)  # theirs may be longer than ours
+    """Remove segments of other jobs that their SMP, had it lived, would have removed by now."""
+    seconds = max(job.config.orphan_seconds, Config().orphan_seconds)  # the other job's may be longer
     try:
-        removed = smp.sweep(job.run_dir.parent.parent, seconds, keep=(job.name, job.node), patient=True)
+        removed = leftovers.sweep(job.run_dir.parent.parent, seconds, keep=(job.name, job.node), patient=True)
     except OSError as error:
         events.emit(catalogue.SWEEP_FAILED, reason=str(error))
         return
@@ -134,7 +134,7 @@ def _sweep_old(job: Job, events: Events) -> None:
 
 
 def _protect(job: Job, events: Events, stack: ExitStack) -> Watcher | None:
-    """The watcher of this node's SMP; None where it cannot be had and was not required. Raises ProtectionError."""
+    """The watcher of this node's SMP; None if there is no SMP and none is required. Raises ProtectionError."""
     watcher = Watcher(job, events)
     stack.callback(watcher.stop)
     try:
@@ -149,30 +149,31 @@ def _protect(job: Job, events: Events, stack: ExitStack) -> Watcher | None:
 
 
 def _holds_nothing(watcher: Watcher) -> bool:
-    """Whether a job that was refused has no version in memory: then it has only taken it from others."""
+    """Whether this node has no version in memory."""
     try:
         return watcher.empty()
     except ProtectionError:
-        return False  # what there is stays
+        return False  # keep the segments
 
 
 def _to_storage(watcher: Watcher, events: Events, reason: str, only_due: bool = False) -> None:
-    """Wait, bounded, until storage has what it is to have; a job without storage waits for nothing."""
+    """Wait, bounded, until the checkpoint is written; without storage, not at all."""
     try:
-        found = watcher.checkpoint(reason, only_due)
+        checkpoint = watcher.checkpoint(reason, only_due)
     except ProtectionError as error:
-        found = {"state": "failed", "reason": str(error)}
-    match found["state"]:
+        checkpoint = {"state": "failed", "reason": str(error)}
+    match checkpoint["state"]:
         case "done" if not only_due:
-            print(f"ft-run: iteration {found['iteration']} is in {found['path']}", file=sys.stderr)
+            print(f"ft-run: iteration {checkpoint['iteration']} is in {checkpoint['path']}", file=sys.stderr)
         case "failed" | "writing":
-            why = found.get("reason", "it was not written in time (--reft-checkpoint-seconds); the SMP goes on with it")
-            events.emit(catalogue.CHECKPOINT_MISSED, reason=why)
-            print(f"ft-run: the newest snapshot is not in storage: {why}", file=sys.stderr)
+            late = "it was not written in time (--reft-checkpoint-seconds); the SMP continues to write it"
+            reason = checkpoint.get("reason", late)
+            events.emit(catalogue.CHECKPOINT_MISSED, reason=reason)
+            print(f"ft-run: the newest snapshot is not in storage: {reason}", file=sys.stderr)
 
 
 def _end_in_order(watcher: Watcher, events: Events) -> None:
-    """Remove the segments. A job that succeeded stays so, also where they could not be removed: that is an event."""
+    """Remove the segments. If that fails, it is reported; the job's success stands."""
     try:
         watcher.end()
     except FtError as error:
@@ -189,28 +190,28 @@ def _run(
     events: Events,
     bounded: bool,
 ) -> Outcome:
-    """Construct the agent and run it."""
+    """Build the agent and run it."""
     handler, spec = _specify(config, entrypoint, args, job, bounded)
     if isinstance(handler, Rendezvous):
-        handler.events.subscribe(functools.partial(_pass_on, events))
-    known = inspect.signature(LocalElasticAgent.__init__).parameters  # newer versions of torch know more of them
+        handler.events.subscribe(functools.partial(_forward, events))
+    known = inspect.signature(LocalElasticAgent.__init__).parameters  # newer versions of torch have more
     names = ("logs_specs", "start_method", "log_line_prefix_template", "shutdown_timeout")
     options = {name: getattr(config, name) for name in names if name in known}
     agent = ProgressAgent(spec, job=job, watcher=watcher, events=events, bounded=bounded, **options)
     metrics.initialize_metrics(metrics.MetricsConfig(config.metrics_cfg))
     result: RunResult | None = None
-    why = "this node left the rendezvous"
+    reason = "this node left the rendezvous"
     close = True
     try:
         result = agent.run()
         torch_events.record(agent.get_event_succeeded(), config.event_log_handler)
     except SignalException:
-        close = False  # closing the rendezvous would keep the other nodes from going on
+        close = False  # else the other nodes could not continue
         torch_events.record(agent.get_event_failed(), config.event_log_handler)
         raise
     except (RendezvousError, DistError) as error:
         torch_events.record(agent.get_event_failed(), config.event_log_handler)
-        why = f"the rendezvous was lost ({type(error).__name__}: {error})"
+        reason = f"the rendezvous was lost ({type(error).__name__}: {error})"
     except Exception:
         torch_events.record(agent.get_event_failed(), config.event_log_handler)
         raise
@@ -220,9 +221,9 @@ def _run(
                 handler.in_order = result is not None and result.state == WorkerState.SUCCEEDED
             handler.shutdown()
     if result is None and isinstance(handler, Rendezvous) and handler.not_needed:
-        return Outcome("succeeded", "this node was a spare, and not needed")
+        return Outcome("succeeded", "this node was a spare and was not needed")
     if result is None:
-        return Outcome("failed", f"{why}; see the output of the other nodes", restarts=agent.restarts)
+        return Outcome("failed", f"{reason}; see the output of the other nodes", restarts=agent.restarts)
     if result.state == WorkerState.SUCCEEDED:
         return Outcome(
             "succeeded", return_values=result.return_values, restarts=agent.restarts, everywhere=agent.all_ended
@@ -231,28 +232,28 @@ def _run(
     return Outcome(agent.verdict.status, reason, failures=result.failures, restarts=agent.restarts)
 
 
-def _pass_on(events: Events, event: Event) -> None:
+def _forward(events: Events, event: Event) -> None:
     events.emit(catalogue.EVENTS[event.name], **event.fields)
 
 
-def _of_the_job(job: Job) -> dict[str, Any]:
-    """What our rendezvous has to know of a protected job, where --rdzv-conf does not say otherwise."""
-    told: dict[str, Any] = {
+def _rendezvous_defaults(job: Job) -> dict[str, Any]:
+    """Settings of our rendezvous for a protected job, which --rdzv-conf may override."""
+    settings: dict[str, Any] = {
         "node_name": job.node, "run_dir": job.run_dir, "detect_seconds": job.config.detect_seconds,
     }  # fmt: skip
     if job.config.secret_file:
-        told |= {"secret_file": job.config.secret_file, "encrypt": job.config.encrypt}
-    return told | ({"wait_seconds": job.config.capture.wait_seconds} if job.config.capture else {})
+        settings |= {"secret_file": job.config.secret_file, "encrypt": job.config.encrypt}
+    return settings | ({"wait_seconds": job.config.capture.wait_seconds} if job.config.capture else {})
 
 
 def _specify(
     config: LaunchConfig, entrypoint: Callable[..., Any] | str, args: Sequence[Any], job: Job | None, bounded: bool
 ) -> tuple[RendezvousHandler, WorkerSpec]:
     """The rendezvous and the workers, as `launch_agent` derives them from its configuration."""
-    told = {}
-    if config.rdzv_backend == plugin.BACKEND:
-        rendezvous_registry.handler_registry.register(plugin.BACKEND, plugin.create)  # also where none is installed
-        told = _of_the_job(job) if job else {}
+    defaults = {}
+    if config.rdzv_backend == BACKEND:
+        rendezvous_registry.handler_registry.register(BACKEND, plugin.create)  # even if entry points are not installed
+        defaults = _rendezvous_defaults(job) if job else {}
     parameters = RendezvousParameters(
         backend=config.rdzv_backend,
         endpoint=config.rdzv_endpoint,
@@ -260,7 +261,7 @@ def _specify(
         min_nodes=config.min_nodes,
         max_nodes=config.max_nodes,
         local_addr=config.local_addr,
-        **(told | config.rdzv_configs),
+        **(defaults | config.rdzv_configs),
     )
     master_addr, master_port = _get_addr_and_port(parameters)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle  # read when workers are started
@@ -271,7 +272,7 @@ def _specify(
         "rdzv_handler": handler,
         "entrypoint": entrypoint,
         "args": tuple(args),
-        "max_restarts": config.max_restarts if bounded else _WITHOUT_COUNT,
+        "max_restarts": config.max_restarts if bounded else _UNBOUNDED,
         "master_addr": master_addr,
         "master_port": master_port,
     }

@@ -1,10 +1,5 @@
 """Requests and replies between the launchers of a job's nodes, as types with bounded fields.
 
-    meet    who are you, and which lead do you follow? With `lead`: I lead, if you are looking for one.
-    elect   may `lead` lead its generation?
-    apply, look, serve, leave, finish    from nodes to their lead, see `Gathering`
-    close   the rendezvous is over
-
 A request is a map of its fields and its name, `do`. `intake.parsed` reads it.
 """
 
@@ -14,21 +9,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..intake import Flag
-from .bounds import Count, Name, Reason, Seen, Token, Where
-from .gathering import Application, Phase, Roster
+from .field_types import Count, EndpointText, Name, Reason, Reported, Token
+from .round_machine import Application, Phase, Roster
 
 Message = dict[str, Any]
 REQUEST_LIMIT = 8 << 10  # bytes; the longest one names an endpoint or two, and a reason
 
 
 @dataclass(frozen=True)
-class Lead:
-    """A node that leads the rendezvous, or did. `round` and `complete` are its progress when it sent this."""
+class Leader:
+    """A node that is or was the leader. `round` and `complete` are its progress when it sent this."""
 
     node: Name
     token: Token
-    endpoint: Where
-    generation: Seen
+    endpoint: EndpointText
+    generation: Reported
     round: Count = 0
     complete: Flag = False
 
@@ -38,7 +33,7 @@ class Lead:
 
     @property
     def standing(self) -> tuple[int, bool, int, str]:
-        """When two leads meet, the one with the greater standing stays."""
+        """Of two leaders that meet, the one of greater standing stays."""
         return (self.round, self.complete, self.generation, self.token)
 
 
@@ -47,16 +42,16 @@ class Lead:
 
 @dataclass(frozen=True)
 class Meet:
-    """Who are you, and which lead do you follow?"""
+    """Identify yourself and the leader that you follow. `lead` introduces the sender as a leader."""
 
-    lead: Lead | None = None
+    lead: Leader | None = None
 
 
 @dataclass(frozen=True)
 class Elect:
-    """May this one lead?"""
+    """Consent to `lead` as the leader of its generation."""
 
-    lead: Lead
+    lead: Leader
 
 
 @dataclass(frozen=True)
@@ -76,7 +71,7 @@ class Leave:
 
 @dataclass(frozen=True)
 class Apply:
-    """This process wants to take part."""
+    """This process applies to take part."""
 
     token: Token
     application: Application
@@ -84,18 +79,18 @@ class Apply:
 
 @dataclass(frozen=True)
 class Look:
-    """What is the state of the round? `round`: the newest one that the process knows to be complete."""
+    """Report the state of the round. `round`: the newest one that this process knows to be complete."""
 
     token: Token
-    round: Seen = 0
+    round: Reported = 0
 
 
 @dataclass(frozen=True)
 class Serve:
-    """Where the store of the proposed round is."""
+    """The endpoint of the proposed round's store."""
 
     token: Token
-    store: Where
+    store: EndpointText
 
 
 @dataclass(frozen=True)
@@ -106,8 +101,8 @@ class Finish:
     round: Count
 
 
-OF_ANYONE = {"meet": Meet, "elect": Elect, "leave": Leave, "close": Close}
-OF_LEADS = {"apply": Apply, "look": Look, "serve": Serve, "finish": Finish}
+ANSWERED_BY_ALL = {"meet": Meet, "elect": Elect, "leave": Leave, "close": Close}
+ANSWERED_BY_LEADER = {"apply": Apply, "look": Look, "serve": Serve, "finish": Finish}
 
 
 # ---- replies ----
@@ -120,9 +115,9 @@ class Meeting:
     node: Name
     token: Token
     awake: Flag
-    generation: Seen
-    leading: Lead | None
-    known: tuple[Lead, ...]
+    generation: Reported
+    leading: Leader | None
+    known: tuple[Leader, ...]
     closed: Reason = ""
     in_order: Flag = False
 
@@ -132,7 +127,7 @@ class Vote:
     """Whether a node consents, and the newest generation that it knows of."""
 
     granted: Flag
-    generation: Seen
+    generation: Reported
 
 
 @dataclass(frozen=True)
@@ -145,9 +140,12 @@ class Admission:
 
 @dataclass(frozen=True)
 class RoundView:
-    """The round as one process sees it: `rank`, `size` and `store` if it was chosen, `roster` if the round is complete
-    and the process did not know. `missing` are nodes of the last round. `opened`, `trained`: see `Proposal`. `first` is
-    the global rank of the process's first worker, `workers` the number of all."""
+    """The round as one process sees it.
+
+    `rank`, `size`, `store`: if the process was chosen. `roster`: if the round is complete and the process did not know.
+    `names`, `missing`: of waiting nodes, of nodes of the last round that do not wait; not all if there are many.
+    `opened`, `trained`: see `Proposal`. `first`: global rank of the process's first worker; `workers`: number of all.
+    """
 
     phase: Phase
     round: Count
@@ -160,7 +158,7 @@ class RoundView:
     lost: Count
     rank: Count | None = None
     size: Count = 0
-    store: Where | None = None
+    store: EndpointText | None = None
     opened: Flag = False
     trained: Flag = False
     first: Count = 0
@@ -170,7 +168,7 @@ class RoundView:
 
 @dataclass(frozen=True)
 class Answered:
-    """Part of every reply: why the rendezvous is over, if it is; `moved`: the node asked no longer leads."""
+    """Part of every reply. `closed`: why the rendezvous is over, if it is. `moved`: this node does not lead."""
 
     closed: Reason = ""
     in_order: Flag = False

@@ -1,167 +1,28 @@
-"""The rendezvous as torch finds it: `torchrun --rdzv-backend=ft_plugins`, by the entry-point group `torchrun.handlers`.
+"""The entry point for `torchrun --rdzv-backend=ft_plugins`, in the group `torchrun.handlers`.
 
-Invariant: torch looks for this module whenever its elastic part is imported, in the middle of that import: nothing of
-torch, nor the rendezvous itself, is imported before a handler is wanted.
+Invariant: torch imports this module in the middle of importing its own elastic package, so it imports nothing of torch
+and nothing of the rendezvous before torch asks for a handler.
 
-In: torch's `RendezvousParameters`. Out: `Settings`, a handler.
-
-    --rdzv-endpoint host:port[,host:port...]    any nodes of the job; the same list on all
-    --rdzv-conf key=value[,key=value...]
-        node_name       this node among the others; default: its host name
-        node_rank       the group rank it should have in a first round; default: by its name
-        sizes           allowed numbers of nodes, as 8/6/4; default: all that --nnodes allows
-        last_call_timeout, wait_seconds    see `Rules`; default: 30, last_call_timeout
-        join_timeout    seconds for a round to be put together, beside wait_seconds; default: 600
-        detect_seconds  a node that is silent for so long is gone; default: 10
-        run_dir         folder in which the nodes of the last round are remembered; default: nowhere
-        encrypt         true: encrypt what nodes send each other here, on all of them; default: only authenticate it
-        secret_file     file of mode 0600 by whose content nodes know each other (ft-run: --ftp-secret-file); without it
-                        the endpoint has to be a loopback address, and other users of this machine are kept out
+In: torch's `RendezvousParameters`; `rendezvous_settings` lists the keys. Out: a handler.
 """
 
 from __future__ import annotations
 
-import re
-import socket
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from ..config.schema import NAME_PATTERN, NAME_RULE
-from ..errors import ConfigError
-from ..intake import SECONDS_LIMIT, shown
-from . import identity, waiting
-from .rounds import Rules
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 
-    from .endpoint import Endpoint
-
-BACKEND = "ft_plugins"
-_KEYS = (
-    "detect_seconds encrypt join_timeout last_call_timeout node_name node_rank run_dir secret_file sizes wait_seconds"
-).split()
-_RUN_LIMIT = 256  # characters of the job's name, as a handshake takes them
-_OF_TORCH = ("timeout",)  # torch's launcher sets it for back-ends of old
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The settings of the rendezvous on this node. `only_here`: it serves loopback alone."""
-
-    run: str
-    node: str
-    endpoints: tuple[Endpoint, ...]
-    address: str | None  # of this node, for others
-    rules: Rules
-    join: float  # seconds
-    silence: float  # seconds
-    wanted: int | None
-    run_dir: Path | None
-    secret: bytes = field(repr=False)
-    encrypt: bool
-    only_here: bool
-    command: str = ""  # as it is to be given on another node
-
-    @classmethod
-    def read(cls, parameters: RendezvousParameters) -> Settings:
-        """Raises ConfigError."""
-        from . import secret
-        from .endpoint import Endpoint
-
-        unknown = sorted(parameters.config.keys() - {*_KEYS, *_OF_TORCH})
-        if unknown:
-            raise ConfigError(f"--rdzv-conf: unknown key '{unknown[0]}'; {BACKEND} knows {', '.join(_KEYS)}")
-        texts = [part for part in (parameters.endpoint or "").split(",") if part.strip()]
-        endpoints = tuple(Endpoint.read(part) for part in texts)
-        findable = [endpoint for endpoint in endpoints if endpoint.port]
-        if parameters.max_nodes > 1 and not findable:
-            raise ConfigError(
-                f"--rdzv-endpoint: expected host:port of one of the {parameters.max_nodes} nodes, the same on all of "
-                f"them, found {parameters.endpoint!r}"
-            )
-        run = parameters.run_id
-        if not 0 < len(run) <= _RUN_LIMIT or not run.isprintable():
-            raise ConfigError(f"--rdzv-id: expected 1 to {_RUN_LIMIT} printable characters, found {run!r:.80}")
-        node = str(parameters.get("node_name") or identity.name_of(socket.gethostname()))
-        if not re.fullmatch(NAME_PATTERN, node):
-            raise ConfigError(f"--rdzv-conf node_name: expected {NAME_RULE}, found {node!r:.80}")
-        last_call = _seconds(parameters, "last_call_timeout", 30.0)
-        run_dir, secret_file = parameters.get("run_dir"), parameters.get("secret_file")
-        if not secret_file:
-            _require_loopback(endpoints)
-        return cls(
-            run=run,
-            node=node,
-            endpoints=endpoints,
-            address=parameters.local_addr,
-            rules=Rules(
-                parameters.min_nodes,
-                parameters.max_nodes,
-                _sizes(str(parameters.get("sizes") or "")),
-                last_call,
-                _seconds(parameters, "wait_seconds", last_call),
-            ),
-            join=_seconds(parameters, "join_timeout", 600.0),
-            silence=_seconds(parameters, "detect_seconds", 10.0),
-            wanted=_rank(parameters),
-            run_dir=Path(run_dir) if run_dir else None,
-            secret=secret.of_job(secret_file),
-            encrypt=str(parameters.get("encrypt", "")).lower() in ("true", "1"),
-            only_here=not secret_file,
-            command=waiting.command(),
-        )
-
 
 def torchrun_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """The entry point: torch calls it to get the function that makes a handler."""
+    """The function that makes a handler, for torch."""
     return create
 
 
 def create(parameters: RendezvousParameters) -> RendezvousHandler:
-    """A handler that has opened this node's port. Raises ConfigError."""
+    """A handler that listens on this node's port. Raises ConfigError."""
     from .rendezvous import Rendezvous
+    from .rendezvous_settings import RendezvousSettings
 
-    return Rendezvous(Settings.read(parameters))
-
-
-def _require_loopback(endpoints: Sequence[Endpoint]) -> None:
-    """Raises ConfigError for an endpoint that other machines could reach: nothing would keep strangers out."""
-    from .endpoint import only_here
-
-    for endpoint in endpoints:
-        if not only_here(endpoint.host):
-            raise ConfigError(
-                f"--rdzv-endpoint {endpoint}: other machines reach it, and without a secret whoever does could end the "
-                "job or take part in it; give --ftp-secret-file FILE, the same on all nodes (torchrun: --rdzv-conf "
-                "secret_file=FILE); write one with: (umask 077; head -c 32 /dev/urandom | base64 > FILE)"
-            )
-
-
-def _seconds(parameters: RendezvousParameters, key: str, usual: float) -> float:
-    found: Any = parameters.get(key, usual)
-    try:
-        seconds = float(found)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds <= SECONDS_LIMIT:
-        raise ConfigError(f"--rdzv-conf {key}: expected seconds >= 0, found {shown(found)}")
-    return seconds
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    parts = re.split(r"[,/ ]+", text.strip()) if text.strip() else []
-    if not all(re.fullmatch("[0-9]{1,9}", part) for part in parts):
-        raise ConfigError(f"--rdzv-conf sizes: expected numbers of nodes as 8/6/4, found {shown(text)}")
-    return tuple(int(part) for part in parts)
-
-
-def _rank(parameters: RendezvousParameters) -> int | None:
-    found: Any = parameters.get("node_rank")
-    if found is None:
-        return None
-    if not re.fullmatch("[0-9]{1,9}", str(found)) or int(found) >= parameters.max_nodes:
-        raise ConfigError(f"--rdzv-conf node_rank: expected 0 to {parameters.max_nodes - 1}, found {shown(found)}")
-    return int(found)
+    return Rendezvous(RendezvousSettings.read(parameters))

@@ -1,9 +1,8 @@
-"""Who takes part in a round of the rendezvous, and with which group rank. Pure.
+"""Choose the nodes of a rendezvous round and their group ranks. Pure.
 
-Invariant: a node of the last round that comes back keeps its rank, as long as the round is large enough for it; whoever
-comes instead of a lost one takes the rank that is vacant. The same nodes with the same seats get the same ranks,
-whatever their addresses and whoever was first. A first round is in the order of the nodes' names, read naturally
-(node2 before node10), but for nodes that want a certain rank.
+Invariant: a node of the last round that returns keeps its rank if the round is large enough; a substitute takes the
+vacant rank. The same nodes with the same seats get the same ranks, whatever their addresses and order of arrival. A
+first round follows the natural order of node names (node2 before node10), except for nodes that want a certain rank.
 
 In: the nodes that wait, with the seats they had. Out: the size of the round, a rank for each node that takes part.
 """
@@ -15,14 +14,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import ConfigError
-from .bounds import LIMIT, Count, Seen
+from .field_types import LIMIT, Count, Reported
 
 
 @dataclass(frozen=True, order=True)
 class Seat:
-    """The rank that a node had in a round of so many nodes. Later rounds are greater. Raises ValueError."""
+    """The rank that a node had in a round of `size` nodes. Later rounds compare greater. Raises ValueError."""
 
-    round: Seen
+    round: Reported
     rank: Count
     size: Count
 
@@ -33,7 +32,7 @@ class Seat:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A node that waits for a round. `wanted` is a rank that its owner asked for."""
+    """A node that waits for a round. `wanted` is a rank that its user asked for."""
 
     node: str
     seat: Seat | None = None
@@ -42,18 +41,18 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Rules:
-    """How large a round may be, and how long it waits for more nodes. Seconds count from when there are enough.
+    """How large a round may be, and for how many seconds it waits for more nodes once there are enough.
 
     `last_call`: before a first round that could be larger. `wait`: for a node of the last round, or a substitute,
-    before a round goes on without. Raises ConfigError.
+    before a round begins without one. Raises ConfigError.
     """
 
     min_nodes: int
     max_nodes: int
-    sizes: tuple[int, ...] = ()  # those allowed; empty: all from min_nodes to max_nodes
+    sizes: tuple[int, ...] = ()  # allowed ones; empty: all from min_nodes to max_nodes
     last_call: float = 30.0
     wait: float = 30.0
-    stateful: bool = False  # nodes of the last round hold state that the next one needs and a spare cannot hand out
+    stateful: bool = False  # nodes of the last round hold state that the next one needs, and a spare could not send it
 
     def __post_init__(self) -> None:
         wrong = [size for size in self.sizes if not self.min_nodes <= size <= self.max_nodes]
@@ -64,9 +63,9 @@ class Rules:
             )
 
     def among(self, sizes: Sequence[int], spares_asked: bool = False) -> Rules:
-        """These rules with `sizes` alone, as far as they allow them; the same ones where that leaves nothing.
+        """These rules restricted to `sizes`; unchanged if that leaves no size.
 
-        `spares_asked`: state on nodes that become spares is within reach of the job.
+        `spares_asked`: the job can read state from nodes that become spares.
         """
         fitting = [size for size in sizes if self.min_nodes <= size <= self.max_nodes]
         if self.sizes:
@@ -75,7 +74,7 @@ class Rules:
 
     @property
     def largest(self) -> int:
-        """The size at which a round waits for nobody any more."""
+        """The size at which a round waits for no further node."""
         return max(self.sizes, default=self.max_nodes)
 
     def fit(self, count: int) -> int:
@@ -92,70 +91,74 @@ def natural(name: str) -> tuple[tuple[tuple[str, int], ...], str]:
 
 
 def last_seats(candidates: Iterable[Candidate]) -> tuple[int, int]:
-    """The newest round that any of them sat in, and its size; (0, 0) if none did."""
-    newest = max((found.seat for found in candidates if found.seat), default=None)
+    """The newest round in which any candidate had a seat, and its size; (0, 0) if none had."""
+    newest = max((each.seat for each in candidates if each.seat), default=None)
     return (newest.round, newest.size) if newest else (0, 0)
 
 
 def size_now(rules: Rules, candidates: Sequence[Candidate], waited: float) -> int:
-    """The size of the round that can begin now, `waited` seconds after there were enough nodes; 0: it cannot yet.
+    """The size of the round that can begin now, `waited` seconds after there were enough nodes; 0: not yet.
 
-    It begins at once when it can get no larger, or when all nodes of the last round are back: then nobody is missing.
-    Where state on a spare is out of reach (`Rules.stateful`) it never begins without one of the last round that is
-    back; where spares are asked, the surplus ones wait beside the largest round that can be had.
+    It begins at once if it cannot get larger, or if all nodes of the last round are back. If the job cannot read state
+    from spares (`Rules.stateful`), it includes every node of the last round that is back; else surplus nodes become
+    spares of the largest possible round.
     """
     size = rules.fit(len(candidates))
     last, last_size = last_seats(candidates)
-    back = sum(found.seat is not None and found.seat.round == last for found in candidates)
+    back = sum(each.seat is not None and each.seat.round == last for each in candidates)
     if size in (0, rules.largest) or last and back >= last_size:
         return size
     if rules.stateful and size < back:
-        return 0  # state of the last round would be on a spare, out of reach: a substitute has to come
+        return 0  # a spare would hold state of the last round: wait for a substitute
     return size if waited >= (rules.wait if last else rules.last_call) else 0
 
 
 def ranks(candidates: Sequence[Candidate], size: int) -> dict[str, int]:
     """The rank of each node that takes part in a round of `size`, by name; the others are spares.
 
-    Ranks are given, each time to whoever is left: to nodes of the last round, that which they had; to those of them
-    for whose rank the round is too small, the lowest vacant; to nodes of older rounds, that which they had; to nodes
-    that want one, that one; to all others, the lowest vacant, in the natural order of their names.
+    Ranks are assigned in this order:
+
+    1. nodes of the last round: the rank they had
+    2. nodes of the last round whose rank is beyond `size`: the lowest vacant one
+    3. nodes of older rounds: the rank they had, if vacant
+    4. nodes that want a rank: that one, if vacant
+    5. all others, in the natural order of their names: the lowest vacant one
 
     Raises ValueError for fewer than `size` nodes, or two of the same name.
     """
-    if len({found.node for found in candidates}) < max(size, len(candidates)):
-        raise ValueError(f"{size} nodes of different names are needed, found {[found.node for found in candidates]}")
+    if len({each.node for each in candidates}) < max(size, len(candidates)):
+        raise ValueError(f"{size} nodes of different names are needed, found {[each.node for each in candidates]}")
     last, _ = last_seats(candidates)
-    by_name = sorted(candidates, key=lambda found: natural(found.node))
-    seated = sorted((found for found in by_name if found.seat), key=_newest_first)
-    newest = [found for found in seated if found.seat and found.seat.round == last]
-    given: dict[str, int] = {}
+    by_name = sorted(candidates, key=lambda each: natural(each.node))
+    seated = sorted((each for each in by_name if each.seat), key=_newest_first)
+    newest = [each for each in seated if each.seat and each.seat.round == last]
+    assigned: dict[str, int] = {}
     vacant = list(range(size))
 
-    def give(to: Candidate, rank: int) -> None:
-        if to.node not in given and rank in vacant:
-            given[to.node] = rank
+    def assign(node: Candidate, rank: int) -> None:
+        if node.node not in assigned and rank in vacant:
+            assigned[node.node] = rank
             vacant.remove(rank)
 
-    def give_own(to: Sequence[Candidate]) -> None:
-        for found in to:
-            if found.seat:
-                give(found, found.seat.rank)
+    def assign_own(nodes: Sequence[Candidate]) -> None:
+        for each in nodes:
+            if each.seat:
+                assign(each, each.seat.rank)
 
-    def give_lowest(to: Sequence[Candidate]) -> None:
-        for found in to:
+    def assign_lowest(nodes: Sequence[Candidate]) -> None:
+        for each in nodes:
             if vacant:
-                give(found, vacant[0])
+                assign(each, vacant[0])
 
-    give_own(newest)
-    give_lowest(newest)
-    give_own(seated)
-    for found in by_name:
-        if found.wanted is not None:
-            give(found, found.wanted)
-    give_lowest(by_name)
-    return given
+    assign_own(newest)
+    assign_lowest(newest)
+    assign_own(seated)
+    for each in by_name:
+        if each.wanted is not None:
+            assign(each, each.wanted)
+    assign_lowest(by_name)
+    return assigned
 
 
-def _newest_first(found: Candidate) -> tuple[int, int]:
-    return (-found.seat.round, found.seat.rank) if found.seat else (0, 0)
+def _newest_first(each: Candidate) -> tuple[int, int]:
+    return (-each.seat.round, each.seat.rank) if each.seat else (0, 0)

@@ -1,7 +1,7 @@
-"""Keeps the node's SMP alive for as long as ft-run lives, and speaks to it for the agent.
+"""Keep the node's SMP alive while ft-run lives, and send it the agent's requests.
 
-Invariant: an SMP that dies is replaced, at most once per growing pause; the new one adopts the segments and is told
-whom to watch before anyone is served. Training is not disturbed: nothing of this is in the step path.
+Invariant: an SMP that dies is replaced, with growing pauses in between; the new one adopts the segments, and knows
+which ft-run to watch before it serves requests. Nothing of this is in the step path of training.
 
 In: a job on a node, and the death of an SMP (by pidfd). Out: `smp.started`, `smp.lost`, `protection.lost` and
 `protection.restored` events; tokens and progress for the agent.
@@ -30,18 +30,18 @@ from ..smp import client as smp
 from ..smp import liveness
 from ..smp.status import newest_common
 
-_CALL_SECONDS = 30.0  # for one request, connecting included; a fence may wait for the kernel to end a process
-_CHECKPOINT_CALL_SECONDS = 5.0  # for the answer to come after the time for writing is over
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 10.0  # seconds between two starts of an SMP that does not stay
+_CALL_SECONDS = 30.0  # for one request including the connection; a fence may wait for the kernel to end a process
+_CHECKPOINT_CALL_SECONDS = 5.0  # for the reply, after the time for writing is over
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 10.0  # seconds between two starts of an SMP that dies again
 _RETRY_SECONDS = 0.05
-_STAYED_SECONDS = 30.0  # an SMP that lived so long starts the pauses anew
+_STAYED_SECONDS = 30.0  # an SMP that lived this long resets the pause
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class _Lost:
-    """What `lost.json` says: those that the SMPs have declared lost, in the incarnation with that token."""
+    """`lost.json`: nodes and ranks that the SMPs have declared lost in the incarnation with that token."""
 
     token: Count
     lost: tuple[Text, ...]
@@ -61,7 +61,7 @@ class Job:
 
 
 class Watcher:
-    """The SMP of `job` as its launcher sees it. `start` brings it up; then a thread replaces it whenever it dies."""
+    """The SMP of `job` on this node. `start` starts it; then a thread replaces it whenever it dies."""
 
     def __init__(
         self,
@@ -71,43 +71,43 @@ class Watcher:
         connect: Callable[..., Any] = smp.Client,
         patience: float = 60.0,
     ) -> None:
-        """`patience`: seconds for which a request is tried again while the SMP is being replaced, and for which one has
-        to have lived, not to be taken for one that is still about to answer."""
+        """`patience`: seconds for which a request is repeated while the SMP is being replaced. An SMP that does not
+        answer is ended only if it is older than that."""
         self._job = job
         self._events = events
         self._ensure = ensure
         self._connect = connect
         self._patience = patience
-        self._pid = self._began = 0
-        self._busy = threading.Lock()
+        self._pid = self._started = 0
+        self._starting = threading.Lock()
         self._stop = os.pipe()
         self._thread: threading.Thread | None = None
 
     def start(self) -> int:
-        """Bring the SMP up and watch it from now on; returns its pid. Raises ProtectionError when it cannot be had,
-        BusyError when the memory of this job is another's."""
+        """Start the SMP and watch it from now on; returns its pid. Raises ProtectionError if there is none, BusyError
+        if the segments of this job belong to another SMP."""
         self._bring_up()
         self._thread = threading.Thread(target=self._watch, name="ft-smp-watcher", daemon=True)
         self._thread.start()
         return self._pid
 
     def fence(self) -> int:
-        """End what is left of the old incarnation; returns the new one's token. Raises FencedError, ProtectionError."""
+        """End the rest of the old incarnation; returns the new one's token. Raises FencedError, ProtectionError."""
         return self._request("fence", lambda client: int(client.fence()))
 
     def newest(self) -> int | None:
-        """The newest iteration that all ranks of this node hold complete. Raises ProtectionError."""
-        found = self._request("status", lambda client: newest_common(client.status()))
-        return found.iteration if found else None
+        """The newest iteration of which all ranks of this node have a snapshot. Raises ProtectionError."""
+        version = self._request("status", lambda client: newest_common(client.status()))
+        return version.iteration if version else None
 
     def begun(self) -> bool:
         """Whether a rank of this node has completed an iteration, or there is a version. Raises ProtectionError."""
-        found = self._request("status", lambda client: client.status())
-        return not _empty(found) or any(segment["completed"] for segment in found["segments"])
+        status = self._request("status", lambda client: client.status())
+        return not _empty(status) or any(segment["completed"] for segment in status["segments"])
 
     def empty(self) -> bool:
-        """Whether no segment of this node holds a version, nor is it known that the job went on without this node.
-        Raises ProtectionError."""
+        """Whether no segment of this node holds a version, and the job is not known to have continued without this
+        node. Raises ProtectionError."""
         return _empty(self._request("status", lambda client: client.status()))
 
     def opened_since(self, token: int) -> bool:
@@ -118,28 +118,28 @@ class Watcher:
         )
 
     def lost(self, token: int) -> list[str]:
-        """The nodes and ranks that the SMPs have declared lost under `token`; a look at a file, to be asked often."""
+        """The nodes and ranks that the SMPs have declared lost under `token`. Cheap: reads one file."""
         try:
-            found = read_json(self._job.run_dir / "lost.json", _LOST)
+            content = read_json(self._job.run_dir / "lost.json", _LOST)
         except (OSError, ValueError):
             return []
-        return list(found.lost) if found.token == token else []
+        return list(content.lost) if content.token == token else []
 
     def checkpoint(self, reason: str, only_due: bool = False) -> dict[str, Any]:
-        """Have the newest version (or what was due anyway) written to storage, and wait for it as long as configured.
+        """Have the newest version (`only_due`: only a due one) written to storage; wait as long as configured.
 
-        Returns what `smp.Client.checkpoint` does. Raises ProtectionError when there is no SMP to do it.
+        Returns what `smp.Client.checkpoint` does. Raises ProtectionError if there is no SMP.
         """
         seconds = self._job.config.capture.checkpoint_seconds if self._job.config.capture else 0.0
         try:
             with self._connect(self._job.run_dir, _CHECKPOINT_CALL_SECONDS) as client:
-                found: dict[str, Any] = client.checkpoint(reason, seconds, only_due)
-                return found
+                outcome: dict[str, Any] = client.checkpoint(reason, seconds, only_due)
+                return outcome
         except FtError as error:
             raise ProtectionError(f"node {self._job.node}: no checkpoint was written: {error}") from error
 
     def end(self) -> None:
-        """The job ended in order: no more watching, the segments removed, the SMP gone. Raises ProtectionError."""
+        """After an orderly end: stop watching, remove the segments, end the SMP. Raises ProtectionError."""
         self.stop()
         if not self._thread:
             return
@@ -147,14 +147,14 @@ class Watcher:
         def end(client: Any) -> None:
             client.end()
 
-        self._bring_up()  # an SMP that died just now has to come back to clean up
+        self._bring_up()  # if the SMP has just died, another one cleans up
         self._request("end", end)
 
     def stop(self) -> None:
-        """Stop watching; the SMP stays. May be called twice."""
+        """Stop watching; the SMP stays. Idempotent."""
         if self._stop[1] < 0:
             return
-        os.close(self._stop[1])  # the reader's end becomes readable
+        os.close(self._stop[1])  # makes the other end readable
         if self._thread:
             self._thread.join()
         os.close(self._stop[0])
@@ -162,12 +162,12 @@ class Watcher:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """No SMP is started meanwhile: for forking, which must not happen while another thread holds locks."""
-        with self._busy:
+        """Start no SMP meanwhile: this process forks, and no other thread may hold locks then."""
+        with self._starting:
             yield
 
     def close_copies(self) -> None:
-        """In a forked child: close what belongs to the parent's watcher."""
+        """In a forked child: close the descriptors of the parent's watcher."""
         for descriptor in self._stop:
             if descriptor >= 0:
                 os.close(descriptor)
@@ -175,21 +175,21 @@ class Watcher:
         self._thread = None
 
     def _bring_up(self) -> None:
-        """Start or find the SMP, and tell it whom to watch; one that hangs, maybe for days, is ended before. Raises
+        """Start or find the SMP, and name this ft-run as the one to watch; end a hung SMP first. Raises
         ProtectionError, BusyError."""
-        with self._busy:
+        with self._starting:
             try:
-                pid = self._watched()
+                pid = self._ensure_watching()
             except ProtectionError as error:
                 if not self._end_hung("watch", error):
                     raise
-                pid = self._watched()
+                pid = self._ensure_watching()
             if pid != self._pid:
-                self._pid, self._began = pid, liveness.started(pid)
+                self._pid, self._started = pid, liveness.started(pid)
                 self._events.emit(catalogue.SMP_STARTED, pid=pid)
 
-    def _watched(self) -> int:
-        """The pid of the SMP that has been told whom to watch. Raises ProtectionError, BusyError."""
+    def _ensure_watching(self) -> int:
+        """The pid of the SMP, which watches this ft-run. Raises ProtectionError, BusyError."""
         job, config = self._job, self._job.config
         try:
             pid = self._ensure(
@@ -204,19 +204,19 @@ class Watcher:
         return pid
 
     def _end_hung(self, request: str, error: FtError) -> bool:
-        """End the SMP that has not answered `request`, so that another one adopts what it owns; False where there is
-        none, or a young one, which may still be about to answer."""
-        # the one that lives may never have answered: then `_pid` is of the one before
-        known = liveness.holder(self._job.run_dir / "smp.lock") or [(self._pid, self._began)]
-        lives = [(pid, began) for pid, began in known if began and liveness.started(pid) == began]
-        hung = [(pid, began) for pid, began in lives if liveness.age(began) > self._patience]
+        """End the SMP that has not answered `request`, so that another one adopts its segments. False if there is none,
+        or if it is young and may still answer."""
+        # the lock's holder, not `_pid`: that is an earlier SMP if this one has never answered
+        known = liveness.holder(self._job.run_dir / "smp.lock") or [(self._pid, self._started)]
+        alive = [(pid, started) for pid, started in known if started and liveness.started(pid) == started]
+        hung = [(pid, started) for pid, started in alive if liveness.age(started) > self._patience]
         for pid, _ in hung:
             self._events.emit(catalogue.SMP_HUNG, pid=pid, request=request, reason=str(error))
         liveness.kill_and_wait(hung, _CALL_SECONDS)
         return bool(hung)
 
     def _request(self, name: str, ask: Callable[[Any], T]) -> T:
-        """Ask until there is an answer, for `patience` seconds: an SMP that died meanwhile is being replaced."""
+        """Repeat a request until it is answered, for `patience` seconds: the SMP may be being replaced."""
         deadline = time.monotonic() + self._patience
         ended = False
         while True:
@@ -226,18 +226,18 @@ class Watcher:
             except FencedError:
                 raise
             except FtError as error:
-                if time.monotonic() >= deadline and not ended:  # it hangs: what it owns, another one adopts
+                if time.monotonic() >= deadline and not ended:  # it hangs: another one adopts its segments
                     self._end_hung(name, error)
                     ended, deadline = True, time.monotonic() + self._patience
                 if time.monotonic() >= deadline:
                     raise ProtectionError(
                         f"node {self._job.node}: the SMP did not answer '{name}' for {self._patience:.0f} s ({error}); "
-                        "what it kept is still in shared memory: give the same command again"
+                        "its snapshots are still in shared memory: give the same command again"
                     ) from error
                 time.sleep(_RETRY_SECONDS)
 
     def _watch(self) -> None:
-        """The thread: wait for the SMP's death, replace it, until `stop`."""
+        """The thread: replace the SMP whenever it dies, until `stop`."""
         pause = _FIRST_PAUSE
         while True:
             began = time.monotonic()
@@ -249,10 +249,10 @@ class Watcher:
             while True:
                 try:
                     self._bring_up()
-                    reason = f"a new SMP, pid {self._pid}, has taken over what the lost one kept"
+                    reason = f"a new SMP, pid {self._pid}, has adopted the snapshots of the lost one"
                     self._events.emit(catalogue.PROTECTION_RESTORED, reason=reason)
                     break
-                except (ProtectionError, BusyError) as error:  # training goes on unprotected: an alarm, and another try
+                except (ProtectionError, BusyError) as error:  # training continues unprotected until the next attempt
                     self._events.emit(catalogue.PROTECTION_LOST, reason=str(error))
                 if self._stopped_within(pause):
                     return
@@ -262,11 +262,11 @@ class Watcher:
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _stopped_within(self, seconds: float) -> bool:
-        """Wait at most `seconds` for `stop`."""
+        """Whether `stop` is called within `seconds`."""
         return bool(select.select([self._stop[0]], [], [], seconds)[0])
 
     def _wait_for_death(self, pid: int) -> bool:
-        """True when `pid` is gone, False when `stop` was called."""
+        """Wait; True when `pid` has ended, False when `stop` is called."""
         try:
             process = os.pidfd_open(pid)
         except ProcessLookupError:
@@ -282,8 +282,8 @@ class Watcher:
 
 
 def _empty(status: dict[str, Any]) -> bool:
-    """Whether the SMP with this `status` has nothing that a job could be resumed from."""
-    held = any(slot["state"] == "CLEAN" for segment in status["segments"] for slot in segment["slots"])
-    # what cannot be read may be of use to another version of ft_plugins, a previous size to a job of that size
-    kept = status["refused"] or status["previous_sizes"] or status["node_tier"].get("released")
-    return not held and not kept
+    """Whether the SMP with this `status` has nothing that a job could resume from."""
+    snapshots = any(slot["state"] == "CLEAN" for segment in status["segments"] for slot in segment["slots"])
+    # another version of ft_plugins may read the refused segments, a job of a previous size the segments of that size
+    other = status["refused"] or status["previous_sizes"] or status["node_tier"].get("released")
+    return not snapshots and not other

@@ -1,12 +1,11 @@
 """Entry of each rank: `python -m ft_plugins.launcher.worker [-m] script args...`, started by ft-run.
 
-Invariant: no rank outlives its ft-run, not even one killed with SIGKILL; an error that no restart can cure is one line
-and the status EXIT_REFUSED, never a traceback; every other error is the script's own and passes unchanged.
+Invariant: no rank outlives its ft-run, even if that is killed with SIGKILL. An error that no restart can cure is one
+line and the status EXIT_REFUSED, never a traceback; any other error is the script's own and passes unchanged.
 
-The script's `sys.argv` holds its own arguments only: ft-run has taken `--ftp-*` and `--reft*` out wherever they stood,
-so that a script that does not know them is not disturbed. Frameworks whose parsers are hooked find the configuration in
-`launch_context().config`. Hooks and, on a machine without CUDA, device patches are registered before the script runs
-and act when it imports the framework.
+The script's `sys.argv` holds only its own arguments: ft-run has removed `--ftp-*` and `--reft*`, which the script need
+not know. Adapters read the configuration from `launch_context().config`. Hooks and, on a machine without CUDA, device
+patches are registered before the script runs and act when it imports the framework.
 
 In: the environment of `config.launch_context`. Out: the script, run as `__main__`; `TORCHELASTIC_ERROR_FILE` for the
 agent.
@@ -42,7 +41,7 @@ R = TypeVar("R")
 
 
 def bind_to_agent(agent_pid: int) -> None:
-    """SIGKILL this process when the agent's dies. Ends at once if the agent has died already."""
+    """Have the kernel SIGKILL this process when the agent dies. Ends at once if it has already died."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed: a rank could outlive its ft-run")
@@ -51,7 +50,7 @@ def bind_to_agent(agent_pid: int) -> None:
 
 
 def enter(context: LaunchContext) -> None:
-    """What every rank does first: end with its agent, arm the faults that were configured."""
+    """Prepare a rank: bind it to its agent, arm the configured faults."""
     if context.agent_pid is not None:
         bind_to_agent(context.agent_pid)
     if context.config is not None:
@@ -59,7 +58,7 @@ def enter(context: LaunchContext) -> None:
 
 
 def guarded(function: Callable[P, R]) -> Callable[P, R]:
-    """`function`, but an FtError ends the process with one line: status EXIT_REFUSED, or 1 where a restart may help."""
+    """`function`, but an FtError ends the process with one line: status EXIT_REFUSED, or 1 if a restart may help."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -72,16 +71,16 @@ def guarded(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def forked(function: Callable[P, R], close_copies: Sequence[Callable[[], None]]) -> Callable[P, R]:
-    """`function` as the entry of a rank that is forked from its agent, with the protections of a started one.
+    """`function` as the entry of a rank that is forked from its agent.
 
-    `close_copies` close the descriptors that belong to the agent.
+    `close_copies` close the agent's descriptors.
     """
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         for close in close_copies:
             close()
-        for number in _ENDED_BY:  # torch's agent has handlers that raise: in a rank, where anything may catch that
+        for number in _ENDED_BY:  # the agent's handlers raise, which a rank's code might catch
             signal.signal(number, signal.SIG_DFL)
         enter(launch_context(os.environ))
         return guarded(function)(*args, **kwargs)
@@ -90,21 +89,21 @@ def forked(function: Callable[P, R], close_copies: Sequence[Callable[[], None]])
 
 
 def _end(error: FtError) -> NoReturn:
-    """End at once, before destructors close sockets and peers fail: the report comes first, for the agent to read."""
+    """Report the error and end at once, before destructors close sockets and peers fail too."""
     context = launch_context(os.environ)
     message = " ".join(str(error).split())
-    named = re.match(r"rank \d+: ", message)  # most errors name the rank that they are about
+    named = re.match(r"rank \d+: ", message)
     line = f"ft_plugins: {message}" if named else f"ft_plugins: rank {context.rank}: {message}"
     code = _EXIT_FAILED if isinstance(error, (DivergedError, ProtocolError)) else EXIT_REFUSED
     if not _report(line, code) or code == _EXIT_FAILED:
-        print(line, file=sys.stderr)  # where an agent reads the report of a refusal, it prints the line: once
+        print(line, file=sys.stderr)  # else the agent prints it
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def _report(line: str, code: int) -> bool:
-    """Write torch elastic's error file, whole or not at all; False where no agent asked for one."""
+    """Write torch elastic's error file atomically; False if no agent asked for one."""
     target = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     if not target:
         return False

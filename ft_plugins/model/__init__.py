@@ -1,1 +1,1 @@
-"""Facts about the job: where ranks stand, what their state is made of, what a framework must offer. Pure."""
+"""Facts about the job: places of ranks, state items, timelines, and the protocol of a framework adapter. Pure."""

@@ -1,6 +1,6 @@
-"""A rank's training state as digests: what two runs must have in common to be called identical, bit for bit.
+"""A rank's training state as digests, to compare two runs bit for bit.
 
-Invariant: equal exactly when every byte of every item and every value of the small state is equal. In: a `Host` at a
+Invariant: equal if and only if every byte of every item and every value of the small state is equal. In: a `Host` at a
 version point. Out: plain values for JSON; floats as hexadecimal text, tensors and arrays as xxh3 digests.
 """
 
@@ -15,7 +15,7 @@ import xxhash
 
 from .host import Host
 
-SHOWN_ELEMENTS = 8  # a tensor of at most so many elements is shown by its values as well
+SHOWN_ELEMENTS = 8  # tensors up to this size also show their values
 
 
 def state_digest(host: Host) -> dict[str, Any]:
@@ -26,20 +26,20 @@ def state_digest(host: Host) -> dict[str, Any]:
 
 
 def tensor_digest(tensor: torch.Tensor) -> dict[str, Any]:
-    """dtype, shape, digest of the bytes; the values of a small one."""
+    """dtype, shape and digest of the bytes, and the values of a small tensor."""
     dense = tensor.detach().cpu().contiguous()
-    found: dict[str, Any] = {
+    summary: dict[str, Any] = {
         "dtype": str(dense.dtype).removeprefix("torch."),
         "shape": list(dense.shape),
         "xxh3": xxhash.xxh3_64_hexdigest(dense.reshape(-1).view(torch.uint8).numpy().data) if dense.numel() else "",
     }
     if 0 < dense.numel() <= SHOWN_ELEMENTS:
-        found["values"] = [readable(value) for value in dense.reshape(-1).tolist()]
-    return found
+        summary["values"] = [readable(value) for value in dense.reshape(-1).tolist()]
+    return summary
 
 
 def readable(value: Any) -> Any:
-    """`value` as JSON can say it without loss: no float is rounded, no tuple of many numbers is printed out."""
+    """`value` in JSON without loss: floats are not rounded; a sequence of more than 64 values becomes a digest."""
     match value:
         case Enum():
             return value.name

@@ -1,20 +1,20 @@
-"""The protocol between a framework adapter (the host) and everything that protects it (the hooks).
+"""The protocol between a framework adapter (the host) and the systems that protect it (the hooks).
 
-Iterations are counted from 1: `iteration_begin(k)` opens the k-th, `iteration_end(k)` is the version point at which k
-iterations are completed, skipped updates included. A version's iteration is that k.
+Iterations are counted from 1: `iteration_begin(k)` starts the k-th, `iteration_end(k)` is the version point after k
+iterations, skipped updates included. A version's iteration is that k.
 
-    host:   topology, inventory, tensors, names, fingerprint, small_state      facts, asked by the session
-            restore, restore_position                                   state handed back
-            install                                                     'call these hooks from now on'
-            install_edges                                               'and these, around each span'
+    host:   topology, inventory, tensors, names, fingerprint, small_state      facts, read by the session
+            restore, restore_position                                   hand state back
+            install                                                     call these hooks from now on
+            install_edges                                               and these, around each span
     hooks:  iteration_begin, before_update, after_update, iteration_end, shutdown
-    edges:  begin, end                                                  only where a system asks for them
-    steps:  learning_rate, gradients, copies, derive, recompute, ...    only where replicas are compared or averaged
+    edges:  begin, end                                                  only if a system asks for them
+    replica operations:  learning_rate, gradients, copies, recompute, ...    only if replicas are compared or averaged
 
 Order in one iteration: iteration_begin(k), forward and backward, before_update(k), the optimizer's step,
 after_update(k), the framework's own bookkeeping (scheduler, counters), iteration_end(k). The spans of an iteration lie
-between its begin and after_update: forward and backward of each microbatch, sends and receives of the pipeline, what
-reduces gradients or agrees on their norm, the update. Evaluation has none.
+between iteration_begin and after_update: forward and backward of each microbatch, sends and receives of the pipeline,
+collectives that reduce gradients or their norm, the update. Evaluation has no spans.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SIZES = ("dp", "world_size", "gradient_buckets")  # of a fingerprint, at its top
 
 
 def resizable(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a fingerprint must be equal for a job of another data-parallel size to take the state over."""
+    """The part of a fingerprint that must be equal for a job of another data-parallel size to take over the state."""
     return {
         key: resizable(value) if isinstance(value, Mapping) else value
         for key, value in fingerprint.items()
@@ -41,7 +41,7 @@ def resizable(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Hooks(Protocol):
-    """What the host calls. `step` is the 1-based iteration; `iteration` the one that began last, 0 before the first."""
+    """What the host calls. `step` is the 1-based iteration; `iteration` the latest that began, 0 before the first."""
 
     iteration: int
 
@@ -53,10 +53,10 @@ class Hooks(Protocol):
 
 
 class Edges(Protocol):
-    """What the host calls around each span, in the thread that trains and in the order of time: an end belongs to the
-    begin before it. `microbatch` counts from 0, -1 for what is of none; `chunk` is that of an interleaved schedule.
+    """What the host calls around each span, in the training thread and in order of time.
 
-    In the step path: to return within a few microseconds, and not to raise.
+    `microbatch` is numbered from 0, -1 if the span belongs to none; `chunk` is the model chunk of an interleaved
+    schedule. Both methods are in the step path: they return within a few microseconds and do not raise.
     """
 
     def begin(self, kind: Kind, microbatch: int = -1, chunk: int = 0) -> None: ...
@@ -64,54 +64,59 @@ class Edges(Protocol):
 
 
 class Host(Protocol):
-    """What a framework adapter offers; built after the framework has built model and optimizer."""
+    """What a framework adapter offers; built after the framework's model and optimizer."""
 
-    framework: str  # for people: 'megatron-core 0.16.1'
+    framework: str  # for messages: 'megatron-core 0.16.1'
     rank: int
 
     def topology(self) -> Topology:
-        """Where every rank of the job stands."""
+        """The place of every rank of the job."""
         ...
 
     def inventory(self) -> Inventory:
-        """What this rank's state is made of. Optimizer moments exist already: adapters create them eagerly."""
+        """The state items of this rank. Optimizer moments exist already: adapters create them eagerly."""
         ...
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """The live tensors, by item name; dense in memory. Restoring copies into them in place."""
+        """The live tensors, by item name; dense in memory. A restore writes them in place."""
         ...
 
     def fingerprint(self) -> Mapping[str, Any]:
-        """What must be equal for captured state to belong to this job: architecture, precision, parallel sizes and
-        order, optimizer kind, seed, batch sizes, data path with size and digest of its first MiB. Plain values; what
-        depends on the data-parallel size stands under one of the keys `SIZES`."""
+        """Facts that must be equal for captured state to belong to this job.
+
+        Architecture, precision, parallel sizes and order, optimizer kind, seed, batch sizes, data path with size and
+        digest of its first MiB. Plain values; those that depend on the data-parallel size are under the keys `SIZES`.
+        """
         ...
 
     def merged(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The small state of a rank that takes over from ranks of another data-parallel size: `parts` are the small
-        states of all previous ranks at its place in the model, by rank."""
+        """The small state of this rank after a resize. `parts`: the small states of all previous ranks at its place in
+        the model, by rank."""
         ...
 
     def admits(self, replicas: int) -> bool:
-        """Whether the job can be trained with so many data-parallel replicas and the same global batch."""
+        """Whether the job can run with this many data-parallel replicas and the same global batch."""
         ...
 
     def small_state(self) -> dict[str, Any]:
-        """Counters, optimizer scalars, scheduler, scaler, data position, RNG: at the version point, for the codec."""
+        """Counters, optimizer scalars, scheduler, scaler, data position, RNG at the version point, for the codec."""
         ...
 
     def names(self) -> Mapping[str, Any] | None:
-        """What the framework's own checkpoints call these tensors and how they are put together there, as plain values
-        that the adapter reads again at an export; None where it knows of no such format. Does not raise."""
+        """How the framework's own checkpoints name and combine these tensors, as plain values that the adapter reads
+        at an export; None if it knows no such format. Does not raise."""
         ...
 
     def restore(self, small: Mapping[str, Any]) -> None:
-        """The item tensors hold the version: set counters, scheduler and scalars, redo every side effect of the
-        framework's own load and rebuild what is derivable (low-precision copies, gathered parameters)."""
+        """Complete a restore whose item tensors already hold the version.
+
+        Set counters, scheduler and scalars, repeat every side effect of the framework's own load, and rebuild derived
+        tensors (low-precision copies, gathered parameters).
+        """
         ...
 
     def restore_position(self, small: Mapping[str, Any]) -> None:
-        """Right before the first iteration: the data position, then RNG last."""
+        """Restore the data position, then RNG last; called right before the first iteration."""
         ...
 
     def install(self, hooks: Hooks) -> None:
@@ -119,74 +124,76 @@ class Host(Protocol):
         ...
 
     def install_edges(self, edges: Edges) -> None:
-        """Call `edges` from now on; before `install`, once. Raises UnsupportedError where this framework, version or
-        engine has no spans that can be followed, by name."""
+        """Call `edges` from now on; once, before `install`. Raises UnsupportedError, by name, if the spans of this
+        framework, version or engine cannot be followed."""
         ...
 
 
 @runtime_checkable
-class Steps(Protocol):
-    """What a host offers beside, to systems that change its tensors between two updates; one without is refused."""
+class ReplicaOperations(Protocol):
+    """What a host offers to systems that change its tensors between two updates; they refuse a host without it."""
 
-    recomputes: bool  # whether `recompute` can be called, once `keep_iterations` was
-    why_not: str  # where it cannot: the reason, for people
-    clips_together: str  # how gradients of one replica clip those of all, for people; '' where they do not
+    recomputes: bool  # whether `recompute` can be called, after `keep_iterations`
+    no_recompute_reason: str  # if it cannot: why, for messages
+    clips_together: str  # how gradients of one replica clip those of all, for messages; '' if they do not
 
     def keep_iterations(self) -> None:
-        """Keep of each iteration from now on what `recompute` needs, where that can be done. Once, before the first."""
+        """From now on keep what `recompute` needs of each iteration, if possible. Once, before the first iteration."""
         ...
 
     def copies(self) -> Inventory:
-        """What this rank computes with and does not capture, for it is derived: parameters cast or gathered from what
-        the optimizers of all replicas hold, of role COPY, changed by the update alone. Their names are none of an item.
-        Of role PARAMETER where each rank's item is a view of its part of them: then they hold replicas of every item,
-        by which a majority can repair it. Empty where parameters are items themselves. Raises UnsupportedError where
-        they cannot be compared, by name."""
+        """The derived tensors that this rank computes with and does not capture; only the update changes them.
+
+        Parameters cast or gathered from what the optimizers of all replicas hold, with role COPY. Role PARAMETER if
+        each rank's item is a view of its part of them: then they hold replicas of every item, and a majority can repair
+        it. Names differ from those of items. Empty if parameters are items themselves. Raises UnsupportedError, by
+        name, if they cannot be compared.
+        """
         ...
 
-    def copied(self) -> Mapping[str, torch.Tensor]:
+    def copy_tensors(self) -> Mapping[str, torch.Tensor]:
         """The live tensors of `copies`, by name; dense in memory."""
         ...
 
     def learning_rate(self) -> float:
-        """Of the update that comes next, as the optimizer will apply it; the largest where there are several."""
+        """The learning rate of the next update, as the optimizer will apply it; the largest of several."""
         ...
 
     def gradients(self) -> Mapping[str, torch.Tensor]:
-        """From `before_update` to the update: the live gradients after aggregation, by the item of their parameter.
-        Empty where they cannot be had."""
+        """The live aggregated gradients, by the item of their parameter; valid from `before_update` to the update.
+        Empty if the framework does not expose them."""
         ...
 
     def recompute(self, step: int) -> None:
-        """Forward, backward and reduction of iteration `step` once more, on the same data and random numbers, in place
-        of the gradients that are there. All ranks of the job call together, inside of `before_update`."""
+        """Run forward, backward and reduction of iteration `step` again, on the same data and random numbers, and
+        replace the gradients. All ranks of the job call together, within `before_update`."""
         ...
 
     def derive(self) -> None:
-        """Item tensors were written, or copies are wrong: rebuild all that is derived from items (low-precision copies,
-        gathered parameters). All ranks of the job call together."""
+        """Rebuild all tensors that derive from items (low-precision copies, gathered parameters), after items were
+        written or copies found wrong. All ranks of the job call together."""
         ...
 
     def scalars(self) -> bytes:
-        """What beside tensors decides the next update, encoded: counts of steps, parameter groups, schedule, scaler.
-        Alike on replicas, but for a rank that has skipped an update, or made one, alone. b'' where there is nothing."""
+        """The state outside tensors that determines the next update, encoded: step counters, parameter groups,
+        schedule, scaler. Equal on replicas unless a rank alone skipped or made an update. b'' if there is none."""
         ...
 
     def restore_scalars(self, encoded: bytes) -> None:
-        """Go on from what `scalars` of another replica are, at the same moment; of what both of them update."""
+        """Take over `scalars` of another replica at the same point, for the parameters that both update."""
         ...
 
     def before_reduction(self, call: Callable[[int, Mapping[str, torch.Tensor]], None]) -> None:
-        """Have `call(step, gradients)` called from now on with this rank's own gradients, right before they are
-        aggregated, to alter them in place. Raises UnsupportedError where that moment cannot be had, by name."""
+        """From now on call `call(step, gradients)` with this rank's own gradients right before they are aggregated;
+        it may change them in place. Raises UnsupportedError, by name, if the framework has no such point."""
         ...
 
 
 @runtime_checkable
 class Skipping(Protocol):
-    """What a host of `Session.iterations` may offer beside."""
+    """What a host of `Session.iterations` may offer in addition."""
 
     def before_skipped(self, step: int) -> None:
-        """Iteration `step` ends without an update: its fence comes next. Raises StateChangedError where tensors were
+        """Check iteration `step`, which ends without an update, before its fence. Raises StateChangedError if tensors
         changed that only an update may change."""
         ...

@@ -1,9 +1,9 @@
-"""What a rank needs to resume exactly: one item per tensor, with its bytes, its replica set and what may change it.
+"""What a rank needs to resume exactly: one state item per tensor, with its bytes, its replica set and what changes it.
 
 Invariant: facts only. An inventory is computed once, after the framework has built model and optimizer, holds no
-tensor, and is equal on every restart of the same job. Items are in a fixed order (by name), so that the ranks of a
-replica set cut the same byte stream at the same places. Small state (counters, scheduler, RNG, data position) is no
-item: it is copied whole by every rank at the version point.
+tensors, and is equal on every restart of the same job. Items are ordered by name, so the ranks of a replica set cut the
+same byte stream at the same places. Small state (counters, scheduler, RNG, data position) is not an item: every rank
+copies it whole at the version point.
 
 In: what an adapter knows. Out: `Inventory`, read by snapshot.layout, recovery and the golden comparison.
 """
@@ -18,7 +18,7 @@ from ..errors import InventoryError
 
 
 class IterationSpan(str, Enum):
-    """What a rank is doing at a moment of an iteration; an item names the spans that may change it."""
+    """What a rank does at a point of an iteration; an item names the spans that may change it."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -30,24 +30,24 @@ class IterationSpan(str, Enum):
 
 
 class Role(str, Enum):
-    """What an item is to training."""
+    """The role of an item in training."""
 
     PARAMETER = "parameter"
-    MAIN_PARAMETER = "main_parameter"  # the optimizer's fp32 copy, or its shard of one
+    MAIN_PARAMETER = "main_parameter"  # the optimizer's fp32 copy, or a shard of it
     MOMENT = "moment"
     BUFFER = "buffer"
-    COPY = "copy"  # what a rank computes with, cast or gathered from what an optimizer holds: in no inventory of state
+    COPY = "copy"  # derived: cast or gathered from what an optimizer holds; never captured
 
 
 @dataclass(frozen=True)
 class Item:
     """One tensor of the training state as this rank holds it.
 
-    `replicas` are the global ranks that hold identical bytes under the same name, this one included, ascending; a
-    tensor that data parallelism shards is unique: a set of one. `layer` is the global layer number where it has one.
-    `piece` says of such a shard which elements of the whole, flattened tensor it is: start, stop, and how many there
-    are; by it a job of another data-parallel size takes it over. `counts` is False for a copy of what a rank of another
-    TP or PP index has in its inventory as well: a norm over the whole model takes it once.
+    `replicas`: the global ranks that hold identical bytes under the same name, this one included, ascending. A tensor
+    that data parallelism shards is unique: a set of one. `layer`: the global layer number, if any. `piece`, of a shard:
+    its elements in the whole, flattened tensor as (start, stop, total), by which a job of another data-parallel size
+    takes it over. `in_norm` is False if a rank of another TP or PP index holds the same item: a norm over the whole
+    model includes it once.
     """
 
     name: str
@@ -59,11 +59,11 @@ class Item:
     layer: int | None = None
     changed_by: frozenset[IterationSpan] = frozenset({IterationSpan.UPDATE})
     piece: tuple[int, int, int] | None = None
-    counts: bool = True
+    in_norm: bool = True
 
     @property
     def background(self) -> bool:
-        """Whether it may be captured behind the next iteration's compute: only the update changes it."""
+        """Whether it may be captured during the next iteration's compute: only the update changes it."""
         return self.changed_by <= {IterationSpan.UPDATE}
 
 
@@ -91,11 +91,11 @@ class Inventory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all items together, as held (not as captured: replicated items are captured once per set)."""
+        """Bytes of all items as held; captured are fewer, replicated items once per set."""
         return sum(item.nbytes for item in self.items)
 
     def replica_sets(self) -> dict[tuple[int, ...], tuple[Item, ...]]:
-        """The items by replica set, sets in ascending order, items in the inventory's order."""
+        """The items by replica set; sets ascending, items in the inventory's order."""
         sets: dict[tuple[int, ...], list[Item]] = {}
         for item in self.items:
             sets.setdefault(item.replicas, []).append(item)

@@ -1,12 +1,12 @@
-"""The protocol between whoever sends bytes and what says how many may go now.
+"""The protocol between a sender of bytes and the pacer that decides how many it may send now.
 
-A sender takes an allowance, cuts its next frame to it, sends the frame, and says when it is through:
+A sender takes an allowance, cuts its next frame to it, sends the frame, and reports when it is through:
 
-    allowed = pacer.take(len(what is left), stop)      waits; nothing may go without it
+    allowed = pacer.take(bytes_left, stop)      waits; nothing may be sent without an allowance
     ... send allowed.nbytes ...
-    pacer.ended(allowed)                               what went in time, and what was late, is counted
+    pacer.ended(allowed)                        counts what was in time and what was late
 
-Nothing that was allowed is taken back: who is late stops at the end of its frame, and takes again.
+An allowance is never withdrawn: a late sender finishes its frame, then takes another.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NO_DEADLINE = 0
 
 @dataclass(frozen=True)
 class Allowance:
-    """`nbytes` may go now; by `deadline_ns` (CLOCK_MONOTONIC) they should be through, NO_DEADLINE for whenever."""
+    """`nbytes` may go now and should be through by `deadline_ns` (CLOCK_MONOTONIC; NO_DEADLINE for no limit)."""
 
     nbytes: int
     deadline_ns: int = NO_DEADLINE
@@ -28,12 +28,12 @@ class Allowance:
 
 
 class Pacer(Protocol):
-    """Says how much may go now. Called by several threads."""
+    """Decides how much may go now. Called by several threads."""
 
     def take(self, nbytes: int, stop: threading.Event) -> Allowance:
-        """Wait until some of `nbytes` may go; how many of them, none only when stopped."""
+        """Wait until some of `nbytes` may go; how many, 0 only if stopped."""
         ...
 
     def ended(self, allowed: Allowance) -> bool | None:
-        """The frame of that allowance has been taken by its receiver; whether in time, None where any time will do."""
+        """Report that the receiver has the frame of that allowance. Whether it was in time, None without a deadline."""
         ...

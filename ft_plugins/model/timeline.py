@@ -1,17 +1,16 @@
-"""What a rank does in one iteration, as spans, and when it is idle in it, as bubbles (BAFT 4.1).
+"""The spans of a rank in one iteration, and its bubbles: the idle time between them (BAFT 4.1). Pure.
 
-Order and length of the spans repeat from iteration to iteration, so the bubbles of the next one are known ahead. Times
-are in seconds since the rank's own iteration began. A bubble is what no compute covers (forward, backward, update): a
-receive that waits, a send, the time between two commands, and the part of a gradient reduction that only waits.
+Order and length of the spans repeat from iteration to iteration, so the next iteration's bubbles are known in advance.
+Times are in seconds since the rank's own iteration began. A bubble is time not covered by compute (forward, backward,
+update): a receive that waits, a send, a gap between two commands, and the part of a gradient reduction that only waits.
 
-Waiting and work in a reduction: all ranks that meet in a collective leave it together, and the last one to come waits
-for nobody. So its length on that rank, the shortest of all, is the work, at the end of everybody's span; what is
-longer elsewhere is waiting, at the begin. `reduce_work` takes that minimum, `bubbles` is given it; without it a
-reduction counts as work from end to end. Where stages have unequal amounts to reduce, the minimum is that of the
-least, and the waiting of the others is overrated by at most the difference of their work.
+All ranks leave a collective together, and the last to enter does not wait. So the length of a reduction on that rank,
+the shortest of all, is the work, at the end of every rank's span; the rest of a longer span is waiting, at its begin.
+`reduce_work` computes that minimum for `bubbles`; without it a whole reduction is work. If stages reduce unequal
+amounts, the minimum is that of the smallest, and waiting on the others is overestimated by at most the difference.
 
-Invariant: pure; what is not measured is not made up. In: timelines. Out: their median, their bubbles, how busy a rank
-is, a table; `Misses` says when what is measured no longer is what was profiled.
+In: timelines. Out: their median, their bubbles, the busy share of a rank, a table; `Misses` decides when measured
+iterations no longer fit the profile.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from functools import cached_property
 
 from ..errors import FtError
 
-LEAST = 1e-3  # seconds; what is shorter is no bubble, but the time between two commands
+LEAST = 1e-3  # seconds; shorter gaps are the time between two commands, not bubbles
 SHOWN = 16  # ranks in a table
 
 
 class Kind(Enum):
-    """What a span is spent with."""
+    """What a rank does in a span."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -41,7 +40,7 @@ class Kind(Enum):
     REDUCE = "reduce"
     UPDATE = "update"
 
-    __hash__ = object.__hash__  # members are there once; by name, as Enum does it, is a third of what planning takes
+    __hash__ = object.__hash__  # members are singletons; Enum's hash by name takes a third of planning time
 
 
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE})
@@ -49,7 +48,7 @@ COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE})
 
 @dataclass(frozen=True)
 class Span:
-    """One thing a rank does. `chunk` is the model chunk of an interleaved schedule; -1: of no microbatch."""
+    """One action of a rank. `microbatch` -1: of none; `chunk`: the model chunk of an interleaved schedule."""
 
     kind: Kind
     begin: float  # seconds since the iteration began
@@ -63,23 +62,24 @@ Shape = tuple[tuple[Kind, int, int], ...]
 
 @dataclass(frozen=True)
 class Timeline:
-    """One rank, one iteration, or the median of several; spans by begin, none of them inside another."""
+    """One iteration of one rank, or the median of several; spans by begin, not nested."""
 
     rank: int
     seconds: float  # of the whole iteration
     spans: tuple[Span, ...]
-    memory: tuple[int, ...] = ()  # bytes in use at each span's begin; empty where unknown
-    leads: tuple[float, ...] = ()  # by which the host is ahead: begin, end, then of each span; empty for never
+    memory: tuple[int, ...] = ()  # bytes in use at each span's begin; empty if unknown
+    # seconds by which the host is ahead of the device: at begin and end of the iteration, then of each span; empty: 0
+    leads: tuple[float, ...] = ()
 
-    def opens(self, after: int) -> float:
-        """When the host tells of the end of span `after`, -1 for the begin of the iteration: before it is, where a
-        device computes. Seconds since the iteration began."""
+    def opens_at(self, after: int) -> float:
+        """When the host reports the end of span `after`, -1 for the begin of the iteration; seconds since that began.
+        A host ahead of its device reports it before it happens."""
         if after < 0:
             return -self.leads[0] if self.leads else 0.0
         return self.spans[after].end - (self.leads[3 + 2 * after] if self.leads else 0.0)
 
-    def closes(self, after: int) -> float:
-        """Likewise of the begin of the compute span that is next, or of the end of the iteration."""
+    def closes_at(self, after: int) -> float:
+        """When the host reports the begin of the next compute span after `after`, or the end of the iteration."""
         for index in range(after + 1, len(self.spans)):
             if self.spans[index].kind in COMPUTE:
                 return self.spans[index].begin - (self.leads[2 + 2 * index] if self.leads else 0.0)
@@ -87,7 +87,7 @@ class Timeline:
 
     @property
     def shape(self) -> Shape:
-        """What comes after what, without times."""
+        """The sequence of spans without times."""
         return tuple((span.kind, span.microbatch, span.chunk) for span in self.spans)
 
 
@@ -98,7 +98,7 @@ class Bubble:
     index: int
     begin: float  # seconds since the iteration began
     end: float
-    after: int  # index, among all spans, of the compute span after whose end it begins; -1 before the first
+    after: int  # index, among all spans, of the compute span that it follows; -1 before the first
 
     @property
     def seconds(self) -> float:
@@ -106,8 +106,8 @@ class Bubble:
 
 
 def strays(timelines: Sequence[Timeline]) -> tuple[int, ...]:
-    """Indices of the iterations that do not have the commonest shape (the earlier one, of two as common): a skipped
-    update, a replayed forward."""
+    """Indices of the iterations without the most common shape (of a tie, the earlier): a skipped update, a replayed
+    forward."""
     shapes = [timeline.shape for timeline in timelines]
     if not shapes:
         return ()
@@ -116,20 +116,20 @@ def strays(timelines: Sequence[Timeline]) -> tuple[int, ...]:
 
 
 def median(timelines: Sequence[Timeline]) -> Timeline:
-    """The usual iteration of one rank: the median of each length and of each gap before it, one after another, `strays`
-    left out; of memory the most.
+    """The usual iteration of one rank: the median of each span's length and of the gap before it, without `strays`;
+    the maximum of memory.
 
-    Of lengths and not of edges: a delay moves all edges behind it, and several, each in another place of another
-    iteration, would meet in the medians of edges. Raises FtError for none, or for timelines of several ranks.
+    Medians of lengths, not of edges: a delay shifts all later edges, so delays at different places in different
+    iterations would add up in medians of edges. Raises FtError for no timelines, or for those of several ranks.
     """
     if len({timeline.rank for timeline in timelines}) != 1:
-        found = sorted({timeline.rank for timeline in timelines})
-        raise FtError(f"a median is over iterations of one rank; found those of ranks {found}: give one rank's")
+        ranks = sorted({timeline.rank for timeline in timelines})
+        raise FtError(f"median of iterations: expected the timelines of one rank, found those of ranks {ranks}")
     left_out = strays(timelines)
     chosen = [timeline for index, timeline in enumerate(timelines) if index not in left_out]
     spans: list[Span] = []
     now = 0.0
-    before = [0.0] * len(chosen)  # where the span before has ended, in each iteration
+    before = [0.0] * len(chosen)  # end of the previous span, in each iteration
     for same in zip(*(timeline.spans for timeline in chosen), strict=True):
         begin = now + _middle([span.begin - end for span, end in zip(same, before, strict=True)])
         now = begin + _middle([span.end - span.begin for span in same])
@@ -149,7 +149,7 @@ def reductions(timeline: Timeline) -> tuple[float, ...]:
 
 
 def reduce_work(lengths: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    """Seconds of work in the first, second, ... reduction, from its length on each of the ranks that meet in it."""
+    """Seconds of work in the first, second, ... reduction, from its length on each participating rank."""
     most = max(map(len, lengths), default=0)
     return tuple(min(one[i] for one in lengths if i < len(one)) for i in range(most))
 
@@ -157,14 +157,14 @@ def reduce_work(lengths: Sequence[Sequence[float]]) -> tuple[float, ...]:
 def bubbles(timeline: Timeline, least: float = LEAST, reduce_work: Sequence[float] = ()) -> tuple[Bubble, ...]:
     """The idle times of at least `least` seconds, in order.
 
-    `reduce_work[i]` is how many seconds of the i-th reduction are work; all of those that it does not reach.
+    `reduce_work[i]` is the seconds of work in the i-th reduction; reductions beyond its length are all work.
     """
-    found: list[Bubble] = []
+    idle: list[Bubble] = []
     idle_since, after, reductions = 0.0, -1, 0
 
     def until(begin: float) -> None:
         if begin > idle_since and begin - idle_since >= least:
-            found.append(Bubble(len(found), idle_since, begin, after))
+            idle.append(Bubble(len(idle), idle_since, begin, after))
 
     for index, span in enumerate(timeline.spans):
         if span.kind in COMPUTE:
@@ -178,11 +178,11 @@ def bubbles(timeline: Timeline, least: float = LEAST, reduce_work: Sequence[floa
                 until(span.end - work)
                 idle_since = max(idle_since, span.end)
     until(timeline.seconds)
-    return tuple(found)
+    return tuple(idle)
 
 
 def busy_share(timeline: Timeline, reduce_work: Sequence[float] = ()) -> float:
-    """The part of the iteration in which the rank is not idle, from 0 to 1."""
+    """The share of the iteration in which the rank is not idle, from 0 to 1."""
     if timeline.seconds <= 0:
         return 0.0
     return 1 - sum(bubble.seconds for bubble in bubbles(timeline, 0.0, reduce_work)) / timeline.seconds
@@ -190,90 +190,90 @@ def busy_share(timeline: Timeline, reduce_work: Sequence[float] = ()) -> float:
 
 @dataclass(frozen=True)
 class SenderFacts:
-    """What a rank alone knows of the copies that it sends; 0 where it knows nothing."""
+    """What only the sender knows of its copies; 0 for unknown."""
 
-    ready_seconds: float = 0.0  # from the end of an iteration until what is captured of it is sealed
-    beside_bytes: int = 0  # that go out with each version beside its slot's data: small state and digests
-    layers: tuple[int, ...] = ()  # bytes of each layer in a slot, in the order in which they lie there
+    ready_seconds: float = 0.0  # from the end of an iteration until its capture is sealed
+    extra_bytes: int = 0  # sent with each version in addition to its slot's data: small state and digests
+    layers: tuple[int, ...] = ()  # bytes of each layer, in the order of the slot
 
 
 @dataclass(frozen=True)
 class Profile:
-    """The timelines of all ranks of a job, by rank, and what else they have told each other with them.
+    """The timelines of all ranks of a job, by rank, and the facts exchanged with them.
 
-    `least_reductions`: seconds of the first, second, ... reduction on the rank where it is shortest; None where they
-    are to be looked up in the timelines, all of them.
+    `least_reductions`: seconds of the first, second, ... reduction on the rank where it is shortest; None: computed
+    from all timelines.
     """
 
     timelines: Sequence[Timeline]
-    senders: tuple[SenderFacts, ...] = ()  # empty where nobody sends
+    senders: tuple[SenderFacts, ...] = ()  # empty if no rank sends
     least_reductions: tuple[float, ...] | None = field(default=None, compare=False)
 
     @cached_property
     def reduce_work(self) -> tuple[float, ...]:
-        """Of a job in which every rank, through others, waits for every other before the update."""
+        """Seconds of work in each reduction, if all ranks wait for each other before the update."""
         known = self.least_reductions
         return reduce_work([reductions(one) for one in self.timelines]) if known is None else known
 
     def bubbles(self, rank: int, least: float = LEAST) -> tuple[Bubble, ...]:
-        """Those of one rank."""
+        """The bubbles of one rank."""
         return bubbles(self.timelines[rank], least, self.reduce_work)
 
     def table(self, least: float = LEAST) -> str:
-        """The profile for people."""
+        """The profile as a table."""
         return table(self.timelines, least, self.reduce_work)
 
 
 def table(timelines: Sequence[Timeline], least: float = LEAST, reduce_work: Sequence[float] = ()) -> str:
-    """Where the time of an iteration goes: a line for each rank, for the first ones of many."""
+    """Where the time of an iteration goes: one line per rank, for the first `SHOWN` ranks."""
     head = ("rank", "iteration", "forward", "backward", "update", "busy", "idle", "bubbles", "longest", "memory")
     rows: list[tuple[str, ...]] = [head]
     for timeline in timelines[:SHOWN]:
-        found = bubbles(timeline, least, reduce_work)
+        idle = bubbles(timeline, least, reduce_work)
         spent = {
             kind: sum(span.end - span.begin for span in timeline.spans if span.kind is kind) for kind in COMPUTE
         }
-        idle = sum(bubble.seconds for bubble in found)
-        longest = max((bubble.seconds for bubble in found), default=0.0)
+        lengths = [bubble.seconds for bubble in idle]
         memory = f"{max(timeline.memory) / 2**30:.2f} GiB" if timeline.memory else "unknown"
         rows.append(
             (
                 str(timeline.rank), _ms(timeline.seconds),
                 *(_ms(spent[kind]) for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE)),
-                f"{busy_share(timeline, reduce_work):.0%}", _ms(idle), str(len(found)), _ms(longest), memory,
+                f"{busy_share(timeline, reduce_work):.0%}", _ms(sum(lengths)), str(len(idle)),
+                _ms(max(lengths, default=0.0)), memory,
             )
         )  # fmt: skip
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
     rest = len(timelines) - SHOWN
-    return "\n".join([*lines, *([f"and {rest} ranks more"] if rest > 0 else [])])
+    return "\n".join([*lines, *([f"and {rest} more ranks"] if rest > 0 else [])])
 
 
 @dataclass(frozen=True)
 class Misses:
-    """How often what was measured did not fit the profile: one more for a miss, one less for a fit, never below 0.
+    """A count of iterations that missed the profile: +1 for a miss, -1 for a fit, never below 0.
 
-    So a profile is given up when more iterations miss it than fit, `limit` more, and not for a slow one now and then.
+    So a profile is discarded once `limit` more iterations missed it than fit, not for an occasional slow one.
     """
 
-    tolerance: float  # of an edge, as a share of the profiled iteration
+    tolerance: float  # deviation of an edge, as a share of the profiled iteration
     limit: int
     count: int = 0
 
     def seen(self, expected: Timeline, measured: Timeline) -> Misses:
-        """After one more iteration."""
-        missed = furthest(expected, measured) > self.tolerance * expected.seconds
+        """The count after one more iteration."""
+        missed = largest_deviation(expected, measured) > self.tolerance * expected.seconds
         return replace(self, count=min(self.limit, self.count + 1) if missed else max(0, self.count - 1))
 
     @property
-    def again(self) -> bool:
-        """Whether it is time for another profile."""
+    def limit_reached(self) -> bool:
+        """Whether a new profile is due."""
         return self.count >= self.limit
 
 
-def furthest(expected: Timeline, measured: Timeline) -> float:
-    """Seconds between an edge of a span and where it was expected, of the edge that is furthest off; infinite where
-    the iteration had another shape."""
+def largest_deviation(expected: Timeline, measured: Timeline) -> float:
+    """The largest difference, in seconds, between a span's edge and where it was expected; infinite if the shapes
+    differ."""
     if expected.shape != measured.shape:
         return float("inf")
     pairs = zip(expected.spans, measured.spans, strict=True)
@@ -282,9 +282,9 @@ def furthest(expected: Timeline, measured: Timeline) -> float:
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Pause Python's cyclic collector, in a block or as a decorator; it is on again afterwards if it was on before.
+    """Pause Python's cyclic collector in a block or as a decorator; afterwards it is on if it was on before.
 
-    Planning makes a million small values, none of which is part of a cycle; walking them takes two fifths of its time.
+    Planning makes a million small values, none in a cycle; walking them takes two fifths of its time.
     """
     was_on = gc.isenabled()
     gc.disable()

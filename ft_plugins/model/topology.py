@@ -1,15 +1,15 @@
-"""Where every rank of the job stands: rank <-> (tp, cp, dp, pp) and (etp, ep, edp, pp), groups, nodes, neighbours.
+"""The place of every rank in the job: rank <-> (tp, cp, dp, pp) and (etp, ep, edp, pp), and its groups.
 
 Invariant: groups and their order equal those of `megatron.core.parallel_state.initialize_model_parallel` for the same
-sizes and `order`; every group is ascending. Pure arithmetic on strides: a question about one rank costs its group's
-size, a question about the job costs one pass over the ranks; nothing is quadratic, so 16,384 ranks are no matter.
+sizes and `order`; every group is ascending. Pure arithmetic on strides: a query about one rank costs its group's size,
+one about the job a single pass over the ranks; nothing is quadratic, so 16,384 ranks are not a problem.
 
 A rank has two addresses. Dense layers (attention, MLP, embeddings) are laid out over tp, cp, dp, pp; expert layers over
-etp, ep, edp, pp, with etp the expert tensor parallel size (tp unless given) and edp = world size / (etp ep pp). Both
-give a rank the same pipeline stage.
+etp, ep, edp, pp, with etp the expert tensor parallel size (default tp) and edp = world size / (etp ep pp). Both give a
+rank the same pipeline stage.
 
-In: parallel sizes, Megatron's order string, the node (failure domain) of each rank. Out: `Topology`, read by adapters
-(replica sets), snapshot.layout (sharding groups) and everything that places bytes on nodes.
+In: parallel sizes, Megatron's order string. Out: `Topology`, read by adapters (replica sets), snapshot.layout (sharding
+groups) and all code that places bytes on nodes.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ from math import prod
 
 from ..errors import TopologyError
 
-AXES = ("tp", "pp", "dp", "ep", "cp")  # axes that `order` does not name are appended in this order, as Megatron does
-SINGLE_NODE = "node0"
-TABLE_RANKS = 64
+AXES = ("tp", "pp", "dp", "ep", "cp")  # axes missing in `order` are appended in this order, as Megatron does
 
 
 @dataclass(frozen=True)
@@ -48,16 +46,15 @@ class Axis:
     stride: int
 
     def index(self, rank: int) -> int:
-        """Where `rank` stands along this axis."""
+        """The index of `rank` along this axis."""
         return rank // self.stride % self.size
 
 
 @dataclass(frozen=True)
 class Topology:
-    """The job's ranks. `vpp` is the number of virtual stages per pipeline rank; `etp` is tp unless given.
+    """The job's ranks. `vpp`: virtual stages per pipeline rank; `etp` defaults to tp.
 
-    `nodes[rank]` is the node, that is the failure domain, of each rank; empty: all ranks are on one node.
-    Raises TopologyError for sizes, an order or nodes that cannot be laid out, in the cases in which Megatron refuses.
+    Raises TopologyError for sizes or an order that cannot be laid out, as Megatron does.
     """
 
     tp: int
@@ -67,22 +64,16 @@ class Topology:
     ep: int = 1
     vpp: int = 1
     order: str = "tp-cp-ep-dp-pp"
-    nodes: tuple[str, ...] = ()
     etp: int | None = None
 
     def __post_init__(self) -> None:
         sizes = {"tp": self.tp, "pp": self.pp, "dp": self.dp, "cp": self.cp, "ep": self.ep, "vpp": self.vpp}
         for name, size in (sizes | {"etp": self.expert_tp}).items():
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise TopologyError(f"{name}={size!r} is no parallel size: expected an integer of at least 1")
+                raise TopologyError(f"{name}={size!r} is not a parallel size: expected an integer of at least 1")
         self._check_order(sizes)
         if self.vpp > 1 and self.pp == 1:
             raise TopologyError(f"vpp={self.vpp} needs pipeline stages, but pp=1: set pp above 1 or vpp to 1")
-        if self.nodes and len(self.nodes) != self.world_size:
-            raise TopologyError(
-                f"{len(self.nodes)} nodes are named for {self.world_size} ranks (tp={self.tp} x pp={self.pp} x "
-                f"dp={self.dp} x cp={self.cp}): name the node of each rank, or none"
-            )
         self._check_experts()
 
     def _check_order(self, sizes: Mapping[str, int]) -> None:
@@ -98,7 +89,7 @@ class Topology:
         expert = self.expert_tp * self.ep * self.pp
         if self.world_size % expert:
             raise TopologyError(
-                f"{self.world_size} ranks cannot be divided by etp={self.expert_tp} x ep={self.ep} x pp={self.pp} "
+                f"{self.world_size} ranks are not divisible by etp={self.expert_tp} x ep={self.ep} x pp={self.pp} "
                 f"= {expert} for the experts"
             )
         if self.pp == 1:
@@ -107,9 +98,9 @@ class Topology:
         last = self.order.lower().endswith("pp")
         if dense.stride != sparse.stride or not (last or self.expert_dp == self.dp):
             raise TopologyError(
-                f"order '{self.order}' puts the pipeline stages of dense layers {dense.stride} ranks apart and those "
-                f"of experts {sparse.stride}, with dp={self.dp} and expert dp={self.expert_dp}; both must be equal: "
-                f"end the order with pp, or choose ep x etp = tp x cp"
+                f"order '{self.order}' places the pipeline stages of dense layers {dense.stride} ranks apart and "
+                f"those of experts {sparse.stride}, with dp={self.dp} and expert dp={self.expert_dp}; each pair must "
+                f"be equal: end the order with pp, or choose ep x etp = tp x cp"
             )
 
     # sizes
@@ -126,7 +117,7 @@ class Topology:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks. Experts are spread over the same ranks: ep does not multiply."""
+        """The number of ranks. Experts are spread over the same ranks, so ep is not a factor."""
         return self.tp * self.pp * self.dp * self.cp
 
     # addresses
@@ -165,9 +156,9 @@ class Topology:
     # groups
 
     def group(self, axes: str, rank: int, expert: bool = False) -> tuple[int, ...]:
-        """The ranks that differ from `rank` at most along `axes` ('dp-cp', 'tp-pp', ...), ascending, `rank` included.
+        """The ranks that differ from `rank` only along `axes` ('dp-cp', 'tp-pp', ...), ascending, `rank` included.
 
-        With `expert`, or if `axes` names ep, axes are those of the expert layout (tp is etp and dp is edp there).
+        With `expert`, or if `axes` names ep, axes are those of the expert layout (tp is etp and dp is edp).
         Raises TopologyError for an axis that the layout does not have.
         """
         self._checked(rank)
@@ -176,7 +167,7 @@ class Topology:
         known = ("tp", "ep", "dp", "pp") if expert else ("tp", "cp", "dp", "pp")
         if len(set(names)) != len(names) or any(name not in known for name in names):
             raise TopologyError(
-                f"'{axes}' is no group of {'expert' if expert else 'dense'} layers: join {', '.join(known)} by '-'"
+                f"'{axes}' is not a group of {'expert' if expert else 'dense'} layers: join {', '.join(known)} by '-'"
             )
         ranks = [rank]
         for axis in self._sparse if expert else self._dense:
@@ -194,56 +185,9 @@ class Topology:
         return self.group("dp", rank, expert=True)
 
     def sharding_groups(self) -> dict[tuple[int, int], tuple[int, ...]]:
-        """REFT's sharding groups: by (pp, tp), in ascending order, the ranks that share the capture of one state."""
+        """REFT's sharding groups: by (pp, tp), ascending, the ranks that share the capture of one state."""
         members: dict[tuple[int, int], list[int]] = {(p, t): [] for p in range(self.pp) for t in range(self.tp)}
         tensor, pipeline = self._axis("tp", expert=False), self._axis("pp", expert=False)
         for rank in range(self.world_size):
             members[pipeline.index(rank), tensor.index(rank)].append(rank)
         return {key: tuple(ranks) for key, ranks in members.items()}
-
-    def stages(self, rank: int) -> tuple[int, ...]:
-        """The virtual stages, of pp x vpp in the order of layers, that `rank` computes: pp, pp + PP, pp + 2 PP, ..."""
-        first = self.coords(rank).pp
-        return tuple(first + self.pp * chunk for chunk in range(self.vpp))
-
-    # nodes
-
-    @cached_property
-    def _placed(self) -> dict[str, tuple[int, ...]]:
-        if not self.nodes:
-            return {SINGLE_NODE: tuple(range(self.world_size))}
-        ranks: dict[str, list[int]] = {}
-        for rank, node in enumerate(self.nodes):
-            ranks.setdefault(node, []).append(rank)
-        return {node: tuple(placed) for node, placed in ranks.items()}
-
-    @property
-    def node_names(self) -> tuple[str, ...]:
-        """Every node once, in the order of their lowest ranks."""
-        return tuple(self._placed)
-
-    def node_of(self, rank: int) -> str:
-        """The failure domain of `rank`."""
-        self._checked(rank)
-        return self.nodes[rank] if self.nodes else SINGLE_NODE
-
-    # for people
-
-    def table(self) -> str:
-        """Sizes, then one line a rank with its address, replicas and node; the first 64 of a larger job."""
-        sizes = {"tp": self.tp, "pp": self.pp, "dp": self.dp, "cp": self.cp, "vpp": self.vpp, "ep": self.ep}
-        sizes |= {"etp": self.expert_tp, "edp": self.expert_dp}
-        lines = [
-            f"{self.world_size} ranks on {len(self._placed)} node(s), order {self.order}: "
-            + " ".join(f"{name}={size}" for name, size in sizes.items()),
-            "".join(f"{name:>6}" for name in ("rank", "tp", "cp", "dp", "pp", "etp", "ep", "edp"))
-            + "  node      replicas",
-        ]
-        for rank in range(min(self.world_size, TABLE_RANKS)):
-            at, replicas = self.coords(rank), self.replicas(rank)
-            shown = " ".join(map(str, replicas[:8])) + (f" ... ({len(replicas)})" if len(replicas) > 8 else "")
-            address = "".join(f"{x:>6}" for x in (rank, at.tp, at.cp, at.dp, at.pp, at.etp, at.ep, at.edp))
-            lines.append(f"{address}  {self.node_of(rank):<9} {shown}")
-        if self.world_size > TABLE_RANKS:
-            lines.append(f"   ... and {self.world_size - TABLE_RANKS} more ranks")
-        return "\n".join(lines)

@@ -1,1 +1,1 @@
-"""What protection is worth before GPU-days are spent on it: survival of the state, and how often to save it. Pure."""
+"""Predict what protection is worth before GPU-days are spent: survival of state, save intervals, goodput. Pure."""

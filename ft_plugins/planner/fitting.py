@@ -1,24 +1,23 @@
-"""Within how many iterations a checkpoint fits into the bubbles of a pipeline: by the plan that a job makes of its own
-profile (`bubbles.bubble_plan`), here of simulated timelines.
+"""Predict how many iterations a checkpoint takes in the bubbles of a pipeline, from simulated timelines. Pure.
 
-So what a forecast says is what BAFT does: bubbles that sender and receiver share, without what is reserved for
-messages at both ends of each, the link of a node divided among its ranks, by bytes or by whole layers; and a rank that
-shares no bubbles, or needs more than `MOST_ITERATIONS`, goes by a rate. What only a job can tell is left out: pauses of
-less than a millisecond that are no bubbles, windows too short for a frame, and, unless given, messages that take longer
-than what is reserved for them. So a forecast is the best that there can be.
+The plan is the one that a job makes from its own profile (`bubbles.bubble_plan`): bubbles shared by sender and
+receiver, less the reserve for messages at both ends, the link of a node divided among its ranks, by bytes or by whole
+layers; a rank without shared bubbles, or that needs more than `MOST_ITERATIONS`, is paced by a rate. The forecast is
+optimistic. It omits what only a running job knows: pauses below a millisecond that are not bubbles, windows too short
+for a frame, and, unless given, messages longer than their reserve.
 
-Invariant: pure; times and sizes are those of one iteration and one rank, a rank is a stage. In: timelines of one
-pipeline, bytes, bytes per second. Out: `BubblePlan`; by `fit` its iterations.
+Invariant: times and sizes are those of one iteration and one rank; a rank is a stage. In: timelines of one pipeline,
+bytes, bytes per second. Out: `BubblePlan`; from `fit` its iterations.
 
-A rank sends in the time in which it and its destination idle. All ranks send in the same iterations: a checkpoint is
-as slow as its slowest part. Where n0, n1, ... are the nodes of a pipeline in order:
+A rank sends while it and its destination are both idle. All ranks send in the same iterations, so the slowest decides.
+Placements, for nodes n0, n1, ... of a pipeline in order:
 
-    ring     n1 -> n0, n2 -> n1, ..., and the first to the last (BAFT, 4.2.1). These two hardly ever idle at once: in
-             gpipe, interleaved and zero-bubble with links that cost nothing never, in 1f1b for at most half of the time
-             that neighbours share. They decide
-    pairs    n0 <-> n1, n2 <-> n3, ...; of an odd number the last three are a ring. All share what neighbours share;
-             each node has one copy as before, and a copy is lost with one other node instead of one of two. It is
-             what a job does (redundancy.neighbour)
+    ring     n1 -> n0, n2 -> n1, ..., and the first to the last (BAFT, 4.2.1). First and last are hardly ever idle
+             together: never in gpipe, interleaved and zero-bubble with free links, in 1f1b for at most half of the time
+             that neighbours share. So this pair decides
+    pairs    n0 <-> n1, n2 <-> n3, ...; the last three of an odd number are a ring. All are neighbours; each node keeps
+             one copy as in the ring, and a copy is lost if one particular other node is, instead of one of two. Jobs
+             use this (redundancy.neighbour)
 """
 
 from __future__ import annotations
@@ -38,31 +37,31 @@ from ..redundancy.neighbour import partner
 
 
 class CopyPlacement(Enum):
-    """Who sends to whom; the value is its name for programs."""
+    """Which node sends to which; the value is its machine-readable name."""
 
     RING = "ring"
     PAIRS = "pairs"
 
 
 class Fit(Protocol):
-    """What plans the bubbles, as far as intervals go."""
+    """A function that returns how many iterations a checkpoint takes in bubbles."""
 
     def __call__(self, timelines: Sequence[Timeline], nbytes: float, bandwidth: float) -> int | None:
-        """Iterations that it takes to send `nbytes` from each rank at `bandwidth`; None: not in bubbles."""
+        """Iterations to send `nbytes` from each rank at `bandwidth`; None: not in bubbles."""
 
 
 def bubble_shares(timelines: Sequence[Timeline]) -> tuple[float, ...]:
-    """Of each rank: the part of the iteration in which it idles."""
+    """The share of the iteration in which each rank is idle."""
     return tuple(1 - busy_share(timeline) for timeline in timelines)
 
 
 def bubble_share(timelines: Sequence[Timeline]) -> float:
-    """The same of all ranks together."""
+    """The mean of `bubble_shares`."""
     return math.fsum(bubble_shares(timelines)) / len(timelines)
 
 
 def destination(rank: int, ranks: int, per_node: int = 1, placement: CopyPlacement = CopyPlacement.PAIRS) -> int | None:
-    """The stage nearest to `rank` on the node that has its copy; None where all are on one."""
+    """The stage nearest to `rank` on the node that keeps its copy; None if all ranks are on one node."""
     nodes, node = -(-ranks // per_node), rank // per_node
     if nodes < 2:
         return None
@@ -82,10 +81,10 @@ def plan(
     granularity: Granularity = Granularity.BYTES,
     messages: Mapping[int, Traffic] | None = None,
 ) -> BubblePlan | None:
-    """The plan for `nbytes` from each rank, `bandwidth` for each; None where no rank has another node to send to.
+    """The plan for `nbytes` and `bandwidth` of each rank; None if there is only one node.
 
-    `messages`: of each rank those between stages, by number of rank. `layers`: into how many equal ones the bytes are
-    cut, 0 for unknown; with them both fills are told, exact and by layers.
+    `messages`: by rank, those between stages. `layers`: number of equal layers of the bytes, 0 for unknown; with
+    layers, the plan has both fills, by bytes and by layers.
     """
     to = [destination(rank, len(timelines), per_node, placement) for rank in range(len(timelines))]
     whole = ceil(nbytes)
@@ -118,6 +117,6 @@ def fit(
     reserved: float = 0.0,
     placement: CopyPlacement = CopyPlacement.PAIRS,
 ) -> int | None:
-    """A `Fit`: how many iterations it takes; None where some rank goes by a rate."""
-    found = plan(timelines, nbytes, bandwidth, per_node=per_node, reserved=reserved, placement=placement)
-    return None if found is None or found.paced_by_rate else found.iterations
+    """A `Fit`: iterations of a checkpoint; None if some rank is paced by a rate."""
+    bubble_plan = plan(timelines, nbytes, bandwidth, per_node=per_node, reserved=reserved, placement=placement)
+    return None if bubble_plan is None or bubble_plan.paced_by_rate else bubble_plan.iterations

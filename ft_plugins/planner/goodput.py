@@ -1,25 +1,26 @@
-"""What part of the time a job makes progress, by how its state is protected, and what becomes of that as it grows.
+"""Predict a job's goodput under each kind of protection, and how it changes as the job grows.
 
     disk         training waits until a checkpoint is in storage
-    checkfreq    it waits for a copy (`checkpoint_seconds`, else `snapshot_seconds`); that is written behind it
-                 (CheckFreq: snapshot and persist), so no sooner than the one before is written
-    replication  a node sends its state to another one at once, while training waits (as FTPipeHD and ResPipe do)
-    reft         a snapshot for each interval, exchanged behind training at the link's rate (RAIM5)
-    baft         the same snapshot, sent to the neighbour in bubbles only: one every n iterations, n by `Fit`
+    checkfreq    training waits for a copy (`checkpoint_seconds`, else `snapshot_seconds`) that is written in the
+                 background (CheckFreq: snapshot and persist), one at a time
+    replication  a node sends its state to another while training waits (as FTPipeHD and ResPipe do)
+    reft         one snapshot per interval, exchanged in the background at the link's rate (RAIM5)
+    baft         the same snapshot, sent to the neighbour in bubbles only: one every n iterations, n from `Fit`
 
-With F failures a day, T an iteration, c the seconds that training waits for a save:
+With F failures a day and c seconds that training waits for a save:
 
-    interval     sqrt(2 c / F) in whole iterations (Young 1974), not below what link, bubbles or storage can take
+    interval     sqrt(2 c / F) in whole iterations (Young 1974), at least what link, bubbles or storage need
     O_save       c / interval, as a share of useful time (BAFT, 'The all overhead')
-    O_lost       F (interval / 2 + lag), lag = from the snapshot until it counts, as a share of all time
+    O_lost       F (interval / 2 + lag), lag = from the snapshot until it is committed, as a share of all time
     O_restart    F (restart + load), load from where the state is: the link of a node, or storage for the whole job
-    goodput      (1 - O_lost - O_restart) / (1 + O_save), 0 if that is below 0
+    goodput      (1 - O_lost - O_restart) / (1 + O_save), at least 0
 
-What memory does not survive comes from storage: under REFT see `intervals.storage_rate`; a copy on a neighbour is lost
-with the other node of its pair, or with one of the two others of three (redundancy.neighbour), until the lost node is
-replaced and has sent and received again. Storage is then written behind training, at Young's interval of that rate.
+Failures that memory does not survive are restored from storage: under REFT see `intervals.storage_rate`; a copy on a
+neighbour is lost with the other node of its pair, or one of the two others of three (redundancy.neighbour), until the
+lost node is replaced and has sent and received again. Storage is then written in the background, at Young's interval
+for that rate.
 
-Invariant: pure arithmetic, of first order: failures while one is repaired are in no term but that of storage.
+Invariant: pure arithmetic, first order: only the storage term includes failures during a repair.
 
 In: `survival.Cluster`, `intervals.Costs`, timelines of one pipeline. Out: `GoodputPlan`.
 """
@@ -40,11 +41,11 @@ from .intervals import DAY, Costs, exchange_seconds, iterations, span, storage_r
 from .survival import Cluster, Scheme, columns, demand, log_group_survival, loss, mean_rate
 
 GIB = float(1 << 30)
-GROWTH = (1, 4, 16, 64)  # how often the pipelines are there, in a plan
+GROWTH = (1, 4, 16, 64)  # factors on the number of pipelines
 
 
 class ProtectionKind(Enum):
-    """How state is protected; the value is its name for programs."""
+    """How state is protected; the value is its machine-readable name."""
 
     DISK = "disk"
     CHECKFREQ = "checkfreq"
@@ -54,11 +55,11 @@ class ProtectionKind(Enum):
 
     @property
     def title(self) -> str:
-        """The name for people."""
+        """The display name."""
         return {
-            ProtectionKind.DISK: "checkpoints, training waits",
+            ProtectionKind.DISK: "synchronous checkpoints",
             ProtectionKind.CHECKFREQ: "CheckFreq-like",
-            ProtectionKind.REPLICATION: "replication at once",
+            ProtectionKind.REPLICATION: "synchronous replication",
             ProtectionKind.REFT: "REFT, RAIM5",
             ProtectionKind.BAFT: "BAFT",
         }[self]
@@ -66,8 +67,7 @@ class ProtectionKind(Enum):
 
 @dataclass(frozen=True)
 class Upkeep:
-    """What one protection costs. Shares are of time, seconds are for a failure, `every` is in iterations (None:
-    never)."""
+    """The cost of one protection. Shares of time, seconds per failure, `every` in iterations (None: never)."""
 
     protection: ProtectionKind
     every: int | None
@@ -79,27 +79,26 @@ class Upkeep:
 
 @dataclass(frozen=True)
 class GoodputPlan:
-    """One size of a job. `iterations_per_checkpoint` is BAFT's n; None: the bubbles that some rank shares with
-    its destination do not carry it, and all send at the link's rate as REFT does."""
+    """The plan for one size of a job. `iterations_per_checkpoint` is BAFT's n; None: some rank's shared bubbles do not
+    carry its copy, and all send at the link's rate as REFT does."""
 
     nodes: int
-    failures: float  # a day
+    failures: float  # per day
     iteration_seconds: float
     bubble_share: float
     iterations_per_checkpoint: int | None
     upkeeps: tuple[Upkeep, ...]
 
     def of(self, protection: ProtectionKind) -> Upkeep:
-        """One of them."""
+        """The costs of `protection`."""
         return next(one for one in self.upkeeps if one.protection is protection)
 
     def block(self) -> dict[str, Any]:
         """The plan as JSON."""
-        found = asdict(self)
-        found["upkeeps"] = {
+        upkeeps = {
             one.protection.value: {k: v for k, v in asdict(one).items() if k != "protection"} for one in self.upkeeps
         }
-        return found
+        return asdict(self) | {"upkeeps": upkeeps}
 
 
 def plan_goodput(
@@ -109,14 +108,14 @@ def plan_goodput(
     restart_seconds: float = 600.0,
     fit: fitting.Fit = fitting.fit,
 ) -> GoodputPlan:
-    """Every protection for a job whose nodes are each a stage (or a part of one) of a pipeline with these timelines.
+    """The costs of every protection for a job whose nodes are each a stage (or part of one) of a pipeline.
 
-    Timelines count relative to their own length: `costs.iteration_seconds` is how long it really is. Raises ConfigError
-    for times below 0.
+    `timelines`: of that pipeline, in any unit; `costs.iteration_seconds` is the length of the iteration. Raises
+    ConfigError for times below 0.
     """
     demand("restart_seconds", restart_seconds, "from 0 to 1e9", 0 <= restart_seconds <= 1e9)
     if not timelines or timelines[0].seconds <= 0:
-        raise ConfigError("timelines: expected those of an iteration that takes time, found none")
+        raise ConfigError("timelines: expected an iteration longer than 0 s, found none")
     stretched = costs.link_gib_per_second * costs.iteration_seconds / timelines[0].seconds
     wanted = fit(timelines, costs.state_gib * GIB, stretched * GIB)
     hardware, software = (
@@ -140,8 +139,8 @@ def plan_growth(
     restart_seconds: float = 600.0,
     fit: fitting.Fit = fitting.fit,
 ) -> tuple[GoodputPlan, ...]:
-    """The same pipeline in 1, 4, 16 and 64 times as many replicas, the batch growing with them: a node's part of the
-    replicated state shrinks as fast, failures grow."""
+    """`plan_goodput` for 1, 4, 16 and 64 times as many replicas of the pipeline and as large a batch: a node's part of
+    the replicated state shrinks by that factor, failures grow."""
     return tuple(
         plan_goodput(
             replace(cluster, nodes=cluster.nodes * times),
@@ -155,10 +154,10 @@ def plan_growth(
 
 
 def table(plans: Sequence[GoodputPlan]) -> str:
-    """Sizes of a job for people."""
+    """The plans as a table."""
     head = f"bubbles and goodput; {plans[0].bubble_share:.1%} of an iteration is bubbles"
     rows: list[tuple[str, ...]] = [
-        ("", "nodes", "failures a day", "save every", "saving", "lost a failure", "restart", "goodput")
+        ("", "nodes", "failures/day", "save every", "saving", "lost/failure", "restart", "goodput")
     ]
     for plan in plans:
         first = (str(plan.nodes), f"{plan.failures:.3g}")
@@ -176,7 +175,7 @@ def table(plans: Sequence[GoodputPlan]) -> str:
 
 @dataclass(frozen=True)
 class _Job:
-    """Failures are per day, of the whole job; a node of a pipeline for each of its `stages`."""
+    """Failures per day of the whole job; each of the pipeline's `stages` is on a node of its own."""
 
     cluster: Cluster
     costs: Costs
@@ -191,7 +190,7 @@ class _Job:
 
     @property
     def write(self) -> float:
-        """Seconds until all is in storage, or comes from there."""
+        """Seconds to write all state to storage, or to read it."""
         return self.cluster.nodes * self.costs.state_gib / self.costs.storage_gib_per_second
 
     def from_storage(self) -> tuple[Upkeep, Upkeep]:
@@ -217,11 +216,11 @@ class _Job:
         )
 
     def _upkeep(self, protection: ProtectionKind, wait: float, least: float, lag: float, beyond: float) -> Upkeep:
-        """`wait`: of training, for a save; `least`: seconds from one save to the next; `beyond`: failures a day that
-        only storage survives. Of what they come back from, each has its part."""
-        kept = self.failures - beyond
+        """`wait`: seconds that training waits for a save; `least`: fewest seconds between saves; `lag`: from a snapshot
+        until it is committed; `beyond`: failures per day that only storage survives."""
+        survived = self.failures - beyond
         load = self.costs.state_gib / self.costs.link_gib_per_second
-        if kept > 0:
+        if survived > 0:
             every = self._every(young(wait, self.failures), least)
             share, lost = self._saving(every, wait, lag)
             stored = self._every(young(self.costs.snapshot_seconds, beyond), self.write)
@@ -240,7 +239,7 @@ class _Job:
         return None if math.isinf(best) else iterations(max(best, least), self.costs)
 
     def _saving(self, every: int | None, wait: float, lag: float) -> tuple[float, float]:
-        """O_save, and the work that a failure costs; nothing where nothing fails."""
+        """O_save, and the seconds of work lost per failure; 0 without saves."""
         if every is None:
             return 0.0, 0.0
         seconds = every * self.costs.iteration_seconds

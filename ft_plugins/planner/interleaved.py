@@ -1,11 +1,11 @@
-"""The interleaved schedule of megatron-core: what `forward_backward_pipelining_with_interleaving` does, in order.
+"""The interleaved schedule of megatron-core: the operations of `forward_backward_pipelining_with_interleaving`.
 
-A rank's forward passes are numbered through all of its chunks, as the table says; so are its backward passes, with the
-chunks from the last to the first. The k-th pass needs what the rank before made in its k-th pass; the rank that leads
-(the first forwards, the last backwards) needs what the ranks' other end made p-1 passes earlier, for the next chunk.
+A rank's forward passes are numbered through all of its chunks in the order of `schedule_table`; its backward passes
+too, with the chunks from last to first. The k-th pass needs the output of the previous rank's k-th pass; the leading
+rank (the first forwards, the last backwards) needs, for its next chunk, the output of the rank at the other end p-1
+passes earlier.
 
-Invariant: the order of passes, of sends, of receives and of waits is that of megatron-core 0.16; what is received is
-what the other side sends.
+Invariant: passes, sends, receives and waits have the order of megatron-core 0.16; every receive matches a send.
 
 In: `Pipeline` with several chunks. Out: a rank's program.
 """
@@ -28,7 +28,7 @@ def schedule_table(pipeline: Pipeline) -> list[tuple[int, int]]:
 
 
 class Interleaved:
-    """One rank's program while it is being written."""
+    """Builds the program of one rank."""
 
     def __init__(self, pipeline: Pipeline, rank: int) -> None:
         self._pipeline, self._rank = pipeline, rank
@@ -38,14 +38,14 @@ class Interleaved:
         behind = 2 * (pipeline.ranks - 1 - rank)
         self._warm = min(behind + (pipeline.chunks - 1) * pipeline.grouped, self._total)
         self._operations: list[Operation] = []
-        # what is on its way, oldest first: posted and not yet waited for
+        # receives posted and not yet waited for, oldest first
         self._activations: deque[Messages] = deque()
         self._gradients: deque[Messages] = deque()
         self._sent_forward: Messages = ()
         self._sent_backward: Messages = ()
 
     def program(self) -> list[Operation]:
-        """All of it."""
+        """The operations of one iteration."""
         self._warm_up()
         for k in range(self._total - self._warm):
             (self._overlapped if self._pipeline.overlap else self._blocking)(k)
@@ -77,7 +77,7 @@ class Interleaved:
         )
 
     def _overlapped(self, k: int) -> None:
-        """The send of a pass is waited for after the next one, a receive before the pass that follows it."""
+        """Wait for the send of a pass after the next pass, for a receive before the pass that needs it."""
         forward = k + self._warm
         if self._activations and not (self._first and self._table[forward][1] == 0):
             self._operations.append(Wait((), self._activations.popleft()))
@@ -107,7 +107,7 @@ class Interleaved:
             self._operations.append(Wait((), self._gradients.popleft()))
 
     def _begin(self, sends: Messages, receives: Messages, coming: deque[Messages], before: Messages) -> Messages:
-        """Post, and wait for the send before; what is sent now."""
+        """Post, and wait for the previous sends; returns `sends`."""
         if sends or receives:
             self._operations.append(MessagePost(sends, receives, False))
         if before:
@@ -127,39 +127,39 @@ class Interleaved:
         return self._pipeline.chunks - 1 - self._table[k][1]
 
     def _made_forward(self, k: int) -> Messages:
-        """What is sent after the k-th forward pass."""
+        """The messages sent after the k-th forward pass."""
         microbatch, chunk = self._table[k]
         stage = chunk * self._pipeline.ranks + self._rank
         return (self._pipeline.activation(stage, microbatch),) if stage < self._pipeline.stages - 1 else ()
 
     def _made_backward(self, k: int) -> Messages:
-        """What is sent after the k-th backward pass."""
+        """The messages sent after the k-th backward pass."""
         stage = self._chunk_backward(k) * self._pipeline.ranks + self._rank
         return (self._pipeline.gradient(stage, self._table[k][0]),) if stage else ()
 
     def _activation_after(self, k: int) -> Messages:
-        """What is received after the k-th forward pass."""
+        """The messages received after the k-th forward pass."""
         ranks = self._pipeline.ranks
         if k == self._total - 1:
             return ()
         if not self._first:
             microbatch, chunk = self._table[k + 1]
             return (self._pipeline.activation(chunk * ranks + self._rank - 1, microbatch),)
-        aligned = k - (ranks - 1)  # the pass of the last rank that lies beside this one
+        aligned = k - (ranks - 1)  # the last rank's pass at the same time
         if aligned < 0 or self._table[aligned][1] == self._pipeline.chunks - 1:
             return ()
         microbatch, chunk = self._table[aligned]
         return (self._pipeline.activation(chunk * ranks + ranks - 1, microbatch),)
 
     def _gradient_after(self, k: int) -> Messages:
-        """What is received after the k-th backward pass."""
+        """The messages received after the k-th backward pass."""
         ranks = self._pipeline.ranks
         if k == self._total - 1:
             return ()
         if not self._last:
             stage = self._chunk_backward(k + 1) * ranks + self._rank + 1
             return (self._pipeline.gradient(stage, self._table[k + 1][0]),)
-        aligned = k - (ranks - 1)  # the pass of the first rank that lies beside this one
+        aligned = k - (ranks - 1)  # the first rank's pass at the same time
         if aligned < 0 or self._chunk_backward(aligned) == 0:
             return ()
         return (self._pipeline.gradient(self._chunk_backward(aligned) * ranks, self._table[aligned][0]),)

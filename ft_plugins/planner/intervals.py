@@ -1,28 +1,28 @@
-"""How often to snapshot and to checkpoint, and what that costs a day.
+"""Choose how often to snapshot and to checkpoint, and compute what that costs per day.
 
-Three tiers stand behind each other; each takes the failures that the one before does not survive, at its own rate.
-With L_hw, L_sw the mean failures per node and day (`survival.mean_rate`), k nodes in groups of n, m losses that a group
-survives, S the state that a node captures:
+Each of three tiers handles the failures that the tier before does not survive. With L_hw, L_sw the mean failures per
+node and day (`survival.mean_rate`), k nodes in groups of n, m losses that a group survives, S the state that a node
+captures:
 
-    process tier   software failures, k L_sw a day: the memory of the node is still there
-    node tier      the node is lost, k L_hw a day, less those of the storage tier
-    storage tier   m more nodes of its group are lost before the first is rebuilt: k L_hw P(B >= m) a day, B binomial of
-                   n-1 nodes that fail with 1 - exp(-L_hw R). (REFT Eq. 7 counts the same event, for one group, with the
+    process tier   software failures, k L_sw a day: the node's memory survives
+    node tier      lost nodes, k L_hw a day, less those of the storage tier
+    storage tier   m more nodes of a group are lost before the first is rebuilt: k L_hw P(B >= m) a day, B binomial of
+                   n-1 nodes that fail with 1 - exp(-L_hw R). (REFT Eq. 7 is the same event, for one group, with the
                    rate itself as the probability.)
-    rebuild        R = time until a replacement is there + n S / link: each of its n blocks of S/(n-m) bytes is computed
+    rebuild        R = time until the replacement starts + n S / link: each of its n blocks of S/(n-m) bytes is computed
                    from n-m others (REFT 'RAIM5 Decoding')
-    exchange       m S a node and snapshot: each of its blocks goes to the m nodes that keep parity of its stripe. So
+    exchange       m S per node and snapshot: each block goes to the m nodes that keep parity of its stripe. This is
                    for state that data parallelism shards; replicated state needs no exchange.
     cost           O_save = T_total / T_save x cost of one save, O_lost = T_save / 2 x T_total / T_fail (BAFT, 'The all
-                   overhead'), where T_save / 2 grows by the time that a tier lags behind: until the exchange or the
-                   write is done, the save before it is the newest one
-    optimum        T_save = sqrt(2 x cost of one save / rate) (Young 1974; REFT Eq. 5), in whole iterations, not below
-                   what the storage can take
+                   overhead'); T_save / 2 grows by the lag of a tier, because the previous save is the newest one until
+                   the exchange or the write is done
+    optimum        T_save = sqrt(2 x cost of one save / rate) (Young 1974; REFT Eq. 5), in whole iterations, at least
+                   what storage needs
 
-Restarting, loading and waiting for a replacement cost every scheme alike and are left out. The model is of first order:
-where the cost comes near a whole day it is only right in saying that there is hardly any progress.
+Restart, load and the wait for a replacement cost the same under every scheme and are left out. The model is of first
+order: if the cost is near a whole day, it only shows that there is hardly any progress.
 
-Invariant: pure arithmetic; no interval is one that link or storage cannot keep up with.
+Invariant: pure arithmetic; link and storage keep up with every interval.
 
 In: `survival.Cluster`, `Costs`. Out: `IntervalPlan`.
 """
@@ -42,16 +42,16 @@ DAY = 86400.0  # seconds
 
 @dataclass(frozen=True)
 class Costs:
-    """What saving takes. Sizes in GiB, times in seconds, speeds in GiB per second. Raises ConfigError."""
+    """The costs of saving. Sizes in GiB, times in seconds, speeds in GiB per second. Raises ConfigError."""
 
     state_gib: float  # captured by one node
     iteration_seconds: float
     snapshot_seconds: float  # training waits at the fence, for each snapshot
-    link_gib_per_second: float  # of one node, to those of its group
+    link_gib_per_second: float  # of one node, to its group
     storage_gib_per_second: float  # of the whole job
     max_overhead: float = 0.01  # share of time that snapshots may take
-    replace_seconds: float = 600.0  # from the loss of a node until another one stands in for it
-    checkpoint_seconds: float | None = None  # training waits for a checkpoint without REFT; None: until it is written
+    replace_seconds: float = 600.0  # from the loss of a node until its substitute starts
+    checkpoint_seconds: float | None = None  # wait of training for a checkpoint without REFT; None: the whole write
 
     def __post_init__(self) -> None:
         for name in ("state_gib", "iteration_seconds", "link_gib_per_second", "storage_gib_per_second"):
@@ -64,22 +64,23 @@ class Costs:
 
     @classmethod
     def given(cls, values: Mapping[str, float | None]) -> Costs | None:
-        """The costs in `values`, None is what was not given; None when nothing was. Raises ConfigError for a part."""
-        found = {name: value for name, value in values.items() if value is not None}
-        missing = [part.name for part in fields(cls) if part.default is MISSING and part.name not in found]
-        if found and missing:
+        """The costs in `values`, where None means not given; None if none is given. Raises ConfigError if only some of
+        the required ones are."""
+        present = {name: value for name, value in values.items() if value is not None}
+        missing = [part.name for part in fields(cls) if part.default is MISSING and part.name not in present]
+        if present and missing:
             raise ConfigError(
-                f"{', '.join(found)}: without effect; intervals can be chosen when {', '.join(missing)} "
+                f"{', '.join(present)}: without effect; intervals can be chosen when {', '.join(missing)} "
                 f"{'is' if len(missing) == 1 else 'are'} given too"
             )
-        return cls(**found) if found else None
+        return cls(**present) if present else None
 
 
 @dataclass(frozen=True)
 class Tier:
-    """What one tier is there for and costs, each per day: failures, seconds for saving, seconds of work lost.
+    """What one tier handles and costs per day: failures, seconds for saving, seconds of lost work.
 
-    `every` is the interval in iterations; None: never, nothing fails that it would be needed for.
+    `every`: interval in iterations; None: never, because no failures need this tier.
     """
 
     name: str
@@ -91,7 +92,7 @@ class Tier:
 
 @dataclass(frozen=True)
 class SchemePlan:
-    """The tiers of one scheme, in the order in which they are asked. `rebuild_seconds` is 0 without parity."""
+    """The tiers of one scheme, in order of use. `rebuild_seconds` is 0 without parity."""
 
     scheme: Scheme
     tiers: tuple[Tier, ...]
@@ -122,13 +123,13 @@ class IntervalPlan:
     schemes: tuple[SchemePlan, ...]
 
     def table(self) -> str:
-        """The plan for people."""
+        """The plan as a table."""
         cluster, i = self.cluster, self.costs.iteration_seconds
         rates = [mean_rate(rate, cluster.shape) for rate in (cluster.hw_rate, cluster.sw_rate)]
         hardware, software = (f"one in {1 / rate:.0f} days" if rate else "none" for rate in rates)
-        head = f"intervals and cost per day; a node fails in the long run: hardware {hardware}, software {software}"
+        head = f"intervals and cost per day; mean failures of a node: hardware {hardware}, software {software}"
         rows: list[tuple[str, ...]] = [
-            ("", "tier", "failures a day", "save every", "that is", "saving", "lost work", "of the day")
+            ("", "tier", "failures/day", "save every", "interval", "saving", "lost work", "of the day")
         ]
         for plan in self.schemes:
             name = plan.scheme.title
@@ -139,7 +140,7 @@ class IntervalPlan:
                 rows.append((name, tier.name, f"{tier.failures:.3g}", count, length, *cost, ""))
                 name = ""
             share = f"{plan.cost / DAY:.2%}" if plan.cost < DAY else "no progress"
-            rows.append(("", "together", "", "", "", span(plan.save_seconds), span(plan.lost_seconds), share))
+            rows.append(("", "total", "", "", "", span(plan.save_seconds), span(plan.lost_seconds), share))
         return "\n".join([head, *columns(rows)])
 
     def block(self) -> dict[str, Any]:
@@ -165,24 +166,24 @@ def plan_intervals(cluster: Cluster, costs: Costs) -> IntervalPlan:
 
 
 def snapshot_interval(costs: Costs, losses: int) -> int:
-    """Iterations from one snapshot to the next: the fewest that keep the wait at the fence below `max_overhead` of the
-    time and give the exchange of `losses` x S the time it takes."""
+    """Iterations between snapshots: the fewest that keep the wait at the fence below `max_overhead` of the time and
+    leave time for the exchange of `losses` x S."""
     seconds = max(costs.snapshot_seconds / costs.max_overhead, exchange_seconds(costs, losses))
     return iterations(seconds, costs)
 
 
 def exchange_seconds(costs: Costs, losses: int) -> float:
-    """How long a node sends after a snapshot: m S / link."""
+    """Seconds that a node sends after a snapshot: m S / link."""
     return losses * costs.state_gib / costs.link_gib_per_second
 
 
 def rebuild_seconds(cluster: Cluster, costs: Costs) -> float:
-    """From the loss of a node until the group can lose as many again: time to replace it + n S / link."""
+    """Seconds from the loss of a node until the group is fully protected again: time to replace it + n S / link."""
     return costs.replace_seconds + cluster.group_nodes * costs.state_gib / costs.link_gib_per_second
 
 
 def storage_rate(cluster: Cluster, costs: Costs, scheme: Scheme) -> float:
-    """Failures per day of the whole job that only storage survives; without REFT that is all of them (REFT Eq. 6)."""
+    """Failures per day of the whole job that only storage survives; without REFT all of them (REFT Eq. 6)."""
     hardware = mean_rate(cluster.hw_rate, cluster.shape)
     if scheme is Scheme.CHECKPOINT:
         return cluster.nodes * (hardware + mean_rate(cluster.sw_rate, cluster.shape))
@@ -192,18 +193,18 @@ def storage_rate(cluster: Cluster, costs: Costs, scheme: Scheme) -> float:
 
 
 def young(cost: float, rate: float) -> float:
-    """Seconds between saves of `cost` seconds each that cost least for `rate` failures a day: sqrt(2 cost / rate)."""
+    """The cheapest interval in seconds for saves of `cost` seconds and `rate` failures a day: sqrt(2 cost / rate)."""
     return math.sqrt(2 * cost * DAY / rate) if rate else math.inf
 
 
 def iterations(seconds: float, costs: Costs) -> int:
     """The fewest iterations that last at least `seconds`."""
-    # a quotient that rounding lifts above a whole number (0.07 / 0.01) must not cost an iteration
+    # a quotient rounded up above a whole number (0.07 / 0.01) must not add an iteration
     return max(1, math.ceil(seconds / costs.iteration_seconds * (1 - 1e-12)))
 
 
 def span(seconds: float) -> str:
-    """A time for people."""
+    """A duration as text."""
     for unit, length in (("d", DAY), ("h", 3600.0), ("min", 60.0)):
         if seconds >= 2 * length:
             return f"{seconds / length:.1f} {unit}"
@@ -211,7 +212,7 @@ def span(seconds: float) -> str:
 
 
 def _checkpoints(cluster: Cluster, costs: Costs) -> SchemePlan:
-    """The framework's own checkpoints; those that training does not wait for lag behind by the rest of the write."""
+    """The framework's own checkpoints; they lag by the part of the write that training does not wait for."""
     write, rate = _write_seconds(cluster, costs), storage_rate(cluster, costs, Scheme.CHECKPOINT)
     cost = write if costs.checkpoint_seconds is None else costs.checkpoint_seconds
     every = _whole(max(young(cost, rate), write), 1, costs)
@@ -219,8 +220,8 @@ def _checkpoints(cluster: Cluster, costs: Costs) -> SchemePlan:
 
 
 def _reft(cluster: Cluster, costs: Costs, scheme: Scheme) -> SchemePlan:
-    """A checkpoint is a snapshot that is written to storage too, behind training: it costs what a snapshot costs (REFT
-    Eq. 11), which is charged to it again although the snapshot is taken anyway."""
+    """REFT's tiers. A checkpoint is a snapshot that is also written to storage, in the background: it is charged the
+    cost of a snapshot (REFT Eq. 11), although that snapshot is taken anyway."""
     hardware, software = (mean_rate(rate, cluster.shape) for rate in (cluster.hw_rate, cluster.sw_rate))
     beyond, write = storage_rate(cluster, costs, scheme), _write_seconds(cluster, costs)
     snapshots = snapshot_interval(costs, scheme.losses)

@@ -1,9 +1,9 @@
-"""What `ft-plugins plan` says of a pipeline: bubbles by schedule, iterations of a checkpoint in them, goodput.
+"""The part of `ft-plugins plan` about a pipeline: bubbles by schedule, iterations of a checkpoint, goodput. Pure.
 
-The unit of time is a forward pass of a rank through all of its chunks; a backward pass takes two, one of them for
-weights. How long an iteration really is, `Costs` say.
+The unit of time is a forward pass of a rank through all of its chunks; a backward pass takes two units, one of them for
+weights. `Costs` has the length of an iteration in seconds.
 
-Invariant: pure. In: sizes as they are given, `Cluster`, `Costs` or none. Out: `PipelineOutlook`.
+In: sizes as given, `Cluster`, `Costs` or none. Out: `PipelineOutlook`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from .survival import Cluster, columns, demand
 
 NEEDED = ("stages", "microbatches")
 RESTART_SECONDS = 600.0
-CHUNKS = 2  # of the schedule that has them, where nothing is said
+CHUNKS = 2  # default of the interleaved schedule
 
 
 @dataclass(frozen=True)
 class PlannedPipeline:
-    """A pipeline, each of whose ranks is on a node of its own; a message takes `message_share` of the unit."""
+    """A pipeline with each rank on a node of its own; a message takes `message_share` units."""
 
     pipeline: Pipeline
     message_share: float = 0.0
@@ -38,35 +38,35 @@ class PlannedPipeline:
 
     @classmethod
     def given(cls, values: Mapping[str, Any]) -> PlannedPipeline | None:
-        """The pipeline in `values` (schedule, stages, microbatches, chunks, message_share, restart_seconds), None is
-        what was not given; None when nothing was. Raises ConfigError for a part."""
-        found = {name: value for name, value in values.items() if value is not None}
-        missing = [name for name in NEEDED if name not in found]
-        if not found:
+        """The pipeline in `values` (schedule, stages, microbatches, chunks, message_share, restart_seconds), where None
+        means not given; None if none is given. Raises ConfigError if only some of the required ones are."""
+        present = {name: value for name, value in values.items() if value is not None}
+        missing = [name for name in NEEDED if name not in present]
+        if not present:
             return None
         if missing:
             raise ConfigError(
-                f"{', '.join(found)}: without effect; a pipeline can be simulated when {', '.join(missing)} "
+                f"{', '.join(present)}: without effect; a pipeline can be simulated when {', '.join(missing)} "
                 f"{'is' if len(missing) == 1 else 'are'} given too"
             )
-        schedule = PipelineSchedule(found.get("schedule", PipelineSchedule.ONE_F_ONE_B.value))
-        chunks = found.get("chunks", CHUNKS if schedule is PipelineSchedule.INTERLEAVED else 1)
+        schedule = PipelineSchedule(present.get("schedule", PipelineSchedule.ONE_F_ONE_B.value))
+        chunks = present.get("chunks", CHUNKS if schedule is PipelineSchedule.INTERLEAVED else 1)
         overlap = schedule is PipelineSchedule.INTERLEAVED
-        share = found.get("message_share", 0.0)
+        share = present.get("message_share", 0.0)
         demand("message_share", share, "from 0 to 100", 0 <= share <= 100)
-        pipeline = Pipeline(schedule, found["stages"], found["microbatches"], chunks, overlap=overlap)
-        return cls(pipeline, share, found.get("restart_seconds", RESTART_SECONDS))
+        pipeline = Pipeline(schedule, present["stages"], present["microbatches"], chunks, overlap=overlap)
+        return cls(pipeline, share, present.get("restart_seconds", RESTART_SECONDS))
 
     def simulate(self, pipeline: Pipeline) -> tuple[Timeline, ...]:
-        """An iteration of this pipeline or of the same in another schedule."""
+        """An iteration of `pipeline`, which is this one or the same with another schedule."""
         unit = 1 / pipeline.chunks
         return simulate(pipeline, Times((unit,), (2 * unit,), (unit,), links=(PipelineLink(self.message_share),)))
 
 
 @dataclass(frozen=True)
 class PipelineOutlook:
-    """`shares`: bubbles by schedule, of those in which it can be run. With costs: iterations of a checkpoint by
-    placement (None: some rank goes by a rate), and the job as it grows, in pairs."""
+    """`shares`: share of bubbles by schedule, for schedules that fit the pipeline. With costs: `iterations` of a
+    checkpoint by placement (None: some rank is paced by a rate), and `plans` for the growing job, placed in pairs."""
 
     wanted: PlannedPipeline
     timelines: tuple[Timeline, ...]
@@ -75,7 +75,7 @@ class PipelineOutlook:
     plans: tuple[GoodputPlan, ...]
 
     def table(self) -> str:
-        """The outlook for people."""
+        """The outlook as a table."""
         pipeline = self.wanted.pipeline
         head = f"bubbles: {pipeline.ranks} stages, {pipeline.microbatches} microbatches, "
         head += f"a message takes {self.wanted.message_share:.2g} of a forward pass"
@@ -83,13 +83,13 @@ class PipelineOutlook:
             (schedule.value + (" *" if schedule is pipeline.schedule else ""), f"{share:.1%}")
             for schedule, share in self.shares.items()
         ]
-        lines = [head, *columns(rows), "  * planned with"]
+        lines = [head, *columns(rows), "  * the schedule of this plan"]
         if self.plans:
-            counts = (
+            by_placement = (
                 f"{'of no' if one is None else f'of {one}'} iteration{'s' * (one != 1)} as {to.value}"
                 for to, one in self.iterations.items()
             )
-            lines.append(f"  a checkpoint fits into the bubbles {', '.join(counts)}")
+            lines.append(f"  a checkpoint fits into the bubbles {', '.join(by_placement)}")
             lines += ["", goodput.table(self.plans)]
         return "\n".join(lines)
 
@@ -106,7 +106,7 @@ class PipelineOutlook:
 
 
 def plan_pipeline(wanted: PlannedPipeline, cluster: Cluster, costs: Costs | None) -> PipelineOutlook:
-    """Bubbles, and with costs what fits into them and what becomes of the job as it grows."""
+    """The outlook of a pipeline: its bubbles; with costs, also what fits into them, and goodput as the job grows."""
     pipeline = wanted.pipeline
     timelines = wanted.simulate(pipeline)
     shares = {}
@@ -118,15 +118,15 @@ def plan_pipeline(wanted: PlannedPipeline, cluster: Cluster, costs: Costs | None
         return PipelineOutlook(wanted, timelines, shares, {}, ())
     fit = partial(fitting.fit, reserved=wanted.message_share)
     plans = plan_growth(cluster, costs, timelines, wanted.restart_seconds, fit)
-    counts = {
+    iterations = {
         to: plan_goodput(cluster, costs, timelines, fit=partial(fit, placement=to)).iterations_per_checkpoint
         for to in CopyPlacement
     }
-    return PipelineOutlook(wanted, timelines, shares, counts, plans)
+    return PipelineOutlook(wanted, timelines, shares, iterations, plans)
 
 
 def _in(pipeline: Pipeline, schedule: PipelineSchedule) -> Pipeline | None:
-    """The same pipeline in another schedule; None where that cannot be."""
+    """`pipeline` with another schedule; None if it does not fit."""
     if schedule is pipeline.schedule:
         return pipeline
     chunks = CHUNKS if schedule is PipelineSchedule.INTERLEAVED else 1

@@ -1,9 +1,9 @@
-"""One pipeline, and the words in which a schedule is written: passes, posts and waits.
+"""A pipeline, and the operations of a schedule: passes, posts and waits.
 
-Stages are numbered through the model: stage = chunk x ranks + rank. A message has a number too: (2 x the stage that
-makes it + 1 for a gradient) x microbatches + microbatch.
+Stages are numbered through the model: stage = chunk x ranks + rank. Messages are numbered (2 x the stage that makes it
++ 1 for a gradient) x microbatches + microbatch.
 
-Invariant: a `Pipeline` that exists can be run; what the framework refuses is refused here.
+Invariant: a `Pipeline` is valid; sizes that the framework refuses are refused here.
 
 In: sizes. Out: `Pipeline`, read by schedules and simulator; `Compute`, `MessagePost` and `Wait`, a rank's program.
 """
@@ -21,7 +21,7 @@ Messages = tuple[int, ...]
 
 
 class PipelineSchedule(Enum):
-    """The order of passes; the value is its name for programs."""
+    """The order of passes; the value is its machine-readable name."""
 
     GPIPE = "gpipe"
     ONE_F_ONE_B = "1f1b"
@@ -31,7 +31,7 @@ class PipelineSchedule(Enum):
 
 
 class Pass(Enum):
-    """A piece of compute. WEIGHT is the part of a backward pass that a schedule puts off; BACKWARD is then the rest."""
+    """A kind of compute. WEIGHT is the part of a backward pass that a schedule defers; BACKWARD is then the rest."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -47,7 +47,7 @@ class Compute(NamedTuple):
 
 
 class MessagePost(NamedTuple):
-    """Begin to send and to receive; where `blocking`, go on when all of it is done."""
+    """Start sends and receives; if `blocking`, wait until all are done."""
 
     sends: Messages
     receives: Messages
@@ -55,7 +55,7 @@ class MessagePost(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Go on when these, posted before, are done."""
+    """Wait until these messages, posted earlier, are done."""
 
     sends: Messages
     receives: Messages
@@ -66,8 +66,8 @@ Operation = Compute | MessagePost | Wait
 
 @dataclass(frozen=True)
 class Pipeline:
-    """One pipeline and its schedule. `group`: contiguous microbatches of a chunk, 0 for one each rank. Raises
-    ConfigError for what the framework refuses too."""
+    """One pipeline and its schedule. `group`: contiguous microbatches of a chunk, 0 for one per rank. Raises
+    ConfigError for sizes that the framework refuses."""
 
     schedule: PipelineSchedule
     ranks: int
@@ -90,7 +90,7 @@ class Pipeline:
         if self.chunks < 2 or self.ranks < 2:
             raise ConfigError(
                 f"interleaved: expected at least 2 chunks and 2 ranks, found {self.chunks} and {self.ranks}; "
-                "with one of either use 1f1b"
+                "use 1f1b for fewer"
             )
         if not self.ranks <= self.grouped <= self.microbatches:
             raise ConfigError(
@@ -110,12 +110,12 @@ class Pipeline:
 
     @property
     def stages(self) -> int:
-        """Stages of the model, on all ranks together."""
+        """Stages of the model, on all ranks."""
         return self.ranks * self.chunks
 
     @property
     def messages(self) -> int:
-        """Message numbers are below this."""
+        """The bound of message numbers."""
         return 2 * self.stages * self.microbatches
 
     def activation(self, stage: int, microbatch: int) -> int:
@@ -128,6 +128,6 @@ class Pipeline:
 
 
 def exchange(sends: Messages, receives: Messages) -> Iterator[Operation]:
-    """Both at once, blocking; nothing where there is nothing to do."""
+    """One blocking post of both; nothing if both are empty."""
     if sends or receives:
         yield MessagePost(sends, receives, True)

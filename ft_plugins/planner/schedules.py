@@ -3,16 +3,16 @@
     gpipe         all forwards, then all backwards, the newest microbatch first (GPipe, figure 2)
     1f1b          megatron.core.pipeline_parallel.schedules.forward_backward_pipelining_without_interleaving:
                   p-1-rank forwards to warm up, then one forward, one backward; sends and receives in blocking pairs
-    interleaved   ..._with_interleaving: each rank has `chunks` pieces of the model, `group` microbatches of one follow
-                  each other; without `overlap` as megatron-core comes, with it as Megatron-LM starts it
-                  (--overlap-p2p-communication-warmup-flush, which also overlaps warm-up and flush, is not followed)
-    deepspeed     deepspeed.runtime.pipe.schedule.TrainSchedule: 1f1b, each send and receive by itself and blocking,
+    interleaved   ..._with_interleaving: each rank has `chunks` pieces of the model, with `group` microbatches of one
+                  in a row; without `overlap`: megatron-core's default, with it: Megatron-LM's
+                  (--overlap-p2p-communication-warmup-flush, which also overlaps warm-up and flush, is not modelled)
+    deepspeed     deepspeed.runtime.pipe.schedule.TrainSchedule: 1f1b, each send and receive separate and blocking,
                   results sent one step after they were made
-    zero-bubble   ZB-H1 (Qi et al., 'Zero Bubble Pipeline Parallelism'): 1f1b whose gradients of weights are put off on
-                  rank r by r microbatches, so that no rank holds more activations than rank 0 of 1f1b; receives are
-                  posted a pass ahead, sends are not waited for
+    zero-bubble   ZB-H1 (Qi et al., 'Zero Bubble Pipeline Parallelism'): 1f1b with weight gradients deferred on rank r
+                  by r microbatches, so no rank holds more activations than rank 0 of 1f1b; receives are posted a pass
+                  ahead, sends are not waited for
 
-Invariant: a program names each pass and each end of each message once; what is waited for has been posted before.
+Invariant: a program has each pass and each end of each message once; a wait follows its post.
 
 In: `Pipeline`. Out: `program`, a rank's list of `Compute`, `MessagePost` and `Wait`.
 """
@@ -27,7 +27,7 @@ from .pipeline import Compute, MessagePost, Messages, Operation, Pass, Pipeline,
 
 
 def program(pipeline: Pipeline, rank: int) -> list[Operation]:
-    """What `rank` does in one iteration, up to its last backward pass."""
+    """The operations of `rank` in one iteration, up to its last backward pass."""
     match pipeline.schedule:
         case PipelineSchedule.GPIPE:
             return list(_gpipe(_Ends(pipeline, rank)))
@@ -43,7 +43,7 @@ def program(pipeline: Pipeline, rank: int) -> list[Operation]:
 
 @dataclass(frozen=True)
 class _Ends:
-    """The messages of a rank with one chunk; empty where the pipeline ends."""
+    """The messages of a rank with one chunk; empty at the ends of the pipeline."""
 
     pipeline: Pipeline
     rank: int
@@ -94,7 +94,7 @@ def _one_f_one_b(ends: _Ends) -> Iterator[Operation]:
 
 
 def _deepspeed(ends: _Ends) -> Iterator[Operation]:
-    """In each step a rank has one forward or one backward pass, by turns; both may lie outside the iteration."""
+    """In each step a rank alternates between a forward and a backward pass; steps at both ends may have none."""
     count, ranks, rank = ends.pipeline.microbatches, ends.pipeline.ranks, ends.rank
     before = -1
     for step in range(2 * (count + ranks - 1)):
@@ -125,7 +125,7 @@ def _zero_bubble_passes(pipeline: Pipeline, rank: int) -> list[Compute]:
 
 
 def _posted_ahead(ends: _Ends, passes: list[Compute]) -> list[Operation]:
-    """What a pass needs is posted before the pass ahead of it."""
+    """The program of `passes` with the receive of each posted before the previous pass."""
     receive = {Pass.FORWARD: ends.receive_forward, Pass.BACKWARD: ends.receive_backward}
     send = {Pass.FORWARD: ends.send_forward, Pass.BACKWARD: ends.send_backward}
     needs = [receive[one.what](one.microbatch) if one.what in receive else () for one in passes] + [()]

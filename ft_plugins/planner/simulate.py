@@ -1,20 +1,20 @@
-"""How long an iteration takes on each rank of a pipeline, and what each rank is at: discrete events, no clock.
+"""Simulate one iteration of a pipeline, as discrete events: the spans of each rank and their times.
 
-A rank works off its program; a message takes its link's latency and its bytes over the bandwidth. A *rendezvous* (the
-default, as NCCL and gloo have it) begins when both sides have posted and ends for both at once; *eager*, it begins with
-the send, which is done there and then. The messages of one link do not slow each other: what a pipeline sends for
-itself is small beside its links.
+Each rank executes its program; a message takes its link's latency plus bytes over bandwidth. A rendezvous (the default,
+as in NCCL and gloo) starts when both sides have posted and ends for both at once; an eager message starts with the
+send, which completes immediately. Messages on one link do not slow each other: a pipeline's own traffic is small
+compared with its links.
 
-After its last backward pass a rank reduces gradients, and updates; where the norm of all gradients is needed (`joint`,
-as with gradient clipping), the update waits for the ranks of the whole pipeline: the bubble of the flush. All replicas
-of the pipeline are alike, so one stands for a job of any size.
+After its last backward pass a rank reduces gradients, then updates; if the norm of all gradients is needed (`joint`, as
+with gradient clipping), the update waits for all ranks of the pipeline: the bubble of the flush. All replicas of the
+pipeline are identical, so one stands for a job of any size.
 
-Invariant: the result depends on nothing but the arguments. A wait is never shorter than what is waited for; no rank
-does two passes at once. A program that cannot end raises instead of hanging.
+Invariant: the result depends only on the arguments. A rank does one pass at a time. A program that cannot end raises
+instead of hanging.
 
-In: `Pipeline`, `Times`. Out: a `Timeline` for each rank, spans one after another. A wait for messages is one span, RECV
-if anything is received and SEND else, as adapters record it; what nobody had to wait for leaves none. Both parts of a
-backward pass that is split are BACKWARD.
+In: `Pipeline`, `Times`. Out: a `Timeline` for each rank, spans in sequence. A wait for messages is one span, RECV if
+any is received and SEND otherwise, as adapters record it; a message without a wait has none. Both parts of a split
+backward pass are BACKWARD.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ NOT_YET = -1.0
 
 @dataclass(frozen=True)
 class PipelineLink:
-    """From a rank to its neighbour and back. Seconds and bytes per second."""
+    """The link between two neighbouring ranks, both ways. Seconds and bytes per second."""
 
     latency: float = 0.0
     bandwidth: float = math.inf
 
     def seconds(self, nbytes: float) -> float:
-        """How long a message takes."""
+        """Seconds of a message of `nbytes`."""
         return self.latency + nbytes / self.bandwidth
 
 
 @dataclass(frozen=True)
 class Times:
-    """What things take, in seconds. `forward` and `backward` by stage, `reduce` and `update` by rank, `links` by rank
-    (to the next one, the last to the first); one value stands for all. Raises ConfigError.
+    """Durations in seconds: `forward` and `backward` by stage, `reduce` and `update` by rank, `links` by rank (to the
+    next, from the last to the first); a single value is for all. Raises ConfigError.
 
-    `weight`: the part of `backward` that a zero-bubble schedule puts off.
+    `weight`: the part of `backward` that a zero-bubble schedule defers.
     """
 
     forward: tuple[float, ...] = (1.0,)
@@ -74,7 +74,7 @@ def simulate(pipeline: Pipeline, times: Times, *, eager: bool = False) -> tuple[
     """The timelines of one iteration, by rank. Raises ConfigError for times that do not fit the pipeline."""
     with gc_paused():
         run = _Run(pipeline, times, eager)
-        run.work_off()
+        run.execute()
     ends = run.now
     reduced = [end + took for end, took in zip(ends, spread("reduce", times.reduce, pipeline.ranks), strict=True)]
     starts = [max(reduced)] * pipeline.ranks if times.joint else reduced
@@ -88,7 +88,7 @@ def simulate(pipeline: Pipeline, times: Times, *, eager: bool = False) -> tuple[
 
 
 def spread(name: str, values: tuple, count: int) -> tuple:  # type: ignore[type-arg]
-    """`count` values, of as many or of one that stands for all. Raises ConfigError."""
+    """`count` values, from as many or from one that is for all. Raises ConfigError."""
     if len(values) == count:
         return values
     if len(values) == 1:
@@ -97,7 +97,7 @@ def spread(name: str, values: tuple, count: int) -> tuple:  # type: ignore[type-
 
 
 class _Run:
-    """Programs that are being worked off: each as far as it gets, until what it waits for is known."""
+    """Executes all programs, each until it waits for a message whose arrival is not yet known."""
 
     def __init__(self, pipeline: Pipeline, times: Times, eager: bool) -> None:
         self._pipeline, self._eager = pipeline, eager
@@ -106,28 +106,28 @@ class _Run:
         self._sent = [NOT_YET] * pipeline.messages  # when a send was posted
         self._posted = [NOT_YET] * pipeline.messages  # when a receive was posted
         self._arrived = [NOT_YET] * pipeline.messages
-        self._waiting: dict[int, int] = {}  # message -> the rank that goes on when it is known
+        self._waiting: dict[int, int] = {}  # message -> the rank that waits for it
         self._ready = deque(range(pipeline.ranks))
         self.now = [0.0] * pipeline.ranks
         self.spans: list[list[Span]] = [[] for _ in range(pipeline.ranks)]
 
-    def work_off(self) -> None:
-        """All programs to their ends. Raises ConfigError where they wait for each other."""
+    def execute(self) -> None:
+        """Run all programs to their ends. Raises ConfigError if they deadlock."""
         programs = [program(self._pipeline, rank) for rank in range(self._pipeline.ranks)]
         at = [0] * len(programs)
         while self._ready:
             rank = self._ready.popleft()
-            at[rank] = self._go_on(rank, programs[rank], at[rank])
+            at[rank] = self._advance(rank, programs[rank], at[rank])
         for rank, (operations, where) in enumerate(zip(programs, at, strict=True)):
             if where < len(operations):
                 raise ConfigError(
-                    f"schedule {self._pipeline.schedule.value}: rank {rank} waits for ever at {operations[where]}; "
+                    f"schedule {self._pipeline.schedule.value}: rank {rank} waits forever at {operations[where]}; "
                     "expected a program in which every message is sent and received"
                 )
 
-    def _go_on(self, rank: int, operations: list[Operation], at: int) -> int:
-        """Work off a program from `at` until it ends or waits; where it stands then. A blocking `MessagePost` that
-        waits is not passed: that it has been posted shows in its messages."""
+    def _advance(self, rank: int, operations: list[Operation], at: int) -> int:
+        """Execute a program from `at` until it ends or waits; returns its position. A waiting blocking `MessagePost` is
+        executed again later: its messages show that they were posted."""
         now, spans, ranks = self.now[rank], self.spans[rank], self._pipeline.ranks
         while at < len(operations):
             operation = operations[at]
@@ -153,7 +153,7 @@ class _Run:
         return at
 
     def _post(self, post: MessagePost, now: float) -> None:
-        """Begin what can begin; whoever waits for it goes on."""
+        """Post messages, and begin those that both sides have posted."""
         sent, posted = self._sent, self._posted
         for message in post.sends:
             if sent[message] == NOT_YET:
@@ -167,7 +167,8 @@ class _Run:
                     self._begin(message, now)
 
     def _begin(self, message: int, now: float) -> None:
-        """Both sides have come; `now` is that of the one whose program was worked off later, not of the later one."""
+        """Begin a posted message. `now` is the time of the side that was executed later, which need not be the later
+        time."""
         start = now if self._eager else max(self._sent[message], self._posted[message])
         self._arrived[message] = start + self._costs[message // self._pipeline.microbatches]
         waiting = self._waiting.pop(message, None)
@@ -175,7 +176,7 @@ class _Run:
             self._ready.append(waiting)
 
     def _known(self, rank: int, sends: Messages, receives: Messages) -> float:
-        """When all of these are done; NOT_YET, and called again when that may be known."""
+        """When all of these messages are done; NOT_YET if unknown, and the rank waits for the first such message."""
         until = 0.0
         for message in receives if self._eager else sends + receives:
             arrived = self._arrived[message]
@@ -187,7 +188,7 @@ class _Run:
         return until
 
     def _record(self, rank: int, begin: float, end: float, sends: Messages, receives: Messages) -> None:
-        """A span of waiting."""
+        """Add a span of waiting."""
         count, ranks = self._pipeline.microbatches, self._pipeline.ranks
         message = (receives or sends)[0]
         stage, gradient = divmod(message // count, 2)
@@ -198,7 +199,7 @@ class _Run:
 
 
 def _pass_seconds(pipeline: Pipeline, times: Times) -> dict[Pass, tuple[float, ...]]:
-    """By pass and stage."""
+    """Seconds by pass and stage."""
     forward = spread("forward", times.forward, pipeline.stages)
     backward = spread("backward", times.backward, pipeline.stages)
     if pipeline.schedule is not PipelineSchedule.ZERO_BUBBLE:
@@ -211,6 +212,6 @@ def _pass_seconds(pipeline: Pipeline, times: Times) -> dict[Pass, tuple[float, .
 
 
 def _message_seconds(pipeline: Pipeline, times: Times) -> list[float]:
-    """By 2 x the stage that makes the message + 1 for a gradient."""
+    """Seconds of a message, by 2 x the stage that makes it + 1 for a gradient."""
     hops = [link.seconds(times.message_bytes) for link in spread("links", times.links, pipeline.ranks)]
     return [hops[(stage - gradient) % pipeline.ranks] for stage in range(pipeline.stages) for gradient in (0, 1)]

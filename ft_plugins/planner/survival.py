@@ -1,16 +1,16 @@
-"""How long the newest snapshot survives: REFT's equations 1 to 3, and the same with two losses a group (RAIM6).
+"""Compute how long the newest snapshot survives: REFT's equations 1 to 3, extended to two losses per group (RAIM6).
 
-Time to failure of a node is Weibull, P(t) = exp(-l t^c) with t in days (REFT Eq. 1), independent from node to node;
+Time to failure of a node is Weibull, P(t) = exp(-l t^c) with t in days (REFT Eq. 1), independent between nodes;
 l is a rate per day only for c = 1, in general per day^c. With P_s = exp(-l_hw t^c), k nodes in groups of n:
 
-    checkpoints only   P_s^k P_tr^k = exp(-k (l_hw + l_sw) t^c)              any failure ends it           (Eq. 3)
+    checkpoints only   P_s^k P_tr^k = exp(-k (l_hw + l_sw) t^c)              lost with any failure         (Eq. 3)
     REFT, RAIM5        (P_s^n + n (1-P_s) P_s^(n-1))^(k/n)                   a group may lose one node     (Eq. 2)
     REFT, RAIM6        (sum over j <= 2 of C(n,j) (1-P_s)^j P_s^(n-j))^(k/n)  a group may lose two
 
-The paper's factor P_re^k (a snapshot process that fails) is 1 here: a new one adopts the memory.
+The paper's factor P_re^k (a failing snapshot process) is 1 here: a new one adopts the memory.
 
-Invariant: logarithms of probabilities are what is computed, so that neither tens of thousands of nodes nor tiny rates
-cost digits. Failures of several nodes at once (a rack, a switch) are not in the model.
+Invariant: computations use logarithms of probabilities, so tens of thousands of nodes or tiny rates do not cost
+precision. Simultaneous failures of several nodes (a rack, a switch) are not in the model.
 
 In: `Cluster`. Out: probabilities, days, and `Outlook`, a table of both.
 """
@@ -25,12 +25,12 @@ from typing import Any
 
 from ..errors import ConfigError
 
-HORIZONS = (1, 7, 30)  # days for which an outlook tells the probability
-_STEPS = 200  # bisection: doublings from 1e-25 to 1e3, and halvings to the last digit, each need fewer
+HORIZONS = (1, 7, 30)  # days for which an outlook has the probability
+_STEPS = 200  # bisection: doublings from 1e-25 to 1e3, and halvings to the last digit, each take fewer
 
 
 class Scheme(Enum):
-    """What the state is protected by; the value is its name for programs."""
+    """How state is protected; the value is its machine-readable name."""
 
     CHECKPOINT = "checkpoint"
     RAIM5 = "raim5"
@@ -43,12 +43,12 @@ class Scheme(Enum):
 
     @property
     def least(self) -> int:
-        """How many nodes a group must have, as the exchange has it: RAIM6 below four would be copies, not parity."""
+        """How many nodes a group must have, as in the exchange: RAIM6 below four would be copies, not parity."""
         return {Scheme.CHECKPOINT: 1, Scheme.RAIM5: 2, Scheme.RAIM6: 4}[self]
 
     @property
     def title(self) -> str:
-        """The name for people."""
+        """The display name."""
         return "checkpoints only" if self is Scheme.CHECKPOINT else f"REFT, {self.name}"
 
 
@@ -67,7 +67,7 @@ class Cluster:
         if isinstance(self.group_nodes, bool) or not isinstance(self.group_nodes, int) or self.group_nodes < 2:
             raise ConfigError(
                 f"group_nodes: expected an integer >= 2, found {self.group_nodes!r}; "
-                "a node that is alone in its group has nobody to keep its parity"
+                "a node alone in its group has no other node to keep its parity"
             )
         if isinstance(self.nodes, bool) or not isinstance(self.nodes, int) or self.nodes < 1:
             raise ConfigError(f"nodes: expected an integer >= 1, found {self.nodes!r}")
@@ -84,7 +84,7 @@ class Cluster:
 
     @property
     def schemes(self) -> tuple[Scheme, ...]:
-        """The schemes that groups of this size can have."""
+        """The schemes that groups of this size can use."""
         return tuple(scheme for scheme in Scheme if scheme.least <= self.group_nodes)
 
 
@@ -106,7 +106,7 @@ class Outlook:
     schemes: tuple[SchemeOutlook, ...]
 
     def table(self) -> str:
-        """The outlook for people."""
+        """The outlook as a table."""
         cluster = self.cluster
         unit = "day" if cluster.shape == 1 else f"day^{cluster.shape:g}"
         head = f"survival of the newest snapshot: {cluster.nodes} nodes in {cluster.groups} groups of "
@@ -117,13 +117,13 @@ class Outlook:
         for one in self.schemes:
             chances = tuple(_chance(log) for log in one.log_survival)
             rows.append((one.scheme.title, str(one.scheme.losses), _days(one.days), *chances))
-        notes = ["  nodes fail independently here; what takes several at once (a rack, a switch) comes on top"]
+        notes = ["  nodes fail independently here; simultaneous failures (a rack, a switch) are not included"]
         if Scheme.RAIM6 not in cluster.schemes:
             notes.append(f"  RAIM6 needs groups of at least {Scheme.RAIM6.least} nodes")
         return "\n".join([head, *columns(rows), *notes])
 
     def block(self) -> dict[str, Any]:
-        """The outlook as JSON: `loss` is 1 - survival without its rounding; None for days means never."""
+        """The outlook as JSON: `loss` is 1 - survival without its rounding error; days None: never."""
         return {
             "cluster": asdict(self.cluster),
             "threshold": self.threshold,
@@ -142,7 +142,7 @@ class Outlook:
 
 
 def plan_survival(cluster: Cluster, threshold: float) -> Outlook:
-    """The outlook of every scheme that the groups can have. Raises ConfigError for a threshold outside (0, 1)."""
+    """The outlook of every scheme that the groups can use. Raises ConfigError for a threshold outside (0, 1)."""
     schemes = tuple(
         SchemeOutlook(
             scheme,
@@ -160,8 +160,8 @@ def survival(cluster: Cluster, scheme: Scheme, days: float) -> float:
 
 
 def log_survival(cluster: Cluster, scheme: Scheme, days: float) -> float:
-    """Its natural logarithm (see the module for the equations). Raises ConfigError for a scheme the groups cannot have
-    and for negative days."""
+    """The natural logarithm of `survival` (equations: see the module). Raises ConfigError for a scheme that the groups
+    cannot use, and for negative days."""
     _admit(cluster, scheme)
     demand("days", days, ">= 0", days >= 0)
     if scheme is Scheme.CHECKPOINT:
@@ -171,10 +171,10 @@ def log_survival(cluster: Cluster, scheme: Scheme, days: float) -> float:
 
 
 def days_until(cluster: Cluster, scheme: Scheme, threshold: float) -> float:
-    """After how many days survival falls below `threshold`; inf: never, nothing fails.
+    """Days until survival falls below `threshold`; inf if nothing fails.
 
-    Closed form for checkpoints, (-ln threshold / (k (l_hw + l_sw)))^(1/c). Else survival falls with x = l_hw t^c alone:
-    bisection over x, upwards from where all nodes survive with that probability, which memory outlives.
+    Closed form for checkpoints: (-ln threshold / (k (l_hw + l_sw)))^(1/c). Otherwise survival depends only on
+    x = l_hw t^c: bisection over x, upwards from the x at which all nodes survive with that probability, a lower bound.
     """
     _admit(cluster, scheme)
     demand("threshold", threshold, "above 0 and below 1", 0 < threshold < 1)
@@ -197,10 +197,10 @@ def days_until(cluster: Cluster, scheme: Scheme, threshold: float) -> float:
 
 
 def log_group_survival(nodes: int, losses: int, hazard: float) -> float:
-    """log of sum over j <= `losses` of C(nodes, j) (1-p)^j p^(nodes-j), p = exp(-`hazard`): at most so many fail.
+    """log of sum over j <= `losses` of C(nodes, j) (1-p)^j p^(nodes-j), p = exp(-`hazard`): at most `losses` fail.
 
-    The sum itself where it is small; where it is near 1, log1p of minus the other terms, which are positive too.
-    Neither subtracts numbers of like size.
+    The sum itself if it is small; near 1, log1p of minus the sum of the other terms, which are positive too. Neither
+    subtracts numbers of similar size.
     """
     if hazard == 0 or losses >= nodes:
         return 0.0
@@ -222,15 +222,15 @@ def log_group_survival(nodes: int, losses: int, hazard: float) -> float:
 
 
 def loss(log: float) -> float:
-    """1 - exp(`log`), to the last digit also near 0."""
+    """1 - exp(`log`), precise also near 0."""
     return 0.0 - math.expm1(log)
 
 
 def mean_rate(rate: float, shape: float) -> float:
-    """Failures per day in the long run of a node that is replaced when it fails: 1 / MTTF = l^(1/c) / Gamma(1 + 1/c).
+    """Long-run failures per day of a node that is replaced when it fails: 1 / MTTF = l^(1/c) / Gamma(1 + 1/c).
 
-    MTTF is the mean of the Weibull distribution of REFT Eq. 1; equals `rate` for shape 1. The equations of survival
-    begin with all nodes new instead: with a shape above 1 their first days see fewer failures than this.
+    MTTF is the mean of the Weibull distribution of REFT Eq. 1; the rate equals `rate` for shape 1. The survival
+    equations start with new nodes instead: with a shape above 1 they have fewer failures than this in the first days.
     """
     return rate ** (1 / shape) / math.gamma(1 + 1 / shape)
 
@@ -242,7 +242,7 @@ def demand(name: str, value: float, expected: str, met: bool) -> None:
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of aligned columns, the first to the left, the rest to the right."""
+    """Lines of aligned columns, the first left-aligned, the rest right-aligned."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "  ".join(["", f"{row[0]:<{widths[0]}}", *(f"{row[i]:>{widths[i]}}" for i in range(1, len(row)))])
@@ -276,7 +276,7 @@ def _days(days: float) -> str:
 
 
 def _chance(log: float) -> str:
-    """A probability for people; near 1 as what is missing."""
+    """A probability as text; near 1 as 1 minus the rest."""
     missing = loss(log)
     if 0 < missing < 1e-4:
         return f"1 - {missing:.1e}"

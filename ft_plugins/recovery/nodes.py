@@ -25,7 +25,7 @@ from ..errors import BudgetError, ConfigError, FencedError, FtError, ProtocolErr
 from ..redundancy.exchange_plan import ExchangePlan, positions
 from ..smp.client import Client
 from ..smp.protection import Protection
-from ..snapshot.double import Told, gathered
+from ..snapshot.double import ReplicaShare, replica_extents
 from ..snapshot.shape import Shape
 from ..snapshot.slots import Mark, Version
 from .facts import NodeFacts
@@ -196,7 +196,7 @@ class JobNodes(LinkedNodes):
         nodes: Sequence[str],
         groups: Sequence[Sequence[int]],
         shape: Shape,
-        replicated: Sequence[Told],
+        replicated: Sequence[ReplicaShare],
         config: NodeTierConfig,
     ) -> None:
         """`replicated`: this rank's part in each replica set (snapshot.double).
@@ -210,7 +210,7 @@ class JobNodes(LinkedNodes):
             lineage=0, base=None, nodes=tuple(nodes), groups=tuple(map(tuple, groups)), shapes=shapes,
             losses=config.losses, position=self._position, endpoints=self._endpoints, interval=config.interval,
             exchange_mbps=config.exchange_mbps, detect_seconds=config.detect_seconds,
-            replicated=() if config.stages and not config.both else gathered([parts for _, parts in facts]),
+            replicated=() if config.stages and not config.both else replica_extents([parts for _, parts in facts]),
             stages=config.stages, both=config.both, measure=config.measure, audited=config.audited,
         )  # fmt: skip
         self.exchange = self._protection.plan()

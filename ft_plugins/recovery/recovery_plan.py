@@ -24,7 +24,7 @@ from enum import Enum
 
 from ..errors import ResumeError
 from ..redundancy.exchange_plan import ExchangePlan
-from ..snapshot.slots import Mark, Version, in_order
+from ..snapshot.slots import Mark, Version, recovery_order
 from .facts import (
     NodeFacts,
     RankFacts,
@@ -142,7 +142,7 @@ def plan_recovery(
     own = {rank.rank: {v for v in rank.restorable() if (rank.rank, v) not in corrupt} for rank in facts}
     candidates = set().union(*own.values(), *(held for node in nodes for held in node.slots.values())) - set(banned)
     released = max((node.released for node in nodes), default=0)
-    ordered = in_order((version for version in candidates if version.lineage >= released), marks)
+    ordered = recovery_order((version for version in candidates if version.lineage >= released), marks)
     for place, version in enumerate(ordered):
         located = _locate(version, own, corrupt, nodes, exchange, plan_digest)
         if located is None:
@@ -234,7 +234,7 @@ def _locate(
         holders = _holders(version, corrupt, nodes, exchange, plan_digest)
         gone = tuple(position for position in range(len(exchange.nodes)) if position not in holders)
         for rank in missing:
-            if exchange.ways(rank, gone) is None:
+            if exchange.recovery_sections(rank, gone) is None:
                 return None
             sources[rank] = Source(Way.DECODE)
     return tuple(sources[rank] for rank in sorted(sources)), holders, gone
@@ -267,7 +267,7 @@ def _too_much_lost(
         gone = tuple(position for position in section.positions if position not in holders)
         section_ranks = {extent.rank for stream in section.streams for extent in stream}
         lost = [rank for rank in section_ranks if exchange.position_of_rank[rank] in gone]
-        if len(gone) > exchange.losses and any(exchange.ways(rank, all_gone) is None for rank in lost):
+        if len(gone) > exchange.losses and any(exchange.recovery_sections(rank, all_gone) is None for rank in lost):
             ranks = sorted(rank for position in gone for rank in exchange.ranks[position])
             return gone, (
                 f"version {version}: the parts of ranks {', '.join(map(str, ranks))} are gone with {len(gone)} nodes "

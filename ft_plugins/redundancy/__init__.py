@@ -1,1 +1,1 @@
-"""Loop 1 between nodes: which bytes protect which, and the arithmetic of parity. No node is spoken to here."""
+"""Redundancy across nodes: plans of parity and copies, and the arithmetic of parity. No communication."""

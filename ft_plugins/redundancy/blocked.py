@@ -1,8 +1,8 @@
-"""The loops of parity in NumPy, in blocks that stay in cache: what is used where numba is not installed.
+"""The parity loops in NumPy, over blocks that stay in cache; used if numba is not installed.
 
 Invariant: the same bytes as compiled.py. All arrays are uint8, contiguous and of the target's size; any length, any
-alignment. With `overwrite`, what the target held does not count. Doubling is four passes over bytes, in half of the
-time of the usual arithmetic on masked words.
+alignment. With `overwrite` the previous content of the target is ignored. Doubling takes four passes over bytes, half
+the time of the usual arithmetic on masked words.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from .field import POLYNOMIAL
 
 Bytes = npt.NDArray[np.uint8]
 
-XOR_BYTES = 256 << 10  # a block of the target stays in the second level cache while all sources pass
-FIELD_BYTES = 64 << 10  # so do a block of P, Q, a sum and a scratch
+XOR_BYTES = 256 << 10  # a block of the target stays in the L2 cache while all sources are added
+FIELD_BYTES = 64 << 10  # so do one block each of P, Q, the sum and the scratch buffer
 _REDUCTION = np.uint8(POLYNOMIAL & 0xFF)
 
 
@@ -64,7 +64,7 @@ def pq(p: Bytes, q: Bytes, sources: Sequence[Bytes], factor: int, overwrite: boo
 
 
 def _double(values: Bytes, scratch: Bytes) -> None:
-    """values *= 2: shifted left by a bit, and reduced where one fell out."""
+    """values *= 2: shift left by one bit, and reduce on overflow."""
     np.less(values.view(np.int8), 0, out=scratch.view(np.bool_))
     np.multiply(scratch, _REDUCTION, out=scratch)
     np.add(values, values, out=values)
@@ -72,7 +72,7 @@ def _double(values: Bytes, scratch: Bytes) -> None:
 
 
 def _add_scaled(target: Bytes, values: Bytes, factor: int, scratch: Bytes) -> None:
-    """target += factor * values, bit by bit of the factor. Leaves `values` changed."""
+    """target += factor * values, one bit of the factor at a time. Overwrites `values`."""
     while factor:
         if factor & 1:
             np.bitwise_xor(target, values, out=target)

@@ -1,6 +1,6 @@
-"""GF(256), the numbers in which parity is reckoned: the polynomials over bits modulo x^8 + x^4 + x^3 + x^2 + 1.
+"""Arithmetic of GF(256), in which parity is computed: polynomials over bits modulo x^8 + x^4 + x^3 + x^2 + 1. Pure.
 
-Invariant: addition is XOR, 2 generates all 255 numbers but 0. In and out: ints 0..255. Pure.
+Invariant: addition is XOR; 2 generates all 255 numbers except 0. In and out: ints 0..255.
 """
 
 from __future__ import annotations
@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 POLYNOMIAL = 0x11D
-ORDER = 255  # 2**255 = 1: so many places of a stripe have factors of their own
+ORDER = 255  # 2**255 = 1, so at most 255 pieces of a stripe have distinct factors
 
 
 def _powers() -> tuple[int, ...]:
-    found, number = [], 1
+    powers, number = [], 1
     for _ in range(ORDER):
-        found.append(number)
+        powers.append(number)
         number <<= 1
         number ^= POLYNOMIAL if number > ORDER else 0
-    return tuple(found)
+    return tuple(powers)
 
 
 _POWERS = _powers()
@@ -42,7 +42,7 @@ def inverse(a: int) -> int:
 
 
 def solve(equations: Sequence[Sequence[int]], right: Sequence[int]) -> tuple[int, ...]:
-    """x with sum_j equations[i][j] x[j] = right[i]. Raises ZeroDivisionError where there is not exactly one."""
+    """x with sum_j equations[i][j] x[j] = right[i]. Raises ZeroDivisionError unless there is exactly one."""
     rows = [[*left, value] for left, value in zip(equations, right, strict=True)]
     for column in range(len(rows)):
         pivot = next((at for at in range(column, len(rows)) if rows[at][column]), column)

@@ -1,15 +1,14 @@
-"""Parity of bytes: sums over GF(256) of uint8 arrays, added in place, with or without verification on the way.
+"""Parity of bytes: sums over GF(256) of uint8 arrays, added in place, optionally verifying the sources.
 
-Invariant: a source that is shorter than its target counts as followed by zeros, one that is longer is refused. Which
-loops do the work is decided here, once, when this module is imported: compiled by numba (the `fast` extra), or NumPy in
-blocks that stay in cache. Both give the same bytes. A call of many megabytes is one native call with numba and gives
-the interpreter's lock back for as long; NumPy comes back for it at every block. Nothing is kept between calls, and
-threads may call at the same time, for different targets.
+Invariant: a source that is shorter than its target is padded with zeros; a longer one is rejected. The loops are chosen
+once, on import: compiled by numba (the `fast` extra), or NumPy over blocks that stay in cache. Both give the same
+bytes. With numba a call of many megabytes is one native call without the GIL; NumPy takes the GIL at every block. Calls
+share no state: threads may call at the same time, for different targets.
 
-+= is XOR into what the target holds; with `overwrite` the target counts as zeros before, which saves clearing it.
++= is XOR into the target. With `overwrite` the previous content of the target is ignored, which saves clearing it.
 
 In: one-dimensional contiguous uint8 arrays at any address, of any length; sources may be read-only.
-Out: changed targets. Raises ValueError for arrays that do not go together, before anything is changed.
+Out: changed targets. Raises ValueError for arrays that do not match, before anything is changed.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from .field import power
 
 Bytes = npt.NDArray[np.uint8]
 
-AT_ONCE = 8  # sources that one loop takes: with more, their streams get into each other's way
-WHOLE_BYTES = 1 << 20  # a bucket of so many bytes is still in cache when its digest is known
+AT_ONCE = 8  # sources per loop: with more, their memory streams evict each other
+WHOLE_BYTES = 1 << 20  # the largest bucket that is still in cache when its digest is known
 DIGEST_BYTES = 256 << 10
 
 
 class Loops(Protocol):
-    """What blocked.py and compiled.py have in common. At least one source, all of the target's size."""
+    """The interface of blocked.py and compiled.py. At least one source, all of the target's size."""
 
     def xor(self, target: Bytes, sources: Sequence[Bytes], overwrite: bool) -> None:
         """target += sum of sources."""
@@ -51,7 +50,7 @@ class Loops(Protocol):
 def _choose() -> Loops:
     try:
         from . import compiled
-    except (ImportError, AttributeError):  # AttributeError: a folder of that name in the working directory
+    except (ImportError, AttributeError):  # AttributeError: a folder named numba in the working directory
         return blocked
     return compiled
 
@@ -60,7 +59,7 @@ LOOPS = _choose()
 
 
 def xor_many_into(target: Bytes, sources: Sequence[Bytes], *, overwrite: bool = False, loops: Loops = LOOPS) -> None:
-    """target += sum of sources; the target passes through the cache once for all of them."""
+    """target += sum of sources; the target passes through the cache once."""
     _check((target,), sources)
     for start, stop, present in _ranges(sources):
         for first in range(0, len(present), AT_ONCE):
@@ -87,7 +86,7 @@ def pq_into(
 ) -> None:
     """p += sum_j sources[j] and q += sum_j 2**exponents[j] sources[j], reading each source once.
 
-    Sources whose exponents follow each other share a pass over memory, which is fastest for a stripe's data as a whole.
+    Sources with consecutive exponents share a pass over memory, so a stripe's data is fastest all in one call.
     """
     _check((p, q), sources)
     if len(exponents) != len(sources):
@@ -111,27 +110,27 @@ def digest_xor_into(
     overwrite: bool = False,
     loops: Loops = LOOPS,
 ) -> None:
-    """target += factor * source, where every bucket (offset, nbytes, xxh3-64) of the source has been verified.
+    """target += factor * source, verifying every bucket (offset, nbytes, xxh3-64) of the source.
 
-    The buckets cover the source from end to end, so that no byte goes in unseen. Of a source that is longer than the
-    target all is verified, and what fits is added.
+    The buckets cover the whole source, so no byte is added unverified. If the source is longer than the target, all of
+    it is verified and what fits is added.
 
-    Raises CorruptSlotError at the first bucket that does not match. The buckets before it have been added by then, and
-    of it nothing if it has at most WHOLE_BYTES. A larger one is digested and added block by block while it is in
-    cache, so its bytes have gone in: after an error of such a source the target is to be thrown away.
+    Raises CorruptSlotError at the first bucket that does not match. Earlier buckets have been added by then. The
+    corrupt one has not if it has at most WHOLE_BYTES; a larger one is digested and added block by block while it is in
+    cache, so its bytes have been added: discard the target after an error.
     """
     _check((target,), (source[: target.size],), factor)
     _check_cover(source, buckets, name)
     for number, (offset, nbytes, digest) in enumerate(buckets):
         whole = source[offset : offset + nbytes]
         if nbytes <= WHOLE_BYTES:
-            found = xxhash.xxh3_64_intdigest(whole.data)
+            actual = xxhash.xxh3_64_intdigest(whole.data)
         else:
-            found = _digest_and_add(target[offset : offset + nbytes], whole, factor, overwrite, loops)
-        if found != digest:
+            actual = _digest_and_add(target[offset : offset + nbytes], whole, factor, overwrite, loops)
+        if actual != digest:
             raise CorruptSlotError(
                 f"{name}: bucket {number} ({nbytes} bytes at {offset}) does not match its digest: expected "
-                f"{digest:016x}, found {found:016x}; what was made of it must not be used"
+                f"{digest:016x}, found {actual:016x}; discard the parity that was computed from it"
             )
         if nbytes <= WHOLE_BYTES:
             _add(target[offset : offset + nbytes], whole, factor, overwrite, loops)
@@ -140,7 +139,7 @@ def digest_xor_into(
 
 
 def _digest_and_add(target: Bytes, source: Bytes, factor: int, overwrite: bool, loops: Loops) -> int:
-    """Block by block; the digest of all of `source`."""
+    """target += factor * source, block by block. Returns the digest of all of `source`."""
     running = xxhash.xxh3_64()
     for start in range(0, source.size, DIGEST_BYTES):
         block = source[start : start + DIGEST_BYTES]
@@ -150,7 +149,7 @@ def _digest_and_add(target: Bytes, source: Bytes, factor: int, overwrite: bool, 
 
 
 def _add(target: Bytes, source: Bytes, factor: int, overwrite: bool, loops: Loops) -> None:
-    """target += factor * source, as far as both have bytes."""
+    """target += factor * source, over the length of the shorter one."""
     nbytes = min(source.size, target.size) if factor else 0
     if overwrite:
         target[nbytes:].fill(0)
@@ -168,7 +167,7 @@ def _longest(sources: Sequence[Bytes]) -> int:
 
 
 def _ranges(sources: Sequence[Bytes]) -> Iterator[tuple[int, int, list[int]]]:
-    """Ranges over which the same sources still have bytes, and which ones."""
+    """Ranges over which the same sources have bytes, and the indices of those sources."""
     start = 0
     for stop in sorted({source.size for source in sources} - {0}):
         yield start, stop, [at for at, source in enumerate(sources) if source.size >= stop]
@@ -176,7 +175,7 @@ def _ranges(sources: Sequence[Bytes]) -> Iterator[tuple[int, int, list[int]]]:
 
 
 def _runs(present: Sequence[int], exponents: Sequence[int]) -> Iterator[list[int]]:
-    """The sources in runs of exponents that follow each other, ascending, at most AT_ONCE together."""
+    """The sources in runs of consecutive ascending exponents, at most AT_ONCE in a run."""
     run: list[int] = []
     for at in sorted(present, key=lambda at: exponents[at]):
         if run and (exponents[at] != exponents[run[-1]] + 1 or len(run) == AT_ONCE):
@@ -197,14 +196,14 @@ def _check(targets: Sequence[Bytes], sources: Sequence[Bytes], factor: int = 1) 
     size = targets[0].size
     for target in targets:
         if not target.flags.writeable:
-            raise ValueError("a target is read-only: parity is added in place")
+            raise ValueError("a target is read-only; parity is added in place")
         if target.size != size:
-            raise ValueError(f"targets of {size} and {target.size} bytes are not of one size")
+            raise ValueError(f"targets have {size} and {target.size} bytes; expected the same size")
     for source in sources:
         if source.size > size:
             raise ValueError(f"a source of {source.size} bytes does not fit a target of {size}")
     if not 0 <= factor <= 255:
-        raise ValueError(f"{factor} is no number of GF(256): expected 0 to 255")
+        raise ValueError(f"factor {factor} is not in GF(256): expected 0 to 255")
 
 
 def _check_cover(source: Bytes, buckets: Sequence[tuple[int, int, int]], name: str) -> None:
@@ -214,4 +213,4 @@ def _check_cover(source: Bytes, buckets: Sequence[tuple[int, int, int]], name: s
             raise ValueError(f"{name}: bucket {number} is {nbytes} bytes at {offset}, expected to start at {end}")
         end += nbytes
     if end != source.size:
-        raise ValueError(f"{name}: buckets cover {end} of {source.size} bytes: the rest would go in unverified")
+        raise ValueError(f"{name}: buckets cover {end} of {source.size} bytes; the rest would be added unverified")

@@ -1,19 +1,19 @@
-"""RAIM5 and RAIM6: which bytes of a protection group's nodes make up which parity, and where it is kept. Pure.
+"""RAIM5 and RAIM6: which bytes of a sharding group's nodes form each parity, and where it is stored. Pure.
 
 A group has n nodes (failure domains); node i holds a stream of sizes[i] bytes. There are n stripes; each takes at most
-one piece from a node, and its parity is kept on nodes that give none (REFT, section 4.2). With L losses:
+one piece from a node, and its parity is stored on nodes that give it none (REFT, section 4.2). With L losses:
 
-    node x + k (mod n), k < L,  keeps parity k of stripe x:  P = sum_j D_j,  Q = sum_j 2**j D_j  over GF(256)
-    node i gives to stripe x its block number (x - i - 1) mod n; the L stripes for which that is >= n - L are those
-    whose parity it keeps
+    node x + k (mod n), k < L,  stores parity k of stripe x:  P = sum_j D_j,  Q = sum_j 2**j D_j  over GF(256)
+    node i gives stripe x its block number (x - i - 1) mod n; it stores the parity of the L stripes for which that
+    number is >= n - L
 
-so that a stream is cut in n - L blocks and every node keeps 1/(n - L) of the largest stream, L times. Bytes beyond the
-end of a stream count as zeros.
+So a stream is cut into n - L blocks, and every node stores L times 1/(n - L) of the largest stream. Bytes beyond the
+end of a stream are zeros.
 
-Invariant: whichever L nodes are lost, every stripe keeps enough pieces to compute what it lost. A stripe is treated as
-a code whose rows are unit vectors (data), ones (P) and powers of 2 (Q); there is one way for all patterns of loss.
+Invariant: whichever L nodes are lost, every stripe keeps enough pieces to compute what it lost. A stripe is a linear
+code whose rows are unit vectors (data), ones (P) and powers of 2 (Q); one algorithm decodes all patterns of loss.
 
-In: sizes, then the nodes that are lost. Out: `Placement`, `StripeRebuild`s.
+In: sizes, then the lost nodes. Out: `Placement`, `StripeRebuild`s.
 """
 
 from __future__ import annotations
@@ -27,14 +27,11 @@ from ..errors import ResumeError, TopologyError
 from .field import ORDER, power, solve, times
 
 ALIGNMENT = 64  # bytes: blocks end on cache lines
-NAMES = "PQ"  # of the parities
-TABLE_ROWS = 64
-TABLE_PIECES = 8
 T = TypeVar("T")
 
 
 class OnDemand(Sequence[T]):
-    """`count` items, each of which is made when it is first asked for: nobody needs all of a large job's."""
+    """`count` items, each created on first use: no process needs all of a large job's."""
 
     def __init__(self, count: int, make: Callable[[int], T]) -> None:
         self._count = count
@@ -51,7 +48,7 @@ class OnDemand(Sequence[T]):
     def __getitem__(self, index: int | slice) -> T | tuple[T, ...]:
         if isinstance(index, slice):
             return tuple(self[each] for each in range(*index.indices(self._count)))
-        place = range(self._count)[index]  # IndexError beyond the end, as of any sequence
+        place = range(self._count)[index]  # raises IndexError beyond the end
         if place not in self._made:
             self._made[place] = self._make(place)
         return self._made[place]
@@ -72,7 +69,7 @@ class StripePiece:
 
 @dataclass(frozen=True)
 class Stripe:
-    """Data pieces, at most one of a node, and the nodes that keep their P (and Q)."""
+    """Data pieces, at most one per node, and the nodes that store their P (and Q)."""
 
     index: int
     parity: tuple[int, ...]
@@ -81,7 +78,7 @@ class Stripe:
 
 @dataclass(frozen=True)
 class Placement:
-    """All stripes of a group that survives the loss of any `losses` nodes. A parity has `block` bytes."""
+    """All stripes of a group that survives the loss of any `losses` nodes. Each parity has `block` bytes."""
 
     sizes: tuple[int, ...]
     losses: int
@@ -100,7 +97,7 @@ class Placement:
         return tuple((stripe + which) % len(self.sizes) for which in range(self.losses))
 
     def piece(self, stripe: int, node: int) -> StripePiece | None:
-        """What `node` gives to a stripe; None if it keeps its parity."""
+        """The piece that `node` gives to a stripe; None if it stores the stripe's parity."""
         parity = self._parity_of(stripe)
         if node in parity:
             return None
@@ -109,40 +106,23 @@ class Placement:
         return StripePiece(node, start, stop, node - sum(keeper < node for keeper in parity))
 
     def parity_bytes(self, node: int) -> int:
-        """Bytes of parity that `node` keeps."""
+        """Bytes of parity that `node` stores."""
         return len(self.kept_on(node)) * self.block
 
     def kept_on(self, node: int) -> tuple[tuple[int, int], ...]:
-        """(stripe, 0 for P or 1 for Q) in the order in which they lie in the node's parity area."""
+        """The parities that `node` stores, as (stripe, 0 for P or 1 for Q), in the order of its parity area."""
         nodes = len(self.sizes)
         if not 0 <= node < nodes:
             raise TopologyError(f"node {node} is not in this group of {nodes} (0 to {nodes - 1})")
         return tuple(((node - which) % nodes, which) for which in range(self.losses))
 
-    def table(self) -> str:
-        """The placement for people: the first stripes, and of each the first pieces."""
-        share = f", {self.losses * self.block / max(self.sizes):.1%} of the largest stream" if self.block else ""
-        lines = [
-            f"{len(self.sizes)} nodes, any {self.losses} may be lost: {sum(self.sizes)} bytes in {len(self.stripes)} "
-            f"stripes of {len(self.sizes) - self.losses} pieces, block {self.block}; "
-            f"parity {self.losses * self.block} bytes a node{share}"
-        ]
-        for stripe in self.stripes[:TABLE_ROWS]:
-            kept = " ".join(f"{NAMES[which]} on {node}" for which, node in enumerate(stripe.parity))
-            data = " ".join(f"{piece.node}:{piece.start}..{piece.stop}" for piece in stripe.data[:TABLE_PIECES])
-            more = f" ... ({len(stripe.data)})" if len(stripe.data) > TABLE_PIECES else ""
-            lines.append(f"  stripe {stripe.index:<4} {kept}   data {data}{more}")
-        if len(self.stripes) > TABLE_ROWS:
-            lines.append(f"  ... and {len(self.stripes) - TABLE_ROWS} more stripes")
-        return "\n".join(lines)
-
 
 @dataclass(frozen=True)
 class StripeRebuild:
-    """One lost thing of a stripe: `wanted`, which lay on `node`, is the sum of factor * source over GF(256).
+    """One lost member of a stripe: `wanted`, which was on `node`, is the sum of factor * source over GF(256).
 
-    A thing is ("data", node) or ("parity", 0 for P or 1 for Q); a source has its factor behind, 1 for plain XOR. Of
-    the sources as many bytes are needed as were wanted. Pieces without bytes are no sources, and have none.
+    A member is ("data", node) or ("parity", 0 for P or 1 for Q). A source is a member and its factor, 1 for plain XOR.
+    The first bytes of each source are needed, as many as were wanted. Empty pieces have no sources and are not sources.
     """
 
     stripe: int
@@ -152,70 +132,69 @@ class StripeRebuild:
 
 
 def cut(nbytes: int, parts: int) -> list[tuple[int, int]]:
-    """`parts` consecutive ranges of near equal size, on multiples of ALIGNMENT but for the end."""
+    """Cut `nbytes` into `parts` consecutive ranges of nearly equal size, at multiples of ALIGNMENT."""
     lines = -(-nbytes // ALIGNMENT)
     edges = [min(nbytes, lines * i // parts * ALIGNMENT) for i in range(parts)] + [nbytes]
     return list(zip(edges, edges[1:], strict=False))
 
 
 def place(sizes: Sequence[int], losses: int = 1) -> Placement:
-    """Where the pieces and parities of a group lie; `sizes` are the bytes of each node's stream.
+    """Place the pieces and parities of a group; `sizes` are the bytes of each node's stream.
 
-    Raises TopologyError for a group that cannot be protected against so many losses.
+    Raises TopologyError if the group cannot survive that many losses.
     """
     nodes = len(sizes)
     _check(sizes, losses)
-    cuts = nodes - losses
-    block = -(-max(sizes) // (cuts * ALIGNMENT)) * ALIGNMENT
+    block = -(-max(sizes) // ((nodes - losses) * ALIGNMENT)) * ALIGNMENT
     return Placement(tuple(sizes), losses, block)
 
 
 def _check(sizes: Sequence[int], losses: int) -> None:
     nodes = len(sizes)
     if losses not in (1, 2):
-        raise TopologyError(f"parity against {losses} lost nodes is not known: expected 1 (RAIM5) or 2 (RAIM6)")
+        raise TopologyError(f"no parity survives {losses} lost nodes: expected 1 (RAIM5) or 2 (RAIM6)")
     if nodes < 2:
-        raise TopologyError(f"a group of {nodes} node(s) has no protection: parity needs at least 2 nodes")
+        raise TopologyError(f"a group of {nodes} node(s) cannot be protected: parity needs at least 2 nodes")
     if losses == 2 and nodes < 4:
         raise TopologyError(
             f"RAIM6 (2 losses) needs at least 4 nodes in a group, found {nodes}: make the groups larger, or ask for 1"
         )
     if losses == 2 and nodes - losses > ORDER:
         raise TopologyError(
-            f"RAIM6 (2 losses) has factors for {ORDER + losses} nodes in a group, found {nodes}: make the groups "
+            f"RAIM6 (2 losses) supports at most {ORDER + losses} nodes in a group, found {nodes}: make the groups "
             "smaller"
         )
     for node, size in enumerate(sizes):
         if size < 0:
-            raise TopologyError(f"node {node}: {size} is no size of a stream: expected 0 or more bytes")
+            raise TopologyError(f"node {node}: its stream has {size} bytes: expected 0 or more")
 
 
 def plan_decode(placement: Placement, lost: Collection[int]) -> tuple[StripeRebuild, ...]:
-    """Everything that lay on the `lost` nodes, stripe by stripe, data before parity, from what survived.
+    """How to compute everything that was on the `lost` nodes from what survived, by stripe, data before parity.
 
-    Raises ResumeError when more nodes are lost than the placement survives.
+    Raises ResumeError if more nodes are lost than the placement survives.
     """
-    gone = sorted(set(lost))
-    unknown = [node for node in gone if not 0 <= node < len(placement.sizes)]
+    nodes = sorted(set(lost))
+    unknown = [node for node in nodes if not 0 <= node < len(placement.sizes)]
     if unknown:
         raise TopologyError(f"nodes {unknown} are not in this group of {len(placement.sizes)}")
-    if len(gone) > placement.losses:
+    if len(nodes) > placement.losses:
         raise ResumeError(
-            f"nodes {', '.join(map(str, gone))} of the group are lost, its parity makes up for {placement.losses}: "
-            "restore from another tier"
+            f"nodes {', '.join(map(str, nodes))} of the group are lost, but its parity makes up for "
+            f"{placement.losses}: restore from another tier"
         )
-    return tuple(rebuild for stripe in placement.stripes for rebuild in _rebuilds(stripe, set(gone)))
+    return tuple(rebuild for stripe in placement.stripes for rebuild in _rebuilds(stripe, set(nodes)))
 
 
-def _rebuilds(stripe: Stripe, gone: set[int]) -> list[StripeRebuild]:
-    """What the stripe lost, from as many parities as it lost data pieces, P first, for that keeps factors at 1.
+def _rebuilds(stripe: Stripe, lost_nodes: set[int]) -> list[StripeRebuild]:
+    """What the stripe lost, from as many parities as it lost data pieces; P first, because its factors are 1.
 
-    The row of a wanted thing is sum_k c[k] * (row of parity k) + (the factors of the surviving data). At the lost
-    pieces the second term is 0, which gives c; elsewhere it is what then is missing. A piece without bytes is known.
+    The row of a wanted member is sum_k c[k] * (row of parity k) + (the factors of the surviving data). At the lost
+    pieces the second term is 0, which gives c; at the others it is the remainder. Empty pieces are zeros.
     """
-    lost = [piece for piece in stripe.data if piece.node in gone and piece.stop > piece.start]
-    alive = [piece for piece in stripe.data if piece.node not in gone and piece.stop > piece.start]
-    parities = [which for which, node in enumerate(stripe.parity) if node not in gone][: len(lost)]
+    lost = [piece for piece in stripe.data if piece.node in lost_nodes and piece.stop > piece.start]
+    alive = [piece for piece in stripe.data if piece.node not in lost_nodes and piece.stop > piece.start]
+    parities = [which for which, node in enumerate(stripe.parity) if node not in lost_nodes][: len(lost)]
 
     def row(wanted: tuple[str, int], pieces: Sequence[StripePiece]) -> list[int]:
         kind, which = wanted
@@ -236,14 +215,14 @@ def _rebuilds(stripe: Stripe, gone: set[int]) -> list[StripeRebuild]:
         parity = [("parity", which, factor) for which, factor in zip(parities, factors, strict=True) if factor]
         return tuple(data + parity)
 
-    found = [
+    rebuilds = [
         StripeRebuild(
             stripe.index, ("data", piece.node), piece.node, sources(("data", piece.node)) if piece in lost else ()
         )
         for piece in stripe.data
-        if piece.node in gone
+        if piece.node in lost_nodes
     ]
     for which, node in enumerate(stripe.parity):
-        if node in gone:
-            found.append(StripeRebuild(stripe.index, ("parity", which), node, sources(("parity", which))))
-    return found
+        if node in lost_nodes:
+            rebuilds.append(StripeRebuild(stripe.index, ("parity", which), node, sources(("parity", which))))
+    return rebuilds

@@ -1,19 +1,19 @@
-"""What is protected together: the sections of a job's state, and how the parity of each comes to its place. Pure.
+"""Divide a job's state into sections, the units of parity, and choose how the parity of each is made. Pure.
 
-Invariant: every captured byte is in one section, and all nodes of a section hold ranks of one sharding group; so a lost
-node of each group is survived whatever the encoding of its bytes. REFT's two encodings:
+Invariant: every captured byte is in one section, and all nodes of a section hold ranks of one sharding group, so each
+group survives the loss of a node whatever the encoding. REFT's two encodings:
 
-    LOCAL      state that the ranks of a group on several nodes hold identically, and that nothing but the update
-               changes: each node computes the parity that it keeps from its own copy, into its ranks' slots, behind
-               their data. Nothing is sent but digests, by which the copies are compared.
-    EXCHANGED  everything else: each node sends its blocks to the nodes that keep their parity, in their vaults.
+    LOCAL      state that the ranks of a group hold identically on several nodes and that only the update changes. Each
+               node computes its parity from its own replicas, into its ranks' slots, after their data. Only digests are
+               sent, to compare the replicas.
+    EXCHANGED  everything else: each node sends its blocks to the nodes whose parity stores hold their parity.
 
 A replica set that spans several sharding groups is cut into a section for each. Its ranks on one node share the work on
 the parity of that node.
 
-In: the extents of each replica set in the order of its byte stream. The cuts depend on sizes alone: a trainer, which
-knows its own slot only, counts the extents' offsets from the start of the stream; an SMP those of the slots.
-Out: `Section`s; `ParityPart`s, the parity that lies in slots.
+In: the extents of each replica set in the order of its byte stream. The cuts depend on sizes alone. A trainer, which
+knows only its own slot, passes offsets in the stream; an SMP passes offsets in the slots.
+Out: `Section`s; `ParityPart`s, the parity stored in slots.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from enum import Enum
 from ..intake import Count
 from .parity import Placement, cut, place
 
-LOCAL_LOSSES = 1  # that local parity makes up for: the Q of RAIM6 is left to the exchange
+LOCAL_LOSSES = 1  # losses that local parity covers; RAIM6 always uses the exchange
 
 
 class Encoding(str, Enum):
     """How the parity of a section is made."""
 
     EXCHANGED = "sent"
-    LOCAL = "computed where it lies"
+    LOCAL = "computed locally"
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Extent:
 
 @dataclass(frozen=True)
 class Section:
-    """State of a sharding group. `positions[i]` is where in the job its i-th node stands, `streams[i]` its bytes."""
+    """State of a sharding group. `positions[i]` is the position in the job of its i-th node, `streams[i]` its bytes."""
 
     index: int
     positions: tuple[int, ...]
@@ -55,7 +55,7 @@ class Section:
     encoding: Encoding = Encoding.EXCHANGED
 
     def extents(self, node: int, start: int, stop: int) -> Iterator[Extent]:
-        """The parts of slots that bytes `start .. stop` of a node's stream are made of, in order."""
+        """The extents of slots that make up bytes `start .. stop` of a node's stream, in order."""
         at = 0
         for extent in self.streams[node]:
             low, high = max(start, at), min(stop, at + extent.nbytes)
@@ -64,10 +64,7 @@ class Section:
             at += extent.nbytes
 
     def sources(self, stripe: int, start: int, stop: int) -> Iterator[tuple[int, int, Extent]]:
-        """What adds up to bytes `start .. stop` of P of a stripe: (node, byte of these at which it is added, extent).
-
-        By node, then in order.
-        """
+        """The sources of bytes `start .. stop` of a stripe's P: (node, offset from `start`, extent), in order."""
         for piece in self.placement.stripes[stripe].data:
             low, high = piece.start + start, min(piece.stop, piece.start + stop)
             at = 0
@@ -99,33 +96,33 @@ def local_sections(
     losses: int,
     first: int = 0,
 ) -> list[Section]:
-    """The LOCAL sections, numbered from `first`: of each of the `replicated` streams (in an order that all know), one
-    for each sharding group of which it has ranks on two nodes or more.
+    """The LOCAL sections, numbered from `first`: for each of the `replicated` streams (in the same order on every
+    process), one for each sharding group with ranks of the stream on two or more nodes.
 
     `positions[rank]` is the position of each rank's node.
     """
     if losses != LOCAL_LOSSES:
         return []
     group_of = {rank: number for number, group in enumerate(groups) for rank in group}
-    found: list[Section] = []
+    sections: list[Section] = []
     for stream in replicated:
         members: dict[int, dict[int, list[Extent]]] = {}
         for extent in stream:
-            there = members.setdefault(group_of[extent.rank], {})
-            there.setdefault(positions[extent.rank], []).append(extent)
+            by_node = members.setdefault(group_of[extent.rank], {})
+            by_node.setdefault(positions[extent.rank], []).append(extent)
         for _, by_node in sorted(members.items()):
-            where = tuple(sorted(by_node))
-            streams = tuple(tuple(by_node[position]) for position in where)
+            ordered = tuple(sorted(by_node))
+            streams = tuple(tuple(by_node[position]) for position in ordered)
             sizes = [sum(extent.nbytes for extent in extents) for extents in streams]
-            if len(where) > losses and any(sizes):
-                index = first + len(found)
-                found.append(Section(index, where, streams, place(sizes, losses), Encoding.LOCAL))
-    return found
+            if len(ordered) > losses and any(sizes):
+                index = first + len(sections)
+                sections.append(Section(index, ordered, streams, place(sizes, losses), Encoding.LOCAL))
+    return sections
 
 
-def lay_out(sections: Iterable[Section], behind: Mapping[int, int]) -> Iterator[ParityPart]:
-    """The parity of LOCAL sections in the slots of the ranks that `behind` names, each after so many bytes of data."""
-    ends = dict(behind)
+def lay_out(sections: Iterable[Section], data_nbytes: Mapping[int, int]) -> Iterator[ParityPart]:
+    """Place the parity of LOCAL sections in the slots of some ranks, each after its `data_nbytes` of data."""
+    ends = dict(data_nbytes)
     for section in sections:
         for node in range(len(section.positions)):
             ((stripe, _),) = section.placement.kept_on(node)
@@ -137,7 +134,7 @@ def lay_out(sections: Iterable[Section], behind: Mapping[int, int]) -> Iterator[
 
 
 def remainder(sections: Iterable[Section], nbytes: Sequence[int]) -> list[list[Extent]]:
-    """By rank, what of `nbytes` of slot data is in none of the sections; one extent at least, if of no bytes."""
+    """By rank, the extents of its `nbytes` of slot data that are in no section; at least one, which may be empty."""
     taken: list[list[Extent]] = [[] for _ in nbytes]
     for section in sections:
         for stream in section.streams:
@@ -145,12 +142,12 @@ def remainder(sections: Iterable[Section], nbytes: Sequence[int]) -> list[list[E
                 taken[extent.rank].append(extent)
     left: list[list[Extent]] = []
     for rank, size in enumerate(nbytes):
-        at, found = 0, []
+        at, gaps = 0, []
         for extent in sorted(taken[rank], key=lambda extent: extent.offset):
             if at < extent.offset:
-                found.append(Extent(rank, at, extent.offset - at))
+                gaps.append(Extent(rank, at, extent.offset - at))
             at = max(at, extent.offset + extent.nbytes)
         if at < size:
-            found.append(Extent(rank, at, size - at))
-        left.append(found or [Extent(rank, 0, 0)])
+            gaps.append(Extent(rank, at, size - at))
+        left.append(gaps or [Extent(rank, 0, 0)])
     return left

@@ -1,1 +1,1 @@
-"""Reports and pictures for people: what two runs prove, what bubbles carried, what plans promise."""
+"""Reports and pictures: comparison of two runs, use of bubbles, plans."""

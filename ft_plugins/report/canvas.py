@@ -1,4 +1,4 @@
-"""What all pictures share: an empty figure that can be saved without a display, colours of spans, a plain style.
+"""Shared by all pictures: a figure that needs no display, the colours of spans, the style of axes.
 
 In: a path whose suffix is the format. Out: a figure.
 """
@@ -23,20 +23,20 @@ SPANS = {
     Kind.REDUCE: "#8a5ab3",
     Kind.UPDATE: "#7a8794",
 }
-MOST_RANKS = 64  # that a picture has rows for
+MAX_RANKS = 64  # rows of a picture
 
 
-def sheet(path: Path, width: float, height: float, dpi: int = 130) -> Figure:
-    """For a picture at `path`, sizes in inches. Raises ConfigError for a name that ends on none of FORMATS."""
+def new_figure(path: Path, width: float, height: float, dpi: int = 130) -> Figure:
+    """A figure to save at `path`, sizes in inches. Raises ConfigError for a suffix outside FORMATS."""
     if path.suffix not in FORMATS:
-        raise ConfigError(f"{path}: expected a name that ends on one of {', '.join(FORMATS)}")
+        raise ConfigError(f"{path}: expected a name that ends in one of {', '.join(FORMATS)}")
     figure = Figure(figsize=(width, height), dpi=dpi, layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
 
-def plain(axes: Axes) -> None:
-    """Lines of the value axis alone, behind what is drawn."""
+def style_axes(axes: Axes) -> None:
+    """Show only the grid lines of the value axis, behind the plot."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#e4e7ea", linewidth=0.8)
     axes.set_axisbelow(True)

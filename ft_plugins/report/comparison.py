@@ -1,7 +1,7 @@
-"""Compare two runs of one job, one of them killed on the way.
+"""Compare two runs of one job, one of which was killed and recovered.
 
-Invariant: every figure is computed from what the runs themselves wrote (events, losses, digests of the final state);
-a figure whose events are missing is None, never a guess. Numbers of one run are taken from that run alone.
+Invariant: every figure comes from what the runs wrote (events, losses, digests of the final state). A figure whose
+events are missing is None, never a guess. The numbers of a run come from that run alone.
 
 In: two `RunRecord`s. Out: `RunComparison` and its JSON.
 """
@@ -18,17 +18,17 @@ from typing import Any
 
 from ..errors import FtError
 from ..events import Event, catalogue
-from .bubble_use import Sending, bubble_use
+from .bubble_use import CopyTraffic, bubble_use
 
-# whichever comes first: a launcher knows of a failure
-NOTICED = (catalogue.WORKER_FAILED.name, catalogue.NODE_LOST.name, catalogue.WORKERS_RESTARTED.name)
-# without a version, and by the second something was lost
-FROM_THE_BEGINNING = (catalogue.TRAINING_STARTED.name, catalogue.STATE_LOST.name)
-MEMORY_TIERS = ("process", "node")  # as recovery names them; the third is storage
+# the first of these shows when a launcher detected the failure
+DETECTION_EVENTS = (catalogue.WORKER_FAILED.name, catalogue.NODE_LOST.name, catalogue.WORKERS_RESTARTED.name)
+# training began without a restored version; the second event means that state was lost
+SCRATCH_EVENTS = (catalogue.TRAINING_STARTED.name, catalogue.STATE_LOST.name)
+MEMORY_TIERS = ("process", "node")  # the third tier is storage
 
 
 class EvidenceError(FtError):
-    """What the runs wrote contradicts itself or is not there: no report can be made of it."""
+    """The files of a run are missing or contradict each other, so no report is possible."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Loss:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What one run wrote. `began` is when its command was started, seconds since the epoch. `digests` names each part
-    of the final state of each rank (`rank 3 / item`) and its digest."""
+    """What one run wrote. `began`, `ended`: seconds since the epoch. `digests`: of the final state of every rank, by
+    part (`rank 3 / item`)."""
 
     began: float
     ended: float
@@ -54,7 +54,7 @@ class RunRecord:
 
 @dataclass(frozen=True)
 class RestoredVersion:
-    """Where state was restored from."""
+    """A restored version and its tier."""
 
     tier: str
     lineage: int
@@ -63,8 +63,8 @@ class RestoredVersion:
 
 @dataclass(frozen=True)
 class Downtime:
-    """Where the downtime went: until the launcher saw the failure, from there until every new rank had attached, and
-    the slowest rank's time to load. `down` is the whole: from the kill to the first iteration completed after it."""
+    """The parts of the downtime, in seconds: until a launcher detected the failure, from then until every new rank had
+    attached, and the load time of the slowest rank. `down`: from the kill to the next completed iteration."""
 
     detect: float | None
     restart: float | None
@@ -74,10 +74,10 @@ class Downtime:
 
 @dataclass(frozen=True)
 class RunComparison:
-    """The outcome. Bytes are of all ranks together; stalls are medians over the iterations of a run."""
+    """The result. Bytes are totals over all ranks; stalls are medians over the iterations of a run."""
 
     identical: bool
-    differing: tuple[str, ...]  # parts of the final state whose digests differ, or that only one run has
+    differing: tuple[str, ...]  # parts of the final state that differ or that only one run has
     losses_identical: bool
     iterations: int
     iterations_lost: int | None
@@ -90,33 +90,33 @@ class RunComparison:
     snapshot_stall_seconds_unfailed: float | None
     snapshot_seconds: float | None  # from the version point to the seal, hidden behind compute
     snapshots: int
-    host_memory_bytes: int | None  # the kernel's figure for the segments
+    host_memory_bytes: int | None  # of the segments, as counted by the kernel
     captured_bytes: int | None  # of one version
     final_loss: float
     final_loss_unfailed: float
     wall_seconds: float
     wall_seconds_unfailed: float
-    bubbles: Sending | None = None  # where copies went out in bubbles
-    bubbles_unfailed: Sending | None = None
-    unproven: tuple[str, ...] = field(default=())  # what keeps this from being a proof, in sentences
+    bubbles: CopyTraffic | None = None  # with BAFT
+    bubbles_unfailed: CopyTraffic | None = None
+    unproven: tuple[str, ...] = field(default=())  # the reasons why this is not a proof
 
     @property
-    def struck(self) -> str:
-        """Whom the signal was sent to: 'rank 3', 'node1'."""
+    def victim(self) -> str:
+        """The target of the signal: 'rank 3', 'node1'."""
         return str(self.killed["lost"]) if "lost" in self.killed else f"rank {self.killed['rank']}"
 
     @property
     def proven(self) -> bool:
-        """Whether the failure left no trace: identical state and losses after exactly one restore from memory."""
+        """Whether state and losses are identical after exactly one restore from memory."""
         return not self.unproven
 
     def json(self) -> str:
-        """`report.json`."""
+        """The content of `report.json`."""
         return json.dumps({**asdict(self), "proven": self.proven}, indent=2)
 
 
 def read_losses(path: Path) -> tuple[Loss, ...]:
-    """The lines of a loss log, in the order in which they were written; a last line cut short is left out."""
+    """The complete lines of a loss log, in order."""
     if not path.exists():
         return ()
     lines = [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
@@ -125,19 +125,19 @@ def read_losses(path: Path) -> tuple[Loss, ...]:
 
 
 def compare_runs(failed: RunRecord, unfailed: RunRecord) -> RunComparison:
-    """Compare the run that was killed with the one that was not. Raises EvidenceError."""
+    """Compare the killed run with the unfailed one. Raises EvidenceError."""
     for name, run in (("failed", failed), ("unfailed", unfailed)):
         if not run.losses or not run.digests:
             raise EvidenceError(
                 f"the {name} run left {len(run.losses)} losses and {len(run.digests)} digests of its final state; "
-                "expected some of both: see its log"
+                "expected both; see its log"
             )
     kills = [event for event in failed.events if event.type is catalogue.SIGNAL_SENT]
     after = [event for event in failed.events if kills and event.time >= kills[0].time]
     restores = restore_count(failed.events)
     differing = differences(failed.digests, unfailed.digests)
     losses_identical = same_losses(failed.losses, unfailed.losses)
-    scratch = _by_rank(event for event in after if event.name in FROM_THE_BEGINNING)
+    scratch = _by_rank(event for event in after if event.name in SCRATCH_EVENTS)
     scratch_restarts = max(scratch.values(), default=0)
     source = restored_from(failed.events)
     return RunComparison(
@@ -182,78 +182,76 @@ def _unproven(
     if not losses_identical:
         yield "the losses of the two runs differ"
     if scratch:
-        yield f"the job started {scratch} time(s) from the beginning after the kill"
+        yield f"the job started {scratch} time(s) from scratch after the kill"
     if restores != 1 or source is None:
         yield f"state was restored {restores} time(s), expected 1"
     elif source.tier not in MEMORY_TIERS:
-        yield f"state was restored from the {source.tier} tier, expected one of {', '.join(MEMORY_TIERS)}: from memory"
+        yield f"state was restored from the {source.tier} tier, expected a memory tier ({', '.join(MEMORY_TIERS)})"
 
 
 def differences(left: Mapping[str, str], right: Mapping[str, str]) -> tuple[str, ...]:
-    """The parts whose digests differ, or that only one side has, by name."""
+    """The names of the parts whose digests differ or that only one side has."""
     return tuple(sorted(name for name in left.keys() | right.keys() if left.get(name) != right.get(name)))
 
 
 def same_losses(left: Iterable[Loss], right: Iterable[Loss]) -> bool:
-    """Whether every iteration that both runs logged has one loss, bit for bit, also where it was logged twice, and
-    both logged the last one. (A process killed between version point and logging leaves an iteration unlogged.)"""
-    seen: list[dict[int, set[str]]] = []
+    """Whether both runs logged the same last iteration, and the same loss bit for bit for each iteration in both logs,
+    also if it was logged twice. (A process killed between version point and logging leaves an iteration unlogged.)"""
+    runs: list[dict[int, set[str]]] = []
     for losses in (left, right):
         by_iteration: dict[int, set[str]] = {}
         for entry in losses:
             by_iteration.setdefault(entry.iteration, set()).add(float(entry.loss).hex())
-        seen.append(by_iteration)
-    first, second = seen
+        runs.append(by_iteration)
+    first, second = runs
     both = first.keys() & second.keys()
     return max(first) == max(second) and all(len(first[k] | second[k]) == 1 for k in both)
 
 
 def _lost(events: Sequence[Event], kills: Sequence[Event], source: RestoredVersion | None) -> int | None:
-    """As recovery counted, or more where more had been logged when the signal was sent."""
-    counted = _largest(events, catalogue.STATE_RESTORED.name, "lost", int)
+    """The lost iterations that recovery reported, or those logged before the signal, whichever are more."""
+    reported = _largest(events, catalogue.STATE_RESTORED.name, "lost", int)
     logged = kills[0].fields["iteration"] - source.iteration if kills and source is not None else 0
-    return None if counted is None else max(counted, logged)
+    return None if reported is None else max(reported, logged)
 
 
 def restore_count(events: Iterable[Event]) -> int:
-    """How many times the job was restored. Raises EvidenceError if some ranks were restored more often than others."""
+    """The number of restores of the job. Raises EvidenceError if it differs between ranks."""
     events = list(events)
     counts = dict.fromkeys(_ranks(events), 0) | _by_rank(e for e in events if e.type is catalogue.STATE_RESTORED)
     if len(set(counts.values())) > 1:
-        raise EvidenceError(f"ranks were restored unequally often ({counts}): expected each as often as any other")
+        raise EvidenceError(f"ranks report different numbers of restores ({counts}), expected the same on all")
     return max(counts.values(), default=0)
 
 
 def restored_from(events: Iterable[Event]) -> RestoredVersion | None:
-    """The version of the last restore. Raises EvidenceError if ranks do not agree on it."""
+    """The version of the last restore. Raises EvidenceError if it differs between ranks."""
     last = {event.rank: event for event in events if event.type is catalogue.STATE_RESTORED}
-    found = {RestoredVersion(e.fields["tier"], e.fields["lineage"], e.fields["iteration"]) for e in last.values()}
-    if len(found) > 1:
-        raise EvidenceError(f"ranks restored different versions ({found}): expected one")
-    return next(iter(found), None)
+    versions = {RestoredVersion(e.fields["tier"], e.fields["lineage"], e.fields["iteration"]) for e in last.values()}
+    if len(versions) > 1:
+        raise EvidenceError(f"ranks restored different versions ({versions}), expected one")
+    return next(iter(versions), None)
 
 
 def downtime(run: RunRecord, killed: float | None) -> Downtime:
-    """Where the time after a kill at `killed` went."""
+    """The parts of the downtime after a kill at time `killed`."""
     if killed is None:
         return Downtime(None, None, None, None)
     after = [event for event in run.events if event.time >= killed]
-    seen = min((event.time for event in after if event.name in NOTICED), default=None)
+    detected = min((event.time for event in after if event.name in DETECTION_EVENTS), default=None)
     attached = max((event.time for event in after if event.type is catalogue.RANK_ATTACHED), default=None)
-    going_on = min(
-        (entry.time for entry in run.losses if attached is not None and entry.time >= attached), default=None
-    )
+    resumed = min((entry.time for entry in run.losses if attached is not None and entry.time >= attached), default=None)
     return Downtime(
-        detect=None if seen is None else seen - killed,
-        restart=None if seen is None or attached is None else attached - seen,
+        detect=None if detected is None else detected - killed,
+        restart=None if detected is None or attached is None else attached - detected,
         load=_largest(after, catalogue.STATE_RESTORED.name, "seconds", float),
-        down=None if going_on is None else going_on - killed,
+        down=None if resumed is None else resumed - killed,
     )
 
 
 def stall(events: Iterable[Event]) -> float | None:
-    """Downtime per iteration for which training waited for its snapshot: per fence the slowest rank, then the median.
-    None if no fence was passed. A restart begins new fences."""
+    """Seconds per iteration that training waited for its snapshot: the slowest rank per fence, then the median.
+    None without a fence. A restart begins new fences."""
     waits: dict[tuple[int, int], float] = {}
     starts: Counter[int | None] = Counter()
     for event in events:
@@ -266,7 +264,7 @@ def stall(events: Iterable[Event]) -> float | None:
 
 
 def committed(events: Iterable[Event]) -> list[tuple[float, int]]:
-    """(time, iteration) of every version that all ranks committed; its time is that of the last one."""
+    """(time, iteration) of every version that all ranks sealed; the time is that of the last rank."""
     events = list(events)
     ranks = _ranks(events)
     versions: dict[tuple[int, int], dict[int, float]] = {}
@@ -277,7 +275,7 @@ def committed(events: Iterable[Event]) -> list[tuple[float, int]]:
     return sorted((max(by.values()), k) for (_, k), by in versions.items() if by.keys() >= ranks)
 
 
-def _sending(run: RunRecord) -> Sending | None:
+def _sending(run: RunRecord) -> CopyTraffic | None:
     use = bubble_use(run.events)
     return None if use is None else use.sending
 
@@ -304,6 +302,6 @@ def _median(numbers: Sequence[float]) -> float | None:
 
 
 def _total(events: Iterable[Event], name: str, key: str) -> int | None:
-    """The sum over ranks of what each reported last."""
+    """The sum over ranks of the last reported values."""
     last = {event.rank: int(event.fields[key]) for event in events if event.name == name}
     return sum(last.values()) if last else None

@@ -1,6 +1,6 @@
-"""A comparison of two runs for people: a table (rich) and a verdict in words.
+"""Show a comparison of two runs as a table (rich) and a verdict.
 
-In: a `RunComparison`. Out: text; '-' where a figure is missing.
+In: a `RunComparison`. Out: text; '-' for a missing figure.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from collections.abc import Callable, Iterable
 
 from rich.table import Table
 
-from .bubble_use import Sending
+from .bubble_use import CopyTraffic
 from .comparison import RunComparison
 
 
 def table(report: RunComparison) -> Table:
     """The report for a terminal."""
-    what = "one node" if "lost" in report.killed else "one process"
-    grid = Table(title=f"One job, run twice: without a failure, and with {what} killed")
+    target = "one node" if "lost" in report.killed else "one process"
+    grid = Table(title=f"One job, run twice: without a failure, and with {target} killed")
     grid.add_column("")
     grid.add_column("unfailed", justify="right")
     grid.add_column("killed once", justify="right", style="bold")
     seconds, source = report.seconds, report.restored_from
-    place = "-" if source is None else f"iteration {source.iteration} (lineage {source.lineage}, {source.tier} tier)"
+    restored = "-" if source is None else f"iteration {source.iteration} (lineage {source.lineage}, {source.tier} tier)"
     for row in (
         ("iterations", str(report.iterations), str(report.iterations)),
         ("loss at the end", f"{report.final_loss_unfailed:.6f}", f"{report.final_loss:.6f}"),
@@ -30,7 +30,7 @@ def table(report: RunComparison) -> Table:
         ("snapshot committed after", "", _s(report.snapshot_seconds)),
         ("snapshots of all ranks", "", str(report.snapshots)),
         ("host memory for snapshots", "", _memory(report)),
-        ("restored from", "", place),
+        ("restored from", "", restored),
         ("iterations lost", "", "-" if report.iterations_lost is None else str(report.iterations_lost)),
         ("to detect the failure", "", _s(seconds.detect)),
         ("to restart the ranks", "", _s(seconds.restart)),
@@ -44,11 +44,11 @@ def table(report: RunComparison) -> Table:
 
 
 def verdict(report: RunComparison) -> str:
-    """The outcome in a sentence or two."""
+    """The result in one or two sentences."""
     if report.proven:
         return (
             f"Both runs ended in identical parameters, optimizer state and losses, bit for bit: after a SIGKILL of "
-            f"{report.struck} and one restore from memory."
+            f"{report.victim} and one restore from memory."
         )
     if report.identical:
         return (
@@ -62,8 +62,8 @@ def _bubble_rows(report: RunComparison) -> Iterable[tuple[str, str, str]]:
     if not any(both):
         return
 
-    def row(name: str, shown: Callable[[Sending], str]) -> tuple[str, str, str]:
-        left, right = ("-" if one is None else shown(one) for one in both)
+    def row(name: str, show: Callable[[CopyTraffic], str]) -> tuple[str, str, str]:
+        left, right = ("-" if one is None else show(one) for one in both)
         return name, left, right
 
     yield row("bubbles, of an iteration", lambda one: f"{one.idle_share:.0%}")
@@ -75,7 +75,7 @@ def _bubble_rows(report: RunComparison) -> Iterable[tuple[str, str, str]]:
 
 
 def _s(value: float | None) -> str:
-    """Downtime for people: three significant places, in the unit that needs no zeros."""
+    """Seconds with about three significant digits, in s or ms."""
     if value is None:
         return "-"
     return f"{value:.1f} s" if value >= 10 else f"{value:.2f} s" if value >= 1 else f"{value * 1000:.2f} ms"

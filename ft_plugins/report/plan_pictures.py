@@ -1,8 +1,8 @@
-"""Pictures of plans: survival of the newest snapshot (REFT, figure 8), one iteration of a pipeline, goodput.
+"""Draw plans: survival of the newest snapshot (REFT, figure 8), one iteration of a pipeline, goodput.
 
-Invariant: draws what the planner computes and nothing else; needs no display.
+Invariant: draws only what the planner computed; needs no display.
 
-In: a cluster and a threshold; timelines and goodput plans. Out: pictures, in the format that a name ends on.
+In: a cluster and a threshold; timelines and goodput plans. Out: pictures, in the format of the path's suffix.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from ..model.timeline import Kind, Timeline
 from ..planner.goodput import GoodputPlan, ProtectionKind
 from ..planner.intervals import DAY
 from ..planner.survival import Cluster, Scheme, days_until, survival
-from .canvas import MOST_RANKS, SPANS, plain, sheet
+from .canvas import MAX_RANKS, SPANS, new_figure, style_axes
 
 PROTECTIONS = dict(zip(ProtectionKind, ("#7a8794", "#c8322b", "#d98e04", "#0b6fb8", "#2c8a4b"), strict=True))
 COLOURS = {Scheme.CHECKPOINT: "#7a8794", Scheme.RAIM5: "#0b6fb8", Scheme.RAIM6: "#2c8a4b"}
-SIZES = ((1 / 4, (0, (1, 1.5))), (1, "solid"), (4, (0, (5, 2))))  # of the cluster, and the line that stands for it
+SIZES = ((1 / 4, (0, (1, 1.5))), (1, "solid"), (4, (0, (5, 2))))  # factor of the cluster's size, line style
 POINTS = 400
 
 
 def draw_plan(timelines: Sequence[Timeline], plans: Sequence[GoodputPlan], path: Path) -> None:
-    """One iteration, a row for each rank, and goodput over the nodes. Raises ConfigError for another format, OSError
-    where it cannot be written."""
-    figure = sheet(path, 12, 8)
+    """Draw one iteration with a row per rank, and goodput over the number of nodes. Raises ConfigError for another
+    format, OSError if `path` cannot be written."""
+    figure = new_figure(path, 12, 8)
     above, below = figure.subplots(2, 1, height_ratios=(3, 2))
-    shown = timelines[:MOST_RANKS]
+    shown = timelines[:MAX_RANKS]
     for one in shown:
         for kind, colour in SPANS.items():
             bars = [(span.begin, span.end - span.begin) for span in one.spans if span.kind is kind]
@@ -42,16 +42,16 @@ def draw_plan(timelines: Sequence[Timeline], plans: Sequence[GoodputPlan], path:
     above.set_ylabel("rank of the pipeline")
     above.set_xlabel("one iteration, in forward passes of a stage")
     above.set_title(f"{plans[0].bubble_share:.1%} of an iteration is bubbles", loc="left", fontweight="bold")
-    found = {span.kind for one in shown for span in one.spans}
+    drawn = {span.kind for one in shown for span in one.spans}
     names = {Kind.SEND: "send, waiting", Kind.RECV: "receive, waiting"}
-    patches = [Patch(color=SPANS[kind], label=names.get(kind, kind.value)) for kind in SPANS if kind in found]
+    patches = [Patch(color=SPANS[kind], label=names.get(kind, kind.value)) for kind in SPANS if kind in drawn]
     above.legend(handles=patches, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     goodput_axes(below, plans, [plan.nodes for plan in plans], "nodes")
     figure.savefig(path)
 
 
 def goodput_axes(axes: Axes, plans: Sequence[GoodputPlan], sizes: Sequence[int], unit: str) -> None:
-    """Time without progress under each protection over the size of a job, in `unit`."""
+    """Plot the time without progress under each protection over the size of a job, in `unit`."""
     for protection, colour in PROTECTIONS.items():
         lost = [max(1e-6, 1 - plan.of(protection).goodput) for plan in plans]
         axes.plot(sizes, lost, "o-", color=colour, label=protection.title, linewidth=1.6, markersize=4)
@@ -64,12 +64,12 @@ def goodput_axes(axes: Axes, plans: Sequence[GoodputPlan], sizes: Sequence[int],
     axes.set_ylabel("time without progress")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.3%}" if value < 1e-3 else f"{value:.1%}")
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    plain(axes)
+    style_axes(axes)
 
 
 def draw_survival(cluster: Cluster, threshold: float, path: Path) -> None:
-    """Write the picture to `path`. Raises ConfigError for another format, OSError where it cannot be written."""
-    figure = sheet(path, 10, 6)
+    """Draw to `path`. Raises ConfigError for another format, OSError if it cannot be written."""
+    figure = new_figure(path, 10, 6)
     axes = figure.subplots()
     sizes = {_scaled(cluster, factor): line for factor, line in reversed(SIZES)} | {cluster: "solid"}
     ends = [days_until(size, scheme, at) for size in sizes for scheme in size.schemes for at in (0.999, 0.01)]
@@ -98,7 +98,7 @@ def _scaled(cluster: Cluster, factor: float) -> Cluster:
 
 
 def _days(ends: Sequence[float]) -> list[float]:
-    """Points at equal distances on a logarithmic axis."""
+    """Points evenly spaced on a logarithmic axis."""
     low, high = math.log(max(min(ends), 1e-6)), math.log(min(max(ends), 1e9))
     high = max(high, low + 1)
     return [math.exp(low + (high - low) * i / (POINTS - 1)) for i in range(POINTS)]

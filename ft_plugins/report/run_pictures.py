@@ -1,13 +1,13 @@
-"""Pictures of runs: two runs of a job, one of them killed; and what a job did with its bubbles.
+"""Draw runs: two runs of a job, one of them killed; and how a job used its bubbles.
 
-`draw_comparison`: loss over wall time of the failed and of the unfailed run, the failure, the snapshots.
-`draw_bubbles`: one iteration, a row for each rank:
+`draw_comparison`: loss over wall time of the failed and the unfailed run, the failure, the snapshots.
+`draw_bubbles`: one iteration with a row per rank:
 
     ####  forward, backward, update, reduction, in their colours        light: a bubble
-    [==]  a window of it in which the plan lets bytes go, filled as far as bytes went, on average over the iterations
-    [..]  the same, dotted, where no node reported what went
+    [==]  a planned send window in a bubble, filled by the mean share that was sent per iteration
+    [..]  the same, dotted, if no node reported the bytes sent
 
-Invariant: draws what the runs wrote and what `bubble_use` found, and nothing else; needs no display.
+Invariant: draws only what the runs wrote and what `bubble_use` computed; needs no display.
 
 In: the runs and their comparison; a `BubbleUse`. Out: a PNG.
 """
@@ -23,19 +23,19 @@ from ..bubbles.timeline_values import Row, Window
 from ..events import catalogue
 from ..model.timeline import Kind
 from .bubble_use import BubbleUse
-from .canvas import MOST_RANKS, SPANS, sheet
+from .canvas import MAX_RANKS, SPANS, new_figure
 from .comparison import Loss, RunComparison, RunRecord, committed
 
 UNFAILED, FAILED, FAILURE = "#7a8794", "#0b6fb8", "#c8322b"
 IDLE, WINDOW, INK = "#e9edf1", "#d98e04", "#1c1f22"
 UNREPORTED = ":"
-_HEIGHT = 0.78  # of a row, of which there is one a unit
-_LABEL_SHARE = 0.053  # of the width; a window that is narrower has no label
+_HEIGHT = 0.78  # of a row; rows are one unit apart
+_LABEL_SHARE = 0.053  # of the width; narrower windows have no label
 
 
 def draw_comparison(failed: RunRecord, unfailed: RunRecord, report: RunComparison, path: Path) -> None:
-    """Write the picture to `path`."""
-    figure = sheet(path, 10, 6, dpi=150)
+    """Draw two runs of a job to `path`."""
+    figure = new_figure(path, 10, 6, dpi=150)
     losses, snapshots = figure.subplots(2, 1, sharex=True, height_ratios=[8, 1])
     killed = next((event.time for event in failed.events if event.type is catalogue.SIGNAL_SENT), None)
     _draw_losses(losses, failed, unfailed, killed)
@@ -60,8 +60,8 @@ def _title(report: RunComparison) -> str:
         lost = {0: "no iteration", 1: "one iteration"}.get(
             report.iterations_lost or 0, f"{report.iterations_lost} iterations"
         )
-        what = "node" if "lost" in report.killed else "process"
-        return f"One {what} killed, {lost} lost, final state identical bit for bit"
+        target = "node" if "lost" in report.killed else "process"
+        return f"One {target} killed, {lost} lost, final state identical bit for bit"
     return "Survival is not proven: " + report.unproven[0]
 
 
@@ -84,7 +84,7 @@ def _line(axes: Any, began: float, losses: list[Loss], **style: Any) -> None:
 def _draw_failure(axes: Any, failed: RunRecord, report: RunComparison, killed: float) -> None:
     at = killed - failed.began
     axes.axvline(at, color=FAILURE, linewidth=1.4)
-    seconds, text = report.seconds, f"SIGKILL of {report.struck}"
+    seconds, text = report.seconds, f"SIGKILL of {report.victim}"
     if seconds.down is not None:
         axes.axvspan(at, at + seconds.down, color=FAILURE, alpha=0.07, linewidth=0)
     parts = (("detect", seconds.detect), ("restart", seconds.restart), ("load", seconds.load))
@@ -108,9 +108,9 @@ def _draw_snapshots(axes: Any, failed: RunRecord, unfailed: RunRecord, killed: f
 
 
 def draw_bubbles(use: BubbleUse, path: Path) -> None:
-    """Write the picture to `path`."""
-    rows = use.rows[:MOST_RANKS]
-    figure = sheet(path, 13, 1.7 + 0.62 * len(rows), dpi=150)
+    """Draw the bubbles of one iteration to `path`."""
+    rows = use.rows[:MAX_RANKS]
+    figure = new_figure(path, 13, 1.7 + 0.62 * len(rows), dpi=150)
     axes = figure.subplots()
     width = max(row.seconds for row in rows) * 1e3
     for place, row in enumerate(rows):
@@ -118,21 +118,21 @@ def draw_bubbles(use: BubbleUse, path: Path) -> None:
     axes.set_xlim(0, width)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_yticks(range(len(rows)), [f"rank {row.rank}, {use.nodes[row.rank]}" for row in rows])
-    axes.set_xlabel("milliseconds of one iteration (median of those that were measured)")
+    axes.set_xlabel("milliseconds of one iteration (median of the measured ones)")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
     head, _, rest = use.sending.line().partition("; ")
     axes.set_title(f"{head}\n", loc="left", fontsize=13, fontweight="bold")
     axes.text(0, 1.02, rest, transform=axes.transAxes, va="bottom", fontsize=10, color=INK)
-    found = {kind for row in rows for kind, _, _ in row.spans}
+    drawn = {kind for row in rows for kind, _, _ in row.spans}
     names = {Kind.REDUCE: "gradient reduction"}
-    patches = [Patch(color=SPANS[kind], label=names.get(kind, kind.value)) for kind in SPANS if kind in found]
+    patches = [Patch(color=SPANS[kind], label=names.get(kind, kind.value)) for kind in SPANS if kind in drawn]
     patches += [
         Patch(color=IDLE, label="bubble"),
-        Patch(facecolor="white", edgecolor=WINDOW, label="window in which bytes may go"),
-        Patch(color=WINDOW, label="what went, on average"),
+        Patch(facecolor="white", edgecolor=WINDOW, label="send window"),
+        Patch(color=WINDOW, label="sent, on average"),
     ]
-    if use.in_part:
+    if use.partly_reported:
         patches.append(Patch(facecolor="white", edgecolor=WINDOW, linestyle=UNREPORTED, label="bytes not reported"))
     figure.legend(handles=patches, frameon=False, loc="outside lower left", ncols=len(patches))
     figure.savefig(path)
@@ -140,35 +140,35 @@ def draw_bubbles(use: BubbleUse, path: Path) -> None:
 
 def _draw_row(axes: Any, use: BubbleUse, row: Row, place: int, width: float) -> None:
     low = place - _HEIGHT / 2
-    bars = {kind: [_ms(begin, end) for found, begin, end in row.spans if found is kind] for kind in SPANS}
-    idle = [_ms(begin, end) for _, begin, end in row.bubbles]  # over the part of a reduction that only waits
-    for colour, those in ((SPANS[Kind.REDUCE], bars.pop(Kind.REDUCE)), (IDLE, idle)):
-        axes.broken_barh(those, (low, _HEIGHT), color=colour, linewidth=0)
-    for kind, those in bars.items():
-        axes.broken_barh(those, (low, _HEIGHT), color=SPANS[kind], linewidth=0)
+    bars = {kind: [_ms(begin, end) for each, begin, end in row.spans if each is kind] for kind in SPANS}
+    idle = [_ms(begin, end) for _, begin, end in row.bubbles]  # drawn over the waiting part of a reduction
+    for colour, segments in ((SPANS[Kind.REDUCE], bars.pop(Kind.REDUCE)), (IDLE, idle)):
+        axes.broken_barh(segments, (low, _HEIGHT), color=colour, linewidth=0)
+    for kind, segments in bars.items():
+        axes.broken_barh(segments, (low, _HEIGHT), color=SPANS[kind], linewidth=0)
     for bubble in dict.fromkeys(window.bubble for window in row.windows):
-        left = use.an_iteration(row.rank, bubble)
+        left = use.bytes_per_iteration(row.rank, bubble)
         for window in (one for one in row.windows if one.bubble == bubble):
-            went = min(left, window.nbytes) if left is not None else None
-            _draw_window(axes, window, went, low, width)
-            left = left - went if left is not None and went is not None else None
-    to = f"→ rank {row.receiver}: {size(row.nbytes)}"
+            sent = min(left, window.nbytes) if left is not None else None
+            _draw_window(axes, window, sent, low, width)
+            left = left - sent if left is not None and sent is not None else None
+    target = f"→ rank {row.receiver}: {size(row.nbytes)}"
     axes.annotate(
-        f"{to}, by a rate" if row.reason else to, (1.0, place), xycoords=("axes fraction", "data"), xytext=(6, 0),
-        textcoords="offset points", va="center", fontsize=8.5, color=INK, annotation_clip=False,
+        f"{target}, rate-limited" if row.reason else target, (1.0, place), xycoords=("axes fraction", "data"),
+        xytext=(6, 0), textcoords="offset points", va="center", fontsize=8.5, color=INK, annotation_clip=False,
     )  # fmt: skip
 
 
-def _draw_window(axes: Any, window: Window, went: float | None, low: float, width: float) -> None:
-    """Filled from below, as full as it was; dotted where it was not reported."""
+def _draw_window(axes: Any, window: Window, sent: float | None, low: float, width: float) -> None:
+    """Draw a window filled from below by the share that was sent; dotted if that was not reported."""
     begin, length = _ms(window.begin, window.end)
-    if went is not None:
-        share, bottom = went / window.nbytes if window.nbytes else 0.0, low + _HEIGHT
+    if sent is not None:
+        share, bottom = sent / window.nbytes if window.nbytes else 0.0, low + _HEIGHT
         axes.add_patch(Rectangle((begin, bottom), length, -_HEIGHT * share, color=WINDOW, linewidth=0, alpha=0.85))
         if length > _LABEL_SHARE * width:
-            text = f"{size(went)}\nof {size(window.nbytes)}"
+            text = f"{size(sent)}\nof {size(window.nbytes)}"
             axes.text(begin + length / 2, low + _HEIGHT / 2, text, ha="center", va="center", fontsize=7.5, color=INK)
-    style = "-" if went is not None else UNREPORTED
+    style = "-" if sent is not None else UNREPORTED
     frame = Rectangle((begin, low), length, _HEIGHT, fill=False, edgecolor=WINDOW, linewidth=1.1, linestyle=style)
     axes.add_patch(frame)
 
@@ -178,7 +178,7 @@ def _ms(begin: float, end: float) -> tuple[float, float]:
 
 
 def size(nbytes: float) -> str:
-    """Bytes for people."""
+    """Bytes as MiB or KiB."""
     if nbytes >= 1 << 20:
         return f"{nbytes / 2**20:.1f} MiB"
     return f"{nbytes / 2**10:.0f} KiB"

@@ -1,10 +1,10 @@
-"""Alarms of the SMP for the job's own log: it has none itself, so a trainer of its node prints them.
+"""Alarms of the SMP in the job's own log: a trainer of its node prints them, because the SMP has no log there.
 
-Invariant: the file in the run directory holds the last words about each topic, and is written whole. A full disk costs
-words, never a node: what could not be written is written with the next change. That something is over is reported to
-the running incarnation, not to a later one.
+Invariant: the file in the run directory holds the newest text for each topic, and is written whole. A full disk costs
+texts, never a node: what could not be written is written with the next change. That a condition has ended is reported
+to the running incarnation only, not to a later one.
 
-In: words by topic. Out: `protocol.ALARM`, which the lowest rank of the node prints when it changes.
+In: a text by topic. Out: `protocol.ALARM`, which the lowest rank of the node prints when it changes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .. import files
 from ..events import EventType
 from . import protocol
 
-AGAIN_SECONDS = 600.0  # between two reports of a failure that goes on
+REPEAT_SECONDS = 600.0  # between two reports of a failure that persists
 
 
 class Alarms:
@@ -32,8 +32,8 @@ class Alarms:
         self._over: set[str] = set()
 
     def say(self, about: str, kind: EventType, words: str, node: str = "") -> None:
-        """Have the trainers print an event of this kind, unless the last words about this were the same. `node` where
-        it is not this one."""
+        """Have the trainers print an event of this kind, unless the last text on the topic `about` was the same.
+        `node`: if it is not this one."""
         with self._lock:
             self._words[about] = kind.sentence(f"node {node or self._run_dir.name}", words)
             self._over.discard(about)
@@ -42,7 +42,7 @@ class Alarms:
             self._write()
 
     def forget(self, *about: str) -> None:
-        """A new incarnation starts: drop these topics, and all that is over."""
+        """Drop these topics, and those whose condition has ended: a new incarnation starts."""
         with self._lock:
             for name in (*about, *self._over):
                 self._words.pop(name, None)
@@ -57,9 +57,9 @@ class Alarms:
                 self._path.unlink(missing_ok=True)
 
 
-class Failing:
-    """Reports something that fails repeatedly: the first failure as `failure`, then one in AGAIN_SECONDS with their
-    number; as `success` that it works again. For one thread."""
+class RepeatedFailure:
+    """Reports repeated failures of one thing: the first as `failure`, then one in REPEAT_SECONDS with their number, and
+    as `success` that it works again. For one thread."""
 
     def __init__(self, alarms: Alarms, about: str, failure: EventType, success: EventType, node: str = "") -> None:
         self._alarms = alarms
@@ -67,20 +67,20 @@ class Failing:
         self._failure, self._success = failure, success
         self._node = node
         self._count = 0
-        self._said = 0.0  # monotonic
+        self._reported = 0.0  # monotonic
 
     def failed(self, words: str) -> None:
-        """It has failed once more."""
+        """Record a failure."""
         self._count += 1
         now = time.monotonic()
-        if self._count > 1 and now - self._said < AGAIN_SECONDS:
+        if self._count > 1 and now - self._reported < REPEAT_SECONDS:
             return
-        self._said = now
+        self._reported = now
         words = words if self._count == 1 else f"{words}; {self._count} attempts in a row"
         self._alarms.say(self._about, self._failure, words, self._node)
 
     def worked(self, words: str) -> None:
-        """It has not failed."""
+        """Record a success."""
         if self._count:
             words = f"{words}, after {self._count} failed attempts"
             self._alarms.say(self._about, self._success, words, self._node)

@@ -1,15 +1,15 @@
 """Mutual authentication of two processes of one job, and the protection of every unit sent after it. No I/O.
 
-Both sides hold the job's secret and neither sends it. From the secret and the whole handshake HKDF-SHA256 (RFC 5869)
-derives one proof and one key for each direction. So a proof cannot be reflected to its sender, used for another job,
-node or purpose, or replayed; and a relay that forwards the handshake learns no key: it cannot forge, repeat, drop or
+Both sides hold the job's secret and neither sends it. HKDF-SHA256 (RFC 5869) derives one proof and one key for each
+direction from the secret and the whole handshake. So a proof cannot be reflected to its sender, replayed, or used for
+another job, node or purpose. A relay that forwards the handshake learns no key: it cannot forge, repeat, drop or
 reorder a unit without the receiver noticing.
 
     client -> purpose, job, node, nonce, encrypt  |  server -> node, nonce, encrypt, proof  |  client -> proof
 
-Units are authenticated by AES-256-GCM with a counter as nonce, as associated data alone (GMAC), or also encrypted where
-both sides want that. GMAC is the fastest authentication at hand (7 GB/s on one core, blake2b 0.8, HMAC-SHA256 1.6).
-There is no forward secrecy: a party that learns the secret can read earlier recordings of encrypted connections.
+AES-256-GCM with a counter as nonce authenticates each unit, as associated data only (GMAC), or also encrypts it if both
+sides want that. GMAC is the fastest authentication available (7 GB/s on one core, blake2b 0.8, HMAC-SHA256 1.6). There
+is no forward secrecy: a party that learns the secret can decrypt recorded connections.
 
 In: a secret of at least 16 bytes, the messages of the peer. Out: messages for the peer, then a `Channel`.
 """
@@ -28,7 +28,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from ..errors import ProtocolError
 
-HANDSHAKE_LIMIT = 4096  # bytes of one message before the peer has proved that it knows the secret
+HANDSHAKE_LIMIT = 4096  # bytes of one message before the peer has authenticated itself
 TAG = 16  # bytes that follow each unit
 _VERSION = b"ft_plugins channel 1"
 _NONCE = 32
@@ -39,8 +39,8 @@ Buffer = bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True)
-class Who:
-    """The identity of a process in a handshake. Two sides that differ in anything but `node` do not agree.
+class Party:
+    """The identity of a process in a handshake. A handshake fails if the two differ in anything but `node`.
 
     `purpose` separates the protocols of one job: the proofs of one are worth nothing to the other.
     """
@@ -60,8 +60,8 @@ class Sealer:
         self._count = 0
 
     def seal(self, unit: Buffer) -> tuple[Buffer, bytes]:
-        """What to send for `unit`, of the same length, and the tag that follows it."""
-        nonce = _counted(self._count)
+        """The bytes to send for `unit`, of the same length, and the tag that follows them."""
+        nonce = _nonce_of(self._count)
         self._count += 1
         if not self._encrypt:
             return unit, self._cipher.encrypt(nonce, b"", unit)
@@ -80,9 +80,9 @@ class Opener:
     def open(self, body: Buffer, tag: bytes) -> Buffer:
         """The unit that was sent as `body` and `tag`; `body` itself if nothing is encrypted.
 
-        Raises ProtocolError for a unit that was changed, repeated or left out on the way: the connection is void then.
+        Raises ProtocolError if a unit was changed, repeated or left out on the way: the connection is void then.
         """
-        nonce = _counted(self._count)
+        nonce = _nonce_of(self._count)
         self._count += 1
         try:
             if self._encrypt:
@@ -91,7 +91,7 @@ class Opener:
             return body
         except InvalidTag as error:
             raise ProtocolError(
-                f"unit {self._count} of a connection is not what its sender sent: it was changed on the way"
+                f"unit {self._count} of a connection failed its authentication: it was changed on the way"
             ) from error
 
 
@@ -107,7 +107,7 @@ class Channel:
 class ClientHandshake:
     """The side that connects."""
 
-    def __init__(self, secret: bytes, me: Who) -> None:
+    def __init__(self, secret: bytes, me: Party) -> None:
         self._secret = secret
         self._me = me
         self._nonce = secrets.token_bytes(_NONCE)
@@ -118,13 +118,13 @@ class ClientHandshake:
         return {"purpose": me.purpose, "job": me.job, "node": me.node, "nonce": self._nonce, "encrypt": me.encrypt}
 
     def answer(self, challenge: dict[str, Any]) -> tuple[dict[str, Any], Channel]:
-        """The reply to the server's message, after which both sides use the channel.
+        """The reply to the server's message, and the channel that both sides use afterwards.
 
         Raises ProtocolError if the server does not know the secret, or differs in encryption.
         """
         node, nonce, proof = _name(challenge, "node"), _bytes(challenge, "nonce"), _bytes(challenge, "proof")
         encrypt, theirs = self._me.encrypt, challenge.get("encrypt") is True
-        keys = _derive(self._secret, self._me, Who("", "", node, theirs), self._nonce, nonce)
+        keys = _derive(self._secret, self._me, Party("", "", node, theirs), self._nonce, nonce)
         if not hmac.compare_digest(proof, keys.server_proof):
             raise ProtocolError("it does not know the secret of this job: give the same --ftp-secret-file on all nodes")
         _require_same_encryption(encrypt, theirs)
@@ -136,27 +136,26 @@ class ClientHandshake:
 class ServerHandshake:
     """The side that was connected to; one for each connection."""
 
-    def __init__(self, secret: bytes, me: Who) -> None:
+    def __init__(self, secret: bytes, me: Party) -> None:
         self._secret = secret
         self._me = me
         self._nonce = secrets.token_bytes(_NONCE)
-        self._client = Who("", "", "")
+        self._client = Party("", "", "")
         self._keys: _Keys | None = None
 
     def challenge(self, hello: dict[str, Any]) -> dict[str, Any]:
         """The reply to a client's first message.
 
-        Raises ProtocolError for a malformed message, and for a client of another job or purpose. One that differs
-        in encryption gets a reply, so that it can report that; `finish` refuses it.
+        Raises ProtocolError for a malformed message, and for a client of another job or purpose. A client that differs
+        in encryption gets a reply, so that it can report the difference; `finish` refuses it.
         """
         me = self._me
-        said = Who(_name(hello, "purpose"), _name(hello, "job"), _name(hello, "node"), hello.get("encrypt") is True)
-        for what, expected, found in (("protocol", me.purpose, said.purpose), ("job", me.job, said.job)):
-            if expected != found:
-                raise ProtocolError(f"{what}: expected {expected!r}, found {found!r:.100}")
-        theirs = _bytes(hello, "nonce")
-        self._client = said
-        self._keys = _derive(self._secret, said, me, theirs, self._nonce)
+        client = Party(_name(hello, "purpose"), _name(hello, "job"), _name(hello, "node"), hello.get("encrypt") is True)
+        for what, expected, actual in (("protocol", me.purpose, client.purpose), ("job", me.job, client.job)):
+            if expected != actual:
+                raise ProtocolError(f"{what}: expected {expected!r}, found {actual!r:.100}")
+        self._client = client
+        self._keys = _derive(self._secret, client, me, _bytes(hello, "nonce"), self._nonce)
         return {"node": me.node, "nonce": self._nonce, "encrypt": me.encrypt, "proof": self._keys.server_proof}
 
     def finish(self, answer: dict[str, Any]) -> Channel:
@@ -176,13 +175,13 @@ class _Keys:
     to_client: bytes
 
 
-def _derive(secret: bytes, client: Who, server: Who, client_nonce: bytes, server_nonce: bytes) -> _Keys:
-    """Four independent values; each depends on the whole handshake, its parts delimited by their lengths."""
-    said = (client.purpose, client.job, client.node, server.node, str(client.encrypt), str(server.encrypt))
-    parts = (_VERSION, *(text.encode() for text in said), client_nonce, server_nonce)
+def _derive(secret: bytes, client: Party, server: Party, client_nonce: bytes, server_nonce: bytes) -> _Keys:
+    """Four independent values, each derived from the whole handshake, its parts delimited by their lengths."""
+    texts = (client.purpose, client.job, client.node, server.node, str(client.encrypt), str(server.encrypt))
+    parts = (_VERSION, *(text.encode() for text in texts), client_nonce, server_nonce)
     info = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
-    found = HKDF(SHA256(), 4 * _KEY, salt=None, info=info).derive(secret)
-    return _Keys(*(found[at : at + _KEY] for at in range(0, len(found), _KEY)))
+    derived = HKDF(SHA256(), 4 * _KEY, salt=None, info=info).derive(secret)
+    return _Keys(*(derived[at : at + _KEY] for at in range(0, len(derived), _KEY)))
 
 
 def _require_same_encryption(ours: bool, theirs: bool) -> None:
@@ -190,7 +189,7 @@ def _require_same_encryption(ours: bool, theirs: bool) -> None:
         raise ProtocolError(f"--ftp-encrypt: expected {ours} as on this node, found {theirs}; give all nodes the same")
 
 
-def _counted(count: int) -> bytes:
+def _nonce_of(count: int) -> bytes:
     return count.to_bytes(12, "big")
 
 

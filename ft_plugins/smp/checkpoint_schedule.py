@@ -3,9 +3,9 @@
 Invariant: a version is chosen only if all ranks of this node hold it. A job on one node takes the newest. Several nodes
 all choose the same: while the job trains, a version that was announced before it existed; once it has stopped, the
 newest that all nodes offer (`retention`). If replicas are compared, a version waits for its verdict while the job
-trains: those whose replicas agreed go first, and those whose replicas differed are never chosen.
+trains: versions whose replicas agreed are preferred, and those whose replicas differed are never chosen.
 
-In: a `NodeView` of this node at a moment, notices of other nodes. Out: versions; seconds until the next look.
+In: a `NodeView` of this node at one moment, notices of other nodes. Out: versions; seconds until the next look.
 """
 
 from __future__ import annotations
@@ -20,44 +20,45 @@ from typing import Any
 from ..snapshot import retention
 from ..snapshot.retention import Storage
 from ..snapshot.segment import Segment
-from ..snapshot.slots import Mark, Version, in_order, marks_of, may_pin
+from ..snapshot.slots import Mark, Version, marks_of, pinnable_slot, recovery_order
 from . import liveness
 from .notices import Notices
 
-NEAR_SECONDS, FAR_SECONDS = 0.005, 0.1  # between two looks, when a checkpoint is due soon and when not
+NEAR_SECONDS, FAR_SECONDS = 0.005, 0.1  # between two looks: if a checkpoint is due soon, and if not
 _NEAR_ITERATIONS = 8
-_NOTICE_SECONDS = 1.0  # between two looks at what other nodes want
-_OFFER_SECONDS = 10.0  # for other nodes to offer what they hold; then this one chooses alone
+_NOTICE_SECONDS = 1.0  # between two looks at the notices of other nodes
+_OFFER_SECONDS = 10.0  # for other nodes to offer what they hold; after that this node chooses alone
 _PACE_SECONDS = 10.0  # over which the pace of training is measured
 _MEASURED_SECONDS = 1.0  # of measuring before a version is announced
-REQUEST = "request"  # the reason of a person's call
+REQUEST = "request"  # the reason of a call that a user makes
 
 
 @dataclass(eq=False)
 class CheckpointCall:
-    """A request to have the newest version in storage, or what was due anyway (`only_due`), because of `reason`, and
-    never to remove it (`keep`)."""
+    """A request to write the newest version to storage, because of `reason`. `only_due`: only what is due anyway;
+    `keep`: retention never removes it."""
 
     reason: str
     only_due: bool = False
-    patience: float = 0.0  # seconds for the verdict on a version while the job trains
+    patience: float = 0.0  # seconds to wait for the verdict on a version while the job trains
     keep: bool = False
     began: float = field(default_factory=time.monotonic)
-    target: Version | None = None  # that was announced
+    target: Version | None = None  # the announced version
     offered: bool = False
     outcome: dict[str, Any] | None = None
     over: threading.Event = field(default_factory=threading.Event)
 
     def answer(self, state: str, **facts: Any) -> None:
-        """End the call: its waiter goes on."""
+        """End the call and wake its waiter."""
         self.outcome = {"state": state, **facts}
         self.over.set()
 
 
 @dataclass(frozen=True)
 class NodeView:
-    """The ranks of this node that take part, and the versions that all of them hold and whose replicas are not known to
-    differ. `marks`: the verdicts that any rank knows; `good`: versions of which every rank knows a good verdict."""
+    """The participating ranks of this node. `held`: versions that all of them hold, except those whose replicas are
+    known to differ; `marks`: verdicts that any rank knows; `good`: versions of which every rank knows a good
+    verdict."""
 
     segments: Mapping[int, Segment]
     held: frozenset[Version]
@@ -67,7 +68,7 @@ class NodeView:
 
     @property
     def opened(self) -> bool:
-        """Whether every rank has opened its lineage: what is newer than its base is void by now."""
+        """Whether every rank has opened its lineage, so that versions newer than its base are void."""
         return all(segment.lineage_token == segment.token for segment in self.segments.values())
 
     @property
@@ -86,19 +87,19 @@ class NodeView:
 
 
 def taking_part(segments: Mapping[int, Segment], world_size: int) -> dict[int, Segment]:
-    """The ranks that take part: all of the job if all are here; else those of the incarnation that runs or ran last,
-    and before any rank of one has attached, all that are here."""
+    """The ranks that participate: all ranks of the job if all are here; otherwise those of the incarnation that runs or
+    ran last; before any rank has attached, all that are here."""
     whole = {rank: segment for rank, segment in sorted(segments.items()) if rank < world_size}
     attached = {rank: segment for rank, segment in whole.items() if segment.attached}
     return whole if len(whole) == world_size else attached or whole
 
 
 def view(segments: Mapping[int, Segment], world_size: int) -> NodeView:
-    """The state of `segments`, those that take part; a version that may be about to be overwritten is not held."""
+    """The state of the participating `segments`. A version that may be about to be overwritten is not held."""
     all_slots = [segment.slots() for segment in segments.values()]
     marks = marks_of((slot.version, slot.mark) for slots in all_slots for slot in slots)
     versions = (
-        {slot.version for slot in slots if slot.version is not None and may_pin(slots, slot.version) is not None}
+        {slot.version for slot in slots if slot.version is not None and pinnable_slot(slots, slot.version) is not None}
         for slots in all_slots
     )
     held = frozenset(v for v in set.intersection(*versions) if marks.get(v) is not Mark.DIFFERING)
@@ -108,21 +109,22 @@ def view(segments: Mapping[int, Segment], world_size: int) -> NodeView:
 
 
 class CheckpointSchedule:
-    """The schedule of one node. Guards the pace of training and what other nodes are known to want."""
+    """The schedule of one node. Remembers the pace of training and the notices of other nodes."""
 
     def __init__(self, node: str) -> None:
         self._node = node
         self._wanted: Version | None = None
         self._heard_at = 0.0
-        self._pace = (0.0, 0)  # when which iteration was completed
+        self._pace = (0.0, 0)  # a time, and the iteration that was complete then
         self._seen = -1
-        self._settled: tuple[frozenset[Version], Version] | None = None  # what was held then, what was agreed on
+        self._settled: tuple[frozenset[Version], Version] | None = None  # the held versions, and the one agreed on
         self.pause = FAR_SECONDS
 
     def may_be_due(self, storage: Storage, segments: Mapping[int, Segment], last: Version | None) -> bool:
-        """Whether a checkpoint may be due, so that the slots are worth a look; sets `pause` until the next call.
+        """Whether a checkpoint may be due, so that the slots have to be read; sets `pause`, the time until the next
+        call.
 
-        Shorter if one is due soon; a job that stands still is looked at less and less often. `last`: as for `due`.
+        The pause is shorter if one is due soon, and grows while no iteration completes. `last`: as for `due`.
         """
         now, completed = time.monotonic(), min(segment.completed for segment in segments.values())
         if completed < self._pace[1] or now - self._pace[0] > _PACE_SECONDS:
@@ -131,26 +133,26 @@ class CheckpointSchedule:
         rate = self._rate(now, completed, NEAR_SECONDS)
         if turn is not None and turn <= completed + _NEAR_ITERATIONS:
             self.pause = NEAR_SECONDS if completed != self._seen else min(2 * self.pause, FAR_SECONDS)
-        elif turn is not None and rate:  # half of the way
+        elif turn is not None and rate:  # half of the time until then
             self.pause = max(NEAR_SECONDS, min(FAR_SECONDS, (turn - completed) / rate / 2))
         else:
             self.pause = FAR_SECONDS
         self._seen = completed
         if len(segments) < storage.world_size:
-            missed = now - self._heard_at > _NOTICE_SECONDS  # what another node may want
+            missed = now - self._heard_at > _NOTICE_SECONDS  # what another node may have announced
         else:
             missed = retention.is_behind(completed, storage, last)
         return missed or turn is not None and turn <= completed
 
     def _rate(self, now: float, completed: int, over: float) -> float | None:
-        """Recent iterations per second; None before they were watched for `over` seconds."""
+        """Recent iterations per second; None until they were measured for `over` seconds."""
         began, first = self._pace
         return (completed - first) / (now - began) if now - began > over else None
 
     def due(
         self, storage: Storage, folder: Path, seen: NodeView, last: Version | None, ending: bool = False
     ) -> Version | None:
-        """The version that is due, newer than `last`. `ending`: do not wait for a verdict any more."""
+        """The version that is due, newer than `last`. `ending`: do not wait for a verdict."""
         if not seen.opened:
             return None
         wanted = None if seen.alone else self._heard(folder, seen)
@@ -163,7 +165,7 @@ class CheckpointSchedule:
     def called(
         self, call: CheckpointCall, storage: Storage, folder: Path, seen: NodeView, known: Collection[Version]
     ) -> Version | None:
-        """The version that `call` gets; None as long as there is none. `known` are written or complete."""
+        """The version that `call` gets; None while there is none. `known` are written or complete."""
         if call.only_due:
             return max(known, default=None)
         if seen.alone:
@@ -177,10 +179,10 @@ class CheckpointSchedule:
 
     def _best(self, storage: Storage, seen: NodeView) -> Version | None:
         """The newest version, preferring good verdicts if replicas are compared."""
-        return next(iter(in_order(seen.held, seen.marks if storage.audits else {})), None)
+        return next(iter(recovery_order(seen.held, seen.marks if storage.audits else {})), None)
 
     def _heard(self, folder: Path, seen: NodeView) -> Version | None:
-        """The version that a node has announced, if it is of the present lineage."""
+        """The version that a node has announced, if it is of the current lineage."""
         now = time.monotonic()
         if now - self._heard_at > _NOTICE_SECONDS:
             self._heard_at, self._wanted = now, Notices(folder, self._node).wanted()
@@ -194,7 +196,7 @@ class CheckpointSchedule:
             return call.target
         if call.target is not None and call.target not in seen.held and seen.held and max(seen.held) > call.target:
             Notices(folder, self._node).have(call.target)
-            call.target = self._wanted = None  # overwritten before it was seen, on some node: another one
+            call.target = self._wanted = None  # some node overwrote it before it was seen: announce another one
         if call.target is None:
             heard = self._heard(folder, seen)
             rate = self._rate(time.monotonic(), seen.completed, _MEASURED_SECONDS)
@@ -207,14 +209,14 @@ class CheckpointSchedule:
         return call.target if call.target in (seen.good if storage.audits else seen.held) else None
 
     def _agreed(self, call: CheckpointCall, storage: Storage, folder: Path, seen: NodeView) -> Version | None:
-        """The version that all nodes write once the job has stopped. It stays the same as long as nothing moves."""
+        """The version that all nodes write once the job has stopped. It stays the same while the held versions do."""
         if self._settled is not None and self._settled[0] == seen.held:
             return self._settled[1]
         notices = Notices(folder, self._node)
         if not call.offered:
             notices.offer(seen.segments, seen.held, storage.world_size, seen.marks if storage.audits else {})
             call.offered = True
-        agreed = retention.held_by_job(notices.offers(storage.world_size), storage.world_size)
+        agreed = retention.newest_held_by_all(notices.offers(storage.world_size), storage.world_size)
         if agreed is not None and agreed in seen.held:
             self._settled = (seen.held, agreed)
             return agreed

@@ -1,10 +1,10 @@
-"""Bound the connections of a server: its descriptors, idle connections that make room, counts of rejected ones.
+"""Bound the connections of a server: their number, idle ones that make room, and events about rejected ones.
 
-Invariant: connections never take the last RESERVE descriptors of a process; those are for segments, locks, logs and
-child processes. A connection makes room only between requests, never while one of its requests is received, carried out
-or answered. A flood of rejected connections costs one event a minute, of bounded size; the first is reported at once.
+Invariant: connections never take the last RESERVE descriptors of a process, which are for segments, locks, logs and
+child processes. A connection makes room only between requests, never while a request is received, carried out or
+answered. A flood of rejected connections costs one event a minute, of bounded size; the first is reported at once.
 
-In: the limits of the process; connections, each with a name. Out: places for connections; `peer.rejected` events.
+In: the limits of the process; connections, each with a name. Out: admitted connections; `peer.rejected` events.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from ..events import Events, catalogue
 from .protocol import legible
 
-ENOUGH = 1 << 16  # descriptors; not more where the hard limit is 2**30: some programs walk over every possible number
-RESERVE = 256  # descriptors; where the limit is lower than twice that: half of it
+ENOUGH = 1 << 16  # descriptors; no more even if the hard limit is 2**30: some programs iterate over all of them
+RESERVE = 256  # descriptors; half of the limit if that is less
 EVERY_SECONDS = 60.0  # between two events about rejected connections
-_NAMED = 8  # reasons and addresses of one event; the others are counted together
+_NAMED = 8  # reasons and addresses in one event; the others are counted together
 _REASON = 160  # characters
 _OTHERS = "others"
 
@@ -31,7 +31,7 @@ _OTHERS = "others"
 def raise_limit() -> int:
     """Raise the soft limit on descriptors of this process and its future children to the hard limit or ENOUGH.
 
-    Returns the limit that holds now. Never lowers it, raises no error: if the system refuses, the limit stays.
+    Returns the limit afterwards. Never lowers it; if the system refuses, the limit stays, without an error.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = min(_number(hard), ENOUGH)
@@ -42,7 +42,7 @@ def raise_limit() -> int:
 
 
 def places(wanted: int, others: int = 0) -> int:
-    """How many connections may be open at a time: `wanted`, or as many as leave the reserve and `others`."""
+    """How many connections may be open at a time: `wanted`, or fewer, to leave the reserve and `others`."""
     limit = _number(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     return max(1, min(wanted, limit - min(RESERVE, limit // 2) - others))
 
@@ -53,7 +53,7 @@ def _number(limit: int) -> int:
 
 @dataclass(eq=False)
 class OpenConnection:
-    """One connection that a server serves."""
+    """A connection of a server."""
 
     connection: socket.socket
     name: str
@@ -63,17 +63,17 @@ class OpenConnection:
 class Connections:
     """The open connections of one server, for all of its threads.
 
-    When there are too many, an idle one makes room: the one of the same name that has been idle for longest; if that
-    name has no idle one, the one that has been idle for longest of all. Its peer connects again at its next request.
+    If there are too many, an idle one makes room: the longest idle one of the same name, or, if that name has none, the
+    longest idle of all. Its peer connects again at its next request.
     """
 
     def __init__(self, most: int) -> None:
-        self._most = most
-        self._open: dict[OpenConnection, None] = {}  # the one that has been idle for longest comes first
+        self.most = most
+        self._open: dict[OpenConnection, None] = {}  # the longest idle comes first
         self._changed = threading.Condition()
 
     def take(self, connection: socket.socket, name: str, seconds: float | None = 0.0) -> OpenConnection | None:
-        """Admit `connection`; None if all others stay busy for `seconds`. `seconds` None: wait without limit."""
+        """Admit `connection`; None if all others stay busy for `seconds` (None: no limit)."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._room(name), seconds):
                 return None
@@ -82,8 +82,8 @@ class Connections:
             return admitted
 
     def _room(self, name: str) -> bool:
-        """Whether there is room, if need be after closing an idle connection."""
-        if len(self._open) < self._most:
+        """Make room for one more by closing an idle connection, if necessary; whether there is room."""
+        if len(self._open) < self.most:
             return True
         idle = [each for each in self._open if not each.busy]
         oldest = next((each for each in idle if each.name == name), idle[0] if idle else None)
@@ -95,13 +95,13 @@ class Connections:
         return True
 
     def begin(self, admitted: OpenConnection) -> bool:
-        """A request is about to be received; False if the connection has made room: then nothing is received."""
+        """Mark the connection busy, before a request is received. False: it had to make room, so receive nothing."""
         with self._changed:
             admitted.busy = True
             return admitted in self._open
 
     def rest(self, admitted: OpenConnection) -> None:
-        """The request has been answered."""
+        """Mark the connection idle: the request has been answered."""
         with self._changed:
             admitted.busy = False
             if admitted in self._open:
@@ -110,14 +110,14 @@ class Connections:
             self._changed.notify()
 
     def leave(self, admitted: OpenConnection) -> None:
-        """Call it before the connection is closed. Idempotent."""
+        """Remove the connection, before it is closed. Idempotent."""
         with self._changed:
             self._open.pop(admitted, None)
             self._changed.notify()
 
 
 class RejectedConnections:
-    """Connections that were rejected, or ended before their peer had proved who it is, since the last event."""
+    """Counts connections that were rejected, or ended before their peer had authenticated itself."""
 
     def __init__(self, events: Events, every: float = EVERY_SECONDS) -> None:
         self._events = events
@@ -128,7 +128,7 @@ class RejectedConnections:
         self._addresses: Counter[str] = Counter()
 
     def count(self, address: str, reason: str) -> None:
-        """Count one more; emit an event if the last one is long enough ago."""
+        """Count one more, and `report`."""
         with self._lock:
             _add(self._reasons, legible(reason, _REASON))
             _add(self._addresses, legible(address, _REASON))
@@ -136,7 +136,7 @@ class RejectedConnections:
 
     @property
     def due(self) -> float | None:
-        """When (monotonic) `report` will have something to emit; None for never."""
+        """When (monotonic) `report` will emit an event; None: never."""
         return self._reported + self._every if self._reasons else None
 
     def report(self) -> None:

@@ -1,21 +1,20 @@
-"""Send this node's part of an exchange: the blocks and copies of one version, to the nodes that store them.
+"""Send this node's part of an exchange: parity data and copies of one version, to the nodes that store them.
 
-Of state whose parity this node computed itself, from its replicas, only digests are sent (`replica_checks`): the node
-that captured the same bytes compares them.
+Data goes to a node in lanes, each with a thread and a connection: one for every rank with a pacer of its own (whose
+bubbles are its own), and one for everything else. Data of several ranks goes in the lane of the first of them. For
+state whose parity this node's ranks computed themselves, from replicas, only digests are sent: the node that captured
+the same bytes compares them (`replica_checks`).
 
-Data goes to a node in lanes, a thread and a connection each: one for every rank with a pacer of its own (its bubbles
-are not those of another), one for all else. A block of several ranks goes with the first of them.
+A pacer decides how many bytes may be sent, never which: frames are consecutive bytes of a stream. If bubbles are
+planned by whole layers, a window carries as many bytes as the chosen layers have, but not those layers: a version is
+useful only once all of it has arrived, in any order, and the receiver need not know the plan.
 
-A pacer decides how many bytes may go, never which: frames are consecutive bytes of a stream. So if bubbles are planned
-by whole layers, a window carries as many bytes as the layers chosen for it have, but not those layers: a version is
-useful only when all of it has arrived, in whatever order, and the receiver need not know the plan.
+Invariant: nothing here is in the step path; pacing makes it slower, never wrong. What a receiver reports as taken
+decides what is sent next, so a broken connection, a repeated frame or a replaced receiver costs only time. Bytes leave
+a slot only after its digests were verified, and only while the slot is pinned.
 
-Invariant: none of it is in the step path; pacing makes it slower, never wrong. What a receiver reports as taken decides
-what is sent next, so a broken connection, a frame that arrived twice or a replaced receiver costs only time. Bytes
-leave a slot only after its digests were verified, and only while the slot is pinned.
-
-In: a plan, the pinned slots of this node, connections to the others. Out: frames; `done` once all was taken and nothing
-differs; `exchange.sent` and `replica.diverged` events.
+In: a plan, the pinned slots of this node, connections to other nodes. Out: frames; `done` once everything was taken and
+no replica differs; `exchange.sent` and `replica.diverged` events.
 """
 
 from __future__ import annotations
@@ -39,13 +38,14 @@ from ..redundancy.exchange_plan import ExchangePlan, Send
 from ..snapshot.segment import Segment
 from ..snapshot.slots import Version
 from . import replica_checks
+from .authenticated import PAYLOAD_LIMIT
 from .replica_checks import Difference
 from .traffic import step_back
-from .wire import PAYLOAD_LIMIT, Peer
+from .wire import Peer
 
-_AGAIN_SECONDS = 0.2  # before a receiver that has all is asked whether it still has; or after an error
-_REPORTED = 4  # differences one by one; a replica that has diverged as a whole has thousands
+_REPEAT_SECONDS = 0.2  # before a complete receiver is queried again; or after an error
 _WAIT_SECONDS = 0.02  # for a receiver that does not expect the version yet
+_REPORTED = 4  # differences with an event of their own; a wholly diverged replica has thousands
 
 Bytes = npt.NDArray[np.uint8]
 NO_RANK = -1
@@ -53,28 +53,28 @@ NO_RANK = -1
 
 @dataclass(frozen=True, order=True)
 class Lane:
-    """The data of `rank` for `target`, by that rank's pacer; NO_RANK: that of all ranks without a pacer."""
+    """The data of `rank` for `target`, by that rank's pacer; NO_RANK: the data of all ranks without one."""
 
     target: int
     rank: int
 
 
 def slot_of(segment: Segment, version: Version) -> int:
-    """The slot that holds `version` CLEAN. Raises CorruptSlotError if none does (any more)."""
+    """The slot that holds `version` CLEAN. Raises CorruptSlotError if there is none."""
     for slot in segment.slots():
         if slot.version == version and slot.state.name == "CLEAN":
             return slot.index
-    raise CorruptSlotError(f"rank {segment.rank}: version {version} is not in memory any more")
+    raise CorruptSlotError(f"rank {segment.rank}: version {version} is no longer in memory")
 
 
 def copy_of(segment: Segment, version: Version) -> bytes:
-    """What other nodes store whole of a rank's slot: its small state and digest table."""
+    """The copy of a rank that other nodes store: small state and digest table."""
     index = slot_of(segment, version)
     return bytes(msgpack.packb([segment.small(index), segment.digests(index).tobytes()]))
 
 
 class ExchangeSender:
-    """Sends `version` until it is stopped. A thread per lane."""
+    """Sends `version` until it is stopped, with a thread per lane."""
 
     def __init__(
         self,
@@ -91,10 +91,9 @@ class ExchangeSender:
     ) -> None:
         """`segments` of this node's ranks hold `version` pinned; `connect` makes a connection to a position's SMP.
 
-        `pacers` pace the data of their ranks; `pacer` is for all else.
-
-        `agreed` is called once every replica that parity was made from here equals its other side. Raises
-        ProtocolError if the layout of a slot differs from the plan's.
+        `pacers` pace the data of their ranks, `pacer` everything else. `agreed` is called once every replica from which
+        parity was computed here equals its counterpart. Raises ProtocolError if the layout of a slot differs from the
+        plan's.
         """
         self._plan = plan
         self._position = position
@@ -104,18 +103,18 @@ class ExchangeSender:
         self._pacers = {NO_RANK: pacer, **(pacers or {})}
         self._events = events
         self._stop = threading.Event()
-        self._frames = itertools.count()  # that were about to go, for faults
+        self._frames = itertools.count()  # number of the next frame, for faults
         self._started = time.monotonic()
         self._verified: bool | None = None
         self._verifying = threading.Lock()
         self._agreed = agreed
         self._checks = replica_checks.by_target(plan, plan.ranks[position], segments)
-        self._unchecked = set(self._checks)  # positions that have not confirmed yet that all is equal
+        self._unchecked = set(self._checks)  # positions that have not yet confirmed that replicas agree
         self._counting = threading.Lock()
         self._sent_bytes = self._inside_bytes = self._late_bytes = 0
         self._announced = False
         self.differences: list[Difference] = []
-        if not self._checks:  # also where there is parity, of nothing
+        if not self._checks:  # including parity of no bytes
             agreed(version)
         self._lanes: dict[Lane, tuple[list[Send], list[int]]] = {Lane(to, NO_RANK): ([], []) for to in self._checks}
         for send in plan.sends[position]:
@@ -123,7 +122,7 @@ class ExchangeSender:
             lane = self._lane(send.area.position, members[0] if members else NO_RANK)
             self._lanes.setdefault(lane, ([], []))[0].append(send)
         for rank in plan.ranks[position]:
-            for holder in plan.copy_holders(rank):
+            for holder in plan.small_state_holders(rank):
                 self._lanes.setdefault(self._lane(holder, rank), ([], []))[1].append(rank)
         self._done = dict.fromkeys(sorted(self._lanes), False)
         self._peers = {lane: connect(lane.target) for lane in self._done}
@@ -139,21 +138,21 @@ class ExchangeSender:
 
     @property
     def version(self) -> Version:
-        """The version that is sent."""
+        """The version being sent."""
         return self._version
 
     @property
     def done(self) -> bool:
-        """Whether every target had taken all when it was last asked."""
+        """Whether every target had taken everything when it was last queried."""
         return all(self._done.values())
 
     @property
     def corrupt(self) -> bool:
-        """Whether a slot fails its digests: then nothing of it was sent."""
+        """Whether a slot failed its digests, so that none of it was sent."""
         return self._verified is False
 
     def stop(self) -> None:
-        """Send no more; returns when no thread reads the slots."""
+        """Stop sending. When this returns, no thread reads the slots."""
         self._stop.set()
         for peer in self._peers.values():
             peer.close()  # a request in flight fails
@@ -161,26 +160,26 @@ class ExchangeSender:
             thread.join()
 
     def _feed(self, lane: Lane) -> None:
-        complained = False
+        reported = False
         step_back()
         while not self._stop.is_set():
-            pause = _AGAIN_SECONDS
+            pause = _REPEAT_SECONDS
             try:
                 if not self._slots_match():
                     return
                 waiting = self._feed_once(lane)
                 if self.differences:
                     return
-                pause = _WAIT_SECONDS if waiting else _AGAIN_SECONDS
-            except Exception as error:  # whatever it is: without this thread no version would ever count again
+                pause = _WAIT_SECONDS if waiting else _REPEAT_SECONDS
+            except Exception as error:  # any error: without this thread no version would ever be committed again
                 if self._stop.is_set():
                     return
                 self._done[lane] = False
-                if not complained:  # once per version and lane, not five times a second
+                if not reported:  # once per version and lane, not five times a second
                     expected = isinstance(error, (FtError, OSError))
                     reason = str(error) if expected else f"{type(error).__name__}: {error}"
                     self._events.emit(catalogue.EXCHANGE_RETRIED, target=self._plan.nodes[lane.target], reason=reason)
-                complained = True
+                reported = True
             self._stop.wait(pause)
 
     def _slots_match(self) -> bool:
@@ -200,7 +199,7 @@ class ExchangeSender:
             return self._verified
 
     def _feed_once(self, lane: Lane) -> bool:
-        """Send what the target lacks; whether to wait for it."""
+        """Send what the target lacks. Returns whether to wait for the target."""
         sends, ranks = self._lanes[lane]
         fields: dict[str, Any] = {"version": [self._version.lineage, self._version.iteration], "epoch": self._epoch}
         nodes = sorted({(send.area.section, send.node) for send in sends})
@@ -239,27 +238,28 @@ class ExchangeSender:
         return False
 
     def _fault(self, lane: Lane, at: int) -> str | None:
-        """The fault point before each frame; `frame` counts those of this exchange, from 0, over all lanes."""
+        """The fault point before each frame; `frame` numbers the frames of this exchange from 0, over all lanes."""
         return faults.reach(
             "exchange.frame", position=self._position, target=lane.target, at=at, epoch=self._epoch,
             iteration=self._version.iteration, frame=next(self._frames),
         )  # fmt: skip
 
     def _compare(self, lane: Lane, fields: dict[str, Any]) -> bool:
-        """Have the target compare its shares with what parity was made from here; whether all are equal."""
+        """Have the target compare its shares with the replicas from which parity was computed here. Returns whether all
+        agree."""
         tables = {
             rank: segment.digests(slot_of(segment, self._version)).copy() for rank, segment in self._segments.items()
         }
         for batch in replica_checks.batches(self._checks[lane.target]):
-            asked = replica_checks.payload(batch, tables)
+            checks = replica_checks.payload(batch, tables)
             faults.reach("exchange.check", position=self._position, target=lane.target)
-            self._pacers[lane.rank].take(len(asked), self._stop)
+            self._pacers[lane.rank].take(len(checks), self._stop)
             if self._stop.is_set():
                 return False
-            reply, _ = self._peers[lane].ask("check", asked, **fields)
+            reply, _ = self._peers[lane].ask("check", checks, **fields)
             if reply.get("wait"):
                 return False
-            self._count(len(asked))
+            self._count(len(checks))
             differ = [Difference(self._version, batch[place]) for place in reply["differ"]]
             for difference in differ[:_REPORTED]:
                 self._report(difference, len(differ))
@@ -288,7 +288,7 @@ class ExchangeSender:
             self._late_bytes += nbytes if in_time is False else 0
 
     def _announce(self) -> None:
-        """Emit `exchange.sent`, once: how many bytes passed within their bubble, and how many after it."""
+        """Emit `exchange.sent`, once: how many bytes were sent within their bubble, and how many after it."""
         with self._counting:
             if self._announced or not self.done:
                 return
@@ -300,7 +300,7 @@ class ExchangeSender:
         )  # fmt: skip
 
     def _frame(self, send: Send, at: int, nbytes: int) -> Bytes:
-        """The next `nbytes` of a block, `at` from its start: a view of a slot, or a copy across ranks."""
+        """The next `nbytes` of a block, from byte `at`: a view of a slot, or a concatenation across ranks."""
         start = send.start + at
         stop = start + nbytes
         section = self._plan.sections[send.area.section]
@@ -316,7 +316,7 @@ class ExchangeSender:
         at = 0
         while at < len(whole) and not self._stop.is_set():
             allowed = Allowance(PAYLOAD_LIMIT)
-            if lane.rank != NO_RANK:  # a rate limits data alone
+            if lane.rank != NO_RANK:  # a rate limit applies to data only
                 allowed = self._pacers[lane.rank].take(min(PAYLOAD_LIMIT, len(whole) - at), self._stop)
                 if not allowed.nbytes:
                     return

@@ -1,9 +1,9 @@
-"""Plan the rebuild of a slot: frame by frame, which bytes of which node, with which factor. Pure.
+"""Plan the rebuild of a slot: for each frame, which bytes of which node, with which factor. Pure.
 
-Invariant: the frames cover the slot once, in order; none is longer than a payload. The sum over GF(256) of factor *
-bytes of a frame's parts is what the slot held there; a part with fewer bytes than its frame is padded with zeros. A
-frame ends where a bucket of the parity store ends that it is decoded from, so the SMP that stores it verifies one
-bucket for a frame, and each only once. Parity that lies in slots is read like any other byte of a slot.
+Invariant: the frames cover the slot once, in order; none is longer than a payload. The bytes of the slot are the sum
+over GF(256) of factor * bytes of a frame's parts; a part with fewer bytes than its frame is padded with zeros. A frame
+ends at a bucket boundary of the parity store that it is decoded from, so that SMP verifies one bucket per frame, and
+each bucket once. Parity that lies in slots is read like any other byte of a slot.
 
 In: an exchange plan and the lost positions, or where the slot lies whole. Out: `Frame`s.
 """
@@ -17,7 +17,7 @@ from ..redundancy.exchange_plan import ExchangePlan
 from ..redundancy.parity import StripeRebuild, plan_decode
 from ..redundancy.sections import Encoding, Section
 from ..snapshot.slots import Version
-from .wire import PAYLOAD_LIMIT
+from .authenticated import PAYLOAD_LIMIT
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Part:
 class Frame:
     """Bytes `offset .. offset + nbytes` of the slot.
 
-    If any part is as long as the frame and has factor 1, the first one is: the others are added to it.
+    If any part is as long as the frame and has factor 1, the first part is such a base: the others are added to it.
     """
 
     offset: int
@@ -63,7 +63,7 @@ class Frame:
 
     @property
     def has_base(self) -> bool:
-        """Whether the first part is such a one; else all are added to zeros."""
+        """Whether the first part is a base; if not, all parts are added to zeros."""
         return bool(self.parts) and _may_be_base(self.parts[0], self.nbytes)
 
 
@@ -79,12 +79,12 @@ def copied(rank: int, version: Version, nbytes: int, position: int) -> Iterator[
 
 
 def decoded(plan: ExchangePlan, rank: int, version: Version, lost: Collection[int]) -> Iterator[Frame]:
-    """The frames of a slot that is computed from parity, without what lay at the positions `lost`; its data first, then
-    the parity that it held itself.
+    """The frames of a slot that is computed from parity, without the positions `lost`: its data, then the parity that
+    it held itself.
 
-    Raises ResumeError when more is lost than parity makes up for.
+    Raises ResumeError if more is lost than parity can replace.
     """
-    sections = plan.ways(rank, lost) or plan.sections_of_rank[rank]  # None: the decoding says what is lost
+    sections = plan.recovery_sections(rank, lost) or plan.sections_of_rank[rank]  # None: decoding raises the error
     regions = sorted(_regions(plan, rank, sections), key=lambda region: region.offset)
     rebuilds = {section.index: _needed(plan, section, lost) for section in sections}
     return _decoded(plan, version, regions, rebuilds)
@@ -92,8 +92,8 @@ def decoded(plan: ExchangePlan, rank: int, version: Version, lost: Collection[in
 
 @dataclass(frozen=True)
 class _Region:
-    """Bytes `offset .. offset + nbytes` of a slot are those from `at` on of a node's stream, or of parity of a stripe
-    that lies in slots."""
+    """Bytes `offset .. offset + nbytes` of a slot, which are those from `at` on of a node's stream, or of the parity of
+    a stripe that lies in slots."""
 
     offset: int
     nbytes: int
@@ -104,7 +104,7 @@ class _Region:
 
 
 def _regions(plan: ExchangePlan, rank: int, sections: Sequence[Section]) -> Iterator[_Region]:
-    """What the slot of a rank is made of, as far as `sections` have it."""
+    """The parts of a rank's slot that belong to `sections`."""
     position = plan.position_of_rank[rank]
     for section in sections:
         node, at = section.positions.index(position), 0
@@ -123,9 +123,9 @@ def _regions(plan: ExchangePlan, rank: int, sections: Sequence[Section]) -> Iter
 def _needed(
     plan: ExchangePlan, section: Section, lost: Collection[int]
 ) -> dict[tuple[int, tuple[str, int]], StripeRebuild]:
-    """By stripe and what is wanted of it, how each thing of a section that lay at a lost position is computed."""
-    gone = [node for node, position in enumerate(section.positions) if position in set(lost)]
-    return {(found.stripe, found.wanted): found for found in plan_decode(section.placement, gone)}
+    """How each block of a section that lay at a lost position is computed, by stripe and block."""
+    lost_nodes = [node for node, position in enumerate(section.positions) if position in set(lost)]
+    return {(one.stripe, one.wanted): one for one in plan_decode(section.placement, lost_nodes)}
 
 
 def _decoded(

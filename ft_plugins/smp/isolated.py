@@ -1,8 +1,8 @@
 """Entry of the SMP's interpreter: `python -I <this file> <folder,...> <arguments of smp.process>`.
 
-Invariant: nothing in the working directory, in PYTHONPATH or in the user's site-packages takes the place of a module
-that the SMP imports. Isolated mode leaves them out; this package is loaded from where this file lies, and what it needs
-from where the process that starts it has found it, behind everything else.
+Invariant: nothing in the working directory, PYTHONPATH or the user's site-packages replaces a module that the SMP
+imports. Isolated mode excludes them. This package is loaded from the folder of this file, and its dependencies from
+where the starting process found them, after everything else on the path.
 
 In: `command()`, to which the arguments are added. Out: `smp.process.main`.
 """
@@ -19,22 +19,22 @@ _NEEDED = "annotated_types cryptography msgpack numba numpy pydantic pydantic_co
 
 
 def command() -> list[str]:
-    """How to start an SMP that imports what this process does."""
+    """The command that starts an SMP which imports the same modules as this process."""
     return [sys.executable, "-I", os.path.realpath(__file__), os.pathsep.join(_folders())]
 
 
 def _folders() -> list[str]:
-    """Where this process finds what the SMP imports."""
-    found = {}
+    """The folders from which this process imports the SMP's dependencies."""
+    folders = {}
     for spec in map(importlib.util.find_spec, _NEEDED):
-        if spec is not None and spec.origin is not None:  # None: a mere folder of that name
+        if spec is not None and spec.origin is not None:  # None: a plain folder of that name
             depth = 1 if spec.submodule_search_locations else 0
-            found[str(Path(spec.origin).absolute().parents[depth])] = True
-    return list(found)
+            folders[str(Path(spec.origin).absolute().parents[depth])] = True
+    return list(folders)
 
 
 def _load(folder: Path) -> None:
-    """Import this package from `folder`, which is not on the path: what lies next to it stays out."""
+    """Import this package from `folder`, without putting its parent on the path."""
     spec = importlib.util.spec_from_file_location(
         _PACKAGE, folder / "__init__.py", submodule_search_locations=[str(folder)]
     )

@@ -1,7 +1,7 @@
-"""Which processes are alive on this node: processes by pidfd, owners by lock; no signal can be missed.
+"""Find out which processes of this node are alive: by pidfd, and owners of files by lock.
 
-Invariant: a pid is never trusted alone; it goes with its start time, so that a number used again is not mistaken for
-the process that had it.
+Invariant: a pid is never trusted alone. It is paired with its start time, so that a reused pid is not mistaken for the
+process that had it before.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from pathlib import Path
 from ..errors import BusyError
 from ..intake import read_bytes
 
-# `struct flock` of a write lock on all of a file. Locks of the open file description: they live as long as it does,
-# over fork too, like those of flock(2), but can be asked about without being taken for a moment.
 _PID_BYTES = 20
+# `struct flock` of a write lock on a whole file, of the open file description: it lives as long as that does, also over
+# fork, like a lock of flock(2), but can be queried without being taken for a moment.
 _WHOLE_FILE = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 
 
@@ -42,22 +42,22 @@ def age(began: int) -> float:
 def is_stopped(pid: int, began: int) -> bool:
     """Whether that process exists and is stopped by a signal."""
     try:
-        state, found = _stat(pid)
+        state, start = _stat(pid)
     except OSError:
         return False
-    return found == began and state in b"Tt"
+    return start == began and state in b"Tt"
 
 
 def _stat(pid: int) -> tuple[bytes, int]:
-    """The state of a process, a letter, and when it was started. Raises OSError."""
-    fields = Path(f"/proc/{pid}/stat").read_bytes().rsplit(b")", 1)[1].split()  # a process chooses its name's bytes
+    """The state of a process (one letter) and its start time. Raises OSError."""
+    fields = Path(f"/proc/{pid}/stat").read_bytes().rsplit(b")", 1)[1].split()  # a process's name may hold any bytes
     return fields[0], int(fields[19])
 
 
 def kill_and_wait(owners: Iterable[tuple[int, int]], timeout: float) -> list[int]:
-    """SIGKILL each (pid, start time) that still is that process, and wait until all are gone (a stopped process too).
+    """SIGKILL each process given as (pid, start time), and wait until all are gone, stopped ones included.
 
-    Returns the pids that were not gone after `timeout` seconds.
+    Returns the pids that are still there after `timeout` seconds.
     """
     waiting: dict[int, int] = {}
     try:
@@ -68,11 +68,11 @@ def kill_and_wait(owners: Iterable[tuple[int, int]], timeout: float) -> list[int
                 descriptor = os.pidfd_open(pid)
             except ProcessLookupError:
                 continue
-            if started(pid) != began:  # the number went to another process in between
+            if started(pid) != began:  # the pid was reused meanwhile
                 os.close(descriptor)
                 continue
             waiting[descriptor] = pid
-            with suppress(ProcessLookupError):  # it ended by itself, and its parent has seen that already
+            with suppress(ProcessLookupError):  # it has ended and was reaped already
                 signal.pidfd_send_signal(descriptor, signal.SIGKILL)
         return _wait_gone(waiting, timeout)
     finally:
@@ -94,19 +94,19 @@ def _wait_gone(waiting: dict[int, int], timeout: float) -> list[int]:
 
 
 def held(lock: Path) -> bool:
-    """Whether a living process holds the lock file `lock`, which is this user's. Asking never prevents another process
-    from taking it."""
+    """Whether a live process holds the lock file `lock` of this user. The query never prevents another process from
+    taking it."""
     try:
         descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:  # not there; or another user's, a folder, a link: none that `acquire` has made
+    except OSError:  # absent, or another user's, a folder, a link: not created by `acquire`
         return False
     try:
         if os.fstat(descriptor).st_uid != os.getuid():
             return False
-        found = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _WHOLE_FILE)
+        state = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _WHOLE_FILE)
     finally:
         os.close(descriptor)
-    return int(struct.unpack_from("h", found)[0]) != fcntl.F_UNLCK
+    return int(struct.unpack_from("h", state)[0]) != fcntl.F_UNLCK
 
 
 def holder(lock: Path) -> list[tuple[int, int]]:
@@ -116,7 +116,7 @@ def holder(lock: Path) -> list[tuple[int, int]]:
 
 
 def pid_in(lock: Path) -> int:
-    """The pid that a lock file names; 0 where it names none: taken this moment, let go of in between, or damaged."""
+    """The pid in a lock file; 0 if there is none: it is just being taken, was released meanwhile, or is damaged."""
     try:
         text = read_bytes(lock, _PID_BYTES)
     except (OSError, ValueError):
@@ -125,18 +125,18 @@ def pid_in(lock: Path) -> int:
 
 
 def acquire(lock: Path) -> int | None:
-    """Take the lock file `lock` (created 0600) for the life of this process; None when another holds it.
+    """Take the lock file `lock` (created 0600) for the life of this process; None if another process holds it.
 
-    Raises BusyError if what is there belongs to another user, or is not a lock file.
+    Raises BusyError if the file belongs to another user, or is not a lock file.
     """
     while True:
         try:
             descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
         except OSError as error:
             raise BusyError(_in_the_way(lock, error.strerror or str(error))) from error
-        if (found := os.fstat(descriptor)).st_uid != os.getuid():
+        if (status := os.fstat(descriptor)).st_uid != os.getuid():
             os.close(descriptor)
-            raise BusyError(_in_the_way(lock, f"it belongs to user {found.st_uid}"))
+            raise BusyError(_in_the_way(lock, f"it belongs to user {status.st_uid}"))
         try:
             fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _WHOLE_FILE)
         except BlockingIOError:
@@ -144,14 +144,14 @@ def acquire(lock: Path) -> int | None:
             return None
         if _is(lock, descriptor):
             break
-        os.close(descriptor)  # its owner has removed it in between: a lock that no other process would find
+        os.close(descriptor)  # its owner removed it meanwhile, so no other process would find this lock
     os.ftruncate(descriptor, 0)
     os.write(descriptor, str(os.getpid()).encode())
     return descriptor
 
 
 def _in_the_way(lock: Path, reason: str) -> str:
-    return f"{lock} cannot be locked ({reason}); remove it, or name this job otherwise with --ftp-job"
+    return f"{lock} cannot be locked ({reason}); remove it, or give this job another name with --ftp-job"
 
 
 def _is(path: Path, descriptor: int) -> bool:

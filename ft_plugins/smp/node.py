@@ -1,8 +1,8 @@
-"""The node tier in the SMP of one node: protects the slots of its ranks on other nodes, and theirs here.
+"""The node tier in one SMP: protects the slots of its node's ranks on other nodes, and stores what protects theirs.
 
-Invariant: what it needs to continue is in files of the run directory, so an SMP that replaces it does. While it is
+Invariant: what it needs to continue is in files of the run directory, so an SMP that replaces it continues. While it is
 suspended, because a new incarnation is starting, nothing is received, sent, committed or declared lost; complete
-versions can be read. Decisions are taken in `agreement` and `node_step`; `node_driver` carries them out.
+versions can be read. Decisions are made in `agreement` and `node_step`; `node_driver` carries them out.
 
 In: requests of this node's trainers (`endpoint`, `protect`, `inventory`, `rebuild`) and of other nodes' SMPs.
 Out: committed versions, pinned; rebuilt slots; `node.lost` events and `lost.json`.
@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,55 +23,44 @@ from pydantic import TypeAdapter
 from .. import files
 from ..errors import FtError, ProtocolError
 from ..events import Events, catalogue
-from ..intake import Address, Count, Flag, Port, Text, read_json, typed
+from ..intake import Count, read_json, typed
 from ..redundancy.exchange_plan import ExchangePlan
-from ..snapshot.paths import vault_of
+from ..snapshot.paths import parity_path_of
 from ..snapshot.segment import Segment, marks_in
 from ..snapshot.slots import Pin, SlotState, Version
-from . import replica_checks, traffic, wire
+from . import replica_checks, traffic
 from .agreement import ExchangeDecision, NodeReport
 from .alarms import Alarms
-from .channel import Who
 from .node_driver import NodeDriver
 from .pace import Pace
 from .parity_store import ParityStore, shape_of
+from .peer_endpoint import PeerEndpoint
 from .peer_requests import PeerRequests
 from .pinned import PinnedVersions
 from .protection import Protection
 from .protocol import packed
-from .readers import LocalReader, RemoteReader
-from .rebuild import Reader, decode, fetch
+from .readers import LocalReader
+from .rebuild import decode, fetch
 from .requests import RebuildSlot, ReleaseSpare, SpareState
 from .resize.previous_segments import PreviousSegments
-from .wire import Peer, Server
+from .wire import Peer
 
 # in the run directory
 _PROTECTION = "protection.json"
-_RELEASED = "released.json"  # the lineage in which the job has gone on without this node
-_LISTENS = "endpoint.json"
-_ALARMS = ("replicas", "checkpoints", "protection")  # those of one incarnation
+_RELEASED = "released.json"  # the lineage in which the job has continued without this node
+_ALARMS = ("replicas", "checkpoints", "protection")  # topics that belong to one incarnation
 
-Outside = Callable[[SpareState | ReleaseSpare], dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class _Listens:
-    """Where an SMP listens for other nodes' SMPs, and the secret that they share."""
-
-    address: Address
-    port: Port
-    secret_file: Text
-    encrypt: Flag
+SpareHandler = Callable[[SpareState | ReleaseSpare], dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class _Token:
-    """What the file of a protected job holds in addition to its `Protection`: the token of the incarnation."""
+    """What `protection.json` holds in addition to a `Protection`: the token of the incarnation."""
 
     token: Count
 
 
-_LISTENS_FILE, _COUNT, _BLOCK = TypeAdapter(_Listens), TypeAdapter(Count), TypeAdapter(dict[str, Any])
+_COUNT, _BLOCK = TypeAdapter(Count), TypeAdapter(dict[str, Any])
 
 
 class NodeTier:
@@ -88,21 +77,19 @@ class NodeTier:
         alarms: Alarms | None = None,
     ) -> None:
         """`segments` are the SMP's own, by rank, `previous` those of previous sizes of the job. Continues from the
-        files that a previous SMP has left."""
+        files of a previous SMP."""
         self._run_dir = run_dir
         self._job = job
         self._node = node
         self._segments = segments
         self._events = events
         self._lock = threading.RLock()
-        self._server: Server | None = None
-        self._secret = b""
-        self._me = Who(wire.PURPOSE, job, node)
         self._store: ParityStore | None = None
         self._previous = previous
         self._memory = LocalReader(segments, previous, lambda: self._store)
-        self._requests = PeerRequests(self._memory, segments, self._storing, self._receive, self._ask_outside)
-        self._outside: Outside | None = None
+        self._requests = PeerRequests(self._memory, segments, self._storing, self._receive_report, self._as_spare)
+        self._endpoint = PeerEndpoint(run_dir, job, node, self._requests.handle, events)
+        self._spare_handler: SpareHandler | None = None
         self._released = _number(run_dir / _RELEASED)
         self._pinned = PinnedVersions(run_dir, segments)
         self._protection: Protection | None = None  # of the job that is, or was last, protected
@@ -116,44 +103,27 @@ class NodeTier:
     def endpoint(self, address: str, secret_file: str, encrypt: bool = False) -> tuple[str, int]:
         """Listen for other nodes' SMPs on `address`; returns where. Raises ConfigError."""
         with self._lock:
-            same = self._secret == wire.read_secret(Path(secret_file)) and self._me.encrypt == encrypt
-            if self._server is None or self._server.endpoint[0] != address or not same:
-                port = 0
-                with suppress(OSError, ValueError):
-                    before = read_json(self._run_dir / _LISTENS, _LISTENS_FILE)
-                    port = before.port if before.address == address else 0
-                self._listen(address, port, secret_file, encrypt)
-            assert self._server is not None
-            return self._server.endpoint
-
-    def _listen(self, address: str, port: int, secret_file: str, encrypt: bool) -> None:
-        self._secret = wire.read_secret(Path(secret_file))
-        self._me = replace(self._me, encrypt=encrypt)
-        if self._server is not None:
-            self._server.close()
-        self._server = Server(address, port, self._me, self._secret, self._requests.handle, self._events)
-        where = _Listens(address, self._server.endpoint[1], secret_file, encrypt)
-        files.write_json(self._run_dir / _LISTENS, asdict(where))
+            return self._endpoint.listen(address, secret_file, encrypt)
 
     def protect(self, protection: Protection, token: int) -> dict[str, Any]:
-        """Protect the job as it is now. Returns the bytes claimed, the kernel's figure, and what the links carry, if
-        that is to be measured.
+        """Protect the job from now on. Returns the `bytes` claimed, the kernel's figure, and the `links`: bytes per
+        second by position, if they are to be measured.
 
         Raises BudgetError, TopologyError, ProtocolError for a position that is not this node's.
         """
-        links = self._links(protection) if protection.measure else []  # nothing else moves now
+        links = self._links(protection) if protection.measure else []  # there is no other traffic now
         self.suspend()
         with self._lock:
             store = self._claim(protection, token)
             self._pinned.begin(protection, store)
-            self._driver = self._drive(protection, store)
-            # after the pins it implies
+            self._driver = self._driver_of(protection, store)
+            # after the pins that it implies
             files.write_json(self._run_dir / _PROTECTION, {**protection.block(), "token": token})
             self._driver.start()
             return {"bytes": store.nbytes, "resident_bytes": store.resident_bytes, "links": links}
 
     def _links(self, protection: Protection) -> list[tuple[int, float]]:
-        """Bytes per second to each position to which this node sends copies; none if that cannot be measured."""
+        """Bytes per second to each position to which this node sends copies; [] if that cannot be measured."""
         plan = protection.plan()
         targets = [send.area.position for send in plan.sends[protection.position]]
         try:
@@ -163,7 +133,7 @@ class NodeTier:
             return []
 
     def _claim(self, protection: Protection, token: int) -> ParityStore:
-        """Claim the memory of the parity store. If that fails, this node protects nothing."""
+        """Claim the memory of the parity store. If that fails, this node stores no parity."""
         plan, position = protection.plan(), protection.position
         if position >= len(plan.nodes) or plan.nodes[position] != self._node:
             raise ProtocolError(f"node {self._node} is not at position {position} of the job's nodes {plan.nodes}")
@@ -173,19 +143,19 @@ class NodeTier:
         if self._store is not None:
             self._store.close()
             self._store = self._protection = self._driver = None
-        self._store = ParityStore(vault_of(self._job, self._node), plan, position, shape)
+        self._store = ParityStore(parity_path_of(self._job, self._node), plan, position, shape)
         self._protection, self.token = protection, token
         return self._store
 
-    def _drive(self, protection: Protection, store: ParityStore) -> NodeDriver:
+    def _driver_of(self, protection: Protection, store: ParityStore) -> NodeDriver:
         plan = protection.plan()
         return NodeDriver(
             protection, store, self._pinned, self._segments, lambda position: self._connect(protection, plan, position),
-            self._lock, self._events, self._alarms, lambda lost: self.declare(self.token, lost),
+            self._lock, self._events, self._alarms, lambda lost: self.declare_lost(self.token, lost),
         )  # fmt: skip
 
     def inventory(self) -> dict[str, Any]:
-        """What this node can hand out: complete versions of each rank's slots, and of its parity."""
+        """What this node can provide: complete versions of each rank's slots, and of its parity."""
         with self._lock:
             parity = self.parity()
             return {
@@ -200,21 +170,16 @@ class NodeTier:
 
     @property
     def ranks(self) -> int:
-        """Of the job that is, or was last, protected; 0 for none yet."""
+        """The number of ranks of the job that was protected last; 0 if none was."""
         return len(self._protection.nodes) if self._protection else 0
 
     @property
-    def protecting(self) -> bool:
-        """Whether it exchanges versions with other nodes now."""
-        return self._driver is not None and not self._driver.stopped
-
-    @property
     def committed(self) -> Version | None:
-        """The version of that job that is committed on this node."""
+        """The version that is committed on this node."""
         return self._pinned.committed
 
     def parity(self) -> dict[str, Any]:
-        """Of the job that was protected last: its parity here, and the facts needed to decode it."""
+        """The parity here of the job that was protected last, and the facts needed to decode it."""
         with self._lock:
             return {
                 "parity": sorted(map(astuple, self._store.versions() if self._store else ())),
@@ -226,23 +191,23 @@ class NodeTier:
             }
 
     def rebuild(self, request: RebuildSlot, into: Segment | None = None) -> None:
-        """Rebuild the slot of a rank: from `source` if that is given, else from parity without the `lost` positions.
-
-        `into` is the segment, the rank's own if not given. Raises what `fetch` and `decode` raise.
-        """
+        """Rebuild the slot of a rank: from `source` if that is given, otherwise from parity without the `lost`
+        positions. `into` replaces the rank's own segment. Raises what `fetch` and `decode` raise."""
         rank, version, source, protection = request.rank, request.version, request.source, request.protection
         segment = self._segments.get(rank) if into is None else into
         if segment is None:
             raise ProtocolError(f"rank {rank}: rebuild before attach")
-        for slot in segment.slots():  # requested again after an SMP was replaced over it, or what is there is corrupt
+        for slot in segment.slots():  # a repeated request, or a corrupt slot
             if slot.version == version:
                 segment.unpin(slot.index, ~Pin(0))
                 segment.dirty(slot.index, None, request.token)
         began, timeout = time.monotonic(), protection.detect_seconds
         if source is not None:
-            read_bytes = fetch(segment, version, request.token, self._reader(source, timeout))
+            read_bytes = fetch(segment, version, request.token, self._endpoint.reader(source, timeout, self._memory))
         else:
-            readers = {at: self._reader((host, port), timeout) for at, host, port in request.holders}
+            readers = {
+                at: self._endpoint.reader((host, port), timeout, self._memory) for at, host, port in request.holders
+            }
             read_bytes = decode(segment, version, request.token, protection.plan(), request.lost, readers)
         self._events.emit(
             catalogue.SLOT_REBUILT, about=rank, lineage=version.lineage, iteration=version.iteration,
@@ -250,7 +215,7 @@ class NodeTier:
         )  # fmt: skip
 
     def status(self) -> dict[str, Any]:
-        """For people: the committed version, the one being exchanged, and with which nodes."""
+        """For people: the committed version, the version being exchanged, and with which nodes."""
         with self._lock:
             driver = self._driver
             return {
@@ -262,64 +227,60 @@ class NodeTier:
                 "released": self._released,
             }
 
-    def _reader(self, where: tuple[str, int], timeout: float) -> Reader:
-        if self._server is not None and where == self._server.endpoint:
-            return self._memory
-        return RemoteReader(where, self._me, self._secret, timeout)
-
     def _connect(self, protection: Protection, plan: ExchangePlan, position: int) -> Peer:
         return self.peer(protection.endpoints[position], protection.detect_seconds, plan.nodes[position])
 
     def peer(self, where: tuple[str, int], timeout: float, node: str = "") -> Peer:
         """A connection to another node's SMP; `node` is its name, if that is known."""
-        return Peer(where, self._me, self._secret, timeout, node)
+        return self._endpoint.connect(where, timeout, node)
 
-    # ---- a node without a part in the job ----
+    # ---- a node that has no part in the job ----
 
-    def serve_outside(self, outside: Outside) -> None:
-        """`outside` answers requests to this node when it has no part in the job."""
-        self._outside = outside
+    def serve_as_spare(self, handler: SpareHandler) -> None:
+        """Have `handler` answer requests to this node as a spare."""
+        self._spare_handler = handler
 
-    def _ask_outside(self, request: SpareState | ReleaseSpare) -> dict[str, Any]:
-        if self._outside is None:
-            raise ProtocolError(f"node {self._node} is just starting")
-        return self._outside(request)
+    def _as_spare(self, request: SpareState | ReleaseSpare) -> dict[str, Any]:
+        if self._spare_handler is None:
+            raise ProtocolError(f"node {self._node} is still starting")
+        return self._spare_handler(request)
 
     def release(self, lineage: int) -> None:
-        """The job goes on in `lineage` without this node: give back the memory that protected it here."""
+        """The job continues in `lineage` without this node: free the memory that protected it here."""
         self.unprotect()
         with self._lock:
             self._released = max(self._released, lineage)
             files.write_json(self._run_dir / _RELEASED, self._released)
 
     def unprotect(self) -> None:
-        """Give back the memory that protected the job here: it has no use for it any more."""
+        """Free the memory that protected the job here."""
         self.suspend()
         with self._lock:
             if self._store is not None:
                 self._store.close()
-            vault_of(self._job, self._node).unlink(missing_ok=True)
+            parity_path_of(self._job, self._node).unlink(missing_ok=True)
             self._store = self._protection = self._driver = None
             self._pinned.forget()
             (self._run_dir / _PROTECTION).unlink(missing_ok=True)
 
-    def declare(self, token: int, lost: list[str]) -> None:
-        """Notify the agent, through a file: these are lost, the workers of incarnation `token` have to restart."""
+    def declare_lost(self, token: int, lost: list[str]) -> None:
+        """Notify the agent, through a file, that these are lost: the workers of incarnation `token` must restart."""
         files.write_json(self._run_dir / "lost.json", {"token": token, "lost": lost})
         self._events.emit(catalogue.NODE_LOST, lost=lost)
 
     # ---- requests of other nodes' SMPs ----
 
     def _storing(self, epoch: int) -> ParityStore:
-        """The parity store, if it receives frames in that epoch. Raises ProtocolError."""
+        """The parity store, if it receives frames of that epoch. Raises ProtocolError."""
         with self._lock:
             if self._driver is None or self._driver.stopped:
                 raise ProtocolError(f"node {self._node} does not store parity now")
             if epoch != self._driver.protection.lineage:
-                raise ProtocolError(f"an exchange of lineage {epoch}; this is {self._driver.protection.lineage}")
+                current = self._driver.protection.lineage
+                raise ProtocolError(f"rejected an exchange of lineage {epoch}; the current lineage is {current}")
             return self._driver.store
 
-    def _receive(self, position: int, report: NodeReport) -> tuple[ExchangeDecision, tuple[int, ...]]:
+    def _receive_report(self, position: int, report: NodeReport) -> tuple[ExchangeDecision, tuple[int, ...]]:
         driver = self._driver
         if driver is None:
             raise ProtocolError(f"node {self._node} does not store parity now")
@@ -328,17 +289,16 @@ class NodeTier:
     # ---- begin and end ----
 
     def _adopt(self) -> None:
-        """Continue from the files of a previous SMP, if they are here."""
+        """Continue from the files of a previous SMP, if there are any."""
         try:
-            where = read_json(self._run_dir / _LISTENS, _LISTENS_FILE)
-            self._listen(where.address, where.port, where.secret_file, where.encrypt)
+            self._endpoint.resume()
             block = read_json(self._run_dir / _PROTECTION, _BLOCK)
             token = typed(_Token, block).token
             with self._lock:
                 protection = Protection.read(block)
                 store = self._claim(protection, token)
                 whole = self._pinned.resume(protection, store)
-                self._driver = self._drive(protection, store)
+                self._driver = self._driver_of(protection, store)
                 if whole:
                     self._driver.start()
         except FileNotFoundError:
@@ -350,24 +310,24 @@ class NodeTier:
     def suspend(self) -> None:
         """Stop exchanging and watching; the memory stays and can be read. Idempotent.
 
-        The version that was being sent stays pinned until `protect`: it may be committed on another node.
+        The version being sent stays pinned until `protect`: it may be committed on another node.
         """
         if self._driver is not None:
             self._driver.stop()
         self._alarms.forget(*_ALARMS)
-        with suppress(IsADirectoryError):  # not ours
+        with suppress(IsADirectoryError):  # not a file of ours
             (self._run_dir / "lost.json").unlink(missing_ok=True)
 
     def close(self) -> None:
-        """The SMP ends."""
+        """End protection. The memory stays; the files of the run directory go."""
         self.suspend()
-        if self._server is not None:
-            self._server.close()
+        self._endpoint.close()
         if self._store is not None:
             self._store.close()
             self._store = None
         self._pinned.forget()
-        for name in (_LISTENS, _PROTECTION, _RELEASED):
+        self._endpoint.forget()
+        for name in (_PROTECTION, _RELEASED):
             (self._run_dir / name).unlink(missing_ok=True)
 
 

@@ -1,8 +1,8 @@
 """Drive one incarnation's node tier: a thread that feeds `node_step.step` and carries out the actions it returns.
 
-Invariant: it decides nothing. Reading the node's memory, sending heartbeats and running the exchange happen here; what
-follows from them is decided in `node_step`, and job-wide in `agreement`. An action that fails, for example because a
-disk is full, ends its round; the next heartbeat's answer requests it again.
+Invariant: it decides nothing. It reads the node's memory, sends heartbeats and runs the exchange; `node_step` decides
+for the node, and `agreement` for the job. An action that fails, for example because a disk is full, ends its round; the
+answer to the next heartbeat requests it again.
 
 In: one incarnation's `Protection`, its parity store and pins. Out: heartbeats, an `ExchangeSender`, pins;
 `version.committed`, `exchange.started` and `coordinator.lost` events, alarms.
@@ -37,11 +37,11 @@ from .requests import HeartbeatReply, packed_report
 from .traffic import RatePacer
 from .wire import Peer
 
-_POLL_SECONDS = 0.005  # while the version to be exchanged is being sealed: two iterations must not pass unseen
+_POLL_SECONDS = 0.005  # while the version to exchange is being sealed: must be shorter than two iterations
 
 
 class NodeDriver:
-    """One node's, for one incarnation. `lock` guards the memory that it shares with the SMP's requests."""
+    """The driver of one node, for one incarnation. `lock` guards the memory that it shares with the SMP's requests."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class NodeDriver:
         self._declare = declare
         self._coordinator_peer = connect(0)
         now, epoch, patience = time.monotonic(), protection.epoch(), protection.detect_seconds
-        self._coordinating = threading.Lock()  # never for long, other than `lock`
+        self._coordinating = threading.Lock()  # unlike `lock`, never held for long
         self._coordinator = Coordinator.start(epoch, patience, now) if protection.position == 0 else None
         self._state = steps.NodeState(epoch, protection.position, protection.audited, patience, now)
         self._exchange: ExchangeSender | None = None
@@ -79,7 +79,7 @@ class NodeDriver:
 
     @property
     def stopped(self) -> bool:
-        """Whether nothing is exchanged any more."""
+        """Whether the exchange has ended."""
         return self._stop.is_set()
 
     @property
@@ -103,11 +103,11 @@ class NodeDriver:
             self._coordinator = None
         with self._lock:
             self._end_exchange()
-            self.pace.pacers = {}  # they hold the segments
+            self.pace.pacers = {}  # they reference the segments
             self.store.pause()
 
     def receive(self, position: int, report: NodeReport) -> tuple[ExchangeDecision, tuple[int, ...]]:
-        """Take a report as the coordinator: the decision, the lost positions. Raises ProtocolError."""
+        """Take a report, as the coordinator. Returns the decision and the lost positions. Raises ProtocolError."""
         with self._coordinating:
             if self._coordinator is None:
                 raise ProtocolError(f"position {self.protection.position} is not the coordinator, which is position 0")
@@ -130,7 +130,7 @@ class NodeDriver:
             self._stop.wait(max(0.0, period - (time.monotonic() - began)))
 
     def _feed(self, first: steps.Event) -> None:
-        """Step with `first` and with what its actions lead to."""
+        """Step with `first`, and with the events that its actions lead to."""
         events = deque([first])
         while events:
             with self._lock:
@@ -140,13 +140,13 @@ class NodeDriver:
             for action in actions:
                 try:
                     event = self._carry_out(action)
-                except (FtError, OSError):  # a full disk, for example: not confirmed, so requested again
+                except (FtError, OSError):  # for example a full disk: unconfirmed, so requested again
                     break
                 if event is not None:
                     events.append(event)
 
     def _carry_out(self, action: steps.Action) -> steps.Event | None:
-        """Do one thing; the event that it leads to."""
+        """Carry out one action; returns the event that it leads to."""
         if isinstance(action, steps.SendHeartbeat):
             return self._send(action.report)  # without the lock: it waits for another node
         with self._lock:
@@ -190,7 +190,7 @@ class NodeDriver:
         return steps.HeartbeatAnswered(time.monotonic(), decision, lost)
 
     def _observe(self) -> steps.Observation:
-        """What this node's memory shows now. Called with the lock held."""
+        """The state of this node's memory now. Call with the lock held."""
         sender, begun = self._exchange, self._pinned.begun(self.protection.lineage)
         if self.pace.captured(Version(self.protection.lineage, begun)):
             self._report_pace()
@@ -204,7 +204,8 @@ class NodeDriver:
         )  # fmt: skip
 
     def _seal_awaited(self) -> bool:
-        """Start the exchange if this node's ranks have sealed the expected version; whether they may still do so."""
+        """Start the exchange if this node's ranks have sealed the expected version. Returns whether they may still do
+        so."""
         with self._lock:
             version = self._state.awaited
             if version is None or self.stopped:
@@ -215,7 +216,7 @@ class NodeDriver:
 
     def _commit(self, version: Version) -> steps.Event | None:
         if not self._pinned.commit(version):
-            return None  # not here yet: the next answer names it again
+            return None  # not complete here yet: the next answer requests it again
         pace_changed = self.pace.committed(version)
         self._events.emit(
             catalogue.VERSION_COMMITTED, lineage=version.lineage, iteration=version.iteration,
@@ -227,14 +228,14 @@ class NodeDriver:
         return steps.Committed(version)
 
     def _report_pace(self) -> None:
-        """Every node knows it, one reports it."""
+        """Report a change of pace; every node knows it, so one does."""
         if self.protection.position == 0:
             kind = catalogue.EXCHANGE_SLOWED if self.pace.rarer else catalogue.EXCHANGE_RECOVERED
             self._events.emit(kind, **self.pace.fields())
             self._alarms.say("checkpoints", kind, self.pace.words())
 
     def _filled(self) -> dict[str, list[list[int]]]:
-        """Bytes of copies in the bubbles that carried most, as [rank, bubble, bytes]; nothing if there are none."""
+        """Bytes of copies in the bubbles that carried most, as [rank, bubble, bytes]; {} if there are none."""
         filled = [[rank, *one] for rank, pacer in sorted(self.pace.pacers.items()) for one in pacer.filled()]
         return {"filled": filled} if filled else {}
 

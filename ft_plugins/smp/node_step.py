@@ -4,8 +4,8 @@ One round: `HeartbeatDue` -> `SendHeartbeat` -> `HeartbeatAnswered` -> `CommitVe
 then `SealChecked` until this node's ranks have sealed the version that the job exchanges -> `StartExchange`.
 
 Invariant: a state never claims more than was carried out. `CommitVersion`, `SwitchExchange` and `DeclareLost` are
-confirmed by events (`Committed`, `Switched`, `Declared`); what was not confirmed, because a disk was full or a version
-has not arrived here, is requested again by the next heartbeat's answer. So every action may be carried out twice.
+confirmed by events (`Committed`, `Switched`, `Declared`). If one is not, because a disk was full or a version has not
+arrived here, the answer to the next heartbeat requests it again. So every action may be carried out twice.
 
 In: events with times (seconds, monotonic). Out: a `NodeState`, actions for `node.NodeTier`.
 """
@@ -30,9 +30,9 @@ class Observation:
     begun: int  # the newest iteration that a rank of this node has begun to capture
     committed: Version | None = None
     sending: Version | None = None
-    complete: bool = False  # every receiver has taken what was sent, and what this node stores of `sending` is complete
-    corrupt: bool = False  # a slot of `sending` fails its digests: nothing of it was sent
-    difference: str = ""  # the first difference found between replicas of `sending`, in words
+    complete: bool = False  # every receiver has taken `sending`, and what this node stores of it is complete
+    corrupt: bool = False  # a slot of `sending` fails its digests, so it is not sent
+    difference: str = ""  # the first difference between replicas of `sending`, as text
     mark: Mark = Mark.NONE  # the audit's verdict on `sending`
 
 
@@ -48,7 +48,7 @@ class HeartbeatDue:
 
 @dataclass(frozen=True)
 class HeartbeatAnswered:
-    """The coordinator has answered the heartbeat. `lost` are positions that it has not heard from."""
+    """The coordinator has answered the heartbeat. `lost` are positions that have been silent for too long."""
 
     now: float
     decision: ExchangeDecision
@@ -72,7 +72,7 @@ class Committed:
 
 @dataclass(frozen=True)
 class Switched:
-    """The exchange of another version has ended here; that of `decision` is being waited for."""
+    """The exchange of another version has ended here; that of `decision` is awaited."""
 
     decision: ExchangeDecision
 
@@ -84,7 +84,7 @@ class Declared:
 
 @dataclass(frozen=True)
 class SealChecked:
-    """Whether all ranks of this node have sealed the version to be exchanged; None if one of them has passed it by."""
+    """Whether all ranks of this node have sealed the version to exchange; None if one of them has skipped it."""
 
     sealed: bool | None
 
@@ -111,7 +111,7 @@ class CommitVersion:
 
 @dataclass(frozen=True)
 class SwitchExchange:
-    """End the exchange under way, prepare for that of `decision`; continue with `Switched`."""
+    """End the running exchange, prepare for that of `decision`; continue with `Switched`."""
 
     decision: ExchangeDecision
 
@@ -139,7 +139,7 @@ class ReportSilence:
 
 @dataclass(frozen=True)
 class RaiseAlarm:
-    """Have a trainer print an event of `kind`; `topic` is what it replaces the last words about."""
+    """Have a trainer print an event of `kind`, which replaces the last text on `topic`."""
 
     topic: str
     kind: EventType
@@ -151,7 +151,7 @@ Action = SendHeartbeat | CommitVersion | SwitchExchange | StartExchange | Declar
 
 @dataclass(frozen=True)
 class NodeState:
-    """One node within one incarnation. `heard`: when the coordinator last answered."""
+    """The state of one node in one incarnation. `heard`: when the coordinator last answered."""
 
     epoch: ExchangeEpoch
     position: int
@@ -162,19 +162,18 @@ class NodeState:
     committed: Version | None = None
     sending: Version | None = None
     missed: Version | None = None  # the version that this node can never send or complete
-    declared: bool = False  # lost nodes were declared; it happens once in an incarnation
+    declared: bool = False  # lost nodes were declared, which happens once per incarnation
     protected: bool = False  # a version was committed in this incarnation
 
     @property
     def heartbeat_seconds(self) -> float:
-        """How often this node sends a heartbeat: several times within `detect_seconds`, bounded by what the coordinator
-        can take."""
-        most = max(_FASTEST_SECONDS, self.epoch.nodes / _NODES_PER_SECOND)
-        return min(self.detect_seconds / _HEARTBEATS_PER_DETECTION, most)
+        """Seconds between heartbeats: several within `detect_seconds`, but no more than the coordinator can take."""
+        fastest = max(_FASTEST_SECONDS, self.epoch.nodes / _NODES_PER_SECOND)
+        return min(self.detect_seconds / _HEARTBEATS_PER_DETECTION, fastest)
 
     @property
     def awaited(self) -> Version | None:
-        """The version that this node's ranks are expected to seal, and this node then to send."""
+        """The version that this node's ranks are expected to seal, so that this node can send it."""
         wanted = self.decision.exchange
         return wanted if self.sending is None and self.missed != wanted else None
 
@@ -201,7 +200,7 @@ def step(state: NodeState, event: Event) -> tuple[NodeState, tuple[Action, ...]]
 
 
 def _report(state: NodeState, seen: Observation) -> tuple[NodeState, tuple[Action, ...]]:
-    """A version that differs, is corrupt or failed its audit can never be committed: it is reported as missed."""
+    """Report a version as missed if it differs, is corrupt or failed its audit: it can never be committed."""
     sending, missed = seen.sending, state.missed
     encoded = sending if seen.complete else None
     alarms: tuple[Action, ...] = ()

@@ -1,9 +1,10 @@
-"""Notices that the SMPs of several nodes exchange through the storage that they share, next to checkpoints.
+"""Notices that the SMPs of several nodes exchange through their shared storage, next to the checkpoints.
 
-Invariant: a notice is written whole or not at all, replaced by its author's next one and removed when it is over; one
-that cannot be read, or is much older than our own, is ignored. Only the clock of the storage is trusted.
+Invariant: a notice is written whole or not at all, replaced by its author's next one, and removed when it no longer
+applies. One that cannot be read, or is much older than this node's own, is ignored. Only the clock of the storage is
+trusted.
 
-    offer-<node>.json   the job has stopped: the versions that all ranks of that node hold, of a job of that many ranks
+    offer-<node>.json   the job has stopped: the versions that all ranks of that node hold, of a job of so many ranks
     wanted.json         the job trains: a checkpoint of this version is wanted, which no rank has begun to capture
 
 In: a job's folder in storage. Out: `NodeOffer`s, a version.
@@ -22,12 +23,13 @@ from pydantic import Field, TypeAdapter
 
 from ..errors import StorageError
 from ..intake import Count, Unfit, typed
-from ..snapshot.checkpoint import make_job_folder, read_json, write_json
+from ..snapshot.checkpoint import make_job_folder
+from ..snapshot.digested_json import read_digested, write_digested
 from ..snapshot.retention import NodeOffer
 from ..snapshot.slots import Mark, Version
 
-FRESH_SECONDS = 60.0  # between two offers that belong to one moment
-_OFFERS = 65536  # nodes of a job, at most
+FRESH_SECONDS = 60.0  # maximum between two offers that belong together
+_OFFERS = 65536  # maximum number of nodes
 
 T = TypeVar("T")
 
@@ -38,7 +40,7 @@ class _Offered:
 
     ranks: tuple[Count, ...]
     versions: tuple[tuple[Count, Count], ...]
-    world_size: Count = 0  # older versions say no size
+    world_size: Count = 0  # absent in notices of older releases
     marks: tuple[tuple[Count, Count, Annotated[int, Field(strict=True, ge=min(Mark), le=max(Mark))]], ...] = ()
 
 
@@ -70,52 +72,52 @@ class Notices:
     ) -> None:
         """Offer what the ranks of this node hold, of a job of `world_size`, with its verdicts. Raises OSError."""
         make_job_folder(self._folder)
-        held = [[version.lineage, version.iteration] for version in sorted(versions)]
+        pairs = [[version.lineage, version.iteration] for version in sorted(versions)]
         verdicts = [[version.lineage, version.iteration, int(mark)] for version, mark in sorted((marks or {}).items())]
-        offer = {"ranks": sorted(ranks), "versions": held, "world_size": world_size, "marks": verdicts}
-        write_json(self._own, offer)
+        offer = {"ranks": sorted(ranks), "versions": pairs, "world_size": world_size, "marks": verdicts}
+        write_digested(self._own, offer)
 
     def offers(self, world_size: int) -> list[NodeOffer]:
-        """The offers of all nodes for a job of `world_size` ranks, made at about the time of our own."""
-        found: list[NodeOffer] = []
+        """The offers of all nodes for a job of `world_size` ranks, made at about the time of this node's own."""
+        offers: list[NodeOffer] = []
         with suppress(OSError):
             now = self._own.stat().st_mtime
             for path in islice(self._folder.glob("offer-*.json"), _OFFERS):
                 if abs(path.stat().st_mtime - now) <= FRESH_SECONDS:
-                    found += self._read(path, world_size)
-        return found
+                    offers += self._read(path, world_size)
+        return offers
 
     def withdraw(self) -> None:
-        """Remove our own offer."""
+        """Remove this node's offer."""
         with suppress(OSError):
             self._own.unlink(missing_ok=True)
 
     def want(self, version: Version) -> None:
         """Announce which version is wanted. Raises OSError."""
         make_job_folder(self._folder)
-        write_json(self._wanted, {"lineage": version.lineage, "iteration": version.iteration})
+        write_digested(self._wanted, {"lineage": version.lineage, "iteration": version.iteration})
 
     def wanted(self) -> Version | None:
-        """The version that some node wants."""
-        found = _content(self._wanted, _WANTED)
-        return Version(found.lineage, found.iteration) if found else None
+        """The version that a node wants."""
+        wanted = _content(self._wanted, _WANTED)
+        return Version(wanted.lineage, wanted.iteration) if wanted else None
 
     def have(self, version: Version) -> None:
-        """`version` was written, or cannot be any more."""
+        """Remove the notice that `version` is wanted: it was written, or no longer can be."""
         with suppress(OSError):
             if self.wanted() == version:
                 self._wanted.unlink(missing_ok=True)
 
     def _read(self, path: Path, world_size: int) -> Iterator[NodeOffer]:
-        found = _content(path, _OFFERED)
-        if found and found.world_size == world_size:
-            marks = {Version(lineage, iteration): Mark(mark) for lineage, iteration, mark in found.marks}
-            yield NodeOffer(found.ranks, tuple(Version(*pair) for pair in found.versions), marks)
+        offer = _content(path, _OFFERED)
+        if offer and offer.world_size == world_size:
+            marks = {Version(lineage, iteration): Mark(mark) for lineage, iteration, mark in offer.marks}
+            yield NodeOffer(offer.ranks, tuple(Version(*pair) for pair in offer.versions), marks)
 
 
 def _content(path: Path, adapter: TypeAdapter[T]) -> T | None:
-    """None for a notice that is absent or damaged."""
+    """The content of a notice; None if it is absent or damaged."""
     try:
-        return typed(adapter, read_json(path))
+        return typed(adapter, read_digested(path))
     except (FileNotFoundError, StorageError, Unfit):
         return None

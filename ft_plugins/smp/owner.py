@@ -1,8 +1,8 @@
-"""The state of the snapshot management process and what it does: the segments of its node, one request at a time.
+"""The snapshot management process: owns the segments of its node and carries out requests, one at a time.
 
-Invariant: its death loses nothing that it knows. Segments are files in /dev/shm, the token is a file in the run
-directory, owners are in the segments' headers: a new SMP adopts them all. State of another job, or in another layout,
-is never taken for this job's. It imports no torch, holds no device, and takes no part in the step path.
+Invariant: its death loses nothing. Segments are files in /dev/shm, the token is a file in the run directory, owners are
+in the segments' headers: a new SMP adopts them all. Which segments belong to this job is decided in `adoption`. It
+imports no torch, holds no device, and takes no part in the step path.
 
 In: messages of `protocol`, read by `requests`. Out: segments created, lineages opened, superseded trainers killed;
 events.
@@ -13,23 +13,21 @@ from __future__ import annotations
 import os
 import threading
 import time
-from contextlib import nullcontext
-from dataclasses import replace
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
 from .. import faults, files
-from ..errors import CorruptHeaderError, FencedError, FtError, ProtocolError, ResumeError, SegmentError
+from ..errors import FencedError, FtError, ProtocolError, SegmentError
 from ..events import Events, catalogue
 from ..intake import Count, read_json, shown
 from ..snapshot import paths
 from ..snapshot import segment as segments
-from ..snapshot.paths import path_of
 from ..snapshot.segment import OWNER, Segment
-from ..snapshot.slots import void
-from . import liveness, protocol, requests
+from ..snapshot.slots import voided_slots
+from . import adoption, liveness, protocol, requests
 from .alarms import Alarms
 from .checkpoint_schedule import REQUEST
 from .node import NodeTier
@@ -42,14 +40,14 @@ from .resize.transition import ResizeTransition
 from .status import described, signal_of
 
 _TOKEN = TypeAdapter(Count)
-KILL_SECONDS = 20.0  # for superseded trainers to be gone; a process in uninterruptible sleep may take longer
+KILL_SECONDS = 20.0  # for killed trainers to be gone; a process in uninterruptible sleep may take longer
 _TOUCH_SECONDS = 30.0
-# requests for which the SMP does one thing at a time; the others take locks where they need them
+# requests that are carried out under the lock; the others take it for a part of their work
 _UNDER_LOCK = frozenset({"status", "watch", "fence", "restore", "shutdown", "end"})
 
 
 class SnapshotProcess:
-    """The segments of one node, the token of the running incarnation, and the processes it watches."""
+    """The SMP of one node: its segments, the token of the running incarnation, the processes it watches."""
 
     def __init__(self, run_dir: Path, job: str, node: str, events: Events) -> None:
         self._run_dir = run_dir
@@ -61,30 +59,14 @@ class SnapshotProcess:
         self.token = self._last_token()
         self.watched: tuple[int, int] = (0, 0)
         self.ended = threading.Event()
-        self.orphan_seconds: float | None = None  # as the ft-run that is watched wants it
-        self._silence = float("inf")  # seconds after which a stopped trainer is lost
-        self._stopped: dict[int, float] = {}  # stopped trainers, by rank, since when (monotonic)
+        self.orphan_seconds: float | None = None  # as the watched ft-run requested
+        self._detect_seconds = float("inf")  # after which a stopped trainer is lost
+        self._stopped: dict[int, float] = {}  # by rank of a stopped trainer: since when (monotonic)
         self._declared = -1  # the token under which trainers were declared lost
         self._touched = time.monotonic()
-        self._segments: dict[int, Segment] = {}
-        self._refused: list[str] = []  # foreign files at paths of segments, which are not touched
-        self._allocating: dict[int, threading.Lock] = {}  # one attach of a rank at a time, also of two incarnations
-        for path in paths.segments_of(job, node):
-            try:
-                adopted = Segment(path)
-                if path != path_of(job, node, adopted.rank):
-                    raise SegmentError(f"segment {path} is that of rank {adopted.rank}; 'ft-plugins sweep' removes it")
-            except SegmentError as error:  # a foreign file is refused at attach, a damaged one replaced
-                damaged = isinstance(error, CorruptHeaderError)
-                events.emit(
-                    catalogue.SEGMENT_CORRUPTED if damaged else catalogue.FILE_REJECTED,
-                    path=str(path),
-                    reason=str(error),
-                )
-                self._refused.append(str(path))
-                continue
-            self._segments[adopted.rank] = adopted
-            self.token = max(self.token, adopted.token)
+        self._allocating: dict[int, threading.Lock] = {}  # by rank: one attach at a time, even of two incarnations
+        self._segments, self._refused = adoption.adopt(job, node, events)
+        self.token = max([self.token, *(segment.token for segment in self._segments.values())])
         self.adopted = len(self._segments)
         self._previous = PreviousSegments(job, node)
         self._alarms = Alarms(run_dir)
@@ -100,14 +82,14 @@ class SnapshotProcess:
         self._spare_client = SpareClient(run_dir, self._tier, events)
         self._spare_server = SpareServer(run_dir, node, context)
         self._transition = ResizeTransition(context, self._spare_client)
-        self._tier.serve_outside(self._spare_server.answer)
+        self._tier.serve_as_spare(self._spare_server.answer)
         self.persister.adopt({rank: segment.path for rank, segment in self._segments.items()})
-        if self._segments:
-            events.emit(catalogue.SEGMENTS_ADOPTED, segments=len(self._segments), token=self.token)
+        if self.adopted:
+            events.emit(catalogue.SEGMENTS_ADOPTED, segments=self.adopted, token=self.token)
 
     def _last_token(self) -> int:
-        """The last token of a previous SMP; 0 for none. If its file is damaged (by a crash of the machine), one that no
-        incarnation can have reached: the seconds since the epoch."""
+        """The last token of a previous SMP; 0 if there was none. If a crash of the machine damaged its file: the
+        seconds since the epoch, which no incarnation can have reached."""
         try:
             return read_json(self._token_path, _TOKEN)
         except FileNotFoundError:
@@ -117,18 +99,18 @@ class SnapshotProcess:
             return int(time.time())
 
     def answer(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Carry out one request. Errors of this package and of the system become refusals."""
+        """Carry out one request. Errors of this package and of the operating system become refusals."""
         name = message.get("do")
         if not isinstance(name, str) or name not in requests.LOCAL:
-            known = sorted(requests.LOCAL)
-            return protocol.refusal(ProtocolError(f"unknown request: {shown(name)}; known are {known}"))
+            unknown = f"unknown request: {shown(name)}; known are {sorted(requests.LOCAL)}"
+            return protocol.refusal(ProtocolError(unknown))
         faults.reach(f"smp.{name}.before", adopted=self.adopted)
         try:
             request = requests.local(message)
             with self._lock if name in _UNDER_LOCK else nullcontext():
                 reply = {"ok": True, **getattr(self, f"_{name}")(request)}
         except (FtError, OSError) as error:
-            refused = _in_words(name, message, error) if isinstance(error, OSError) else error
+            refused = _as_refusal(name, message, error) if isinstance(error, OSError) else error
             self._events.emit(catalogue.REQUEST_REJECTED, request=name, reason=str(refused))
             reply = protocol.refusal(refused)
         faults.reach(f"smp.{name}.after", adopted=self.adopted)
@@ -151,22 +133,20 @@ class SnapshotProcess:
         }
 
     def _watch(self, request: requests.WatchProcess) -> dict[str, Any]:
-        self.watched, self._silence = (request.pid, liveness.started(request.pid)), request.detect_seconds
-        if request.orphan_seconds is not None:  # a new ft-run may want another time
+        self.watched, self._detect_seconds = (request.pid, liveness.started(request.pid)), request.detect_seconds
+        if request.orphan_seconds is not None:
             self.orphan_seconds = request.orphan_seconds
-            # for a sweep after this process's death
-            files.write_json(self._run_dir / paths.PATIENCE_FILE, self.orphan_seconds)
+            files.write_json(self._run_dir / paths.PATIENCE_FILE, self.orphan_seconds)  # for a sweep after our death
         return {}
 
     def _fence(self, request: requests.WithoutFields) -> dict[str, Any]:
-        """Supersede the running incarnation: its token is void at once, its trainers are gone before this returns."""
+        """Supersede the running incarnation: void its token, kill its trainers and wait until they are gone."""
         self._tier.suspend()
         self.token += 1
         files.write_json(self._token_path, self.token)
         for rank, segment in self._segments.items():
             if OWNER in segment.damaged:
-                reason = f"rank {rank}: the owner of its segment cannot be read; if that trainer lives, only its token "
-                reason += "keeps it from writing"
+                reason = f"rank {rank}: the owner of its segment cannot be read; only its token keeps it from writing"
                 self._events.emit(catalogue.SEGMENT_CORRUPTED, about=rank, reason=reason)
             segment.token = self.token
         if faults.reach("fence.kill", token=self.token) != "skip":
@@ -174,8 +154,8 @@ class SnapshotProcess:
             alive = liveness.kill_and_wait(owners, KILL_SECONDS)
             if alive:
                 raise FencedError(
-                    f"node {self._node}: trainers {alive} of the superseded incarnation were not gone "
-                    f"{KILL_SECONDS:.0f} s after SIGKILL (a hung device?); no rank may capture before they are"
+                    f"node {self._node}: trainers {alive} of the superseded incarnation are still running "
+                    f"{KILL_SECONDS:.0f} s after SIGKILL (a hung device?); no rank may capture before they are gone"
                 )
         for segment in self._segments.values():
             segment.owner = (0, 0)
@@ -184,7 +164,7 @@ class SnapshotProcess:
         return {"token": self.token}
 
     def _require_current(self, request: requests.OfRank) -> None:
-        """Raises FencedError for a request of a superseded incarnation."""
+        """Raises FencedError if the request is of a superseded incarnation."""
         if request.token != self.token:
             raise FencedError(
                 f"rank {request.rank}: token {request.token} was superseded by {self.token}; this incarnation has ended"
@@ -193,11 +173,10 @@ class SnapshotProcess:
     def _attach(self, request: requests.Attach) -> dict[str, Any]:
         self._require_current(request)
         rank = request.rank
-        path = path_of(self._job, self._node, rank)
+        path = paths.path_of(self._job, self._node, rank)
         with self._allocating.setdefault(rank, threading.Lock()):
             with self._lock:
-                lost = self._damaged(rank, path)
-                segment = None if lost else self._reusable(path, request)
+                segment, lost = self._existing(rank, path, request)
             if segment is None:  # without the lock: allocating takes seconds, and a node's ranks do it concurrently
                 path.unlink(missing_ok=True)
                 segments.create(path, request.shape, rank, request.fingerprint, request.world_size, lost=lost)
@@ -205,64 +184,40 @@ class SnapshotProcess:
             with self._lock:
                 if self.ended.is_set():
                     path.unlink(missing_ok=True)
-                    raise FencedError(f"rank {rank}: the job's SMP on node {self._node} has ended meanwhile")
+                    raise FencedError(f"rank {rank}: the SMP of node {self._node} has ended meanwhile")
                 self._segments[rank] = segment  # before the token is checked: the next incarnation finds it
-                self._require_current(request)  # once more: a fence may have passed meanwhile
+                self._require_current(request)  # a fence may have passed meanwhile
                 segment.token = self.token
                 segment.owner = (request.pid, liveness.started(request.pid))
                 segment.attached = True
         self.persister.attached(rank, path, request.storage)
         return {"path": str(path), "resident_bytes": segment.resident_bytes}
 
-    def _damaged(self, rank: int, path: Path) -> bool:
-        """Whether the segment that this rank has is damaged: then it is lost, and another one takes its place."""
+    def _existing(self, rank: int, path: Path, request: requests.Attach) -> tuple[Segment | None, bool]:
+        """The segment with which this rank continues, None if one is to be created; and whether state was lost by
+        damage. Raises ResumeError, SegmentError."""
         segment = self._segments.get(rank)
-        try:
-            if segment is not None:
-                segment.check()
-            elif path.exists():
-                Segment(path)
-        except SegmentError as error:
-            if segment is None and not isinstance(error, CorruptHeaderError):
-                return False  # a foreign file: refused
-            self._events.emit(catalogue.SEGMENT_CORRUPTED, about=rank, path=str(path), reason=str(error))
-            if segment is not None:
-                self._segments.pop(rank).close()
-            return True
-        return False
-
-    def _reusable(self, path: Path, request: requests.Attach) -> Segment | None:
-        """The segment that this rank has already, None if one is to be created. Raises ResumeError, SegmentError."""
-        rank = request.rank
-        segment = self._segments.get(rank)
-        if segment is None and path.exists() and not request.fresh:
-            raise SegmentError(
-                f"rank {rank}: {path} is there but is not a segment of this version; "
-                "'ft-plugins end' or --ftp-resume fresh removes it"
-            )
-        if segment is None:
-            return None
-        try:
-            _require_same_job(segment, request)
-        except (ResumeError, SegmentError):
-            if not request.fresh:
-                raise
+        damage = adoption.damage_of(segment, path)
+        if damage is not None:
+            self._events.emit(catalogue.SEGMENT_CORRUPTED, about=rank, path=str(path), reason=str(damage))
+        elif adoption.is_reusable(segment, path, request):
+            return segment, False
+        if segment is not None:
             self._segments.pop(rank).close()
-            return None
-        return segment
+        return None, damage is not None
 
     def _restore(self, request: requests.Restore) -> dict[str, Any]:
-        """Open a lineage for one rank's segment: what is newer than its base is void."""
+        """Open a lineage for one rank's segment; versions newer than its base become void."""
         self._require_current(request)
         segment = self._segments.get(request.rank)
         if segment is None:
             raise ProtocolError(f"rank {request.rank}: restore before attach")
-        segment.open_lineage(request.lineage, request.base, void(segment.slots(), request.base))
+        segment.open_lineage(request.lineage, request.base, voided_slots(segment.slots(), request.base))
         return {}
 
     def _shutdown(self, request: requests.Shutdown) -> dict[str, Any]:
         self._require_current(request)
-        self._tier.suspend()  # training is over: no rank is missed any more
+        self._tier.suspend()  # training has ended: silent nodes are not lost
         if request.rank in self._segments:
             self._segments[request.rank].owner = (0, 0)
         return {}
@@ -292,12 +247,12 @@ class SnapshotProcess:
             here = {rank for rank, node in enumerate(request.protection.nodes) if node == self._node}
             moved = set(self._segments) - here
             for rank in moved:
-                self._segments.pop(rank).close()  # it is on another node now, and was restored there
-                path_of(self._job, self._node, rank).unlink(missing_ok=True)
-            self.persister.let_go(sorted(moved))  # else its mapping keeps the memory
+                self._segments.pop(rank).close()  # it is on another node now, where it was restored
+                paths.path_of(self._job, self._node, rank).unlink(missing_ok=True)
+            self.persister.release(sorted(moved))  # otherwise its mapping keeps the memory
         return self._tier.protect(request.protection, self.token)
 
-    # ---- the job at another size ----
+    # ---- resizes ----
 
     def _resize(self, request: requests.Resize) -> dict[str, Any]:
         self._require_current(request)
@@ -308,7 +263,7 @@ class SnapshotProcess:
 
     def _spare(self, request: requests.AskSpare) -> dict[str, Any]:
         self._require_current(request)
-        return {"told": self._spare_client.ask(request.node, request.where, request.world_size, request.seconds)}
+        return {"report": self._spare_client.ask(request.node, request.where, request.world_size, request.seconds)}
 
     def _settle(self, request: requests.Settle) -> dict[str, Any]:
         self._require_current(request)
@@ -324,55 +279,54 @@ class SnapshotProcess:
     def to_storage(
         self, reason: str, seconds: float = 0.0, only_due: bool = False, keep: bool = False
     ) -> dict[str, Any]:
-        """`Persister.request`; at the end of protection also for state of previous sizes that was not restored."""
+        """`Persister.request`. At the end of protection also for state of previous sizes that was not restored."""
         if only_due or reason == REQUEST:
             return self.persister.request(reason, seconds, only_due, keep)
         deadline = time.monotonic() + seconds
         outcome = self.persister.request(reason, seconds)
-        nothing = outcome["state"] == "nothing"  # of this size: the state of a previous one is the newest
-        previous = self._previous_storage.request(reason, max(0.0, deadline - time.monotonic()) if nothing else 0.0)
-        return previous if nothing else outcome
+        only_previous = outcome["state"] == "nothing"  # this size has no version: that of a previous one is the newest
+        left = max(0.0, deadline - time.monotonic()) if only_previous else 0.0
+        previous = self._previous_storage.request(reason, left)
+        return previous if only_previous else outcome
 
     @property
     def storing(self) -> bool:
-        """Whether something is being written to storage."""
+        """Whether a checkpoint is being written."""
         return self.persister.busy or self._previous_storage.busy
 
     def _end(self, request: requests.WithoutFields) -> dict[str, Any]:
         self.finish("in order")
         return {}
 
-    def look_at_trainers(self) -> None:
+    def check_trainers(self) -> None:
         """Declare trainers lost that have been stopped for too long: their peers wait for them in a collective."""
         self._transition.drop_if_safe()
         now = time.monotonic()
-        stopped = {}
-        for rank, segment in list(self._segments.items()):
-            pid, began = segment.owner
-            if began and liveness.is_stopped(pid, began):
-                stopped[rank] = self._stopped.get(rank, now)
-        self._stopped = stopped
-        lost = [rank for rank, since in stopped.items() if now - since > self._silence]
+        owners = {rank: segment.owner for rank, segment in list(self._segments.items())}
+        self._stopped = {
+            rank: self._stopped.get(rank, now)
+            for rank, (pid, began) in owners.items()
+            if began and liveness.is_stopped(pid, began)
+        }
+        lost = [rank for rank, since in self._stopped.items() if now - since > self._detect_seconds]
         if lost and self._declared != self.token:
             self._declared = self.token
-            self._tier.declare(self.token, [f"rank {rank}" for rank in sorted(lost)])
+            self._tier.declare_lost(self.token, [f"rank {rank}" for rank in sorted(lost)])
 
     def touch(self) -> None:
-        """Record the time at the lock file now and then: a sweep asks how long no process has been here."""
-        if time.monotonic() - self._touched < _TOUCH_SECONDS:
-            return
-        self._touched = time.monotonic()
-        lock = paths.lock_of(self._job, self._node)
-        if lock.exists():
-            os.utime(lock)
+        """Update the lock file's time now and then, so that a sweep knows when this SMP last lived."""
+        if time.monotonic() - self._touched >= _TOUCH_SECONDS:
+            self._touched = time.monotonic()
+            with suppress(FileNotFoundError):
+                os.utime(paths.lock_of(self._job, self._node))
 
     def finish_alone(self, reason: str) -> None:
-        """`finish`, while no request is being carried out."""
+        """`finish`, but not while a request is being carried out."""
         with self._lock:
             self.finish(reason)
 
     def finish(self, reason: str) -> None:
-        """Remove the segments; the daemon ends even if that fails."""
+        """Remove the segments and let the daemon end, even if removing fails."""
         try:
             self._tier.close()
             self._spare_client.forget()
@@ -388,37 +342,9 @@ class SnapshotProcess:
             self.ended.set()
 
 
-def _require_same_job(segment: Segment, request: requests.Attach) -> None:
-    """Raises ResumeError if a segment holds the state of another job, or of this job in another layout."""
-    rank, shape, fingerprint, before = request.rank, request.shape, request.fingerprint, segment.fingerprint
-    if before != fingerprint:
-        differing = ", ".join(
-            f"{key}: {shown(before.get(key))} -> {shown(fingerprint.get(key))}"
-            for key in sorted(before.keys() | fingerprint.keys())
-            if before.get(key) != fingerprint.get(key)
-        )
-        remedy = (
-            "--ftp-resume fresh drops it, --ftp-resume storage loads from disk instead, another --ftp-job keeps both"
-        )
-        raise ResumeError(f"rank {rank}: the state in memory belongs to another job ({differing}); {remedy}")
-    own = segment.shape
-    same = replace(own, small_nbytes=0) == replace(shape, small_nbytes=0)
-    if same and 2 * own.small_nbytes < shape.small_nbytes:  # trainers ask for twice what they need
-        raise ResumeError(
-            f"rank {rank}: there is room for {own.small_nbytes} bytes of small state in memory, now "
-            f"{shape.small_nbytes // 2} are needed at least; --ftp-resume fresh drops it"
-        )
-    if not same:
-        raise ResumeError(
-            f"rank {rank}: the state in memory was laid out otherwise ({own.nbytes} bytes in {own.buckets} buckets, "
-            f"{own.slots} slots, now {shape.nbytes} in {shape.buckets}, {shape.slots} slots: nodes, bucket size or "
-            "model changed); --ftp-resume fresh drops it"
-        )
-
-
-def _in_words(name: str, message: dict[str, Any], error: OSError) -> FtError:
-    """What the system refused: a SegmentError if it is about a segment's file, which a retry does not help."""
+def _as_refusal(name: str, message: dict[str, Any], error: OSError) -> FtError:
+    """An operating system error as a refusal; a SegmentError if it is about a segment's file: a retry cannot help."""
     reason = f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
     if name == "attach":
-        return SegmentError(f"rank {message.get('rank')}: no segment can be made ({reason}); remove what is in its way")
+        return SegmentError(f"rank {message.get('rank')}: cannot create its segment ({reason}); remove what blocks it")
     return ProtocolError(f"the SMP could not carry out '{name}' ({reason})")

@@ -1,16 +1,16 @@
-"""Store parity of other nodes' slots and whole copies of their small state, two versions of it.
+"""Store parity of other nodes' slots and copies of their small state, for two versions.
 
-Invariant: a version is CLEAN here only if every frame of every source has been XORed in exactly once, every copy is
-whole, and the parity that this node's ranks computed themselves was made from what the other nodes captured. A cursor
-counts what each source has delivered: a frame that was taken already is skipped, one that comes too early is not taken,
-so a broken transfer resumes where it stopped. Cursors live with this process alone: parity that a dead SMP had begun is
+Invariant: a version is CLEAN here only if every frame of every source was XORed in exactly once, every copy is whole,
+and the parity that this node's ranks computed themselves was made from the same bytes that the other nodes captured. A
+cursor counts the bytes taken of each source: a frame that was taken already is skipped, one that is too early is not
+taken, so a broken transfer resumes where it stopped. Cursors end with the process: parity that a dead SMP had begun is
 discarded, and its sources send again.
 
 It is a segment of its own with two slots: one holds the committed version, the other receives the next one.
 
     slot = header | digest of each MiB of parity | copies (msgpack: rank -> small state, digest table) | parity
 
-In: frames and copies, from the SMPs of other nodes. Out: parity and copies, to SMPs that rebuild what was lost.
+In: frames and copies, from the SMPs of other nodes. Out: parity and copies, to SMPs that rebuild lost state.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Key = tuple[int, int, int]  # section, stripe, 0 for P or 1 for Q
 def shape_of(plan: ExchangePlan, position: int, shapes: Sequence[Shape], layout: int) -> Shape:
     """The segment that the node at `position` needs; `shapes` are those of all ranks, `layout` is the plan's digest."""
     nbytes = plan.parity_bytes(position)
-    copies = sum(shapes[r].small_nbytes + 8 * shapes[r].digests + _COPY_OVERHEAD for r in plan.copies_on(position))
+    copies = sum(shapes[r].small_nbytes + 8 * shapes[r].digests + _COPY_OVERHEAD for r in plan.small_state_on(position))
     return Shape(nbytes, copies + _COPY_OVERHEAD, -(-nbytes // BUCKET), layout, VERSIONS)
 
 
@@ -55,11 +55,11 @@ class ParityStore:
     """The parity store of one node. Guards its segment and the version that it receives."""
 
     def __init__(self, path: Path, plan: ExchangePlan, position: int, shape: Shape) -> None:
-        """Claim the memory, or adopt what is there. Raises BudgetError, SegmentError."""
-        from ..redundancy import kernels  # here: numba takes a second to import, which only these SMPs pay
+        """Claim the memory, or adopt an existing store. Raises BudgetError, SegmentError."""
+        from ..redundancy import kernels  # imported here: only SMPs with parity pay the second that numba takes
 
         self._add = kernels.scale_xor_into
-        for factor in (1, 2):  # and another one to compile: before the first frame arrives
+        for factor in (1, 2):  # compile it before the first frame arrives, which takes another second
             self._add(np.zeros(8, dtype=np.uint8), np.ones(8, dtype=np.uint8), factor)
         self._plan = plan
         self._position = position
@@ -68,36 +68,37 @@ class ParityStore:
             own = self._segment.shape
             same = replace(own, small_nbytes=shape.small_nbytes) == shape and self._segment.rank == position
             if not same or own.small_nbytes < shape.small_nbytes:
-                raise SegmentError(f"{path} was laid out for another plan or position")
+                raise SegmentError(f"{path} has the layout of another plan or position")
         except SegmentError:
             path.unlink(missing_ok=True)
             segments.create(path, shape, position, {})
             self._segment = Segment(path)
-        starts = range(0, shape.nbytes, BUCKET)  # always: the SMP that made the segment may have died over it
+        starts = range(0, shape.nbytes, BUCKET)  # also when adopted: its creator may have died before this
         self._segment.ranges = [(start, min(BUCKET, shape.nbytes - start)) for start in starts]
         self._closed = False
         self._areas = {(area.section, area.stripe, area.which): area for area in plan.areas[position]}
         self._lock = threading.Lock()
         self._area_locks = {key: threading.Lock() for key in self._areas}
-        self._version: Version | None = None  # that is being received
+        self._version: Version | None = None  # being received
         self._index = -1
         self._taken: dict[tuple[Key, int], int] = {}  # bytes taken of each source, by area and node of the section
         self._wanted: dict[tuple[Key, int], int] = {}
-        self._open: set[tuple[Key, int]] = set()  # sources of which bytes are missing
-        self._cleared: dict[Key, int] = {}  # bytes of each area, from its start, that hold nothing older
+        self._open: set[tuple[Key, int]] = set()  # sources with missing bytes
+        self._cleared: dict[Key, int] = {}  # bytes of each area, from its start, free of an older version
         self._copies: dict[int, bytearray] = {}
-        self._whole: set[int] = set()  # ranks whose copy is whole
-        self._computed = any(plan.parts[rank] for rank in plan.ranks[position])  # by this node's ranks
+        self._whole: set[int] = set()  # ranks whose copy is complete
+        # whether ranks of this node compute parity themselves
+        self._computes_parity = any(plan.parts[rank] for rank in plan.ranks[position])
         self._agreed = False
-        self._exponents: dict[tuple[Key, int], int] = {}  # by which each source is multiplied
-        for send in plan.gathered_on(position):
+        self._exponents: dict[tuple[Key, int], int] = {}  # each source is multiplied by 2**exponent
+        for send in plan.sends_to(position):
             source = (send.area.section, send.area.stripe, send.area.which), send.node
             self._wanted[source], self._exponents[source] = send.stop - send.start, send.exponent
-        self._copied = frozenset(plan.copies_on(position))  # the ranks whose copies belong here
+        self._copied = frozenset(plan.small_state_on(position))  # the ranks whose copies belong here
 
     @property
     def resident_bytes(self) -> int:
-        """The kernel's figure."""
+        """The resident size as the kernel reports it."""
         return self._segment.resident_bytes
 
     @property
@@ -108,12 +109,12 @@ class ParityStore:
     # ---- receiving ----
 
     def begin(self, version: Version) -> None:
-        """Receive `version` from now on, from its beginning, unless it is complete here or being received already.
+        """Start receiving `version`, unless it is complete here or being received already.
 
-        Takes the same time for any size: each frame clears what it is the first to reach.
+        Takes constant time: each frame clears the bytes that it is the first to reach.
         """
         with ExitStack() as frames:
-            for lock in self._area_locks.values():  # no frame of the previous version is being XORed in any more
+            for lock in self._area_locks.values():  # no frame of the previous version is being XORed in
                 frames.enter_context(lock)
             frames.enter_context(self._lock)
             if self._version == version or version in self.versions():
@@ -126,19 +127,19 @@ class ParityStore:
             self._cleared = dict.fromkeys(self._areas, 0)
             self._copies = {}
             self._whole = set()
-            self._agreed = not self._computed
+            self._agreed = not self._computes_parity
             self._seal_if_complete()
 
     def replicas_agree(self, version: Version) -> None:
-        """The replicas from which this node's ranks computed parity equal what other nodes captured."""
+        """The replicas from which this node's ranks computed parity equal those that other nodes captured."""
         with self._lock:
             if version == self._version:
                 self._agreed = True
                 self._seal_if_complete()
 
     def taken(self, version: Version, node_sections: Sequence[tuple[int, int]]) -> list[list[int]] | None:
-        """The progress of each transfer of a sender, as [section, stripe, which, node, bytes]; `node_sections` are the
-        (section, node of the section) that it sends for. None if `version` is neither received nor complete here."""
+        """The progress of a sender's transfers, as [section, stripe, which, node, bytes]; `node_sections` are the
+        (section, node of the section) that it sends. None if `version` is neither being received nor complete here."""
         with self._lock:
             complete = version in self.versions()
             if not complete and version != self._version:
@@ -148,22 +149,22 @@ class ParityStore:
             return [[*key, node, done] for (key, node), done in source.items() if (key[0], node) in mine]
 
     def copied(self, version: Version, ranks: Sequence[int]) -> list[int]:
-        """Which of the copies of `ranks` are whole here."""
+        """Which of the copies of `ranks` are complete here."""
         with self._lock:
             whole = set(ranks) if version in self.versions() else self._whole if version == self._version else set()
             return [rank for rank in ranks if rank in whole]
 
     def take(self, version: Version, key: Key, node: int, at: int, exponent: int, frame: Bytes) -> int:
-        """XOR a frame into the parity block `key`, at byte `at` of it; returns how many bytes have been taken by then.
+        """XOR a frame into the parity block `key` at byte `at`; returns the number of bytes taken so far.
 
-        Raises ProtocolError for a frame that this plan does not have.
+        Raises ProtocolError if the plan has no such frame.
         """
         area = self._areas.get(key)
         if area is None or (key, node) not in self._wanted or at + len(frame) > self._wanted[key, node]:
             raise ProtocolError(f"{len(frame)} bytes at {at} of node {node} do not belong to parity {key} of this node")
         if exponent != self._exponents[key, node]:
             raise ProtocolError(
-                f"node {node} enters parity {key} multiplied by 2**{exponent}; by the plan of this node that is "
+                f"parity {key}: node {node} multiplied its data by 2**{exponent}, but the plan of this node expects "
                 f"2**{self._exponents[key, node]}"
             )
         with self._area_locks[key]:
@@ -171,9 +172,9 @@ class ParityStore:
                 if version != self._version:
                     if version in self.versions():
                         return self._wanted[key, node]
-                    raise ProtocolError(f"version {version} is not received here (any more)")
+                    raise ProtocolError(f"version {version} is not being received here")
                 done, index = self._taken[key, node], self._index
-            if at != done:  # it arrived twice, or too early
+            if at != done:  # repeated, or too early
                 return done
             parity = self._segment.data(index)[area.offset : area.offset + area.nbytes]
             if at + len(frame) > self._cleared[key]:
@@ -183,7 +184,7 @@ class ParityStore:
             faults.reach("parity_store.xored", section=key[0], stripe=key[1], node=node, at=at, position=self._position)
             with self._lock:
                 if version != self._version:
-                    raise ProtocolError(f"version {version} is not received here any more")
+                    raise ProtocolError(f"version {version} is no longer received here")
                 self._taken[key, node] = done = at + len(frame)
                 if done == self._wanted[key, node]:
                     self._open.discard((key, node))
@@ -191,28 +192,29 @@ class ParityStore:
                 return done
 
     def take_copy(self, version: Version, rank: int, at: int, total: int, part: Bytes) -> int:
-        """Take a part of a rank's copy; returns how many bytes of it are here."""
+        """Take a part of a rank's copy; returns how many of its bytes are here."""
         if rank not in self._copied:
             raise ProtocolError(f"no copy of rank {rank} belongs to this node")
         if total > self._segment.shape.small_nbytes:
-            raise ProtocolError(f"a copy of rank {rank} has {total} bytes; room was claimed for less")
+            room = self._segment.shape.small_nbytes
+            raise ProtocolError(f"a copy of rank {rank} has {total} bytes; only {room} were claimed for all copies")
         with self._lock:
             if version != self._version:
                 if version in self.versions():
                     return total
-                raise ProtocolError(f"version {version} is not received here (any more)")
+                raise ProtocolError(f"version {version} is not being received here")
             if at + len(part) > total:
                 raise ProtocolError(f"{len(part)} bytes at {at} of rank {rank}'s copy, of which {total} were announced")
-            held = self._copies.setdefault(rank, bytearray())
-            if at == len(held):
-                held += part.tobytes()
-            if len(held) == total:
+            copy = self._copies.setdefault(rank, bytearray())
+            if at == len(copy):
+                copy += part.tobytes()
+            if len(copy) == total:
                 self._whole.add(rank)
                 self._seal_if_complete()
-            return len(held)
+            return len(copy)
 
     def _seal_if_complete(self) -> None:
-        """Write the digests of the parity, then seal. Called with the lock held."""
+        """Write the digests of the parity, then seal, if nothing is missing. Call with the lock held."""
         version = self._version
         if version is None or self._open or self._whole != self._copied or not self._agreed:
             return
@@ -228,14 +230,14 @@ class ParityStore:
         self._version = None
         self._copies = {}
 
-    # ---- what is here ----
+    # ---- stored versions ----
 
     def versions(self) -> tuple[Version, ...]:
         """The versions that are complete here."""
         return tuple(s.version for s in self._segment.slots() if s.state is SlotState.CLEAN and s.version)
 
     def pin(self, version: Version) -> None:
-        """This version is committed: it stays until another one is."""
+        """Pin the committed version, in place of the previous one."""
         with self._lock:
             for slot in self._segment.slots():
                 if slot.state is SlotState.CLEAN and slot.version == version:
@@ -244,7 +246,7 @@ class ParityStore:
                     self._segment.unpin(slot.index, Pin.NODE)
 
     def void_after(self, base: Version | None) -> None:
-        """A recovery went back to `base` (None: to the beginning): newer versions are void."""
+        """Discard versions newer than `base` (None: all), to which a recovery went back."""
         with self._lock:
             for slot in self._segment.slots():
                 if slot.state is SlotState.CLEAN and slot.version and (base is None or slot.version > base):
@@ -252,7 +254,7 @@ class ParityStore:
                     self._segment.dirty(slot.index, None, 0)
 
     def read(self, version: Version, key: Key, at: int, nbytes: int) -> Bytes:
-        """Bytes of a complete parity block, after a check of every digest that covers them. Raises SegmentError."""
+        """Bytes of a complete parity block, after their digests were verified. Raises SegmentError."""
         area = self._areas.get(key)
         if area is None or at + nbytes > area.nbytes:
             raise ProtocolError(f"{nbytes} bytes at {at} are not in parity {key} of this node")
@@ -262,10 +264,10 @@ class ParityStore:
 
     def copy(self, version: Version, rank: int) -> bytes:
         """The copy of a rank. Raises SegmentError if it is not here."""
-        held: dict[int, Any] = msgpack.unpackb(self._segment.small(self._index_of(version)), strict_map_key=False)
-        if rank not in held:
+        copies: dict[int, Any] = msgpack.unpackb(self._segment.small(self._index_of(version)), strict_map_key=False)
+        if rank not in copies:
             raise SegmentError(f"node position {self._position} holds no copy of rank {rank}")
-        return bytes(held[rank])
+        return bytes(copies[rank])
 
     def _index_of(self, version: Version) -> int:
         for slot in self._segment.slots():
@@ -282,7 +284,7 @@ class ParityStore:
                 raise SegmentError(f"parity bucket {number} of slot {index} does not match its digest")
 
     def pause(self) -> None:
-        """Stop receiving: when this returns, no frame is being XORed in. Complete versions can be read."""
+        """Stop receiving. When this returns, no frame is being XORed in; complete versions can be read."""
         with ExitStack() as frames:
             for lock in self._area_locks.values():
                 frames.enter_context(lock)

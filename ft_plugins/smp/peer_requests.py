@@ -1,7 +1,7 @@
 """Carry out the requests of other nodes' SMPs: heartbeats, frames and copies to store, bytes to read.
 
-Invariant: a request of another epoch than the one that is protected here changes nothing. A request that arrives twice
-has the effect of one: a peer whose connection was closed sends it again. Messages are read by `requests.peer`.
+Invariant: a request of another epoch than the one protected here changes nothing. A repeated request has no further
+effect: a peer whose connection was closed sends its request again. `requests.peer` parses the messages.
 
 In: a message with its payload, from `wire.Server`. Out: the reply with its payload.
 """
@@ -14,20 +14,20 @@ from typing import Any
 import numpy as np
 
 from ..snapshot.segment import Segment
-from . import replica_checks, requests, wire
+from . import replica_checks, requests
 from .agreement import ExchangeDecision, NodeReport
+from .authenticated import PAYLOAD_LIMIT, Bytes
 from .frames import Data, Parity
 from .parity_store import ParityStore
 from .protocol import packed
 from .readers import LocalReader
 from .traffic import step_back
-from .wire import Bytes
 
 Reply = tuple[dict[str, Any], Bytes | None]
 
 
 class PeerRequests:
-    """Those to one node. Holds no state."""
+    """The requests to one node. Holds no state."""
 
     def __init__(
         self,
@@ -35,16 +35,16 @@ class PeerRequests:
         segments: Mapping[int, Segment],
         storing: Callable[[int], ParityStore],
         heartbeat: Callable[[int, NodeReport], tuple[ExchangeDecision, tuple[int, ...]]],
-        outside: Callable[[requests.SpareState | requests.ReleaseSpare], dict[str, Any]],
+        as_spare: Callable[[requests.SpareState | requests.ReleaseSpare], dict[str, Any]],
     ) -> None:
-        """`storing(epoch)` is the parity store that receives frames in that epoch; `heartbeat` takes the report of a
-        position and returns the decision and the lost positions; both raise ProtocolError if this node has none.
-        `outside` answers for a job in which this node has no part."""
+        """`storing(epoch)` is the parity store that receives frames of that epoch; `heartbeat` takes the report of a
+        position and returns the decision and the lost positions. Both raise ProtocolError if this node cannot.
+        `as_spare` answers if this node has no part in the job."""
         self._memory = memory
         self._segments = segments
         self._storing = storing
         self._heartbeat = heartbeat
-        self._outside = outside
+        self._as_spare = as_spare
 
     def handle(self, message: dict[str, Any], payload: Bytes) -> Reply:
         """The reply to a request. Raises ProtocolError, SegmentError."""
@@ -52,11 +52,11 @@ class PeerRequests:
             case requests.Probe():
                 return {}, None
             case requests.SpareState() | requests.ReleaseSpare():
-                return self._outside(request), None
+                return self._as_spare(request), None
             case requests.Heartbeat():
                 self._storing(request.epoch)
                 return self.heartbeat(request), None
-            case requests.BeginLane():  # this connection carries data, nothing that is in a hurry
+            case requests.BeginLane():  # this connection carries data, which is not urgent
                 step_back()
                 return self.begin(self._storing(request.epoch), request), None
             case requests.TakeFrame(version=version, key=key, node=node, at=at, exponent=exponent):
@@ -86,7 +86,7 @@ class PeerRequests:
         return {"exchange": packed(decision.exchange), "committed": packed(decision.committed), "lost": list(lost)}
 
     def begin(self, store: ParityStore, request: requests.BeginLane) -> dict[str, Any]:
-        """What of a sender's part is here already; `wait` while this node does not expect its version."""
+        """How much of a sender's part is here already; `wait` while this node does not expect its version."""
         taken = store.taken(request.version, request.nodes)
         if taken is None:
             return {"wait": True}
@@ -94,5 +94,5 @@ class PeerRequests:
 
 
 def _part(whole: bytes, offset: int) -> Reply:
-    part = np.frombuffer(whole, dtype=np.uint8)[offset : offset + wire.PAYLOAD_LIMIT]
+    part = np.frombuffer(whole, dtype=np.uint8)[offset : offset + PAYLOAD_LIMIT]
     return {"total": len(whole)}, part

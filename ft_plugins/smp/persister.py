@@ -1,8 +1,8 @@
-"""The SMP's thread for storage: writes this node's ranks of the versions that are due, and completes checkpoints.
+"""The SMP's storage thread: writes this node's ranks of the versions that are due, and completes checkpoints.
 
-Invariant: training never waits for it, and a storage error ends no more than one checkpoint; the next one is tried
-again. A version is pinned in every rank before its first byte is written. The thread has mappings of its own, so
-requests go on meanwhile. `checkpoint_schedule` chooses the version, `checkpoints` writes and completes it.
+Invariant: training never waits for it. A storage error ends one checkpoint; the next one is attempted. A version is
+pinned in every rank before its first byte is written. The thread has mappings of its own, so requests continue
+meanwhile. `checkpoint_schedule` chooses the version, `checkpoints` writes and completes it.
 
 In: where trainers want checkpoints (recorded in the run directory for a successor), requests. Out: checkpoints;
 `checkpoint.started`, `checkpoint.completed`, `checkpoint.failed` and `checkpoint.pruned` events.
@@ -36,7 +36,7 @@ from .checkpoint_schedule import (
     taking_part,
     view,
 )
-from .checkpoints import Checkpoints, WriterStopped, pin_all, words
+from .checkpoints import Checkpoints, WriterStopped, describe, pin_all
 
 PATIENCE_SECONDS = 300.0  # for other nodes' files; a network file system may show them a minute late
 _STOP_SECONDS = 5.0  # for the piece that is being written
@@ -45,7 +45,7 @@ _STORAGE = TypeAdapter(Storage)
 
 
 class Persister:
-    """The storage tier of one node. Guards a thread, which runs once a job has a folder for checkpoints."""
+    """The storage tier of one node. Its thread runs once the job has a folder for checkpoints."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Persister:
         memory: str = "storage.json",
         alarms: Alarms | None = None,
     ) -> None:
-        """`memory` is the file of the run directory that a successor reads."""
+        """`memory` is the file in the run directory that a successor reads."""
         alarms = alarms or Alarms(run_dir)
         self._memory = run_dir / memory
         self._job = job
@@ -76,18 +76,18 @@ class Persister:
     # ---- on the threads of requests ----
 
     def adopt(self, paths: Mapping[int, Path]) -> None:
-        """Continue for an SMP that died: with its storage, its pins released."""
+        """Continue for an SMP that died: use its storage, release its pins."""
         self._checkpoints.adopted = len(paths)
         for rank, path in paths.items():
             segment = self._map(rank, path)
             for slot in segment.slots():
                 segment.unpin(slot.index, Pin.STORAGE)
-        with suppress(OSError, ValueError):  # else the next attach says where
+        with suppress(OSError, ValueError):  # otherwise the next attach names the storage
             self._storage = read_json(self._memory, _STORAGE)
             self._start()
 
     def attached(self, rank: int, path: Path, storage: Storage | None) -> None:
-        """A trainer has attached; `storage` is where checkpoints go, None for nowhere."""
+        """A trainer has attached. `storage` is where checkpoints go; None: nowhere."""
         with self._lock:
             self._map(rank, path)
             if storage != self._storage:
@@ -98,35 +98,31 @@ class Persister:
                 self._start()
 
     def write_for(self, storage: Storage, paths: Mapping[int, Path]) -> None:
-        """Segments to which no trainer attaches, and where their checkpoints go."""
+        """Write checkpoints of segments to which no trainer attaches."""
         with self._lock:
             for rank, path in paths.items():
                 segment = self._map(rank, path)
                 for slot in segment.slots():
-                    segment.unpin(slot.index, Pin.STORAGE)  # of one that was abandoned
+                    segment.unpin(slot.index, Pin.STORAGE)  # of an abandoned checkpoint
             self._storage = storage
             self._start()
 
     @property
     def storage(self) -> Storage | None:
-        """Where checkpoints go; None for nowhere."""
+        """Where checkpoints go; None: nowhere."""
         return self._storage
 
-    def let_go(self, ranks: Sequence[int]) -> None:
-        """Release the segments of these ranks: they belong to another size of the job now."""
+    def release(self, ranks: Sequence[int]) -> None:
+        """Unpin and unmap the segments of these ranks: this persister no longer writes them."""
         with self._lock:
             for item in list(self._checkpoints.unfinished):
-                item.let_go(ranks)
+                item.unpin(ranks)
             for rank in ranks:
                 self._segments.pop(rank, None)
                 self._inodes.pop(rank, None)
 
     def request(self, reason: str, seconds: float, only_due: bool = False, keep: bool = False) -> dict[str, Any]:
-        """Have the newest version written, and wait for it up to `seconds`. `keep`: retention never removes it.
-
-        `state` of what is returned: 'done' (with lineage, iteration, path), 'failed' (with reason), 'writing' when the
-        time is over, 'nothing' when there is no version, 'off' when the job has no folder for checkpoints.
-        """
+        """Have the newest version written, and wait up to `seconds` for it; as `client.Client.checkpoint`."""
         if self._storage is None:
             return {"state": "off"}
         call = CheckpointCall(reason, only_due, seconds / 2, keep)  # the other half is for writing
@@ -138,12 +134,12 @@ class Persister:
 
     @property
     def busy(self) -> bool:
-        """Whether something is being written or completed, or a call waits."""
-        on_its_way = self._checkpoints
-        return bool(self._calls or on_its_way.writing or on_its_way.unfinished)  # in the order of a call's passing
+        """Whether a checkpoint is being written or completed, or a call waits."""
+        checkpoints = self._checkpoints
+        return bool(self._calls or checkpoints.writing or checkpoints.unfinished)  # in the order that a call takes
 
     def status(self) -> dict[str, Any]:
-        """For people: where, the newest complete checkpoint that is known, what failed since."""
+        """For people: where checkpoints go, the newest complete one that is known, what has failed since."""
         if self._storage is None:
             return {}
         done, writing = self._checkpoints.done, self._checkpoints.writing
@@ -156,17 +152,17 @@ class Persister:
         }
 
     def stop(self) -> None:
-        """End; what is being written is abandoned at its next piece."""
+        """End. A checkpoint being written is abandoned at its next piece."""
         self._stopping.set()
         self._wake.set()
         if self._thread is not None:
             self._thread.join(_STOP_SECONDS)
         for item in list(self._checkpoints.unfinished):
-            item.let_go()
+            item.unpin()
 
     def _map(self, rank: int, path: Path) -> Segment:
         inode = path.stat().st_ino
-        if self._inodes.get(rank) != inode:  # the old mapping may be in use: it goes with its last user
+        if self._inodes.get(rank) != inode:  # the old mapping may be in use: its last user frees it
             self._segments[rank] = Segment(path)
             self._inodes[rank] = inode
         return self._segments[rank]
@@ -190,8 +186,8 @@ class Persister:
                 pause = self._step()
             except WriterStopped:
                 return
-            except Exception as error:  # the boundary: whatever it is, the next checkpoint is tried
-                reason = words(error)
+            except Exception as error:  # any error: the next checkpoint has to be attempted
+                reason = describe(error)
                 if reason != self._checkpoints.failed:
                     self._events.emit(catalogue.CHECKPOINT_FAILED, reason=reason)
                 self._checkpoints.fail(reason)
@@ -201,31 +197,31 @@ class Persister:
             self._wake.clear()
 
     def _step(self) -> float:
-        """One look; returns the seconds until the next one."""
+        """Complete and write what is due now; returns the seconds until the next step."""
         storage = self._storage
         segments = taking_part(dict(self._segments), storage.world_size) if storage else {}
         if storage is None or not segments:
             self._answer_all("nothing")
             return FAR_SECONDS
         base = Path(storage.folder) / self._job
-        asked = list(self._calls)  # before the look: a later call asks for what this look does not see
+        waiting = list(self._calls)  # before the slots are read: a later call is for what is not seen here
         for item in list(self._checkpoints.unfinished):
             self._checkpoints.complete(storage, base, item)
-        if not (self._schedule.may_be_due(storage, segments, self._checkpoints.last) or asked):
+        if not (self._schedule.may_be_due(storage, segments, self._checkpoints.last) or waiting):
             return self._schedule.pause
         seen = view(segments, storage.world_size)
         origin = Origin(self._job, storage.world_size, next(iter(segments.values())).fingerprint)
-        self._checkpoints.look(base, origin, seen)
+        self._checkpoints.scan(base, origin, seen)
         calls: list[CheckpointCall] = []
-        ending = any(call.only_due for call in asked)
+        ending = any(call.only_due for call in waiting)
         version = self._schedule.due(storage, base, seen, self._checkpoints.last, ending)
         if version is None:
-            version, calls = self._called(asked, storage, base, seen)
+            version, calls = self._called(waiting, storage, base, seen)
         if version is not None:
             self._checkpoints.settle(base)
             pinned = pin_all(seen, version)
             if len(pinned) < len(seen.segments) and seen.alone:
-                return NEAR_SECONDS  # overwritten since the look, so a newer one is there by now
+                return NEAR_SECONDS  # it was overwritten meanwhile, so there is a newer one
             self._checkpoints.begin(version)  # before the calls are taken, so that `busy` has no gap
             for call in calls:
                 self._take(call)
@@ -234,29 +230,29 @@ class Persister:
         return 4 * NEAR_SECONDS if self._calls else self._schedule.pause
 
     def _called(
-        self, asked: Sequence[CheckpointCall], storage: Storage, base: Path, seen: NodeView
+        self, waiting: Sequence[CheckpointCall], storage: Storage, base: Path, seen: NodeView
     ) -> tuple[Version | None, list[CheckpointCall]]:
-        """The version to be written for calls, and which calls; answers calls whose version is written already."""
+        """The version to write for calls, and those calls. Answers calls whose version is complete already."""
         version: Version | None = None
-        takers: list[CheckpointCall] = []
+        calls: list[CheckpointCall] = []
         pending, done = {item.version: item for item in self._checkpoints.unfinished}, self._checkpoints.done
-        for call in asked:
+        for call in waiting:
             known = [*pending, *([done[0]] if done else [])]
-            found = self._schedule.called(call, storage, base, seen, known)
-            if found is None:
+            target = self._schedule.called(call, storage, base, seen, known)
+            if target is None:
                 if call.only_due or not seen.held:
                     self._take(call)
                     call.answer("nothing")
-            elif found in pending:
+            elif target in pending:
                 self._take(call)
-                pending[found].calls.append(call)
-            elif done is not None and found == done[0]:
+                pending[target].calls.append(call)
+            elif done is not None and target == done[0]:
                 self._take(call)
                 self._checkpoints.answer(call, *done)
-            elif version in (None, found):
-                version = found
-                takers.append(call)
-        return version, takers
+            elif version in (None, target):
+                version = target
+                calls.append(call)
+        return version, calls
 
     def _take(self, call: CheckpointCall) -> None:
         with self._lock:

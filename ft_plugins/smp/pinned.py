@@ -1,11 +1,10 @@
 """Pin the versions that one node keeps for the node tier: slots of its ranks, parity, and which version is committed.
 
-Invariant: a version is committed here only if all ranks of this node and its parity store have it, pinned; the
-previously committed one is unpinned after that. Pins are in shared memory, the committed version is in a file of the
-run directory, because pins alone do not distinguish it from one that is still being sent. An SMP that replaces this one
-goes on with both.
+Invariant: a version is committed here only if all ranks of this node and its parity store hold it, pinned; only then is
+the previously committed one unpinned. Pins are in shared memory. The committed version is also in a file of the run
+directory, because pins do not distinguish it from one that is still being sent. A replacement SMP continues with both.
 
-In: versions that the coordinator decided on. Out: pins; whether a version to be sent is here.
+In: the coordinator's decisions. Out: pins; whether a version to be sent is here.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ _VERSION: TypeAdapter[Version] = TypeAdapter(PackedVersion)
 
 
 class PinnedVersions:
-    """Those of one node. `segments` are the SMP's own, by rank; called under the tier's lock."""
+    """The pinned versions of one node. `segments` are the SMP's own, by rank. Call under the tier's lock."""
 
     def __init__(self, run_dir: Path, segments: Mapping[int, Segment]) -> None:
         self._path = run_dir / _FILE
         self._segments = segments
         self._ranks: Sequence[int] = ()
         self._store: ParityStore | None = None
-        self._base: Version | None = None  # that this incarnation restored
-        self._committed_before: Version | None = None  # on any node, when it did
+        self._base: Version | None = None  # the version that this incarnation restored
+        self._committed_before: Version | None = None  # on any node, before that
         self.committed: Version | None = None  # on this node
 
     def resume(self, protection: Protection, store: ParityStore) -> bool:
@@ -49,9 +48,9 @@ class PinnedVersions:
         return whole
 
     def begin(self, protection: Protection, store: ParityStore) -> None:
-        """Of what a previous incarnation pinned, keep the version committed on any node and the restored one.
+        """Unpin the versions of previous incarnations, except the one committed on any node and the restored one.
 
-        A node that had not heard that a version was committed has unpinned nothing of it.
+        A node that was not yet notified of a commit still has that version pinned.
         """
         keep = {version for version in (protection.base, protection.counted) if version is not None}
         store.void_after(protection.base)
@@ -66,7 +65,7 @@ class PinnedVersions:
         self.resume(protection, store)
 
     def _recorded(self) -> Version | None:
-        """The committed version by the file, if all ranks have it pinned and it is complete in the parity store."""
+        """The committed version in the file, if all ranks have it pinned and it is complete in the parity store."""
         assert self._store is not None
         try:
             committed = read_json(self._path, _VERSION)
@@ -83,10 +82,10 @@ class PinnedVersions:
         return max((v.iteration for v in versions if v is not None and v.lineage == lineage), default=0)
 
     def commit(self, version: Version) -> bool:
-        """`version` is complete on all nodes: it replaces the committed version. False if it is not here."""
+        """Make `version`, which is complete on all nodes, the committed version. False if it is not here."""
         assert self._store is not None
         if version not in self._store.versions():
-            return False  # a fresh node, until its part is rebuilt
+            return False  # a new node, until its part is rebuilt
         slots = {rank: self._segments[rank].pin(version, Pin.NODE) for rank in self._ranks}
         if None in slots.values():
             return False
@@ -100,13 +99,13 @@ class PinnedVersions:
         return True
 
     def mark(self, version: Version) -> Mark:
-        """The audit's verdict on `version`, if any rank of this node has heard it: it is one for the whole job."""
+        """The audit's verdict on `version`, if any rank of this node has it: it applies to the whole job."""
         slots = (slot for rank in self._ranks for slot in self._segments[rank].slots())
         return max((slot.mark for slot in slots if slot.version == version), default=Mark.NONE)
 
     def pin_sealed(self, version: Version) -> bool | None:
-        """Pin `version` to be sent, on each rank that has sealed it. True: on all of them; False: not yet; None: a rank
-        has passed it by."""
+        """Pin `version` for sending, on each rank that has sealed it. True: on all ranks; False: not yet on all; None:
+        a rank has skipped it."""
         for rank in self._ranks:
             segment = self._segments[rank]
             slots = segment.slots()
@@ -117,9 +116,9 @@ class PinnedVersions:
         return True
 
     def switch_to(self, decision: ExchangeDecision) -> None:
-        """Another version is to be sent now, which a previous SMP may have pinned. The one sent before is unpinned.
+        """Unpin the version that was sent before; the next one may have been pinned by a previous SMP.
 
-        So is the restored version, if a node cannot send it and a newer one was announced: capture needs its slot.
+        Also unpin the restored version if a node cannot send it and a newer one was announced: capture needs its slot.
         """
         version, base = decision.exchange, self._base
         passed = version is not None and base is not None and version > base
@@ -132,7 +131,7 @@ class PinnedVersions:
                     segment.unpin(slot.index, Pin.NODE)
 
     def forget(self) -> None:
-        """Protection has ended: no version is committed any more."""
+        """Remove the record of the committed version: protection has ended."""
         self._path.unlink(missing_ok=True)
 
 

@@ -1,11 +1,11 @@
-"""The snapshot management process: a daemon that outlives training, serves its node's requests, ends in order.
+"""The SMP's daemon: outlives training, serves its node's requests, and ends in order.
 
-Invariant: one such process per job and node, by two locks that the kernel releases at its death: one in the run
-directory, one next to the segments, which holds across logins with other run directories. It is not a child of
-training. It ends on request, or when no ft-run has come for its time after the one that it watched was gone. `owner`
-carries out the requests.
+Invariant: one such process per job and node, by two locks that the kernel releases when it dies: one in the run
+directory, and one next to the segments, which also excludes logins with other run directories. It is not a child of
+training. It ends on request, or if no new ft-run appears in time after the watched one is gone. `owner` carries out the
+requests.
 
-In: a command line; connections to a Unix socket. Out: replies; an end that leaves nothing behind.
+In: a command line; connections to a Unix socket. Out: replies; nothing is left behind at its end.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from .connections import Connections, OpenConnection, RejectedConnections
 from .owner import SnapshotProcess
 from .traffic import step_back_session
 
-WATCH_SECONDS = 0.2  # how late a change of the watched process may be noticed
-_LAST_WRITE_SECONDS = 600.0  # how long the end of an orphaned SMP is put off while it still writes to storage
-_PREDECESSOR_SECONDS = 1.0  # for the kernel to let go of what an SMP that was killed just now has locked
-_CONNECTIONS = 512  # at once, of this node's trainers, ft-run and command line
+WATCH_SECONDS = 0.2  # maximum delay in noticing that another process is watched
+_LAST_WRITE_SECONDS = 600.0  # for an orphaned SMP to finish writing to storage before it ends
+_PREDECESSOR_SECONDS = 1.0  # for the kernel to release the lock of an SMP that was just killed
+_CONNECTIONS = 512  # from this node's trainers, ft-run and command line
 _ACCEPT_PAUSE_SECONDS = 0.1  # after a connection that could not be accepted
-_FRAME_SECONDS = 10.0  # for a request to be here, once it has begun, and for its reply to be taken
+_FRAME_SECONDS = 10.0  # for a request to arrive whole once it has begun, and for its reply to be read
 _LOCAL = "local"  # the address of all connections of this node
 
 
 class _Server:
-    """Accepts on the Unix socket; a thread per connection, requests serialised by the process's lock.
+    """Accepts on the Unix socket, with a thread per connection.
 
-    No connection proves liveness: `watch` and `attach` name a process, which is watched. So any idle connection may
-    make room for a newer one: `client.Client` connects again at its next request.
+    Liveness does not depend on a connection: `watch` and `attach` name a process, which is watched. So any idle
+    connection may make room for a newer one; `client.Client` connects again at its next request.
     """
 
     def __init__(self, path: Path, process: SnapshotProcess, events: Events) -> None:
-        path.unlink(missing_ok=True)  # of a dead predecessor: the lock is ours
+        path.unlink(missing_ok=True)  # left by a dead predecessor: the lock is ours
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         before = os.umask(0o177)
         try:
@@ -65,7 +65,7 @@ class _Server:
         while True:
             try:
                 connection, _ = self._socket.accept()
-            except OSError as error:  # out of files, or the peer is gone already: the next one may be let in
+            except OSError as error:  # out of descriptors, or the peer has gone
                 self._rejected.count(_LOCAL, f"a connection could not be accepted: {error.strerror}")
                 self._process.ended.wait(_ACCEPT_PAUSE_SECONDS)
                 continue
@@ -76,7 +76,7 @@ class _Server:
                 self._rejected.count(_LOCAL, str(error))
                 continue
             admitted = self._connections.take(connection, _LOCAL, None)
-            assert admitted is not None, "it waits until there is one"
+            assert admitted is not None, "admission without a time limit failed"
             try:
                 threading.Thread(target=self._serve, args=(admitted,), name="smp-serve", daemon=True).start()
             except RuntimeError as error:
@@ -86,7 +86,7 @@ class _Server:
                 self._process.ended.wait(_ACCEPT_PAUSE_SECONDS)
 
     def _serve(self, admitted: OpenConnection) -> None:
-        """Until the peer hangs up, sends what is malformed, or makes room for another."""
+        """Serve until the peer hangs up, sends a malformed frame, or has to make room."""
         with admitted.connection as connection:
             try:
                 idle = select.poll()
@@ -98,13 +98,13 @@ class _Server:
                     connection.settimeout(_FRAME_SECONDS)
                     protocol.send(connection, reply)
                     self._connections.rest(admitted)
-            except (FtError, OSError) as error:  # a malformed frame or a dead peer: its connection ends, nothing else
+            except (FtError, OSError) as error:  # a malformed frame or a dead peer: only its connection ends
                 self._rejected.count(_LOCAL, str(error))
             finally:
                 self._connections.leave(admitted)
 
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The reply; an unforeseen failure is a refusal too."""
+        """The reply; an unexpected error becomes a refusal too."""
         try:
             return self._process.answer(request)
         except Exception as error:
@@ -118,8 +118,8 @@ class _Server:
 
 
 def serve(run_dir: Path, job: str, node: str, orphan_seconds: float, ready: int, watch: int = 0) -> None:
-    """Run until ended in order or orphaned for `orphan_seconds`, process `watch` (0: none) being gone. Writes a byte to
-    `ready` once it listens."""
+    """Run until the orderly end, or until the watched process (at first `watch`, 0: none) has been gone for
+    `orphan_seconds`. Writes a byte to the descriptor `ready` once it listens."""
     connections.raise_limit()
     events = Events(node)
     events.subscribe(file_sink(run_dir / "events.jsonl"))
@@ -129,23 +129,24 @@ def serve(run_dir: Path, job: str, node: str, orphan_seconds: float, ready: int,
     os.write(ready, b"1")
     os.close(ready)
     try:
-        _until_over(process, events, orphan_seconds)
+        _run_until_end(process, events, orphan_seconds)
     finally:
         server.close()
 
 
-def _until_over(process: SnapshotProcess, events: Events, orphan_seconds: float) -> None:
-    """Wait for the orderly end; once the watched ft-run is gone, no longer than it wanted (else `orphan_seconds`)."""
+def _run_until_end(process: SnapshotProcess, events: Events, orphan_seconds: float) -> None:
+    """Wait for the orderly end; once the watched ft-run is gone, only as long as it requested (default:
+    `orphan_seconds`)."""
     orphaned_at = time.monotonic()
-    was_alive = bool(process.watched[1])  # it may be gone before the first look
-    last_called = False
+    was_alive = bool(process.watched[1])  # it may be gone before the first check
+    last_written = False
     while not process.ended.is_set():
         patience = orphan_seconds if process.orphan_seconds is None else process.orphan_seconds
         process.touch()
-        process.look_at_trainers()
+        process.check_trainers()
         pid, began = process.watched
         if pid and liveness.started(pid) == began and began:
-            was_alive, last_called = True, False
+            was_alive, last_written = True, False
             _wait_exit(pid, process)
             continue
         if was_alive:
@@ -154,8 +155,8 @@ def _until_over(process: SnapshotProcess, events: Events, orphan_seconds: float)
             events.emit(catalogue.SMP_ORPHANED, seconds=patience)
             process.to_storage("orphaned")
         left = orphaned_at + patience - time.monotonic()
-        if left <= 0 and not last_called:
-            last_called = True
+        if left <= 0 and not last_written:
+            last_written = True
             process.to_storage("before removal")
         if left <= 0 and not process.storing or left < -_LAST_WRITE_SECONDS:
             process.finish_alone(f"orphaned for {patience:.0f} s")
@@ -164,7 +165,7 @@ def _until_over(process: SnapshotProcess, events: Events, orphan_seconds: float)
 
 
 def _wait_exit(pid: int, process: SnapshotProcess) -> None:
-    """Wait until `pid` is gone, another one is watched, or the SMP ends."""
+    """Wait until `pid` is gone, another process is watched, or the SMP ends."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -174,7 +175,7 @@ def _wait_exit(pid: int, process: SnapshotProcess) -> None:
         poller.register(descriptor, select.POLLIN)
         while not process.ended.is_set() and process.watched[0] == pid:
             process.touch()
-            process.look_at_trainers()
+            process.check_trainers()
             if poller.poll(1000 * WATCH_SECONDS):
                 return
     finally:
@@ -182,7 +183,7 @@ def _wait_exit(pid: int, process: SnapshotProcess) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Detach (double fork, own session) and serve; returns once the daemon listens."""
+    """Detach (double fork, own session) and serve. The parent returns once the daemon listens."""
     parser = argparse.ArgumentParser(prog="ft_plugins.smp.process")
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--job", required=True)
@@ -203,13 +204,13 @@ def main(argv: list[str] | None = None) -> int:
     try:
         lock = liveness.acquire(options.run_dir / "smp.lock")
         if lock is None:
-            os._exit(0)  # another SMP was quicker; the caller will find that one
+            os._exit(0)  # another SMP was faster; the caller connects to that one
         _detach(options.run_dir)
-        owned = _own_memory(options.job, options.node)
+        memory_lock = _lock_memory(options.job, options.node)
     except BusyError as error:
         print(error, file=sys.stderr, flush=True)
         os._exit(1)
-    if owned is None:
+    if memory_lock is None:
         print(f"another SMP owns the memory of job {options.job} on node {options.node}", file=sys.stderr, flush=True)
         os._exit(1)
     os.chdir("/")
@@ -223,11 +224,11 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _own_memory(job: str, node: str) -> int | None:
-    """Lock this job's shared memory for the life of this process; None if the SMP of another run directory has.
+def _lock_memory(job: str, node: str) -> int | None:
+    """Lock this job's shared memory for the life of this process; None if the SMP of another run directory has it.
 
-    Run directories differ between logins, cron and batch systems, /dev/shm does not: two SMPs with one job would take
-    each other's segments over, and kill each other's trainers.
+    Run directories differ between logins, cron and batch systems, but /dev/shm does not: two SMPs of one job would take
+    over each other's segments and kill each other's trainers.
     """
     deadline = time.monotonic() + _PREDECESSOR_SECONDS
     while (descriptor := liveness.acquire(paths.lock_of(job, node))) is None and time.monotonic() < deadline:

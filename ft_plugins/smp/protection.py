@@ -1,6 +1,6 @@
-"""The facts about the job to be protected, as a trainer sends them to the SMP of its node; the exchange plan follows.
+"""The facts about the protected job, as a trainer sends them to its node's SMP; they determine the exchange plan.
 
-Invariant: plain values, bounded and checked; written to the run directory as they came, so that another SMP goes on.
+Invariant: plain values, bounded and checked; written to the run directory as received, so that another SMP continues.
 
 In: a request, or the file. Out: `Protection`.
 """
@@ -18,7 +18,7 @@ from pydantic import BeforeValidator, Field
 from ..errors import ProtocolError
 from ..intake import Address, Count, Flag, Port, Seconds, Text, Unfit, typed
 from ..redundancy.exchange_plan import ExchangePlan, plan_exchange
-from ..redundancy.neighbour import plan_both, plan_neighbours
+from ..redundancy.neighbour import plan_copies_and_parity, plan_neighbours
 from ..redundancy.sections import Extent
 from ..snapshot.shape import Shape
 from .agreement import ExchangeEpoch
@@ -45,7 +45,7 @@ PackedExtent = Annotated[Extent, _by_position(Extent)]
 
 @dataclass(frozen=True)
 class Protection:
-    """One incarnation of the job: who stands where, what each rank captures, what the last recovery restored."""
+    """One incarnation of the job: the nodes, what each rank captures, what the last recovery restored."""
 
     lineage: Count
     base: MaybeVersion  # restored, or None after a start from the beginning
@@ -55,13 +55,13 @@ class Protection:
     losses: Annotated[int, Field(strict=True, ge=0, le=2)]
     position: Count  # of this node
     endpoints: tuple[tuple[Address, Port], ...]  # by position
-    interval: Annotated[Count, Field(ge=1)]  # iterations between two versions that are exchanged
-    exchange_mbps: Seconds  # megabits per second that this node sends at most; 0: no limit
+    interval: Annotated[Count, Field(ge=1)]  # minimum number of iterations between two exchanged versions
+    exchange_mbps: Seconds  # maximum megabits per second that this node sends; 0: no limit
     detect_seconds: Seconds
     replicated: tuple[tuple[PackedExtent, ...], ...] = ()  # of each replica set whose ranks compute parity themselves
-    stages: tuple[Ranks, ...] = ()  # pipelines, where each rank's copy is on that of a neighbouring stage
-    both: Flag = False  # parity as well, where there are copies
-    measure: Flag = False  # measure what the links carry that copies use
+    stages: tuple[Ranks, ...] = ()  # pipelines, if the copy of each rank is on a neighbouring stage
+    both: Flag = False  # parity in addition to copies
+    measure: Flag = False  # measure the links that copies use
     audited: Flag = False  # a version is committed only if its replicas were compared and agree
     counted: MaybeVersion = None  # the newest version committed on any node: pinned on all until a newer one is
 
@@ -69,7 +69,7 @@ class Protection:
         """Who sends what to whom. Raises TopologyError."""
         sizes = [shape.data_nbytes for shape in self.shapes]
         if self.stages and self.both:
-            return plan_both(self.nodes, self.stages, self.groups, sizes, self.replicated)
+            return plan_copies_and_parity(self.nodes, self.stages, self.groups, sizes, self.replicated)
         if self.stages:
             return plan_neighbours(self.nodes, self.stages, sizes).exchange()
         return plan_exchange(self.nodes, self.groups, sizes, self.losses, self.replicated)
@@ -80,7 +80,7 @@ class Protection:
 
     @cached_property
     def digest(self) -> int:
-        """Equal for two incarnations exactly if parity of one can be decoded by the plan of the other; node names may
+        """Equal for two incarnations if, and only if, the plan of one can decode parity of the other; node names may
         differ."""
         plan = self.plan()
         shapes = [(shape.nbytes, shape.buckets, shape.layout) for shape in self.shapes]
@@ -90,12 +90,12 @@ class Protection:
 
     def block(self) -> dict[str, Any]:
         """As plain values, for a message or a file."""
-        found = asdict(self)
-        found["shapes"] = [list(astuple(shape)) for shape in self.shapes]
-        found["replicated"] = [[list(astuple(extent)) for extent in stream] for stream in self.replicated]
-        found["base"] = list(astuple(self.base)) if self.base else None
-        found["counted"] = list(astuple(self.counted)) if self.counted else None
-        return found
+        block = asdict(self)
+        block["shapes"] = [list(astuple(shape)) for shape in self.shapes]
+        block["replicated"] = [[list(astuple(extent)) for extent in stream] for stream in self.replicated]
+        block["base"] = list(astuple(self.base)) if self.base else None
+        block["counted"] = list(astuple(self.counted)) if self.counted else None
+        return block
 
     @classmethod
     def read(cls, block: Mapping[str, Any]) -> Protection:
@@ -108,7 +108,7 @@ class Protection:
         return protection
 
     def _require_coherent(self) -> None:
-        """Raises Unfit if ranks or nodes are named that the job does not have."""
+        """Raises Unfit if a rank, node or extent does not exist in the job."""
         count = len(self.nodes)
         named = {rank for ranks in (*self.groups, *self.stages) for rank in ranks}
         if not count or len(self.shapes) != count or not named <= set(range(count)):

@@ -1,8 +1,8 @@
 """Messages between trainers, launcher, command line and the SMP of their node.
 
 Invariant: bounded frames of msgpack over a Unix socket that only its owner can open (0600, in a 0700 directory, the
-peer's uid checked with the kernel). No pickle; a malformed frame is answered by a close and an event. What the frames
-mean is read by `requests`.
+peer's uid checked with the kernel). No pickle. A malformed frame closes its connection, with an event. `requests`
+parses the messages.
 
     frame   = length (4 bytes, big endian, at most FRAME_LIMIT) | msgpack map: text keys, at most DEPTH deep
     request = {"do": name, ...}      reply = {"ok": true, ...} or {"ok": false, "error": class name, "message": text}
@@ -26,27 +26,27 @@ from ..errors import FtError, ProtocolError, printable
 from ..intake import Unfit, shown
 from ..snapshot.slots import Version
 
-FRAME_LIMIT = 1 << 20  # bytes; a status of thousands of slots fits, nothing else comes near
-DEPTH = 32  # maps and lists within each other; fingerprints have the most, a few
-TEXT_LIMIT = 4000  # characters of a text from outside that is forwarded
-_NAME_LIMIT = 60  # characters of a name from outside
-# bounds on a frame before its sender has proved its identity: what a handshake needs, and no lists
+FRAME_LIMIT = 1 << 20  # bytes; fits a status of thousands of slots, the largest message
+DEPTH = 32  # of nested maps and lists; fingerprints are the deepest, with a few levels
+TEXT_LIMIT = 4000  # characters of a text from a peer that is forwarded
+_NAME_LIMIT = 60  # characters of a name from a peer
+# bounds on a frame before its sender has authenticated itself: what a handshake needs, and no lists
 _HANDSHAKE = {"max_str_len": 1024, "max_bin_len": 64, "max_array_len": 0, "max_map_len": 8, "max_ext_len": 0}
 # in the run directory: alarms by topic; the lowest rank of the node prints them
 ALARM = "alarm.json"
 
 
 def send(connection: socket.socket, message: dict[str, Any]) -> None:
-    """Write one frame. Raises ProtocolError if it is too large, or holds what msgpack cannot."""
+    """Write one frame. Raises ProtocolError if it is too large, or msgpack cannot encode it."""
     payload = pack(message)
     connection.sendall(struct.pack(">I", len(payload)) + payload)
 
 
 def pack(message: dict[str, Any]) -> bytes:
-    """The content of a frame. Raises ProtocolError if it is too large, or holds what msgpack cannot."""
+    """The content of a frame. Raises ProtocolError if it is too large, or msgpack cannot encode it."""
     try:
         payload = msgpack.packb(message, use_bin_type=True)
-    except (ValueError, TypeError, OverflowError, RecursionError) as error:  # ValueError: also a surrogate
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:  # ValueError: for example a surrogate
         raise ProtocolError(f"a message cannot be packed: {legible(error)}") from error
     if len(payload) > FRAME_LIMIT:
         raise ProtocolError(f"a message of {len(payload)} bytes exceeds the limit of {FRAME_LIMIT}")
@@ -56,9 +56,9 @@ def pack(message: dict[str, Any]) -> bytes:
 def receive(connection: socket.socket, until: float | None = None, limit: int = FRAME_LIMIT) -> dict[str, Any] | None:
     """Read one frame; None if the peer has closed between frames. Raises ProtocolError for anything else.
 
-    `until` is the deadline (monotonic) for all of it; TimeoutError if it is missed. None: each wait takes what the
-    connection's own timeout allows. `limit` is in bytes; memory is allocated for what has arrived, not for what was
-    announced.
+    `until` is the deadline (monotonic) for the whole frame; TimeoutError if it is missed. None: the connection's own
+    timeout bounds each wait. `limit` is in bytes; memory is allocated for bytes that have arrived, not for the
+    announced length.
     """
     head = _read(connection, 4, until)
     if not head:
@@ -80,7 +80,7 @@ def announced(head: bytes | bytearray, limit: int) -> int:
 
 def unpack(payload: bytes | bytearray | memoryview, proven: bool = True) -> dict[str, Any]:
     """The message in a frame. Raises ProtocolError if it is not a map, has a key other than text, or is nested deeper
-    than DEPTH; if the sender is not `proven`, also for what no handshake needs."""
+    than DEPTH; from a sender that is not `proven`, also for anything that no handshake needs."""
     try:
         bounds = {"max_ext_len": 0} if proven else _HANDSHAKE
         message = msgpack.unpackb(payload, raw=False, strict_map_key=True, **bounds)
@@ -104,7 +104,7 @@ def unpack(payload: bytes | bytearray | memoryview, proven: bool = True) -> dict
 
 
 def _read(connection: socket.socket, length: int, until: float | None) -> bytes | None:
-    """`length` bytes, fewer if the peer closes; None for none at all."""
+    """Read `length` bytes, fewer if the peer closes; None if it closes before the first."""
     received = bytearray()
     while len(received) < length:
         if until is not None:
@@ -126,7 +126,7 @@ def refusal(error: FtError) -> dict[str, Any]:
 
 
 def raise_refusal(reply: dict[str, Any]) -> None:
-    """Raise the error in a reply; do nothing for an ok."""
+    """Raise the error in a reply, if there is one."""
     if reply.get("ok") is True:
         return
     kind = getattr(errors, str(reply.get("error")), None)
@@ -136,9 +136,9 @@ def raise_refusal(reply: dict[str, Any]) -> None:
 
 
 def unexpected(error: Exception) -> ProtocolError:
-    """An error that is not this project's own as one: its kind, and the place in the code.
+    """An unexpected error as one of this package: its class, and the place in the code.
 
-    So input from outside costs one line of an event, which is enough to find the cause.
+    So bad input costs one line in an event, which is enough to find the cause.
     """
     last = traceback.extract_tb(error.__traceback__)[-1:]
     place = "".join(f" ({Path(each.filename).name}:{each.lineno})" for each in last)
@@ -146,7 +146,7 @@ def unexpected(error: Exception) -> ProtocolError:
 
 
 def legible(text: object, limit: int = TEXT_LIMIT) -> str:
-    """`text` for a log: at most `limit` characters, escape codes written out."""
+    """`text` for a log: at most `limit` characters, control characters escaped."""
     whole = str(text)
     return printable(whole if len(whole) <= limit else f"{whole[:limit]}...")
 
@@ -159,11 +159,11 @@ def check_peer(connection: socket.socket) -> None:
 
 
 def number(message: dict[str, Any], name: str, limit: int = 1 << 63) -> int:
-    """An integer field of a frame from 0 to `limit` - 1. Raises ProtocolError for anything else."""
+    """An integer field of a message, from 0 to `limit` - 1. Raises ProtocolError for anything else."""
     value = message.get(name)
     if type(value) is not int or not 0 <= value < limit:
-        asked = legible(message.get("do"), _NAME_LIMIT)
-        raise ProtocolError(f"{asked}: field '{name}' should be from 0 to {limit - 1}, found {shown(value)}")
+        request = legible(message.get("do"), _NAME_LIMIT)
+        raise ProtocolError(f"{request}: field '{name}' should be from 0 to {limit - 1}, found {shown(value)}")
     return value
 
 
@@ -179,10 +179,10 @@ def _version(value: Any) -> Version:
 
 
 def maybe_version(value: Any) -> Version | None:
-    """From what `packed` makes. Raises Unfit."""
+    """The inverse of `packed`. Raises Unfit."""
     return None if value is None else _version(value)
 
 
-# fields of requests, replies and files that hold what `packed` makes
+# types of fields in requests, replies and files that hold a packed version
 PackedVersion = Annotated[Version, BeforeValidator(_version)]
 MaybeVersion = Annotated[Version | None, BeforeValidator(maybe_version)]

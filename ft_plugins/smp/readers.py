@@ -1,7 +1,7 @@
 """Read slots, copies and parity for a rebuild: from this node's memory, or from another node's over the wire.
 
-Invariant: bytes are read only from complete versions. Those that come over the wire have passed the connection's
-integrity check when `take` returns.
+Invariant: bytes are read only from complete versions. Bytes from the wire have passed the connection's integrity check
+when `take` returns.
 
 In: where to read. Out: bytes.
 """
@@ -19,12 +19,13 @@ from ..errors import ProtocolError, SegmentError
 from ..snapshot.segment import Segment
 from ..snapshot.slots import SlotState, Version
 from . import protocol
-from .channel import Who
+from .authenticated import Bytes, limit_in_kernel
+from .channel import Party
 from .exchange import copy_of, slot_of
 from .frames import Data, Parity
 from .parity_store import ParityStore
 from .resize.previous_segments import PreviousSegments
-from .wire import Bytes, Peer, limit_in_kernel
+from .wire import Peer
 
 
 class LocalReader:
@@ -39,8 +40,8 @@ class LocalReader:
         self._segments = segments
         self._previous = previous
         self._store = store
-        # the slot that was read last, looked at first; it keeps no mapping of a segment that has left
-        self._found: tuple[int, Version, weakref.ref[Segment], int] | None = None
+        # the slot read last, which is tried first; the weak reference keeps no mapping of a segment that has left
+        self._last: tuple[int, Version, weakref.ref[Segment], int] | None = None
 
     def _parity(self) -> ParityStore:
         store = self._store()
@@ -49,7 +50,7 @@ class LocalReader:
         return store
 
     def read(self, wanted: Data | Parity) -> Bytes:
-        """Bytes of a slot's data, or of a parity block, the digests of which are checked. A view."""
+        """A view of bytes of a slot's data, or of a parity block, whose digests are verified."""
         if isinstance(wanted, Parity):
             return self._parity().read(wanted.version, wanted.key, wanted.at, wanted.nbytes)
         segment, index = self._slot(wanted.rank, wanted.version)
@@ -58,12 +59,12 @@ class LocalReader:
         return segment.data(index)[wanted.at : wanted.at + wanted.nbytes]
 
     def _slot(self, rank: int, version: Version) -> tuple[Segment, int]:
-        """Where `version` lies CLEAN now. Each look at a slot costs a digest of its table and small state.
+        """The slot that holds `version` CLEAN. Reading a slot's header costs a digest of its table and small state.
 
         Raises SegmentError, CorruptSlotError.
         """
-        if self._found is not None and self._found[:2] == (rank, version):
-            segment, known = self._found[2](), self._found[3]
+        if self._last is not None and self._last[:2] == (rank, version):
+            segment, known = self._last[2](), self._last[3]
             slot = segment.slot(known) if segment is not None else None
             if segment is not None and slot and slot.version == version and slot.state is SlotState.CLEAN:
                 return segment, known
@@ -71,17 +72,17 @@ class LocalReader:
         try:
             if own is None:
                 raise SegmentError(f"rank {rank} has no segment on this node")
-            found = own, slot_of(own, version)
+            place = own, slot_of(own, version)
         except SegmentError:
             previous = self._previous.find(rank, version)
             if previous is None:
                 raise
-            found = previous, slot_of(previous, version)
-        self._found = (rank, version, weakref.ref(found[0]), found[1])
-        return found
+            place = previous, slot_of(previous, version)
+        self._last = (rank, version, weakref.ref(place[0]), place[1])
+        return place
 
     def copy(self, rank: int, version: Version) -> bytes:
-        """The copy of another node's rank that is stored here."""
+        """The copy of another node's rank that this node stores."""
         return self._parity().copy(version, rank)
 
     def slot(self, rank: int, version: Version) -> bytes:
@@ -98,19 +99,19 @@ class _LocalStream:
 
     def __init__(self, memory: LocalReader) -> None:
         self._memory = memory
-        self._asked: deque[Data | Parity] = deque()
+        self._requested: deque[Data | Parity] = deque()
 
     def ask_for(self, wanted: Data | Parity) -> None:
-        self._asked.append(wanted)
+        self._requested.append(wanted)
 
     def take(self, into: Bytes) -> None:
-        into[:] = self._memory.read(self._asked.popleft())
+        into[:] = self._memory.read(self._requested.popleft())
 
     def close(self) -> None:
         """There is no connection to close."""
 
     def release(self) -> None:
-        self._asked.clear()
+        self._requested.clear()
 
 
 class RemoteReader:
@@ -118,11 +119,11 @@ class RemoteReader:
 
     over_wire = True
 
-    def __init__(self, where: tuple[str, int], me: Who, secret: bytes, timeout: float) -> None:
+    def __init__(self, where: tuple[str, int], me: Party, secret: bytes, timeout: float) -> None:
         self._peer = (where, me, secret, timeout)
 
     def copy(self, rank: int, version: Version) -> bytes:
-        """The copy of another node's rank that is stored there."""
+        """The copy of another node's rank that that node stores."""
         return self._whole("copy", rank, version)
 
     def slot(self, rank: int, version: Version) -> bytes:
@@ -151,7 +152,7 @@ class PipelinedPeer(Peer):
     up while no request was in flight, the next one uses a new connection.
     """
 
-    _under_way = 0  # requests
+    _in_flight = 0  # requests
 
     def ask_for(self, wanted: Data | Parity) -> None:
         """Send a request to read. Raises ProtocolError."""
@@ -163,36 +164,36 @@ class PipelinedPeer(Peer):
         with self._named():
             if self._closed:
                 raise ProtocolError("this side has hung up")
-            if not self._under_way and self._hung_up():
+            if not self._in_flight and self._hung_up():
                 self._drop()
-            if self._link is None:
-                self._link = self._connect()
+            if self._authenticated is None:
+                self._authenticated = self._connect()
                 assert self._connection is not None
                 self._connection.settimeout(None)
                 limit_in_kernel(self._connection, self._timeout)
-            self._link.send({"do": "read", **fields})
-            self._under_way += 1
+            self._authenticated.send({"do": "read", **fields})
+            self._in_flight += 1
 
     def take(self, into: Bytes) -> None:
-        """Receive the next reply's payload. Raises ProtocolError, also if it was changed on the way, or the peer's
-        refusal."""
+        """Receive the next reply's payload. Raises ProtocolError, also if it was changed on the way, or the error of
+        the peer's refusal."""
         with self._named():
-            if self._closed or self._link is None:
+            if self._closed or self._authenticated is None:
                 raise ProtocolError("this side has hung up")
-            reply = self._link.message()
+            reply = self._authenticated.message()
             if reply is None:
                 raise ProtocolError("it hung up")
             if reply.get("ok") is True:
                 announced = protocol.number({"bytes": 0, **reply}, "bytes")
                 if announced != len(into):
-                    raise ProtocolError(f"it sends {announced} bytes where {len(into)} were asked for")
+                    raise ProtocolError(f"expected {len(into)} bytes, found {announced}")
                 if announced:
-                    self._link.payload(into)
-            self._under_way -= 1
+                    self._authenticated.payload(into)
+            self._in_flight -= 1
         protocol.raise_refusal(reply)
 
     def _hung_up(self) -> bool:
-        """Whether the peer has closed a connection on which nothing is expected."""
+        """Whether the peer has closed the connection while no request was in flight."""
         if self._connection is None:
             return False
         try:
@@ -204,7 +205,7 @@ class PipelinedPeer(Peer):
 
     @contextmanager
     def _named(self) -> Iterator[None]:
-        """Errors of the connection name the peer; requests in flight are void then."""
+        """Name the peer in errors of the connection, and close it: requests in flight are void."""
         try:
             yield
         except (OSError, ProtocolError) as error:
@@ -214,7 +215,5 @@ class PipelinedPeer(Peer):
             raise ProtocolError(f"the SMP at {host}:{port} cannot be read: {reason}") from error
 
     def release(self) -> None:
-        """The thread that asked has finished."""
+        """Drop the connection."""
         self._drop()
-
-

@@ -1,14 +1,14 @@
 """Rebuild a rank's slot on this node: fetched from the node that still holds it, or decoded from parity.
 
-Invariant: the slot is DIRTY until every bucket matches the digest table that was copied whole when the version was
-exchanged; then it is sealed, and restored like any other. A mismatch is an error. The memory needed in addition to the
-slot is one frame for each of the few threads that read.
+Invariant: the slot is DIRTY until every bucket matches the digest table, which was copied whole in the exchange; then
+it is sealed, and restored like any other. A mismatch is an error. In addition to the slot, each of the few threads
+needs the memory of one frame.
 
-Each thread takes the next frame and sends requests to all of its sources, and those for the frame after it before it
-waits for the first one. One source is received directly into the slot, the others are added to it, each after its
-digest passed. The thread that fills a bucket verifies it, while it is still in the processor's cache.
+A thread takes the next frame, and requests its parts from all sources, and those of the frame after it, before it waits
+for the first part. One source is received directly into the slot, the others are added to it, each after its digest
+was verified. The thread that completes a bucket verifies it, while it is still in the processor's cache.
 
-In: an exchange plan, which positions are lost, a reader per position. Out: a CLEAN slot, the bytes read.
+In: an exchange plan, the lost positions, a reader per position. Out: a CLEAN slot, the number of bytes read.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from ..snapshot import manifest
 from ..snapshot.segment import NOT_COMPUTED, Segment
 from ..snapshot.shape import PAGE
 from ..snapshot.slots import Version, choose
+from .authenticated import PAYLOAD_LIMIT
 from .frames import Data, Frame, Parity, copied, decoded
-from .wire import PAYLOAD_LIMIT
 
-THREADS = 2  # that read and add up, for each slot that is rebuilt
-AHEAD = 2  # frames for which a thread has asked
+THREADS = 2  # for each slot that is rebuilt
+AHEAD = 2  # frames that a thread has requested
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -49,20 +49,20 @@ class ReadStream(Protocol):
         ...
 
     def take(self, into: Bytes) -> None:
-        """Wait for the next answer; its bytes are written to `into`, which has their length, and were verified."""
+        """Wait for the next answer, and write its verified bytes to `into`, which has their length."""
         ...
 
     def close(self) -> None:
-        """Hang up for good, from any thread: a thread that waits for an answer gets an error."""
+        """Close for good, from any thread: a thread that waits for an answer gets an error."""
         ...
 
     def release(self) -> None:
-        """The thread that asked has finished: release what the stream holds."""
+        """Release what the stream holds: the requesting thread has finished."""
         ...
 
 
 class Reader(Protocol):
-    """What the SMP at a position of the plan hands out: another node's memory over the wire, or this one's."""
+    """Reads from the SMP at a position of the plan: another node's memory over the wire, or this node's."""
 
     over_wire: bool
 
@@ -72,7 +72,7 @@ class Reader(Protocol):
 
 
 def fetch(segment: Segment, version: Version, token: int, holder: Reader) -> int:
-    """Take the slot over from a node that holds it whole. Returns the bytes read over the wire.
+    """Fetch the slot from a node that holds it. Returns the bytes read over the wire.
 
     Raises what the reader raises, CorruptSlotError.
     """
@@ -88,10 +88,10 @@ def decode(
     lost: Collection[int],
     readers: Mapping[int, Reader],
 ) -> int:
-    """Compute the slot from parity. `lost` are the positions whose data cannot be read, `readers` those that can.
+    """Compute the slot from parity, without the data at the positions `lost`; `readers` read the others.
 
-    Returns the bytes read over the wire. Raises ResumeError when more is lost than parity makes up for, what the
-    readers raise, CorruptSlotError.
+    Returns the bytes read over the wire. Raises ResumeError if more is lost than parity can replace, what the readers
+    raise, CorruptSlotError.
     """
     frames = decoded(plan, segment.rank, version, lost)
     copy = _copy_from_any(plan, segment.rank, version, readers)
@@ -101,7 +101,7 @@ def decode(
 def _copy_from_any(plan: ExchangePlan, rank: int, version: Version, readers: Mapping[int, Reader]) -> bytes:
     """The rank's small state and digest table, from a node that stores a copy."""
     problems = []
-    for position in plan.copy_holders(rank):
+    for position in plan.small_state_holders(rank):
         if position in readers:
             try:
                 return readers[position].copy(rank, version)
@@ -109,17 +109,12 @@ def _copy_from_any(plan: ExchangePlan, rank: int, version: Version, readers: Map
                 problems.append(str(error))
     raise ResumeError(
         f"rank {rank}: no node holds a copy of the small state of version {version} "
-        f"({'; '.join(problems) or 'those that did are lost'})"
+        f"({'; '.join(problems) or 'the nodes that held one are lost'})"
     )
 
 
 def _write(
-    segment: Segment,
-    version: Version,
-    token: int,
-    copy: bytes,
-    frames: Iterator[Frame],
-    readers: Mapping[int, Reader],
+    segment: Segment, version: Version, token: int, copy: bytes, frames: Iterator[Frame], readers: Mapping[int, Reader]
 ) -> int:
     """Write `frames` into a slot, verify it against the copied digests, and seal it."""
     small, table = msgpack.unpackb(copy)
@@ -127,9 +122,9 @@ def _write(
     if len(digests) != segment.shape.digests:
         raise ResumeError(
             f"rank {segment.rank}: version {version} has {len(digests)} digests, this segment {segment.shape.digests}: "
-            "the state was laid out otherwise"
+            "the state has another layout"
         )
-    if not any(nbytes for _, nbytes in segment.ranges):  # of the job at another size: no trainer has claimed it
+    if not any(nbytes for _, nbytes in segment.ranges):  # of a previous size: no trainer has written them
         segment.ranges = manifest.read(manifest.split(small)[0]).ranges
     index = choose(segment.slots())
     segment.dirty(index, version, token)
@@ -140,9 +135,9 @@ def _write(
             done, _ = wait(running, return_when=FIRST_EXCEPTION)
         finally:
             filling.stop()
-    for thread in done:  # the one that failed by itself; the others because of it
+    for thread in done:  # the first one to fail; others fail because of it
         thread.result()
-    filling.verify_the_rest()
+    filling.verify_remaining()
     segment.write_small(index, small)
     segment.digests(index)[:] = digests
     segment.set_cursor(index, None)
@@ -151,7 +146,7 @@ def _write(
 
 
 class _Filling:
-    """A slot that several threads fill: what is left to be requested, written and verified."""
+    """A slot that several threads fill, and what is left to request, write and verify."""
 
     def __init__(
         self,
@@ -176,11 +171,11 @@ class _Filling:
         self._streams: list[ReadStream] = []
         self._buckets = sorted((offset, nbytes, number) for number, (offset, nbytes) in enumerate(segment.ranges))
         self._starts = [offset for offset, _, _ in self._buckets]
-        self._missing = [nbytes for _, nbytes, _ in self._buckets]  # bytes, by place in `_buckets`
+        self._missing = [nbytes for _, nbytes, _ in self._buckets]  # bytes, by index in `_buckets`
         self._verified = [False] * len(self._buckets)
 
     def work(self) -> None:
-        """Run by each thread until no frame is left. Raises what a stream raises, CorruptSlotError."""
+        """Fill frames until none is left; each thread runs it. Raises what a stream raises, CorruptSlotError."""
         streams: dict[int, ReadStream] = {}
         try:
             self._work(streams)
@@ -190,19 +185,19 @@ class _Filling:
 
     def _work(self, streams: dict[int, ReadStream]) -> None:
         scratch: Bytes = np.empty(PAYLOAD_LIMIT, dtype=np.uint8)
-        asked: deque[Frame] = deque()
+        requested: deque[Frame] = deque()
         while True:
-            while len(asked) < AHEAD and (frame := self._next()) is not None:
+            while len(requested) < AHEAD and (frame := self._next()) is not None:
                 for part in frame.parts:
                     if part.position not in streams:
                         streams[part.position] = self._stream_to(part.position)
                     streams[part.position].ask_for(part.wanted)
-                asked.append(frame)
-            if not asked:
+                requested.append(frame)
+            if not requested:
                 return
-            frame = asked.popleft()
+            frame = requested.popleft()
             faults.reach("rebuild.frame", rank=self._rank, at=frame.offset)
-            self._put_together(frame, streams, scratch)
+            self._sum_parts(frame, streams, scratch)
             for place in self._written(frame):
                 self._verify(place)
 
@@ -216,10 +211,10 @@ class _Filling:
             self._streams.append(stream)
         return stream
 
-    def _put_together(self, frame: Frame, streams: Mapping[int, ReadStream], scratch: Bytes) -> None:
-        """Receive the parts, in the order of their requests, and add them up in the slot."""
+    def _sum_parts(self, frame: Frame, streams: Mapping[int, ReadStream], scratch: Bytes) -> None:
+        """Receive the parts, in the order of their requests, and add them in the slot."""
         target = self._data[frame.offset : frame.offset + frame.nbytes]
-        target[::PAGE].max()  # a page that is read first is mapped with its neighbours, for a quarter of the price
+        target[::PAGE].max()  # reading a page first maps it with its neighbours, at a quarter of the cost
         if frame.has_base:
             streams[frame.parts[0].position].take(target)
         else:
@@ -230,7 +225,7 @@ class _Filling:
             _add(target[part.at : part.at + nbytes], scratch[:nbytes], part.factor)
 
     def _written(self, frame: Frame) -> list[int]:
-        """Count the frame; the buckets, by index, that are full now."""
+        """Count the frame; returns the buckets, by index, that it completed."""
         full = []
         with self._lock:
             self.wire_bytes += sum(p.wanted.nbytes for p in frame.parts if self._readers[p.position].over_wire)
@@ -249,7 +244,7 @@ class _Filling:
     def _verify(self, place: int) -> None:
         offset, nbytes, number = self._buckets[place]
         if offset >= self._captured and int(self._digests[number]) == NOT_COMPUTED:
-            self._verified[place] = True  # the holder lacks it as well: it is computed once the tensors are loaded
+            self._verified[place] = True  # the holder lacks it too: computed once the tensors are loaded
             return
         if xxhash.xxh3_64_intdigest(self._data[offset : offset + nbytes].data) != int(self._digests[number]):
             raise CorruptSlotError(
@@ -258,9 +253,9 @@ class _Filling:
             )
         self._verified[place] = True
 
-    def verify_the_rest(self) -> None:
-        """Verify the buckets that no frame has filled up: those without bytes, and parity that is to be computed again
-        because no node has it whole. Raises CorruptSlotError."""
+    def verify_remaining(self) -> None:
+        """Verify the buckets that no frame completed: those without bytes, and parity that has to be recomputed because
+        no node has all of it. Raises CorruptSlotError."""
         for place, done in enumerate(self._verified):
             offset, nbytes, number = self._buckets[place]
             if offset >= self._captured and 0 < self._missing[place] == nbytes:
@@ -282,6 +277,6 @@ def _add(target: Bytes, part: Bytes, factor: int) -> None:
     if factor == 1:
         np.bitwise_xor(target, part, out=target)
         return
-    from ..redundancy import kernels  # here: numba takes a second to import and to compile
+    from ..redundancy import kernels  # imported here: numba takes a second to import and to compile
 
     kernels.scale_xor_into(target, part, factor)

@@ -1,11 +1,11 @@
-"""Compare replicas: digests of the bytes that one rank made parity from, against what another rank captured.
+"""Compare replicas: digests of the bytes from which one rank computed parity, with what another rank captured.
 
 Invariant: bytes are compared only if both sides are sealed captures of one version, and while the slot is pinned. A
 difference means silent corruption of one of the two replicas; parity made from them is useless.
 
     payload = for each check 4 words of 8 bytes: rank that captured the bytes, offset and bytes in its slot, digest
 
-In: the checks of a plan, digest tables; from other nodes, payloads. Out: payloads; which of a payload's checks differ.
+In: the checks of a plan, digest tables; payloads from other nodes. Out: payloads; which checks of a payload differ.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from ..snapshot.segment import Segment
 from ..snapshot.slots import SlotState, Version
 
 _WORDS = 4
-CHECKS = 4096  # of a payload
-SOURCE_BYTES = 64 << 20  # that a payload makes its receiver digest, or one check: it has to answer soon
+CHECKS = 4096  # in a payload
+SOURCE_BYTES = 64 << 20  # that the receiver of a payload digests, unless one check has more: it has to answer soon
 
 Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Two replicas that differ in a version, found by a bucket of parity."""
+    """Two replicas that differ in a version, detected through a bucket of parity."""
 
     version: Version
     check: Check
@@ -56,8 +56,8 @@ def by_target(plan: ExchangePlan, ranks: Sequence[int], segments: Mapping[int, S
             count += 1
         if count != segments[rank].shape.checks:
             raise ProtocolError(
-                f"rank {rank}: its slots have {segments[rank].shape.checks} digests of what parity is made from, the "
-                f"plan has {count}: trainer and SMP do not agree on who stands where"
+                f"rank {rank}: its slots have {segments[rank].shape.checks} digests of parity sources, the plan has "
+                f"{count}: trainer and SMP disagree about the nodes of the job"
             )
     return checks
 
@@ -80,14 +80,14 @@ def payload(checks: Sequence[Check], tables: Mapping[int, npt.NDArray[np.uint64]
     return np.array(words, dtype="<u8").reshape(-1).view(np.uint8)
 
 
-def differing(segments: Mapping[int, Segment], version: Version, asked: Bytes) -> list[int] | None:
+def differing(segments: Mapping[int, Segment], version: Version, checks: Bytes) -> list[int] | None:
     """Which checks of a payload differ from the bytes here; None while `version` is not pinned here.
 
     Raises ProtocolError for a payload that fits no plan.
     """
-    if len(asked) % (8 * _WORDS) or len(asked) > 8 * _WORDS * CHECKS:
-        raise ProtocolError(f"{len(asked)} bytes are no checks; expected at most {CHECKS} of {8 * _WORDS} bytes")
-    entries = asked.view("<u8").reshape(-1, _WORDS).tolist()
+    if len(checks) % (8 * _WORDS) or len(checks) > 8 * _WORDS * CHECKS:
+        raise ProtocolError(f"{len(checks)} bytes are no valid checks; expected at most {CHECKS} of {8 * _WORDS} bytes")
+    entries = checks.view("<u8").reshape(-1, _WORDS).tolist()
     if len(entries) > 1 and sum(entry[2] for entry in entries) > SOURCE_BYTES:
         raise ProtocolError(f"checks of more than {SOURCE_BYTES} bytes at a time")
     for rank, offset, nbytes, _ in entries:
@@ -103,8 +103,8 @@ def differing(segments: Mapping[int, Segment], version: Version, asked: Bytes) -
         area = segments[rank].data(index)[offset : offset + nbytes]
         if xxhash.xxh3_64_intdigest(area.data) != digest:
             differ.append(place)
-    given_up = any(_pinned(segments[rank], version) != pinned[rank] for rank in ranks)  # while it was looked at
-    return None if given_up else differ
+    was_unpinned = any(_pinned(segments[rank], version) != pinned[rank] for rank in ranks)  # during the comparison
+    return None if was_unpinned else differ
 
 
 def _pinned(segment: Segment, version: Version) -> int | None:

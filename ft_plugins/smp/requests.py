@@ -1,7 +1,7 @@
-"""Requests to an SMP as types, each read from its message in this one place.
+"""Requests to an SMP as types: the one place that parses their messages.
 
-Invariant: what `local` and `peer` return is complete, every field of its type and within its range. Anything else is a
-ProtocolError that names the request and the field, before any of it is used.
+Invariant: a request returned by `local` or `peer` is complete, every field of its type and within its range. Anything
+else is a ProtocolError that names the request and the field.
 
 In: messages of `protocol`, maps of plain values. Out: frozen dataclasses; times in seconds.
 """
@@ -13,25 +13,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from ..errors import ProtocolError
 from ..intake import Address, Count, Flag, Port, Seconds, Text, Unfit, parsed, require_shallow, shown
 from ..snapshot.retention import Storage
 from ..snapshot.shape import Shape
 from .agreement import NodeReport
+from .authenticated import PAYLOAD_LIMIT
 from .protection import Protection
 from .protocol import MaybeVersion, PackedVersion, maybe_version, packed
-from .wire import PAYLOAD_LIMIT
 
-_SHAPE = {each.name for each in fields(Shape)}
-_REPORT = [each.name for each in fields(NodeReport)]
+_SHAPE_FIELDS = {each.name for each in fields(Shape)}
+_REPORT_FIELDS = [each.name for each in fields(NodeReport)]
 
 
 def _exact(shape: Any) -> Any:
     """A shape names all of its fields and no others."""
-    if not isinstance(shape, dict) or set(shape) != _SHAPE:
-        raise Unfit(f"expected {', '.join(sorted(_SHAPE))}")
+    if not isinstance(shape, dict) or set(shape) != _SHAPE_FIELDS:
+        raise Unfit(f"expected {', '.join(sorted(_SHAPE_FIELDS))}")
     return shape
 
 
@@ -42,7 +42,7 @@ def _coherent(shape: Shape) -> Shape:
 
 
 def _plain(fingerprint: dict[str, Any]) -> dict[str, Any]:
-    """A fingerprint as a segment's header returns it. Raises ValueError for more than plain values."""
+    """A fingerprint as a segment's header returns it. Raises ValueError unless it consists of plain values."""
     require_shallow(fingerprint)
     try:
         return dict(json.loads(json.dumps(fingerprint)))
@@ -52,8 +52,8 @@ def _plain(fingerprint: dict[str, Any]) -> dict[str, Any]:
 
 def _report(value: Any) -> NodeReport:
     """From what `packed_report` makes."""
-    if not isinstance(value, list) or len(value) != len(_REPORT) or type(value[0]) is not int:
-        raise Unfit(f"expected {', '.join(_REPORT)}")
+    if not isinstance(value, list) or len(value) != len(_REPORT_FIELDS) or type(value[0]) is not int:
+        raise Unfit(f"expected {', '.join(_REPORT_FIELDS)}")
     return NodeReport(value[0], *map(maybe_version, value[1:]))
 
 
@@ -63,18 +63,16 @@ Rank = Annotated[int, Field(strict=True, ge=0, lt=1 << 32)]
 Token = Annotated[int, Field(strict=True)]
 Exponent = Annotated[int, Field(strict=True, ge=0, lt=255)]
 FrameBytes = Annotated[int, Field(strict=True, ge=0, le=PAYLOAD_LIMIT)]
-OneShape = Annotated[Shape, BeforeValidator(_exact), AfterValidator(_coherent)]
+ShapeField = Annotated[Shape, BeforeValidator(_exact), AfterValidator(_coherent)]
 Fingerprint = Annotated[dict[str, Any], AfterValidator(_plain)]
-OfJob = Annotated[Protection, BeforeValidator(Protection.read)]
-ENDPOINTS = TypeAdapter(tuple[HostPort, ...])
+ProtectionField = Annotated[Protection, BeforeValidator(Protection.read)]
 
 
-# ---- of this node's trainers, ft-run and command line ----
-
+# ---- from this node's trainers, ft-run and command line ----
 
 @dataclass(frozen=True)
 class WithoutFields:
-    """`status`, `fence`, `end`, `inventory` and `previous_sizes`: what they ask for is in the name."""
+    """`status`, `fence`, `end`, `inventory` and `previous_sizes`."""
 
 
 @dataclass(frozen=True)
@@ -83,12 +81,12 @@ class WatchProcess:
 
     pid: Count
     detect_seconds: Seconds
-    orphan_seconds: Seconds | None = None  # None: as before
+    orphan_seconds: Seconds | None = None  # None: unchanged
 
 
 @dataclass(frozen=True)
 class OfRank:
-    """A request of one rank of the incarnation with `token`."""
+    """A request from one rank of the incarnation with `token`."""
 
     rank: Rank
     token: Token
@@ -96,9 +94,9 @@ class OfRank:
 
 @dataclass(frozen=True)
 class Attach(OfRank):
-    """Create or find this rank's segment. `fresh`: what belongs to another job is dropped."""
+    """Create or find this rank's segment. `fresh`: drop the state of another job."""
 
-    shape: OneShape
+    shape: ShapeField
     fingerprint: Fingerprint
     pid: Count
     fresh: Flag
@@ -132,7 +130,7 @@ class Listen:
 class Protect(OfRank):
     """Protect the job from now on."""
 
-    protection: OfJob
+    protection: ProtectionField
 
 
 @dataclass(frozen=True)
@@ -144,7 +142,7 @@ class RebuildSlot(OfRank):
     """
 
     version: PackedVersion
-    protection: OfJob
+    protection: ProtectionField
     holders: tuple[tuple[Count, Address, Port], ...]
     lost: tuple[Count, ...]
     source: HostPort | None = None
@@ -161,7 +159,7 @@ class Resize(OfRank):
 
 @dataclass(frozen=True)
 class AskSpare(OfRank):
-    """Ask `node` at `where`, which has no part in the job, for its state of previous sizes of the job."""
+    """Query the spare `node` at `where` for its state of previous sizes of the job."""
 
     world_size: Rank
     node: Text
@@ -171,8 +169,7 @@ class AskSpare(OfRank):
 
 @dataclass(frozen=True)
 class Settle(OfRank):
-    """Of state of previous sizes, keep only `version` of `world_size` ranks; nothing, if it is None. `spares` are
-    released when the job is safe without their state."""
+    """Drop all state of previous sizes but `version` of `world_size` ranks; release `spares` once that is safe."""
 
     world_size: Rank
     spares: tuple[HostPort, ...]
@@ -181,7 +178,7 @@ class Settle(OfRank):
 
 @dataclass(frozen=True)
 class WriteCheckpoint:
-    """Write the newest version to storage, or what was due anyway; `keep`: retention never removes it."""
+    """Write the newest version to storage, or only what is due anyway. `keep`: retention never removes it."""
 
     reason: Text
     seconds: Seconds
@@ -198,21 +195,20 @@ LOCAL: Mapping[str, type[Any]] = {
 
 
 def local(message: Mapping[str, Any]) -> Any:
-    """A request of this node's own processes. Raises ProtocolError."""
+    """Parse a request of this node's own processes. Raises ProtocolError."""
     return _read(message, "do", LOCAL, "request")
 
 
-# ---- of other nodes' SMPs ----
-
+# ---- from other nodes' SMPs ----
 
 @dataclass(frozen=True)
 class Probe:
-    """Only how fast the payload arrived matters."""
+    """Measures the rate at which its payload arrives."""
 
 
 @dataclass(frozen=True)
 class SpareState:
-    """What does `node`, which has no part in the job of `world_size` ranks, hold of it at previous sizes?"""
+    """Report the state of previous sizes that the spare `node` holds; the job has `world_size` ranks now."""
 
     node: Text
     world_size: Count
@@ -220,7 +216,7 @@ class SpareState:
 
 @dataclass(frozen=True)
 class ReleaseSpare:
-    """The job goes on in `lineage`: drop what is older."""
+    """The job continues in `lineage`: drop older state."""
 
     lineage: Count
 
@@ -234,7 +230,7 @@ class OfEpoch:
 
 @dataclass(frozen=True)
 class Heartbeat(OfEpoch):
-    """The node at `position` is alive, and this is its state."""
+    """The state of the node at `position`, which is alive."""
 
     position: Count
     report: Annotated[NodeReport, BeforeValidator(_report)]
@@ -242,7 +238,7 @@ class Heartbeat(OfEpoch):
 
 @dataclass(frozen=True)
 class BeginLane(OfEpoch):
-    """What of the sender's part is here already: for which (section, node of the section), of which ranks' copies?"""
+    """Report how much the receiver has: of each (section, node of the section), and which ranks' copies."""
 
     version: PackedVersion
     nodes: tuple[tuple[Count, Count], ...]
@@ -272,7 +268,7 @@ class TakeCopy(OfEpoch):
 
 @dataclass(frozen=True)
 class CompareReplicas(OfEpoch):
-    """Compare replicas: the payload holds digests to check."""
+    """Compare replicas with the digests in the payload."""
 
     version: PackedVersion
 
@@ -299,7 +295,7 @@ class ReadParity:
 
 @dataclass(frozen=True)
 class ReadCopy:
-    """The copy of a rank that is stored here, from `offset` on."""
+    """The copy of a rank that this node stores, from `offset` on."""
 
     version: PackedVersion
     rank: Count
@@ -308,7 +304,7 @@ class ReadCopy:
 
 @dataclass(frozen=True)
 class ReadSlot:
-    """Small state and digests in a rank's slot, from `offset` on."""
+    """Small state and digests of a rank's slot, from `offset` on."""
 
     version: PackedVersion
     rank: Count
@@ -323,7 +319,7 @@ _READ: Mapping[str, type[Any]] = {"data": ReadData, "parity": ReadParity, "copy"
 
 
 def peer(message: Mapping[str, Any]) -> Any:
-    """A request of another node's SMP. Raises ProtocolError."""
+    """Parse a request of another node's SMP. Raises ProtocolError."""
     if message.get("do") == "read":
         return _read(message, "what", _READ, "read")
     return _read(message, "do", _PEER, "request between SMPs")
@@ -339,10 +335,9 @@ def _read(message: Mapping[str, Any], key: str, kinds: Mapping[str, type[Any]], 
 
 # ---- replies ----
 
-
 @dataclass(frozen=True)
 class HeartbeatReply:
-    """The coordinator's decision, and the positions that it has not heard from."""
+    """The coordinator's decision, and the positions that have been silent for too long."""
 
     exchange: MaybeVersion
     committed: MaybeVersion

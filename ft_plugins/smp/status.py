@@ -1,7 +1,7 @@
-"""What an SMP reports about its node: a one-word signal (as REFT has it), its segments; and what can be read from that.
+"""What an SMP reports about its node: a signal in one word (as in REFT) and its segments; and how to read that report.
 
-Invariant: facts of this moment only; they decide nothing. Which nodes are lost is decided by silence alone
-(`agreement.Coordinator`, `SnapshotProcess.look_at_trainers`).
+Invariant: facts of this moment only; nothing is decided by them. Silence alone decides which nodes are lost
+(`agreement.Coordinator`, `SnapshotProcess.check_trainers`).
 
 In: segments, the node tier's status; a status. Out: `Signal`, plain values; versions.
 """
@@ -13,23 +13,23 @@ from enum import Enum
 from typing import Any
 
 from ..snapshot.segment import Segment
-from ..snapshot.slots import Mark, SlotState, Version, in_order, marks_of
+from ..snapshot.slots import Mark, SlotState, Version, marks_of, recovery_order
 from . import liveness
 
 
 class Signal(str, Enum):
     """The state of a node."""
 
-    HEALTHY = "HEALTHY"  # its trainers live; nothing is being captured or sent, and nothing was captured yet
+    HEALTHY = "HEALTHY"  # its trainers live; nothing was captured yet
     SNAP = "SNAP"  # a version is being captured, or sent to other nodes
-    CLEAN = "CLEAN"  # what its ranks captured last is complete, and committed if nodes protect each other
+    CLEAN = "CLEAN"  # the last captured version is complete, and committed if nodes protect each other
     UNHEALTHY = "UNHEALTHY"  # a trainer has died or is stopped
     OFFLINE = "OFFLINE"  # its SMP does not answer
 
 
 def signal(*, answers: bool, trainers_work: bool, on_its_way: bool, complete: bool) -> Signal:
-    """The signal of a node: whether its SMP `answers`, its `trainers_work`, a version is `on_its_way`, and what was
-    captured last is `complete`. The worst applies."""
+    """The signal of a node: whether its SMP `answers`, its `trainers_work`, a version is `on_its_way`, and the last
+    captured one is `complete`. The worst applies."""
     if not answers:
         return Signal.OFFLINE
     if not trainers_work:
@@ -40,7 +40,7 @@ def signal(*, answers: bool, trainers_work: bool, on_its_way: bool, complete: bo
 
 
 def signal_of(segments: Collection[Segment], tier: Mapping[str, Any], trainers_work: bool) -> Signal:
-    """The signal of this node, of which the SMP answers. `tier` is the status of its node tier."""
+    """The signal of this node, whose SMP answers. `tier` is the status of its node tier."""
     owners = [segment.owner for segment in segments if segment.attached and segment.owner[1]]
     slots = [slot for segment in segments for slot in segment.slots()]
     clean = any(slot.state is SlotState.CLEAN for slot in slots)
@@ -77,11 +77,11 @@ def described(rank: int, segment: Segment) -> dict[str, Any]:
 
 
 def newest_common(status: Mapping[str, Any]) -> Version | None:
-    """The newest version that every rank of this node holds complete, by an SMP's `status`; None if there is none. As
-    in a recovery, preferred versions go first.
+    """The newest version that every rank of this node holds complete, by an SMP's `status`; None if there is none.
+    Preferred versions come first, as in a recovery.
 
-    The ranks are those of the incarnation that runs or ran last: a wider earlier one has left segments which stand
-    still. Before any rank of it has attached, all are included. Versions of two lineages are never mixed.
+    The ranks are those of the incarnation that runs or ran last: an earlier, larger one may have left segments that no
+    longer change. Before any rank has attached, all ranks are included. Versions of two lineages are never mixed.
     """
     attached = [segment for segment in status["segments"] if segment["attached"]] or status["segments"]
     complete = [
@@ -89,12 +89,12 @@ def newest_common(status: Mapping[str, Any]) -> Version | None:
         for segment in attached
     ]
     common = set.intersection(*complete) if complete else set()
-    return next(iter(in_order(common, marks_in(status))), None)
+    return next(iter(recovery_order(common, marks_in(status))), None)
 
 
 def marks_in(status: Mapping[str, Any]) -> dict[Version, Mark]:
     """The audit's verdicts on the versions that this node holds complete, by an SMP's `status`."""
-    held = [slot for segment in status["segments"] for slot in segment["slots"] if slot["state"] == "CLEAN"]
+    clean = [slot for segment in status["segments"] for slot in segment["slots"] if slot["state"] == "CLEAN"]
     return marks_of(
-        (Version(slot["lineage"], slot["iteration"]), Mark[slot.get("mark", Mark.NONE.name).upper()]) for slot in held
+        (Version(slot["lineage"], slot["iteration"]), Mark[slot.get("mark", Mark.NONE.name).upper()]) for slot in clean
     )

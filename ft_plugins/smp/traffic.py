@@ -1,16 +1,16 @@
-"""Keep exchange traffic behind training: thread priority, a rate limit, and a measurement of what the links carry.
+"""Keep exchange traffic behind training: thread priority, a rate limit, and a measurement of the links' capacity.
 
-A node's cores belong to training: its collectives' threads, its data loaders. A thread of an SMP that wakes at the same
-moment must not be scheduled first, and loses nothing by being later. Threads that answer and watch keep their priority,
-because liveness depends on them and they take next to no time; so do those that restore, and those that write to
-storage, which may have a time limit.
+A node's cores belong to training: its collectives' threads and data loaders. A thread of the SMP that wakes at the same
+moment must not be scheduled first, and loses nothing by running later. Threads that answer and watch keep their
+priority, because liveness depends on them and they need little time. So do threads that restore, and those that write
+to storage, which may have a time limit.
 
-Links are measured before anything is protected; bubbles are planned by the result. Frames go as those of copies do: one
-connection for each rank of this node to the node that keeps its copy, all at once and on all nodes at about the same
-time, each frame waiting for its answer. So what is measured is what copies will get, both SMPs included.
+Links are measured before anything is protected; bubbles are planned by the result. The measurement sends frames the way
+copies are sent: one connection for each rank of this node to the node that keeps its copy, all at once and on all nodes
+at about the same time, each frame waiting for its answer. So it measures what copies will get, both SMPs included.
 
-Invariant: a priority is only ever lowered, so it needs no privilege; where the system has none, nothing happens. A
-measurement is bounded in time, and nothing that it sends is kept.
+Invariant: a priority is only ever lowered, so no privilege is needed; on a system without priorities nothing happens. A
+measurement is bounded in time, and its bytes are not stored.
 
 In: a rate; a connection per lane. Out: pauses; bytes per second to each target.
 """
@@ -28,36 +28,37 @@ from pathlib import Path
 import numpy as np
 
 from ..model.pacer import Allowance
-from .wire import PAYLOAD_LIMIT, Peer
+from .authenticated import PAYLOAD_LIMIT
+from .wire import Peer
 
-# a third of the weight of a thread of training, so that the SMP does not starve on a node that is full
+# a third of the weight of a training thread, so that the SMP does not starve on a fully loaded node
 NICE = 5
-SESSION_NICE = 5  # where the kernel shares cores among sessions (autogroup): an SMP's would weigh as much as all ranks'
-LEAST = 19  # the lowest priority there is
+SESSION_NICE = 5  # if the kernel shares cores among sessions (autogroup), an SMP would weigh as much as all ranks
+LEAST = 19  # the lowest priority
 _AUTOGROUP = Path("/proc/self/autogroup")
 
-MEASURED_SECONDS = 0.25  # of a lane's measurement, one frame at least
-SHARE = 0.1  # of that time: a lane's frames grow until one takes as long, or is as large as frames are
+MEASURED_SECONDS = 0.25  # per lane, at least one frame
+SHARE = 0.1  # of that time: frames grow until one takes that long, or has the maximum size
 _FIRST = 64 << 10  # bytes of the first frame
 
 
 def step_back() -> None:
-    """Lower the priority of this thread, for good. Idempotent."""
+    """Lower the priority of this thread permanently. Idempotent."""
     thread = threading.get_native_id()
-    with contextlib.suppress(OSError):  # on Linux, priorities are those of threads; that of the first is the process's
+    with contextlib.suppress(OSError):  # on Linux, threads have priorities; the first one's is the process's
         wanted = min(os.getpriority(os.PRIO_PROCESS, os.getpid()) + NICE, LEAST)
         if os.getpriority(os.PRIO_PROCESS, thread) < wanted:
             os.setpriority(os.PRIO_PROCESS, thread, wanted)
 
 
 def step_back_session() -> None:
-    """Lower the priority of the session that this process has begun, where the kernel shares cores among sessions."""
+    """Lower the priority of this process's session, if the kernel shares cores among sessions."""
     with contextlib.suppress(OSError):
         _AUTOGROUP.write_text(str(SESSION_NICE))
 
 
 class RatePacer:
-    """Lets a number of bytes per second pass, over all threads; 0: no limit."""
+    """Limits the bytes per second, over all threads; 0: no limit."""
 
     def __init__(self, bytes_per_second: float) -> None:
         self._rate = bytes_per_second
@@ -65,7 +66,7 @@ class RatePacer:
         self._free_at = time.monotonic()
 
     def take(self, nbytes: int, stop: threading.Event) -> Allowance:
-        """Wait until all of `nbytes` may go; none if stopped."""
+        """Wait until all of `nbytes` may be sent; an empty allowance if stopped."""
         if self._rate:
             with self._lock:
                 now = time.monotonic()
@@ -82,7 +83,7 @@ class RatePacer:
 def measure(
     targets: Sequence[int], connect: Callable[[int], Peer], seconds: float = MEASURED_SECONDS
 ) -> list[tuple[int, float]]:
-    """Bytes per second that the lanes to each target have together; `targets[i]` is that of lane i.
+    """The bytes per second to each target, summed over its lanes; `targets[i]` is the target of lane i.
 
     Raises FtError, OSError if one of them does not answer.
     """
@@ -106,10 +107,8 @@ def measure(
     return list(totals.items())
 
 
-def rate(
-    send: Callable[[int], object], seconds: float, clock: Callable[[], float] = time.monotonic
-) -> float:
-    """Bytes per second of `send`, which returns when so many bytes have passed."""
+def rate(send: Callable[[int], object], seconds: float, clock: Callable[[], float] = time.monotonic) -> float:
+    """The bytes per second of `send`, which sends a number of bytes and returns when they have arrived."""
     nbytes = _FIRST
     while True:
         began = clock()

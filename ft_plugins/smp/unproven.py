@@ -1,9 +1,9 @@
-"""Accept connections and have each prove that it knows the job's secret, all of them in one thread.
+"""Accept connections and authenticate each by the job's secret, all of them in one thread.
 
-Invariant: before its proof a connection costs a descriptor, HANDSHAKE_LIMIT bytes, PATIENCE_SECONDS and no thread. At
-most CONNECTIONS of them are open at a time, ADDRESS_CONNECTIONS of one address (`crowd_of`). One more closes the oldest
-(that of the same address, or of the address with the most), so silent connections keep no peer out. A peer whose
-connection was closed for another connects again (`wire.Peer`).
+Invariant: an unauthenticated connection costs a descriptor, HANDSHAKE_LIMIT bytes, PATIENCE_SECONDS and no thread. At
+most CONNECTIONS of them are open at a time, and ADDRESS_CONNECTIONS of one address (`crowd_of`). One more closes the
+oldest (of the same address, or of the address with the most), so silent connections keep no peer out. A peer whose
+connection was closed for another one connects again (`wire.Peer`).
 
 In: a listening socket. Out: connections with their channel, for the server; counts of all others.
 """
@@ -23,13 +23,13 @@ from dataclasses import dataclass, field
 
 from ..errors import FtError, ProtocolError
 from . import protocol
-from .channel import HANDSHAKE_LIMIT, Channel, ServerHandshake, Who
+from .channel import HANDSHAKE_LIMIT, Channel, Party, ServerHandshake
 from .connections import RejectedConnections
 
 CONNECTIONS = 64
 ADDRESS_CONNECTIONS = 8
-PATIENCE_SECONDS = 5.0  # for both messages of a handshake, however a peer spreads its bytes
-_ACCEPT_PAUSE_SECONDS = 0.1  # after one that could not be accepted, where there is none to make room
+PATIENCE_SECONDS = 5.0  # for both messages of a handshake, however slowly their bytes arrive
+_ACCEPT_PAUSE_SECONDS = 0.1  # after a failed accept, if no connection can make room
 
 _NETWORK_BITS = 64  # of an IPv6 address: one machine can have all addresses of its network
 Proven = Callable[[socket.socket, str, Channel], None]
@@ -38,19 +38,19 @@ Proven = Callable[[socket.socket, str, Channel], None]
 def crowd_of(address: str) -> str:
     """The group that an address belongs to when connections are counted: itself, or its IPv6 network."""
     try:
-        found = ipaddress.ip_address(address.partition("%")[0])
+        parsed = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
         return address
-    if isinstance(found, ipaddress.IPv4Address):
-        return str(found)
-    if found.ipv4_mapped:
-        return str(found.ipv4_mapped)
-    return str(ipaddress.ip_network((int(found), _NETWORK_BITS), strict=False))
+    if isinstance(parsed, ipaddress.IPv4Address):
+        return str(parsed)
+    if parsed.ipv4_mapped:
+        return str(parsed.ipv4_mapped)
+    return str(ipaddress.ip_network((int(parsed), _NETWORK_BITS), strict=False))
 
 
 @dataclass(eq=False)
-class _Stranger:
-    """A connection before its proof."""
+class _Handshaking:
+    """A connection during its handshake."""
 
     connection: socket.socket
     address: str
@@ -60,19 +60,21 @@ class _Stranger:
     challenged: bool = False
 
     def step(self) -> Channel | None:
-        """Go on with what has come; the channel, once it is proved. Raises ProtocolError, OSError."""
+        """Process the bytes that have arrived; the channel, once the peer is authenticated. Raises ProtocolError,
+        OSError."""
         while (message := self._message()) is not None:
             if self.challenged:
                 return self.handshake.finish(message)
             challenge = protocol.pack(self.handshake.challenge(message))
             frame = struct.pack(">I", len(challenge)) + challenge
-            if self.connection.send(frame) != len(frame):  # a fresh connection takes it whole
-                raise ProtocolError("it takes no reply")
+            if self.connection.send(frame) != len(frame):  # a new connection has room for it
+                raise ProtocolError("it did not accept the reply")
             self.challenged = True
         return None
 
     def _message(self) -> dict[str, object] | None:
-        """The next one; None while it is not whole. Never reads beyond it: what follows a proof is not for us."""
+        """The next message; None while it is incomplete. Never reads beyond it: bytes after a proof are for the
+        server."""
         while True:
             wanted = 4 + (protocol.announced(self.received[:4], HANDSHAKE_LIMIT) if len(self.received) >= 4 else 0)
             if len(self.received) == wanted > 4:
@@ -89,19 +91,26 @@ class _Stranger:
 
 
 class Unproven:
-    """The connections of one listening socket, until each has proved itself or is closed."""
+    """The unauthenticated connections of one listening socket."""
 
     def __init__(
-        self, listener: socket.socket, secret: bytes, me: Who, proven: Proven, rejected: RejectedConnections, name: str
+        self,
+        listener: socket.socket,
+        secret: bytes,
+        me: Party,
+        proven: Proven,
+        rejected: RejectedConnections,
+        name: str,
     ) -> None:
-        """`proven` gets a blocking socket, its address and its channel, in this object's thread: it must not wait."""
+        """`proven` is called with a blocking socket, its address and its channel, in this object's thread: it must not
+        wait."""
         self._listener = listener
         self._secret = secret
         self._me = me
         self._proven = proven
         self._rejected = rejected
         self._closing = threading.Event()
-        self._strangers: dict[_Stranger, None] = {}  # the oldest first
+        self._unproven: dict[_Handshaking, None] = {}  # oldest first
         self._selector = selectors.DefaultSelector()
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
@@ -109,7 +118,7 @@ class Unproven:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop listening, close what has not proved itself. Idempotent."""
+        """Stop listening and close the unauthenticated connections. Idempotent."""
         self._closing.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closes the socket
@@ -120,75 +129,75 @@ class Unproven:
             while not self._closing.is_set():
                 ready = self._selector.select(self._wait())
                 for key, _ in ready:
-                    if key.data in self._strangers:  # else it is the listener's, or has just made room
+                    if key.data in self._unproven:  # otherwise it is the listener, or has just made room
                         self._step(key.data)
                 now = time.monotonic()
-                for late in [each for each in self._strangers if each.until <= now]:
+                for late in [each for each in self._unproven if each.until <= now]:
                     self._reject(late, f"no proof within {PATIENCE_SECONDS:g} s")
-                if any(key.data is None for key, _ in ready):  # last and one at a time: who is here goes first
+                if any(key.data is None for key, _ in ready):  # last, and one at a time: open connections go first
                     self._accept()
                 self._rejected.report()
-            for stranger in self._strangers:
-                stranger.connection.close()
+            for peer in self._unproven:
+                peer.connection.close()
 
     def _wait(self) -> float | None:
-        """Seconds until something is to be done of itself; None for never."""
-        moments = [each.until for each in self._strangers][:1]
-        moments += [due for due in [self._rejected.due] if due is not None]
-        return max(0.0, min(moments) - time.monotonic()) if moments else None
+        """Seconds until the next deadline; None: there is none."""
+        deadlines = [each.until for each in self._unproven][:1]
+        deadlines += [due for due in [self._rejected.due] if due is not None]
+        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
 
     def _accept(self) -> None:
         try:
-            connection, peer = self._listener.accept()
+            connection, name = self._listener.accept()
         except BlockingIOError:
             return
         except OSError as error:
             if not self._closing.is_set():
                 self._rejected.count("unknown", f"a connection could not be accepted: {error.strerror}")
-                if self._strangers:
+                if self._unproven:
                     self._make_room(None)
                 else:
                     self._closing.wait(_ACCEPT_PAUSE_SECONDS)
             return
         connection.setblocking(False)
-        address = str(peer[0])
+        address = str(name[0])
         crowd = crowd_of(address)
         if self._crowds()[crowd] >= ADDRESS_CONNECTIONS:
             self._make_room(crowd)
-        elif len(self._strangers) >= CONNECTIONS:
+        elif len(self._unproven) >= CONNECTIONS:
             self._make_room(None)
         until = time.monotonic() + PATIENCE_SECONDS
-        stranger = _Stranger(connection, address, until, ServerHandshake(self._secret, self._me))
-        self._strangers[stranger] = None
-        self._selector.register(connection, selectors.EVENT_READ, stranger)
+        peer = _Handshaking(connection, address, until, ServerHandshake(self._secret, self._me))
+        self._unproven[peer] = None
+        self._selector.register(connection, selectors.EVENT_READ, peer)
 
     def _crowds(self) -> Counter[str]:
-        return Counter(crowd_of(each.address) for each in self._strangers)
+        return Counter(crowd_of(each.address) for each in self._unproven)
 
     def _make_room(self, crowd: str | None) -> None:
-        """Close the oldest connection of `crowd`; of the one that has the most, if None."""
+        """Close the oldest connection of `crowd`; None: of the crowd with the most."""
         if crowd is None:
             crowd = self._crowds().most_common(1)[0][0]
-        oldest = next(each for each in self._strangers if crowd_of(each.address) == crowd)
+        oldest = next(each for each in self._unproven if crowd_of(each.address) == crowd)
         self._reject(oldest, "made room for a newer connection")
 
-    def _step(self, stranger: _Stranger) -> None:
+    def _step(self, peer: _Handshaking) -> None:
         try:
-            channel = stranger.step()
-        except Exception as error:  # any error: only this thread admits peers
+            channel = peer.step()
+        except Exception as error:  # any error: this thread has to go on admitting peers
             known = isinstance(error, (FtError, OSError))
-            self._reject(stranger, str(error) if known else str(protocol.unexpected(error)))
+            self._reject(peer, str(error) if known else str(protocol.unexpected(error)))
             return
         if channel is not None:
-            self._forget(stranger)
-            stranger.connection.setblocking(True)
-            self._proven(stranger.connection, stranger.address, channel)
+            self._forget(peer)
+            peer.connection.setblocking(True)
+            self._proven(peer.connection, peer.address, channel)
 
-    def _reject(self, stranger: _Stranger, reason: str) -> None:
-        self._forget(stranger)
-        stranger.connection.close()
-        self._rejected.count(stranger.address, reason)
+    def _reject(self, peer: _Handshaking, reason: str) -> None:
+        self._forget(peer)
+        peer.connection.close()
+        self._rejected.count(peer.address, reason)
 
-    def _forget(self, stranger: _Stranger) -> None:
-        self._selector.unregister(stranger.connection)
-        del self._strangers[stranger]
+    def _forget(self, peer: _Handshaking) -> None:
+        self._selector.unregister(peer.connection)
+        del self._unproven[peer]

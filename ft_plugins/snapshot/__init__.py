@@ -1,1 +1,1 @@
-"""Loop 1 inside a rank: where captured bytes lie, the shared memory they lie in, and the capture itself."""
+"""Snapshots of one rank: layout, shared memory, capture, and the same in storage."""

@@ -1,14 +1,14 @@
-"""Device -> segment, in buckets, behind the next iteration's compute; fenced before the next update.
+"""Copy a rank's share to its segment, bucket by bucket, during the next iteration; fenced before the next update.
 
-Invariant: what lands in a slot is the state at the version point. Items that anything but the update may change are
-copied before `start` returns; the others by a thread that `wait` joins before the update runs. At every bucket edge the
-fencing token is checked: an incarnation that has been superseded writes at most the bucket it was in. The trainer
-writes the SMP's slot itself; nothing is copied twice and no message is sent. Parity that is computed from own replicas
-comes last (`encode`), from the same tensors and under the same seal: data and parity are never of two versions.
+Invariant: a slot receives the state at the version point. Items that anything but the update may change are copied
+before `start` returns; the others by a thread that `wait` waits for before the update. The fencing token is checked
+before every bucket: a superseded incarnation writes at most the bucket it was in. The trainer writes directly into the
+SMP's slot; nothing is copied twice and no message is sent. Parity computed from own replicas comes last (`encode`),
+from the same tensors and under the same seal, so data and parity always have the same version.
 
-Digests are taken of the bytes as they lie in the slot. Only a bucket that a superseded writer may still be in (the
-cursor of a slot found DIRTY at start) is digested from its source, so that a late write shows; and what is sealed are
-the digests, the version and the small state as this process knows them, not as they are found in shared memory.
+Digests are computed from the bytes in the slot. A bucket that a superseded writer may still write to (the cursor of a
+slot found DIRTY at start) is digested from its source instead, so a late write is detected. The seal covers digests,
+version and small state as this process knows them, not as they are in shared memory.
 
 In: segment, layout, live tensors, token. Out: sealed slots; `Commit` per version.
 """
@@ -47,7 +47,7 @@ class Commit:
 
 
 class Capture:
-    """Captures one rank's share, one version at a time. Guards a thread and the slot it writes."""
+    """Captures one rank's share, one version at a time. Owns a thread and the slot that it writes."""
 
     def __init__(
         self,
@@ -56,26 +56,26 @@ class Capture:
         tensors: Callable[[], Mapping[str, torch.Tensor]],
         token: int,
         committed: Callable[[Commit], None] = lambda commit: None,
-        behind: Callable[[], None] = lambda: None,
+        after_update: Callable[[], None] = lambda: None,
     ) -> None:
-        """`tensors` gives the live tensors by item name, asked again at every version point: none may have moved.
+        """`tensors` returns the live tensors by item name, at every version point: none may have moved.
 
-        `committed` is called on the capture thread before the fence opens: it has to be quick. `behind` is called on it
-        after each `ask_behind` and may take its time. Raises InventoryError when tensors and layout do not agree.
+        The capture thread calls `committed` before the fence opens, so it must be quick, and `after_update` after each
+        `run_after_update`; that may be slow. Raises InventoryError if tensors and layout do not agree.
         """
         self._segment = segment
         self._layout = layout
         self._token = token
         self._committed = committed
-        self._behind = behind
-        self._asked = False
-        self._answered = threading.Event()
-        self._answered.set()
+        self._after_update = after_update
+        self._requested = False
+        self._called = threading.Event()
+        self._called.set()
         self._tensors = tensors
-        found = tensors()
+        live = tensors()
         names = {piece.item for bucket in layout.buckets for piece in bucket.pieces}
         names |= {p.item for bucket in layout.parity for source in bucket.sources for p in source.pieces}
-        self._flat = {name: flat_bytes(name, found[name]) for name in names}
+        self._flat = {name: flat_bytes(name, live[name]) for name in names}
         devices = {flat.device for flat in self._flat.values()}
         if len({device for device in devices if device.type != "cpu"}) > 1:
             raise InventoryError(f"rank {layout.rank}: state lies on several devices ({devices}); expected one")
@@ -85,12 +85,12 @@ class Capture:
         slots = range(segment.shape.slots)
         self._pieces = [[self._plan_pieces(index, bucket) for bucket in layout.buckets] for index in slots]
         self._encoder = Encoder(segment, layout, self._flat, self._copiers)
-        # A writer that was stopped in mid-bucket may wake once: these buckets are digested from their source.
+        # A writer that was stopped within a bucket may resume in it: these buckets are digested from their source.
         self._suspect = {
             (slot.index, segment.cursor(slot.index)) for slot in segment.slots() if slot.state is SlotState.DIRTY
         }
         count = len(layout.buckets) + len(layout.parity) + layout.checks
-        self._digests = np.zeros(count, dtype=np.uint64)  # of the running capture: what is sealed
+        self._digests = np.zeros(count, dtype=np.uint64)  # of the running capture
         self._small = b""
         self._pending: tuple[int, Version, float] | None = None
         self._failure: BaseException | None = None
@@ -100,16 +100,16 @@ class Capture:
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="ftp-capture", daemon=True)
         self._thread.start()
-        # a thread that is inside torch when the interpreter goes away aborts the process
+        # a thread that is inside torch when the interpreter exits aborts the process
         atexit.register(self.close)
 
     def start(self, version: Version, small: bytes) -> None:
-        """Begin capturing `version`: synchronous items and small state now, the rest behind what follows.
+        """Begin capturing `version`: synchronous items and small state now, the rest in the background.
 
-        Raises what the previous capture ended with, FencedError when superseded, InventoryError when a tensor moved.
+        Raises the error of the previous capture, FencedError if superseded, InventoryError if a tensor moved.
         """
         self.wait()
-        self._answered.wait()
+        self._called.wait()
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
@@ -118,7 +118,7 @@ class Capture:
         for name, flat in self._flat.items():
             if live[name].data_ptr() != flat.data_ptr():
                 raise InventoryError(
-                    f"rank {self._layout.rank}: item '{name}' was moved to other memory since the start; "
+                    f"rank {self._layout.rank}: item '{name}' has moved to other memory since the start; "
                     "expected it in place"
                 )
         self._check_token()
@@ -136,7 +136,7 @@ class Capture:
         self._work.release()
 
     def wait(self) -> float:
-        """The fence: until the running capture is sealed. Returns the seconds waited; raises what it ended with."""
+        """The fence: wait until the running capture is sealed. Returns seconds waited; raises the capture's error."""
         started = time.perf_counter()
         self._idle.wait()
         if self._failure is not None:
@@ -144,15 +144,15 @@ class Capture:
             raise failure
         return time.perf_counter() - started
 
-    def ask_behind(self) -> None:
-        """Have `behind` called on the capture thread, behind the update; the next `start` waits until it was."""
+    def run_after_update(self) -> None:
+        """Call `after_update` on the capture thread, during the update and after; the next `start` waits for it."""
         if not self._closing:
-            self._answered.clear()
-            self._asked = True
+            self._called.clear()
+            self._requested = True
             self._work.release()
 
     def close(self) -> None:
-        """End the thread after the running capture, and let go of tensors and pinned memory. Idempotent."""
+        """End the thread after the running capture, and release tensors and pinned memory. Idempotent."""
         atexit.unregister(self.close)
         if self._closing:
             return
@@ -171,19 +171,19 @@ class Capture:
             if self._pending is not None:
                 try:
                     self._committed(self._background(*self._pending))
-                except BaseException as failure:  # carried to the fence, where the training thread meets it
+                except BaseException as failure:  # raised at the fence, on the training thread
                     self._failure = failure
                 finally:
                     self._pending = None
                     self._idle.set()
-            elif self._asked:
-                self._asked = False
+            elif self._requested:
+                self._requested = False
                 try:
-                    self._behind()
+                    self._after_update()
                 except BaseException as failure:
                     self._failure = failure
                 finally:
-                    self._answered.set()
+                    self._called.set()
             elif self._closing:
                 return
 
@@ -200,29 +200,29 @@ class Capture:
         return Commit(version, index, self._layout.nbytes, time.perf_counter() - started)
 
     def add_parity(self, version: Version) -> None:
-        """Compute the parity of a slot that was filled otherwise than by capture, if it lacks it: the live tensors hold
-        `version`, and no capture runs. Raises FencedError."""
+        """Compute the parity of a slot that was not filled by capture, if it is missing. The live tensors must hold
+        `version`, and no capture may run. Raises FencedError."""
         first = len(self._layout.buckets)
         for slot in self._segment.slots():
-            known = self._segment.digests(slot.index).copy()
-            lacking = known[first : first + len(self._layout.parity)] == NOT_COMPUTED
-            if slot.version != version or slot.state is not SlotState.CLEAN or not lacking.any():
+            digests = self._segment.digests(slot.index).copy()
+            missing = digests[first : first + len(self._layout.parity)] == NOT_COMPUTED
+            if slot.version != version or slot.state is not SlotState.CLEAN or not missing.any():
                 continue
             self._check_token()
             for copier in self._copiers.values():
                 copier.ready()
             small = self._segment.small(slot.index)
             self._segment.dirty(slot.index, version, self._token)
-            self._digests[:] = known
+            self._digests[:] = digests
             self._encode(slot.index, version)
             self._check_token()
             self._segment.set_cursor(slot.index, None)
             self._segment.seal(slot.index, version, self._token, small, self._digests)
 
     def _encode(self, index: int, version: Version) -> None:
-        """The parity buckets: token, parity, digests of it and of what it was made from."""
+        """Compute the parity buckets, with the digests of each and of its sources."""
         first = len(self._layout.buckets)
-        at = first + len(self._layout.parity)  # of the digests of sources
+        at = first + len(self._layout.parity)  # where the digests of sources begin
         table = self._segment.digests(index)
         for number in range(len(self._layout.parity)):
             self._segment.set_cursor(index, first + number)
@@ -236,8 +236,8 @@ class Capture:
             faults.reach("capture.bucket.end", iteration=version.iteration, bucket=first + number, slot=index)
 
     def _copy(self, index: int, number: int, bucket: CaptureBucket, version: Version) -> None:
-        """One bucket: token, copy, digest."""
-        self._segment.set_cursor(index, number)  # first: whoever is stopped after the check is in the cursor's bucket
+        """Copy and digest one bucket."""
+        self._segment.set_cursor(index, number)  # first: a writer stopped after the check is in this bucket
         self._check_token()
         faults.reach("capture.bucket.begin", iteration=version.iteration, bucket=number, slot=index)
         for device, (destinations, sources) in self._pieces[index][number].items():
@@ -251,7 +251,7 @@ class Capture:
         faults.reach("capture.bucket.end", iteration=version.iteration, bucket=number, slot=index)
 
     def _plan_pieces(self, index: int, bucket: CaptureBucket) -> _Pieces:
-        """Destinations in slot `index` and sources of a bucket, as flat views, by device."""
+        """The destinations in slot `index` and the sources of a bucket, as flat views, by device."""
         target = torch.from_numpy(self._segment.data(index))
         pieces: _Pieces = {}
         for piece in bucket.pieces:
@@ -266,7 +266,7 @@ class Capture:
         return pieces
 
     def _source_digest(self, bucket: CaptureBucket) -> int:
-        """The digest that the bucket's bytes have at their source; the gaps between pieces are zeros."""
+        """The digest of a bucket's bytes at their source; gaps between pieces are zeros."""
         digest, at = xxhash.xxh3_64(), bucket.offset
         for piece in bucket.pieces:
             digest.update(bytes(piece.offset - at))
@@ -276,9 +276,9 @@ class Capture:
         return digest.intdigest()
 
     def _check_token(self) -> None:
-        found = self._segment.token
-        if found != self._token:
+        current = self._segment.token
+        if current != self._token:
             raise FencedError(
-                f"rank {self._layout.rank}: this incarnation (token {self._token}) was superseded (token {found}); "
+                f"rank {self._layout.rank}: this incarnation (token {self._token}) was superseded (token {current}); "
                 "it may not write"
             )

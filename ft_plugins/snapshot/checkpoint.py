@@ -1,17 +1,16 @@
-"""A job's checkpoints in storage as folders: their names, what their small files say, listed, completed, removed.
+"""Manage a job's checkpoint folders in storage: name, list, complete and remove them, read and write their small files.
 
-Invariant: a checkpoint is complete when its manifest is there, and the manifest is written last, after every rank's
-file is durable. A file gets its name only when it is durable, so whatever stops a writer at any instruction leaves the
-checkpoints before it as they were. Every small file carries its own digest, is bounded and checked when it is read.
-Files are for their owner alone (0600, folders 0700). A name that cannot be a version's is none: nothing reads it or
-removes it.
+Invariant: a checkpoint is complete when it has its manifest, which is written last, after every rank's file is durable.
+A file is renamed into place only when it is durable, so a writer that stops at any instruction leaves earlier
+checkpoints intact. Every small file carries its own digest and is size-limited and checked on reading. Files are
+accessible to their owner only (0600, folders 0700). Folders whose name is not a version's are neither read nor removed.
 
-    <dir>/<job>/v<lineage>-<iteration>/    `.partial` behind the name until the manifest is there
+    <dir>/<job>/v<lineage>-<iteration>/    with the suffix `.partial` until the manifest is written
         rank-00003.safetensors             a rank's share: see `persist`
         rank-00003.json                    its size, layout, digest over the file's header, digest table, small state
-        rank-00003.index.json              what lies where in it, for an export: see `index`
-        manifest.json                      which job, its fingerprint, how many ranks
-        keep                               empty, where a person wants it to stay: retention does not remove it
+        rank-00003.index.json              what the file holds, for an export: see `index`
+        manifest.json                      job, fingerprint, number of ranks
+        keep                               empty; if it exists, retention does not remove the checkpoint
 
 In: a job's folder in storage. Out: `StoredCheckpoint`, `RankRecord`, `CheckpointManifest`; complete or removed folders.
 """
@@ -34,28 +33,29 @@ from pydantic import ConfigDict, Field, TypeAdapter
 from .. import faults, files
 from ..errors import StorageError
 from ..events import catalogue
-from ..intake import FILE_LIMIT, Count, Text, Unfit, Word, json_value, open_regular, read_bytes, shown, typed
+from ..intake import FILE_LIMIT, Count, Text, Unfit, Word, json_value, open_regular, shown, typed
+from .digested_json import read_digested, write_digested
 from .retention import StoredCheckpoint
 from .slots import Mark, Version
 
 FORMAT = "ft_plugins checkpoint 1"
 _PARTIAL = ".partial"
 _KEEP = "keep"
-# As `folder_of` writes them, of numbers that counters reach: 10**15 iterations of a millisecond are 30,000 years.
+# Names as `folder_of` writes them. Numbers are below 10**15: iterations of a millisecond reach it in 30,000 years.
 _FOLDER = re.compile(
     rf"v(?P<lineage>0|[1-9][0-9]{{0,14}})-(?P<iteration>0|[1-9][0-9]{{0,14}})(?P<partial>{re.escape(_PARTIAL)})?"
 )
 _LIKE_A_FOLDER = re.compile(r"v[^.]*-[^.]*(\.partial)?")
 _RECORD = re.compile(r"rank-([0-9]{5,10})\.json")
 _DATA = re.compile(r"rank-[0-9]{5,10}\.safetensors(\.new)?")
-HEAD_LIMIT = 64 << 20  # bytes of the header of a rank's file; one of a thousand buckets has 20 KB
+HEAD_LIMIT = 64 << 20  # bytes of the header of a rank's file; a thousand buckets take 20 KB
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Whose checkpoint it is: the same in every file of one."""
+    """The job that a checkpoint belongs to; the same in all of its files."""
 
     job: str
     world_size: int
@@ -63,13 +63,13 @@ class Origin:
 
     @property
     def digest(self) -> str:
-        """Of the fingerprint."""
+        """Digest of the fingerprint."""
         return xxhash.xxh3_64_hexdigest(json.dumps(self.fingerprint, sort_keys=True).encode())
 
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What `rank-N.json` says of a rank's file. `seal` is the digest over header, digest table and small state."""
+    """The content of `rank-N.json`. `seal` is the digest over the file's header, digest table and small state."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -83,7 +83,7 @@ class RankRecord:
     buckets: Count
     layout: Word
     seal: Text
-    mark: Annotated[int, Field(strict=True, ge=min(Mark), le=max(Mark))] = Mark.NONE  # when the last byte was written
+    mark: Annotated[int, Field(strict=True, ge=min(Mark), le=max(Mark))] = Mark.NONE  # when the file was completed
 
     @property
     def version(self) -> Version:
@@ -92,8 +92,9 @@ class RankRecord:
 
 @dataclass(frozen=True)
 class CheckpointManifest:
-    """What `manifest.json` says. `certified` is None of a job whose replicas are not compared, or are let drift and
-    each captured whole; False of parts of replicas of which nobody knew yet whether they are alike."""
+    """The content of `manifest.json`. `certified`: True if the replicas are known to agree, False if they were captured
+    in parts and not compared yet, None if there is nothing to compare (no audits, or each replica is captured whole).
+    """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -104,7 +105,6 @@ class CheckpointManifest:
     world_size: Count
     fingerprint: dict[str, Any]
     nbytes: Count  # of all ranks' files
-    # whether the replicas were known to agree; None where there was nothing to find out
     certified: Annotated[bool, Field(strict=True)] | None = None
 
 
@@ -112,12 +112,12 @@ _RECORD_OF, _MANIFEST_OF = TypeAdapter(RankRecord), TypeAdapter(CheckpointManife
 
 
 def folder_of(base: Path, version: Version) -> Path:
-    """Where the complete checkpoint of `version` is."""
+    """The folder of the complete checkpoint of `version`."""
     return base / f"v{version.lineage}-{version.iteration}"
 
 
 def partial_of(base: Path, version: Version) -> Path:
-    """Where it is being built."""
+    """The folder in which the checkpoint of `version` is built."""
     return base / f"v{version.lineage}-{version.iteration}{_PARTIAL}"
 
 
@@ -137,65 +137,65 @@ def index_file(rank: int) -> str:
 
 
 def missing(folder: Path, origin: Origin, version: Version) -> list[int]:
-    """The ranks whose files are not there yet, or are of another version or job; by name, then by what they say."""
-    named = {int(found[1]) for name in os.listdir(folder) if (found := _RECORD.fullmatch(name))}
+    """The ranks whose files are missing; if none are, those whose files belong to another version or job."""
+    named = {int(match[1]) for name in os.listdir(folder) if (match := _RECORD.fullmatch(name))}
     absent = [rank for rank in range(origin.world_size) if rank not in named]
     return absent or [rank for rank in range(origin.world_size) if not _belongs(folder, rank, origin, version)]
 
 
 def commit(
-    base: Path, version: Version, origin: Origin, *, audited: bool = False, heard: Mark = Mark.NONE, **facts: object
+    base: Path, version: Version, origin: Origin, *, audited: bool = False, mark: Mark = Mark.NONE, **facts: object
 ) -> Path:
-    """All ranks' files are there: write the manifest, then give the folder its name. Returns the folder.
+    """Complete a checkpoint of which all ranks' files exist: write the manifest, then rename the folder. Returns it.
 
-    `audited`: the job compares replicas; `heard` is what is known of this version by now, beside what the records say.
-    Raises StorageError where they differed on any rank: put together such parts would look alike ever after.
+    `audited`: the job compares replicas. `mark` is the version's current mark, in addition to those in the records.
+    Raises StorageError if replicas differed on any rank: a checkpoint assembled from their parts would hide that.
     """
     building, final = partial_of(base, version), folder_of(base, version)
     nbytes = sum((building / data_file(rank)).stat().st_size for rank in range(origin.world_size))
     marks = {rank: read_record(building, rank).mark for rank in range(origin.world_size)}
-    differing = [rank for rank, mark in marks.items() if mark == Mark.DIFFERING]
-    if differing or heard is Mark.DIFFERING:
-        raise StorageError(differed(version, differing))
-    best = Mark(max([heard, *marks.values()]))
-    certified = True if best is Mark.CERTIFIED else False if audited and best is not Mark.DRIFTING else None
+    differing = [rank for rank, recorded in marks.items() if recorded == Mark.DIFFERING]
+    if differing or mark is Mark.DIFFERING:
+        raise StorageError(mixture_reason(version, differing))
+    best = Mark(max([mark, *marks.values()]))
+    certified = True if best is Mark.CERTIFIED else False if audited and best is not Mark.DIVERGED else None
     manifest = CheckpointManifest(
         FORMAT, origin.job, version.lineage, version.iteration, origin.world_size, dict(origin.fingerprint), nbytes,
         certified,
     )  # fmt: skip
     faults.reach("persist.manifest.before", iteration=version.iteration, **facts)
-    write_json(building / "manifest.json", asdict(manifest))
+    write_digested(building / "manifest.json", asdict(manifest))
     faults.reach("persist.manifest.after", iteration=version.iteration, **facts)
     return publish(building, final)
 
 
-def differed(version: Version, ranks: Sequence[int]) -> str:
-    """Why a version is no checkpoint, for people."""
+def mixture_reason(version: Version, ranks: Sequence[int]) -> str:
+    """The message that a version cannot be a checkpoint because its replicas differ."""
     which = f" on ranks {', '.join(map(str, ranks[:8]))}" if ranks else ""
     return (
-        f"the replicas of version {version} were found unlike{which}: it is a mixture of their parts and is never "
-        f"restored; the next version whose replicas agree is written (see the events '{catalogue.AUDIT_FAILED.name}')"
+        f"the replicas of version {version} differ{which}: it is a mixture of their parts and is never restored; the "
+        f"next version whose replicas agree is written (see the events '{catalogue.AUDIT_FAILED.name}')"
     )
 
 
 def publish(building: Path, final: Path) -> Path:
-    """Rename a folder with a durable manifest, durably."""
+    """Durably rename a folder that has a durable manifest."""
     os.rename(building, final)
     files.sync_folder(final.parent)
     return final
 
 
 def keep(folder: Path) -> None:
-    """Have a complete checkpoint stay, durably, until a person removes it. Raises OSError."""
-    with suppress(FileExistsError):  # its name counts, whatever it is
+    """Durably protect a complete checkpoint from retention. Raises OSError."""
+    with suppress(FileExistsError):  # any file of that name will do
         os.close(os.open(folder / _KEEP, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     files.sync_folder(folder)
 
 
 def withdraw(folder: Path, ranks: list[int]) -> None:
-    """Remove what `ranks` have in an unfinished checkpoint, and the folder with the last of them. Never raises: what
-    a storage that is gone or read-only will not let go of is stale and removed by a later `remove`. A checkpoint that
-    has its manifest stays."""
+    """Remove the files of `ranks` from an unfinished checkpoint, and the folder once it is empty. A checkpoint with a
+    manifest stays. Never raises: what unavailable or read-only storage retains is stale, and `remove` deletes it later.
+    """
     with suppress(OSError):
         if (folder / "manifest.json").exists():
             return
@@ -203,12 +203,12 @@ def withdraw(folder: Path, ranks: list[int]) -> None:
             for name in (record_file(rank), data_file(rank), index_file(rank)):
                 for path in (folder / name, folder / f"{name}.new"):
                     path.unlink(missing_ok=True)
-        folder.rmdir()  # not while others' files are in it
+        folder.rmdir()  # fails while files of other ranks are in it
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint: first what makes it one. Raises OSError."""
-    if folder.is_symlink():  # somebody keeps the checkpoint elsewhere
+    """Remove a checkpoint, its manifest first. Raises OSError."""
+    if folder.is_symlink():  # the checkpoint itself is elsewhere and stays
         folder.unlink()
         return
     (folder / "manifest.json").unlink(missing_ok=True)
@@ -218,28 +218,28 @@ def remove(folder: Path) -> None:
 # ---- reading ----
 
 
-def listing(base: Path, passed_over: Callable[[str], None] = lambda name: None) -> tuple[StoredCheckpoint, ...]:
-    """Every checkpoint in a job's folder; () where there is no such folder. Raises OSError.
+def listing(base: Path, on_invalid: Callable[[str], None] = lambda name: None) -> tuple[StoredCheckpoint, ...]:
+    """Every checkpoint in a job's folder; () if the folder does not exist. Raises OSError.
 
-    A folder with a manifest is complete, whatever its name: its writer died before it could rename it. `passed_over` is
-    called with each name that looks like a checkpoint's and is none: no version, or no folder.
+    A folder with a manifest is complete, whatever its name: its writer died before it could rename it. `on_invalid` is
+    called with each name that resembles a checkpoint's but is not a version's or not a folder's.
     """
     try:
         names = sorted(os.listdir(base))
     except FileNotFoundError:
         return ()
-    found: dict[Version, StoredCheckpoint] = {}
+    stored: dict[Version, StoredCheckpoint] = {}
     for name in names:
         matched = _FOLDER.fullmatch(name)
         if not (matched and (base / name).is_dir()):
             if _LIKE_A_FOLDER.fullmatch(name):
-                passed_over(name)
+                on_invalid(name)
             continue
         version = Version(int(matched["lineage"]), int(matched["iteration"]))
         each = _stored(base / name, version)
-        if version not in found or each.complete:
-            found[version] = each
-    return tuple(found.values())
+        if version not in stored or each.complete:
+            stored[version] = each
+    return tuple(stored.values())
 
 
 def _stored(folder: Path, version: Version) -> StoredCheckpoint:
@@ -258,8 +258,8 @@ def _stored(folder: Path, version: Version) -> StoredCheckpoint:
 
 
 def _begun_by(folder: Path) -> str:
-    """The digest of the fingerprint of the job that has begun a checkpoint, as the first file that tells it has it; ''
-    where none does."""
+    """The digest of the fingerprint of the job that began a checkpoint, from the first file that has it; '' if none
+    does."""
     with suppress(OSError):
         names = sorted(os.listdir(folder))
         for name in names:
@@ -277,25 +277,25 @@ def _begun_by(folder: Path) -> str:
 def is_complete(folder: Path, origin: Origin) -> bool:
     """Whether `folder` is a complete checkpoint of this job. Raises StorageError for one of another job, OSError."""
     try:
-        found = read_manifest(folder)
+        manifest = read_manifest(folder)
     except FileNotFoundError:
         return False
-    if Origin(found.job, found.world_size, found.fingerprint).digest != origin.digest:
-        raise StorageError(f"{folder} is there already, the checkpoint of another job; give another folder")
+    if Origin(manifest.job, manifest.world_size, manifest.fingerprint).digest != origin.digest:
+        raise StorageError(f"{folder} is a checkpoint of another job; choose another folder")
     return True
 
 
 def read_manifest(folder: Path) -> CheckpointManifest:
-    """Raises FileNotFoundError where there is none, StorageError when it is damaged or of another version of ours."""
+    """Raises FileNotFoundError if there is none, StorageError if it is damaged or of another format version."""
     path = folder / "manifest.json"
-    content = read_json(path)
+    content = read_digested(path)
     if content.get("format") != FORMAT:
         raise StorageError(f"{folder}: expected format '{FORMAT}', found {shown(content.get('format'))}")
     return _checked(path, _MANIFEST_OF, content)
 
 
 def read_record(folder: Path, rank: int) -> RankRecord:
-    """Raises StorageError when it is missing or damaged."""
+    """Raises StorageError if it is missing or damaged."""
     try:
         return _record(folder / record_file(rank))
     except FileNotFoundError as error:
@@ -303,7 +303,7 @@ def read_record(folder: Path, rank: int) -> RankRecord:
 
 
 def _record(path: Path) -> RankRecord:
-    return _checked(path, _RECORD_OF, read_json(path))
+    return _checked(path, _RECORD_OF, read_digested(path))
 
 
 def _belongs(folder: Path, rank: int, origin: Origin, version: Version) -> bool:
@@ -320,40 +320,15 @@ def _belongs(folder: Path, rank: int, origin: Origin, version: Version) -> bool:
 
 
 def make_job_folder(base: Path) -> None:
-    """The folder of a job's checkpoints, where it is not there yet, for its owner alone. Raises OSError."""
+    """Create the folder of a job's checkpoints if it does not exist, accessible to its owner only. Raises OSError."""
     base.parent.mkdir(parents=True, exist_ok=True)
     base.mkdir(mode=0o700, exist_ok=True)
 
 
 def make_folder(folder: Path) -> None:
-    """The folder of a checkpoint, likewise. Raises OSError."""
+    """Create the folder of a checkpoint in the same way. Raises OSError."""
     make_job_folder(folder.parent)
     folder.mkdir(mode=0o700, exist_ok=True)
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Durably, with a digest of itself."""
-    files.write(path, json.dumps({**content, "digest": _digest_of(content)}), durable=True)
-
-
-def _digest_of(content: Mapping[str, Any]) -> str:
-    return str(xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True).encode()))
-
-
-def read_json(path: Path, limit: int = FILE_LIMIT) -> dict[str, Any]:
-    """Raises FileNotFoundError, StorageError."""
-    try:
-        content = json_value(read_bytes(path, limit))
-        if not (isinstance(content, dict) and "digest" in content):
-            raise Unfit(f"expected an object with its digest, found {shown(content)}")
-    except FileNotFoundError:
-        raise
-    except (OSError, ValueError) as error:
-        raise StorageError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
-    digest = content.pop("digest")
-    if digest != _digest_of(content):
-        raise StorageError(f"{path}: does not match its digest")
-    return content
 
 
 def _checked(path: Path, adapter: TypeAdapter[T], content: dict[str, Any]) -> T:
@@ -361,4 +336,4 @@ def _checked(path: Path, adapter: TypeAdapter[T], content: dict[str, Any]) -> T:
     try:
         return typed(adapter, content)
     except Unfit as error:
-        raise StorageError(f"{path}: it is damaged, or of another ft_plugins ({error})") from error
+        raise StorageError(f"{path}: damaged, or written by another version of ft_plugins ({error})") from error

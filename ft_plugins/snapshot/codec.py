@@ -1,13 +1,14 @@
-"""Small state as bytes: msgpack with an explicit list of types, never pickle.
+"""Encode small state: msgpack with an explicit list of types, never pickle.
 
-Invariant: `decode(encode(state)) == state` with the same types, tuples and tensors included; a type that is not on the
-list is an InventoryError at encoding time that names where in the state it stands. Nesting is bounded both ways: each
-level of tuples is a decoder of its own, and takes its part of the thread's stack.
+Invariant: `decode(encode(state)) == state` with the same types, including tuples and tensors. A type that is not on the
+list raises an InventoryError on encoding, with its place in the state. Nesting is limited in both directions, because
+each level of tuples takes a decoder of its own and a part of the thread's stack.
 
-Types are taken exactly: a subclass (named tuple, default dict, nn.Parameter) would come back as its base: refused.
+Types must match exactly: a subclass (named tuple, default dict, nn.Parameter) would be decoded as its base class, so it
+is rejected.
 
 In: nested dicts and lists of None, bool, int (any size), float, str, bytes, tuple, Counter, numpy arrays and scalars of
-numbers, torch CPU tensors, and members of the enum classes that the caller names. Out: bytes, and back.
+numbers, torch CPU tensors, and members of the enum classes that the caller names. Out: bytes.
 """
 
 from __future__ import annotations
@@ -24,29 +25,29 @@ import torch
 from ..errors import InventoryError, ProtocolError
 from ..intake import DEPTH, SHOWN
 
-_NUMERIC = "biufcmM"  # kinds of numpy dtypes whose name tells all; structured ones and objects are not among them
+_NUMERIC = "biufcmM"  # kinds of numpy dtypes that their name describes; no structured dtypes, no objects
 _TUPLE, _ARRAY, _SCALAR, _TENSOR, _ENUM, _BIGINT, _MAP, _COUNTER = range(1, 9)
-_LEAST, _MOST = -(2**63), 2**64 - 1  # of the integers that msgpack carries itself
-_INTEGER_BITS = 1 << 13  # of one that it does not: Python converts no more than 4300 digits to text and back
+_LEAST, _MOST = -(2**63), 2**64 - 1  # of the integers that msgpack supports
+_INTEGER_BITS = 1 << 13  # limit for larger ones: Python converts at most 4300 digits to text and back
 _AS_IT_IS = frozenset({type(None), bool, str, bytes, float})
-_KEY = object()  # in the place of a part's key or number: the key of a pair itself
+_KEY = object()  # in a Place: the part is itself a key of the container
 
-Place = tuple[Any, Any] | None  # of a part: that of the whole, and its key there; in words only for an error
+Place = tuple[Any, Any] | None  # place of the container and key in it; formatted only for an error
 
 
 def encode(state: Any, enums: Sequence[type[Enum]] = ()) -> bytes:
-    """`state` as bytes. Raises InventoryError, with its place, for what is not on the list or nested too deep."""
+    """Encode `state`. Raises InventoryError, with the place, for an unknown type or too deep nesting."""
     names = {kind: kind.__name__ for kind in enums}
     try:
         return _pack(_plain(state, None, names, DEPTH))
     except UnicodeEncodeError as error:
-        raise InventoryError(f"state: text that is no Unicode cannot be captured as small state ({error})") from error
+        raise InventoryError(f"state: invalid Unicode text cannot be captured as small state ({error})") from error
 
 
 def decode(encoded: bytes, enums: Sequence[type[Enum]] = ()) -> Any:
-    """What `encode` was given. Raises ProtocolError when the bytes are not such an encoding."""
+    """Decode the bytes of `encode`. Raises ProtocolError for anything else."""
     kinds = {kind.__name__: kind for kind in enums}
-    left = DEPTH + 1  # a number or tensor in the innermost container is one more
+    left = DEPTH + 1  # a number or tensor in the innermost container is one more level
 
     def extension(code: int, payload: bytes) -> Any:
         nonlocal left
@@ -77,7 +78,7 @@ def decode(encoded: bytes, enums: Sequence[type[Enum]] = ()) -> Any:
                 return dict(value)
             case _ if code == _COUNTER:
                 return Counter(dict(value))
-        raise ProtocolError(f"small state holds an extension of unknown kind {code}")
+        raise ProtocolError(f"small state contains an extension of unknown kind {code}")
 
     def unpack(payload: bytes) -> Any:
         return msgpack.unpackb(payload, ext_hook=extension, strict_map_key=False, raw=False)
@@ -100,14 +101,14 @@ def _extension(code: int, payload: Any) -> msgpack.ExtType:
 
 
 def _plain(value: Any, place: Place, enums: Mapping[type[Enum], str], left: int) -> Any:
-    """`value` with every type that msgpack lacks replaced by an extension. In the step path: what is most, first."""
+    """`value` with every type that msgpack lacks replaced by an extension. On the step path: common types first."""
     kind = type(value)
     if kind in _AS_IT_IS:
         return value
     if kind is int:
         return value if _is_word(value) else _extension(_BIGINT, _digits(value, place))
     if not left:
-        raise InventoryError(f"{_said(place)}: nested more than {DEPTH} deep; make it flat in the adapter")
+        raise InventoryError(f"{_shown(place)}: nested more than {DEPTH} deep; flatten it in the adapter")
     if kind is dict:
         if all(type(key) is str or _is_word(key) for key in value):
             return {key: _plain(part, (place, key), enums, left - 1) for key, part in value.items()}
@@ -126,21 +127,21 @@ def _plain(value: Any, place: Place, enums: Mapping[type[Enum], str], left: int)
         return _extension(_SCALAR, [value.dtype.str, value.tobytes()])
     if isinstance(value, Enum):
         if kind not in enums:
-            raise InventoryError(f"{_said(place)}: enum {kind.__name__} is not on the codec's list")
+            raise InventoryError(f"{_shown(place)}: enum {kind.__name__} is not on the codec's list")
         if value.name not in kind.__members__:
-            raise InventoryError(f"{_said(place)}: {value!r} has no name of its own: combined flags cannot be captured")
+            raise InventoryError(f"{_shown(place)}: {value!r} is a combination of flags, which cannot be captured")
         return _extension(_ENUM, [enums[kind], value.name])
     if kind is Counter:
         return _extension(_COUNTER, _pairs(value, place, enums, left - 1))
     raise InventoryError(
-        f"{_said(place)}: a {kind.__module__}.{kind.__qualname__} cannot be captured as small state; "
-        "make it plain values, tensors or arrays in the adapter"
+        f"{_shown(place)}: a {kind.__module__}.{kind.__qualname__} cannot be captured as small state; "
+        "convert it to plain values, tensors or arrays in the adapter"
     )
 
 
 def _parts(value: Sequence[Any], place: Place, enums: Mapping[type[Enum], str], left: int) -> list[Any]:
     if set(map(type, value)) == {int} and min(value) >= _LEAST and max(value) <= _MOST:
-        return list(value)  # Python's generator alone has 625 words, at every version point
+        return list(value)  # a fast path: Python's generator has 625 integers
     return [_plain(part, (place, i), enums, left) for i, part in enumerate(value)]
 
 
@@ -150,18 +151,18 @@ def _pairs(value: Mapping[Any, Any], place: Place, enums: Mapping[type[Enum], st
 
 def _digits(value: int, place: Place) -> str:
     if value.bit_length() > _INTEGER_BITS:
-        raise InventoryError(f"{_said(place)}: an integer of {value.bit_length()} bits; at most {_INTEGER_BITS} fit")
+        raise InventoryError(f"{_shown(place)}: an integer of {value.bit_length()} bits; at most {_INTEGER_BITS} fit")
     return str(value)
 
 
-def _said(place: Place) -> str:
-    """As it is written in Python: state['rng'][3]."""
+def _shown(place: Place) -> str:
+    """A place as Python writes it: state['rng'][3]."""
     if place is None:
         return "state"
     whole, key = place
-    return _said(whole) + (" key" if key is _KEY else f"[{key!r}]")
+    return _shown(whole) + (" key" if key is _KEY else f"[{key!r}]")
 
 
 def _is_word(value: Any) -> bool:
-    """Whether msgpack carries it as an integer. A subclass of int (a bool too) is none."""
+    """Whether msgpack supports it as an integer. Subclasses of int, such as bool, do not qualify."""
     return type(value) is int and _LEAST <= value <= _MOST

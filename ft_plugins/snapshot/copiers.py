@@ -1,7 +1,7 @@
-"""How a bucket's bytes get from the tensors into the slot: one small class per kind of device.
+"""Copy a bucket's bytes from the tensors into the slot: one small class per kind of device.
 
-Invariant: when `copy` returns, the destination holds the bytes. The interpreter's lock is let go once per bucket, not
-once per tensor: beside a Python-bound step each re-entry can cost milliseconds.
+Invariant: when `copy` returns, the destination holds the bytes. The GIL is released once per bucket, not once per
+tensor: next to a Python-bound step, taking it again can cost milliseconds.
 
 In: flat views of sources and destinations. Out: bytes in place.
 """
@@ -20,20 +20,20 @@ class Copier(Protocol):
     """Copies the pieces of one bucket."""
 
     def ready(self) -> None:
-        """Called on the training thread at the version point: what was written before must be seen by `copy`."""
+        """Called on the training thread at the version point: `copy` must see everything written before."""
         ...
 
     def copy(self, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Copy each source into its destination (same dtype and size), and wait until that is done."""
+        """Copy each source into its destination (same dtype and size), and wait for completion."""
         ...
 
     def close(self) -> None:
-        """Give back what was claimed for copying."""
+        """Release the resources of copying."""
         ...
 
 
 class HostCopier:
-    """From host memory, by one native call per bucket."""
+    """Copies from host memory, with one native call per bucket."""
 
     def ready(self) -> None:
         return
@@ -46,7 +46,7 @@ class HostCopier:
 
 
 class CudaCopier:
-    """From device memory over a side stream; the segment is registered as pinned, so copies are asynchronous DMA."""
+    """Copies from device memory on a side stream. The segment is pinned memory, so copies are asynchronous DMA."""
 
     def __init__(self, device: torch.device, address: int, nbytes: int) -> None:
         """Register `nbytes` at `address` (the mapped segment) with the CUDA runtime."""
@@ -57,7 +57,7 @@ class CudaCopier:
         status = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
         if int(status) != 0:
             raise InventoryError(
-                f"{device}: the segment could not be registered as pinned memory (CUDA error {int(status)})"
+                f"{device}: the segment cannot be registered as pinned memory (CUDA error {int(status)})"
             )
 
     def ready(self) -> None:
@@ -84,9 +84,9 @@ def copier_for(device: torch.device, address: int, nbytes: int) -> Copier:
 
 
 def flat_bytes(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """All bytes of a dense tensor as one uint8 view, in the order in which they lie in memory.
+    """All bytes of a dense tensor as one uint8 view, in memory order.
 
-    Raises InventoryError for a tensor with gaps or overlaps: its bytes cannot be taken or put back as they lie.
+    Raises InventoryError for a tensor with gaps or overlaps, whose bytes cannot be captured or restored as one range.
     """
     detached = tensor.detach()
     if not _dense(detached):
@@ -98,14 +98,14 @@ def flat_bytes(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def as_words(destination: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two flat uint8 views as int64 where both allow it: torch copies bytes a third slower than words."""
+    """Two flat uint8 views as int64 if both allow it: torch copies bytes a third slower than words."""
     if any(view.data_ptr() % 8 or view.numel() % 8 for view in (destination, source)):
         return destination, source
     return destination.view(torch.int64), source.view(torch.int64)
 
 
 def _dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill a range of memory once each, in whatever order of dimensions."""
+    """Whether the elements fill a range of memory exactly once, in any order of dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and tensor.numel():

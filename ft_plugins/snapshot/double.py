@@ -1,11 +1,11 @@
-"""Double capture: the parity that a rank computes from its own replica of what other nodes capture. Pure.
+"""Double capture: plan the parity that a rank computes from its own replicas of what other nodes capture. Pure.
 
-Invariant: a rank and the SMPs of the job find the same parity at the same places without talking (redundancy.sections
-cuts for both). Only state that is captured behind the step takes part: what is copied at the version point would have
-to be read there twice. No bucket holds bytes of two parts, no source bytes of two ranks' shares, so that the digest of
-each source can be compared with what that rank has captured.
+Invariant: a rank and the SMPs of the job compute the same plan without communicating (redundancy.sections cuts for
+both). Only state captured in the background takes part: what is copied at the version point would have to be read twice
+there. No bucket spans two parts, and no source the shares of two ranks, so the digest of each source can be compared
+with what that rank captured.
 
-In: a layout, who stands where. Out: the layout with parity buckets; what other nodes need to know of it.
+In: a layout, the node of each rank. Out: the layout with parity buckets; the rank's replica shares, for other nodes.
 """
 
 from __future__ import annotations
@@ -17,47 +17,46 @@ from ..redundancy.exchange_plan import positions
 from ..redundancy.sections import Extent, ParityPart, Section, lay_out, local_sections
 from .layout import Layout, ParityBucket, ParitySource, ReplicaStream, Share
 
-Told = tuple[tuple[int, ...], int, int, int]  # replicas; where the own share starts in the stream, in the slot; bytes
+ReplicaShare = tuple[tuple[int, ...], int, int, int]  # replicas; start of the own share in stream, in slot; bytes
 
 
 def with_parity(
     layout: Layout, nodes: Sequence[str], groups: Sequence[Sequence[int]], losses: int, bucket_bytes: int
 ) -> Layout:
-    """`layout` with the parity that its rank computes; without any where `losses` is 0 or is more than parity of the
-    own replicas makes up for."""
+    """`layout` with the parity that its rank computes; none if `losses` is 0 or more than local parity makes up for."""
     names, _ = positions(nodes)
-    at = {name: position for position, name in enumerate(names)}
+    position_of = {name: position for position, name in enumerate(names)}
     streams = _replicated(layout)
     extents = [[Extent(s.rank, s.start, s.stop - s.start) for s in _in_order(stream)] for stream in streams]
-    found: list[tuple[Section, ReplicaStream]] = []
-    for stream, known in zip(streams, extents, strict=True):
-        sections = local_sections([at[node] for node in nodes], groups, [known], losses, len(found))
-        found += [(section, stream) for section in sections]
-    parts = lay_out([section for section, _ in found], {layout.rank: layout.nbytes})
-    parity = tuple(bucket for part in parts for bucket in _buckets(part, *found[part.section], bucket_bytes))
+    sections: list[tuple[Section, ReplicaStream]] = []
+    for stream, stream_extents in zip(streams, extents, strict=True):
+        local = local_sections([position_of[node] for node in nodes], groups, [stream_extents], losses, len(sections))
+        sections += [(section, stream) for section in local]
+    parts = lay_out([section for section, _ in sections], {layout.rank: layout.nbytes})
+    parity = tuple(bucket for part in parts for bucket in _buckets(part, *sections[part.section], bucket_bytes))
     return replace(layout, parity=parity)
 
 
-def told(layout: Layout) -> list[Told]:
-    """What the other nodes need to know of this rank's part in each replica set: `gathered` puts it together."""
-    found = []
+def replica_shares(layout: Layout) -> list[ReplicaShare]:
+    """This rank's share of each replica set; `replica_extents` combines those of all ranks."""
+    shares = []
     for stream in _replicated(layout):
         own = stream.share_of(layout.rank)
-        found.append((stream.replicas, own.start, stream.slot_offset, own.stop - own.start))
-    return found
+        shares.append((stream.replicas, own.start, stream.slot_offset, own.stop - own.start))
+    return shares
 
 
-def gathered(by_rank: Sequence[Sequence[Told]]) -> tuple[tuple[Extent, ...], ...]:
-    """The replica sets of a job in order, each as the extents of slots that its stream is made of."""
+def replica_extents(by_rank: Sequence[Sequence[ReplicaShare]]) -> tuple[tuple[Extent, ...], ...]:
+    """The replica sets of a job in order, each as the extents of slots that make up its stream."""
     sets: dict[tuple[int, ...], list[tuple[int, int, Extent]]] = {}
-    for rank, parts in enumerate(by_rank):
-        for replicas, start, offset, nbytes in parts:
+    for rank, shares in enumerate(by_rank):
+        for replicas, start, offset, nbytes in shares:
             sets.setdefault(tuple(replicas), []).append((start, start + nbytes, Extent(rank, offset, nbytes)))
-    return tuple(tuple(extent for *_, extent in sorted(sets[key], key=_place)) for key in sorted(sets))
+    return tuple(tuple(extent for *_, extent in sorted(sets[key], key=_order)) for key in sorted(sets))
 
 
-def _place(entry: tuple[int, int, Extent]) -> tuple[int, int, int]:
-    """Where a share stands in its stream; several without bytes stand at one place."""
+def _order(entry: tuple[int, int, Extent]) -> tuple[int, int, int]:
+    """The order of shares in a stream; empty shares may start at the same place."""
     start, stop, extent = entry
     return start, stop, extent.rank
 
@@ -67,12 +66,12 @@ def _in_order(stream: ReplicaStream) -> list[Share]:
 
 
 def _replicated(layout: Layout) -> list[ReplicaStream]:
-    """The streams of which other ranks hold the same bytes, and which only the update changes."""
+    """The streams that other ranks hold identically and that only the update changes."""
     return [stream for stream in layout.streams if stream.background and len(stream.replicas) > 1]
 
 
 def _buckets(part: ParityPart, section: Section, stream: ReplicaStream, bucket_bytes: int) -> Iterator[ParityBucket]:
-    """The buckets of a part. The section's extents count their offsets from the start of the stream."""
+    """The buckets of a part. The offsets of the section's extents are in the stream."""
     for start in range(part.start, part.stop, bucket_bytes):
         stop = min(part.stop, start + bucket_bytes)
         sources = []

@@ -1,16 +1,16 @@
-"""The header page of a segment, and the digest by which each group of its words is checked.
+"""The header page of a segment, with a digest for each group of its words.
 
 Invariant: a value that does not match its digest is not used, and damage to one group leaves the others valid. Any
-process may die between two stores: a death at any instruction leaves the old values or the new ones.
+process may die between two stores; that leaves the old values or the new ones.
 
     constants   sizes, rank, size of the job, fingerprint: one digest, written at creation. Damaged: the segment is lost
     word        one store: the value in its low half, a digest of it in its high half
     record      a few words that only the SMP writes: two copies, each with a number and a digest, written one after
-                the other. A reader takes the newer copy that matches, so damage to one copy changes nothing
+                the other. A reader takes the newest copy that matches, so damage to one copy does no harm
     ranges      the digest of the bucket ranges in the next pages, written after them
     gate        not covered: see `bubbles.gate`
 
-In: a mapped page. Out: values, or None where they do not match their digests.
+In: a mapped page. Out: values, or None if they do not match their digests.
 """
 
 from __future__ import annotations
@@ -28,37 +28,37 @@ from ..errors import CorruptHeaderError, SegmentError
 from .shape import PAGE, Shape
 
 MAGIC = int.from_bytes(b"FTPSEG05", "little")
-GATE = 512  # offset in the page: closed as it is created, of zeros
+GATE = 512  # offset in the page; zeros, as at creation, mean closed
 _FINGERPRINT = 1024  # offset in the page: length, then JSON
 FINGERPRINT_ROOM = PAGE - _FINGERPRINT - 8
-_CONSTANTS = (  # the words behind the magic
+_CONSTANTS = (  # the words after the magic
     "nbytes", "small_nbytes", "buckets", "layout", "slots", "parity_nbytes", "checks", "rank", "world_size",
 )  # fmt: skip
 _SEAL = 1 + len(_CONSTANTS)
 _COMPLETED, _RANGES = _SEAL + 1, _SEAL + 2
 _RECORDS = _SEAL + 3
-_LIMIT = 1 << 32  # of a value that shares a word with its digest
-_READS = 8  # of a record: its writer was at one copy, then at the other
+_LIMIT = 1 << 32  # values that share a word with their digest are smaller
+_READS = 8  # attempts: a reader may catch the writer first in one copy, then in the other
 
 Words = npt.NDArray[np.uint64]
 
 
-def guarded(value: int, seed: int) -> int:
-    """A word that holds `value` and its digest; `seed` is that of its place. Raises SegmentError beyond 32 bits."""
+def guarded_word(value: int, seed: int) -> int:
+    """A word of `value` and its digest; `seed` identifies the word's place. Raises SegmentError beyond 32 bits."""
     if not 0 <= value < _LIMIT:
         raise SegmentError(f"{value} does not fit into a word of a segment; expected less than {_LIMIT}")
     return value | xxhash.xxh32_intdigest(value.to_bytes(4, "little"), seed) << 32
 
 
-def believed(word: int, seed: int) -> int | None:
-    """The value of a word; None where it does not match its digest."""
+def checked_value(word: int, seed: int) -> int | None:
+    """The value of a word; None if it does not match its digest."""
     value = word & (_LIMIT - 1)
-    return value if word == guarded(value, seed) else None
+    return value if word == guarded_word(value, seed) else None
 
 
 @dataclass(frozen=True)
 class Constants:
-    """The constants of a segment. `world_size` is 0 where the number of ranks does not matter."""
+    """The constants of a segment. `world_size` is 0 if the number of ranks does not matter."""
 
     shape: Shape
     rank: int
@@ -67,16 +67,16 @@ class Constants:
 
     def write(self, page: Words) -> None:
         """Fill the page of a new segment."""
-        known = {**vars(self.shape), "rank": self.rank, "world_size": self.world_size}
+        values = {**vars(self.shape), "rank": self.rank, "world_size": self.world_size}
         page[0] = MAGIC
-        page[1:_SEAL] = [known[name] for name in _CONSTANTS]
+        page[1:_SEAL] = [values[name] for name in _CONSTANTS]
         text = len(self.fingerprint).to_bytes(8, "little") + self.fingerprint
         page.view(np.uint8)[_FINGERPRINT : _FINGERPRINT + len(text)] = np.frombuffer(text, dtype=np.uint8)
         page[_SEAL] = _digest_of(page)
 
 
 def encoded(fingerprint: Mapping[str, Any], rank: int) -> bytes:
-    """A fingerprint as it is stored in the page. Raises SegmentError when it is too long."""
+    """Encode a fingerprint for the page. Raises SegmentError if it is too long."""
     text = json.dumps(fingerprint, sort_keys=True).encode()
     if len(text) > FINGERPRINT_ROOM:
         raise SegmentError(f"rank {rank}: the job's fingerprint has {len(text)} bytes; at most {FINGERPRINT_ROOM} fit")
@@ -84,14 +84,14 @@ def encoded(fingerprint: Mapping[str, Any], rank: int) -> bytes:
 
 
 def constants_of(page: Words, path: object) -> Constants:
-    """The constants of a page. Raises CorruptHeaderError where they do not match their digest, SegmentError for a page
-    that is not of a segment of this version."""
-    fits = int(page[_SEAL]) == _digest_of(page)
-    if int(page[0]) != MAGIC and not fits:
+    """The constants of a page. Raises CorruptHeaderError if they do not match their digest, SegmentError if the page is
+    not of a segment of this version."""
+    matches = int(page[_SEAL]) == _digest_of(page)
+    if int(page[0]) != MAGIC and not matches:
         raise SegmentError(
             f"segment {path} was written by another version of ft_plugins or is damaged; 'ft-plugins sweep' removes it"
         )
-    if int(page[0]) != MAGIC or not fits:
+    if int(page[0]) != MAGIC or not matches:
         raise CorruptHeaderError(f"segment {path}: its header does not match its digest; its content is lost")
     values = dict(zip(_CONSTANTS, page[1:_SEAL].tolist(), strict=True))
     rank, world_size = values.pop("rank"), values.pop("world_size")
@@ -111,10 +111,10 @@ def _digest_of(page: Words) -> int:
 
 
 class MirroredRecord:
-    """Words that one process writes and any reads: two copies, each of number, values, digest."""
+    """Words that one process writes and any process reads: two copies, each of number, values, digest."""
 
     def __init__(self, page: Words, first: int, values: int) -> None:
-        """`values` words from word `first` of the page on; `room` words are taken."""
+        """A record of `values` values at word `first` of the page; it takes `room(values)` words."""
         self._seed = first
         self._copies = [page[first : first + values + 2], page[first + values + 2 : first + 2 * (values + 2)]]
 
@@ -123,28 +123,28 @@ class MirroredRecord:
         return 2 * (values + 2)
 
     def read(self) -> tuple[int, ...] | None:
-        """The values; None where neither copy matches its digest."""
+        """The values; None if neither copy matches its digest."""
         newest = self._newest()
         return tuple(newest[1:-1]) if newest else None
 
     def write(self, values: Sequence[int]) -> None:
-        """Replace the values, first in the copy that readers do not use, then in the other."""
+        """Replace the values, first in the copy that readers do not use, then in the other one."""
         newest = self._newest()
         number = (newest[0] + 1 if newest else 1) % (1 << 64)
         words = np.array([number, *values], dtype=np.uint64)
-        for copy in self._copies if newest is None or newest != self._fitting(0) else reversed(self._copies):
+        for copy in self._copies if newest is None or newest != self._matching(0) else reversed(self._copies):
             copy[:-1] = words
             copy[-1] = self._seal(words)
 
     def _newest(self) -> list[int] | None:
         for _ in range(_READS):
-            fitting = [copy for copy in map(self._fitting, (0, 1)) if copy is not None]
-            if fitting:
-                return max(fitting)
+            matching = [copy for copy in map(self._matching, (0, 1)) if copy is not None]
+            if matching:
+                return max(matching)
         return None
 
-    def _fitting(self, place: int) -> list[int] | None:
-        words = self._copies[place].copy()  # a writer may be at it
+    def _matching(self, place: int) -> list[int] | None:
+        words = self._copies[place].copy()  # a writer may be changing it
         return words.tolist() if int(words[-1]) == self._seal(words[:-1]) else None
 
     def _seal(self, words: Words) -> int:
@@ -153,8 +153,8 @@ class MirroredRecord:
 
 @dataclass(frozen=True)
 class Incarnation:
-    """Which incarnation may write: its fencing token; pid and start time (clock ticks) of the trainer that attached
-    last, 0 for none; whether a trainer of the running incarnation has attached, even if it has ended since."""
+    """The incarnation that may write: its fencing token; pid and start time (clock ticks) of the trainer that attached
+    last, 0 for none; whether a trainer of the incarnation has attached, even if it has ended since."""
 
     token: int = 0
     owner_pid: int = 0
@@ -163,10 +163,10 @@ class Incarnation:
 
 
 @dataclass(frozen=True)
-class Opened:
-    """The newest lineage that was opened, 0 before the first; the token under which it was; whether it began without a
-    restored version. `lost`: no lineage was opened since this segment replaced a damaged one. `voiding`: older
-    versions, which are void after such a beginning, may still be in their slots."""
+class OpenedLineage:
+    """The newest lineage that was opened, 0 before the first; the token that opened it; whether it began without a
+    restored version (`from_nothing`), which voids all older versions. `voiding`: void versions may still be in their
+    slots. `lost`: this segment replaced a damaged one, and no lineage was opened since."""
 
     lineage: int = 0
     token: int = 0
@@ -184,9 +184,9 @@ class Header:
         self._opened = MirroredRecord(page, _RECORDS + MirroredRecord.room(4), 5)
 
     def begin(self, lost: bool) -> None:
-        """Write the initial values of all that changes, into a page of zeros."""
+        """Write the initial values of everything that changes, into a page of zeros."""
         self.incarnation = Incarnation()
-        self.opened = Opened(lost=int(lost))
+        self.opened = OpenedLineage(lost=int(lost))
         self.completed = 0
 
     @property
@@ -199,21 +199,21 @@ class Header:
         self._incarnation.write(tuple(vars(value).values()))
 
     @property
-    def opened(self) -> Opened | None:
+    def opened(self) -> OpenedLineage | None:
         values = self._opened.read()
-        return None if values is None else Opened(*values)
+        return None if values is None else OpenedLineage(*values)
 
     @opened.setter
-    def opened(self, value: Opened) -> None:
+    def opened(self, value: OpenedLineage) -> None:
         self._opened.write(tuple(vars(value).values()))
 
     @property
     def completed(self) -> int | None:
-        return believed(int(self._page[_COMPLETED]), _COMPLETED)
+        return checked_value(int(self._page[_COMPLETED]), _COMPLETED)
 
     @completed.setter
     def completed(self, value: int) -> None:
-        self._page[_COMPLETED] = guarded(value, _COMPLETED)
+        self._page[_COMPLETED] = guarded_word(value, _COMPLETED)
 
     @property
     def ranges(self) -> int:

@@ -1,14 +1,14 @@
-"""What lies where in a rank's file of a checkpoint, and what the framework calls it: for readers without the job.
+"""The index of a rank's checkpoint file: what it holds and how the framework names it, for readers without the job.
 
-Invariant: the trainer writes it once a start, before it attaches, into the node's run directory, under a name that
-tells rank and layout; the SMP puts it as it is beside each file of that layout. No step pays for it. It is plain JSON
-that carries its own digest, and nothing that resumes the job needs it.
+The trainer stages the index in the node's run directory once per start, before it attaches, under a name with rank and
+layout. The SMP copies it unchanged next to each checkpoint file of that layout, so no step pays for it. It is plain
+JSON with its own digest. Resuming the job does not need it.
 
-    rank-00003.index.json   items: name, dtype, shape, bytes, replicas, piece of a shard, and the part of them that lies
-                            in this rank's file: from which byte of the item on, where in the data, how many bytes;
-                            names: what the host's `names` said, None where it knows of no format of a framework
+    rank-00003.index.json   items: name, dtype, shape, bytes, replicas, piece of a shard, and the part in this rank's
+                            file: first byte of the item, offset in the data, number of bytes;
+                            names: the host's names for an export, None if it has none
 
-In: a layout, what a host says. Out: `Index`; files.
+In: a layout, names from the host. Out: `Index`; files.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from .. import files
 from ..errors import StorageError
 from ..intake import Count, Text, Unfit, Word, read_bytes, typed
 from ..model.inventory import Inventory, Item
-from . import checkpoint
 from .checkpoint import index_file
+from .digested_json import read_digested, write_digested
 from .layout import Layout
 
 FORMAT = "ft_plugins index 1"
-LIMIT = 64 << 20  # bytes; a rank of thousands of tensors needs a hundredth of it
+LIMIT = 64 << 20  # bytes; thousands of tensors take a hundredth of it
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An item and the part of it in this rank's file: `held` bytes, from its byte `start`, at `offset` of the data."""
+    """An item, and its part in this rank's file: `stored` bytes, from its byte `start`, at `offset` of the data."""
 
     name: Text
     dtype: Text
@@ -45,7 +45,7 @@ class Entry:
     piece: tuple[Count, Count, Count] | None
     start: Count
     offset: Count
-    held: Count
+    stored: Count
 
 
 @dataclass(frozen=True)
@@ -63,13 +63,13 @@ _ROW = tuple(field.name for field in fields(Entry))
 
 
 def describe(inventory: Inventory, layout: Layout, digest: int, names: Mapping[str, Any] | None) -> dict[str, Any]:
-    """An index as plain values. `digest` is that of the layout, as the segment's shape has it."""
-    found: dict[str, list[int]] = {}
+    """An index as plain values. `digest` is the layout's, as in the segment's shape."""
+    parts: dict[str, list[int]] = {}
     for bucket in layout.buckets:
         for piece in bucket.pieces:  # an item's part of a share is one run of bytes, cut only by the buckets
-            found.setdefault(piece.item, [piece.item_offset, piece.offset, 0])[2] += piece.nbytes
+            parts.setdefault(piece.item, [piece.item_offset, piece.offset, 0])[2] += piece.nbytes
     sets = sorted({item.replicas for item in inventory.items})
-    items = [_row(item, sets.index(item.replicas), found.get(item.name, [0, 0, 0])) for item in inventory.items]
+    items = [_row(item, sets.index(item.replicas), parts.get(item.name, [0, 0, 0])) for item in inventory.items]
     return {
         "format": FORMAT,
         "rank": inventory.rank,
@@ -80,13 +80,13 @@ def describe(inventory: Inventory, layout: Layout, digest: int, names: Mapping[s
     }
 
 
-def _row(item: Item, replicas: int, found: list[int]) -> list[Any]:
+def _row(item: Item, replicas: int, part: list[int]) -> list[Any]:
     piece = list(item.piece) if item.piece else None
-    return [item.name, item.dtype, list(item.shape), item.nbytes, replicas, piece, *found]
+    return [item.name, item.dtype, list(item.shape), item.nbytes, replicas, piece, *part]
 
 
 def parse(content: Mapping[str, Any]) -> Index:
-    """What `describe` gave. Raises StorageError."""
+    """Parse the values of `describe`. Raises StorageError."""
     try:
         if content["format"] != FORMAT:
             raise StorageError(f"expected format '{FORMAT}', found {content['format']!r}")
@@ -96,46 +96,45 @@ def parse(content: Mapping[str, Any]) -> Index:
         block = {"rank": content["rank"], "layout": content["layout"], "items": items, "names": content["names"]}
         return typed(_INDEX, block)
     except Unfit as error:
-        raise StorageError(f"it is no index of a checkpoint ({error})") from error
+        raise StorageError(f"not an index of a checkpoint ({error})") from error
     except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise StorageError(f"it is no index of a checkpoint ({type(error).__name__}: {error})") from error
+        raise StorageError(f"not an index of a checkpoint ({type(error).__name__}: {error})") from error
 
 
 # ---- files ----
 
 
-def kept_path(run_dir: Path, rank: int, layout: int) -> Path:
-    """Where a trainer leaves it for the SMP."""
+def staged_path(run_dir: Path, rank: int, layout: int) -> Path:
+    """The file in which a trainer leaves its index for the SMP."""
     return run_dir / f"index-{rank}-{layout:016x}.json"
 
 
-def keep(run_dir: Path, content: dict[str, Any]) -> None:
-    """Leave an index for the SMP; those of other layouts of this rank go."""
+def stage(run_dir: Path, content: dict[str, Any]) -> None:
+    """Leave an index for the SMP, and remove those of other layouts of this rank."""
     rank = content["rank"]
-    path = kept_path(run_dir, rank, content["layout"])
+    path = staged_path(run_dir, rank, content["layout"])
     for other in run_dir.glob(f"index-{rank}-*.json"):
         if other != path:
             other.unlink(missing_ok=True)
-    checkpoint.write_json(path, content)
+    write_digested(path, content)
 
 
-def copy_into(folder: Path, rank: int, kept: Path) -> None:
-    """Put the index that was left at `kept` into a checkpoint, durably; nothing where there is none that can be read.
-    Raises OSError."""
+def copy_into(folder: Path, rank: int, staged: Path) -> None:
+    """Durably copy the index at `staged` into a checkpoint, if it can be read. Raises OSError."""
     try:
-        content = read_bytes(kept, LIMIT)
+        content = read_bytes(staged, LIMIT)
     except (OSError, ValueError):
         return
     files.write(folder / index_file(rank), content, durable=True)
 
 
 def read(folder: Path, rank: int) -> Index:
-    """The index of a rank in a checkpoint. Raises FileNotFoundError where there is none, StorageError."""
+    """Read the index of a rank in a checkpoint. Raises FileNotFoundError if there is none, StorageError."""
     path = folder / index_file(rank)
     try:
-        found = parse(checkpoint.read_json(path, LIMIT))
+        parsed = parse(read_digested(path, LIMIT))
     except StorageError as error:
         raise error if str(path) in str(error) else StorageError(f"{path}: {error}") from error
-    if found.rank != rank:
-        raise StorageError(f"{path}: it is of rank {found.rank}")
-    return found
+    if parsed.rank != rank:
+        raise StorageError(f"{path}: it belongs to rank {parsed.rank}")
+    return parsed

@@ -1,8 +1,9 @@
-"""Which elements of which tensors lie where in a rank's slot, independent of the job's size; part of each version.
+"""Describe which elements of which tensors are where in a rank's slot, independent of the job's size.
 
-Invariant: the small state suffices to read a slot whose rank, node or whole job is gone. The manifest names no node.
+The manifest is part of the small state of every version. Invariant: the small state suffices to read a slot whose rank,
+node or whole job is gone. The manifest names no node.
 
-In: `Layout`, the rank's place in the model. Out: bytes, stored in front of the host's own small state; `Manifest`.
+In: `Layout`, the rank's place in the model. Out: bytes, stored before the host's small state; `Manifest`.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from ..intake import Count, Text, Unfit, shown, typed
 from .layout import Layout, pieces_of
 
 REPLICATED, SHARDED, OWN = "replicated", "sharded", "own"
-_LARGEST = 8 << 20  # bytes of a manifest, decompressed: 80,000 pieces of tensors; decoding takes up to 80 times as much
+_LARGEST = 8 << 20  # bytes of a decompressed manifest: 80,000 pieces of tensors; decoding takes up to 80 times as much
 
 
 @dataclass(frozen=True)
 class TensorRange:
-    """Bytes `start .. stop` of the whole tensor `name`, flattened, lie at `offset` of the slot's data area.
+    """Bytes `start .. stop` of the whole tensor `name`, flattened, at `offset` of the slot's data area.
 
-    `whole` is the size of that tensor in bytes, `role` the `model.inventory.Role`. `kind` is REPLICATED where other
-    ranks hold the same bytes, SHARDED where they hold other pieces of the tensor, else OWN.
+    `whole` is the size of the tensor in bytes, `role` its `model.inventory.Role`. `kind` is REPLICATED if other ranks
+    hold the same bytes, SHARDED if they hold other pieces of the tensor, else OWN.
     """
 
     name: Text
@@ -43,24 +44,24 @@ class TensorRange:
 class Manifest:
     """The slot of `rank` in a job of `world_size` ranks.
 
-    `place` is the part of the model, the same for all replicas: (pipeline stage, tensor rank). `ranges` are the
-    segment's: offset and bytes of each bucket.
+    `place` is the part of the model, the same for all replicas: (pipeline stage, tensor-parallel rank). `ranges` are
+    the offset and bytes of each bucket. `tensors` says what the data area holds.
     """
 
     rank: Count
     world_size: Count
     place: tuple[Count, Count]
     ranges: tuple[tuple[Count, Count], ...]
-    held: tuple[TensorRange, ...]
+    tensors: tuple[TensorRange, ...]
 
 
 _ADAPTER = TypeAdapter(Manifest)
-_HELD = tuple(field.name for field in fields(TensorRange))
+_ROW = tuple(field.name for field in fields(TensorRange))
 
 
 def manifest_of(layout: Layout, world_size: int, place: tuple[int, int]) -> Manifest:
-    """The manifest of every version that is captured with `layout`."""
-    held = []
+    """The manifest of every version captured with `layout`."""
+    tensors = []
     for stream in layout.streams:
         items = {item.name: item for item in stream.items}
         for piece in pieces_of(stream, layout.rank):
@@ -71,45 +72,44 @@ def manifest_of(layout: Layout, world_size: int, place: tuple[int, int]) -> Mani
             whole = elements * width if item.piece else item.nbytes
             start = first * width + piece.item_offset
             stop, role = start + piece.nbytes, item.role.value
-            held.append(TensorRange(item.name, item.dtype, role, kind, whole, start, stop, piece.offset))
-    ranges = tuple(layout.ranges)
-    return Manifest(layout.rank, world_size, place, ranges, tuple(held))
+            tensors.append(TensorRange(item.name, item.dtype, role, kind, whole, start, stop, piece.offset))
+    return Manifest(layout.rank, world_size, place, tuple(layout.ranges), tuple(tensors))
 
 
 def write(manifest: Manifest) -> bytes:
-    """Encode a manifest. Raises SegmentError when it is larger than `read` accepts."""
-    held = [list(astuple(one)) for one in manifest.held]
-    plain = msgpack.packb([manifest.rank, manifest.world_size, manifest.place, manifest.ranges, held])
+    """Encode a manifest. Raises SegmentError if it is larger than `read` accepts."""
+    rows = [list(astuple(one)) for one in manifest.tensors]
+    plain = msgpack.packb([manifest.rank, manifest.world_size, manifest.place, manifest.ranges, rows])
     if len(plain) > _LARGEST:
         raise SegmentError(
-            f"rank {manifest.rank}: its {len(held)} pieces of tensors take {len(plain)} bytes to describe, expected at "
-            f"most {_LARGEST}: spread the state over more ranks, or over fewer and larger tensors"
+            f"rank {manifest.rank}: the manifest of its {len(rows)} pieces of tensors has {len(plain)} bytes; expected "
+            f"at most {_LARGEST}: spread the state over more ranks, or over fewer and larger tensors"
         )
     return zlib.compress(plain)
 
 
 def read(encoded: bytes) -> Manifest:
-    """Decode a manifest. Raises SegmentError for anything else."""
+    """Decode a manifest. Raises SegmentError for other bytes."""
     try:
         inflater = zlib.decompressobj()
         plain = inflater.decompress(encoded, _LARGEST)
         if inflater.unconsumed_tail:
             raise Unfit(f"it has more than {_LARGEST} bytes")
-        rank, world_size, place, ranges, held = msgpack.unpackb(plain, use_list=False)
-        rows = [dict(zip(_HELD, one, strict=True)) for one in held]
-        block = {"rank": rank, "world_size": world_size, "place": place, "ranges": ranges, "held": rows}
+        rank, world_size, place, ranges, rows = msgpack.unpackb(plain, use_list=False)
+        tensors = [dict(zip(_ROW, row, strict=True)) for row in rows]
+        block = {"rank": rank, "world_size": world_size, "place": place, "ranges": ranges, "tensors": tensors}
         return typed(_ADAPTER, block)
     except (zlib.error, ValueError, TypeError, msgpack.UnpackException) as error:
         raise SegmentError(f"the manifest of a slot cannot be read ({error})") from error
 
 
 def join(encoded: bytes, state: bytes) -> bytes:
-    """The small state of a slot: the encoded manifest, then the host's state."""
+    """Join an encoded manifest and the host's state into the small state of a slot."""
     return bytes(msgpack.packb([encoded, state]))
 
 
 def split(small: bytes) -> tuple[bytes, bytes]:
-    """The encoded manifest and the host's state of a small state. Raises SegmentError."""
+    """Split a small state into the encoded manifest and the host's state. Raises SegmentError."""
     try:
         parts = msgpack.unpackb(small)
         if not (isinstance(parts, list) and len(parts) == 2 and all(type(part) is bytes for part in parts)):

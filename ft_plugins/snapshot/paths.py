@@ -1,14 +1,14 @@
-"""What the files in shared memory are called, and which there are: segments of ranks, a node's vault, its lock.
+"""Name, list and remove the files in shared memory: segments of ranks, a node's parity store, its lock.
 
     ftp-JOB@NODE@UID-rR         the segment of rank R     ftp-JOB@NODE@UID-rRofN      that of a previous size, N ranks
-    ftp-JOB@NODE@UID-parity     the vault                 ftp-JOB@NODE@UID.lock       the lock of the node's SMP
-    ... .new                    half-made ones of these
+    ftp-JOB@NODE@UID-parity     the parity store          ftp-JOB@NODE@UID.lock       the lock of the node's SMP
+    ... .new                    one of these, unfinished
 
-Invariant: a name says job, node and user, none of which holds an '@', and rank; so whoever comes later finds what was
-left, and sweeps nothing else. What is another user's under such a name is left alone, and refused where it is in the
-way.
+Invariant: a name holds job, node and user, none of which contains an '@', and the rank, so a later process finds what
+was left and removes nothing else. A file of another user under such a name is never touched; a job that needs the name
+is refused.
 
-In: names of jobs and nodes. Out: paths; what there is of them; their removal.
+In: names of jobs and nodes. Out: paths.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .room import SHM
 _NAME = re.compile(r"ftp-(?P<job>[^@]+)@(?P<node>[^@]+)@(?P<uid>[0-9]+)(?P<rest>[^@]+)")
 _SEGMENT, _PREVIOUS = re.compile(r"-r(0|[1-9][0-9]{0,9})"), re.compile(r"-r[0-9]{1,10}of[0-9]{1,10}")
 _ANY = re.compile(r"(-r[0-9]{1,10}(of[0-9]{1,10})?|-parity)(\.new)?|\.lock")
-PATIENCE_FILE = "orphan_seconds"  # in a run directory: how long its segments are to outlive a job
+PATIENCE_FILE = "orphan_seconds"  # in a run directory: how long segments outlive the job, in seconds
 
 
 def _of(job: str, node: str) -> str:
@@ -36,24 +36,24 @@ def path_of(job: str, node: str, rank: int) -> Path:
 
 
 def previous_path_of(job: str, node: str, rank: int, world_size: int) -> Path:
-    """The file of a rank's segment of the job at a previous size, of `world_size` ranks."""
+    """The file of a rank's segment of the job at a previous size of `world_size` ranks."""
     return SHM / f"{_of(job, node)}-r{rank}of{world_size}"
 
 
-def vault_of(job: str, node: str) -> Path:
+def parity_path_of(job: str, node: str) -> Path:
     """The file in which a node keeps parity of other nodes' slots."""
     return SHM / f"{_of(job, node)}-parity"
 
 
 def lock_of(job: str, node: str) -> Path:
-    """The file that the SMP of a job on a node keeps locked: beside the segments, wherever its run directory is."""
+    """The file that the SMP of a job on a node keeps locked; next to the segments, wherever its run directory is."""
     return SHM / f"{_of(job, node)}.lock"
 
 
 def segments_of(job: str, node: str) -> list[Path]:
     """The segments of a job on a node, by rank."""
-    found = [path for path, rest in _files(job, node) if _SEGMENT.fullmatch(rest)]
-    return sorted(found, key=lambda path: int(path.name.rpartition("-r")[2]))
+    paths = [path for path, rest in _files(job, node) if _SEGMENT.fullmatch(rest)]
+    return sorted(paths, key=lambda path: int(path.name.rpartition("-r")[2]))
 
 
 def previous_segments_of(job: str, node: str) -> list[Path]:
@@ -62,34 +62,34 @@ def previous_segments_of(job: str, node: str) -> list[Path]:
 
 
 def jobs() -> list[tuple[str, str]]:
-    """The (job, node) of everything of this user in shared memory: segments, half-made ones, locks."""
-    found = set()
+    """The (job, node) of every file of this user in shared memory: segments, unfinished ones, locks."""
+    pairs = set()
     for path in SHM.glob("ftp-*@*@*"):
         named = _NAME.fullmatch(path.name)
         if named and named["uid"] == str(os.getuid()) and _ANY.fullmatch(named["rest"]) and is_own(path):
-            found.add((named["job"], named["node"]))
-    return sorted(found)
+            pairs.add((named["job"], named["node"]))
+    return sorted(pairs)
 
 
 def is_own(path: Path) -> bool:
-    """Whether that file is there and this user's: anyone may put files under a name that can be guessed."""
+    """Whether the file exists and belongs to this user: anyone may create a file under a predictable name."""
     with suppress(FileNotFoundError):
         return path.lstat().st_uid == os.getuid()
     return False
 
 
-def foreign(job: str, node: str) -> str:
-    """The files of other users that are in the way of a job on a node, with the remedy; '' where there is none."""
+def foreign_files(job: str, node: str) -> str:
+    """A message about files of other users under the names of a job on a node; '' if there are none."""
     names = [path for path, rest in _files(job, node) if _ANY.fullmatch(rest) and path.exists() and not is_own(path)]
     if not names:
         return ""
-    whose = ", ".join(f"{path} (user {path.lstat().st_uid})" for path in names)
-    return f"{whose}: expected a file of user {os.getuid()}; have it removed, or name this job otherwise with --ftp-job"
+    owned = ", ".join(f"{path} (user {path.lstat().st_uid})" for path in names)
+    return f"{owned}: expected a file of user {os.getuid()}; have it removed, or choose another name with --ftp-job"
 
 
 def remove(job: str, node: str) -> int:
-    """Remove the segments of a job on a node, half-made ones too, and their lock file. Returns how many segments. What
-    is another user's stays, and what cannot be removed, as a folder of such a name."""
+    """Remove the files of a job on a node, unfinished ones included. Returns how many, without the lock file. Files of
+    other users stay, and so does what cannot be unlinked, such as a folder."""
     own = [path for path, rest in _files(job, node) if _ANY.fullmatch(rest) and is_own(path)]
     removed = 0
     for path in own:
@@ -100,7 +100,7 @@ def remove(job: str, node: str) -> int:
 
 
 def _files(job: str, node: str) -> list[tuple[Path, str]]:
-    """Every file whose name says this job, node and user, with the rest of the name."""
+    """Every file named for this job, node and user, with the rest of its name."""
     prefix = _of(job, node)
     names = [name for name in os.listdir(SHM) if name.startswith(prefix)]
     return [(SHM / name, name.removeprefix(prefix)) for name in names]

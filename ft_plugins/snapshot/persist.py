@@ -1,20 +1,20 @@
-"""A rank's share in storage: a clean slot written as a safetensors file, and read back into a slot. No sockets.
+"""Write a CLEAN slot to storage as a safetensors file, and read it back into a slot.
 
-Invariant: what is written are private copies of what fitted the digests taken at capture, and the file gets its name
-when all of it did and is durable; what is read fits them again before the slot is sealed. Nothing is read that the
-rank's record, which has a digest, does not give the size of.
+Invariant: every byte is copied and compared with the digests taken at capture before it is written, and the file is
+renamed into place only when it is complete and durable. Reading compares the same digests before the slot is sealed.
+All sizes that are read come from the rank's record, which has a digest.
 
-    rank-00003.safetensors   tensors `digests` (uint64, one a bucket), `data` (uint8, the slot's data area), `small`
-                             (uint8, the encoded small state); metadata: whose, which version, the buckets' ranges
+    rank-00003.safetensors   tensors `digests` (uint64, one per bucket), `data` (uint8, the slot's data area), `small`
+                             (uint8, the encoded small state); metadata: job, rank, version, bucket ranges
 
-The safetensors library reads the files. It is not used here: it writes whole tensors at one go, cannot be stopped and
-holds the interpreter's lock meanwhile, while the SMP has requests to answer; and what it reads, it believes the header.
+The safetensors library can read the files but is not used here: it writes whole tensors at once, cannot be interrupted,
+and holds the GIL while the SMP has requests to answer; on reading it trusts the header.
 
-Parity that lies behind the data in a slot is not written: it protects against lost nodes, whose files are here. A slot
-that is read lacks it (`NOT_COMPUTED`), and fits no digest until the trainer has computed it.
+Parity after the data of a slot is not written: it protects against lost nodes, whose files are in storage too. After
+reading, parity is `NOT_COMPUTED` until the trainer computes it.
 
-In: a segment, a checkpoint's folder. Out: files that outlive the machine; sealed slots. Beside the share itself
-COPY_BYTES are held in memory and, where the file system heeds it, SYNC_BYTES in the page cache.
+In: a segment, a checkpoint's folder. Out: durable files; sealed slots. Memory: COPY_BYTES and, if the file system
+follows the advice, at most SYNC_BYTES in the page cache.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from .checkpoint import (
     Origin,
     RankRecord,
     data_file,
-    differed,
     make_folder,
+    mixture_reason,
     read_record,
     record_file,
-    write_json,
 )
+from .digested_json import write_digested
 from .index import copy_into
 from .segment import NOT_COMPUTED, Segment
 from .slots import Mark, SlotState, Version, choose
 
 COPY_BYTES = 8 << 20
 SYNC_BYTES = 32 << 20
-SMALL_LIMIT = 1 << 30  # bytes of small state and of a digest table: thousands of times what is in one
-_TENSORS = ["digests", "data", "small"]  # in the order in which they lie in the file
+SMALL_LIMIT = 1 << 30  # bytes of small state, and of a digest table: thousands of times the usual size
+_TENSORS = ["digests", "data", "small"]  # in file order
 
 
 # ---- writing ----
@@ -66,15 +66,14 @@ def write_rank(
     origin: Origin,
     proceed: Callable[[int], None] = lambda nbytes: None,
     *,
-    kept: Path | None = None,
+    staged_index: Path | None = None,
     **facts: object,
 ) -> RankRecord:
-    """Write the slot that holds `version` into `folder` (made if need be), durably; nothing if it is there already.
+    """Durably write the slot of `version` into `folder`, which is created if needed; do nothing if the file exists.
 
-    `proceed` is called before each piece, with the bytes written since the last call: it may raise to stop. `kept` is
-    where the trainer has left its index, which is put beside the file. `facts` go to the fault points. Raises
-    CorruptSlotError when the slot is not what was captured, or no longer holds `version`; OSError as the file system
-    has it. A file that is not finished is removed.
+    `proceed` is called before each piece with its size in bytes, and may raise to stop. `staged_index` is the index
+    that the trainer left, which is copied next to the file. `facts` go to the fault points. An unfinished file is
+    removed. Raises CorruptSlotError if the slot does not match its digests or no longer holds `version`; OSError.
     """
     rank = segment.rank
     facts = {**facts, "rank": rank, "iteration": version.iteration}
@@ -101,18 +100,18 @@ def write_rank(
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder / data_file(rank)))
             write(piece)
         write(small)
-        found, again, _ = _sealed(segment, version)
-        if found != index or not np.array_equal(again, digests):
-            raise CorruptSlotError(f"rank {rank}: version {version} was given up while it was being written")
-    if kept is not None:
-        copy_into(folder, rank, kept)
+        index_after, digests_after, _ = _sealed(segment, version)
+        if index_after != index or not np.array_equal(digests_after, digests):
+            raise CorruptSlotError(f"rank {rank}: the slot of version {version} changed while it was being written")
+    if staged_index is not None:
+        copy_into(folder, rank, staged_index)
     record = replace(record, mark=int(segment.slot(index).mark))
-    write_json(folder / record_file(rank), asdict(record))
+    write_digested(folder / record_file(rank), asdict(record))
     return record
 
 
 def _head(segment: Segment, version: Version, origin: Origin, small_nbytes: int) -> bytes:
-    """The file's header: length, then JSON, padded so that the tensors lie on multiples of 8 bytes."""
+    """The file's header: length, then JSON, padded so that tensors start at multiples of 8 bytes."""
     shape, buckets = segment.shape, segment.data_ranges
     sizes = [("U64", len(buckets), 8 * len(buckets)), ("U8", shape.data_nbytes, shape.data_nbytes)]
     sizes.append(("U8", small_nbytes, small_nbytes))
@@ -139,21 +138,21 @@ def _head(segment: Segment, version: Version, origin: Origin, small_nbytes: int)
 
 
 def _sealed(segment: Segment, version: Version) -> tuple[int, Any, bytes]:
-    """Slot, digests of the data and small state of `version`, as their seal covers them. Raises CorruptSlotError."""
+    """The slot of `version`, its data digests and its small state, covered by the seal. Raises CorruptSlotError."""
     for slot in segment.slots():
         if slot.version == version and slot.state is SlotState.CLEAN:
             digests = segment.digests(slot.index)[: len(segment.data_ranges)].copy()
             small = segment.small(slot.index)
             after = segment.slot(slot.index)
-            if (after.version, after.state) == (version, SlotState.CLEAN):  # still sealed when the copy was taken
+            if (after.version, after.state) == (version, SlotState.CLEAN):  # still sealed after the copy
                 return slot.index, digests, small
     raise CorruptSlotError(f"rank {segment.rank}: no slot holds version {version} any more")
 
 
 def _verified(segment: Segment, index: int, digests: Any) -> Iterator[memoryview]:
-    """The data area of a slot in order, as copies in one buffer; zeros where it belongs to no bucket.
+    """The data area of a slot in order, copied piece by piece into one buffer; gaps between buckets are zeros.
 
-    The last piece of a bucket is given out only when all of the bucket has fitted its digest; else CorruptSlotError.
+    The last piece of a bucket is yielded only if the whole bucket matched its digest. Raises CorruptSlotError.
     """
     data = segment.data(index)
     buffer = np.empty(COPY_BYTES, dtype=np.uint8)
@@ -177,14 +176,14 @@ def _verified(segment: Segment, index: int, digests: Any) -> Iterator[memoryview
 
 @contextmanager
 def _durable(path: Path, facts: Mapping[str, object]) -> Iterator[Callable[[Any], None]]:
-    """A file that gets its name when it is written and durable; removed when that fails."""
+    """A file that is renamed into place once it is complete and durable, and removed on failure."""
     unsynced = 0
 
     def write(piece: Any) -> None:
         nonlocal unsynced
         files.write_all(descriptor, piece)
         unsynced += len(piece)
-        if unsynced >= SYNC_BYTES:  # else the page cache takes as much memory again, and the last fsync waits for all
+        if unsynced >= SYNC_BYTES:  # else the page cache holds the whole file, and the last fsync waits for it
             os.fdatasync(descriptor)
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             unsynced = 0
@@ -202,10 +201,10 @@ def _durable(path: Path, facts: Mapping[str, object]) -> Iterator[Callable[[Any]
 
 
 def read_rank(folder: Path, segment: Segment, version: Version, token: int) -> int:
-    """Read this rank's file into a slot of `segment` and seal it, as a capture does, but for parity; returns the slot.
+    """Read this rank's file into a slot of `segment` and seal it, without parity. Returns the slot.
 
-    Raises StorageError when a file is missing or damaged (the slot may be DIRTY then), ResumeError when it was laid out
-    otherwise than `segment`, FencedError when `token` is superseded.
+    Raises StorageError if a file is missing or damaged (the slot may be DIRTY then), ResumeError if its layout differs
+    from the segment's, FencedError if `token` is superseded.
     """
     rank = segment.rank
     path = folder / data_file(rank)
@@ -213,24 +212,25 @@ def read_rank(folder: Path, segment: Segment, version: Version, token: int) -> i
     shape, buckets = segment.shape, segment.data_ranges
     if (record.data_nbytes, record.buckets, record.layout) != (shape.data_nbytes, len(buckets), shape.layout):
         raise ResumeError(
-            f"rank {rank}: checkpoint {folder} was laid out otherwise ({record.data_nbytes} bytes in {record.buckets} "
+            f"rank {rank}: checkpoint {folder} has another layout ({record.data_nbytes} bytes in {record.buckets} "
             f"buckets, now {shape.data_nbytes} in {len(buckets)}: ranks per node, bucket size or model changed); start "
-            "as it was written; --ftp-resume memory goes on with what memory has, --ftp-resume fresh from the beginning"
+            "with the settings it was written with, or give --ftp-resume memory to continue from memory, or "
+            "--ftp-resume fresh to start from the beginning"
         )
     if (record.rank, record.version) != (rank, version):
-        raise StorageError(f"{folder / record_file(rank)}: it is of rank {record.rank}, version {record.version}")
+        raise StorageError(f"{folder / record_file(rank)}: it belongs to rank {record.rank}, version {record.version}")
     if record.mark == Mark.DIFFERING:
-        raise StorageError(f"{folder}: {differed(version, [rank])}")
+        raise StorageError(f"{folder}: {mixture_reason(version, [rank])}")
     head, digests, small = read_head(path, record)
     if len(small) > shape.small_nbytes:
         raise StorageError(
-            f"rank {rank}: checkpoint {folder} has small state of {len(small)} bytes, where this job has claimed room "
-            f"for {shape.small_nbytes} at start"
+            f"rank {rank}: checkpoint {folder} has {len(small)} bytes of small state; this job claimed "
+            f"{shape.small_nbytes} at start"
         )
     start = len(head) + digests.nbytes
     slots = segment.slots()
     same = [slot.index for slot in slots if slot.state is SlotState.CLEAN and slot.version == version]
-    index = same[0] if same else choose(slots)  # two slots never hold one version
+    index = same[0] if same else choose(slots)  # two slots never hold the same version
     segment.dirty(index, version, token)
     _read_data(path, start, segment, index, digests, token)
     segment.write_small(index, small)
@@ -245,18 +245,18 @@ def read_rank(folder: Path, segment: Segment, version: Version, token: int) -> i
 
 
 def read_head(path: Path, record: RankRecord) -> tuple[bytes, Any, bytes]:
-    """Of a rank's file: its header, its digest table, behind which the data begins, and its small state, as its seal
-    covers them. Raises StorageError."""
+    """Read a rank's file without its data: header, digest table and small state, verified by the seal. The data follows
+    the digest table. Raises StorageError."""
     try:
-        with open(open_regular(path), "rb") as file:  # a mapping would kill us on an I/O error
-            found = os.fstat(file.fileno()).st_size
-            if found != record.nbytes:
-                raise StorageError(f"{path}: {found} bytes where {record.nbytes} were written")
+        with open(open_regular(path), "rb") as file:  # not mapped: an I/O error would end the process
+            size = os.fstat(file.fileno()).st_size
+            if size != record.nbytes:
+                raise StorageError(f"{path}: {size} bytes, but {record.nbytes} were written")
             length = file.read(8)
             head = length + file.read(min(int.from_bytes(length, "little"), HEAD_LIMIT))
             sizes = 8 * record.buckets, record.nbytes - len(head) - 8 * record.buckets - record.data_nbytes
-            if not all(0 <= size <= SMALL_LIMIT for size in sizes):
-                raise StorageError(f"{path}: its header and its record do not go together")
+            if not all(0 <= nbytes <= SMALL_LIMIT for nbytes in sizes):
+                raise StorageError(f"{path}: its header does not match its record")
             table = file.read(sizes[0])
             file.seek(record.data_nbytes, os.SEEK_CUR)
             small = file.read(sizes[1])
@@ -266,12 +266,12 @@ def read_head(path: Path, record: RankRecord) -> tuple[bytes, Any, bytes]:
     seal.update(table)
     seal.update(small)
     if seal.hexdigest() != record.seal:
-        raise StorageError(f"{path}: header, digest table or small state do not match their digest")
+        raise StorageError(f"{path}: header, digest table or small state does not match the digest")
     return head, np.frombuffer(table, dtype=np.uint64), small
 
 
 def _read_data(path: Path, start: int, segment: Segment, index: int, digests: Any, token: int) -> None:
-    """The data of a rank's file into a slot, bucket by bucket, each compared with its digest as it lies there."""
+    """Read the data of a rank's file into a slot, bucket by bucket, and compare each with its digest in the slot."""
     data = segment.data(index)
     try:
         descriptor = open_regular(path)
@@ -290,14 +290,14 @@ def _read_data(path: Path, start: int, segment: Segment, index: int, digests: An
                 except OSError as error:
                     raise StorageError(f"{path}: cannot be read ({error.strerror})") from error
                 if not count:
-                    raise StorageError(f"{path}: it ends within bucket {number}")
+                    raise StorageError(f"{path}: the file ends within bucket {number}")
                 done += count
             if xxhash.xxh3_64_intdigest(area.data) != int(digests[number]):
                 raise StorageError(f"{path}: bucket {number} does not match the digest taken when it was captured")
 
 
 def _present(folder: Path, record: RankRecord) -> bool:
-    """Whether a rank's file is there, as this record has it."""
+    """Whether a rank's file exists and matches `record`, except for its mark."""
     try:
         return replace(read_record(folder, record.rank), mark=record.mark) == record and (
             (folder / data_file(record.rank)).stat().st_size == record.nbytes

@@ -1,11 +1,11 @@
-"""Which version is written to storage, which one the nodes of a job write together, and what is removed. Pure.
+"""Decide which version is written to storage, and which checkpoints are removed. Pure.
 
-Invariant: nodes that decide alone decide alike. A version's turn follows from its iteration; one that is asked for
-while the job trains is named before it exists; when nothing moves any more, the nodes lay open what they hold and take
-the newest version that all of them have. What is removed is older than `keep` complete checkpoints of the same job, and
-none of those that a person has asked to keep.
+Invariant: all nodes make the same decision without communicating. Scheduled versions follow from their iteration; a
+version requested while the job trains is announced before it exists; after training has stopped, the nodes publish
+what they hold and take the newest version that all of them have. A removed checkpoint is older than the newest `keep`
+complete ones of the same job, and was not written with --keep.
 
-In: versions that a node's ranks hold, what other nodes offer, what lies in storage. Out: versions and names.
+In: versions that a node's ranks hold, offers of other nodes, checkpoints in storage. Out: versions, checkpoints.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from typing import Annotated
 from pydantic import ConfigDict, Field
 
 from ..intake import Count, Text
-from .slots import Mark, Version, in_order, marks_of
+from .slots import Mark, Version, marks_of, recovery_order
 
-_NAMED_AHEAD_SECONDS = 3.0  # for the other nodes' SMPs, which look once a second, to have seen the name
+_NAMED_AHEAD_SECONDS = 3.0  # until the other nodes' SMPs, which poll once a second, have seen the announcement
 
 
 @dataclass(frozen=True)
 class Storage:
-    """What a trainer has told its SMP: checkpoints go to `folder` (absolute), every `interval` iterations (0: only
-    when asked for and at the end of protection), the newest `keep` stay; the job has `world_size` ranks, which take a
-    snapshot every `every` iterations, and compare the replicas of one every `audits` (a multiple of that; 0: never)."""
+    """A trainer's storage settings for its SMP: checkpoints go to `folder` (absolute) every `interval` iterations (0:
+    only on request and at the end of protection), and the newest `keep` stay. The job has `world_size` ranks, which
+    take a snapshot every `every` iterations and audit one every `audits` iterations (a multiple of `every`; 0: never).
+    """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -40,13 +41,13 @@ class Storage:
 
     @property
     def step(self) -> int:
-        """Iterations between two versions that may be written by their turn: snapshots, where compared the compared."""
+        """Iterations between two versions that may be scheduled: audited ones if the job audits, else all."""
         return self.audits or self.every
 
 
 @dataclass(frozen=True)
 class NodeOffer:
-    """What the ranks of one node all hold, and what is known of the replicas of that."""
+    """The versions that all ranks of one node hold, and the marks of their replicas."""
 
     ranks: tuple[int, ...]
     versions: tuple[Version, ...]
@@ -55,9 +56,9 @@ class NodeOffer:
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """A checkpoint's folder in storage. `fingerprint` is the digest of its job's, '' where no file in it has one yet;
-    `problem` is why a complete one cannot be used, `certified` is that of its `checkpoint.CheckpointManifest`; `kept`
-    marks one that a person wants to stay."""
+    """A checkpoint's folder in storage. `fingerprint` is the digest of its job's fingerprint, '' if no file holds it
+    yet. `problem` is why a complete checkpoint cannot be used. `certified` is that of its
+    `checkpoint.CheckpointManifest`. `kept`: retention never removes it."""
 
     version: Version
     name: str
@@ -76,12 +77,12 @@ def due(
     alone: bool,
     good: Collection[Version] | None = None,
 ) -> Version | None:
-    """The version whose turn it is, newer than `last` (the newest one that was dealt with), None for none.
+    """The version to write now, newer than `last` (the newest one already handled); None for none.
 
-    The first snapshot from each multiple of the interval on, or the one that was named (`wanted`). A node that is
-    `alone` makes up for a turn which was overwritten before it was seen, with the newest version; of several nodes, all
-    have to write the same one. Where replicas are compared it is the first snapshot whose are, and only if it is one of
-    the `good`, of which the verdict is known (None: whatever is held).
+    It is the first snapshot from each multiple of the interval on, or the announced version (`wanted`). If a scheduled
+    version was overwritten before it was seen, a node that is `alone` writes the newest one instead; several nodes must
+    all write the same one. In a job that audits, it is the first audited snapshot, if it is in `good`, the versions
+    with a good verdict (None: any version).
     """
     interval = storage.interval
     step, of = (storage.every, 1) if good is None else (storage.step, storage.step)
@@ -98,13 +99,13 @@ def due(
 
 
 def is_behind(iteration: int, storage: Storage, last: Version | None) -> bool:
-    """Whether a turn lies between `last` and `iteration`."""
+    """Whether a scheduled version lies between `last` and `iteration`."""
     interval = storage.interval
     return bool(interval) and iteration // interval > (last.iteration if last else 0) // interval
 
 
 def next_turn(completed: int, storage: Storage, wanted: Version | None) -> int | None:
-    """The next iteration after `completed` whose version will be written; None where none is known of."""
+    """The next iteration after `completed` whose version is scheduled or announced; None for none."""
     interval, every = storage.interval, storage.step
     multiples = [completed // interval * interval + step for step in (0, interval)] if interval else []
     turns = [turn for at in multiples if (turn := -(-at // every) * every) > completed]
@@ -114,54 +115,54 @@ def next_turn(completed: int, storage: Storage, wanted: Version | None) -> int |
 
 
 def name_ahead(lineage: int, completed: int, every: int, iterations_per_second: float) -> Version:
-    """A version that will be captured when every node has heard of it: for a checkpoint while the job trains."""
-    heard = completed + math.ceil(_NAMED_AHEAD_SECONDS * iterations_per_second)
-    return Version(lineage, (heard // every + 2) * every)
+    """Announce a version, for a checkpoint while the job trains. Every node learns of it before it is captured."""
+    announced = completed + math.ceil(_NAMED_AHEAD_SECONDS * iterations_per_second)
+    return Version(lineage, (announced // every + 2) * every)
 
 
-def held_by_job(offers: Iterable[NodeOffer], world_size: int) -> Version | None:
-    """The newest version in all offers, by what any node knows of the replicas (`in_order`); None while they do not
-    cover every rank, or have none in common.
+def newest_held_by_all(offers: Iterable[NodeOffer], world_size: int) -> Version | None:
+    """The first version in `recovery_order` that is in all offers; None if they do not cover every rank, or have no
+    version in common. A mark that any node reports holds for all.
 
-    Of two that speak for one rank the one with the newer versions counts alone: a node that was lost, and for which a
-    substitute came, has left its own behind.
+    If two offers cover the same rank, only the one with the newer versions is used: the other was left by a lost node
+    that has a substitute.
     """
-    found: list[NodeOffer] = []
-    spoken: set[int] = set()
+    used: list[NodeOffer] = []
+    covered: set[int] = set()
     for offer in sorted(offers, key=lambda each: max(each.versions, default=Version(0, 0)), reverse=True):
-        if spoken.isdisjoint(offer.ranks):
-            found.append(offer)
-            spoken |= set(offer.ranks)
-    if spoken != set(range(world_size)):
+        if covered.isdisjoint(offer.ranks):
+            used.append(offer)
+            covered |= set(offer.ranks)
+    if covered != set(range(world_size)):
         return None
-    marks = marks_of(told for offer in found for told in offer.marks.items())
-    return next(iter(in_order(set.intersection(*(set(offer.versions) for offer in found)), marks)), None)
+    marks = marks_of(entry for offer in used for entry in offer.marks.items())
+    return next(iter(recovery_order(set.intersection(*(set(offer.versions) for offer in used)), marks)), None)
 
 
-def surplus(found: Sequence[StoredCheckpoint], keep: int, fingerprint: str) -> tuple[StoredCheckpoint, ...]:
-    """What is to be removed once a new checkpoint of the job with `fingerprint` is complete.
+def surplus(stored: Sequence[StoredCheckpoint], keep: int, fingerprint: str) -> tuple[StoredCheckpoint, ...]:
+    """The checkpoints to remove once a new one of the job with `fingerprint` is complete.
 
-    Its complete ones beyond the newest `keep`, but for the newest that is certified and those that are kept, which do
-    not count among them; and what was begun before the newest of them and never finished. Checkpoints of other jobs
-    stay, and what these have begun: it is not known here whether they are still wanted, or are being written.
+    These are its complete ones beyond the newest `keep`, except the newest certified one and those marked `kept`, which
+    are not counted; and unfinished ones older than its newest complete one. Complete and unfinished checkpoints of
+    other jobs stay: they may still be wanted, or be in progress.
     """
-    own = sorted((each for each in found if each.complete and each.fingerprint == fingerprint), key=_version)
+    own = sorted((each for each in stored if each.complete and each.fingerprint == fingerprint), key=_version)
     if not own:
         return ()
     agreed = [each for each in own if each.certified][-1:]
     older = [each for each in [each for each in own if not each.kept][:-keep] if each not in agreed]
     unfinished = [
         each
-        for each in found
+        for each in stored
         if not each.complete and each.fingerprint in (fingerprint, "") and each.version < own[-1].version
     ]
     return tuple(sorted([*older, *unfinished], key=_version))
 
 
-def candidates(found: Sequence[StoredCheckpoint], fingerprint: str) -> tuple[StoredCheckpoint, ...]:
-    """The complete checkpoints of the job with `fingerprint`, and those that do not say whose, as a recovery tries
-    them: newest first, but where any is certified those last of which it was to be found out whether they are."""
-    own = [each for each in found if each.complete and each.fingerprint in (fingerprint, "")]
+def candidates(stored: Sequence[StoredCheckpoint], fingerprint: str) -> tuple[StoredCheckpoint, ...]:
+    """The complete checkpoints of the job with `fingerprint` or without a known one, in the order in which a recovery
+    tries them: newest first, but if any is certified, those whose audit gave no verdict last."""
+    own = [each for each in stored if each.complete and each.fingerprint in (fingerprint, "")]
     newest_first = sorted(own, key=_version, reverse=True)
     if not any(each.certified for each in own):
         return tuple(newest_first)

@@ -1,9 +1,9 @@
-"""Whether memory is there before it is claimed: in the mount, and within what this process's control groups may take.
+"""Check that memory is available before it is claimed: in the mount, and within the limits of the control groups.
 
-Invariant: refused here, with the figure and its source, or the kernel would do it later, by SIGBUS or the OOM killer.
-What the kernel gives back by itself when memory gets short (pages of files) does not count as taken.
+A claim that does not fit is rejected here, with the figure and its source; otherwise the kernel would end the process
+later, by SIGBUS or the OOM killer. Memory that the kernel reclaims under pressure (pages of files) is free.
 
-In: bytes, the files of the kernel. Out: nothing, or a BudgetError.
+In: bytes, files of the kernel. Out: nothing, or a BudgetError.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from ..errors import BudgetError
 SHM = Path("/dev/shm")
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
-_UNLIMITED = 1 << 62  # bytes; version 1 has no word for it
+_UNLIMITED = 1 << 62  # bytes; control groups of version 1 have no other mark for no limit
 
 
 def check_room(nbytes: int, who: str, mount: Path = SHM) -> None:
-    """Raises BudgetError when `mount`, or a control group of this process, has not `nbytes` free for `who`."""
-    found = os.statvfs(mount)
-    available = found.f_bavail * found.f_frsize
+    """Raises BudgetError if `mount` or a control group of this process has fewer than `nbytes` free for `who`."""
+    stat = os.statvfs(mount)
+    available = stat.f_bavail * stat.f_frsize
     if available < nbytes:
         raise BudgetError(
-            f"{who} needs {nbytes} bytes in {mount}, but only {available} are free there; enlarge that mount "
+            f"{who} needs {nbytes} bytes in {mount}, but only {available} are free; enlarge that mount "
             f"(docker: --shm-size, Kubernetes: an emptyDir with medium Memory and a sizeLimit) "
             f"or remove stale segments with 'ft-plugins sweep'"
         )
     for file, limit, used in _limits():
         if limit - used < nbytes:
             raise BudgetError(
-                f"{who} needs {nbytes} bytes, but {file} allows {limit}, of which {used} are taken: only "
+                f"{who} needs {nbytes} bytes, but {file} allows {limit}, of which {used} are in use: only "
                 f"{max(0, limit - used)} are free; raise that limit (docker: --memory, Kubernetes: "
                 "resources.limits.memory, Slurm: --mem) or remove stale segments with 'ft-plugins sweep'"
             )
 
 
 def _limits() -> Iterator[tuple[Path, int, int]]:
-    """The file of each memory limit that this process is under, its bytes, and how many of those are taken for good."""
-    with suppress(OSError):  # no control groups here
+    """Each memory limit of this process: its file, its bytes, and the bytes in use that cannot be reclaimed."""
+    with suppress(OSError):  # no control groups
         for line in OWN_CGROUPS.read_text().splitlines():
             number, kinds, path = line.split(":", 2)
             if number == "0":
@@ -53,11 +53,10 @@ def _limits() -> Iterator[tuple[Path, int, int]]:
 
 
 def _upwards(mount: Path, path: str, limit: str, usage: str, prefix: str) -> Iterator[tuple[Path, int, int]]:
-    """A group's limit and those of the groups around it. In a container its path may be that of the host: what is not
-    there is passed over."""
+    """The limits of a group and its parents. In a container the path may be the host's; missing files are skipped."""
     group = mount / path.lstrip("/")
     for folder in (group, *group.parents):
-        with suppress(OSError, ValueError):  # not there, or 'max'
+        with suppress(OSError, ValueError):  # missing, or 'max'
             bytes_allowed = int((folder / limit).read_text())
             if bytes_allowed < _UNLIMITED:
                 lines = (folder / "memory.stat").read_text().splitlines()

@@ -1,8 +1,8 @@
 """A rank's segment of shared memory: incarnations, lineages, and slots that hold versions.
 
-Invariant: what the file says is true at any instruction at which a process may die (`slot_header` for each slot,
-`header` for the page in front; `segment_file` has the format). What does not match its digest is not used: a property
-then has the value of a new segment, and `damaged` names it.
+Invariant: a process may die at any instruction and leaves the file consistent (`slot_header` for each slot, `header`
+for the first page; `segment_file` describes the format). A value that does not match its digest is not used: its
+property then has the value of a new segment, and `damaged` names it.
 
 In: a `Shape`. Out: `create` (SMP), `Segment` (trainer, SMP and recovery).
 """
@@ -21,24 +21,24 @@ import xxhash
 
 from .. import files
 from ..errors import CorruptSlotError
-from .header import Constants, Header, Incarnation, Opened, encoded, guarded
+from .header import Constants, Header, Incarnation, OpenedLineage, encoded, guarded_word
 from .room import check_room
 from .segment_file import SegmentFile, allocate, digest_of_ranges, slot_start
 from .shape import PAGE, Shape
 from .slot_header import STATE_WORDS
-from .slots import Mark, Pin, Slot, SlotState, Version, marks_of, may_pin
+from .slots import Mark, Pin, Slot, SlotState, Version, marks_of, pinnable_slot
 
-OWNER, COMPLETED = "owner", "completed iteration"  # their names in `Segment.damaged`
-NOT_COMPUTED = 0  # the digest of a parity bucket that is still to be computed: nothing matches it
+OWNER, COMPLETED = "owner", "completed iteration"  # names in `Segment.damaged`
+NOT_COMPUTED = 0  # digest of a parity bucket that is not computed yet; nothing matches it
 
 
 def create(
     path: Path, shape: Shape, rank: int, fingerprint: Mapping[str, Any], world_size: int = 0, *, lost: bool = False
 ) -> None:
-    """Allocate a segment and fault all of its pages in; `world_size` is the job's, 0 where that does not matter.
+    """Allocate a segment and fault in all of its pages; `world_size` is the job's, 0 if it does not matter.
 
-    `lost`: it replaces a damaged one, which is recorded until a lineage is opened. Raises BudgetError when the memory
-    is not there.
+    `lost`: it replaces a damaged segment; that stays recorded until a lineage is opened. Raises BudgetError if there is
+    not enough memory.
     """
     constants = Constants(shape, rank, world_size, encoded(fingerprint, rank))
     check_room(shape.total, f"rank {rank}: protection ({shape.slots} slots of {shape.slot_room} bytes)", path.parent)
@@ -54,7 +54,7 @@ def create(
 
 
 class Segment(SegmentFile):
-    """A mapped segment. Its constants were verified when it was mapped; all else is read from shared memory."""
+    """A mapped segment. Its constants were verified on mapping; everything else is read from shared memory."""
 
     # ---- incarnations and lineages ----
 
@@ -68,7 +68,7 @@ class Segment(SegmentFile):
 
     @property
     def token(self) -> int:
-        """The fencing token of the incarnation that may write; 0 where it is not known."""
+        """The fencing token of the incarnation that may write; 0 if unknown."""
         return (self._header.incarnation or Incarnation()).token
 
     @token.setter
@@ -76,43 +76,43 @@ class Segment(SegmentFile):
         self._header.incarnation = replace(self._header.incarnation or Incarnation(), token=value)
 
     @property
-    def _opened(self) -> Opened:
-        return self._header.opened or Opened()
+    def _opened(self) -> OpenedLineage:
+        return self._header.opened or OpenedLineage()
 
     @property
     def lineage(self) -> int:
-        """The newest lineage that was opened; 0 before the first, and where it is not known."""
+        """The newest lineage that was opened; 0 before the first, and if unknown."""
         return self._opened.lineage
 
     @property
     def newest_lineage(self) -> int:
-        """`lineage`, or a newer one of a version in a slot: state taken over from another size has its own lineage."""
-        held = [slot.version.lineage for slot in self.slots() if slot.state is SlotState.CLEAN and slot.version]
-        return max([self.lineage, *held])
+        """`lineage`, or that of a newer version in a slot: state taken over from another size has its own lineage."""
+        captured = [slot.version.lineage for slot in self.slots() if slot.state is SlotState.CLEAN and slot.version]
+        return max([self.lineage, *captured])
 
     @property
     def from_nothing(self) -> bool:
-        """Whether the newest lineage began without a restored version: then no rank can use older versions."""
+        """Whether the newest lineage began without a restored version, so that no rank can use older versions."""
         return bool(self._opened.from_nothing)
 
     @property
     def voiding(self) -> bool:
-        """Whether such a beginning was recorded before the slots were voided: all they hold is void, damaged or not."""
+        """Whether void versions may still be in the slots: such a lineage was recorded, its voiding not completed."""
         return bool(self._opened.voiding)
 
     @property
     def lineage_token(self) -> int:
-        """The token under which the newest lineage was opened; 0 before the first."""
+        """The token that opened the newest lineage; 0 before the first."""
         return self._opened.token
 
     @property
     def lost(self) -> bool:
-        """Whether this segment replaced a damaged one, and no lineage was opened since."""
+        """Whether this segment replaced a damaged one and no lineage was opened since."""
         return bool(self._opened.lost)
 
     @property
     def attached(self) -> bool:
-        """Whether a trainer of the running incarnation has attached, even if it has ended since."""
+        """Whether a trainer of this incarnation has attached, even if it has ended since."""
         return bool((self._header.incarnation or Incarnation()).attached)
 
     @attached.setter
@@ -121,7 +121,7 @@ class Segment(SegmentFile):
 
     @property
     def completed(self) -> int:
-        """The last iteration whose end this rank has reached, in any incarnation; 0 where it is not known."""
+        """The last iteration that this rank has completed, in any incarnation; 0 if unknown."""
         return self._header.completed or 0
 
     @completed.setter
@@ -131,35 +131,35 @@ class Segment(SegmentFile):
     @property
     def owner(self) -> tuple[int, int]:
         """(pid, start time in clock ticks) of the trainer that attached last; (0, 0) for none."""
-        known = self._header.incarnation or Incarnation()
-        return known.owner_pid, known.owner_started
+        incarnation = self._header.incarnation or Incarnation()
+        return incarnation.owner_pid, incarnation.owner_started
 
     @owner.setter
     def owner(self, value: tuple[int, int]) -> None:
-        pid, began = value
-        known = self._header.incarnation or Incarnation()
-        self._header.incarnation = replace(known, owner_pid=pid, owner_started=began)
+        pid, started = value
+        incarnation = self._header.incarnation or Incarnation()
+        self._header.incarnation = replace(incarnation, owner_pid=pid, owner_started=started)
 
     def release(self, slots: Iterable[int]) -> None:
-        """Return the memory of these slots to the system, except for their headers: they hold nothing from then on."""
+        """Void these slots and return their memory, except for their headers, to the system."""
         for index in slots:
             self._void(index)
             self._discard_pages(index)
 
     def open_lineage(self, lineage: int, base: Version | None, voided: Sequence[int]) -> None:
-        """Open `lineage`, which grows from `base`: the slots in `voided` can no longer be restored. Idempotent.
+        """Open `lineage`, which continues from `base`, and void the slots in `voided`. Idempotent.
 
-        Slots are voided first, so that a death in between leaves `base` the newest version. Where there is no `base`,
-        that is recorded first, so that a death in between leaves all versions void, on every rank.
+        Slots are voided first, so a death in between leaves `base` the newest version. Without a `base`, that is
+        recorded first, so a death in between leaves all versions void, on every rank.
         """
         completed = base.iteration if base else 0
-        guarded(completed, 0)  # raises before any slot is void
+        guarded_word(completed, 0)  # raises before any slot is void
         if base is None:
-            self._header.opened = Opened(lineage, self.token, from_nothing=1, voiding=1)
+            self._header.opened = OpenedLineage(lineage, self.token, from_nothing=1, voiding=1)
         for index in voided:
             self._void(index)
         self.completed = completed
-        self._header.opened = Opened(lineage, self.token, int(base is None))
+        self._header.opened = OpenedLineage(lineage, self.token, int(base is None))
 
     def _void(self, index: int) -> None:
         self.unpin(index, ~Pin(0))
@@ -168,23 +168,23 @@ class Segment(SegmentFile):
     # ---- slots ----
 
     def slot(self, index: int) -> Slot:
-        """What the slot's header says; a slot whose seal does not match is DIRTY."""
+        """The slot as its header describes it; DIRTY if its seal does not match."""
         return self._slots[index].read(index, self.digests(index), self._small_area(index))
 
     def slots(self) -> tuple[Slot, ...]:
-        """All slots."""
+        """All slots, by index."""
         return tuple(self.slot(index) for index in range(self.shape.slots))
 
     def dirty(self, index: int, version: Version | None, token: int) -> None:
-        """The slot holds nothing restorable from now on; `version` is about to be written, None for none."""
+        """Make a slot DIRTY: nothing in it can be restored. `version` is about to be written, None for none."""
         self._slots[index].dirty(self.slot(index).state, version, token)
 
     def seal(self, index: int, version: Version, token: int, small: bytes, digests: npt.NDArray[np.uint64]) -> None:
-        """Everything of `version` is in place: the slot becomes CLEAN."""
+        """Make a slot CLEAN: everything of `version` is in place."""
         self._slots[index].seal(version, token, small, digests)
 
     def cursor(self, index: int) -> int | None:
-        """The bucket that was being written when a capture into this slot was last at a bucket edge; None for none."""
+        """The bucket that a capture into this slot is writing, or was writing when it stopped; None for none."""
         return self._slots[index].cursor
 
     def set_cursor(self, index: int, bucket: int | None) -> None:
@@ -192,9 +192,9 @@ class Segment(SegmentFile):
         self._slots[index].cursor = bucket
 
     def mark(self, version: Version, mark: Mark) -> bool:
-        """Record what is known of the replicas of `version`; returns whether it is here. One store.
+        """Record what is known of the replicas of `version`, in one store. Returns whether a slot holds the version.
 
-        Called by whichever process may write the slots (the trainer, or an SMP without one), while no capture runs.
+        Called by the process that may write the slots (the trainer, or an SMP without one), while no capture runs.
         """
         for slot in self.slots():
             if slot.version == version and slot.state is SlotState.CLEAN:
@@ -203,32 +203,32 @@ class Segment(SegmentFile):
         return False
 
     def pins(self, index: int) -> Pin:
-        """What a slot is pinned for, without reading what it holds."""
+        """What a slot is pinned for, without reading its content."""
         return self._slots[index].pins
 
     def pin(self, version: Version, purpose: Pin) -> int | None:
-        """Pin `version` for `purpose`; returns its slot, None when it is not here or may be about to be overwritten.
+        """Pin `version` for `purpose`. Returns its slot; None if no slot holds it or a capture may overwrite it.
 
-        Called by the SMP alone. What was pinned for the same purpose before stays pinned until `unpin`.
+        Called by the SMP alone. Slots pinned earlier for the same purpose stay pinned until `unpin`.
         """
-        index = may_pin(self.slots(), version)
+        index = pinnable_slot(self.slots(), version)
         if index is None:
             return None
         before = self.slot(index).pins
         self._slots[index].pins = before | purpose
-        if before or may_pin([replace(slot, pins=Pin(0)) for slot in self.slots()], version) == index:
+        if before or pinnable_slot([replace(slot, pins=Pin(0)) for slot in self.slots()], version) == index:
             return index
         self._slots[index].pins = before
         return None
 
     def unpin(self, index: int, purpose: Pin) -> None:
-        """The slot is no longer pinned for `purpose`. Called by the SMP alone."""
+        """Unpin a slot for `purpose`. Called by the SMP alone."""
         self._slots[index].pins = self.pins(index) & ~purpose
 
     # ---- content ----
 
     def lacks_parity(self, version: Version) -> bool:
-        """Whether the slot of `version` was not filled by a capture, and its parity is still to be computed."""
+        """Whether the slot of `version` was not filled by a capture and its parity is not computed yet."""
         captured, buckets = len(self.data_ranges), self.shape.buckets
         return any(
             slot.version == version and slot.state is SlotState.CLEAN
@@ -237,7 +237,7 @@ class Segment(SegmentFile):
         )  # fmt: skip
 
     def verify(self, index: int) -> None:
-        """Compare every bucket of the data area with its digest, except parity that is still to be computed.
+        """Compare every bucket of the data area with its digest, except parity that is not computed yet.
 
         Raises CorruptSlotError.
         """
@@ -253,7 +253,7 @@ class Segment(SegmentFile):
                 )
 
 
-def marks_in(held: Iterable[Segment]) -> list[list[int]]:
-    """What is known of the replicas of the versions in some segments, as plain values: [lineage, iteration, mark]."""
-    marks = marks_of((slot.version, slot.mark) for segment in held for slot in segment.slots())
+def marks_in(segments: Iterable[Segment]) -> list[list[int]]:
+    """The marks of the versions in some segments, as plain values: [lineage, iteration, mark]."""
+    marks = marks_of((slot.version, slot.mark) for segment in segments for slot in segment.slots())
     return [[version.lineage, version.iteration, int(mark)] for version, mark in sorted(marks.items())]

@@ -1,15 +1,15 @@
-"""The file of a segment: mapped and checked, its areas as views, its pages released and claimed again.
+"""Map and check the file of a segment, give out its areas as views, release its pages and claim them again.
 
-Invariant: the constants of the header page are verified once, when the file is mapped; the bucket ranges match their
-digest or are not used.
+Invariant: the constants of the header page are verified once, on mapping; the bucket ranges match their digest or are
+not used.
 
-    file   = header page | bucket ranges | slot 0 | slot 1 | slot 2 | one slot more for each purpose of a pin
+    file   = header page | bucket ranges | slot 0 | slot 1 | slot 2 | one more slot for each purpose of a pin
     slot   = header page | digest table | small state | data
-    data   = the captured share | parity that its rank has computed of other nodes' shares, if nodes protect each other
-    table  = digest of each bucket, of data and of parity | digest of each source of the parity, as its rank saw it
+    data   = the captured share | parity that the rank computed of other nodes' shares, if nodes protect each other
+    table  = digest of each bucket, of data and of parity | digest of each source of the parity, as the rank read it
 
-In: a path. Out: views into shared memory. Files in /dev/shm are mapped directly: multiprocessing.shared_memory would
-unlink them behind our back.
+In: a path. Out: views into shared memory. Files in /dev/shm are mapped directly, because multiprocessing.shared_memory
+would unlink them when the process ends.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class SegmentFile:
-    """A mapped segment: where everything is, not what it means."""
+    """A mapped segment: where its areas are, not what they mean."""
 
     def __init__(self, path: Path, *, populate: bool = False) -> None:
-        """Map `path`. `populate` maps every page at once, so that no first touch costs a fault in the step path.
+        """Map `path`. `populate` maps every page now, so that no first access faults in the step path.
 
-        Raises SegmentError when the file is missing, is not a segment of this version, or is another user's,
-        CorruptHeaderError when it is damaged.
+        Raises SegmentError if the file is missing, is not a segment of this version or belongs to another user;
+        CorruptHeaderError if it is damaged.
         """
         self.path = path
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError as error:
             raise SegmentError(
-                f"segment {path}: {error.strerror}; the SMP of this node creates it at attach"
+                f"segment {path}: {error.strerror}; the SMP of this node creates it on attach"
             ) from error
         try:
             stat = os.fstat(fd)
-            if stat.st_uid != os.getuid():  # any user may put files into /dev/shm under a name that can be guessed
+            if stat.st_uid != os.getuid():  # any user may create a file in /dev/shm under a predictable name
                 raise SegmentError(f"segment {path} belongs to user {stat.st_uid}; expected {os.getuid()}: remove it")
             if stat.st_size < PAGE:
                 raise SegmentError(f"segment {path} has {stat.st_size} bytes: not a segment")
-            self.resident_bytes = stat.st_blocks * 512  # the kernel's figure
+            self.resident_bytes = stat.st_blocks * 512  # as the kernel counts
             flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
             self._map = mmap.mmap(fd, stat.st_size, flags=flags)
         finally:
@@ -75,11 +75,11 @@ class SegmentFile:
         self._slots = [SlotHeader(self.bytes[at : at + HEADER_BYTES].view(np.uint64)) for at in starts]
 
     def close(self) -> None:
-        """Unmap. Views handed out must be gone; those that live on keep the mapping until they go."""
+        """Unmap. Views that are still held keep the mapping until they are released."""
         del self.bytes, self._page, self._header, self._slots
         try:
             self._map.close()
-        except BufferError:  # a view is still held (a capture being torn down); the mapping goes with it
+        except BufferError:  # a view is still held (a capture being torn down) and keeps the mapping
             return
 
     def check(self) -> None:
@@ -88,12 +88,12 @@ class SegmentFile:
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """What identifies the job whose state this is."""
+        """The fingerprint of the job whose state this is."""
         return dict(json.loads(self._fingerprint))
 
     @property
     def gate(self) -> Bytes:
-        """The words by which the rank's trainer grants sends of its copy, a view: `bubbles.gate.Gate`."""
+        """A view of the words by which the rank's trainer allows sends of its copy: see `bubbles.gate.Gate`."""
         return self.bytes[GATE : GATE + GATE_BYTES]
 
     # ---- memory ----
@@ -114,7 +114,7 @@ class SegmentFile:
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
-        """(offset, bytes) in a slot's data area of each bucket, by which a reader without the layout verifies it.
+        """(offset, bytes) of each bucket in a slot's data area, for readers without the layout.
 
         Raises CorruptHeaderError.
         """
@@ -124,7 +124,7 @@ class SegmentFile:
 
     @ranges.setter
     def ranges(self, value: Sequence[tuple[int, int]]) -> None:
-        """Written by the trainer that claims the segment; the layout's digest in the header identifies the cut.
+        """Written by the trainer that claims the segment. The layout's digest in the header identifies the buckets.
 
         Raises SegmentError for another number of buckets.
         """
@@ -153,11 +153,11 @@ class SegmentFile:
         return self.bytes[start : start + nbytes]
 
     def digests(self, index: int) -> npt.NDArray[np.uint64]:
-        """The digest table of a slot, a view: one xxh3-64 per bucket, then one per source of parity."""
+        """A view of the digest table of a slot: one xxh3-64 per bucket, then one per source of parity."""
         return self._area(index, 0, 8 * self.shape.digests).view(np.uint64)
 
     def data(self, index: int) -> Bytes:
-        """The data area of a slot, a view."""
+        """A view of the data area of a slot."""
         return self._area(index, self.shape.table_room + self.shape.small_room, self.shape.nbytes)
 
     def _small_area(self, index: int) -> Bytes:
@@ -168,7 +168,7 @@ class SegmentFile:
         return self._small_area(index)[: self._slots[index].small_bytes].tobytes()
 
     def write_small(self, index: int, encoded: bytes) -> None:
-        """Put small state into a DIRTY slot. Raises SegmentError when it has outgrown its room."""
+        """Write small state into a DIRTY slot. Raises SegmentError if it has outgrown its area."""
         if len(encoded) > self.shape.small_nbytes:
             raise SegmentError(
                 f"rank {self.rank}: small state has grown to {len(encoded)} bytes; "
@@ -179,7 +179,7 @@ class SegmentFile:
 
 
 def allocate(fd: int, path: Path, nbytes: int, rank: int) -> None:
-    """Have the kernel back `nbytes` of a file with memory. Raises BudgetError."""
+    """Allocate memory for `nbytes` of a file. Raises BudgetError."""
     try:
         os.posix_fallocate(fd, 0, nbytes)
     except OSError as error:

@@ -1,8 +1,8 @@
-"""The sizes of the parts of a segment, from which its file is allocated and each part of a slot is found.
+"""The sizes of a segment and of the areas of its slots.
 
-Invariant: every part is whole pages, so that each can be mapped, freed and moved separately.
+Invariant: every area is whole pages, so each can be mapped and freed separately.
 
-In: what a rank captures, in bytes. Out: `Shape`.
+In: bytes that a rank captures. Out: `Shape`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ PAGE = 4096
 
 @dataclass(frozen=True)
 class Shape:
-    """What a segment has to hold, in bytes per slot."""
+    """What a segment holds, in bytes per slot."""
 
-    nbytes: Count  # captured tensors, and the parity behind them
+    nbytes: Count  # captured tensors, then parity
     small_nbytes: Count  # reserved for small state
     buckets: Count
-    layout: Word  # digest of the layout: different layouts of one size do not share a segment
+    layout: Word  # digest of the layout: different layouts of the same size do not share a segment
     slots: Count = SLOTS
     parity_nbytes: Count = 0  # of `nbytes`, at the end
     checks: Count = 0  # digests of the parity's sources
@@ -52,7 +52,7 @@ class Shape:
 
     @cached_property
     def slot_room(self) -> int:
-        """Bytes of one slot: what is captured, its digests and small state, and the slot's header, in whole pages."""
+        """Bytes of one slot: header, digest table, small state and data."""
         return PAGE + self.table_room + self.small_room + pages(self.nbytes)
 
     @cached_property

@@ -1,13 +1,13 @@
 """The states of a slot, what slots are pinned for, and which slot the next capture overwrites. Pure.
 
-Invariant: a CLEAN slot is overwritten only when it is not among the two newest of its rank. Capture waits at the fence,
-so a rank that starts capturing v+2 knows that every rank has v clean: with three slots the newest version that all
-ranks have is never the one being overwritten. Versions made void by a newer lineage become DIRTY when that lineage is
-opened, so they are overwritten first and never restored. A pinned slot is never overwritten; each purpose of a pin adds
-one slot to the three, so capture always finds one.
+Invariant: a capture never overwrites the two newest CLEAN slots of its rank. Capture waits at the fence, so a rank that
+starts capturing v+2 knows that every rank has v CLEAN: with three slots, the newest version that all ranks have is
+never overwritten. Opening a lineage makes the versions that it voids DIRTY, so they are overwritten first and never
+restored. A pinned slot is never overwritten; each purpose of a pin adds one slot to the three, so capture always finds
+one.
 
-The newest version whose replicas were compared and agreed also stays, until every rank has a newer one. It is not
-pinned: its `Mark`, which the trainer sets at the fence, and the iteration that is captured keep it.
+The newest certified version also stays, until every rank has a newer one. It is not pinned: it is protected by its
+`Mark`, which the trainer sets at the fence, and by the iteration being captured.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SLOTS = 3  # needed by capture alone
 
 
 class SlotState(IntEnum):
-    """EMPTY only at creation; reuse is CLEAN -> DIRTY -> CLEAN."""
+    """EMPTY only at creation; a slot is reused as CLEAN -> DIRTY -> CLEAN."""
 
     EMPTY = 0
     DIRTY = 1
@@ -35,31 +35,31 @@ class Pin(IntFlag):
     NODE = 1  # the committed version of the node tier, until a newer one is committed
     SOURCE = 2  # being sent to other nodes
     STORAGE = 4  # being written to storage
-    CERTIFIED = 8  # its replicas agreed: a purpose with a slot, but never set (see `certified`)
+    CERTIFIED = 8  # its replicas agreed: adds a slot, but is never set (see `certified_slot`)
 
 
 def slots_for(*purposes: Pin) -> int:
-    """The number of slots of a segment whose versions are pinned for `purposes`."""
+    """The number of slots in a segment whose versions are pinned for `purposes`."""
     return SLOTS + len(set(purposes))
 
 
 class Mark(IntEnum):
-    """What is known of the replicas of a version, from comparing or averaging them."""
+    """What is known of the replicas of a version after comparing or averaging them."""
 
-    NONE = 0  # no verdict yet, or replicas are not compared
+    NONE = 0  # not compared yet, or never compared
     UNAUDITED = 1  # not compared, expected to be identical
-    DRIFTING = 2  # may differ between two averagings, each captured whole
+    DIVERGED = 2  # may differ between two averagings; each replica is captured whole
     CERTIFIED = 3  # compared, and all agreed
-    DIFFERING = 4  # compared and not identical, but captured in parts as one: a mixture, never restored
+    DIFFERING = 4  # compared and unequal, but captured in parts as one state: a mixture, never restored
 
     @property
     def preferred(self) -> bool:
-        """Whether a recovery takes it before newer versions that are not preferred, once any version is certified.
+        """Whether a recovery tries the version before newer ones that are not preferred, once any is certified.
 
-        A drifting version is complete, with each replica in full. If it were not preferred, a job under steady noise,
-        whose versions never agree, would go back to before the noise began.
+        A diverged version holds each replica whole. If it were not preferred, a job under steady noise, whose replicas
+        never agree, would go back to before the noise began.
         """
-        return self in (Mark.CERTIFIED, Mark.DRIFTING)
+        return self in (Mark.CERTIFIED, Mark.DIVERGED)
 
     @property
     def word(self) -> str:
@@ -86,8 +86,8 @@ class Version:
 
 
 def marks_of(reported: Iterable[tuple[Version | None, Mark]]) -> dict[Version, Mark]:
-    """What is known of each version's replicas. A verdict holds for the whole job, so one rank that has it suffices;
-    the worst verdict wins."""
+    """Combine the marks of each version. A mark holds for the whole job, so one rank that reports it suffices; the
+    highest one wins."""
     marks: dict[Version, Mark] = {}
     for version, mark in reported:
         if version is not None and mark:
@@ -95,9 +95,9 @@ def marks_of(reported: Iterable[tuple[Version | None, Mark]]) -> dict[Version, M
     return marks
 
 
-def in_order(versions: Iterable[Version], marks: Mapping[Version, Mark]) -> list[Version]:
-    """`versions` in the order in which a recovery tries them: newest first, without those whose replicas differed; if
-    any is certified, preferred ones first."""
+def recovery_order(versions: Iterable[Version], marks: Mapping[Version, Mark]) -> list[Version]:
+    """`versions` in the order in which a recovery tries them: newest first, or preferred ones first if any version is
+    certified. Versions whose replicas differed are left out."""
     newest_first = sorted((v for v in versions if marks.get(v) is not Mark.DIFFERING), reverse=True)
     if Mark.CERTIFIED not in marks.values():
         return newest_first
@@ -106,9 +106,9 @@ def in_order(versions: Iterable[Version], marks: Mapping[Version, Mark]) -> list
 
 @dataclass(frozen=True)
 class Slot:
-    """A slot as its header describes it. `version` is None when it never held one, or when it is not known.
+    """A slot as its header describes it. `version` is None if it never held one or the version is unknown.
 
-    `damaged`: it is DIRTY because its header does not match its digest, and not because of an unfinished write.
+    `damaged`: it is DIRTY because its header does not match its digest, not because of an unfinished write.
     """
 
     index: int
@@ -121,58 +121,58 @@ class Slot:
 
 
 def check_transition(before: SlotState, after: SlotState) -> None:
-    """Raises SegmentError for a transition that is not in the table."""
+    """Raises SegmentError for a transition that is not in TRANSITIONS."""
     if after not in TRANSITIONS[before]:
         raise SegmentError(f"a slot cannot go from {before.name} to {after.name}")
 
 
-def certified(slots: Sequence[Slot], writing: Version | None = None) -> int | None:
-    """The slot that stays because its version is certified, while `writing` is captured (None: by a recovery).
+def certified_slot(slots: Sequence[Slot], writing: Version | None = None) -> int | None:
+    """The slot that must stay because its version is certified, while `writing` is captured (None: by a recovery).
 
-    That is the newest version that every rank is known to have and to have marked. Ranks mark it at the fence of the
-    iteration after it, so a rank that has finished the iteration after that knows that all have. Until then it is among
-    the two newest and safe anyway, while the certified one before it, which another rank may still need, stays here.
+    It holds the newest certified version that every rank is known to have marked. Ranks mark a version at the fence of
+    the next iteration, so a rank that has finished the iteration after that knows that all have marked it. Until then
+    the version is safe as one of the two newest, and the certified one before it, which another rank may still need,
+    stays.
     """
 
     def settled(version: Version) -> bool:
         return writing is None or version.lineage < writing.lineage or version.iteration + 2 <= writing.iteration
 
-    held = [(slot.version, slot.index) for slot in slots if slot.mark is Mark.CERTIFIED and slot.version]
-    return max(((version, index) for version, index in held if settled(version)), default=(None, None))[1]
+    marked = [(slot.version, slot.index) for slot in slots if slot.mark is Mark.CERTIFIED and slot.version]
+    return max(((version, index) for version, index in marked if settled(version)), default=(None, None))[1]
 
 
 def choose(slots: Sequence[Slot], writing: Version | None = None) -> int:
-    """The index of the slot to overwrite: one without a restorable version, else the oldest; never a pinned one or the
-    certified one. `writing` is the version that is captured, None for a recovery.
+    """Choose the slot to overwrite: one without a restorable version, else the oldest; never a pinned slot or the
+    certified one. `writing` is the version being captured, None for a recovery. Returns its index.
 
-    Raises SegmentError when no slot is free.
+    Raises SegmentError if no slot is free.
     """
 
     def age(slot: Slot) -> tuple[bool, Version, int]:
         restorable = slot.state is SlotState.CLEAN
         return (restorable, slot.version if restorable and slot.version else Version(0, 0), slot.index)
 
-    staying = certified(slots, writing)
+    staying = certified_slot(slots, writing)
     free = [slot for slot in slots if not slot.pins and slot.index != staying]
     if not free:
-        raise SegmentError(f"all {len(slots)} slots are pinned; expected {SLOTS} for capture alone")
+        raise SegmentError(f"all {len(slots)} slots are pinned; expected {SLOTS} free for capture")
     return min(free, key=age).index
 
 
-def may_pin(slots: Sequence[Slot], version: Version) -> int | None:
-    """The slot of `version` if no capture that has already chosen its slot can overwrite it; None if one may.
+def pinnable_slot(slots: Sequence[Slot], version: Version) -> int | None:
+    """The slot of `version` if no capture that has already chosen its slot can overwrite it, else None.
 
-    A capture overwrites neither of the two newest versions of its rank, nor a pinned one, nor the newest certified one.
-    The question is repeated after the pin is set, so a choice made before the pin was visible cannot have been this
-    slot: as long as no newer version is marked certified, every capture that has chosen had to spare this one. An older
-    certified version is not safe: the next capture may be the first that need not spare it.
+    A capture spares the two newest versions of its rank, pinned ones and the newest certified one. The caller checks
+    again after it sets the pin: as long as no newer version is marked certified, no capture that chose before the pin
+    was visible can have chosen this slot. An older certified version is not safe: the next capture may overwrite it.
     """
     clean = sorted((s for s in slots if s.state is SlotState.CLEAN and s.version), key=lambda s: s.version or version)
     agreed = [slot for slot in clean if slot.mark is Mark.CERTIFIED]
     for slot in clean:
         if slot.version == version:
-            held = slot in [*clean[-2:], *agreed[-1:]] or bool(slot.pins)
-            return slot.index if held else None
+            spared = slot in [*clean[-2:], *agreed[-1:]] or bool(slot.pins)
+            return slot.index if spared else None
     return None
 
 
@@ -182,9 +182,9 @@ def captured_after(slots: Iterable[Slot], lineage: int, since: int) -> list[tupl
     return [(slot, version) for slot, version in clean if version.lineage == lineage and version.iteration > since]
 
 
-def void(slots: Sequence[Slot], base: Version | None) -> tuple[int, ...]:
-    """The slots that a new lineage growing from `base` makes void: newer versions (all if None), and damaged slots,
-    which were reported before."""
+def voided_slots(slots: Sequence[Slot], base: Version | None) -> tuple[int, ...]:
+    """The slots that a new lineage from `base` voids: those of newer versions (of all versions if None), and damaged
+    ones, which were reported before."""
     return tuple(
         slot.index
         for slot in slots

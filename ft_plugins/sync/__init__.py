@@ -1,1 +1,1 @@
-"""Loop 2: replicas that should be identical are compared, averaged or repaired, behind the next iteration's compute."""
+"""Compare, repair and average replicas that should be identical, behind the next iteration's compute (loop 2)."""

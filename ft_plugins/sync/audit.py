@@ -1,19 +1,19 @@
-"""What the digests of replicas say: which rank is wrong, where, and what is to be done about it. Pure.
+"""Judge from digests which replicas are wrong, and decide what to do about it. Pure.
 
-Without faults the replicas of a tensor are bit-identical, so 8 bytes per bucket and replica tell whether they are
-(beyond the PAFT paper, whose future work voting is). Of three or more replicas that differ a majority is right and the
-rest is named; two that differ are named as 'one of these two'. What a rank computes with may be a copy of what an
-optimizer holds: such a copy is made anew from there, for which nobody needs a majority.
+Without faults the replicas of a tensor are bit-identical, so 8 bytes per bucket and replica show whether they are (the
+PAFT paper leaves voting to future work). If three or more replicas differ, a majority is right and the others are
+named; two that differ are named as 'one of these two'. Copies that a rank computes with are derived from optimizer
+state: a wrong copy is rebuilt from there, without a majority.
 
-Invariant: every rank of a replica set finds the same verdicts and the same remedy from the same digests. What needs
-more than half is never taken from half or less.
+Invariant: all ranks of a replica set reach the same verdicts and remedy from the same digests. A majority is always
+more than half.
 
-What it can promise (`promise`): agreement, always. The clean run, bit for bit, only where the verdict comes before the
-next update has been made of what the wrong replica contributed. And nothing of state that one rank alone holds (the
-shards of ZeRO and of distributed optimizers): an error in it reaches all replicas alike.
+What an audit can guarantee (`promise`): that replicas agree. The result of a clean run, bit for bit, only if the
+verdict comes before the wrong replica has influenced the next update. Nothing for state that a single rank holds
+(shards of ZeRO and of distributed optimizers): an error in it reaches all replicas in the same way.
 
-In: digests by bucket and replica. Out: `Audit`; `Remedy`, what an executor carries out; `Offences`, who repeats.
-"""
+In: digests by bucket and replica. Out: `Audit`; `Remedy`, which an executor carries out; `Offences`, the ranks that
+were wrong repeatedly."""
 
 from __future__ import annotations
 
@@ -27,12 +27,11 @@ import numpy.typing as npt
 from .buckets import ReplicaBucket
 
 Digests = npt.NDArray[np.uint64]  # (replicas, buckets)
-REPEATED = 2  # verdicts against a rank from which on it is one that repeats
-TABLE_VERDICTS = 32
+REPEATED = 2  # audits at which a rank must be wrong to be suspected
 
 
 class OnCorruption(str, Enum):
-    """What is done about replicas that differ."""
+    """What to do about replicas that differ."""
 
     REPAIR = "repair"
     AVERAGE = "average"
@@ -41,8 +40,8 @@ class OnCorruption(str, Enum):
 
 @dataclass(frozen=True)
 class AuditVerdict:
-    """A bucket whose replicas differ: `wrong` are the ranks that do not hold what most hold, `source` the first that
-    does. Without a majority `source` is None and `wrong` are all of them."""
+    """A bucket whose replicas differ: `wrong` are the ranks outside the majority, `source` is the first rank in it.
+    Without a majority `source` is None and `wrong` has all ranks."""
 
     bucket: ReplicaBucket
     wrong: tuple[int, ...]
@@ -58,7 +57,7 @@ class AuditVerdict:
 
 @dataclass(frozen=True)
 class Audit:
-    """What the replicas of one set were found to be after the update of `iteration`."""
+    """The verdicts on one replica set after the update of `iteration`."""
 
     iteration: int
     replicas: tuple[int, ...]
@@ -67,38 +66,28 @@ class Audit:
 
     @property
     def agreed(self) -> bool:
-        """Whether all buckets are alike on all replicas."""
+        """Whether all buckets are identical on all replicas."""
         return not self.verdicts
 
     @property
     def state(self) -> tuple[AuditVerdict, ...]:
-        """Those on what a version consists of: copies are none of it."""
+        """The verdicts on state, which a version consists of; verdicts on copies excluded."""
         return tuple(verdict for verdict in self.verdicts if not verdict.bucket.derived)
 
     @property
     def accused(self) -> frozenset[int]:
-        """The ranks that a majority names: ties accuse nobody."""
+        """The ranks that a majority contradicts. A tie accuses no rank."""
         return frozenset(rank for one in self.verdicts if one.source is not None for rank in one.wrong)
 
     @property
-    def speaker(self) -> int:
-        """Who reports: the first rank of those that are right, or the first of all where nobody can be named."""
+    def reporter(self) -> int:
+        """The rank that reports: the first that is right, or the first of all without a majority."""
         return next((one.source for one in self.verdicts if one.source is not None), self.replicas[0])
-
-    def table(self) -> str:
-        """For people: a line for each bucket that differs, the first 32."""
-        shown = f"iteration {self.iteration}: {len(self.replicas)} replicas, {self.buckets} buckets"
-        if self.agreed:
-            return f"{shown}: identical"
-        lines = [f"{shown}: {len(self.verdicts)} differ", *(f"  {one}" for one in self.verdicts[:TABLE_VERDICTS])]
-        if len(self.verdicts) > TABLE_VERDICTS:
-            lines.append(f"  ... and {len(self.verdicts) - TABLE_VERDICTS} more buckets")
-        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
-class Copying:
-    """`bucket` is copied from `source` to `targets`, all of it."""
+class BucketCopy:
+    """Copy all of `bucket` from `source` to `targets`."""
 
     bucket: ReplicaBucket
     source: int
@@ -106,9 +95,8 @@ class Copying:
 
 
 @dataclass(frozen=True)
-class Following:
-    """What replicas keep beside tensors is taken from `source` by `targets`: with a wrong update a wrong count of them
-    may have come, or a schedule that has not moved."""
+class ScalarCopy:
+    """Copy scalar state (update counts, schedule) from `source` to `targets`: a wrong update may have left it wrong."""
 
     source: int
     targets: tuple[int, ...]
@@ -116,23 +104,23 @@ class Following:
 
 @dataclass(frozen=True)
 class Remedy:
-    """What is done, buckets in ascending order. At most one of the two lists has a bucket; with `rollback`, neither.
-    With `derives` copies are made anew; `following` goes with what is changed."""
+    """What to do, buckets in ascending order. A bucket is in at most one of the two lists; with `rollback` both are
+    empty. With `derives`, copies are rebuilt; `scalars` accompanies changed state."""
 
-    copies: tuple[Copying, ...] = ()
+    copies: tuple[BucketCopy, ...] = ()
     averages: tuple[ReplicaBucket, ...] = ()
     rollback: bool = False
     derives: bool = False
-    following: Following | None = None
+    scalars: ScalarCopy | None = None
 
     @property
     def changes(self) -> bool:
-        """Whether the state of any replica is changed."""
+        """Whether the state of any replica changes."""
         return bool(self.copies or self.averages)
 
 
 def judge(iteration: int, replicas: Sequence[int], buckets: Sequence[ReplicaBucket], digests: Digests) -> Audit:
-    """`digests[i, j]` is what `replicas[i]` has found of `buckets[j]`."""
+    """Judge one replica set; `digests[i, j]` is the digest of `buckets[j]` on `replicas[i]`."""
     differing = np.flatnonzero((digests != digests[0]).any(axis=0))
     verdicts = []
     for column in differing.tolist():
@@ -148,10 +136,10 @@ def judge(iteration: int, replicas: Sequence[int], buckets: Sequence[ReplicaBuck
 
 
 def remedy(audit: Audit, chosen: OnCorruption) -> Remedy:
-    """A repair copies from the majority; where there is none the replicas are averaged, which at least makes them one.
+    """Repair from the majority. Without one, average the replicas, so that they agree at least.
 
-    What has no mean (integers) is copied from the first replica then. Copies are made anew, whatever is chosen: the
-    state that they are made of is what it was, and no reason to go back.
+    Buckets without a mean (integers) are then copied from the first replica. Wrong copies are rebuilt whatever is
+    chosen: the state that they derive from is intact, so there is no need to go back.
     """
     derives = len(audit.state) < len(audit.verdicts)
     if chosen is OnCorruption.ROLLBACK:
@@ -159,33 +147,33 @@ def remedy(audit: Audit, chosen: OnCorruption) -> Remedy:
     copies, averages = [], []
     for verdict in audit.state:
         if chosen is OnCorruption.REPAIR and verdict.source is not None:
-            copies.append(Copying(verdict.bucket, verdict.source, verdict.wrong))
-        elif verdict.bucket.averages:
+            copies.append(BucketCopy(verdict.bucket, verdict.source, verdict.wrong))
+        elif verdict.bucket.can_be_averaged:
             averages.append(verdict.bucket)
         else:
             source = audit.replicas[0] if verdict.source is None else verdict.source
-            copies.append(Copying(verdict.bucket, source, tuple(r for r in verdict.wrong if r != source)))
-    return Remedy(tuple(copies), tuple(averages), derives=derives, following=_following(audit))
+            copies.append(BucketCopy(verdict.bucket, source, tuple(r for r in verdict.wrong if r != source)))
+    return Remedy(tuple(copies), tuple(averages), derives=derives, scalars=_scalars_from(audit))
 
 
-def _following(audit: Audit) -> Following | None:
-    """From the first replica that no majority accuses, by those that anything is wrong of."""
+def _scalars_from(audit: Audit) -> ScalarCopy | None:
+    """From the first rank that no majority contradicts, to the ranks with any wrong bucket."""
     if not audit.state:
         return None
     accused = {rank for verdict in audit.state if verdict.source is not None for rank in verdict.wrong}
     source = next((rank for rank in audit.replicas if rank not in accused), audit.replicas[0])
     wrong = {rank for verdict in audit.state for rank in verdict.wrong} - {source}
-    return Following(source, tuple(sorted(wrong)))
+    return ScalarCopy(source, tuple(sorted(wrong)))
 
 
 @dataclass(frozen=True)
 class Offences:
-    """How often each rank was in a minority: at how many iterations. Ties accuse nobody."""
+    """At how many iterations each rank was in a minority. A tie counts against no rank."""
 
     by_rank: Mapping[int, int] = field(default_factory=dict)
 
     def after(self, *audits: Audit) -> Offences:
-        """With the verdicts of one more iteration; several buckets, or replica sets, are one offence there."""
+        """Add the verdicts of one iteration; several buckets or replica sets make one offence."""
         counts = dict(self.by_rank)
         for rank in sorted(set().union(*(audit.accused for audit in audits))):
             counts[rank] = counts.get(rank, 0) + 1
@@ -200,54 +188,55 @@ def promise(
     interval: int, chosen: OnCorruption, before_forward: bool, recomputes: bool, replicas: int, copies: bool,
     left_out: int, clips_together: str = "",
 ) -> str:  # fmt: skip
-    """What an audit can and cannot promise here, to be said at start.
+    """What an audit can and cannot guarantee in this job; printed at start.
 
     `before_forward`: verdicts are awaited before the next forward, not before the next update; `recomputes`: the host
-    can compute an iteration's gradients once more; `replicas`: of state, 0 where none is compared; `copies`: whether
-    copies that ranks compute with are; `left_out`: tensors that are held by one rank alone; `clips_together`: how the
-    gradients of one replica reach the others, '' where they do not.
+    can recompute an iteration's gradients; `replicas`: fewest replicas of any state, 0 if no state is compared;
+    `copies`: whether copies that ranks compute with are compared; `left_out`: number of tensors that a single rank
+    holds; `clips_together`: how one replica's gradients affect the clipping of all, '' if they do not.
     """
     every = "every update" if interval == 1 else f"every {interval} updates"
-    said = [f"audit: replicas are compared after {every}"]
+    parts = [f"audit: replicas are compared after {every}"]
     if before_forward:
         when, clean = "before the next forward", True
     elif recomputes:
-        when, clean = "before the next update, whose gradients are computed again", True
+        when, clean = "before the next update, whose gradients are recomputed", True
     else:
-        when, clean = "before the next update, but its gradients cannot be computed again here", False
+        when, clean = "before the next update, but its gradients cannot be recomputed here", False
     identical = f"{when}: the run stays bit-identical to a clean one"
     if replicas:
-        said.append(_of_state(interval, chosen, replicas, identical if clean else f"{when}: {_AGREE}"))
+        parts.append(_promise_of_state(interval, chosen, replicas, identical if clean else f"{when}: {_AGREE}"))
     if copies:
-        anew = "copies that ranks compute with are made anew, without a majority, from what the optimizers hold"
-        said.append(f"{anew}, {identical if clean else f'{when}: what came of the wrong one is in all replicas'}")
+        rebuilt = "copies that ranks compute with are rebuilt from optimizer state, without a majority,"
+        parts.append(f"{rebuilt} {identical if clean else f'{when}: the effect of a wrong copy stays in all replicas'}")
         if interval > 1:
-            said.append("each update makes them anew as well: an error in one between two audits is not seen")
-    said.append("an evaluation between an update and its verdict is of the replicas as they are")
-    said.append("an error that reached all replicas alike is not seen")
+            parts.append("each update rebuilds them too, so an error in one between two audits is not detected")
+    parts.append("an evaluation between an update and its verdict uses the replicas as they are")
+    parts.append("an error that reached all replicas in the same way is not detected")
     if clips_together and replicas and chosen is not OnCorruption.ROLLBACK:
-        said.append(
-            f"{clips_together}: what wrong gradients of one have added to it is in all of them, and the run is not the "
-            "clean one then"
+        parts.append(
+            f"{clips_together}: the effect of one replica's wrong gradients on it stays in all replicas, and the run "
+            "then differs from a clean one"
         )
     if left_out:
-        said.append(
-            f"{left_out} tensors that one rank alone holds are not compared: no replica speaks of them, and an error "
-            "in one reaches all replicas alike"
+        parts.append(
+            f"{left_out} tensors held by a single rank are not compared: they have no replica, and an error in one "
+            "reaches all replicas in the same way"
         )
-    return "; ".join(said)
+    return "; ".join(parts)
 
 
-_AGREE = "replicas agree, the run is not the clean one"
+_DIFFERS = "but the run differs from a clean one"
+_AGREE = f"replicas agree, {_DIFFERS}"
 
 
-def _of_state(interval: int, chosen: OnCorruption, replicas: int, repaired: str) -> str:
+def _promise_of_state(interval: int, chosen: OnCorruption, replicas: int, repaired: str) -> str:
     if chosen is OnCorruption.ROLLBACK:
-        return "one that differs has the job go back to the newest version whose replicas agreed"
+        return "if replicas differ, the job goes back to the newest version whose replicas agreed"
     if replicas < 3:
-        return "two that differ are averaged: they agree again, but the run is not the clean one"
+        return f"two that differ are averaged: they agree again, {_DIFFERS}"
     if chosen is OnCorruption.AVERAGE:
-        return "those that differ are averaged: they agree again, but the run is not the clean one"
+        return f"replicas that differ are averaged: they agree again, {_DIFFERS}"
     if interval > 1:
-        return "a minority is repaired: replicas agree again, but the run is not the clean one"
+        return f"a minority is repaired: replicas agree again, {_DIFFERS}"
     return f"a minority is repaired {repaired}"

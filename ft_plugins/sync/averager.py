@@ -1,17 +1,16 @@
-"""Averages parameters over their replicas, bucket by bucket: what the plan of buckets says, and no decision.
+"""Average parameters over their replicas, bucket by bucket. Carries out a plan of buckets; decides nothing.
 
-    keep      parameters as they are before an update, in memory of their own
-    measure   the length of the step that the update made: live against kept
-    average   live -> swap -> aggregate -> gather -> kept; how far live is from it is the divergence
-    apply     kept -> live
+    save_parameters   live -> saved, before an update
+    measure           the length of the step that the update made: live against saved
+    average           live -> swap -> aggregate -> gather -> saved; the distance of live from it is the divergence
+    apply             saved -> live
 
-Everything but `apply` only reads live tensors, and may run behind forward and backward.
+Only `apply` writes live tensors; the rest may run behind forward and backward.
 
-Invariant: after `apply` all replicas hold the same bits. Parameters are kept once (`nbytes`), claimed at start; beyond
-that a bucket takes the work memory of its aggregate.
+Invariant: after `apply` all replicas hold the same bits. Memory for one copy of the parameters (`nbytes`) is claimed at
+start; each aggregation needs the temporary memory of one bucket.
 
-In: buckets, live tensors. Out: `NoisePart`s for the measurement of noise; changed live tensors.
-"""
+In: buckets, live tensors. Out: `NoisePart`s for the measurement of noise; changed live tensors."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ Tensors = Callable[[], Mapping[str, torch.Tensor]]
 
 
 def flat(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a tensor that is dense in memory, in the order of memory, as a view."""
+    """A flat view of a dense tensor, in memory order. Raises InventoryError if it has gaps."""
     tensor = tensor.detach()
     if tensor.is_contiguous():
         return tensor.view(-1)
@@ -41,39 +40,39 @@ def flat(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def views(bucket: ReplicaBucket, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """The pieces of a bucket, as views of the live tensors."""
+    """Views of the live tensors: the pieces of a bucket."""
     return [flat(piece.item, tensors[piece.item])[piece.start : piece.stop] for piece in bucket.pieces]
 
 
 def read(bucket: ReplicaBucket, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """A bucket's elements, copied out."""
+    """Copy a bucket out of the live tensors."""
     return torch.cat(views(bucket, tensors))
 
 
 def write(bucket: ReplicaBucket, tensors: Mapping[str, torch.Tensor], values: torch.Tensor) -> None:
-    """A bucket's elements, in place."""
+    """Copy `values` into a bucket's live tensors, in place."""
     with torch.no_grad():
         pieces = views(bucket, tensors)
         torch._foreach_copy_(pieces, list(values.split([len(piece) for piece in pieces])))
 
 
 def mixed(links: Links, bucket: ReplicaBucket, own: torch.Tensor, how: Aggregate, trim: int) -> torch.Tensor:
-    """What `how` makes of all replicas' values of a bucket. Its ranks call together."""
+    """Aggregate a bucket over its replicas. A collective of its ranks."""
     count = len(bucket.replicas)
     part = ceil(len(own) / count)
     rows = torch.zeros(count * part, dtype=own.dtype, device=own.device)
     rows[: len(own)] = own
-    found = aggregate(links.swap(bucket.replicas, rows.view(count, part)), how, trim)
-    return links.gather(bucket.replicas, found).view(-1)[: len(own)]
+    own_part = aggregate(links.swap(bucket.replicas, rows.view(count, part)), how, trim)
+    return links.gather(bucket.replicas, own_part).view(-1)[: len(own)]
 
 
 class Averaging:
-    """One rank's. Guards the memory in which parameters are kept."""
+    """Averages one rank's parameters. Owns the memory in which they are saved."""
 
     def __init__(
         self, buckets: Sequence[ReplicaBucket], links: Links, tensors: Tensors, how: Aggregate, trim: int
     ) -> None:
-        """Claim memory. Raises ConfigError where `trim` leaves no replica of a set."""
+        """Claim memory. Raises ConfigError if trimming leaves no replica of a set."""
         for bucket in buckets:
             require_enough(how, len(bucket.replicas), trim)
         self._buckets = tuple(buckets)
@@ -82,43 +81,43 @@ class Averaging:
         self._how = how
         self._trim = trim
         live = tensors()
-        self._kept = {bucket.number: read(bucket, live) for bucket in self._buckets}
+        self._saved = {bucket.number: read(bucket, live) for bucket in self._buckets}
 
     @property
     def nbytes(self) -> int:
-        """Memory that is held for good."""
-        return sum(kept.numel() * kept.element_size() for kept in self._kept.values())
+        """Memory that is held permanently."""
+        return sum(saved.nbytes for saved in self._saved.values())
 
-    def keep(self) -> None:
-        """Live parameters, before an update."""
+    def save_parameters(self) -> None:
+        """Save live parameters, before an update."""
         live = self._tensors()
         for bucket in self._buckets:
-            torch.cat(views(bucket, live), out=self._kept[bucket.number])
+            torch.cat(views(bucket, live), out=self._saved[bucket.number])
 
     def measure(self, rate: float) -> NoisePart:
-        """The step of the update since `keep`, at learning rate `rate`; of no length where that is 0."""
-        live, found = self._tensors(), NoisePart()
+        """The update since `save_parameters`, in units of the learning rate `rate`; 0 if that is 0."""
+        live, total = self._tensors(), NoisePart()
         for bucket in self._buckets:
-            moved = read(bucket, live).double() - self._kept[bucket.number].double()
+            moved = read(bucket, live).double() - self._saved[bucket.number].double()
             squares = torch.where(torch.isfinite(moved), moved, 0.0).square().sum().item()
-            found += part_of(bucket, 0.0, squares / rate**2 if rate else 0.0, 0)
-        return NoisePart(signal=found.signal)
+            total += part_of(bucket, 0.0, squares / rate**2 if rate else 0.0, 0)
+        return NoisePart(signal=total.signal)
 
     def average(self) -> NoisePart:
-        """Aggregate all replicas' parameters, and measure how far this one's are from that. All ranks call together."""
-        live, found = self._tensors(), NoisePart()
+        """Aggregate all replicas' parameters, and measure how far this rank's are from the result. A collective."""
+        live, total = self._tensors(), NoisePart()
         for bucket in self._buckets:
             own = read(bucket, live)
             result = mixed(self._links, bucket, own, self._how, self._trim)
-            self._kept[bucket.number].copy_(result)
+            self._saved[bucket.number].copy_(result)
             apart = result.double() - own.double()
             finite = torch.isfinite(own) & torch.isfinite(result)
             squares = torch.where(finite, apart, 0.0).square().sum().item()
-            found += part_of(bucket, squares, 0.0, int(finite.sum().item()))
-        return found
+            total += part_of(bucket, squares, 0.0, int(finite.sum().item()))
+        return total
 
     def apply(self) -> None:
-        """What was averaged last becomes live."""
+        """Make the last average live."""
         live = self._tensors()
         for bucket in self._buckets:
-            write(bucket, live, self._kept[bucket.number])
+            write(bucket, live, self._saved[bucket.number])

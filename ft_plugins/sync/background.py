@@ -1,11 +1,10 @@
-"""A thread for what loop 2 does behind the step: jobs in the order in which they were given.
+"""A thread that runs loop 2's jobs behind the step, in the order in which they were started.
 
-Invariant: jobs run one after another, on one thread, so that collectives of all ranks are in one order; what a job
-raises is raised where it is waited for, and the jobs after it do not run. On a device, a job sees what was written
-before it was given, and who has waited for it sees what it wrote.
+Invariant: jobs run one after another on one thread, so collectives have the same order on all ranks. An error in a job
+is raised where the job is waited for; later jobs do not run and raise the same error. On a device, a job sees what was
+written before it was started, and its waiter sees what it wrote.
 
-In: callables. Out: `BackgroundJob`, to be waited for.
-"""
+In: callables. Out: `BackgroundJob`, to be waited for."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ T = TypeVar("T")
 
 
 class BackgroundJob(Generic[T]):
-    """One piece of work."""
+    """One job and its result."""
 
     def __init__(self, work: Callable[[], T], ready: torch.cuda.Event | None) -> None:
         self._work = work
@@ -30,10 +29,10 @@ class BackgroundJob(Generic[T]):
         self._done = threading.Event()
         self._result: list[T] = []
         self._failure: BaseException | None = None
-        self.waited = 0.0  # seconds, by all that have waited for it
+        self.waited = 0.0  # seconds, summed over all waiters
 
     def wait(self) -> T:
-        """What it has found, when it is done. Raises what it ended with, or what one before it did."""
+        """Its result, once it is done. Raises its error, or that of an earlier job."""
         started = time.perf_counter()
         self._done.wait()
         self.waited += time.perf_counter() - started
@@ -42,17 +41,17 @@ class BackgroundJob(Generic[T]):
         return self._result[0]
 
     def run(self) -> None:
-        """Do it."""
+        """Do the work, on the thread."""
         self._result.append(self._work())
 
     def end(self, failure: BaseException | None) -> None:
-        """Let go whoever waits."""
+        """Release the waiters."""
         self._failure = failure
         self._done.set()
 
 
 class Background:
-    """Guards the thread. `close` ends it after what was given."""
+    """Owns the thread. `close` ends it after the jobs that were started."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -60,11 +59,11 @@ class Background:
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="ftp-sync", daemon=True)
         self._thread.start()
-        # a thread that is inside torch when the interpreter goes away aborts the process
+        # a thread that is inside torch when the interpreter exits aborts the process
         atexit.register(self.close, 5.0)
 
     def start(self, work: Callable[[], T]) -> BackgroundJob[T]:
-        """Have `work` done after all that was given before."""
+        """Run `work` after all jobs that were started before."""
         ready = None
         if self._stream is not None:
             ready = torch.cuda.Event()
@@ -74,7 +73,7 @@ class Background:
         return job
 
     def close(self, seconds: float | None = None) -> None:
-        """End the thread when it is through, or wait no longer than `seconds` for it. Idempotent."""
+        """End the thread after its jobs; wait at most `seconds`. Idempotent."""
         atexit.unregister(self.close)
         if self._thread.is_alive():
             self._jobs.put(None)
@@ -85,7 +84,7 @@ class Background:
             try:
                 if self._failure is None:
                     self._do(job)
-            except BaseException as failure:  # carried to whoever waits
+            except BaseException as failure:  # raised in the waiters
                 self._failure = failure
             finally:
                 job.end(self._failure)

@@ -1,13 +1,12 @@
-"""What replicas have in common, in buckets: the unit of averaging, of a digest, and of a repair. Pure.
+"""Divide what replicas have in common into buckets: the unit of averaging, of a digest, and of a repair. Pure.
 
-Invariant: the ranks of a replica set cut the same buckets in the same order, without talking: they follow from the
-inventory, in which the items of a set are alike. All of a bucket is of one replica set, role, type and layer, and
-trained or not, so that a bucket that differs names a layer. Of the inventory only what the update alone changes takes
-part: anything else is not at rest while it is read behind the forward. Copies that a rank computes with (`Role.COPY`)
-are compared like the rest, and never averaged: they follow from what an optimizer holds.
+Invariant: the ranks of a replica set derive the same buckets in the same order without communication, because they
+follow from the inventory. A bucket has one replica set, role, dtype and layer, and is trained or frozen as a whole, so
+a bucket that differs identifies a layer. Only items that the update alone changes take part: others may change while
+they are read behind the forward. Copies that a rank computes with (`Role.COPY`) are compared like the rest but never
+averaged, because they are derived from optimizer state.
 
-In: an inventory, bytes per bucket. Out: `ReplicaBuckets`, and by item why it can be in none.
-"""
+In: an inventory, bytes per bucket. Out: `Buckets`, with the reason for each item that is in none."""
 
 from __future__ import annotations
 
@@ -19,10 +18,10 @@ from ..errors import ConfigError, UnsupportedError
 from ..model.inventory import Inventory, Item, Role
 
 PARAMETERS = frozenset({Role.PARAMETER, Role.MAIN_PARAMETER})
-FLOATING = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # what can be averaged, and its bytes
+FLOATING = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # dtypes that can be averaged -> bytes per element
 TABLE_SETS = 16
 TABLE_ITEMS = 8
-_ALONE = "held by one rank alone"
+_UNREPLICATED = "held by a single rank"
 
 
 @dataclass(frozen=True)
@@ -36,37 +35,37 @@ class ItemPiece:
 
 @dataclass(frozen=True)
 class ReplicaBucket:
-    """`number` counts over all buckets of the rank. `counts`: of a norm over the whole model (`Item.counts`). What is
-    frozen is not `trained`: no update changes it."""
+    """Part of one or more items. `number` is unique on the rank. `in_norm`: see `Item.in_norm`. If not `trained`, it is
+    frozen: no update changes it."""
 
     number: int
     replicas: tuple[int, ...]
     layer: int | None
     role: Role
     dtype: str
-    counts: bool
+    in_norm: bool
     pieces: tuple[ItemPiece, ...]
     nbytes: int
     trained: bool = True
 
     @property
     def elements(self) -> int:
-        """Of all its pieces."""
+        """Elements of all its pieces."""
         return sum(piece.stop - piece.start for piece in self.pieces)
 
     @property
-    def averages(self) -> bool:
-        """Whether a mean of its elements means anything."""
+    def can_be_averaged(self) -> bool:
+        """Whether a mean of its elements is meaningful."""
         return self.dtype in FLOATING and not self.derived
 
     @property
     def derived(self) -> bool:
-        """Whether it is made of what is elsewhere."""
+        """Whether it is derived from other state."""
         return self.role is Role.COPY
 
     @property
     def where(self) -> str:
-        """For people: 'layer 3, parameter (transformer.h.3.weight, ...)'."""
+        """As text: 'layer 3, parameter (transformer.h.3.weight, ...)'."""
         layer = "no layer" if self.layer is None else f"layer {self.layer}"
         names = list(dict.fromkeys(piece.item for piece in self.pieces))
         return f"{layer}, {self.role.value} ({names[0]}{', ...' if len(names) > 1 else ''})"
@@ -74,9 +73,9 @@ class ReplicaBucket:
 
 @dataclass(frozen=True)
 class Buckets:
-    """All of one rank's, by number; replica sets in ascending order, so that no two ranks wait for each other in turn.
+    """All buckets of one rank, by number; replica sets ascend, so ranks in several sets cannot deadlock.
 
-    `left_out` has the items that are in none, with the reason.
+    `left_out` has the items that are in no bucket, with the reason.
     """
 
     rank: int
@@ -86,39 +85,39 @@ class Buckets:
     @cached_property
     def by_set(self) -> dict[tuple[int, ...], tuple[ReplicaBucket, ...]]:
         """The buckets of each replica set, sets ascending."""
-        found: dict[tuple[int, ...], list[ReplicaBucket]] = {}
+        sets: dict[tuple[int, ...], list[ReplicaBucket]] = {}
         for bucket in self.all:
-            found.setdefault(bucket.replicas, []).append(bucket)
-        return {replicas: tuple(those) for replicas, those in found.items()}
+            sets.setdefault(bucket.replicas, []).append(bucket)
+        return {replicas: tuple(buckets) for replicas, buckets in sets.items()}
 
     @property
-    def alone(self) -> tuple[str, ...]:
+    def unreplicated(self) -> tuple[str, ...]:
         """The items that no other rank holds."""
-        return tuple(name for name, reason in self.left_out if reason.startswith(_ALONE))
+        return tuple(name for name, reason in self.left_out if reason.startswith(_UNREPLICATED))
 
     @property
-    def fewest(self) -> int:
-        """Replicas of the state that has fewest of them, copies left aside; 0 where no state is compared."""
+    def fewest_replicas(self) -> int:
+        """The fewest replicas of any bucket of state, copies excluded; 0 if there is none."""
         return min((len(bucket.replicas) for bucket in self.all if not bucket.derived), default=0)
 
     @property
-    def copies(self) -> bool:
-        """Whether copies are among them."""
+    def has_copies(self) -> bool:
+        """Whether any bucket is a copy."""
         return any(bucket.derived for bucket in self.all)
 
     def averaged(self, optimizer_state: bool) -> tuple[ReplicaBucket, ...]:
-        """Those that a synchronisation averages: parameters, and on request what the optimizer keeps beside them."""
+        """The buckets to average: parameters, and with `optimizer_state` the moments."""
         roles = PARAMETERS | ({Role.MOMENT} if optimizer_state else frozenset())
-        return tuple(bucket for bucket in self.all if bucket.role in roles and bucket.averages)
+        return tuple(bucket for bucket in self.all if bucket.role in roles and bucket.can_be_averaged)
 
     def table(self) -> str:
-        """For people: a line for each replica set, then what takes no part."""
+        """As text: a line for each replica set, then the items that are not compared."""
         lines = [f"rank {self.rank}: {len(self.all)} buckets of {sum(b.nbytes for b in self.all)} bytes are compared"]
-        for replicas, those in list(self.by_set.items())[:TABLE_SETS]:
+        for replicas, buckets in list(self.by_set.items())[:TABLE_SETS]:
             shown = " ".join(map(str, replicas[:8])) + (f" ... ({len(replicas)})" if len(replicas) > 8 else "")
-            layers = len({bucket.layer for bucket in those})
-            nbytes = sum(bucket.nbytes for bucket in those)
-            lines.append(f"  ranks {shown}: {len(those)} buckets, {nbytes} bytes, {layers} layer(s)")
+            layers = len({bucket.layer for bucket in buckets})
+            nbytes = sum(bucket.nbytes for bucket in buckets)
+            lines.append(f"  ranks {shown}: {len(buckets)} buckets, {nbytes} bytes, {layers} layer(s)")
         reasons: dict[str, list[str]] = {}
         for name, reason in self.left_out:
             reasons.setdefault(reason, []).append(name)
@@ -130,64 +129,65 @@ class Buckets:
 
 
 def plan_buckets(inventory: Inventory, bucket_bytes: int) -> Buckets:
-    """Cut what replicas have in common. Raises ConfigError for buckets that would not hold an element."""
+    """Divide an inventory into buckets. Raises ConfigError if a bucket would not hold an element."""
     if bucket_bytes < 8:
         raise ConfigError(f"buckets of {bucket_bytes} bytes hold no element: expected at least 8")
     groups: dict[tuple[tuple[int, ...], int, str, str, bool, bool], list[Item]] = {}
     left_out = []
     for item in inventory.items:
-        reason = _left_out(item)
+        reason = _reason_left_out(item)
         if reason:
             left_out.append((item.name, reason))
         elif item.nbytes:
             layer = -1 if item.layer is None else item.layer
-            key = (item.replicas, layer, item.role.value, item.dtype, item.counts, bool(item.changed_by))
+            key = (item.replicas, layer, item.role.value, item.dtype, item.in_norm, bool(item.changed_by))
             groups.setdefault(key, []).append(item)
-    found: list[ReplicaBucket] = []
+    buckets: list[ReplicaBucket] = []
     for _, items in sorted(groups.items()):
         for pieces, nbytes in _cut(items, bucket_bytes):
             first = items[0]
-            found.append(
+            buckets.append(
                 ReplicaBucket(
-                    len(found), first.replicas, first.layer, first.role, first.dtype, first.counts, pieces, nbytes,
+                    len(buckets), first.replicas, first.layer, first.role, first.dtype, first.in_norm, pieces, nbytes,
                     bool(first.changed_by),
                 )
             )  # fmt: skip
-    return Buckets(inventory.rank, tuple(found), tuple(left_out))
+    return Buckets(inventory.rank, tuple(buckets), tuple(left_out))
 
 
 def require_replicas(buckets: Buckets, framework: str, replicas: int, averaging: bool) -> None:
-    """Raises ConfigError where there is one replica of all, UnsupportedError where no trained parameter has two.
+    """Raises ConfigError if everything has one replica, UnsupportedError if no trained parameter has two.
 
-    `replicas`: how many ranks data parallelism gives the same parameters to. With `averaging` the optimizers must hold
-    them more than once; to be compared, what ranks compute with is enough.
+    `replicas`: how many ranks data parallelism gives the same parameters to. `averaging` needs replicas of what the
+    optimizers hold; for a comparison, replicas of what ranks compute with are enough.
     """
     if replicas == 1 and not buckets.all:
         raise ConfigError(
             "--paft: has no effect with one data-parallel replica; raise the data-parallel size or drop it"
         )
     trained = any(bucket.trained for bucket in buckets.averaged(False))
-    if not (trained or (buckets.copies and not averaging)):
+    if not (trained or (buckets.has_copies and not averaging)):
         instead = "compare the copies that ranks compute with instead (--paft-mode audit), or drop --paft"
         raise UnsupportedError(
-            f"{framework}: each trained parameter is held by one of {replicas} replicas alone (ZeRO, distributed "
-            "optimizer): it cannot drift, and an error in it reaches all of them alike; "
+            f"{framework}: each trained parameter is held by one of {replicas} replicas only (ZeRO, distributed "
+            "optimizer): it cannot diverge, and an error in it reaches all replicas in the same way; "
             f"{instead if averaging else 'drop --paft'}"
         )
 
 
-def _left_out(item: Item) -> str:
+def _reason_left_out(item: Item) -> str:
+    """'' if it takes part."""
     if len(item.replicas) == 1:
         return (
-            f"{_ALONE} (ZeRO, distributed optimizer): an error in it reaches all replicas alike"
+            f"{_UNREPLICATED} (ZeRO, distributed optimizer): an error in it reaches all replicas in the same way"
             if item.piece is not None
-            else _ALONE
+            else _UNREPLICATED
         )
     return "" if item.background else "changed by more than the update"
 
 
 def _cut(items: Iterable[Item], bucket_bytes: int) -> Iterable[tuple[tuple[ItemPiece, ...], int]]:
-    """Items after each other, cut where a bucket is full; every item of one type."""
+    """Items of one dtype, one after another, cut whenever a bucket is full."""
     pieces: list[ItemPiece] = []
     room = bucket_bytes
     for item in items:

@@ -1,14 +1,13 @@
-"""Carries out an audit: digests of all buckets, gathered over each replica set; then the remedy, where one is needed.
+"""Carry out an audit: gather digests of all buckets over each replica set, then the remedy, if one is needed.
 
-    compare   digests and the gather of 8 bytes per bucket and replica: only reads live tensors, may run behind forward
-              and backward. Ends with one small gather over the job, so that all of it knows whether anything differs
-    settle    copies and averages, of the buckets that differ alone. Rare, and waited for
+    compare   digests, gathered as 8 bytes per bucket and replica. Only reads live tensors, so it may run behind forward
+              and backward. Ends with a small gather over the job, so that all ranks know whether anything differs
+    settle    copies and averages the buckets that differ. Rare; training waits for it
 
-Invariant: no decision is taken here (audit.judge, audit.remedy), and all ranks of the job come to `settle` with the
-same knowledge of what is done anywhere.
+Invariant: nothing is decided here (see `audit.judge`, `audit.remedy`), and all ranks enter `settle` knowing what any of
+them will do.
 
-In: buckets, live tensors. Out: `Found`; repaired live tensors.
-"""
+In: buckets, live tensors. Out: `AuditOutcome`; repaired live tensors."""
 
 from __future__ import annotations
 
@@ -20,23 +19,23 @@ import torch
 import xxhash
 
 from .aggregate import Aggregate
-from .audit import Audit, Following, OnCorruption, Remedy, judge, remedy
+from .audit import Audit, OnCorruption, Remedy, ScalarCopy, judge, remedy
 from .averager import Tensors, mixed, read, views, write
 from .buckets import Buckets, ReplicaBucket
 from .links import Links
 
 
 class Scalars(Protocol):
-    """What a replica keeps beside tensors: of `model.host.Steps`."""
+    """The part of `model.host.ReplicaOperations` that reads and sets a replica's scalar state."""
 
     def scalars(self) -> bytes: ...
     def restore_scalars(self, encoded: bytes) -> None: ...
 
 
 @dataclass(frozen=True)
-class Found:
-    """What one rank knows of one audit: of its own replica sets all, of the job whether replicas are changed anywhere,
-    whether any are to go back, and whether copies are to be made anew."""
+class AuditOutcome:
+    """One audit as one rank knows it: the details of its own replica sets, and for the whole job whether any replica
+    changes, whether the job goes back, and whether copies are rebuilt."""
 
     iteration: int
     audits: tuple[Audit, ...]
@@ -47,17 +46,17 @@ class Found:
 
     @property
     def agreed(self) -> bool:
-        """Whether all replicas of the job are identical."""
-        return self.certain and not self.derives
+        """Whether all replicas of the job are identical, copies included."""
+        return self.state_agreed and not self.derives
 
     @property
-    def certain(self) -> bool:
-        """Whether all that a version consists of is: copies are none of it."""
+    def state_agreed(self) -> bool:
+        """Whether all replicas of state are identical; a version does not contain copies."""
         return not (self.changes or self.rollback)
 
 
 class Auditing:
-    """One rank's."""
+    """Audits one rank's replicas."""
 
     def __init__(
         self, buckets: Buckets, links: Links, tensors: Tensors, chosen: OnCorruption, scalars: Scalars
@@ -68,28 +67,27 @@ class Auditing:
         self._tensors = tensors
         self._chosen = chosen
 
-    def compare(self, iteration: int) -> Found:
-        """Digest and compare. All ranks of the job call together."""
+    def compare(self, iteration: int) -> AuditOutcome:
+        """Digest and compare. A collective of the job."""
         live = self._tensors()
         audits = []
         for replicas, buckets in self._buckets.by_set.items():
-            own = np.array([digest(views(bucket, live)) for bucket in buckets], dtype=np.uint64)
-            audits.append(judge(iteration, replicas, buckets, self._links.gather_words(replicas, own)))
+            digests = np.array([digest(views(bucket, live)) for bucket in buckets], dtype=np.uint64)
+            audits.append(judge(iteration, replicas, buckets, self._links.gather_words(replicas, digests)))
         remedies = tuple(remedy(audit, self._chosen) for audit in audits)
-        own_say = [any(getattr(one, what) for one in remedies) for what in ("changes", "rollback", "derives")]
-        told = self._links.gather_job([float(say) for say in own_say])
-        return Found(iteration, tuple(audits), remedies, *(bool(column.any()) for column in told.T))
+        own = [any(getattr(one, name) for one in remedies) for name in ("changes", "rollback", "derives")]
+        flags = self._links.gather_job([float(flag) for flag in own])
+        return AuditOutcome(iteration, tuple(audits), remedies, *(bool(column.any()) for column in flags.T))
 
     def compared_with(self, rank: int) -> set[int]:
-        """The ranks that anything of `rank` is compared with, as far as this one knows."""
+        """The ranks that share a replica set with `rank`, as far as this rank knows."""
         return {other for replicas in self._buckets.by_set if rank in replicas for other in replicas} - {rank}
 
-    def settle(self, found: Found) -> None:
-        """Carry out the remedies, but for copies, which are the host's to make. The ranks of each set that is changed
-        call together."""
+    def settle(self, outcome: AuditOutcome) -> None:
+        """Carry out the remedies, except for copies, which the host rebuilds. A collective of each set that changes."""
         live = self._tensors()
         rank = self._links.rank
-        for one in found.remedies:
+        for one in outcome.remedies:
             for copy in one.copies:
                 replicas = copy.bucket.replicas
                 if rank == copy.source:
@@ -101,17 +99,17 @@ class Auditing:
                     write(copy.bucket, live, self._links.receive(replicas, copy.source, like))
             for bucket in one.averages:
                 self._average(bucket)
-        for audit, one in zip(found.audits, found.remedies, strict=True):
-            if one.following is not None:
-                self._follow(audit.replicas, one.following)
+        for audit, one in zip(outcome.audits, outcome.remedies, strict=True):
+            if one.scalars is not None:
+                self._copy_scalars(audit.replicas, one.scalars)
 
-    def _follow(self, replicas: tuple[int, ...], told: Following) -> None:
-        if self._links.rank == told.source:
+    def _copy_scalars(self, replicas: tuple[int, ...], copy: ScalarCopy) -> None:
+        if self._links.rank == copy.source:
             encoded = self._scalars.scalars()
-            for target in told.targets:
+            for target in copy.targets:
                 self._links.send_bytes(replicas, target, encoded)
-        elif self._links.rank in told.targets:
-            self._scalars.restore_scalars(self._links.receive_bytes(replicas, told.source))
+        elif self._links.rank in copy.targets:
+            self._scalars.restore_scalars(self._links.receive_bytes(replicas, copy.source))
 
     def _average(self, bucket: ReplicaBucket) -> None:
         live = self._tensors()
@@ -119,8 +117,8 @@ class Auditing:
 
 
 def digest(pieces: list[torch.Tensor]) -> int:
-    """xxh3 of the bytes of some flat tensors, one after another."""
-    found = xxhash.xxh3_64()
+    """xxh3 of the bytes of flat tensors, one after another."""
+    hasher = xxhash.xxh3_64()
     for piece in pieces:
-        found.update(piece.cpu().view(torch.uint8).numpy().data)
-    return found.intdigest()
+        hasher.update(piece.cpu().view(torch.uint8).numpy().data)
+    return hasher.intdigest()

@@ -1,13 +1,12 @@
-"""What a synchronisation policy is: what it has done around each update, and what it says of each version. Pure.
+"""Synchronisation policies: what is done around each update, and what is known of each version's replicas. Pure.
 
-A policy never touches a tensor. Before each update it is asked what is to be done around it (`Doing`), and at each
-version point what the replicas of that version are (`Label`). Policies that skip the reduction of gradients, or
-synchronise some layers only, say so in the same terms.
+A policy never touches a tensor. It is asked before each update for the actions around it (`StepActions`), and at each
+version point for the `Label` of that version.
 
-Invariant: a policy answers alike on every rank: it knows the iteration, the turn and what all ranks have measured.
+Invariant: a policy gives the same answers on every rank: it uses only the iteration, the turn and what was gathered
+over all ranks.
 
-In: iteration, turn, verdicts. Out: `Doing`, `Label`.
-"""
+In: iteration, turn, verdicts. Out: `StepActions`, `Label`."""
 
 from __future__ import annotations
 
@@ -19,15 +18,15 @@ from .schedule import SyncSchedule, Turn
 
 
 class Replicas(str, Enum):
-    """What the replicas of a version are to each other."""
+    """How the replicas of a version compare."""
 
-    IDENTICAL = "identical"  # one of them may stand for all
-    UNIQUE = "unique"  # each has state of its own, and is lost with it
+    IDENTICAL = "identical"  # one of them can represent all
+    UNIQUE = "unique"  # each has state that is lost with it
 
 
 @dataclass(frozen=True)
 class Label:
-    """What is known of a version. `verified`: digests were compared; else it is what the policy expects."""
+    """What is known of a version: from digests if `verified`, else what the policy expects."""
 
     replicas: Replicas
     verified: bool
@@ -42,53 +41,51 @@ class Label:
 
 
 @dataclass(frozen=True)
-class Doing:
+class StepActions:
     """What happens around one update.
 
-    `remember`: parameters are kept as they are before it, for the length of its step. `average`: averaging starts after
-    it, of `layers` (None: all), and with `waits` ends there too; else it is applied before the next update. `audit`:
-    digests are compared after it.
+    `save_parameters`: parameters are saved before it, to measure the length of its step. `average`: averaging starts
+    after it. `waits`: averaging also ends there; otherwise it is applied before the next update. `audit`: digests are
+    compared after it.
     """
 
-    reduce_gradients: bool = True
-    remember: bool = False
+    save_parameters: bool = False
     average: bool = False
     waits: bool = False
     audit: bool = False
-    layers: frozenset[int] | None = None
 
 
 class Policy(Protocol):
-    """One system's answer to the two questions."""
+    """When replicas are averaged and audited, and what that says of a version."""
 
-    def doing(self, step: int, turn: Turn | None) -> Doing:
-        """What is to be done around the update of iteration `step`; `turn` is the schedule's next one."""
+    def actions(self, step: int, turn: Turn | None) -> StepActions:
+        """The actions around the update of iteration `step`; `turn` is the schedule's next turn."""
         ...
 
-    def label(self, step: int, turn: Turn | None, differs: bool | None, drifting: bool) -> Label:
-        """What the replicas of version `step` are. `differs`: what digests say, None where none were compared;
-        `drifting`: whether the last synchronisation has found the replicas apart."""
+    def label(self, step: int, turn: Turn | None, differs: bool | None, diverged: bool) -> Label:
+        """How the replicas of version `step` compare. `differs`: the digests' result, None if they were not compared;
+        `diverged`: whether the last averaging found that the replicas differed."""
         ...
 
 
 @dataclass(frozen=True)
 class PaftPolicy:
-    """PAFT: gradients are reduced in every iteration, so replicas are identical but for faults.
+    """PAFT: gradients are reduced in every iteration, so replicas are identical except for faults.
 
-    `schedule` is None where nothing is averaged, `audit_interval` 0 where nothing is compared.
+    `schedule` is None if nothing is averaged, `audit_interval` 0 if nothing is compared.
     """
 
     schedule: SyncSchedule | None
     waits: bool  # PAFT-Sync: averaging ends before training goes on
     audit_interval: int = 0
 
-    def doing(self, step: int, turn: Turn | None) -> Doing:
+    def actions(self, step: int, turn: Turn | None) -> StepActions:
         due = turn is not None and turn.at == step
         audit = bool(self.audit_interval) and step % self.audit_interval == 0
-        return Doing(remember=due, average=due, waits=due and self.waits, audit=audit)
+        return StepActions(save_parameters=due, average=due, waits=due and self.waits, audit=audit)
 
-    def label(self, step: int, turn: Turn | None, differs: bool | None, drifting: bool) -> Label:
+    def label(self, step: int, turn: Turn | None, differs: bool | None, diverged: bool) -> Label:
         if differs is not None:
             return Label(Replicas.UNIQUE if differs else Replicas.IDENTICAL, True)
-        averaged = self.waits and turn is not None and turn.at - turn.interval == step  # of this very version
-        return Label(Replicas.UNIQUE if drifting and not averaged else Replicas.IDENTICAL, False)
+        averaged = self.waits and turn is not None and turn.at - turn.interval == step
+        return Label(Replicas.UNIQUE if diverged and not averaged else Replicas.IDENTICAL, False)

@@ -1,21 +1,20 @@
-"""When replicas are synchronised next: every H iterations, or as often as measured noise asks for. Pure.
+"""When replicas are averaged next: every H iterations, or as often as measured noise requires. Pure.
 
-A turn says after the update of which iteration averaging starts. When it has been applied, the schedule finds the next
-one from what was measured; by the same facts on every rank, so that all ranks find the same (PAFT, section 4.2):
+A turn is the iteration after whose update averaging starts. Once it is applied, the schedule derives the next turn from
+what was measured over all ranks, so all ranks derive the same (PAFT, section 4.2):
 
     H_next = ||g|| / sigma    clipped to [H_min, H_max]
 
-||g|| is the length of one step over the whole model, sigma that of the noise in it: s sqrt(d), s being its standard
-deviation in one of d coordinates (noise.estimate). So the ratio is one of like to like: s alone beside a norm over d
-coordinates would ask for ever longer intervals the larger a model is. The measured step has the noise in it, which adds
-less than 1 to the ratio. Both are measured at the turn itself.
+||g|| is the length of one step over the whole model, and sigma the length of the noise in it: s sqrt(d), with s the
+standard deviation in one of d coordinates (`noise.estimate`). s alone, compared with a norm over d coordinates, would
+give ever longer intervals for larger models. The measured step contains the noise, which adds less than 1 to the ratio.
+Both are measured at the turn itself.
 
-Invariant: no interval is below 1, none of a noise-driven schedule outside of its bounds. No noise gives H_max; noise
-that cannot be measured (a NaN, an update of length 0 beside noise) gives H_min. A turn from which nothing can be learnt
-(learning rates of 0) keeps the interval.
+Invariant: no interval is below 1, and none of a noise-driven schedule is out of its bounds. No noise gives H_max; noise
+that cannot be measured (NaN, or an update of length 0 with noise) gives H_min. A turn without information (learning
+rates of 0) keeps the interval.
 
-In: what was measured, or None. Out: `Turn`.
-"""
+In: a measurement, or None. Out: `Turn`."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ from .noise import NoiseMeasurement
 
 @dataclass(frozen=True)
 class Turn:
-    """Averaging starts after the update of iteration `at`, `interval` iterations after the turn before it."""
+    """Averaging starts after the update of iteration `at`, `interval` iterations after the previous turn."""
 
     at: int
     interval: int
@@ -41,24 +40,24 @@ class Turn:
 
 
 class SyncSchedule(Protocol):
-    """Says when. A schedule by layers says it for each of its groups of layers."""
+    """Decides when replicas are averaged."""
 
     def first(self, completed: int) -> Turn:
-        """The first turn of a job that has completed so many iterations and remembers no turn."""
+        """The first turn of a job that has completed `completed` iterations and has no turn yet."""
         ...
 
     def following(self, turn: Turn, measured: NoiseMeasurement | None) -> Turn:
-        """The turn after `turn`; `measured` is None where nothing was."""
+        """The turn after `turn`; `measured` is None if nothing was measured."""
         ...
 
     def within(self, turn: Turn) -> Turn:
-        """A turn that is remembered from before, as this schedule can have it: intervals may be configured anew."""
+        """A restored turn, moved within this schedule's bounds: the configuration may have changed."""
         ...
 
 
 @dataclass(frozen=True)
 class Periodic:
-    """PAFT-Sync: after iterations H, 2H, 3H, ... (Algorithm 1). H below 1 raises ConfigError."""
+    """PAFT-Sync: after iterations H, 2H, 3H, ... (Algorithm 1). Raises ConfigError if H is below 1."""
 
     h: int
 
@@ -78,7 +77,7 @@ class Periodic:
 
 @dataclass(frozen=True)
 class NoiseDriven:
-    """PAFT-Dyn (Algorithm 2): `h` is the first interval. Bounds that contradict each other raise ConfigError."""
+    """PAFT-Dyn (Algorithm 2): `h` is the first interval. Raises ConfigError for contradictory bounds."""
 
     h: int
     h_min: int
@@ -108,25 +107,25 @@ class NoiseDriven:
 
     def _interval(self, turn: Turn, measured: NoiseMeasurement | None) -> tuple[int, str]:
         if measured is not None and measured.nonfinite:
-            return self.h_min, f"no finite state on ranks {', '.join(map(str, measured.nonfinite))}: h_min"
+            return self.h_min, f"non-finite parameters on ranks {', '.join(map(str, measured.nonfinite))}: h_min"
         if measured is None or measured.sigma is None:
-            return turn.interval, "nothing could be learnt: as before"
+            return turn.interval, "nothing could be measured: interval unchanged"
         signal, noise = measured.signal, measured.noise
         if not (math.isfinite(signal) and math.isfinite(noise)):
-            return self.h_min, "the noise is not finite: h_min"
+            return self.h_min, "non-finite noise: h_min"
         if noise == 0:
             return self.h_max, "no noise: h_max"
         ratio = signal / noise
-        said = f"||g|| {signal:.3g} / sigma {noise:.3g} = {ratio:.3g}"
+        reason = f"||g|| {signal:.3g} / sigma {noise:.3g} = {ratio:.3g}"
         if ratio < self.h_min:
-            return self.h_min, f"{said}, clipped to h_min"
+            return self.h_min, f"{reason}, clipped to h_min"
         if ratio > self.h_max:
-            return self.h_max, f"{said}, clipped to h_max"
-        return math.floor(ratio), said
+            return self.h_max, f"{reason}, clipped to h_max"
+        return math.floor(ratio), reason
 
 
 def schedule_of(config: PaftConfig) -> SyncSchedule | None:
-    """The schedule that is asked for; None where nothing is averaged by one."""
+    """The configured schedule; None if nothing is averaged."""
     match config.mode:
         case "sync":
             return Periodic(config.h)

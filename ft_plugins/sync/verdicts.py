@@ -1,11 +1,10 @@
-"""Audits as they come: started behind the step, awaited at a fence, carried out, reported, remembered.
+"""Run audits: start them behind the step, await them at a fence, report them, and carry out their remedies.
 
-Invariant: what is done is what `audit.remedy` says, on all ranks of the job at the same iteration. Each set of replicas
-is spoken for once: by the first rank of those that are right, or by its first rank where nobody can be named.
+Invariant: what is done is what `audit.remedy` says, on all ranks of the job at the same iteration. One rank reports for
+each replica set: the first of the majority, or its first rank without a majority.
 
 In: an executor of audits. Out: repaired live tensors; `audit.failed` and `rank.suspected` events, at the end
-`suspect.listed`; what the last audit has found.
-"""
+`suspect.listed`; the outcome of the last audit."""
 
 from __future__ import annotations
 
@@ -16,24 +15,24 @@ from ..errors import DivergedError
 from ..events import Events, catalogue
 from .audit import REPEATED, Audit, Offences
 from .background import Background, BackgroundJob
-from .compare import Auditing, Found
+from .compare import Auditing, AuditOutcome
 
-SHOWN = 4  # buckets named in a line
+SHOWN = 4  # buckets named in a report
 
 
 class Verdicts:
-    """One rank's. Guards the audit that is under way."""
+    """Runs one rank's audits. Owns the audit in flight."""
 
     def __init__(self, rank: int, auditing: Auditing, background: Background, events: Events) -> None:
         self._rank, self._auditing, self._background, self._events = rank, auditing, background, events
-        self.under_way: BackgroundJob[Found] | None = None
-        self.last: Found | None = None
+        self.under_way: BackgroundJob[AuditOutcome] | None = None
+        self.last: AuditOutcome | None = None
         self.offences = Offences()
         self._agreed_at = 0
         self._tainted: int | None = None
 
     def begin(self, completed: int, state: Mapping[str, Any]) -> None:
-        """Go on after so many iterations, with what was known. An audit under way is of what is not gone on from."""
+        """Continue after `completed` iterations from `state`. Drops an audit in flight: its version is abandoned."""
         if self.under_way is not None:
             self.under_way.wait()
         self.under_way = self.last = self._tainted = None
@@ -41,15 +40,15 @@ class Verdicts:
         self.offences = Offences({int(rank): int(count) for rank, count in state.items()})
 
     def state(self) -> dict[str, int]:
-        """How often each rank was in a minority."""
+        """How often each rank was in a minority, for a restart."""
         return {str(rank): count for rank, count in self.offences.by_rank.items()}
 
     def start(self, iteration: int) -> None:
-        """Compare the replicas as they are after the update of `iteration`, behind what follows."""
+        """Start comparing the replicas as they are after the update of `iteration`."""
         self.under_way = self._background.start(lambda: self._auditing.compare(iteration))
 
-    def await_(self) -> Found:
-        """The fence. Reports; changes nothing."""
+    def await_(self) -> AuditOutcome:
+        """The fence: wait for the audit in flight and report it. Changes no tensor."""
         assert self.under_way is not None
         job, self.under_way = self.under_way, None
         self.last = job.wait()
@@ -57,15 +56,15 @@ class Verdicts:
             self._report(audit, job.waited)
         self.offences = self.offences.after(*self.last.audits)
         self._report_repeated(self.last.audits)
-        if self.last.certain:
+        if self.last.state_agreed:
             self._agreed_at = self.last.iteration
-        else:  # a version that one rank lacks is worth nothing to the others
+        else:  # a version that is void on one rank is useless to the others
             self._tainted = self._agreed_at
         return self.last
 
     def close(self) -> None:
-        """The orderly end: what is under way is reported, and who was wrong again and again. Of each such rank the
-        first of the other ranks that were compared with it speaks."""
+        """The orderly end: report the audit in flight and the ranks that were wrong repeatedly. The first rank that was
+        compared with a suspect reports it."""
         if self.under_way is not None:
             self.await_()
         for rank in self.offences.repeated():
@@ -76,25 +75,25 @@ class Verdicts:
                 self._events.emit(catalogue.SUSPECT_LISTED, rank=rank, count=count, reason=reason)
 
     def tainted(self) -> int | None:
-        """Once after any rank of the job was found wrong: the iteration of the audit before, in which the replicas
-        agreed; the same on all ranks."""
-        found, self._tainted = self._tainted, None
-        return found
+        """Once after any rank of the job was wrong: the iteration of the last audit at which the replicas agreed, the
+        same on all ranks; else None."""
+        since, self._tainted = self._tainted, None
+        return since
 
-    def settle(self, found: Found) -> None:
-        """Carry out what is to be done. Raises DivergedError, on all ranks, where the job is to go back."""
-        if found.rollback:
+    def settle(self, outcome: AuditOutcome) -> None:
+        """Carry out the remedies. Raises DivergedError, on all ranks, if the job must go back."""
+        if outcome.rollback:
             error = DivergedError(
-                f"rank {self._rank}: the replicas of iteration {found.iteration} differ, and are to be restored from a "
+                f"rank {self._rank}: the replicas of iteration {outcome.iteration} differ: the job goes back to a "
                 "snapshot in which they agreed (--paft-on-corruption rollback)"
             )
-            error.echo = not any(audit.state for audit in found.audits)
+            error.echo = not any(audit.state for audit in outcome.audits)
             raise error
-        self._auditing.settle(found)
-        self._agreed_at = found.iteration
+        self._auditing.settle(outcome)
+        self._agreed_at = outcome.iteration
 
     def _report(self, audit: Audit, waited: float) -> None:
-        if audit.agreed or audit.speaker != self._rank:
+        if audit.agreed or audit.reporter != self._rank:
             return
         wrong = sorted({rank for verdict in audit.verdicts for rank in verdict.wrong})
         more = len(audit.verdicts) - SHOWN
@@ -107,10 +106,10 @@ class Verdicts:
         )  # fmt: skip
 
     def _report_repeated(self, audits: Sequence[Audit]) -> None:
-        """Who was wrong again, once however many replica sets say so: by the first of their speakers."""
+        """Report ranks that were wrong again, each once: by the first reporter of its replica sets."""
         for rank in self.offences.repeated():
-            speakers = [audit.speaker for audit in audits if rank in audit.accused]
-            if speakers and min(speakers) == self._rank:
+            reporters = [audit.reporter for audit in audits if rank in audit.accused]
+            if reporters and min(reporters) == self._rank:
                 count = self.offences.by_rank[rank]
-                reason = f"rank {rank} was wrong at {count} audits ({REPEATED} are enough): let its device be drained"
+                reason = f"rank {rank} was wrong at {count} audits (suspected from {REPEATED} on): drain its device"
                 self._events.emit(catalogue.RANK_SUSPECTED, rank=rank, count=count, reason=reason)

@@ -77,7 +77,7 @@ class Baft:
         self._gate, self.copies = gate, copies
         self.drop_plan()
         self._links = dict(links or {})
-        self._sharing = copies.together(self._rank)
+        self._sharing = copies.linked_copies(self._rank)
 
     def release_gate(self) -> None:
         """Close the gate and use it no more: its memory may be unmapped."""

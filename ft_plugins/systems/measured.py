@@ -20,7 +20,7 @@ from ..bubbles.bubble_plan import BubblePlan
 from ..bubbles.clock import clock_of
 from ..bubbles.gate import Gate
 from ..bubbles.profile import Gathers, Profiler, Profiling, ProfilingPhase
-from ..bubbles.record import Recorder, Several
+from ..bubbles.record import EdgeFanout, Recorder
 from ..bubbles.timeline_values import shown
 from ..config import BaftConfig
 from ..events import Events, catalogue, say
@@ -49,7 +49,7 @@ class Measurement:
         device = next((tensor.device for tensor in host.tensors().values()), torch.device("cpu"))
         recorder = Recorder(host.rank, clock_of(device))
         self.baft = Baft(host.rank, config, events, pipelines(host.topology())) if config is not None else None
-        self.edges: Edges = recorder if self.baft is None else Several(self.baft, recorder)
+        self.edges: Edges = recorder if self.baft is None else EdgeFanout(self.baft, recorder)
         self._profiler = Profiler(
             host.rank, recorder, collective, settings, self._planned, self._agreed, self._ended, sender, self._traffic,
         )  # fmt: skip

@@ -10,9 +10,9 @@ at the fences.
 Invariant: every rank of the job does the same at the same iteration: the policy is pure, and its input was gathered
 over all ranks. An error here ends the rank: replicas that are treated differently are worse than none.
 
-In: a host with `Steps`. The running capture is sealed before each hook except iteration_begin, which gets a function
-for that. Out: changed tensors; events; `state`, from which a resumed job continues exactly, an averaging in flight
-included.
+In: a host with `ReplicaOperations`. The running capture is sealed before each hook except iteration_begin, which gets a
+function for that. Out: changed tensors; events; `state`, from which a resumed job continues exactly, an averaging in
+flight included.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from ..collective import Collective
 from ..config import PaftConfig
 from ..errors import DivergedError, UnsupportedError
 from ..events import Events, catalogue
-from ..model.host import Host, Steps
+from ..model.host import Host, ReplicaOperations
 from ..model.inventory import Inventory
 from ..snapshot.slots import Mark
-from ..sync.aggregate import Aggregate, require_enough, told
+from ..sync.aggregate import Aggregate, describe_cost, require_enough
 from ..sync.audit import OnCorruption, promise
 from ..sync.averager import Averaging
 from ..sync.background import Background
@@ -50,15 +50,15 @@ class Paft:
 
     def __init__(self, host: Host, config: PaftConfig, events: Events) -> None:
         """Plan, without communication. Raises ConfigError; UnsupportedError if PAFT is impossible or useless here."""
-        if not isinstance(host, Steps):
+        if not isinstance(host, ReplicaOperations):
             raise UnsupportedError(
                 f"{host.framework}: parameters cannot be changed between two updates here; drop --paft"
             )
         self._host: Host = host
-        self._steps: Steps = host
+        self._operations: ReplicaOperations = host
         self._config, self._events = config, events
         inventory, size = host.inventory(), config.bucket_mib << 20
-        items = inventory.items + (self._steps.copies().items if config.audits_every else ())
+        items = inventory.items + (self._operations.copies().items if config.audits_every else ())
         self._buckets = plan_buckets(Inventory.of(host.rank, items), size)
         averaging, replicas = config.mode != "audit", len(host.topology().replicas(host.rank))
         averaged = plan_buckets(inventory, size) if averaging else self._buckets  # copies are not averaged
@@ -66,13 +66,13 @@ class Paft:
         for members in averaged.by_set if averaging else ():
             require_enough(Aggregate(config.aggregate), len(members), config.trim)
         self._policy = PaftPolicy(schedule_of(config), config.mode == "sync", config.audits_every)
-        self._faults = FaultInjector(host, self._steps, events)
+        self._faults = FaultInjector(host, self._operations, events)
         self._turns: SyncTurns | None = None
         self._verdicts: Verdicts | None = None
         self._background: Background | None = None
         self._nonfinite_since: int | None = None  # the last iteration before some rank's parameters were non-finite
         if self._policy.schedule is not None:
-            self._steps.learning_rate()  # raises if it is unknown
+            self._operations.learning_rate()  # raises if it is unknown
 
     @property
     def diverges(self) -> bool:
@@ -84,34 +84,35 @@ class Paft:
         config, lines = self._config, [self._buckets.table()]
         if self._policy.schedule is not None:
             averaged = self._buckets.averaged(config.average_optimizer_state)
-            lines.append(told(Aggregate(config.aggregate), averaged))
-            if config.mode == "dyn" and not self._steps.recomputes:
+            lines.append(describe_cost(Aggregate(config.aggregate), averaged))
+            if config.mode == "dyn" and not self._operations.recomputes:
                 lines.append(
                     "averaging: a non-finite replica sends the job back to an earlier version: its gradients cannot be "
-                    f"computed again: {self._steps.why_not}"
+                    f"computed again: {self._operations.no_recompute_reason}"
                 )
         if config.audits_every:
             lines.append(promise(
                 config.audits_every, OnCorruption(config.on_corruption), config.audit_at == "forward",
-                self._steps.recomputes, self._buckets.fewest, self._buckets.copies, len(self._buckets.alone),
-                self._steps.clips_together,
+                self._operations.recomputes, self._buckets.fewest_replicas, self._buckets.has_copies,
+                len(self._buckets.unreplicated), self._operations.clips_together,
             ))  # fmt: skip
-            lines += [] if self._steps.recomputes else [f"gradients cannot be computed again: {self._steps.why_not}"]
+            if not self._operations.recomputes:
+                lines += [f"gradients cannot be computed again: {self._operations.no_recompute_reason}"]
         return "\n  ".join(lines)
 
     def connect(self, collective: Collective) -> None:
         """Create process groups and claim memory. Every rank of the job calls, after all of them were constructed."""
-        self._steps.keep_iterations()
+        self._operations.keep_iterations()
         own = msgpack.packb([list(members) for members in self._buckets.by_set])
         named = {tuple(members) for part in collective.gather(own) for members in msgpack.unpackb(part)}
         groups = {members: dist.new_group(list(members)) for members in sorted(named)}
-        live, copied = self._host.tensors, self._steps.copied
+        live, copies = self._host.tensors, self._operations.copy_tensors
         device = next((tensor.device for tensor in live().values()), torch.device("cpu"))
         links = Links(self._host.rank, groups, dist.new_group(), device)
         background = self._background = Background(device)
         if self._policy.audit_interval:
             on_corruption = OnCorruption(self._config.on_corruption)
-            auditing = Auditing(self._buckets, links, lambda: {**live(), **copied()}, on_corruption, self._steps)
+            auditing = Auditing(self._buckets, links, lambda: {**live(), **copies()}, on_corruption, self._operations)
             self._verdicts = Verdicts(self._host.rank, auditing, background, self._events)
         if self._policy.schedule is not None:
             config = self._config
@@ -133,7 +134,7 @@ class Paft:
         """Continue after `completed` iterations from the `state` of that version; None if it carries none."""
         if self._verdicts is not None:
             self._verdicts.begin(completed, {} if state is None else state["offences"])
-        if self._verdicts is not None and completed and self._policy.doing(completed, None).audit:
+        if self._verdicts is not None and completed and self._policy.actions(completed, None).audit:
             self._verdicts.start(completed)
         if self._turns is not None:
             self._turns.begin(completed, None if state is None else state["turns"])
@@ -141,9 +142,9 @@ class Paft:
     def label(self, step: int) -> Label:
         """What is known now of the replicas of version `step`."""
         last = None if self._verdicts is None else self._verdicts.last
-        differs = None if last is None or last.iteration != step else not last.certain
+        differs = None if last is None or last.iteration != step else not last.state_agreed
         turns = self._turns
-        return self._policy.label(step, turns.turn if turns else None, differs, turns is not None and turns.drifting)
+        return self._policy.label(step, turns.turn if turns else None, differs, turns is not None and turns.diverged)
 
     def mark(self, step: int) -> Mark:
         """The mark of version `step`. Its snapshot holds each replica whole if they may diverge, else parts of each."""
@@ -152,7 +153,7 @@ class Paft:
             return Mark.CERTIFIED
         if label.replicas is Replicas.IDENTICAL:
             return Mark.UNAUDITED
-        return Mark.DRIFTING if self.diverges else Mark.DIFFERING
+        return Mark.DIVERGED if self.diverges else Mark.DIFFERING
 
     def tainted(self) -> int | None:
         """The iteration after which snapshots must not be restored, because some replica was wrong or non-finite; None
@@ -182,30 +183,30 @@ class Paft:
 
     def before_update(self, step: int) -> None:
         """The fence of everything that runs in the background."""
-        self._settle(step, recompute=self._steps.recomputes)
+        self._settle(step, recompute=self._operations.recomputes)
         if self._turns is not None:
-            finished = self._turns.before(step, self._steps.learning_rate())
+            finished = self._turns.before(step, self._operations.learning_rate())
             if finished.applied:  # the update derives copies too, but may be skipped
-                self._steps.derive()
-            if finished.spoilt:
-                self._recompute_or_raise(step, finished.spoilt)
+                self._operations.derive()
+            if finished.nonfinite:
+                self._recompute_or_raise(step, finished.nonfinite)
         self._faults.before_update(step)
 
     def after_update(self, step: int) -> None:
         """The parameters of this iteration are final: start to compare and average them."""
         self._faults.after_update(step)
         turns = self._turns
-        waits = turns is not None and self._policy.doing(step, turns.turn).waits
+        waits = turns is not None and self._policy.actions(step, turns.turn).waits
         if turns is not None and not waits:
             turns.measure(step)  # first: the version point waits for it, but not for an audit
-        if self._verdicts is not None and self._policy.doing(step, None).audit:
+        if self._verdicts is not None and self._policy.actions(step, None).audit:
             self._verdicts.start(step)
         if turns is None:
             return
         if waits:
             self._settle(step, recompute=False)
         if turns.after(step):
-            self._steps.derive()
+            self._operations.derive()
 
     def shutdown(self) -> None:
         """The orderly end: report the last verdict; change nothing. Idempotent."""
@@ -219,15 +220,15 @@ class Paft:
     def _recompute_or_raise(self, step: int, nonfinite: tuple[int, ...]) -> None:
         """Recompute iteration `step`: its gradients came from non-finite parameters on the ranks `nonfinite`. Raises
         DivergedError, on all ranks, if that is impossible: the update would spread them to all ranks."""
-        if self._steps.recomputes:
-            self._steps.recompute(step)
+        if self._operations.recomputes:
+            self._operations.recompute(step)
             return
         self._nonfinite_since = step - 2
         own, ranks = self._host.rank, ", ".join(map(str, nonfinite))
         error = DivergedError(
             f"rank {own}: after iteration {step - 1} parameters of ranks {ranks} were non-finite, and the gradients "
-            f"made from them cannot be computed again ({self._steps.why_not}): the job goes back to an earlier "
-            "version; if it repeats, look at these ranks' devices and at the loss"
+            f"made from them cannot be computed again ({self._operations.no_recompute_reason}): the job goes back to "
+            "an earlier version; if it repeats, look at these ranks' devices and at the loss"
         )
         error.echo = own != nonfinite[0]
         raise error
@@ -242,8 +243,8 @@ class Paft:
             if self._turns is not None:
                 self._turns.fence()
             self._verdicts.settle(verdict)
-            self._steps.derive()
+            self._operations.derive()
         if self._turns is not None:
-            self._turns.equal(changed=not verdict.certain)
+            self._turns.replicas_agreed(changed=not verdict.state_agreed)
         if recompute and not verdict.agreed:
-            self._steps.recompute(step)
+            self._operations.recompute(step)

@@ -95,7 +95,7 @@ class Reft:
             names = self._host.names()
             if names and names.get("problem"):
                 self._reports.not_exportable(names["problem"])
-            index.keep(self._run_dir, self.plan.index(names))
+            index.stage(self._run_dir, self.plan.index(names))
         faults.reach("attach.before")
         with Client(self._run_dir) as client:
             path = client.attach(
@@ -155,7 +155,7 @@ class Reft:
         waited = self._capture.wait() if self._capture else 0.0
         self._reports.record_wait(step, waited)
         if self._capture is not None:
-            self._capture.ask_behind()
+            self._capture.run_after_update()
         return waited
 
     def wait_for_capture(self) -> None:

@@ -26,8 +26,8 @@ from ..recovery.resize.previous_job import PreviousJob
 from ..recovery.resize.previous_size import ResizePlan
 from ..recovery.resize.refill import refill
 from ..redundancy import neighbour
-from ..redundancy.exchange_plan import unprotected
-from ..snapshot.double import told, with_parity
+from ..redundancy.exchange_plan import why_unprotected
+from ..snapshot.double import replica_shares, with_parity
 from ..snapshot.layout import Layout
 from ..snapshot.manifest import Manifest
 from ..snapshot.segment import Segment
@@ -107,10 +107,10 @@ class ReftNodes:
 
     def _impossible(self, topology: Topology, nodes: Sequence[str], losses: int) -> str:
         """Why that many losses cannot be survived if `nodes[rank]` is the node of each rank; '' if they can."""
-        reason = neighbour.unplaced(nodes, neighbour.pipelines(topology)) if self._copied else ""
+        reason = neighbour.why_unplaced(nodes, neighbour.pipelines(topology)) if self._copied else ""
         if reason or not self._encoded:
             return reason
-        return unprotected(nodes, tuple(topology.sharding_groups().values()), losses)
+        return why_unprotected(nodes, tuple(topology.sharding_groups().values()), losses)
 
     def of_job(self, shape: Shape, layout: Layout) -> SeenNodes:
         """The nodes of the job, of which there may be one: it may have been a spare while the job went on elsewhere.
@@ -128,7 +128,7 @@ class ReftNodes:
             error.echo = self._host.rank != 0
             raise error
         config = self._tier_config(self._job.secret_file)
-        return JobNodes(self._collective, self._nodes, self._groups, shape, told(layout), config)
+        return JobNodes(self._collective, self._nodes, self._groups, shape, replica_shares(layout), config)
 
     def _tier_config(self, secret_file: str) -> NodeTierConfig:
         stages = neighbour.pipelines(self._host.topology()) if self._copied else ()

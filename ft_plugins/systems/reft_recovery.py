@@ -24,7 +24,7 @@ from ..recovery.nodes import JobNodes, SeenNodes
 from ..recovery.recovery_plan import RecoveryPlan, choose_source
 from ..recovery.restore import agree_on_version, load_tensors
 from ..recovery.storage import StorageTier
-from ..redundancy.neighbour import BothPlan, CopyPlan, NeighbourPlan
+from ..redundancy.neighbour import CopyAndParityPlan, CopyPlan, NeighbourPlan
 from ..smp.client import Client
 from ..snapshot import codec, manifest
 from ..snapshot.capture import Capture
@@ -129,6 +129,7 @@ class ReftRecovery:
             say(protection_table(nodes, claimed), who="")
         exchange = nodes.exchange
         copies = exchange.neighbours if isinstance(exchange, CopyPlan) else None
-        if isinstance(exchange, BothPlan):
-            return ExchangeRole(copies, nodes.links, len(exchange.copy_holders(rank)), exchange.sent_beside(rank))
+        if isinstance(exchange, CopyAndParityPlan):
+            holders = len(exchange.small_state_holders(rank))
+            return ExchangeRole(copies, nodes.links, holders, exchange.parity_sent_bytes(rank))
         return ExchangeRole(copies, nodes.links)

@@ -1,1 +1,1 @@
-"""What tests, benchmarks and the quickstart share: fork server, emulated nodes, failure stories, golden comparison."""
+"""Shared by tests, benchmarks and the quickstart: fork server, emulated nodes, failure stories, golden comparison."""

@@ -1,7 +1,7 @@
-"""Runs of the DeepSpeed example, for exactness: golden ones, and protected ones that are killed.
+"""Describe runs of the DeepSpeed example for exactness tests: golden, and protected and killed.
 
-Invariant: a golden run is not protected at all; it and the killed one have the same DeepSpeed configuration but for the
-block `ft_plugins`, and the flags of the fork server are those that ft-run reads from that block.
+Invariant: a golden run is not protected. It and the killed run share the DeepSpeed configuration except the block
+`ft_plugins`. The fork server gets the flags that ft-run would read from that block.
 
 In: a `DeepSpeedConfiguration`. Out: `JobSpec`s for the fork server, prefixes of their digests and loss logs.
 """
@@ -27,18 +27,18 @@ _MODEL = ("--layers", "2", "--hidden", "32", "--sequence", "16")
 
 @dataclass(frozen=True)
 class DeepSpeedConfiguration:
-    """Precision, ZeRO stage and parallel sizes of a job of `ranks`; `pp` 0 is an engine without pipeline."""
+    """Precision, ZeRO stage and parallel sizes of a job of `ranks`. `pp` 0: an engine without pipeline."""
 
     ranks: int
     stage: int
     bf16: bool = True
-    accumulate: str = ""  # dtype of gradient accumulation, where not DeepSpeed's choice
+    accumulate: str = ""  # dtype of gradient accumulation; '': DeepSpeed's default
     pp: int = 0
     tp: int = 1
     axes: str = "pipe-data-model"
     clipping: float = 1.0
     batch: int = 0  # global; 0: one that the ranks divide
-    checked: bool = False  # bf16 with ZeRO: an update whose gradients overflow is skipped
+    checked: bool = False  # bf16 with ZeRO: skip an update whose gradients overflow
 
     def __str__(self) -> str:
         words = ["bf16" if self.bf16 else "fp32", f"zero{self.stage}", f"pp{self.pp}" if self.pp else "plain"]
@@ -48,8 +48,8 @@ class DeepSpeedConfiguration:
         return "-".join([*words, f"{self.ranks}ranks"])
 
     def json(self) -> dict[str, Any]:
-        """DeepSpeed's configuration, without ours."""
-        found: dict[str, Any] = {
+        """DeepSpeed's configuration without the block of ft_plugins."""
+        config: dict[str, Any] = {
             "train_batch_size": self.batch or (8 if 8 % self.ranks == 0 else 4 * self.ranks),
             "train_micro_batch_size_per_gpu": 1 if self.ranks == 4 and not self.pp else 2,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1, "torch_adam": True}},
@@ -59,7 +59,7 @@ class DeepSpeedConfiguration:
             "zero_optimization": {"stage": self.stage, "stage3_param_persistence_threshold": 100},
             "steps_per_print": 1000,
         }
-        return found | ({"data_types": {"grad_accum_dtype": self.accumulate}} if self.accumulate else {})
+        return config | ({"data_types": {"grad_accum_dtype": self.accumulate}} if self.accumulate else {})
 
     def argv(self) -> list[str]:
         """The example's flags."""
@@ -69,7 +69,7 @@ class DeepSpeedConfiguration:
 
 @dataclass(frozen=True)
 class DeepSpeedRun:
-    """A run in `folder`, which takes its configuration, digests and loss log. `block` is `ft_plugins`; {}: none."""
+    """A run in `folder`, where its configuration, digests and loss log go. `block`: of ft_plugins; {}: none."""
 
     name: str
     folder: Path
@@ -78,7 +78,7 @@ class DeepSpeedRun:
     seed: int = 1234
     iterations: int = ITERATIONS
     script: str = f"{EXAMPLE}:main"
-    words: tuple[str, ...] = ()  # for a script that takes more than the example does
+    words: tuple[str, ...] = ()  # further arguments of `script`
 
     @property
     def digests(self) -> Path:
@@ -101,7 +101,7 @@ class DeepSpeedRun:
         words = [*self.configuration.argv(), "--seed", str(self.seed), "--iterations", str(self.iterations)]
         words += ["--deepspeed_config", str(written)]
         words += ["--state-digest", str(self.digests), "--loss-log", str(self.loss_log), *self.words]
-        known = {
+        fields_of_run = {
             "entry": self.script,
             "argv": tuple(words),
             "name": self.name,
@@ -110,4 +110,4 @@ class DeepSpeedRun:
             "flags": tuple(Config.from_json(self.block).flags()),
             "environment": {"OMP_NUM_THREADS": "1"},
         }
-        return JobSpec(**{**known, **fields})  # type: ignore[arg-type]
+        return JobSpec(**{**fields_of_run, **fields})  # type: ignore[arg-type]

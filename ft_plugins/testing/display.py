@@ -1,6 +1,6 @@
-"""Shows driven jobs while they run: a bar each in a terminal, plain lines elsewhere.
+"""Show driven jobs while they run: one bar per job in a terminal, plain lines elsewhere.
 
-In: `Progress` of a job, again and again. Out: what a person sees.
+In: successive `Progress` of a job. Out: terminal output.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ class Display(Protocol):
     """Shows one job after the other."""
 
     def begin(self, name: str, iterations: int) -> None:
-        """A job called `name` starts."""
+        """Start to show the job `name`."""
         ...
 
     def show(self, progress: Progress) -> None:
-        """How far it is."""
+        """Update the progress of the job."""
         ...
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Print a permanent line."""
         ...
 
     def close(self) -> None:
-        """No more jobs."""
+        """Stop; there are no more jobs."""
         ...
 
 
 def display_on(console: Console, ranks: int) -> Display:
-    """Bars in a terminal, lines where the output is a file or a pipe."""
+    """Bars in a terminal, lines if the output is a file or a pipe."""
     return TerminalDisplay(console, ranks) if console.is_terminal else LineDisplay(console, ranks)
 
 
@@ -51,7 +51,7 @@ def _loss(progress: Progress) -> str:
 
 
 class TerminalDisplay:
-    """A bar for each job, redrawn a few times a second."""
+    """One bar per job, redrawn a few times a second."""
 
     def __init__(self, console: Console, ranks: int) -> None:
         self._ranks = ranks
@@ -87,7 +87,7 @@ class TerminalDisplay:
 
 
 class LineDisplay:
-    """A line at each change of phase, and at every tenth of the iterations."""
+    """One line at each change of phase and at every tenth of the iterations."""
 
     def __init__(self, console: Console, ranks: int) -> None:
         self._console, self._ranks = console, ranks

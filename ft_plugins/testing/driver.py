@@ -1,12 +1,12 @@
-"""One job under `ft-run`, driven from outside: started, followed through what it writes, struck, ended, cleaned up.
+"""Drive one job under `ft-run` from outside: start it, follow it through its files, kill parts of it, clean up.
 
     one node     ft-run as on a workstation
-    several      an ft-run each, with names and loopback addresses of their own, which authenticate each other by a
-                 secret in a file of mode 0600; a node that is killed is gone with its memory, a fresh one takes over
+    several      one ft-run per node, each with its own name and loopback address; they authenticate each other by a
+                 secret in a file of mode 0600. A killed node loses its memory, and a fresh node replaces it
 
-Invariant: nothing of a driven job outlives its `release`: ft-run, trainers, SMP, segments and run directory are gone,
-however the job ended; every wait is bounded. The driver takes no part in the job: it reads its files, sends signals and
-notes in the events of the job when it did.
+Invariant: nothing of a driven job outlives `release`, however the job ended: ft-run, trainers, SMP, segments and run
+directory are gone. Every wait is bounded. The driver only reads the job's files, sends signals and records each signal
+in the job's events.
 
 In: a command for ft-run. Out: `Progress` while it runs; events and losses.
 """
@@ -28,17 +28,17 @@ import psutil
 
 from ..errors import FtError
 from ..events import Event, catalogue
-from ..report.comparison import NOTICED, Loss, read_losses
+from ..report.comparison import DETECTION_EVENTS, Loss, read_losses
 from .driven import DrivenNode, GrowingLines
 
 NODE = "node0"
 _NETWORK = "127.77.1"  # of the loopback device: every machine has it, and no privilege is needed
-_HOSTS = 8  # addresses that the nodes of a job and their substitutes may have
+_HOSTS = 8  # maximum number of nodes of a job, substitutes included
 _DEVICE = "lo"
 
 
 class DriveError(FtError):
-    """The driven job ended otherwise than it should have, or stands still."""
+    """The driven job failed or makes no progress."""
 
 
 class DrivePhase(str, Enum):
@@ -54,7 +54,7 @@ class DrivePhase(str, Enum):
 
 @dataclass(frozen=True)
 class Progress:
-    """A job at a moment. `attached` counts the ranks of the running incarnation that hold their snapshot memory."""
+    """The state of a job at one moment. `attached`: ranks of this incarnation that hold their snapshot memory."""
 
     phase: DrivePhase
     iteration: int
@@ -63,14 +63,16 @@ class Progress:
     seconds: float  # since the start
 
 
-class Drive:
-    """A job that is run in `folder`. Use as a context manager: leaving it releases everything."""
+class DrivenJob:
+    """A job that runs in `folder`. Use as a context manager: leaving it releases everything."""
 
     def __init__(
         self, job: str, arguments: Sequence[str], folder: Path, loss_log: Path, iterations: int, nodes: int = 1
     ) -> None:
-        """Start `ft-run <arguments>`, on each of `nodes`; its output goes to `folder`/output.log, of several nodes to
-        `folder`/<node>/output.log. `loss_log` must not exist yet."""
+        """Start `ft-run <arguments>` on each of `nodes`. `loss_log` must not exist yet.
+
+        Output goes to `folder`/output.log, or with several nodes to `folder`/<node>/output.log.
+        """
         self.job, self.folder, self.loss_log, self.iterations = job, folder, loss_log, iterations
         self.began = time.time()
         self.ended = self.began
@@ -78,7 +80,7 @@ class Drive:
         self._losses = GrowingLines(loss_log)
         self._progress = Progress(DrivePhase.STARTING, 0, None, 0, 0.0)
         self._moved = time.monotonic()
-        self._nodes: list[DrivenNode] = []  # also those that are gone
+        self._nodes: list[DrivenNode] = []  # lost ones included
         self._count = nodes
         self._endpoint = ""
         self._secret = folder / "secret"
@@ -94,7 +96,7 @@ class Drive:
             self.release()
             raise
 
-    def __enter__(self) -> Drive:
+    def __enter__(self) -> DrivenJob:
         return self
 
     def __exit__(
@@ -104,26 +106,26 @@ class Drive:
 
     @property
     def log(self) -> Path:
-        """The output of the first node, or of the one that has failed."""
+        """The output of the failed node, else of the first one."""
         failed = [node for node in self._alive if node.status]
         return (failed or self._alive)[0].log
 
     @property
     def run_dir(self) -> Path:
-        """Of the first node."""
+        """The run directory of the first node."""
         return self._nodes[0].run_dir
 
     def follow(self, seconds: float, patience: float) -> Progress:
-        """Look at the job once more, after `seconds` or as soon as it has ended.
+        """Read the job's files again after `seconds`, or as soon as the job has ended.
 
-        Raises DriveError when it ended with an error, or wrote nothing new for `patience` seconds.
+        Raises DriveError if the job failed or wrote nothing new for `patience` seconds.
         """
         next((node for node in self._alive if node.status is None), self._alive[0]).wait(seconds)
         statuses = [node.status for node in self._alive]
         before = self._progress
         phase, iteration, loss = before.phase, before.iteration, before.loss
-        events = [entry for node in self._alive for entry in node.look()]
-        if any(entry["name"] in NOTICED for entry in events):
+        events = [entry for node in self._alive for entry in node.new_events()]
+        if any(entry["name"] in DETECTION_EVENTS for entry in events):
             phase = DrivePhase.RESTARTING
         losses = self._losses.new()
         for entry in losses:
@@ -145,34 +147,36 @@ class Drive:
                 f"ft-run ended with status {status} in iteration {iteration + 1}, expected 0; see {node.log}"
             )
         if not ended and time.monotonic() - self._moved > patience:
-            raise DriveError(f"the job stands still in {phase.value} for {patience:.0f} s; see {self.log}")
+            raise DriveError(f"no progress in {phase.value} for {patience:.0f} s; see {self.log}")
         return self._progress
 
     def kill(self, rank: int) -> int:
-        """SIGKILL the process of `rank`, and note so in the job's events right before. Returns its pid.
+        """Record the signal in the job's events, then SIGKILL the process of `rank`. Returns its pid.
 
-        Raises DriveError when that rank is not running.
+        Raises DriveError if that rank is not running.
         """
         node = next((node for node in self._alive if rank in node.trainers), self._alive[0])
         pid = node.trainers.get(rank, 0)
         try:
             trainer = psutil.Process(pid)
             if node.pid not in {parent.pid for parent in trainer.parents()}:
-                raise DriveError(f"rank {rank} should be process {pid}, but that is none of this job's")
-            node.note(
+                raise DriveError(f"rank {rank} should be process {pid}, but that process is not part of this job")
+            node.emit(
                 catalogue.SIGNAL_SENT, rank=rank, signal="SIGKILL", iteration=self._progress.iteration, killed_pid=pid
             )
-            trainer.kill()  # checks that the number was not given to another process meanwhile
+            trainer.kill()  # checks that the pid was not reused
         except psutil.NoSuchProcess as error:
-            raise DriveError(f"rank {rank} cannot be killed: it is not running (pid {pid})") from error
+            raise DriveError(f"cannot kill rank {rank}: it is not running (pid {pid})") from error
         return pid
 
     def kill_node(self) -> tuple[str, str]:
-        """Lose the last node with all of its processes and memory, note so in the events of the first, and start a
-        fresh one in its place. Returns the names of both."""
+        """Destroy the last node with all its processes and memory, and start a fresh one. Returns the names of both.
+
+        The signal is recorded in the events of the first node.
+        """
         lost = self._alive[-1]
         ranks = sorted(lost.trainers)
-        self._alive[0].note(
+        self._alive[0].emit(
             catalogue.SIGNAL_SENT, lost=lost.name, ranks=ranks, signal="SIGKILL", iteration=self._progress.iteration,
             killed_pid=lost.pid,
         )  # fmt: skip
@@ -180,7 +184,7 @@ class Drive:
         return lost.name, self._start_node().name
 
     def events(self) -> tuple[Event, ...]:
-        """All events of the job so far, of all its nodes, in the order in which they were written."""
+        """All events of all nodes so far, in the order in which they were written."""
         return tuple(sorted((e for node in self._nodes for e in node.events()), key=lambda event: event.time))
 
     def losses(self) -> tuple[Loss, ...]:
@@ -194,16 +198,16 @@ class Drive:
     def release(self) -> None:
         """End ft-run, trainers and SMP, free the snapshot memory, keep the events in `folder`. Idempotent, bounded."""
         self._secret.unlink(missing_ok=True)
-        with ExitStack() as nodes:  # each of them, whatever goes wrong with another
+        with ExitStack() as releases:  # releases every node even if one fails
             for node in self._alive:
-                nodes.callback(node.release)
+                releases.callback(node.release)
 
     @property
     def _alive(self) -> list[DrivenNode]:
         return [node for node in self._nodes if not node.lost]
 
     def _start_node(self) -> DrivenNode:
-        """One more node of a job on several, or a substitute, with the next address."""
+        """Start one more node, or a substitute, of a job on several nodes. It gets the next address."""
         number = len(self._nodes)
         if number >= _HOSTS:
             raise DriveError(f"a driven job has at most {_HOSTS} nodes, substitutes included")
@@ -219,15 +223,15 @@ class Drive:
 
 
 def _endpoint() -> str:
-    """Where nodes meet: any of them that lives will do."""
-    with socket.socket() as found:
-        found.bind((f"{_NETWORK}.1", 0))
-        port = found.getsockname()[1]
+    """The rendezvous endpoint: all addresses, so that any live node will do."""
+    with socket.socket() as probe:
+        probe.bind((f"{_NETWORK}.1", 0))
+        port = probe.getsockname()[1]
     return ",".join(f"{_NETWORK}.{host + 1}:{port}" for host in range(_HOSTS))
 
 
 def _write_secret(path: Path) -> None:
-    """By which the nodes authenticate each other: readable by this user only."""
+    """Write the secret by which the nodes authenticate each other, readable by this user only."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

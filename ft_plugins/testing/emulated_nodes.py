@@ -1,9 +1,9 @@
-"""Emulated nodes on one machine: each with its own agent, SMP, workers and, where it can be made, network namespace.
+"""Emulated nodes on one machine, each with its own agent, SMP, workers and, if permitted, network namespace.
 
-Invariant: a node is destroyed whole: agent, workers and SMP by SIGKILL, its shared memory and run directory wiped, its
-link gone first if it is to go silent. Nothing of a network outlives its context, also after a failure.
+Invariant: a destroyed node leaves nothing: agent, workers and SMP get SIGKILL, shared memory and run directory are
+removed. Nothing of a network outlives its context, also after a failure.
 
-In: names of nodes. Out: addresses, `JobSpec` fields, and the ways in which a node is lost.
+In: host numbers. Out: addresses, `JobSpec` fields, and the ways to lose a node.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def _ip(*words: str) -> None:
 
 @dataclass(frozen=True)
 class EmulatedHost:
-    """Where a node is in the network: namespace ('' for this one), address and device."""
+    """The place of a node in the network: namespace ('' for this one), address and device."""
 
     namespace: str
     address: str
     device: str
 
     def fields(self) -> dict[str, object]:
-        """The fields of a `JobSpec` that follow from it."""
+        """The fields of a `JobSpec` on this host."""
         return {
             "address": self.address,
             "namespace": self.namespace,
@@ -46,28 +46,30 @@ class EmulatedHost:
         }
 
     def cut(self) -> None:
-        """Take the link down: silence, without a reset of any connection."""
+        """Take the link down: the node goes silent, and no connection is reset."""
         _ip("netns", "exec", self.namespace, "ip", "link", "set", self.device, "down")
 
-    def mend(self) -> None:
-        """Bring the link back."""
+    def reconnect(self) -> None:
+        """Bring the link up again."""
         _ip("netns", "exec", self.namespace, "ip", "link", "set", self.device, "up")
 
     def throttle(self, mbit: float, burst: int = 1 << 20, queue_ms: int = 100) -> None:
-        """Let no more than `mbit` megabits per second leave the node, but for `burst` bytes after a silence; what would
-        wait for more than `queue_ms` is dropped. What waits when it is called again is dropped too."""
+        """Limit what leaves the node to `mbit` megabits per second, after a burst of `burst` bytes.
+
+        Packets that would wait longer than `queue_ms` are dropped, as are packets queued when this is called again.
+        """
         tc, limit = f"netns exec {self.namespace} tc qdisc", f"burst {burst}b latency {queue_ms}ms"
-        with suppress(subprocess.CalledProcessError):  # there is none yet
-            # not changed in its place: one packet that waits and is longer than the new burst would block it for ever
+        with suppress(subprocess.CalledProcessError):  # the first call finds no qdisc
+            # Replaced, not changed: a queued packet longer than the new burst would block the queue for ever.
             _ip(*f"{tc} del dev {self.device} root".split())
         _ip(*f"{tc} add dev {self.device} root tbf rate {round(1000 * mbit)}kbit {limit}".split())
 
 
 @contextmanager
 def network(hosts: Sequence[int]) -> Iterator[list[EmulatedHost]]:
-    """A bridge with one namespace a node; `hosts[i]` is the last number of the i-th address.
+    """A bridge with one namespace per node; `hosts[i]` is the last byte of the i-th address.
 
-    Without the right to make namespaces: loopback addresses of this one, which cannot be cut.
+    Without permission to create namespaces: loopback addresses, which cannot be cut.
     """
     stem = f"ft{os.getpid() % 100000}"
     bridge = f"{stem}b"
@@ -79,7 +81,7 @@ def network(hosts: Sequence[int]) -> Iterator[list[EmulatedHost]]:
     names = [f"{stem}n{host}" for host in hosts]
     try:
         _ip("link", "set", bridge, "up")
-        places = []
+        emulated = []
         for host, name in zip(hosts, names, strict=True):
             outer, inner = f"{stem}o{host}", f"{stem}i{host}"
             _ip("netns", "add", name)
@@ -88,8 +90,8 @@ def network(hosts: Sequence[int]) -> Iterator[list[EmulatedHost]]:
             _ip("-n", name, "addr", "add", f"{_SUBNET}.{host}/24", "dev", inner)
             _ip("-n", name, "link", "set", inner, "up")
             _ip("-n", name, "link", "set", "lo", "up")
-            places.append(EmulatedHost(name, f"{_SUBNET}.{host}", inner))
-        yield places
+            emulated.append(EmulatedHost(name, f"{_SUBNET}.{host}", inner))
+        yield emulated
     finally:
         for name in names:
             with suppress(subprocess.CalledProcessError):
@@ -99,20 +101,20 @@ def network(hosts: Sequence[int]) -> Iterator[list[EmulatedHost]]:
 
 
 def destroy(job: RunningJob) -> None:
-    """Lose the node with all of its processes and memory."""
+    """Lose the node with all its processes and memory."""
     job.kill()
     job.wait(_GONE_SECONDS)
     run_dir = job.spec.run_dir
-    left = liveness.kill_and_wait(liveness.holder(run_dir / "smp.lock"), _GONE_SECONDS)
-    if left:
-        raise TimeoutError(f"the SMP with pid {left[0]} was not gone {_GONE_SECONDS:.0f} s after SIGKILL")
+    alive = liveness.kill_and_wait(liveness.holder(run_dir / "smp.lock"), _GONE_SECONDS)
+    if alive:
+        raise TimeoutError(f"the SMP with pid {alive[0]} was still alive {_GONE_SECONDS:.0f} s after SIGKILL")
     paths.remove(job.spec.name, job.spec.node)
-    if run_dir.exists():  # not yet, when it is lost in the first moments
+    if run_dir.exists():  # a node may be lost before it has made one
         shutil.rmtree(run_dir)
 
 
 def freeze(job: RunningJob) -> None:
-    """Stop every process of the node: it goes silent with all connections open. `destroy` still works."""
+    """Stop every process of the node: it goes silent with its connections open. `destroy` still works."""
     smp = [pid for pid, _ in liveness.holder(job.spec.run_dir / "smp.lock")]
     pids = [*smp, *_descendants(job.pid), job.pid]
     for pid in pids:
@@ -121,8 +123,8 @@ def freeze(job: RunningJob) -> None:
 
 
 def _descendants(pid: int) -> list[int]:
-    found = []
+    descendants = []
     with suppress(FileNotFoundError):
         for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-            found += [int(child), *_descendants(int(child))]
-    return found
+            descendants += [int(child), *_descendants(int(child))]
+    return descendants

@@ -1,9 +1,9 @@
-"""A job whose state shows its version: every tensor is filled with its iteration number, on every rank.
+"""A job whose state shows its version: every tensor on every rank is filled with the iteration number. Torch only.
 
-Invariant: after `iteration_end(k)` each element of each tensor is k. So whatever a recovery hands back is either one
-complete version or visibly torn. Used by scenarios about 'old or new, never torn'; no framework, torch only.
+Invariant: after `iteration_end(k)` each element of each tensor is k, so restored state is either one complete version
+or visibly torn.
 
-In: flags. Out: `--journal` lines of JSON: what was restored, which iterations were run.
+In: flags. Out: JSON lines in `--journal`: what was restored and which iterations ran.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def check(tensors: Mapping[str, torch.Tensor], iteration: int) -> list[str]:
 
 
 def slots_of(run_dir: Path, rank: int) -> list[str]:
-    """States of the rank's slots as the incarnation before has left them; empty where there is no segment yet."""
+    """States of the rank's slots as the previous incarnation left them; empty without a segment."""
     with Client(run_dir) as client:
         segments = client.status()["segments"]
     return [slot["state"] for segment in segments if segment["rank"] == rank for slot in segment["slots"]]
 
 
 def write(journal: Path, entry: Mapping[str, Any]) -> None:
-    """Append one line."""
+    """Append one line to the journal."""
     fd = os.open(journal, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:
         os.write(fd, (json.dumps(entry) + "\n").encode())
@@ -47,24 +47,24 @@ def write(journal: Path, entry: Mapping[str, Any]) -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Run until `--iterations`."""
+    """Run one rank up to `--iterations`."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--iterations", type=int, required=True)
-    parser.add_argument("--mib", type=int, default=256, help="bytes of state per rank")
+    parser.add_argument("--mib", type=int, default=256, help="MiB of state per rank")
     parser.add_argument("--tensors", type=int, default=37)
     parser.add_argument("--replicated", action="store_true", help="all ranks hold the same tensors")
-    parser.add_argument("--drift", type=int, nargs=2, default=(-1, 0), help="rank whose replica differs, from when on")
+    parser.add_argument("--drift", type=int, nargs=2, default=(-1, 0), help="rank that diverges, and from when on")
     parser.add_argument("--journal", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=0.0, help="compute of an iteration, emulated by sleeping")
+    parser.add_argument("--seconds", type=float, default=0.0, help="compute time of an iteration, emulated by sleeping")
     options = parser.parse_args(argv)
     context = launch_context()
     if context.world_size > 1:
         dist.init_process_group("gloo")
     count = (options.mib << 20) // 4 // options.tensors
-    # uneven sizes, so that tensors straddle buckets and shares
+    # Uneven sizes make tensors straddle buckets and shares.
     tensors = {f"layer{i:03d}": torch.zeros(count + 13 * i - 6 * options.tensors) for i in range(options.tensors)}
     counters = {"completed": 0}
-    found = slots_of(context.run_dir, context.rank) if context.run_dir else []
+    slots = slots_of(context.run_dir, context.rank) if context.run_dir else []
     host = PlainHost(
         tensors,
         rank=context.rank,
@@ -84,7 +84,7 @@ def main(argv: list[str]) -> None:
             "torn": check(tensors, done),
             "rank": context.rank,
             "restart": context.restart,
-            "found": found,
+            "found": slots,
         },
     )
     for step in range(done + 1, options.iterations + 1):

@@ -1,7 +1,7 @@
-"""Starts real jobs in half a second: a parent with the framework imported forks an elastic agent, which forks ranks.
+"""Start real jobs in half a second: a parent with the framework imported forks an elastic agent, which forks ranks.
 
-Invariant: everything but the imports is as with ft-run: the launcher's own `launch`, agent and watcher, real restarts,
-real processes and signals. Jobs end with the server, ranks with their agent (PR_SET_PDEATHSIG), whatever ends first.
+Invariant: everything but the imports is as under ft-run: the launcher's own `launch`, agent and watcher, real restarts,
+real processes and signals. Jobs end with the server and ranks with their agent (PR_SET_PDEATHSIG).
 
 In: a `JobSpec`. Out: a `RunningJob` with the agent's pid, its log and, when it has ended, its `outcome`.
 """
@@ -37,35 +37,35 @@ from ..config import Config, run_directory
 from ..events import Event, read
 from ..smp import protocol
 
-_FORK_SECONDS = 60.0  # for the ranks of one incarnation to be forked
-_LOOK_SECONDS = 0.002
+_FORK_SECONDS = 60.0  # to fork all ranks of one incarnation
+_POLL_SECONDS = 0.002
 _CLONE_NEWNET = 0x40000000
-_STACK = signal.SIGUSR1  # makes an agent or a rank write the stack of its main thread into the job's log
-_STACK_SECONDS = 0.3  # for that to be written, while the process goes on
+_STACK = signal.SIGUSR1  # makes an agent or a rank write the stack of its main thread to the job's log
+_STACK_SECONDS = 0.3  # to write a stack; the process continues
 _STACK_LINES = 12  # of a stack
 
 
 @dataclass(frozen=True)
 class JobSpec:
-    """A job as it would be given to ft-run. `entry` is 'module:function' or 'file.py:function', called with `argv`."""
+    """A job as given to ft-run. `entry` is 'module:function' or 'file.py:function', called with `argv`."""
 
     entry: str
     argv: tuple[str, ...]
     name: str
-    folder: str  # for logs and outcome; the run directory lies under it
+    folder: str  # of logs and outcome
     nproc: int = 1
     flags: tuple[str, ...] = ()  # --ftp-*, --reft*
     node: str = "node0"
-    runtime: str = ""  # where run directories are, `folder` unless given: paths of sockets must be short
+    runtime: str = ""  # parent of run directories, default `folder`; socket paths must be short
     nnodes: int = 1
-    min_nodes: int = 0  # with which the job can go on; 0: all of them
+    min_nodes: int = 0  # the job continues with this many; 0: all of them
     endpoint: str = "localhost:0"
-    max_restarts: int | None = None  # None: as long as there is progress
+    max_restarts: int | None = None  # None: as long as the job makes progress
     environment: dict[str, str] = field(default_factory=dict)
     address: str = "localhost"  # of this node
-    rendezvous: str = "ft_plugins"  # back-end, as of ft-run with a system on
-    rendezvous_conf: dict[str, Any] = field(default_factory=dict)  # as of --rdzv-conf
-    namespace: str = ""  # network namespace that it runs in; '' for the one of the server
+    rendezvous: str = "ft_plugins"  # back-end; the default is that of ft-run with a system switched on
+    rendezvous_conf: dict[str, Any] = field(default_factory=dict)  # --rdzv-conf
+    namespace: str = ""  # network namespace; '': the server's
 
     @property
     def run_dir(self) -> Path:
@@ -74,7 +74,7 @@ class JobSpec:
 
 
 class RunningJob:
-    """A job that was started: its agent is `pid`, the process that ft-run would be."""
+    """A started job. `pid` is its agent, the process that stands for ft-run."""
 
     def __init__(self, spec: JobSpec, pid: int) -> None:
         self.spec = spec
@@ -83,17 +83,17 @@ class RunningJob:
         self._pidfd = os.pidfd_open(pid)
 
     def wait(self, seconds: float) -> dict[str, Any]:
-        """The outcome (status, reason, restarts, traceback), {'status': 'killed'} if it was. Raises TimeoutError, which
-        leaves it running."""
-        poller = select.poll()
-        poller.register(self._pidfd, select.POLLIN)
-        if not poller.poll(seconds * 1000):
+        """The outcome (status, reason, restarts), or {'status': 'killed'}.
+
+        Raises TimeoutError with the stacks of the job, and leaves it running.
+        """
+        if not self._has_ended_within(seconds):
             raise TimeoutError(f"{self.spec.name} had not ended after {seconds:.0f} s:\n{self.stacks()}")
         outcome = _outcome(self.spec)
         return json.loads(outcome.read_text()) if outcome.exists() else {"status": "killed"}
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        """Send a signal to the agent; nothing if it has ended."""
+        """Send a signal to the agent, unless it has ended."""
         try:
             signal.pidfd_send_signal(self._pidfd, number)
         except ProcessLookupError:
@@ -105,12 +105,12 @@ class RunningJob:
         with contextlib.suppress(psutil.NoSuchProcess):
             agent = psutil.Process(self.pid)
             for process in (agent, *agent.children(recursive=True)):
-                with contextlib.suppress(psutil.NoSuchProcess, OSError):  # it has ended meanwhile
+                with contextlib.suppress(psutil.NoSuchProcess, OSError):  # it has just ended
                     parts.append(self._stack(process))
         return "\n".join(filter(None, parts))
 
     def _stack(self, process: psutil.Process) -> str:
-        """The innermost calls of a process; '' for one that has no handler for `_STACK`, which would end it."""
+        """The innermost calls of a process; '' if it has no handler for `_STACK`, which would end it."""
         if not _catches(process.pid, _STACK):
             return ""
         before = len(self.log.read_bytes())
@@ -121,13 +121,16 @@ class RunningJob:
 
     @property
     def ended(self) -> bool:
-        """Whether the agent has."""
+        """Whether the agent has ended."""
+        return self._has_ended_within(0)
+
+    def _has_ended_within(self, seconds: float) -> bool:
         poller = select.poll()
         poller.register(self._pidfd, select.POLLIN)
-        return bool(poller.poll(0))
+        return bool(poller.poll(seconds * 1000))
 
     def events(self, name: str = "") -> list[Event]:
-        """What was reported until now, of one name or all."""
+        """The events so far, all or those of one name."""
         return [event for event in read(self.spec.run_dir / "events.jsonl") if not name or event.name == name]
 
     def tail(self, lines: int = 40) -> str:
@@ -137,10 +140,10 @@ class RunningJob:
 
 
 class ForkServer:
-    """The parent of jobs, a process of its own. Use as a context manager."""
+    """A separate process that forks jobs. Use as a context manager."""
 
     def __init__(self, preload: Sequence[str]) -> None:
-        """`preload`: modules or files to import before anything is forked, in order; 'module:function' is called."""
+        """`preload`: modules or files to import before the first fork, in order; a 'module:function' is called."""
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "ft_plugins.testing.forkserver", str(theirs.fileno()), *preload]
         self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
@@ -160,14 +163,14 @@ class ForkServer:
         self._process.wait(30)
 
     def start(self, spec: JobSpec) -> RunningJob:
-        """Fork a job; its first ranks are being started when this returns."""
+        """Fork a job. Returns while its first ranks are starting."""
         Path(spec.folder).mkdir(parents=True, exist_ok=True)
         _outcome(spec).unlink(missing_ok=True)
         self._jobs.append(RunningJob(spec, int(self._ask({"do": "start", "spec": asdict(spec)})["pid"])))
         return self._jobs[-1]
 
     def end_jobs(self, seconds: float) -> None:
-        """Kill the agents of all jobs that have not ended, so that none of them starts anything any more."""
+        """Kill the agents of all running jobs, so that none of them starts another process."""
         jobs, self._jobs = self._jobs, []
         for job in jobs:
             job.kill()
@@ -178,7 +181,7 @@ class ForkServer:
         protocol.send(self._connection, message)
         reply = protocol.receive(self._connection)
         if reply is None:
-            raise RuntimeError("the fork server has ended; its traceback stands above")
+            raise RuntimeError("the fork server has ended; its traceback is above")
         return reply
 
 
@@ -192,53 +195,55 @@ def _outcome(spec: JobSpec) -> Path:
 
 def load(entry: str) -> Any:
     """The module or file `entry`, or the function after its colon. A file is imported once, under its stem."""
-    place, _, function = entry.partition(":")
-    if place.endswith(".py"):
-        name = Path(place).stem
+    source, _, function = entry.partition(":")
+    if source.endswith(".py"):
+        name = Path(source).stem
         if name not in sys.modules:
-            sys.path.insert(0, str(Path(place).resolve().parent))  # as when it is run as a script
-            found = importlib.util.spec_from_file_location(name, place)
-            if found is None or found.loader is None:
-                raise ImportError(f"{place} cannot be imported")
-            sys.modules[name] = importlib.util.module_from_spec(found)
-            found.loader.exec_module(sys.modules[name])
+            sys.path.insert(0, str(Path(source).resolve().parent))  # as when it runs as a script
+            spec = importlib.util.spec_from_file_location(name, source)
+            if spec is None or spec.loader is None:
+                raise ImportError(f"{source} cannot be imported")
+            sys.modules[name] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(sys.modules[name])
         module = sys.modules[name]
     else:
-        module = importlib.import_module(place)
+        module = importlib.import_module(source)
     return getattr(module, function) if function else module
 
 
-def _together(entry: Callable[..., Any], nproc: int) -> Callable[..., Any]:
-    """`entry` in ranks that begin once the last one of an incarnation has been forked.
+def _when_all_are_forked(entry: Callable[..., Any], nproc: int) -> Callable[..., Any]:
+    """`entry`, delayed in each rank until the last rank of the incarnation has been forked.
 
-    A rank that connects to the agent's store has a thread of the agent look up a name; a rank forked in that moment
-    inherits the resolver's lock of the C library, which is never released there, and hangs in its own first lookup.
+    When a rank connects to the agent's store, a thread of the agent looks up a name. A rank forked at that moment
+    inherits the locked resolver lock of the C library and hangs in its own first lookup.
     """
-    begun = memoryview(mmap.mmap(-1, 4 * nproc)).cast("i")  # by local rank: the incarnation that has begun, from 1
+    begun = memoryview(mmap.mmap(-1, 4 * nproc)).cast("i")  # by local rank: its incarnation, from 1
 
     @functools.wraps(entry)
     def run(*args: Any) -> Any:
         incarnation = int(os.environ["TORCHELASTIC_RESTART_COUNT"]) + 1
         begun[int(os.environ["LOCAL_RANK"])] = incarnation
         deadline = time.monotonic() + _FORK_SECONDS
-        while any(seen < incarnation for seen in begun):
+        while any(other < incarnation for other in begun):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"not all ranks were forked within {_FORK_SECONDS:.0f} s: {begun.tolist()}")
-            time.sleep(_LOOK_SECONDS)
+                raise TimeoutError(
+                    f"not all ranks were forked within {_FORK_SECONDS:.0f} s; incarnations by rank: {begun.tolist()}"
+                )
+            time.sleep(_POLL_SECONDS)
         return entry(*args)
 
     return run
 
 
 def _host_of_store(spec: JobSpec) -> dict[str, str]:
-    """For c10d: whether this node serves the store. It finds that out by names, which do not resolve in a namespace."""
+    """For c10d: whether this node serves the store. c10d decides by host name, which a namespace cannot resolve."""
     if spec.rendezvous != "c10d" or not spec.namespace:
         return {}
     return {"is_host": str(int(spec.endpoint.rpartition(":")[0] == spec.address))}
 
 
 def _run(spec: JobSpec) -> dict[str, Any]:
-    """What ft-run does with a command line, for a spec."""
+    """Do for a spec what ft-run does for a command line."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
@@ -247,7 +252,7 @@ def _run(spec: JobSpec) -> dict[str, Any]:
 
     config, rest = Config.from_flags(spec.flags)
     if rest:
-        raise ValueError(f"{spec.name}: {rest} are no flags of ft_plugins")
+        raise ValueError(f"{spec.name}: {rest} are not flags of ft_plugins")
     launch_config = LaunchConfig(
         min_nodes=spec.min_nodes or spec.nnodes,
         max_nodes=spec.nnodes,
@@ -262,14 +267,14 @@ def _run(spec: JobSpec) -> dict[str, Any]:
         logs_specs=DefaultLogsSpecs(),
         local_addr=spec.address,
     )
-    entry = _together(load(spec.entry), spec.nproc)
+    entry = _when_all_are_forked(load(spec.entry), spec.nproc)
     job = Job(config, spec.name, spec.node, spec.run_dir) if config.systems else None
     outcome = launch(launch_config, entry, (list(spec.argv),), job=job, bounded=spec.max_restarts is not None)
     return {"status": outcome.status, "reason": outcome.reason, "restarts": outcome.restarts}
 
 
 def _catches(pid: int, number: int) -> bool:
-    """Whether a process has a handler for a signal. Raises OSError for one that has ended."""
+    """Whether a process has a handler for a signal. Raises OSError if the process has ended."""
     status = Path(f"/proc/{pid}/status").read_text()
     caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
     return bool(int(caught, 16) >> (number - 1) & 1)
@@ -277,13 +282,13 @@ def _catches(pid: int, number: int) -> bool:
 
 def enter(namespace: str) -> None:
     """Join a network namespace, as `ip netns exec` would."""
-    with open(f"/run/netns/{namespace}") as found:
-        if ctypes.CDLL(None, use_errno=True).setns(found.fileno(), _CLONE_NEWNET) != 0:
-            raise OSError(ctypes.get_errno(), f"the network namespace {namespace} cannot be entered")
+    with open(f"/run/netns/{namespace}") as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {namespace}")
 
 
 def _job(spec: JobSpec) -> None:
-    """The forked process that stands where ft-run would."""
+    """Run a job in the forked process that stands for ft-run."""
     from ..launcher.worker import bind_to_agent
 
     bind_to_agent(os.getppid())
@@ -308,13 +313,13 @@ def _job(spec: JobSpec) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Serve the connection whose descriptor is the first argument until it is closed."""
+    """Serve the connection whose descriptor is the first argument, until it is closed."""
     connection = socket.socket(fileno=int(argv[0]))
     for entry in argv[1:]:
-        found = load(entry)
+        loaded = load(entry)
         if ":" in entry:
-            found()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # jobs are reaped by the kernel; their end is seen by pidfd
+            loaded()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps jobs; a pidfd shows their end
     while (request := protocol.receive(connection)) is not None:
         if request["do"] == "ready":
             protocol.send(connection, {"ok": True})

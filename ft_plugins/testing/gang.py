@@ -1,10 +1,10 @@
-"""Ranks for one function: forked from a process that has imported everything, joined by gloo, gone when it returns.
+"""Run one function on gloo ranks forked from a process that has already imported everything.
 
-Invariant: no rank outlives the call or its caller (PR_SET_PDEATHSIG), whatever ends first; the first rank that fails
-ends the others, which would wait for it. The caller has run nothing parallel in torch before: threads are not forked.
+Invariant: no rank outlives the call or its caller (PR_SET_PDEATHSIG). The first rank that fails ends the others, which
+would wait for it. The caller must not have run anything parallel in torch before: threads do not survive a fork.
 
-In: a function of rank and world size, its arguments, and where ranks stand in the network. Out: what each returned, by
-rank; an error with a rank's traceback and the end of what the ranks have printed, which else is not shown.
+In: a function of rank and world size, its arguments, and the host of each rank. Out: the results by rank, or an error
+with a rank's traceback and the end of the ranks' output, which is not shown otherwise.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ SECONDS = 300.0
 COLLECTIVE_SECONDS = 60.0
 END_SECONDS = 10.0
 TAIL = 20  # lines
-HERE = EmulatedHost("", "127.0.0.1", "lo")
+LOCALHOST = EmulatedHost("", "127.0.0.1", "lo")
 
 
 class RankError(RuntimeError):
-    """A rank of a gang has failed."""
+    """A rank of a gang failed."""
 
 
 def gang(
     function: Callable[..., Any],
     world: int,
     *args: Any,
-    places: Sequence[EmulatedHost] | None = None,
+    hosts: Sequence[EmulatedHost] | None = None,
     seconds: float = SECONDS,
 ) -> list[Any]:
-    """Run `function(rank, world, *args)` on `world` gloo ranks; what they returned, by rank.
+    """Run `function(rank, world, *args)` on `world` gloo ranks and return the results by rank.
 
-    `places`: where each rank stands, one for each; None: all on the loopback device. Raises RankError where a rank
-    fails or ends without an answer, TimeoutError where not all have answered within `seconds`.
+    `hosts`: one per rank; None: all on the loopback device. Raises RankError if a rank fails or ends without a result,
+    TimeoutError if a result is missing after `seconds`.
     """
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="ftg-", dir="/tmp") as folder:
@@ -57,32 +57,32 @@ def gang(
         log.touch()
         pipes: list[Connection] = []
         processes = []
-        for rank, place in enumerate(places or [HERE] * world):
+        for rank, host in enumerate(hosts or [LOCALHOST] * world):
             ours, theirs = context.Pipe(duplex=False)
-            arguments = (function, rank, world, place, str(store), str(log), os.getpid(), theirs, args)
+            arguments = (function, rank, world, host, str(store), str(log), os.getpid(), theirs, args)
             process = context.Process(target=_rank, args=arguments, daemon=True)
             process.start()
             theirs.close()
             pipes.append(ours)
             processes.append(process)
-        found: dict[int, Any] = {}
+        results: dict[int, Any] = {}
         try:
-            _collect(pipes, found, seconds, log)
+            _collect(pipes, results, seconds, log)
         finally:
             for process in processes:
-                process.join(END_SECONDS if len(found) == world else 0)
+                process.join(END_SECONDS if len(results) == world else 0)
                 process.kill()
                 process.join()
             for pipe in pipes:
                 pipe.close()
-        return [found[rank] for rank in range(world)]
+        return [results[rank] for rank in range(world)]
 
 
-def _collect(pipes: Sequence[Connection], found: dict[int, Any], seconds: float, log: Path) -> None:
-    """All answers, into `found`."""
+def _collect(pipes: Sequence[Connection], results: dict[int, Any], seconds: float, log: Path) -> None:
+    """Receive all results into `results`."""
     deadline = time.monotonic() + seconds
-    while len(found) < len(pipes):
-        missing = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in found}
+    while len(results) < len(pipes):
+        missing = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in results}
         ready = wait(list(missing), max(0.0, deadline - time.monotonic()))
         if not ready:
             ranks = ", ".join(map(str, missing.values()))
@@ -91,12 +91,12 @@ def _collect(pipes: Sequence[Connection], found: dict[int, Any], seconds: float,
             assert isinstance(pipe, Connection)
             rank = missing[pipe]
             try:
-                verdict, answer = pipe.recv()
+                status, answer = pipe.recv()
             except EOFError:
                 raise RankError(f"rank {rank} ended without an answer:\n{_tail(log)}") from None
-            if verdict != "done":
+            if status != "done":
                 raise RankError(f"rank {rank}:\n{answer}\n{_tail(log)}")
-            found[rank] = answer
+            results[rank] = answer
 
 
 def _tail(log: Path) -> str:
@@ -104,19 +104,19 @@ def _tail(log: Path) -> str:
 
 
 def _rank(
-    function: Callable[..., Any], rank: int, world: int, place: EmulatedHost, store: str, log: str, parent: int,
+    function: Callable[..., Any], rank: int, world: int, host: EmulatedHost, store: str, log: str, parent: int,
     reply: Connection, args: Any,
 ) -> None:  # fmt: skip
-    """The life of a rank."""
+    """Run one rank, then exit."""
     try:
         bind_to_agent(parent)
         descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
         for target in (1, 2):
             os.dup2(descriptor, target)
-        sys.stdout = sys.stderr = os.fdopen(descriptor, "w", buffering=1)  # by line: the last one counts
-        if place.namespace:
-            enter(place.namespace)
-        os.environ["GLOO_SOCKET_IFNAME"] = place.device
+        sys.stdout = sys.stderr = os.fdopen(descriptor, "w", buffering=1)  # line by line: the last line matters
+        if host.namespace:
+            enter(host.namespace)
+        os.environ["GLOO_SOCKET_IFNAME"] = host.device
         torch.set_num_threads(1)
         dist.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=world,
@@ -127,4 +127,4 @@ def _rank(
         reply.send(("done", answer))
     except BaseException:
         reply.send(("failed", traceback.format_exc()))
-    os._exit(0)  # nothing of the caller's is cleaned up by a copy of it
+    os._exit(0)  # skips the caller's exit handlers

@@ -1,8 +1,8 @@
-"""Golden comparison: two runs are the same when every item, every small value and every logged loss of every rank is.
+"""Compare a run with its golden run: every state item, every small value and every logged loss of every rank.
 
-Invariant: no tolerance anywhere; floats are compared as hexadecimal text, tensors by digest, names and shapes as well.
+Invariant: there is no tolerance. Floats are compared as hexadecimal text, tensors by digest, name and shape.
 
-In: the files that `--state-digest` wrote and the loss logs. Out: what differs, in words; nothing for identical runs.
+In: the files that `--state-digest` wrote and the loss logs. Out: the differences in words; none for identical runs.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any, Protocol
 SHOWN = 12
 
 
-class Described(Protocol):
-    """A run of an example: where the description of its final state and its losses are."""
+class ComparableRun(Protocol):
+    """A run of an example: the files that describe its final state and its losses."""
 
     @property
     def digests(self) -> Path: ...
@@ -26,15 +26,15 @@ class Described(Protocol):
 
 
 def state_differences(left: Path, right: Path, ranks: int) -> list[str]:
-    """Where the final states of two runs differ. `left` and `right` are the prefixes given to `--state-digest`."""
-    found: list[str] = []
+    """The differences between two final states. `left` and `right` are the prefixes given to `--state-digest`."""
+    differences: list[str] = []
     for rank in range(ranks):
         ours, theirs = (json.loads(Path(f"{prefix}{rank:05d}.json").read_text()) for prefix in (left, right))
-        found += [f"rank {rank}: {difference}" for difference in differing("", ours, theirs)]
-    return found
+        differences += [f"rank {rank}: {difference}" for difference in tree_differences("", ours, theirs)]
+    return differences
 
 
-def differing(place: str, left: Any, right: Any) -> Iterator[str]:
+def tree_differences(place: str, left: Any, right: Any) -> Iterator[str]:
     """Each place in which two trees of plain values differ."""
     if isinstance(left, Mapping) and isinstance(right, Mapping):
         for key in sorted(left.keys() | right.keys()):
@@ -42,36 +42,38 @@ def differing(place: str, left: Any, right: Any) -> Iterator[str]:
             if key not in left or key not in right:
                 yield f"{inner}: only in the {'second' if key not in left else 'first'}"
             else:
-                yield from differing(inner, left[key], right[key])
+                yield from tree_differences(inner, left[key], right[key])
     elif isinstance(left, list) and isinstance(right, list) and len(left) == len(right):
         for index, (ours, theirs) in enumerate(zip(left, right, strict=True)):
-            yield from differing(f"{place}[{index}]", ours, theirs)
+            yield from tree_differences(f"{place}[{index}]", ours, theirs)
     elif left != right:
         yield f"{place}: {left!r} != {right!r}"
 
 
 def losses(log: Path) -> dict[int, dict[str, Any]]:
-    """The last line of each iteration in a loss log: the numbers that count, without time and incarnation."""
-    found: dict[int, dict[str, Any]] = {}
+    """The last line of each iteration in a loss log, without time and incarnation."""
+    by_iteration: dict[int, dict[str, Any]] = {}
     for line in log.read_text().splitlines():
         entry = json.loads(line)
-        found[entry["iteration"]] = {key: value for key, value in entry.items() if key not in ("time", "restart")}
-    return found
+        numbers = {key: value for key, value in entry.items() if key not in ("time", "restart")}
+        by_iteration[entry["iteration"]] = numbers
+    return by_iteration
 
 
 def loss_differences(left: Path, right: Path) -> list[str]:
-    """Where the loss sequences of two runs differ."""
+    """The differences between the loss sequences of two runs."""
     ours, theirs = ({str(key): value for key, value in losses(log).items()} for log in (left, right))
-    return list(differing("iteration", ours, theirs))
+    return list(tree_differences("iteration", ours, theirs))
 
 
-def explain(found: list[str]) -> str:
-    """The first differences, and how many there are."""
-    return "\n".join([f"{len(found)} differences", *found[:SHOWN]])
+def explain(differences: list[str]) -> str:
+    """The number of differences and the first few of them."""
+    return "\n".join([f"{len(differences)} differences", *differences[:SHOWN]])
 
 
-def assert_identical(run: Described, golden: Described, ranks: int) -> None:
-    """Raises AssertionError naming the first differences between the final states and loss sequences of two runs."""
-    found = state_differences(run.digests, golden.digests, ranks) + loss_differences(run.loss_log, golden.loss_log)
-    if found:
-        raise AssertionError(explain(found))
+def assert_identical(run: ComparableRun, golden: ComparableRun, ranks: int) -> None:
+    """Raises AssertionError with the first differences if the final states or loss sequences of two runs differ."""
+    differences = state_differences(run.digests, golden.digests, ranks)
+    differences += loss_differences(run.loss_log, golden.loss_log)
+    if differences:
+        raise AssertionError(explain(differences))

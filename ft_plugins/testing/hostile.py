@@ -1,6 +1,6 @@
-"""What damage and strangers make of bytes and of plain values: the same for the tests of every boundary.
+"""Damaged and hostile bytes and plain values, shared by the tests of every boundary.
 
-In: content, a source of randomness. Out: the same content damaged.
+In: content and a source of randomness. Out: the same content, damaged.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 
 
 def nested(depth: int) -> list[Any]:
-    """Lists in each other."""
-    found: list[Any] = []
+    """An empty list inside `depth` lists."""
+    lists: list[Any] = []
     for _ in range(depth):
-        found = [found]
-    return found
+        lists = [lists]
+    return lists
 
 
 VALUES: list[Any] = [
@@ -30,7 +30,7 @@ TEXTS = [
 
 
 def damaged(content: bytes, random: Random) -> bytes:
-    """`content` cut short, with bits flipped, a part replaced, or something else in its place."""
+    """`content` cut short, with bits flipped, with a part replaced, or something else instead."""
     at = random.randrange(len(content) + 1)
     match random.randrange(4):
         case 0:
@@ -39,27 +39,27 @@ def damaged(content: bytes, random: Random) -> bytes:
             return random.choice(TEXTS)
         case 2:
             return content[:at] + random.choice(TEXTS) + content[at + random.randrange(20) :]
-    found = bytearray(content)
-    for _ in range(random.randrange(1, 5) if found else 0):
-        found[random.randrange(len(found))] ^= 1 << random.randrange(8)
-    return bytes(found)
+    flipped = bytearray(content)
+    for _ in range(random.randrange(1, 5) if flipped else 0):
+        flipped[random.randrange(len(flipped))] ^= 1 << random.randrange(8)
+    return bytes(flipped)
 
 
 def altered(value: Any, random: Random) -> Any:
-    """A copy of plain values in which one place is missing, or holds something else, or there is one more."""
-    found = copy.deepcopy(value)
-    places = list(_places(found))
+    """A copy of plain values with one entry removed, replaced or added."""
+    result = copy.deepcopy(value)
+    places = list(_places(result))
     if not places:
         return random.choice(VALUES)
-    whole, key = random.choice(places)
+    container, key = random.choice(places)
     match random.randrange(4):
         case 0:
-            del whole[key]
-        case 1 if isinstance(whole, dict):
-            whole["unknown"] = random.choice(VALUES)
+            del container[key]
+        case 1 if isinstance(container, dict):
+            container["unknown"] = random.choice(VALUES)
         case _:
-            whole[key] = copy.deepcopy(random.choice(VALUES))
-    return found
+            container[key] = copy.deepcopy(random.choice(VALUES))
+    return result
 
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:

@@ -1,9 +1,9 @@
-"""Read what jobs have written about themselves, wait for it, and bring jobs to a known state.
+"""Read the files of jobs, wait for entries, and bring jobs to a known state.
 
 Invariant: nothing depends on speed. Every wait is for an event or for the end of a process and has a time limit.
 
 In: files of JSON lines that other processes append to; a fork server and specs. Out: entries and jobs; a TimeoutError
-that shows the last state, an AssertionError where a job did something else.
+that shows the last state, an AssertionError if a job did something else.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ from ..snapshot import paths
 from .forkserver import ForkServer, JobSpec, RunningJob
 
 BOUND = 90  # seconds
-_LOOK_SECONDS = 0.005
+_POLL_SECONDS = 0.005
 
 Entry = dict[str, Any]
 
 
 def entries(path: Path) -> list[Entry]:
-    """The complete lines of `path`, none where there is no file yet; of events those of recent routine ones as well, by
-    time."""
-    found, recent = _lines(path), _lines(recent_of(path))
-    return sorted([*recent, *found], key=lambda entry: float(entry["time"])) if recent else found
+    """The complete lines of `path`, none if the file does not exist. Recent routine events are merged in by time."""
+    lines, recent = _lines(path), _lines(recent_of(path))
+    return sorted([*recent, *lines], key=lambda entry: float(entry["time"])) if recent else lines
 
 
 def _lines(path: Path) -> list[Entry]:
@@ -44,19 +43,19 @@ def _lines(path: Path) -> list[Entry]:
 
 
 def wait_for(path: Path, condition: Callable[[list[Entry]], bool], seconds: float) -> list[Entry]:
-    """The entries once `condition` holds of them. Raises TimeoutError after `seconds`."""
-    found: list[Entry] = []
+    """Wait until `condition` holds for the entries, and return them. Raises TimeoutError after `seconds`."""
+    current: list[Entry] = []
 
     def holds() -> bool:
-        found[:] = entries(path)
-        return condition(found)
+        current[:] = entries(path)
+        return condition(current)
 
-    wait_until(holds, seconds, lambda: f"{path.name}: last entries: {found[-5:]}")
-    return found
+    wait_until(holds, seconds, lambda: f"{path.name}: last entries: {current[-5:]}")
+    return current
 
 
 def wait_until_stopped(pid: int, seconds: float) -> None:
-    """Wait until the kernel says that `pid` is stopped by a signal. Raises TimeoutError after `seconds`."""
+    """Wait until process `pid` is stopped by a signal. Raises TimeoutError after `seconds`."""
 
     def state() -> str:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
@@ -64,51 +63,50 @@ def wait_until_stopped(pid: int, seconds: float) -> None:
     wait_until(lambda: state() == "T", seconds, lambda: f"process {pid} is in state {state()}")
 
 
-def wait_until(holds: Callable[[], bool], seconds: float, found: Callable[[], str]) -> None:
-    """Wait until `holds`. Raises TimeoutError after `seconds`, with what was `found` instead."""
+def wait_until(holds: Callable[[], bool], seconds: float, state: Callable[[], str]) -> None:
+    """Wait until `holds()`. Raises TimeoutError with the present `state()` after `seconds`."""
     deadline = time.monotonic() + seconds
     while not holds():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"not within {seconds:.0f} s; {found()}")
-        time.sleep(_LOOK_SECONDS)
+            raise TimeoutError(f"not within {seconds:.0f} s; {state()}")
+        time.sleep(_POLL_SECONDS)
 
 
 def run_to_end(server: ForkServer, spec: JobSpec, restarts: int = 0, seconds: float = 240) -> RunningJob:
-    """Run a job to its regular end, after exactly that many restarts."""
+    """Run a job until it succeeds, after exactly `restarts` restarts."""
     job = server.start(spec)
     outcome = job.wait(seconds)
     assert (outcome["status"], outcome["restarts"]) == ("succeeded", restarts), (outcome, job.tail())
     return job
 
 
-def captured(found: list[Entry], iteration: int, ranks: int) -> bool:
-    """Whether the events say that at least `ranks` ranks have captured `iteration`."""
-    return (
-        len([e for e in found if e["name"] == catalogue.SNAPSHOT_SEALED.name and e["iteration"] == iteration]) >= ranks
-    )
+def captured(events: list[Entry], iteration: int, ranks: int) -> bool:
+    """Whether at least `ranks` ranks have captured `iteration`, by their events."""
+    sealed = [e for e in events if e["name"] == catalogue.SNAPSHOT_SEALED.name and e["iteration"] == iteration]
+    return len(sealed) >= ranks
 
 
 def stop_after(server: ForkServer, spec: JobSpec, iteration: int, seconds: float = BOUND) -> RunningJob:
     """Start a job and stop its ranks in the update after `iteration`, once every rank has captured that version."""
     faults = f"update.begin@iteration={iteration + 1}:stop"
     job = server.start(replace(spec, flags=(*spec.flags, "--ftp-faults", faults)))
-    wait_for(spec.run_dir / "events.jsonl", lambda found: captured(found, iteration, spec.nproc), seconds)
+    wait_for(spec.run_dir / "events.jsonl", lambda events: captured(events, iteration, spec.nproc), seconds)
     return job
 
 
 def write_checkpoints(server: ForkServer, spec: JobSpec, *iterations: int, seconds: float = BOUND) -> None:
-    """Run the job to each of `iterations` in turn, write a checkpoint there and kill its ft-run; the memory stays."""
+    """For each of `iterations`: run the job up to it, write a checkpoint and kill its ft-run. The memory stays."""
     for iteration in iterations:
         job = stop_after(server, spec, iteration, seconds)
         with Client(spec.run_dir) as client:
-            found = client.checkpoint("request", seconds)
-        assert (found["state"], found["iteration"]) == ("done", iteration), found
+            reply = client.checkpoint("request", seconds)
+        assert (reply["state"], reply["iteration"]) == ("done", iteration), reply
         job.kill()
         assert job.wait(seconds) == {"status": "killed"}
 
 
 def lose_memory(spec: JobSpec, seconds: float = BOUND) -> None:
-    """Kill the SMP and remove its segments, as if the machine had been switched off."""
+    """Kill the SMP and remove its segments, as if the machine had lost power."""
     with Client(spec.run_dir) as client:
         pid = client.status()["pid"]
     descriptor = os.pidfd_open(pid)
@@ -117,5 +115,5 @@ def lose_memory(spec: JobSpec, seconds: float = BOUND) -> None:
     poller.register(descriptor, select.POLLIN)
     assert poller.poll(1000 * seconds)
     os.close(descriptor)
-    parity = paths.vault_of(spec.name, spec.node).exists()
+    parity = paths.parity_path_of(spec.name, spec.node).exists()
     assert paths.remove(spec.name, spec.node) == spec.nproc + parity

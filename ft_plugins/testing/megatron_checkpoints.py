@@ -1,14 +1,14 @@
-"""Compare two checkpoints that Megatron saved, entry by entry and bit for bit.
+"""Compare two checkpoints saved by Megatron, entry by entry and bit for bit.
 
-Invariant: there is no tolerance, and what is not compared is counted and said: arguments that describe a process's
-start, and the padding between the parameters of a bucket in Megatron's default format (`dp_reshardable`), which is
-uninitialised memory. Padding is where a shard does not begin at Megatron's alignment; it is believed only if what
-remains is exactly as large as the model.
+Invariant: there is no tolerance, and everything left out is reported: arguments that describe how a process was
+started, and the padding between the parameters of a bucket in Megatron's default format (`dp_reshardable`), which is
+uninitialised memory. A shard that does not begin at Megatron's alignment is padding; this is accepted only if the rest
+is exactly as large as the model.
 
-Reading unpickles: only for checkpoints that the caller's own runs wrote. Megatron need not be the version that wrote
-them, nor be installed: objects of its classes are read as class name, arguments and state.
+Reading unpickles, so use it only for checkpoints of your own runs. Megatron may be another version than the writer's,
+or not installed: objects of its classes are read as class name, arguments and state.
 
-In: folders of one iteration, of format `torch` or `torch_dist`. Out: a `Comparison`.
+In: folders of one iteration, of format `torch` or `torch_dist`. Out: a `CheckpointComparison`.
 """
 
 from __future__ import annotations
@@ -34,34 +34,34 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from ..errors import FtError
 
-_ALIGNMENT = 64  # elements: at a multiple of it each parameter begins in a buffer of Megatron's distributed optimizer
+_ALIGNMENT = 64  # elements; each parameter begins at a multiple in a buffer of Megatron's distributed optimizer
 _OF_OPTIMIZER = re.compile(r"(?:^|\.)optimizer\.")
 _BUCKET = re.compile(r"(?:^|\.)optimizer\.distributed\.dp_group_idx_\d+\.gbuf_idx_.*\.bucket_idx_\d+\.(\w+)$")
-_COMMON = "common_state/shard_0_1"  # the object that took the place of common.pt with megatron-core 0.19
-_OF_THE_START = re.compile(r"/args/(?:save|load|iteration|num_floating_point_operations_so_far)$")
+_COMMON = "common_state/shard_0_1"  # the object that replaced common.pt in megatron-core 0.19
+_START_ARGUMENTS = re.compile(r"/args/(?:save|load|iteration|num_floating_point_operations_so_far)$")
 _SHOWN = 200  # characters of a value in a message
 
 
-class SavedError(FtError):
-    """A checkpoint is not what this comparison knows."""
+class CheckpointFormatError(FtError):
+    """A checkpoint has a format that this comparison does not know."""
 
 
 @dataclass(frozen=True)
-class Saved:
-    """A checkpoint as nested plain values and tensors. `padding`: by entry, true where an element holds nothing."""
+class LoadedCheckpoint:
+    """A checkpoint as nested plain values and tensors. `padding`: by entry, true for elements of padding."""
 
     state: Mapping[str, Any]
     padding: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """What was compared, what was not, and each entry that differs."""
+class CheckpointComparison:
+    """What was compared, what was left out, and each entry that differs."""
 
-    tensors: Mapping[str, int]  # elements by entry, the masked ones included
-    values: tuple[str, ...]  # entries that are no tensors
+    tensors: Mapping[str, int]  # elements by entry, masked ones included
+    values: tuple[str, ...]  # entries other than tensors
     masked: Mapping[str, int]  # elements of padding, by entry
-    left_out: tuple[str, ...]  # arguments that describe a process's start
+    left_out: tuple[str, ...]  # arguments that describe how a process was started
     differences: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -69,11 +69,11 @@ class Comparison:
         words = f"{compared:,} elements of {len(self.tensors)} tensors and {len(self.values)} values"
         words += f" compared, {len(self.differences)} entries differ"
         if self.masked:
-            words += f"; masked: {sum(self.masked.values()):,} elements of padding, uninitialised, in "
+            words += f"; masked: {sum(self.masked.values()):,} elements of padding (uninitialised) in "
             words += f"{len(self.masked)} tensors"
         if self.left_out:
             arguments = sorted({entry.rpartition("/")[2] for entry in self.left_out})
-            words += f"; left out: the arguments {', '.join(arguments)}, which describe a process's start"
+            words += f"; left out: the start arguments {', '.join(arguments)}"
         return words
 
     def listing(self) -> str:
@@ -89,10 +89,10 @@ class Comparison:
 # reading
 
 
-def read(folder: Path) -> Saved:
+def read(folder: Path) -> LoadedCheckpoint:
     """The checkpoint in `folder`, of either format."""
     if not (folder / ".metadata").exists():
-        return Saved({str(file.relative_to(folder)): _load(file) for file in sorted(folder.rglob("*.pt"))})
+        return LoadedCheckpoint({str(file.relative_to(folder)): _load(file) for file in sorted(folder.rglob("*.pt"))})
     reader = dcp.FileSystemReader(folder)
     metadata = reader.read_metadata()
     shapes = tensors_of(metadata)
@@ -102,13 +102,13 @@ def read(folder: Path) -> Saved:
     dcp.load(wanted, storage_reader=reader, planner=planner, no_dist=True)
     objects = planner.objects
     if objects.keys() != wanted.keys() - tensors.keys():
-        raise SavedError(f"{folder}: torch's reader passed over some of its objects, expected all")
+        raise CheckpointFormatError(f"{folder}: torch's reader skipped some of its objects, expected all")
     legacy = folder / "common.pt"
     if not legacy.exists() and _COMMON not in objects:
-        raise SavedError(f"{folder}: expected what all ranks have in common, in {legacy.name} or as '{_COMMON}'")
+        raise CheckpointFormatError(f"{folder}: expected the common state, in {legacy.name} or as '{_COMMON}'")
     common = _load(legacy) if legacy.exists() else objects.pop(_COMMON)
     state = {"tensors": tensors, "objects": objects, "common": common}
-    return Saved(state, {f"/tensors/{key}": mask for key, mask in padding(shapes).items()})
+    return LoadedCheckpoint(state, {f"/tensors/{key}": mask for key, mask in padding(shapes).items()})
 
 
 def tensors_of(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
@@ -143,11 +143,11 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name) if known else _foreign(module, name)
 
 
-_PICKLE = SimpleNamespace(__name__="pickle", Unpickler=_Unpickler)  # what torch asks of a module for pickling
+_PICKLE = SimpleNamespace(__name__="pickle", Unpickler=_Unpickler)  # the attributes of a pickle module that torch uses
 
 
 class _ObjectPlanner(dcp.DefaultLoadPlanner):
-    """Reads the objects of a checkpoint as `_load` does."""
+    """Reads the objects of a checkpoint with `_load`."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False)
@@ -162,13 +162,13 @@ def _load(file: Path | io.BytesIO) -> Any:
 
 
 def padding(tensors: Mapping[str, TensorStorageMetadata]) -> dict[str, torch.Tensor]:
-    """Which elements of a `dp_reshardable` checkpoint belong to no parameter, by tensor; none in another format.
+    """By tensor, the elements of a `dp_reshardable` checkpoint that belong to no parameter; empty for another format.
 
     Each parameter's part and each gap is a shard of its own; a gap begins where a parameter ended, off the alignment.
-    Raises SavedError where what remains is not one element per element of the model.
+    Raises CheckpointFormatError unless the rest has exactly one element per element of the model.
     """
     masks: dict[str, torch.Tensor] = {}
-    held: Counter[str] = Counter()
+    unmasked: Counter[str] = Counter()
     for key, entry in tensors.items():
         bucket = _BUCKET.search(key)
         if bucket is None:
@@ -178,14 +178,14 @@ def padding(tensors: Mapping[str, TensorStorageMetadata]) -> dict[str, torch.Ten
             begin, size = chunk.offsets[0], chunk.sizes[0]
             if begin % _ALIGNMENT:
                 mask[begin : begin + size] = True
-        held[bucket[1]] += int((~mask).sum())
+        unmasked[bucket[1]] += int((~mask).sum())
         if mask.any():
             masks[key] = mask
     model = sum(math.prod(entry.size) for key, entry in tensors.items() if not _OF_OPTIMIZER.search(key))
-    for name, elements in held.items():
+    for name, elements in unmasked.items():
         if elements != model:
-            raise SavedError(
-                f"padding cannot be identified: without it '{name}' of the optimizer has {elements:,} elements, "
+            raise CheckpointFormatError(
+                f"cannot identify the padding: without it '{name}' of the optimizer has {elements:,} elements, "
                 f"expected the model's {model:,}; save with --dist-ckpt-optim-fully-reshardable, which has no padding"
             )
     return masks
@@ -194,35 +194,35 @@ def padding(tensors: Mapping[str, TensorStorageMetadata]) -> dict[str, torch.Ten
 # comparing
 
 
-def compare(left: Saved, right: Saved) -> Comparison:
-    """All entries of both."""
+def compare(left: LoadedCheckpoint, right: LoadedCheckpoint) -> CheckpointComparison:
+    """Compare all entries of both."""
     ours, theirs = dict(leaves(left.state)), dict(leaves(right.state))
     differences: list[str] = []
     for entry in sorted(ours.keys() | theirs.keys()):
-        if _OF_THE_START.search(entry):
+        if _START_ARGUMENTS.search(entry):
             continue
         if entry not in ours or entry not in theirs:
             differences.append(f"{entry}: only in the {'second' if entry not in ours else 'first'}")
         else:
             mask, other = left.padding.get(entry), right.padding.get(entry)
             differences += _difference(entry, (ours[entry], mask), (theirs[entry], other))
-    compared = {entry: leaf for entry, leaf in ours.items() if not _OF_THE_START.search(entry)}
-    return Comparison(
+    compared = {entry: leaf for entry, leaf in ours.items() if not _START_ARGUMENTS.search(entry)}
+    return CheckpointComparison(
         tensors={entry: leaf.numel() for entry, leaf in compared.items() if isinstance(leaf, torch.Tensor)},
         values=tuple(entry for entry, leaf in compared.items() if not isinstance(leaf, torch.Tensor)),
         masked={entry: int(mask.sum()) for entry, mask in left.padding.items()},
-        left_out=tuple(sorted(entry for entry in ours.keys() | theirs.keys() if _OF_THE_START.search(entry))),
+        left_out=tuple(sorted(entry for entry in ours.keys() | theirs.keys() if _START_ARGUMENTS.search(entry))),
         differences=tuple(differences),
     )
 
 
 def differences(left: Any, right: Any) -> list[str]:
-    """Where two nested states differ, bit for bit."""
-    return list(compare(Saved(left), Saved(right)).differences)
+    """The entries in which two nested states differ, bit for bit."""
+    return list(compare(LoadedCheckpoint(left), LoadedCheckpoint(right)).differences)
 
 
 def leaves(state: Any, entry: str = "") -> Iterator[tuple[str, Any]]:
-    """Each tensor and plain value of a nested state, by the place where it stands."""
+    """Each tensor and plain value of a nested state, with its path."""
     match state:
         case argparse.Namespace():
             yield from leaves(vars(state), entry)
@@ -252,7 +252,7 @@ def _difference(
                 yield f"{entry}: {kinds[0]} and {kinds[1]}"
                 return
             if (mask is None) != (other is None) or mask is not None and other is not None and mask.ne(other).any():
-                yield f"{entry}: its padding lies elsewhere"
+                yield f"{entry}: its padding is elsewhere"
                 return
             unequal = _unequal(ours, theirs)
             if mask is not None:

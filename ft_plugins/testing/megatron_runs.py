@@ -1,8 +1,7 @@
-"""Runs of the Megatron GPT example at TP2 x PP2 x DP2, for exactness: golden ones and protected ones that are killed.
+"""Describe runs of the Megatron GPT example at TP2 x PP2 x DP2 for exactness tests: golden, and protected and killed.
 
-Invariant: a golden run has no system at all; it and the killed one have the same flags but for the systems', the same
-skipped update (an infinite gradient under a constant loss scale; where the optimizer has no scaler, a skipped batch)
-and the same evaluation.
+Invariant: a golden run has no system. It and the killed run share all other flags, the same skipped update (an infinite
+gradient under a constant loss scale; a skipped batch if the optimizer has no scaler) and the same evaluation.
 
 In: a `MegatronConfiguration`. Out: `JobSpec`s for the fork server, prefixes of their digests and loss logs.
 """
@@ -24,7 +23,7 @@ PRELOAD = ("ft_plugins.adapters.megatron:prepare", str(EXAMPLE), "ft_plugins.lau
 
 @dataclass(frozen=True)
 class MegatronConfiguration:
-    """One cell of the product of precision, optimizer, schedule and overlap."""
+    """One combination of precision, optimizer, schedule and overlap."""
 
     bf16: bool
     distributed_optimizer: bool
@@ -38,11 +37,11 @@ class MegatronConfiguration:
 
     @property
     def has_scaler(self) -> bool:
-        """Whether Megatron's optimizer of this configuration looks for infinities and skips the update."""
+        """Whether Megatron's optimizer checks for infinities and skips the update."""
         return self.bf16 or self.distributed_optimizer
 
     def argv(self) -> list[str]:
-        """The job's own flags."""
+        """The example's flags."""
         words = ["--tp", "2", "--pp", "2", "--eval-at", str(EVALUATED), "--bf16" if self.bf16 else "--fp32"]
         words += ["--virtual-stages", "2"] if self.interleaved else []
         words += ["--distributed-optimizer"] if self.distributed_optimizer else []
@@ -67,7 +66,7 @@ HARDEST = MegatronConfiguration(True, True, True, True)
 
 @dataclass(frozen=True)
 class MegatronRun:
-    """A run in `folder`, which takes its digests and its loss log."""
+    """A run in `folder`, where its digests and its loss log go."""
 
     name: str
     folder: Path
@@ -102,11 +101,8 @@ class MegatronRun:
         if self.protected:
             flags.insert(0, "--reft")
         if not Config.from_flags(flags)[0].systems:
-            words, flags = (
-                words + flags,
-                [],
-            )  # no system is on, so nothing else is launched: the job reads the flags itself
-        known = {
+            words, flags = words + flags, []  # without a system ft-run ignores them; the job reads them itself
+        fields_of_run = {
             "entry": f"{EXAMPLE}:main",
             "argv": tuple(words),
             "name": self.name,
@@ -115,4 +111,4 @@ class MegatronRun:
             "flags": tuple(flags),
             "environment": {"OMP_NUM_THREADS": "1"},
         }
-        return JobSpec(**{**known, **fields})  # type: ignore[arg-type]
+        return JobSpec(**{**fields_of_run, **fields})  # type: ignore[arg-type]

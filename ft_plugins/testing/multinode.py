@@ -1,7 +1,7 @@
 """A protected job of a framework's example on several emulated nodes, which a test starts and loses.
 
-Invariant: every node is what a user has: an agent, an SMP, workers, an address of its own. All nodes read the job's
-secret from a file of mode 0600, and a lost node is detected after five seconds unless the run's flags say otherwise.
+Invariant: every node has its own agent, SMP, workers and address, as in production. All nodes read the job's secret
+from a file of mode 0600. A lost node is detected after five seconds unless the run's flags say otherwise.
 
 In: a run, the fork server, hosts. Out: running nodes, by name.
 """
@@ -15,38 +15,40 @@ from typing import Protocol
 from ..events import catalogue
 from .emulated_nodes import EmulatedHost, destroy
 from .forkserver import ForkServer, JobSpec, RunningJob
-from .golden import Described
+from .golden import ComparableRun
 from .job_control import Entry, wait_for
 
-BOUND = 560.0  # seconds for any wait: many times what it takes on two idle cores
+BOUND = 560.0  # seconds for any wait; many times the duration on two idle cores
 DETECT, DETECT_SECONDS = "--ftp-detect-seconds", "5"
 
 Spec = Callable[..., JobSpec]
 
 
 def has_flag(flags: Sequence[str], name: str) -> bool:
-    """Whether the flag of that name is among them, as a word or before a '='."""
+    """Whether the flag `name` is given, as a word or before a '='."""
     return any(word.split("=")[0] == name for word in flags)
 
 
 def until(job: RunningJob, condition: Callable[[list[Entry]], bool], seconds: float = BOUND) -> list[Entry]:
-    """The events of a node once `condition` holds of them. Raises AssertionError with the node's output if it ends
-    before that, TimeoutError."""
-    over = False
+    """Wait until `condition` holds for the events of a node, and return them.
+
+    Raises AssertionError with the node's output if the node ends first, TimeoutError.
+    """
+    ended = False
 
     def holds(lines: list[Entry]) -> bool:
-        nonlocal over
+        nonlocal ended
         if condition(lines):
             return True
-        assert not over, f"node {job.spec.node} has ended before:\n{job.tail()}"
-        over = job.ended  # its last lines are read once more
+        assert not ended, f"node {job.spec.node} ended too early:\n{job.tail()}"
+        ended = job.ended  # its last lines are read once more
         return False
 
     return wait_for(job.spec.run_dir / "events.jsonl", holds, seconds)
 
 
-class ExampleRun(Described, Protocol):
-    """A run of an example, whichever framework it uses. `armed` is the same run with these faults, if any."""
+class ExampleRun(ComparableRun, Protocol):
+    """A run of an example of any framework. `armed` returns the same run with these faults, if any."""
 
     @property
     def folder(self) -> Path: ...
@@ -57,7 +59,7 @@ class ExampleRun(Described, Protocol):
 
 
 class MultiNodeJob:
-    """A job of `ranks` on `count` nodes; it can go on with `min_nodes`, with all of them unless given."""
+    """A job of `ranks` on `count` nodes. It can continue with `min_nodes`; 0: only with all of them."""
 
     def __init__(
         self,
@@ -83,17 +85,17 @@ class MultiNodeJob:
             "rendezvous": "ft_plugins",
         }
         self._secret: Path = run.folder / "secret"
-        self._secret.write_text("what the nodes of this job know")
+        self._secret.write_text("secret of an emulated job")
         self._secret.chmod(0o600)
 
-    def start(self, name: str, place: EmulatedHost, *more: str, faults: str = "") -> RunningJob:
-        """Start a node of the job, or a substitute; `faults` are armed on this node alone."""
-        spec = self.run.armed(faults).spec(**place.fields())
-        known = {k: v for k, v in vars(spec).items() if k not in ("name", "flags")}
+    def start(self, name: str, host: EmulatedHost, *more: str, faults: str = "") -> RunningJob:
+        """Start a node of the job, or a substitute. `faults` are armed on this node only."""
+        spec = self.run.armed(faults).spec(**host.fields())
+        fields = {k: v for k, v in vars(spec).items() if k not in ("name", "flags")}
         flags = (*spec.flags, "--ftp-node-name", name, "--ftp-secret-file", str(self._secret), *self._flags, *more)
         if not has_flag(flags, DETECT):
             flags += (DETECT, DETECT_SECONDS)
-        spec = self._jobs(**{**known, **self._fields, "node": name, "flags": flags})
+        spec = self._jobs(**{**fields, **self._fields, "node": name, "flags": flags})
         self.nodes[name] = self._server.start(spec)
         return self.nodes[name]
 
@@ -117,11 +119,11 @@ class MultiNodeJob:
         )
 
     def destroy(self, name: str) -> None:
-        """Lose a node with all of its processes and memory."""
+        """Lose a node with all its processes and memory."""
         destroy(self.nodes.pop(name))
 
     def wait(self) -> None:
-        """Wait until every node has ended in order. Raises AssertionError with the output of one that did not."""
+        """Wait until every node has succeeded. Raises AssertionError with the output of a node that failed."""
         for name, job in self.nodes.items():
             try:
                 outcome = job.wait(BOUND)

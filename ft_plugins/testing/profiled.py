@@ -1,8 +1,8 @@
-"""The GPT examples with their spans recorded and compute emulated by sleeping for a given time.
+"""Run the GPT examples with their spans recorded and compute time emulated by sleeping.
 
-Invariant: recorded or not, slow or not, every number is that of the plain example, with the same flags. The schedules
-are the frameworks' own; only the length of a forward and of a backward is emulated, so that the bubbles of a pipeline
-can be seen on a machine with fewer cores than ranks.
+Invariant: every number equals that of the plain example with the same flags. The schedules are the frameworks' own;
+only the lengths of a forward and a backward are emulated, so that pipeline bubbles are visible on a machine with fewer
+cores than ranks.
 
 In: `--profile FILE`, `--forward` and `--backward` in seconds, before the example's own flags. Out: the profile as JSON,
 written by rank 0; final state and losses as the example writes them.
@@ -31,11 +31,11 @@ from . import deepspeed_runs, megatron_runs
 from .forkserver import JobSpec, load
 
 MEASURED = Profiling(warmup=1, iterations=5, watch_every=1, ask_every=2)
-ITERATIONS = MEASURED.warmup + MEASURED.iterations + 4  # three for the messages, one that is watched
+ITERATIONS = MEASURED.warmup + MEASURED.iterations + 4  # three for the messages, one watched
 
 
 def megatron(argv: Sequence[str]) -> None:
-    """One rank of the megatron-core example."""
+    """Run one rank of the megatron-core example."""
     own, rest = _parse(argv)
     example, context = load(str(megatron_runs.EXAMPLE)), launch_context()
     args = example.parse(rest)
@@ -60,7 +60,7 @@ def megatron(argv: Sequence[str]) -> None:
 
 
 def deepspeed(argv: Sequence[str]) -> None:
-    """One rank of the DeepSpeed example, as a pipeline."""
+    """Run one rank of the DeepSpeed example as a pipeline."""
     from ..adapters.deepspeed.core import DeepSpeedHost
 
     own, rest = _parse(argv)
@@ -95,16 +95,16 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def _emulate(chunks: Iterable[torch.nn.Module], lengths: argparse.Namespace) -> None:
-    """Have each forward and each backward of `chunks` sleep, in addition to what it computes."""
+    """Make each forward and backward of `chunks` sleep in addition to its computation."""
 
-    def forwarded(chunk: torch.nn.Module, args: Any, output: Any) -> None:
+    def sleep(chunk: torch.nn.Module, args: Any, output: Any) -> None:
         if chunk.training:
             time.sleep(lengths.forward)
             first = output[0] if isinstance(output, (list, tuple)) else output
             first.register_hook(lambda gradient: time.sleep(lengths.backward))
 
     for chunk in chunks:
-        chunk.register_forward_hook(forwarded)
+        chunk.register_forward_hook(sleep)
 
 
 def _write(session: Session, own: argparse.Namespace) -> None:
@@ -116,7 +116,7 @@ def _write(session: Session, own: argparse.Namespace) -> None:
 
 @dataclass(frozen=True)
 class ProfiledRun:
-    """A recorded run in `folder`. `entry` is 'megatron' or 'deepspeed', `argv` are the example's own flags."""
+    """A recorded run in `folder`. `entry`: 'megatron' or 'deepspeed'; `argv`: the example's own flags."""
 
     entry: str
     folder: Path
@@ -124,7 +124,7 @@ class ProfiledRun:
     ranks: int = 4
     forward: float = 0.0  # seconds
     backward: float = 0.0
-    recorded: bool = True  # else: the plain example
+    recorded: bool = True  # False: the plain example
     environment: dict[str, str] = field(default_factory=lambda: {"OMP_NUM_THREADS": "1"})
 
     @property
@@ -138,7 +138,7 @@ class ProfiledRun:
 
     @property
     def profile(self) -> Profile:
-        """What was recorded."""
+        """The recorded profile."""
         values = json.loads((self.folder / "profile.json").read_text())
         return Profile(tuple(unpack(packed) for packed in values))
 
@@ -146,8 +146,8 @@ class ProfiledRun:
         """The job for the fork server."""
         words = [*self.argv, "--iterations", str(ITERATIONS)]
         words += ["--state-digest", str(self.digests), "--loss-log", str(self.loss_log)]
-        plain = {"megatron": megatron_runs.EXAMPLE, "deepspeed": deepspeed_runs.EXAMPLE}[self.entry]
-        entry = f"{plain}:main"
+        example = {"megatron": megatron_runs.EXAMPLE, "deepspeed": deepspeed_runs.EXAMPLE}[self.entry]
+        entry = f"{example}:main"
         if self.recorded:
             entry = f"{__name__}:{self.entry}"
             lengths = ["--forward", str(self.forward), "--backward", str(self.backward)]

@@ -1,14 +1,13 @@
-"""The main job, proven: pretrain a small GPT twice, kill one process of the second run, compare what the runs ended in.
+"""Prove recovery: pretrain a small GPT twice, kill one process of the second run, compare the final states.
 
     python -m ft_plugins.testing.quickstart [--framework megatron|deepspeed] [--data FILE] [--iterations N] [--out DIR]
-                                        [--baft]    on two nodes, emulated here: one of them is killed whole
+                                        [--baft]    on two emulated nodes; kills a whole node
 
-Invariant: the exit status is 0 only if the killed run restored exactly once, from memory, and ended bit for bit where
-the other one ended. Both runs go through `ft-run` as users start it; the kill comes from outside; whatever happens,
-nothing of the runs is left behind but the files in the output folder.
+Invariant: the exit status is 0 only if the killed run restored exactly once, from memory, and its final state is
+bit-identical to that of the other run. Both runs use `ft-run` as users do; the kill comes from outside. Whatever
+happens, the runs leave nothing behind but the files in the output folder.
 
-In: a text file, or nothing. Out: table, report.json, report.png, with --baft bubbles.png, and one folder of logs for
-each run.
+In: a text file, or nothing. Out: table, report.json, report.png, with --baft bubbles.png, and a folder of logs per run.
 """
 
 from __future__ import annotations
@@ -34,29 +33,28 @@ from ..report.comparison import EvidenceError, RunComparison, RunRecord, compare
 from ..report.comparison_text import table, verdict
 from ..report.run_pictures import draw_bubbles, draw_comparison
 from .display import Display, display_on
-from .driver import Drive, DriveError, DrivePhase
+from .driver import DriveError, DrivenJob, DrivePhase
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "launch" / "examples"
 FRAMEWORKS = {"megatron": "megatron_gpt.py", "deepspeed": "deepspeed_gpt.py"}
 RANKS = 8
-USUAL, WITH_BAFT = (2, 2, 2), (1, 4, 2)  # tp, pp, dp; of two stages hardly any time is idle on both sides
+USUAL, WITH_BAFT = (2, 2, 2), (1, 4, 2)  # tp, pp, dp; with two stages hardly any bubble is open at both ends
 FAILED_STATUS = 1
 REPORT, PICTURE, BUBBLES, SETTINGS = "report.json", "report.png", "bubbles.png", "deepspeed.json"
 BAFT_NODES = 2
-LINK_MBPS = 200.0  # that bubbles are planned with: of a cluster's links the share that a model of this size has
-PROFILED = 4  # iterations from which bubbles are planned
+LINK_MBPS = 200.0  # link rate for planning bubbles: the share of a cluster's links for a model of this size
+PROFILED = 4  # iterations to plan bubbles from
 _KILLED_RANK = 5
-_LOOK_SECONDS = 0.2
+_POLL_SECONDS = 0.2
 _WRITTEN = ("output.log", "loss.jsonl", "events*.jsonl", "smp.log", "state-*.json")
 _OF_NODES = ("node*/output.log", "node*/events*.jsonl", "node*/smp.log")
 
 
 @dataclass(frozen=True)
 class QuickstartPlan:
-    """What is run. The process of `rank`, or a whole node where that is None, is killed once iteration `kill_at` is
-    logged.
+    """What to run. The process of `rank` is killed once iteration `kill_at` is logged; None: a whole node.
 
-    Megatron's example is protected by flags, DeepSpeed's by the block in `settings`, its configuration.
+    Megatron's example is protected by flags, DeepSpeed's by a block of its configuration, `settings`.
     """
 
     data: Path | None
@@ -64,11 +62,11 @@ class QuickstartPlan:
     iterations: int
     kill_at: int
     rank: int | None
-    patience: float  # seconds without anything new after which a run is considered hung
+    patience: float  # seconds without progress after which a run is considered hung
     job: tuple[str, ...]  # flags of the example
     framework: str = "megatron"
     settings: dict[str, Any] | None = None
-    nodes: int = 1  # several: with BAFT
+    nodes: int = 1  # above 1: with BAFT
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -77,11 +75,11 @@ class QuickstartPlan:
 
     @property
     def example(self) -> Path:
-        """The script that is run."""
+        """The script to run."""
         return EXAMPLES / FRAMEWORKS[self.framework]
 
     def arguments(self, folder: Path) -> list[str]:
-        """The command line for ft-run of a run in `folder`."""
+        """The arguments of ft-run for a run in `folder`."""
         flags = ["--reft", "--reft-interval", "1", "--ftp-orphan-seconds", "60"] if self.settings is None else []
         if self.settings is None and self.nodes > 1:
             block = Config.from_json({"baft": baft_block()})
@@ -94,12 +92,12 @@ class QuickstartPlan:
 
 
 def parse(argv: Sequence[str]) -> QuickstartPlan:
-    """Raises ConfigError, SystemExit."""
+    """The plan of a command line. Raises ConfigError, SystemExit."""
     parser = argparse.ArgumentParser(
         prog="quickstart", description="Pretrain a small GPT twice, kill a process in the second run, and compare."
     )
     parser.add_argument(
-        "--framework", choices=tuple(FRAMEWORKS), default="megatron", help="with which to train (default %(default)s)"
+        "--framework", choices=tuple(FRAMEWORKS), default="megatron", help="to train with (default %(default)s)"
     )
     parser.add_argument("--data", type=Path, help="any text file (default: the sources of Python's standard library)")
     parser.add_argument("--iterations", type=int, default=80, help="iterations of each run (default %(default)s)")
@@ -107,18 +105,18 @@ def parse(argv: Sequence[str]) -> QuickstartPlan:
     parser.add_argument(
         "--baft",
         action="store_true",
-        help="on two nodes (emulated), with copies on the other one, sent in the bubbles of the pipeline; bubbles.png",
+        help="run on two emulated nodes that send copies to each other in pipeline bubbles; draws bubbles.png",
     )
     parser.add_argument(
         "--kill-rank",
         type=int,
-        help=f"whose process is killed (default {_KILLED_RANK}; with --baft: a node is killed, with its memory)",
+        help=f"rank to kill (default {_KILLED_RANK}; with --baft: a whole node with its memory)",
     )
     parser.add_argument("--out", type=Path, default=Path("quickstart-out"), help="folder (default %(default)s)")
     parser.add_argument(
-        "--patience", type=float, default=240.0, help="seconds without progress until a run is given up"
+        "--patience", type=float, default=240.0, help="abort a run after this many seconds without progress"
     )
-    parser.add_argument("--quick", action="store_true", help="a smaller model and 12 iterations: to see it work")
+    parser.add_argument("--quick", action="store_true", help="a smaller model and 12 iterations")
     options = parser.parse_args(argv)
     iterations = (30 if options.baft else 12) if options.quick else options.iterations
     kill_at = iterations // 2 if options.kill_at is None else options.kill_at
@@ -129,7 +127,7 @@ def parse(argv: Sequence[str]) -> QuickstartPlan:
         raise ConfigError(f"--kill-rank {rank}: expected 0 to {RANKS - 1}")
     if options.data is not None and (not options.data.is_file() or not options.data.stat().st_size):
         raise ConfigError(
-            f"--data {options.data}: expected a text file with something in it; leave it out for a default"
+            f"--data {options.data}: expected a text file that is not empty; omit it for the default text"
         )
     deepspeed = options.framework == "deepspeed"
     plan = QuickstartPlan(
@@ -150,18 +148,18 @@ def parse(argv: Sequence[str]) -> QuickstartPlan:
 
 
 def deepspeed_flags(quick: bool, tp: int, pp: int, dp: int) -> tuple[str, ...]:
-    """The same model as a PipelineModule, in sizes that two cores can bear."""
+    """Flags of DeepSpeed's example: the same model as a PipelineModule, in sizes for two cores."""
     sizes = {"--tp": tp, "--pp": pp, "--layers": 4, "--hidden": 64 if quick else 128, "--sequence": 64}
     return tuple(word for name, size in sizes.items() for word in (name, str(size)))
 
 
 def baft_block() -> dict[str, Any]:
-    """BAFT's keys."""
+    """The configuration of BAFT."""
     return {"link_mbps": LINK_MBPS, "profile_iterations": PROFILED}
 
 
 def deepspeed_settings(quick: bool, baft: bool) -> dict[str, Any]:
-    """DeepSpeed's configuration: bf16 with ZeRO-1, and what protects the job."""
+    """DeepSpeed's configuration: bf16 with ZeRO-1, and the block of ft_plugins."""
     block: dict[str, Any] = {"reft": {"interval": 1}, "orphan_seconds": 60.0}
     block |= {"baft": baft_block()} if baft else {}
     batch, micro = (16, 2) if quick else (64, 8)
@@ -179,7 +177,7 @@ def deepspeed_settings(quick: bool, baft: bool) -> dict[str, Any]:
 
 
 def job_flags(quick: bool, tp: int, pp: int, dp: int) -> tuple[str, ...]:
-    """The job: distributed optimizer, bf16, dropout on, sizes that two cores can bear."""
+    """Flags of Megatron's example: distributed optimizer, bf16, dropout on, sizes for two cores."""
     sizes = {"--layers": 4, "--hidden": 64 if quick else 128, "--sequence": 64}
     sizes |= {"--global-batch": 16, "--micro-batch": 2} if quick else {"--global-batch": 64, "--micro-batch": 8}
     flags = ["--tp", str(tp), "--pp", str(pp), "--bf16", "--distributed-optimizer", "--lr", "1e-3", "--warmup", "5"]
@@ -187,7 +185,7 @@ def job_flags(quick: bool, tp: int, pp: int, dp: int) -> tuple[str, ...]:
 
 
 def run(plan: QuickstartPlan, name: str, title: str, kill: bool, display: Display) -> RunRecord:
-    """One run of the job, from start to cleaned up. Raises DriveError, with the job's last output in the message."""
+    """One run of the job, from start to clean-up. Raises DriveError with the job's last output."""
     folder = plan.out / name
     folder.mkdir(parents=True, exist_ok=True)
     for pattern in (*_WRITTEN, *_OF_NODES):
@@ -195,59 +193,59 @@ def run(plan: QuickstartPlan, name: str, title: str, kill: bool, display: Displa
             stale.unlink()
     display.begin(title, plan.iterations)
     job = f"quickstart-{getpid()}-{name}"
-    with Drive(job, plan.arguments(folder), folder, folder / "loss.jsonl", plan.iterations, plan.nodes) as drive:
+    with DrivenJob(job, plan.arguments(folder), folder, folder / "loss.jsonl", plan.iterations, plan.nodes) as drive:
         try:
             follow(drive, plan, kill, display)
         except DriveError as error:
-            raise DriveError(f"{error}\n\nits last lines:\n{drive.tail()}") from error
+            raise DriveError(f"{error}\n\nlast lines of its output:\n{drive.tail()}") from error
     return RunRecord(drive.began, drive.ended, drive.events(), drive.losses(), read_digests(folder))
 
 
-def follow(drive: Drive, plan: QuickstartPlan, kill: bool, display: Display) -> None:
-    """Show the job until it is done, and strike once on the way. Raises DriveError."""
-    struck = not kill
-    while (progress := drive.follow(_LOOK_SECONDS, plan.patience)).phase is not DrivePhase.DONE:
+def follow(drive: DrivenJob, plan: QuickstartPlan, kill: bool, display: Display) -> None:
+    """Show the job until it is done; with `kill`, inject the planned failure once. Raises DriveError."""
+    failed = not kill
+    while (progress := drive.follow(_POLL_SECONDS, plan.patience)).phase is not DrivePhase.DONE:
         display.show(progress)
-        if not struck and progress.phase is DrivePhase.TRAINING and progress.iteration >= plan.kill_at:
-            display.say(f"{strike(drive, plan)} after iteration {progress.iteration} was logged")
-            struck = True
+        if not failed and progress.phase is DrivePhase.TRAINING and progress.iteration >= plan.kill_at:
+            display.say(f"{inject_failure(drive, plan)} after iteration {progress.iteration} was logged")
+            failed = True
     display.show(progress)
-    if not struck:
+    if not failed:
         raise DriveError(
             f"the job ended before iteration {plan.kill_at} was seen, so no process was killed; see {drive.log}"
         )
 
 
-def strike(drive: Drive, plan: QuickstartPlan) -> str:
-    """Kill what the plan says; what was done. Raises DriveError."""
+def inject_failure(drive: DrivenJob, plan: QuickstartPlan) -> str:
+    """Kill the planned process or node, and return a description. Raises DriveError."""
     if plan.rank is not None:
         pid = drive.kill(plan.rank)
         return f"SIGKILL sent to rank {plan.rank} (pid {pid})"
     lost, fresh = drive.kill_node()
-    return f"SIGKILL sent to all of {lost}, its memory wiped, {fresh} started in its place,"
+    return f"SIGKILL sent to all processes of {lost}, its memory wiped, {fresh} started as substitute,"
 
 
 def read_digests(folder: Path) -> dict[str, str]:
-    """The final state of every rank, in parts: `rank 3 / items / name` -> its description, with its digest."""
-    found: dict[str, str] = {}
+    """The final state of every rank in parts: `rank 3 / items / name` -> its description, with its digest."""
+    digests: dict[str, str] = {}
     for path in sorted(folder.glob("state-*.json")):
         rank = int(path.stem.removeprefix("state-"))
         for kind, parts in json.loads(path.read_text()).items():
             for part, description in parts.items():
-                found[f"rank {rank} / {kind} / {part}"] = json.dumps(description, sort_keys=True)
-    return found
+                digests[f"rank {rank} / {kind} / {part}"] = json.dumps(description, sort_keys=True)
+    return digests
 
 
 def prove(plan: QuickstartPlan, console: Console, display: Display) -> RunComparison:
     """Both runs, then the comparison. Raises FtError."""
     try:
         plan.out.mkdir(parents=True, exist_ok=True)
-        for name in (REPORT, PICTURE, BUBBLES):  # of an earlier start, which must not pass for this one's
+        for name in (REPORT, PICTURE, BUBBLES):  # results of an earlier start
             (plan.out / name).unlink(missing_ok=True)
         if plan.settings is not None:
             (plan.out / SETTINGS).write_text(json.dumps(plan.settings, indent=1) + "\n")
     except OSError as error:
-        raise ConfigError(f"--out {plan.out}: {error.strerror}; name a folder that can be written") from error
+        raise ConfigError(f"--out {plan.out}: {error.strerror}; name a writable folder") from error
     unfailed = run(plan, "unfailed", "unfailed run", False, display)
     failed = run(plan, "failed", "run with one kill", True, display)
     display.close()
@@ -260,7 +258,7 @@ def prove(plan: QuickstartPlan, console: Console, display: Display) -> RunCompar
         draw_bubbles(use, plan.out / BUBBLES)
         console.print(f"{use.sending.line()} (in the unfailed run).", highlight=False, soft_wrap=True)
     elif plan.nodes > 1:
-        raise EvidenceError(f"no bubbles were planned in the unfailed run: see {plan.out / 'unfailed'}")
+        raise EvidenceError(f"no bubbles were planned in the unfailed run; see {plan.out / 'unfailed'}")
     console.print(f"report: {plan.out / REPORT}\npicture: {plan.out / PICTURE}", highlight=False, soft_wrap=True)
     if use is not None:
         console.print(f"bubbles: {plan.out / BUBBLES}", highlight=False, soft_wrap=True)
@@ -269,7 +267,7 @@ def prove(plan: QuickstartPlan, console: Console, display: Display) -> RunCompar
 
 @contextmanager
 def raising_signals() -> Iterator[None]:
-    """SIGTERM, and SIGHUP unless it is ignored (nohup), end the body by SystemExit, so that it cleans up."""
+    """Turn SIGTERM, and SIGHUP unless it is ignored (nohup), into SystemExit, so that the body cleans up."""
 
     def raised(number: int, frame: FrameType | None) -> Any:
         raise SystemExit(128 + number)
@@ -286,7 +284,7 @@ def raising_signals() -> Iterator[None]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0 proven, 1 not, 130 after Ctrl-C."""
+    """Returns the exit status: 0 proven, 1 not proven, 130 after Ctrl-C."""
     console = Console()
     display: Display | None = None
     try:
@@ -304,7 +302,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"quickstart: {error}", file=sys.stderr)
         return FAILED_STATUS
     except KeyboardInterrupt:
-        print("quickstart: interrupted; its processes are ended and their memory is released", file=sys.stderr)
+        print("quickstart: interrupted; its processes have ended and their memory is released", file=sys.stderr)
         return 128 + signal.SIGINT
     finally:
         if display is not None:

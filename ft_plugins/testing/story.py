@@ -1,6 +1,6 @@
-"""The parts of a failure story: a job, what happens to its nodes, what has to hold. Plain data.
+"""The parts of a failure story: a job, what happens to its nodes, and the claims to check. Plain data.
 
-Invariant: nothing here depends on the text of a story (`story_parser`) or on how it is carried out (`story_runner`).
+Independent of the text of a story (`story_parser`) and of how it runs (`story_runner`).
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from enum import Enum
 EVERY = "every node"
 
 
-class End(str, Enum):
-    """How every node of a job ends."""
+class JobEnd(str, Enum):
+    """How all nodes of a job end."""
 
     ENDED = "has ended"
     REFUSED = "is refused"
 
 
-class Fate(str, Enum):
-    """What is done to a node."""
+class LossKind(str, Enum):
+    """How a node is lost: with its memory, by its link, or stopped with its connections open."""
 
     KILL = "kill"
     CUT = "cut"
@@ -28,7 +28,7 @@ class Fate(str, Enum):
 
 @dataclass(frozen=True)
 class JobShape:
-    """The job of a story, by any of `frameworks`."""
+    """The job of a story, to be run with each of `frameworks`."""
 
     frameworks: tuple[str, ...]
     tp: int
@@ -46,14 +46,14 @@ class JobShape:
 
 @dataclass(frozen=True)
 class VersionCommitted:
-    """Until a version of this iteration or a later one is committed on every node."""
+    """Wait until this iteration or a later one is committed on every node."""
 
     iteration: int
 
 
 @dataclass(frozen=True)
-class Captured:
-    """Until a rank of a node has captured this iteration or a later one."""
+class IterationCaptured:
+    """Wait until a rank of a node has captured this iteration or a later one."""
 
     node: str
     iteration: int
@@ -61,36 +61,36 @@ class Captured:
 
 @dataclass(frozen=True)
 class CheckpointStored:
-    """Until a checkpoint of this iteration or a later one is complete."""
+    """Wait until a checkpoint of this iteration or a later one is complete."""
 
     iteration: int
 
 
 @dataclass(frozen=True)
 class SmpStopped:
-    """Until the snapshot process of a node has stopped itself."""
+    """Wait until the SMP of a node has stopped at its fault point."""
 
     node: str
 
 
 @dataclass(frozen=True)
-class Ends:
-    """Until every node has ended, in that way."""
+class JobEnds:
+    """Wait until every node has ended this way."""
 
-    how: End
+    how: JobEnd
 
 
 @dataclass(frozen=True)
-class Lose:
+class LoseNode:
     """Lose a node."""
 
     node: str
-    fate: Fate
+    fate: LossKind
 
 
 @dataclass(frozen=True)
-class Start:
-    """Start a node whose address sorts before (`first`) or after those of all others."""
+class StartNode:
+    """Start a node whose address sorts before (`first`) or after all others."""
 
     node: str
     first: bool
@@ -98,17 +98,17 @@ class Start:
 
 @dataclass(frozen=True)
 class RestoredFrom:
-    """The last restore of a node, or of all of those that are left, was from that tier, of that iteration or later."""
+    """The last restore of a node, or of every remaining node, used this tier and this iteration or a later one."""
 
     node: str
     tier: str
     iteration: int
-    exactly: bool = False  # of that iteration and no other
+    exactly: bool = False  # this iteration only
 
 
 @dataclass(frozen=True)
 class InTransfer:
-    """When the job was restored for the first time, nodes were sending this version to each other."""
+    """Nodes were exchanging this version when the job was restored for the first time."""
 
     iteration: int
 
@@ -128,8 +128,8 @@ class DeclaredLost:
 
 
 @dataclass(frozen=True)
-class Differed:
-    """One rank was found to differ from its replicas in that iteration, and none in any other."""
+class ReplicaDiverged:
+    """This rank diverged from its replicas in this iteration, and no rank in any other."""
 
     rank: int
     iteration: int
@@ -137,62 +137,63 @@ class Differed:
 
 @dataclass(frozen=True)
 class RestoredCertified:
-    """The version that a node restored was certified: its replicas had agreed."""
+    """A node restored a certified version: its replicas had agreed."""
 
     node: str
 
 
 @dataclass(frozen=True)
-class Compared:
-    """Nodes have found their replicas equal, and sent each other no state for it."""
+class ReplicasCompared:
+    """Nodes found their replicas equal and sent each other digests instead of state."""
 
 
 @dataclass(frozen=True)
 class CheckpointNotStored:
-    """There is no complete checkpoint of this iteration."""
+    """The checkpoint of this iteration is not complete."""
 
     iteration: int
 
 
 @dataclass(frozen=True)
-class Whole:
-    """Every complete checkpoint has all bytes of all ranks, the newest is of this iteration or later."""
+class CheckpointsIntact:
+    """Every complete checkpoint matches its digests; the newest is of this iteration or later."""
 
     iteration: int
 
 
 @dataclass(frozen=True)
-class Reason:
-    """The reason that every node gives has these words."""
+class ReasonContains:
+    """The reason that every node reports contains these words."""
 
     words: str
 
 
 @dataclass(frozen=True)
-class InBubbles:
-    """Copies went out while the gates of their ranks were open."""
+class SentInBubbles:
+    """Some copies were sent in bubbles."""
 
 
 @dataclass(frozen=True)
 class NoFreshStart:
-    """No rank has started from scratch once an iteration was completed."""
+    """No rank started from scratch after a completed iteration."""
 
 
 @dataclass(frozen=True)
-class Golden:
-    """State and losses are those of the unfailed run."""
+class MatchesGolden:
+    """Final state and losses are bit-identical to those of the unfailed run."""
 
 
 StoryLine = (
-    VersionCommitted | Captured | CheckpointStored | SmpStopped | Ends | Lose | Start
-    | RestoredFrom | InTransfer | RestoredCommitted | DeclaredLost | Compared | Differed | RestoredCertified
-    | InBubbles | CheckpointNotStored | Whole | Reason | NoFreshStart | Golden
+    VersionCommitted | IterationCaptured | CheckpointStored | SmpStopped | JobEnds | LoseNode | StartNode
+    | RestoredFrom | InTransfer | RestoredCommitted | DeclaredLost | ReplicasCompared | ReplicaDiverged
+    | RestoredCertified | SentInBubbles | CheckpointNotStored | CheckpointsIntact | ReasonContains
+    | NoFreshStart | MatchesGolden
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Story:
-    """A title, a job, what happens in order. `store`: iterations between two checkpoints, 0 for no storage."""
+    """A title, a job, and what happens, in order. `store`: iterations between two checkpoints, 0 for no storage."""
 
     name: str
     title: str
@@ -204,6 +205,6 @@ class Story:
     all_configurations: bool = False
 
     @property
-    def started(self) -> tuple[Start, ...]:
-        """The nodes that come later, in their order."""
-        return tuple(line for line in self.lines if isinstance(line, Start))
+    def started(self) -> tuple[StartNode, ...]:
+        """The nodes that are started later, in order."""
+        return tuple(line for line in self.lines if isinstance(line, StartNode))

@@ -1,38 +1,38 @@
-"""Parse failure stories: which job, what happens to its nodes, what then has to hold. Pure.
+"""Parse failure stories: a job, what happens to its nodes, and the claims to check. Pure.
 
-Invariant: a story that parses can be run: every line is known, every node that it names exists at that line, and no
-claim is made before it can be checked. An error names file and line, what was expected and what was found.
+Invariant: a story that parses can run: every line is known, every node exists at the line that names it, and no claim
+comes before it can be checked. An error names file and line, what was expected and what was found.
 
-The first line is the title, '#' begins a comment, every other line is a keyword and its phrase:
+The first line is the title, '#' begins a comment, every other line is a keyword and a phrase:
 
     job    megatron, tp2 pp2 dp2, 4 nodes, distributed optimizer    also: 'megatron or deepspeed', 'global batch 12',
                                                                     '20 iterations'; default: replicated, 10
-    flags  --reft-redundancy raim6                                  more flags of ft_plugins
-    store  every 3 iterations                                       checkpoints, in a folder that all nodes share
+    flags  --reft-redundancy raim6                                  flags of ft_plugins
+    store  every 3 iterations                                       checkpoints, in a folder shared by all nodes
     fault  n2 persist.file@rank=5,iteration=6:stop                  a fault point (`ft_plugins.faults`) of one node
     runs   with all configurations                                  not by default
 
-    when   version 2 is committed on every node                     or a later one: the story waits until then
+    when   version 2 is committed on every node                     or a later one: the story waits for it
     when   iteration 11 is captured on n0                           or a later one
     when   checkpoint 3 is complete                                 or a newer one
     when   the smp of n2 has stopped                                at its fault point
     when   the job has ended  |  the job is refused                 on every node
 
-    do     kill n2  |  cut n2  |  freeze n2                         with its memory  |  its link  |  with links open
+    do     kill n2  |  cut n2  |  freeze n2                         with its memory  |  its link  |  connections open
     do     start s first  |  last                                   a node that sorts before or after all others
 
     then   s restored from node, iteration >= 2                     or 'every node', '= 2'; 'from storage': the newest
-    then   s restored the committed version, not the one in transfer    while nodes were exchanging a newer one
+    then   s restored the committed version, not the one in transfer    a newer one was being exchanged
     then   version 8 was in transfer                                when the job was restored for the first time
     then   n1 was declared lost                                     by the remaining nodes
     then   checkpoint 6 is not complete
     then   complete checkpoints are whole, the newest >= 9
-    then   the reason is: the parts of ranks 2, 3, 6, 7 are gone    of every refusal, of every restore
-    then   replicas were compared, little was sent                  each node makes the parity of its own replicas
-    then   rank 2 differed in iteration 3                           from its replicas, and no other rank, with --paft
-    then   s restored a certified version                           whose replicas had agreed
+    then   the reason is: the parts of ranks 2, 3, 6, 7 are gone    of every refusal, or of every restore
+    then   replicas were compared, little was sent                  each node encodes parity of its own replicas
+    then   rank 2 differed in iteration 3                           the only divergence, with --paft
+    then   s restored a certified version                           its replicas had agreed
     then   copies went out in bubbles                               some of them, with --baft
-    then   no rank started from scratch                             once an iteration was completed
+    then   no rank started from scratch                             after a completed iteration
     then   the final state is golden                                bit-identical to that of the unfailed run
 
 The nodes of the job are n0, n1 and so on.
@@ -51,74 +51,74 @@ from .. import faults
 from ..errors import ConfigError, FtError
 from .story import (
     EVERY,
-    Captured,
     CheckpointNotStored,
+    CheckpointsIntact,
     CheckpointStored,
-    Compared,
     DeclaredLost,
-    Differed,
-    End,
-    Ends,
-    Fate,
-    Golden,
-    InBubbles,
     InTransfer,
+    IterationCaptured,
+    JobEnd,
+    JobEnds,
     JobShape,
-    Lose,
+    LoseNode,
+    LossKind,
+    MatchesGolden,
     NoFreshStart,
-    Reason,
+    ReasonContains,
+    ReplicaDiverged,
+    ReplicasCompared,
     RestoredCertified,
     RestoredCommitted,
     RestoredFrom,
+    SentInBubbles,
     SmpStopped,
-    Start,
+    StartNode,
     Story,
     StoryLine,
     VersionCommitted,
-    Whole,
 )
 
 
 class StoryError(FtError):
-    """A line of a story that is unknown or cannot happen at that place."""
+    """A line of a story is unknown or cannot happen there."""
 
 
-_ACTS = (VersionCommitted, Captured, CheckpointStored, SmpStopped, Ends, Lose, Start)
-_KNOWN_AT_THE_END = (
-    RestoredFrom, InTransfer, RestoredCommitted, DeclaredLost, Whole, Reason, Compared, Differed, RestoredCertified,
-    InBubbles, NoFreshStart, Golden,
+_ACTIONS = (VersionCommitted, IterationCaptured, CheckpointStored, SmpStopped, JobEnds, LoseNode, StartNode)
+_FINAL_CLAIMS = (
+    RestoredFrom, InTransfer, RestoredCommitted, DeclaredLost, CheckpointsIntact, ReasonContains, ReplicasCompared,
+    ReplicaDiverged, RestoredCertified, SentInBubbles, NoFreshStart, MatchesGolden,
 )  # fmt: skip
 _NODE = r"([a-z]\w*)"
 _Build = Callable[..., StoryLine]
 _PHRASES: dict[str, list[tuple[str, _Build]]] = {
     "when": [
         (r"version (\d+) is committed on every node", lambda at: VersionCommitted(int(at))),
-        (rf"iteration (\d+) is captured on {_NODE}", lambda at, node: Captured(node, int(at))),
+        (rf"iteration (\d+) is captured on {_NODE}", lambda at, node: IterationCaptured(node, int(at))),
         (r"checkpoint (\d+) is complete", lambda at: CheckpointStored(int(at))),
         (rf"the smp of {_NODE} has stopped", SmpStopped),
-        (r"the job (has ended|is refused)", lambda how: Ends(End(how))),
+        (r"the job (has ended|is refused)", lambda end: JobEnds(JobEnd(end))),
     ],
     "do": [
-        (rf"(kill|cut|freeze) {_NODE}", lambda fate, node: Lose(node, Fate(fate))),
-        (rf"start {_NODE} (first|last)", lambda node, where: Start(node, where == "first")),
+        (rf"(kill|cut|freeze) {_NODE}", lambda kind, node: LoseNode(node, LossKind(kind))),
+        (rf"start {_NODE} (first|last)", lambda node, order: StartNode(node, order == "first")),
     ],
     "then": [
         (
             rf"({EVERY}|{_NODE[1:-1]}) restored from (process|node|storage), iteration (>=|=) (\d+)",
-            lambda node, tier, how, at: RestoredFrom(node, tier, int(at), how == "="),
+            lambda node, tier, relation, at: RestoredFrom(node, tier, int(at), relation == "="),
         ),
         (r"version (\d+) was in transfer", lambda at: InTransfer(int(at))),
         (rf"{_NODE} restored the committed version, not the one in transfer", RestoredCommitted),
         (rf"{_NODE} was declared lost", DeclaredLost),
         (r"checkpoint (\d+) is not complete", lambda at: CheckpointNotStored(int(at))),
-        (r"complete checkpoints are whole, the newest >= (\d+)", lambda at: Whole(int(at))),
-        (r"the reason is: (.+)", Reason),
-        (r"replicas were compared, little was sent", Compared),
-        (r"rank (\d+) differed in iteration (\d+)", lambda rank, at: Differed(int(rank), int(at))),
+        (r"complete checkpoints are whole, the newest >= (\d+)", lambda at: CheckpointsIntact(int(at))),
+        (r"the reason is: (.+)", ReasonContains),
+        (r"replicas were compared, little was sent", ReplicasCompared),
+        (r"rank (\d+) differed in iteration (\d+)", lambda rank, at: ReplicaDiverged(int(rank), int(at))),
         (rf"{_NODE} restored a certified version", RestoredCertified),
-        (r"copies went out in bubbles", InBubbles),
+        (r"copies went out in bubbles", SentInBubbles),
         (r"no rank started from scratch", NoFreshStart),
-        (r"the final state is golden", Golden),
+        (r"the final state is golden", MatchesGolden),
     ],
 }
 _HEAD = ("job", "flags", "store", "fault", "runs")
@@ -147,7 +147,7 @@ def parse(text: str, name: str = "story") -> Story:
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """Lines that are neither empty nor comments, with their numbers."""
+    """Numbered lines without empty ones and comments."""
     for number, line in enumerate(text.splitlines(), 1):
         words = line.strip()
         if words and not words.startswith("#"):
@@ -155,7 +155,7 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
 
 
 class _Reader:
-    """Collects a story line by line and rejects what cannot happen at that line."""
+    """Collects a story line by line and rejects lines that cannot happen there."""
 
     def __init__(self, name: str, title: str) -> None:
         self._name = name
@@ -168,84 +168,84 @@ class _Reader:
         self._lines: list[StoryLine] = []
         self._alive: set[str] = set()
         self._lost: set[str] = set()
-        self._end: End | None = None
+        self._end: JobEnd | None = None
 
     def take(self, line: str) -> None:
         """Parse one more line. Raises StoryError, ConfigError."""
-        word, _, said = line.partition(" ")
-        said = said.strip()
+        word, _, phrase = line.partition(" ")
+        phrase = phrase.strip()
         if word in _HEAD and self._lines:
             raise StoryError(f"'{word}' belongs before the first 'when', 'do' or 'then'")
         match word:
             case "job":
                 if self._job is not None:
                     raise StoryError("a story has one job")
-                self._job = _job(said)
+                self._job = _job(phrase)
                 self._alive = {f"n{index}" for index in range(self._job.nodes)}
             case "flags":
-                self._flags += tuple(shlex.split(said))
+                self._flags += tuple(shlex.split(phrase))
             case "store":
-                self._store = int(_matched(r"every (\d+) iterations", said, "'every 3 iterations'")[1])
+                self._store = int(_matched(r"every (\d+) iterations", phrase, "'every 3 iterations'")[1])
             case "fault":
-                node, _, specification = said.partition(" ")
+                node, _, specification = phrase.partition(" ")
                 faults.parse(specification)
                 if node in self._faults:
-                    raise StoryError(f"node {node} has its faults already; join them by ';'")
+                    raise StoryError(f"node {node} already has a 'fault' line; join its faults with ';'")
                 self._faults[node] = specification.strip()
             case "runs":
-                _matched("with all configurations", said, "'with all configurations'")
+                _matched("with all configurations", phrase, "'with all configurations'")
                 self._all = True
             case "when" | "do" | "then":
-                self._happens(_phrase(word, said))
+                self._add(_story_line(word, phrase))
             case _:
                 raise StoryError(f"expected one of {', '.join((*_HEAD, *_PHRASES))} first, found '{word}'")
 
-    def _happens(self, line: StoryLine) -> None:
+    def _add(self, line: StoryLine) -> None:
         if self._job is None:
-            raise StoryError("nothing can happen before the 'job' line")
-        too_soon = isinstance(line, _KNOWN_AT_THE_END) and self._end is None
-        if too_soon or isinstance(line, Golden) and self._end is not End.ENDED:
-            raise StoryError("that is known only after 'when the job has ended'")
-        if self._end and isinstance(line, _ACTS):
-            raise StoryError("nothing happens any more: the job has ended")
-        if isinstance(line, (CheckpointStored, CheckpointNotStored, Whole)) and not self._store:
-            raise StoryError("there are no checkpoints without a 'store' line")
+            raise StoryError("the 'job' line must come first")
+        too_soon = isinstance(line, _FINAL_CLAIMS) and self._end is None
+        if too_soon or isinstance(line, MatchesGolden) and self._end is not JobEnd.ENDED:
+            raise StoryError("this claim can only be checked after 'when the job has ended'")
+        if self._end and isinstance(line, _ACTIONS):
+            raise StoryError("nothing can happen after the job has ended")
+        if isinstance(line, (CheckpointStored, CheckpointNotStored, CheckpointsIntact)) and not self._store:
+            raise StoryError("checkpoints need a 'store' line")
         match line:
-            case Start(node):
+            case StartNode(node):
                 if node in self._alive | self._lost:
-                    raise StoryError(f"there was a node {node} already; a substitute has a name of its own")
+                    raise StoryError(f"node {node} already exists; give the substitute another name")
                 self._alive.add(node)
-            case Lose(node):
-                self._there(node)
+            case LoseNode(node):
+                self._require_alive(node)
                 self._alive.remove(node)
                 self._lost.add(node)
-            case SmpStopped(node) | Captured(node):
-                self._there(node)
+            case SmpStopped(node) | IterationCaptured(node):
+                self._require_alive(node)
             case DeclaredLost(node) if node not in self._lost:
-                raise StoryError(f"node {node} was not lost; lost are {_names(self._lost)}")
+                raise StoryError(f"node {node} was not lost; lost nodes: {_names(self._lost)}")
             case RestoredCommitted(node) | RestoredCertified(node):
-                self._there(node)
+                self._require_alive(node)
             case RestoredFrom(node) if node != EVERY:
-                self._there(node)
-            case Ends(how):
-                self._end = how
+                self._require_alive(node)
+            case JobEnds(end):
+                self._end = end
         self._lines.append(line)
 
-    def _there(self, node: str) -> None:
+    def _require_alive(self, node: str) -> None:
         if node not in self._alive:
-            raise StoryError(f"expected one of the nodes that are there ({_names(self._alive)}), found '{node}'")
+            raise StoryError(f"expected a live node ({_names(self._alive)}), found '{node}'")
 
     def end(self) -> Story:
-        """All of it. Raises StoryError where something is missing."""
+        """The complete story. Raises StoryError if something is missing."""
         if self._job is None:
             raise StoryError(f"{self._name}: expected a 'job' line, found none")
-        if self._end is None or isinstance(self._lines[-1], Ends):
+        if self._end is None or isinstance(self._lines[-1], JobEnds):
             raise StoryError(
-                f"{self._name}: expected 'when the job has ended' (or 'is refused'), and then what has to hold"
+                f"{self._name}: expected 'when the job has ended' (or 'is refused') and then at least one claim"
             )
         unknown = self._faults.keys() - self._alive - self._lost
         if unknown:
-            raise StoryError(f"{self._name}: faults of {_names(unknown)}, which never was a node")
+            raise StoryError(f"{self._name}: a 'fault' line names {_names(unknown)}, which never is a node")
         return Story(
             Path(self._name).stem, self._title, self._job, tuple(self._lines), self._flags, self._store,
             self._faults, self._all,
@@ -256,26 +256,26 @@ def _names(nodes: set[str]) -> str:
     return ", ".join(sorted(nodes)) or "none"
 
 
-def _matched(pattern: str, said: str, expected: str) -> re.Match[str]:
-    found = re.fullmatch(pattern, re.sub(r"\s+", " ", said))
-    if found is None:
-        raise StoryError(f"expected {expected}, found '{said}'")
-    return found
+def _matched(pattern: str, phrase: str, expected: str) -> re.Match[str]:
+    match = re.fullmatch(pattern, re.sub(r"\s+", " ", phrase))
+    if match is None:
+        raise StoryError(f"expected {expected}, found '{phrase}'")
+    return match
 
 
-def _phrase(word: str, said: str) -> StoryLine:
+def _story_line(word: str, phrase: str) -> StoryLine:
     for pattern, build in _PHRASES[word]:
-        found = re.fullmatch(pattern, re.sub(r"\s+", " ", said))
-        if found is not None:
-            return build(*found.groups())
-    raise StoryError(f"'{word}' has no phrase '{said}'; ft_plugins/testing/story_parser.py lists them")
+        match = re.fullmatch(pattern, re.sub(r"\s+", " ", phrase))
+        if match is not None:
+            return build(*match.groups())
+    raise StoryError(f"'{word}' has no phrase '{phrase}'; ft_plugins/testing/story_parser.py lists them")
 
 
-def _job(said: str) -> JobShape:
+def _job(phrase: str) -> JobShape:
     """`<framework> [or <framework>], tp2 pp2 dp2, 4 nodes[, more]`"""
-    parts = [part.strip() for part in said.split(",")]
+    parts = [part.strip() for part in phrase.split(",")]
     if len(parts) < 3:
-        raise StoryError(f"expected '<framework>, tp2 pp2 dp2, 4 nodes', found '{said}'")
+        raise StoryError(f"expected '<framework>, tp2 pp2 dp2, 4 nodes', found '{phrase}'")
     frameworks = tuple(parts[0].split(" or "))
     sizes = _matched(r"tp(\d+) pp(\d+) dp(\d+)", parts[1], "'tp2 pp2 dp2'")
     tp, pp, dp = map(int, sizes.groups())
@@ -284,10 +284,10 @@ def _job(said: str) -> JobShape:
     for part in parts[3:]:
         if part in ("distributed optimizer", "replicated optimizer"):
             more["distributed"] = part.startswith("distributed")
-        elif found := re.fullmatch(r"global batch (\d+)", part):
-            more["global_batch"] = int(found[1])
-        elif found := re.fullmatch(r"(\d+) iterations", part):
-            more["iterations"] = int(found[1])
+        elif match := re.fullmatch(r"global batch (\d+)", part):
+            more["global_batch"] = int(match[1])
+        elif match := re.fullmatch(r"(\d+) iterations", part):
+            more["iterations"] = int(match[1])
         else:
             raise StoryError(
                 "expected 'distributed optimizer', 'replicated optimizer', 'global batch 12' or '20 iterations', "

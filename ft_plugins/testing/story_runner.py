@@ -1,12 +1,10 @@
 """Run a failure story: start its job on emulated nodes, lose and start nodes, check every claim.
 
-Invariant: lines are carried out in order, and every wait is bounded. Claims are checked only against what the job
-itself has written: events, outcome, checkpoints, final state and losses. However a story ends, cut links are restored
-and silent nodes are destroyed. A job means the same on each framework: sizes, sharded or replicated optimizer state,
-iterations, flags; what a framework's example cannot do is refused, not approximated.
+Invariant: lines run in order, and every wait is bounded. Claims are checked only against what the job wrote: events,
+outcome, checkpoints, final state and losses. However a story ends, cut links are restored and silent nodes destroyed.
+A job has the same meaning on each framework: sizes, sharded or replicated optimizer state, iterations, flags.
 
-In: a `Story`, the fork server of its framework, hosts. Out: nothing, or an AssertionError that names the line that does
-not hold.
+In: a `Story`, the fork server of its framework, hosts. Out: nothing, or an AssertionError that names the failed line.
 """
 
 from __future__ import annotations
@@ -34,38 +32,38 @@ from .megatron_runs import MegatronRun
 from .multinode import BOUND, ExampleRun, MultiNodeJob, Spec
 from .story import (
     EVERY,
-    Captured,
     CheckpointNotStored,
+    CheckpointsIntact,
     CheckpointStored,
-    Compared,
     DeclaredLost,
-    Differed,
-    End,
-    Ends,
-    Fate,
-    Golden,
-    InBubbles,
     InTransfer,
+    IterationCaptured,
+    JobEnd,
+    JobEnds,
     JobShape,
-    Lose,
+    LoseNode,
+    LossKind,
+    MatchesGolden,
     NoFreshStart,
-    Reason,
+    ReasonContains,
+    ReplicaDiverged,
+    ReplicasCompared,
     RestoredCertified,
     RestoredCommitted,
     RestoredFrom,
+    SentInBubbles,
     SmpStopped,
-    Start,
+    StartNode,
     Story,
     StoryLine,
     VersionCommitted,
-    Whole,
 )
 
-HOSTS = (11, 12, 13, 14, 15, 16, 5, 25)  # of six nodes, of one that sorts before them and of one after
+HOSTS = (11, 12, 13, 14, 15, 16, 5, 25)  # six nodes, one that sorts before them and one after
 
 
 class StoryRunner:
-    """One story while it runs: its nodes, the silent ones, the links that were cut."""
+    """Runs one story. Tracks its nodes, the silent ones and the cut links."""
 
     def __init__(
         self,
@@ -74,179 +72,173 @@ class StoryRunner:
         story: Story,
         framework: str,
         folder: Path,
-        places: Sequence[EmulatedHost],
+        hosts: Sequence[EmulatedHost],
         port: int,
         golden: Callable[[], ExampleRun],
     ) -> None:
-        """`places` in the order of `HOSTS`; `golden` gives the unfailed run. `port` is of the rendezvous: a node that
-        was cut off may still hold the one of a story before."""
+        """`hosts` in the order of `HOSTS`. `golden` returns the unfailed run. `port`: of the rendezvous, a new one for
+        each story, since a node that was cut off may still hold the previous one."""
         self._story = story
         self._golden = golden
-        self._places = places
+        self._hosts = hosts
         self._store = folder / "checkpoints"
         flags = story.flags
         if story.store:
             flags += ("--reft-checkpoint-dir", str(self._store), "--reft-checkpoint-interval", str(story.store))
         run = FRAMEWORKS[framework](story.job, "story", folder, flags)
-        endpoint = ",".join(f"{place.address}:{port}" for place in places)
+        endpoint = ",".join(f"{host.address}:{port}" for host in hosts)
         self._job = MultiNodeJob(server, jobs, run, story.job.ranks, story.job.nodes, endpoint)
         self._silent: dict[str, RunningJob] = {}
         self._cut: list[EmulatedHost] = []
-        self._outcomes: dict[str, str] = {}  # reasons of those that were refused
+        self._refusals: dict[str, str] = {}  # reason by node
 
     def run(self) -> None:
-        """Carry out the whole story. Raises AssertionError, TimeoutError."""
+        """Run the whole story. Raises AssertionError, TimeoutError."""
         try:
             for index in range(self._story.job.nodes):
-                self._start(f"n{index}", self._places[index])
+                self._start(f"n{index}", self._hosts[index])
             for line in self._story.lines:
                 try:
-                    self._follow(line)
+                    self._run_line(line)
                 except AssertionError as error:
                     raise AssertionError(f"{self._story.name}: {line}: {error}") from error
         finally:
             for lost in self._silent.values():
                 destroy(lost)
-            for place in self._cut:
-                place.mend()
+            for host in self._cut:
+                host.reconnect()
 
-    def _start(self, name: str, place: EmulatedHost) -> None:
-        self._job.start(name, place, faults=self._story.faults.get(name, ""))
+    def _start(self, name: str, host: EmulatedHost) -> None:
+        self._job.start(name, host, faults=self._story.faults.get(name, ""))
 
-    def _follow(self, line: StoryLine) -> None:
+    def _run_line(self, line: StoryLine) -> None:
         match line:
-            case Start(node, first):
-                self._start(node, self._places[-2 if first else -1])
-            case Lose(node, fate):
-                self._lose(node, fate)
-            case Captured(node, iteration):
+            case StartNode(node, first):
+                self._start(node, self._hosts[-2 if first else -1])
+            case LoseNode(node, kind):
+                self._lose(node, kind)
+            case IterationCaptured(node, iteration):
                 self._job.until_captured(node, iteration)
             case VersionCommitted(iteration):
                 self._job.until_committed(iteration)
             case CheckpointStored(iteration):
                 wait_until(lambda: max(self._stored(), default=0) >= iteration, BOUND, self._listing)
             case SmpStopped(node):
-                self._until_stopped(node)
-            case Ends(End.ENDED):
+                self._wait_until_stopped(node)
+            case JobEnds(JobEnd.ENDED):
                 self._job.wait()
-            case Ends(End.REFUSED):
-                self._refused()
+            case JobEnds(JobEnd.REFUSED):
+                self._wait_until_refused()
             case _:
-                self._claim(line)
+                self._check(line)
 
-    def _lose(self, node: str, fate: Fate) -> None:
-        match fate:
-            case Fate.KILL:
+    def _lose(self, node: str, kind: LossKind) -> None:
+        match kind:
+            case LossKind.KILL:
                 self._job.destroy(node)
                 return
-            case Fate.CUT:
-                self._cut.append(self._places[int(node[1:])])
+            case LossKind.CUT:
+                self._cut.append(self._hosts[int(node[1:])])
                 self._cut[-1].cut()
-            case Fate.FREEZE:
+            case LossKind.FREEZE:
                 freeze(self._job.nodes[node])
         self._silent[node] = self._job.nodes.pop(node)
 
-    def _until_stopped(self, node: str) -> None:
+    def _wait_until_stopped(self, node: str) -> None:
         job = self._job.nodes[node]
         lock = job.spec.run_dir / "smp.lock"
 
         def stopped() -> bool:
             if any(liveness.is_stopped(*smp) for smp in liveness.holder(lock)):
                 return True
-            assert not job.ended, f"node {node} has ended before:\n{job.tail()}"
+            assert not job.ended, f"node {node} ended too early:\n{job.tail()}"
             return False
 
         wait_until(stopped, BOUND, lambda: f"no SMP of node {node} has stopped")
 
-    def _refused(self) -> None:
+    def _wait_until_refused(self) -> None:
         for name, job in self._job.nodes.items():
             outcome = job.wait(BOUND)
             assert outcome["status"] == "refused", f"node {name}: {outcome}\n{job.tail()}"
-            self._outcomes[name] = outcome["reason"]
+            self._refusals[name] = outcome["reason"]
 
-    # ---- what has to hold ----
+    # claims
 
-    def _claim(self, line: StoryLine) -> None:
+    def _check(self, line: StoryLine) -> None:
         match line:
             case RestoredFrom(node, tier, iteration, exactly):
                 for name in self._job.nodes if node == EVERY else [node]:
-                    self._restored(name, tier, iteration, exactly)
+                    self._check_restore(name, tier, iteration, exactly)
             case InTransfer(iteration):
-                begun, counted = (
-                    self._before_restore(catalogue.EXCHANGE_STARTED.name),
-                    self._before_restore(catalogue.VERSION_COMMITTED.name),
-                )
-                assert iteration in begun and iteration not in counted, f"begun {begun}, counted {counted}"
+                started, committed = self._exchanges_before_restore()
+                assert iteration in started and iteration not in committed, f"started {started}, committed {committed}"
             case RestoredCommitted(node):
-                begun, counted = (
-                    self._before_restore(catalogue.EXCHANGE_STARTED.name),
-                    self._before_restore(catalogue.VERSION_COMMITTED.name),
-                )
-                fields = restore(self._job.nodes[node]).fields
-                assert counted and max(counted) < max(begun), f"begun {begun}, counted {counted}"
-                assert fields["iteration"] == max(counted), f"counted {counted}: {fields}"
+                started, committed = self._exchanges_before_restore()
+                fields = last_restore(self._job.nodes[node]).fields
+                assert committed and max(committed) < max(started), f"started {started}, committed {committed}"
+                assert fields["iteration"] == max(committed), f"committed {committed}: {fields}"
             case DeclaredLost(node):
                 declared = self._events(catalogue.NODE_LOST.name)
-                assert declared, "no node was"
+                assert declared, "no node was declared lost"
                 assert all(event.fields["lost"] == [f"node {node}"] for event in declared), declared
             case CheckpointNotStored(iteration):
                 assert iteration not in self._stored(), self._listing()
-            case Whole(iteration):
+            case CheckpointsIntact(iteration):
                 assert max(self._stored(), default=0) >= iteration, self._listing()
                 for each in checkpoint.listing(self._base):
                     if each.complete:
                         assert_whole(self._base / each.name, self._story.job.ranks)
-            case Reason(words):
-                given = self._outcomes or {name: restore(job).fields["reason"] for name, job in self._job.nodes.items()}
-                assert all(words in reason for reason in given.values()), given
-            case Compared():
+            case ReasonContains(words):
+                nodes = self._job.nodes.items()
+                reasons = self._refusals or {name: last_restore(job).fields["reason"] for name, job in nodes}
+                assert all(words in reason for reason in reasons.values()), reasons
+            case ReplicasCompared():
                 assert not self._events(catalogue.REPLICA_DIVERGED.name)
                 sent = [event.fields for event in self._events(catalogue.EXCHANGE_SENT.name)]
                 slot = min(event.fields["share_bytes"] for event in self._events(catalogue.RANK_ATTACHED.name))
-                # small state, digest tables and digests of what is compared; all else would be several slots
+                # Small state, digest tables and compared digests; sending state would take several slots.
                 assert sent and all(fields["compared"] and fields["bytes"] < slot / 5 for fields in sent), sent
-            case Differed(rank, iteration):
-                found = {
+            case ReplicaDiverged(rank, iteration):
+                diverged = {
                     (event.fields["iteration"], *event.fields["ranks"])
                     for event in self._events(catalogue.AUDIT_FAILED.name)
                 }
-                assert found == {(iteration, rank)}, f"iterations, and who differed in them: {sorted(found)}"
+                assert diverged == {(iteration, rank)}, f"iterations with their diverged ranks: {sorted(diverged)}"
             case RestoredCertified(node):
-                fields = restore(self._job.nodes[node]).fields
+                fields = last_restore(self._job.nodes[node]).fields
                 assert fields.get("mark") == Mark.CERTIFIED.word, f"node {node}: {fields}"
-            case InBubbles():
+            case SentInBubbles():
                 inside = [event.fields["in_bubbles"] for event in self._events(catalogue.VERSION_COMMITTED.name)]
-                assert any(inside), f"in none of {len(inside)} that count"
+                assert any(inside), f"for none of {len(inside)} committed versions"
             case NoFreshStart():
                 scratch = self._events(catalogue.STATE_LOST.name)
                 assert not scratch, scratch
-            case Golden():
+            case MatchesGolden():
                 assert_identical(self._job.run, self._golden(), self._story.job.ranks)
 
-    def _before_restore(self, name: str) -> list[int]:
-        """Iterations of which there was such an event until the job was restored for the first time, of the lineage
-        that it was restored from."""
+    def _exchanges_before_restore(self) -> tuple[list[int], list[int]]:
+        """Iterations whose exchange was started, and those committed, before the first restore and in its lineage."""
         first = min(self._events(catalogue.STATE_RESTORED.name), key=lambda event: event.time, default=None)
         assert first is not None, "nothing was restored"
-        of_it = [event for event in self._events(name) if event.fields["lineage"] == first.fields["lineage"]]
-        return sorted({event.fields["iteration"] for event in of_it if event.time < first.time})
 
-    def _restored(self, name: str, tier: str, iteration: int, exactly: bool) -> None:
-        """All ranks of a node restored the same, in its last incarnation."""
+        def iterations(name: str) -> list[int]:
+            lineage = [event for event in self._events(name) if event.fields["lineage"] == first.fields["lineage"]]
+            return sorted({event.fields["iteration"] for event in lineage if event.time < first.time})
+
+        return iterations(catalogue.EXCHANGE_STARTED.name), iterations(catalogue.VERSION_COMMITTED.name)
+
+    def _check_restore(self, name: str, tier: str, iteration: int, exactly: bool) -> None:
+        """All ranks of a node restored the same version in its last incarnation, from this tier."""
         job = self._job.nodes[name]
         last = job.events(catalogue.STATE_RESTORED.name)[-self._story.job.ranks // self._story.job.nodes :]
-        fields = restore(job).fields
+        fields = last_restore(job).fields
         assert len({(event.fields["tier"], event.fields["iteration"]) for event in last}) == 1, f"node {name}: {last}"
         assert fields["tier"] == tier and fields["iteration"] >= iteration, f"node {name}: {fields}"
         assert not exactly or fields["iteration"] == iteration, f"node {name}: {fields}"
         if tier == "storage":
-            lineage = fields["lineage"]
-            done = [
-                event.fields
-                for event in self._events(catalogue.CHECKPOINT_COMPLETED.name)
-                if event.fields["lineage"] <= lineage
-            ]
-            newest = max((found["iteration"] for found in done), default=0)
+            completed = [event.fields for event in self._events(catalogue.CHECKPOINT_COMPLETED.name)]
+            iterations = [each["iteration"] for each in completed if each["lineage"] <= fields["lineage"]]
+            newest = max(iterations, default=0)
             assert fields["iteration"] == newest, f"node {name}: {fields}, although checkpoint {newest} was complete"
 
     def _events(self, name: str) -> list[Event]:
@@ -264,15 +256,15 @@ class StoryRunner:
         return f"in storage: {sorted(path.name for path in self._base.glob('*'))}"
 
 
-def restore(job: RunningJob) -> Event:
-    """The last restore of a node's ranks."""
-    found = job.events(catalogue.STATE_RESTORED.name)
-    assert found, f"nothing was restored on node {job.spec.node}:\n{job.tail()}"
-    return found[-1]
+def last_restore(job: RunningJob) -> Event:
+    """The last `state.restored` of a node."""
+    restores = job.events(catalogue.STATE_RESTORED.name)
+    assert restores, f"nothing was restored on node {job.spec.node}:\n{job.tail()}"
+    return restores[-1]
 
 
 def assert_whole(folder: Path, ranks: int) -> None:
-    """Raises AssertionError unless every rank's file is there, and every byte of it matches its digest."""
+    """Raises AssertionError unless the file of every rank exists and matches its digests."""
     manifest = checkpoint.read_manifest(folder)
     origin = Origin(manifest.job, manifest.world_size, manifest.fingerprint)
     assert manifest.world_size == ranks, f"{folder} is of {manifest.world_size} ranks, expected {ranks}"
@@ -282,16 +274,16 @@ def assert_whole(folder: Path, ranks: int) -> None:
         path = folder / checkpoint.data_file(rank)
         with open(path, "rb") as file:
             head = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        held = load_file(path)
+        tensors = load_file(path)
         for number, (offset, nbytes) in enumerate(json.loads(head["__metadata__"]["buckets"])):
-            digest = xxhash.xxh3_64_intdigest(held["data"][offset : offset + nbytes].tobytes())
-            assert digest == int(held["digests"][number]), f"{path}: bucket {number} does not match its digest"
+            digest = xxhash.xxh3_64_intdigest(tensors["data"][offset : offset + nbytes].tobytes())
+            assert digest == int(tensors["digests"][number]), f"{path}: bucket {number} does not match its digest"
 
 
 def megatron_run(
     shape: JobShape, name: str, folder: Path, flags: Sequence[str] = (), protected: bool = True
 ) -> MegatronRun:
-    """On megatron-core, in bf16, with its distributed optimizer where the story wants it."""
+    """A run on megatron-core in bf16, with its distributed optimizer if the shape asks for it."""
     argv = ["--order", "tp-cp-ep-pp-dp", "--tp", str(shape.tp), "--pp", str(shape.pp)]
     if shape.global_batch:
         argv += ["--global-batch", str(shape.global_batch)]
@@ -307,7 +299,7 @@ def megatron_run(
 def deepspeed_run(
     shape: JobShape, name: str, folder: Path, flags: Sequence[str] = (), protected: bool = True
 ) -> DeepSpeedRun:
-    """On DeepSpeed, as a PipelineModule: bf16 with ZeRO-1, else fp32 without ZeRO."""
+    """A run on DeepSpeed as a PipelineModule: bf16 with ZeRO-1, or fp32 without ZeRO if state is replicated."""
     configuration = deepspeed_runs.DeepSpeedConfiguration(
         shape.ranks,
         1 if shape.distributed else 0,
@@ -326,8 +318,8 @@ FRAMEWORKS: dict[str, Callable[..., ExampleRun]] = {"megatron": megatron_run, "d
 
 def golden_run(server: ForkServer, framework: str, shape: JobShape, folder: Path) -> ExampleRun:
     """The unfailed, unprotected run of a job."""
-    found = FRAMEWORKS[framework](shape, "golden", folder, protected=False)
-    job = server.start(found.spec(nproc=shape.ranks))
+    golden = FRAMEWORKS[framework](shape, "golden", folder, protected=False)
+    job = server.start(golden.spec(nproc=shape.ranks))
     outcome = job.wait(BOUND)
     assert outcome["status"] == "succeeded", job.tail()
-    return found
+    return golden

@@ -1,7 +1,7 @@
-"""Real text as bytes, and a sampler whose position says exactly which windows come next.
+"""Real text as bytes, and a sampler whose position determines the next windows.
 
-Invariant: the windows that a rank reads are a function of (text, seed, position) alone: a restored position continues
-the same order. In: a file, or the sources of Python's standard library, which every machine has. Out: micro-batches of
+Invariant: the windows that a rank reads depend only on (text, seed, position), so a restored position continues the
+same order. In: a file, or the sources of Python's standard library, which every machine has. Out: micro-batches of
 `sequence + 1` consecutive bytes.
 """
 
@@ -27,14 +27,14 @@ _FINGERPRINT_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Text:
-    """Bytes to learn from. `origin` names them for people."""
+    """Bytes to learn from. `origin`: where they come from."""
 
     origin: str
     content: npt.NDArray[np.uint8]
 
     @classmethod
     def read(cls, path: str | None) -> Text:
-        """The file at `path`, or the first 4 MiB of the standard library's modules in the order of their names.
+        """The file at `path`, or the first 4 MiB of the standard library's modules, sorted by name.
 
         Raises ConfigError for a file that is missing or empty.
         """
@@ -47,32 +47,32 @@ class Text:
                     break
             return cls(f"{folder}/*.py", np.frombuffer(bytes(content[:STANDARD_LIBRARY_BYTES]), dtype=np.uint8))
         if not Path(path).is_file():
-            raise ConfigError(f"--data {path}: no such file; name a text file, or none for the standard library")
+            raise ConfigError(f"--data {path}: no such file; name a text file, or omit it for the standard library")
         if Path(path).stat().st_size == 0:
-            raise ConfigError(f"--data {path}: the file is empty; name one with text in it")
+            raise ConfigError(f"--data {path}: the file is empty; name one that contains text")
         return cls(path, np.memmap(path, dtype=np.uint8, mode="r"))
 
     def fingerprint(self) -> dict[str, Any]:
-        """Where from, how much, and a digest of the first MiB."""
+        """Origin, size, and a digest of the first MiB."""
         first = np.ascontiguousarray(self.content[:_FINGERPRINT_BYTES])
         return {"path": self.origin, "bytes": len(self.content), "xxh3": xxhash.xxh3_64_hexdigest(first)}
 
     def split(self, valid: float, sequence: int) -> tuple[Text, Text]:
-        """Training part and, from the end, the validation part. Raises ConfigError for less than a window in each."""
+        """Training part and validation part, which is the end. Raises ConfigError if either has less than a window."""
         cut = int(len(self.content) * (1 - valid))
         parts = Text(self.origin, self.content[:cut]), Text(self.origin, self.content[cut:])
         if min(len(part.content) for part in parts) <= sequence:
             raise ConfigError(
-                f"{self.origin}: {len(self.content)} bytes are too few for windows of {sequence + 1}: name a longer one"
+                f"{self.origin}: {len(self.content)} bytes are too few for windows of {sequence + 1}; use a longer text"
             )
         return parts
 
 
 class Sampler:
-    """Windows in an order that is shuffled anew in every epoch; an endless iterator over micro-batches.
+    """An endless iterator over micro-batches of windows, reshuffled every epoch.
 
-    `position` counts the samples that all replicas together have consumed. Replica r of d takes samples
-    position + r*b .. position + (r+1)*b of each micro-batch of size b.
+    `position`: samples consumed by all replicas together. Replica r takes samples position + r*b .. position + (r+1)*b
+    of each micro-batch of size b.
     """
 
     def __init__(self, text: Text, *, seed: int, sequence: int, micro_batch: int, replica: int, replicas: int) -> None:
@@ -94,15 +94,15 @@ class Sampler:
         return batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
 
     def state_dict(self) -> dict[str, int]:
-        """Where it stands, for DeepSpeed jobs; Megatron's example keeps `position` itself."""
+        """The data position, for DeepSpeed jobs; Megatron's example saves `position` itself."""
         return {"position": self.position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Stand there again."""
+        """Restore the data position."""
         self.position = state["position"]
 
     def skip(self, micro_batches: int) -> None:
-        """Move on without reading."""
+        """Skip micro-batches without reading them."""
         self.position += micro_batches * self._replicas * self._micro_batch
 
     def _window(self, sample: int) -> npt.NDArray[np.uint8]:

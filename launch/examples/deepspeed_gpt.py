@@ -1,10 +1,10 @@
-"""Pretraining of a small byte-level GPT on real text with DeepSpeed: a PipelineModule, or an engine without pipeline.
+"""Pretrain a small byte-level GPT on real text with DeepSpeed: a PipelineModule, or an engine without pipeline.
 
     ft-run --nproc-per-node 8 launch/examples/deepspeed_gpt.py --tp 2 --pp 2 --deepspeed_config ds.json
     torchrun --nproc-per-node 8 launch/examples/deepspeed_gpt.py --tp 2 --pp 2 --deepspeed_config ds.json
 
-Nothing here protects the job: a block `"ft_plugins": {"reft": {}}` in ds.json does. What a script needs for that is
-what it needs for DeepSpeed's own checkpoints: a loop that goes on from `engine.global_steps`. `main(argv)` is one rank.
+The block `"ft_plugins": {"reft": {}}` in ds.json protects the job. The script only needs what DeepSpeed's own
+checkpoints need: a loop that continues from `engine.global_steps`. `main(argv)` is one rank.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--deepspeed_config", required=True, help="DeepSpeed's JSON file")
     parser.add_argument("--data", help="any text file (default: the sources of Python's standard library)")
     parser.add_argument(
-        "--axes", default="pipe-data-model", help="of the ranks, the last one nearest (default %(default)s)"
+        "--axes", default="pipe-data-model", help="order of the ranks, last axis adjacent (default %(default)s)"
     )
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--loss-log", help="JSON lines, appended by one rank")
@@ -60,7 +60,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 class Windows(torch.utils.data.Dataset):
-    """The text in windows, for DeepSpeed's own loader."""
+    """The windows of a text, for DeepSpeed's own loader."""
 
     def __init__(self, text: Text, sequence: int) -> None:
         self._content, self._sequence = text.content, sequence
@@ -75,7 +75,7 @@ class Windows(torch.utils.data.Dataset):
 
 
 def main(argv: Sequence[str]) -> None:
-    """One rank."""
+    """Run one rank."""
     args = parse(argv)
     torch.set_num_threads(1)
     deepspeed.init_distributed()
@@ -93,25 +93,25 @@ def main(argv: Sequence[str]) -> None:
 
 
 def pipeline(args: argparse.Namespace, sizes: Sizes, train: Text, valid: Text) -> Iterator[dict[str, Any]]:
-    """Training as a pipeline: first the engine, then what to log of each iteration."""
+    """Train as a pipeline. Yields first the engine, then the values to log per iteration."""
     replicas = max(1, dist.get_world_size() // (args.tp * args.pp))
     dims = {"pipe": args.pp, "data": replicas, "model": args.tp}
     axes = args.axes.split("-")
-    places = ProcessTopology(axes=axes, dims=[dims[axis] for axis in axes])
-    at = places.get_coord(dist.get_rank())
+    topology = ProcessTopology(axes=axes, dims=[dims[axis] for axis in axes])
+    at = topology.get_coord(dist.get_rank())
     seed(args.seed + 100 * at.pipe, args.seed + 2718 + 100 * at.pipe + at.model)
-    cut = Cut(tensor_group(places))
+    cut = Cut(tensor_group(topology))
     layers = [
         TiedLayerSpec("embedding", Embedding, sizes),
         *(LayerSpec(Block, sizes, cut) for _ in range(sizes.layers)),
         LayerSpec(Norm, sizes.hidden),
         TiedLayerSpec("embedding", Embedding, sizes, forward_fn=logits),
     ]
-    module = PipelineModule(layers, topology=places, loss_fn=loss, seed_layers=False, partition_method="type:Block")
+    module = PipelineModule(layers, topology=topology, loss_fn=loss, seed_layers=False, partition_method="type:Block")
     engine, *_ = deepspeed.initialize(args=args, model=module, model_parameters=list(module.parameters()))
-    place = {"replica": at.data, "replicas": replicas}
+    replica = {"replica": at.data, "replicas": replicas}
     shape = {"sequence": args.sequence, "micro_batch": engine.train_micro_batch_size_per_gpu()}
-    samplers = [Sampler(text, seed=args.seed, **place, **shape) for text in (train, valid)]
+    samplers = [Sampler(text, seed=args.seed, **replica, **shape) for text in (train, valid)]
     yield {"engine": engine}
     while engine.global_steps < args.iterations:
         outcome = {"loss": float(engine.train_batch(data_iter=samplers[0]))}
@@ -121,7 +121,7 @@ def pipeline(args: argparse.Namespace, sizes: Sizes, train: Text, valid: Text) -
 
 
 def plain(args: argparse.Namespace, sizes: Sizes, train: Text) -> Iterator[dict[str, Any]]:
-    """Training with DeepSpeed's engine and its own loader."""
+    """Train with DeepSpeed's engine and loader. Yields first the engine, then the values to log per iteration."""
     seed(args.seed, args.seed + 2718)
     module = Plain(sizes)
     engine, _, loader, _ = deepspeed.initialize(
@@ -142,7 +142,7 @@ def plain(args: argparse.Namespace, sizes: Sizes, train: Text) -> Iterator[dict[
 
 
 def seed(everywhere: int, here: int) -> None:
-    """`everywhere` for what tensor-parallel ranks draw alike, `here` for what each draws on its own."""
+    """Seed random numbers that tensor-parallel ranks share with `everywhere`, those of each rank with `here`."""
     random.seed(everywhere)
     np.random.seed(everywhere)
     torch.manual_seed(everywhere)
@@ -150,19 +150,19 @@ def seed(everywhere: int, here: int) -> None:
     get_cuda_rng_tracker().add("model-parallel-rng", here)
 
 
-def tensor_group(places: ProcessTopology) -> Any:
-    """The group of this rank's tensor-parallel neighbours; None without any."""
-    if places.get_dim("model") == 1:
+def tensor_group(topology: ProcessTopology) -> Any:
+    """This rank's tensor-parallel group; None without tensor parallelism."""
+    if topology.get_dim("model") == 1:
         return None
-    found = None
-    for ranks in places.get_axis_comm_lists("model"):
+    own = None
+    for ranks in topology.get_axis_comm_lists("model"):
         group = dist.new_group(ranks)
-        found = group if dist.get_rank() in ranks else found
-    return found
+        own = group if dist.get_rank() in ranks else own
+    return own
 
 
 def log(args: argparse.Namespace, engine: Any, outcome: dict[str, Any]) -> None:
-    """One line per iteration, by rank 0; an iteration done again is logged again."""
+    """Log one line per iteration, on rank 0. A repeated iteration is logged again."""
     if dist.get_rank() != 0:
         return
     valid = f"  valid loss {outcome['valid_loss']:.4f}" if "valid_loss" in outcome else ""
@@ -178,7 +178,7 @@ def log(args: argparse.Namespace, engine: Any, outcome: dict[str, Any]) -> None:
 
 
 def write_digest(args: argparse.Namespace, engine: Any) -> None:
-    """This rank's final state as digests: what two runs must have in common to be called identical."""
+    """Write digests of this rank's final state, for comparing two runs."""
     from ft_plugins.adapters.deepspeed.core import DeepSpeedHost
     from ft_plugins.model.digest import state_digest, tensor_digest
 

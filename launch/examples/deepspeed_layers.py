@@ -1,10 +1,10 @@
-"""Layers of a small GPT for DeepSpeed: cut over the tensor-parallel ranks by hand, put together as a pipeline.
+"""Layers of a small GPT for DeepSpeed, split over the tensor-parallel ranks by hand.
 
-Invariant: what every tensor-parallel rank holds whole (embeddings, norms, biases behind a sum) is equal on all of them,
-and so are its gradients: `_Copied` sums them in the backward pass, `_Summed` sums activations in the forward pass. What
-is cut is drawn from DeepSpeed's tracker of the model-parallel stream, dropout inside of it too.
+Invariant: parameters that every tensor-parallel rank holds whole (embeddings, norms, biases after a sum) are equal on
+all of them, and so are their gradients: `_Copied` sums them in the backward pass, `_Summed` sums activations in the
+forward pass. Split weights, and dropout inside them, use DeepSpeed's model-parallel random stream.
 
-In: sizes and a tensor-parallel group. Out: layers for a `PipelineModule`, or for `torch.nn.Sequential`.
+In: sizes and a tensor-parallel group. Out: layers for a `PipelineModule`, or the model in one piece.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the model."""
+    """The sizes of the model."""
 
     layers: int
     hidden: int
@@ -31,7 +31,7 @@ class Sizes:
 
 
 class _Copied(torch.autograd.Function):
-    """The same on all ranks of the group; gradients are summed."""
+    """Identity on all ranks of the group; gradients are summed."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
@@ -60,7 +60,7 @@ class _Summed(torch.autograd.Function):
 
 
 class Cut:
-    """A tensor-parallel group; None: nothing is cut."""
+    """Splits weights over a tensor-parallel group; None: no split."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
@@ -73,15 +73,15 @@ class Cut:
         return x if self.size == 1 else _Summed.apply(x, self.group)
 
     def parameter(self, rows: int, columns: int) -> torch.nn.Parameter:
-        """A weight of which every rank has its own part."""
+        """A weight whose parts are on different ranks."""
         with get_cuda_rng_tracker().fork():
-            found = torch.nn.Parameter(torch.randn(rows, columns) * 0.02)
-        found.model_parallel = self.size > 1  # type: ignore[attr-defined]  # DeepSpeed: counts in the gradient norm
-        return found
+            weight = torch.nn.Parameter(torch.randn(rows, columns) * 0.02)
+        weight.model_parallel = self.size > 1  # type: ignore[attr-defined]  # DeepSpeed's gradient norm reads this
+        return weight
 
 
 class Embedding(torch.nn.Module):
-    """Bytes and their places, (batch, sequence) -> (batch, sequence, hidden). Tied to the output layer."""
+    """Bytes and their positions, (batch, sequence) -> (batch, sequence, hidden). Tied to the output layer."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -90,8 +90,8 @@ class Embedding(torch.nn.Module):
         self.dropout = torch.nn.Dropout(sizes.dropout)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.dropout(functional.embedding(tokens, self.weight) + self.place)
-        return found
+        embedded: torch.Tensor = self.dropout(functional.embedding(tokens, self.weight) + self.place)
+        return embedded
 
 
 def logits(embedding: Embedding, x: torch.Tensor) -> torch.Tensor:
@@ -100,7 +100,7 @@ def logits(embedding: Embedding, x: torch.Tensor) -> torch.Tensor:
 
 
 class Block(torch.nn.Module):
-    """Attention and MLP, each cut over the tensor-parallel ranks: columns first, rows after."""
+    """Attention and MLP, each split over the tensor-parallel ranks: first by columns, then by rows."""
 
     def __init__(self, sizes: Sizes, cut: Cut) -> None:
         super().__init__()
@@ -115,8 +115,8 @@ class Block(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.dropout(self._attention(self.cut.copied(self.before_attention(x))))
         inner = functional.gelu(functional.linear(self.cut.copied(self.before_mlp(x)), self.up))
-        found: torch.Tensor = x + self.dropout(self.cut.summed(functional.linear(inner, self.down)) + self.bias)
-        return found
+        output: torch.Tensor = x + self.dropout(self.cut.summed(functional.linear(inner, self.down)) + self.bias)
+        return output
 
     def _attention(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, _ = x.shape
@@ -126,14 +126,14 @@ class Block(torch.nn.Module):
         ahead = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
         weights = torch.softmax(scores.float().masked_fill(ahead, float("-inf")), dim=-1).to(x.dtype)
         if self.training and self.rate:
-            with get_cuda_rng_tracker().fork():  # heads are cut: each rank has its own mask
+            with get_cuda_rng_tracker().fork():  # heads are split: each rank has its own mask
                 weights = functional.dropout(weights, self.rate)
         mixed = (weights @ v).transpose(1, 2).reshape(batch, length, -1)
         return self.cut.summed(functional.linear(mixed, self.out))
 
 
 class Norm(torch.nn.LayerNorm):
-    """The last one."""
+    """The final norm."""
 
 
 def loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

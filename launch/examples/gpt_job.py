@@ -1,7 +1,7 @@
-"""One rank of a GPT pretraining job, built from megatron-core's own parts as Megatron's training loop builds them.
+"""One rank of a GPT pretraining job, built from megatron-core's parts like Megatron's training loop.
 
-Invariant: nothing here knows of protection but `host`, which shows the job to ft_plugins. In: parsed flags, a process
-group that is up. Out: `Job` with `train_step` and `host`.
+Invariant: only `host`, which shows the job to ft_plugins, knows of protection. In: parsed flags, an initialised process
+group. Out: `Job` with `train_step` and `host`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ft_plugins.adapters.megatron import prepare
 from ft_plugins.config import LaunchContext
 from ft_plugins.model.topology import Topology
 
-prepare()  # asks for the CPU where no CUDA device is visible; a job that is meant for GPUs leaves this out
+prepare()  # selects the CPU if no CUDA device is visible; a job for GPUs does not need this
 
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 from megatron.core.distributed import (  # noqa: E402
@@ -161,7 +161,7 @@ class Job:
         return optimizer, scheduler
 
     def _connect(self) -> None:
-        """What Megatron's training loop connects between schedule, DDP and optimizer."""
+        """Connect schedule, DDP and optimizer, like Megatron's training loop."""
 
         def of_chunks(name: str) -> Any:
             each = [getattr(chunk, name) for chunk in self.chunks]
@@ -173,11 +173,11 @@ class Job:
             self.config.no_sync_func = of_chunks("no_sync")
 
     def _samplers(self, text: Text) -> list[Sampler | None]:
-        """One per model chunk: only the first and the last stage read data."""
+        """One per model chunk. Only the first and the last stage read data."""
         reads = [self._reads(index) for index in range(len(self.chunks))]
-        place = {"replica": parallel_state.get_data_parallel_rank(), "replicas": self.dp}
+        replica = {"replica": parallel_state.get_data_parallel_rank(), "replicas": self.dp}
         sizes = {"sequence": self.args.sequence, "micro_batch": self.args.micro_batch}
-        return [Sampler(text, seed=self.args.seed, **place, **sizes) if needed else None for needed in reads]
+        return [Sampler(text, seed=self.args.seed, **replica, **sizes) if needed else None for needed in reads]
 
     def _reads(self, chunk: int) -> bool:
         stage = {"ignore_virtual": False, "vp_stage": chunk} if len(self.chunks) > 1 else {}
@@ -186,7 +186,7 @@ class Job:
     # one iteration
 
     def forward_backward(self, samplers: list[Sampler | None], forward_only: bool = False) -> list[Any]:
-        """The schedule's own iteration: the losses of its micro-batches on the last stage, else none."""
+        """Run one iteration of the schedule. Returns the losses of its micro-batches on the last stage, else none."""
         several = len(self.chunks) > 1
         return get_forward_backward_func()(
             forward_step_func=self._forward_step,
@@ -199,7 +199,7 @@ class Job:
         )
 
     def _mean(self, losses: list[Any]) -> float | None:
-        """Over micro-batches and replicas; None on a stage that has none."""
+        """The mean loss over micro-batches and replicas; None on other stages."""
         if not losses:
             return None
         mean = torch.stack([loss["lm loss"] for loss in losses]).mean()
@@ -223,7 +223,7 @@ class Job:
         return torch.triu(ones, 1)[None, None]
 
     def train_step(self, skip: Callable[[], None]) -> dict[str, Any]:
-        """One iteration, as Megatron's train_step and the bookkeeping after it. What to log about it."""
+        """Run one iteration, like Megatron's train_step and its bookkeeping. Returns the values to log."""
         current = self.iteration + 1
         outcome: dict[str, Any] = {"iteration": current, "loss": None, "grad_norm": None, "skipped": False}
         if current in self.args.iterations_to_skip:
@@ -237,7 +237,7 @@ class Job:
             self.optimizer.zero_grad()
             losses = self.forward_backward(self.train)
             updated, outcome["grad_norm"], _ = self.optimizer.step()
-            outcome["loss"] = self._mean(losses)  # after the update, as Megatron's train_step has it
+            outcome["loss"] = self._mean(losses)  # after the update, as in Megatron's train_step
         if updated:
             self.scheduler.step(self.args.global_batch)
         self.skipped_updates += not updated
@@ -249,19 +249,19 @@ class Job:
         return outcome
 
     def evaluate(self) -> float | None:
-        """Without dropout, on the validation part, which goes on from where the last evaluation stopped."""
+        """The validation loss without dropout. Continues in the validation part after the last evaluation."""
         with self.gathered(), torch.no_grad():
             for chunk in self.chunks:
                 chunk.eval()
-            several = range(self.args.eval_iterations)
-            losses = [self._mean(self.forward_backward(self.valid, forward_only=True)) for _ in several]
+            iterations = range(self.args.eval_iterations)
+            losses = [self._mean(self.forward_backward(self.valid, forward_only=True)) for _ in iterations]
             for chunk in self.chunks:
                 chunk.train()
         return None if losses[0] is None else sum(losses) / len(losses)  # type: ignore[arg-type]
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Model parameters as of the last update, also where their gather is put off to the next forward."""
+        """Make model parameters those of the last update, even if their gather is deferred to the next forward."""
         if self.args.overlap_param_gather:
             for chunk in self.chunks:
                 chunk.disable_forward_pre_hook()
@@ -272,14 +272,14 @@ class Job:
 
     @staticmethod
     def close() -> None:
-        """Take down what `__init__` set up in megatron.core."""
+        """Reset what `__init__` set up in megatron.core."""
         destroy_num_microbatches_calculator()
         parallel_state.destroy_model_parallel()
 
     # for the host
 
     def host(self) -> MegatronCoreHost:
-        """This rank, as ft_plugins sees it."""
+        """The host of this rank for ft_plugins."""
 
         def counter(name: str) -> StateEntry:
             return StateEntry(lambda: getattr(self, name), lambda value: setattr(self, name, value))

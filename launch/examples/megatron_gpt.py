@@ -1,10 +1,10 @@
-"""Pretraining of a small byte-level GPT on real text, with megatron-core's own model, schedule, DDP and optimizers.
+"""Pretrain a small byte-level GPT on real text, with megatron-core's own model, schedule, DDP and optimizers.
 
     ft-run --nproc-per-node 8 launch/examples/megatron_gpt.py --tp 2 --pp 2 --bf16 --distributed-optimizer --reft
     torchrun --nproc-per-node 8 launch/examples/megatron_gpt.py --tp 2 --pp 2        (plain, with identical numbers)
 
-`main(argv)` is one rank, from init_process_group to destroy_process_group. What protects the job is in `train`: attach,
-resume, and tell the hooks where an iteration begins and ends.
+`main(argv)` is one rank, from init_process_group to destroy_process_group. `train` protects the job: attach, resume,
+and call the hooks at the beginning and end of each iteration.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ft_plugins.model.host import Hooks
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The job's own flags; those of ft_plugins are taken out before."""
+    """The job's own flags, after those of ft_plugins were removed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = partial(parser.add_argument, type=int)
     for flag, default, meaning in (
@@ -60,7 +60,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--loss-scale", type=float, help="constant; with it an infinite gradient skips the update")
-    parser.add_argument("--iterations-to-skip", type=int, nargs="+", default=[], help="whose batch is left out")
+    parser.add_argument("--iterations-to-skip", type=int, nargs="+", default=[], help="skip the batches of these")
     parser.add_argument("--loss-log", help="JSON lines, appended by one rank")
     parser.add_argument("--state-digest", help="prefix of the files that describe the final state, one per rank")
     precision = parser.add_mutually_exclusive_group()
@@ -70,15 +70,15 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.add_argument(switch, action="store_true")
     args = parser.parse_args(argv)
     if args.overlap_param_gather and not args.distributed_optimizer:
-        parser.error("--overlap-param-gather needs --distributed-optimizer: there is nothing to gather otherwise")
+        parser.error("--overlap-param-gather needs --distributed-optimizer; otherwise there is nothing to gather")
     if args.sequence_parallel and not any(map(find_spec, ("apex", "transformer_engine"))):
-        parser.error("--sequence-parallel needs the LayerNorm of NVIDIA's apex or Transformer Engine; torch's cannot")
+        parser.error("--sequence-parallel needs the LayerNorm of NVIDIA's apex or Transformer Engine, not torch's")
     args.overlap_grad_reduce |= args.overlap_param_gather
     return args
 
 
 class Unprotected:
-    """Hooks of a job that nothing protects."""
+    """Hooks of an unprotected job."""
 
     iteration = 0
 
@@ -90,7 +90,7 @@ class Unprotected:
 
 
 def main(argv: Sequence[str]) -> None:
-    """One rank. Raises FtError for what a user has to decide, before or after the process group is up."""
+    """Run one rank. Raises FtError if the user has to decide something, before or after init_process_group."""
     context = launch_context()
     if context.config is None:
         config, own = Config.from_flags(argv)
@@ -109,7 +109,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def train(job: Job, config: Config, context: LaunchContext) -> None:
-    """The training loop, protected where a system is switched on."""
+    """The training loop, protected if a system is switched on."""
     host = job.host()
     hooks: Hooks
     if config.systems:
@@ -130,7 +130,7 @@ def train(job: Job, config: Config, context: LaunchContext) -> None:
 
 
 def log(job: Job, outcome: dict[str, Any], context: LaunchContext) -> None:
-    """One line per iteration, by the first rank of the last stage; an iteration done again is logged again."""
+    """Log one line per iteration, on the first rank of the last stage. A repeated iteration is logged again."""
     ranks = (parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_data_parallel_rank())
     if ranks != (0, 0) or not parallel_state.is_pipeline_last_stage():
         return
@@ -149,7 +149,7 @@ _EXACT = ("loss", "grad_norm", "valid_loss")
 
 
 def write_digest(job: Job, host: MegatronCoreHost) -> None:
-    """This rank's final state as digests, and its model parameters, gathered."""
+    """Write digests of this rank's final state and of its gathered model parameters."""
     digest = state_digest(host)
     with job.gathered():
         digest["parameters"] = {

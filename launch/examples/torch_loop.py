@@ -1,10 +1,10 @@
-"""A training loop of plain torch on real text: bytes from the ones before them, with dropout and a shuffled order.
+"""A plain torch training loop on real text: predicts the next byte, with dropout and a shuffled data order.
 
     ft-run --nproc-per-node 2 launch/examples/torch_loop.py --reft
     torchrun --nproc-per-node 2 launch/examples/torch_loop.py --unprotected        (plain, with identical numbers)
 
-`main(argv)` is one rank, from init_process_group to destroy_process_group. What protects the job are three lines of
-`train`: host, attach, and the loop over `session.iterations`.
+`main(argv)` is one rank, from init_process_group to destroy_process_group. Three parts of `train` protect the job:
+host, attach, and the loop over `session.iterations`.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda parameters, lr: torch.optim.SGD(parameters, lr),
     "sgd-momentum": lambda parameters, lr: torch.optim.SGD(parameters, lr, momentum=0.9),
 }
-_COMMUTES = 2  # ranks whose gradients sum to the same bits in any order
+_COMMUTES = 2  # the gradients of up to two ranks sum to the same bits in any order
 
 
 class Windows(Dataset[tuple[int, torch.Tensor]]):
-    """The first windows of a text, each with its number."""
+    """The first `count` windows of a text, each with its number."""
 
     def __init__(self, text: Text, count: int, sequence: int) -> None:
         self._text, self._count, self._length = text.content, count, sequence + 1
@@ -53,7 +53,7 @@ class Windows(Dataset[tuple[int, torch.Tensor]]):
 
 
 def network(hidden: int, dropout: float) -> torch.nn.Module:
-    """Of each byte the next one."""
+    """A network that predicts the next byte from each byte."""
     return torch.nn.Sequential(
         torch.nn.Embedding(VOCABULARY, hidden),
         torch.nn.Linear(hidden, 4 * hidden),
@@ -64,13 +64,13 @@ def network(hidden: int, dropout: float) -> torch.nn.Module:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The job's own flags; ft-run has taken out those of ft_plugins."""
+    """The job's own flags. ft-run has removed those of ft_plugins."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adam")
-    parser.add_argument("--iterations", type=int, default=20, help="of the whole run")
-    parser.add_argument("--windows", type=int, default=96, help="samples of an epoch, over all ranks")
-    parser.add_argument("--batch", type=int, default=8, help="samples of an iteration, on each rank")
-    parser.add_argument("--sequence", type=int, default=32, help="bytes of a sample")
+    parser.add_argument("--iterations", type=int, default=20, help="iterations of the whole run")
+    parser.add_argument("--windows", type=int, default=96, help="samples per epoch, over all ranks")
+    parser.add_argument("--batch", type=int, default=8, help="samples per iteration on each rank")
+    parser.add_argument("--sequence", type=int, default=32, help="bytes per sample")
     parser.add_argument("--hidden", type=int, default=32)
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--lr", type=float, default=1e-2)
@@ -83,7 +83,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str]) -> None:
-    """One rank. Raises FtError for what a user has to decide."""
+    """Run one rank. Raises FtError if the user has to decide something."""
     args = parse(argv)
     torch.set_num_threads(1)
     world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
@@ -102,7 +102,7 @@ def train(args: argparse.Namespace, rank: int, world: int) -> None:
     sampler: DistributedSampler[Any] = DistributedSampler(windows, world, rank, seed=args.seed)
     loader = DataLoader(windows, args.batch, sampler=sampler, drop_last=True)
     model = network(args.hidden, args.dropout)
-    if world > 1:  # unused parameters are not looked for to find any: it keeps the order in which gradients are summed
+    if world > 1:  # find_unused_parameters fixes the order in which gradients are summed
         model = DistributedDataParallel(model, find_unused_parameters=world > _COMMUTES)
     optimizer = OPTIMIZERS[args.optimizer](model.parameters(), args.lr)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.iterations)
@@ -130,14 +130,14 @@ def train(args: argparse.Namespace, rank: int, world: int) -> None:
 
 
 def endless(loader: DataLoader[Any], sampler: DistributedSampler[Any]) -> Iterator[Any]:
-    """Batches, epoch after epoch. Begun at the first `next`, when the sampler's epoch is restored."""
+    """Batches of one epoch after another. Starts at the first `next`, after the sampler's epoch is restored."""
     for epoch in count(sampler.epoch):
         sampler.set_epoch(epoch)
         yield from loader
 
 
 def log(args: argparse.Namespace, step: int, loss: float, samples: list[int]) -> None:
-    """One line per iteration; an iteration done again is logged again."""
+    """Log one line per iteration. A repeated iteration is logged again."""
     print(f"iteration {step:>5} / {args.iterations}  loss {loss:.4f}", flush=True)
     if args.loss_log:
         restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
@@ -147,7 +147,7 @@ def log(args: argparse.Namespace, step: int, loss: float, samples: list[int]) ->
 
 
 def write_digest(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
-    """This rank's final state as digests: what two runs must have in common to be called identical."""
+    """Write digests of this rank's final state, for comparing two runs."""
     states = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
     states = {name: readable(dict(state)) for name, state in states.items()}
     path.write_text(json.dumps({**states, "rng": readable(torch.get_rng_state())}, indent=1))

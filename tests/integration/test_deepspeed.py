@@ -135,7 +135,7 @@ def test_replicas_are_compared_under_torchrun_without_any_memory_to_see_to(short
     done = launched(run, (*TORCHRUN, "--standalone"), LINE)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "audit.failed: rank 0: after iteration 1: ranks 0, 1, one of these two" in done.stderr
-    assert "copies that ranks compute with are made anew" in done.stdout
+    assert "copies that ranks compute with are rebuilt" in done.stdout
     assert not list(run.folder.glob("ft_plugins/*/*/events.jsonl"))
 
 

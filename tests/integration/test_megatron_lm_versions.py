@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ft_plugins.testing import megatron_checkpoints
-from ft_plugins.testing.megatron_lm import SCRIPT, Checkout, MegatronLmRun, checkout, ft_run, write_corpus
+from ft_plugins.testing.megatron_lm import SCRIPT, Checkout, MegatronLmRun, ft_run, read_checkout, write_corpus
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -56,7 +56,7 @@ def tree() -> Checkout:
     named = os.environ.get("MEGATRON_LM_PATH")
     if not named:
         pytest.skip("set MEGATRON_LM_PATH")
-    return checkout(Path(named).resolve())
+    return read_checkout(Path(named).resolve())
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from ft_plugins.launcher import secret
-from ft_plugins.launcher.line import Credentials, ask
+from ft_plugins.launcher import job_secret
+from ft_plugins.launcher.peer_client import Credentials, ask
 from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
 from ft_plugins.testing.job_control import wait_for
 
@@ -84,7 +84,7 @@ class Nodes:
     def _lead(self, request: str, field: str) -> Any:
         """What the node at the first endpoint replies; None while it does not answer."""
         message = {"do": request} | ({"token": "test"} if request == "look" else {})
-        us = Credentials(secret.of_this_user(), f"meet-{os.getpid()}", "test")
+        us = Credentials(job_secret.user_secret(), f"meet-{os.getpid()}", "test")
         try:
             return ask(f"127.0.0.1:{self._port}", message, BOUND, us)[field]
         except ConnectionError:

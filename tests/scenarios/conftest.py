@@ -1,4 +1,4 @@
-"""A fork server for all scenarios of one kind, and a look at what they leave behind."""
+"""One fork server per framework for all scenarios, and a check that they leave nothing behind."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ft_plugins.testing import deepspeed_runs, megatron_runs
 from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
 from ft_plugins.testing.multinode import DETECT, has_flag
 
-_GONE_SECONDS = 10.0  # an SMP that is told to end, or that is not to be reached any more
+_GONE_SECONDS = 10.0  # for an SMP to end on request or after a signal
 SERVERS = frozenset({"torch_server", "megatron_server", "deepspeed_server"})
 Start = Callable[..., RunningJob]
 
 
 @pytest.fixture(scope="session")
 def torch_server() -> Iterator[ForkServer]:
-    """Jobs of torch alone."""
+    """Jobs of plain torch."""
     os.environ["OMP_NUM_THREADS"] = "1"
     with ForkServer(["ft_plugins.testing.fills", "ft_plugins.launcher.node_launch"]) as server:
         yield server
@@ -33,7 +33,7 @@ def torch_server() -> Iterator[ForkServer]:
 
 @pytest.fixture(scope="session")
 def megatron_server() -> Iterator[ForkServer]:
-    """Jobs of the GPT example."""
+    """Jobs of the Megatron example."""
     with ForkServer(megatron_runs.PRELOAD) as server:
         yield server
 
@@ -46,43 +46,43 @@ def deepspeed_server() -> Iterator[ForkServer]:
 
 
 def _smps_of(jobs: set[str]) -> list[tuple[int, int]]:
-    """Processes, with their start times, that are or become an SMP of one of these jobs."""
-    found = []
+    """Pids and start times of the SMPs of these jobs, starting ones included."""
+    smps = []
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):  # it has ended
             words = entry.read_text(errors="replace").split("\0")
             if "--job" in words and words[words.index("--job") + 1] in jobs:
-                found.append((int(entry.parent.name), liveness.started(int(entry.parent.name))))
-    return [(pid, began) for pid, began in found if began]
+                smps.append((int(entry.parent.name), liveness.started(int(entry.parent.name))))
+    return [(pid, began) for pid, began in smps if began]
 
 
 @pytest.fixture
 def jobs(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., JobSpec]]:
-    """Makes specs of jobs of this test; ends what they left: agents, SMPs, segments."""
-    made: list[JobSpec] = []
+    """Makes specs of jobs of this test. Afterwards ends their agents and SMPs, and removes their segments."""
+    specs: list[JobSpec] = []
 
     def spec(**fields: object) -> JobSpec:
         name = f"t{os.getpid()}-{abs(hash(request.node.nodeid)) % 10**6}"
-        made.append(JobSpec(**{"name": name, "folder": str(tmp_path), **fields, "runtime": str(tmp_path)}))  # type: ignore[arg-type]
-        flags = made[-1].flags
+        specs.append(JobSpec(**{"name": name, "folder": str(tmp_path), **fields, "runtime": str(tmp_path)}))  # type: ignore[arg-type]
+        flags = specs[-1].flags
         if any(":stop" in word for word in flags) and not has_flag(flags, DETECT):
-            # a stop is where a test looks around, for as long as it takes
-            made[-1] = replace(made[-1], flags=(*flags, DETECT, "600"))
-        return made[-1]
+            # A test inspects a stopped process for as long as it needs.
+            specs[-1] = replace(specs[-1], flags=(*flags, DETECT, "600"))
+        return specs[-1]
 
     yield spec
-    for name in SERVERS.intersection(request.fixturenames):  # else agents would replace the SMPs that are ended here
+    for name in SERVERS.intersection(request.fixturenames):  # first the agents, which would replace ended SMPs
         request.getfixturevalue(name).end_jobs(_GONE_SECONDS)
-    for found in made:
-        if liveness.held(found.run_dir / "smp.lock"):
-            with suppress(FtError), Client(found.run_dir, timeout=5) as client:
+    for made in specs:
+        if liveness.held(made.run_dir / "smp.lock"):
+            with suppress(FtError), Client(made.run_dir, timeout=5) as client:
                 client.end()
     deadline = time.monotonic() + _GONE_SECONDS
-    while any(liveness.held(found.run_dir / "smp.lock") for found in made) and time.monotonic() < deadline:
-        time.sleep(0.01)  # they remove their segments themselves
-    while (others := _smps_of({found.name for found in made})) and time.monotonic() < deadline + _GONE_SECONDS:
-        liveness.kill_and_wait(others, _GONE_SECONDS)  # stopped, or just being started for an agent that is gone
-    left = [path for found in made for path in Path("/dev/shm").glob(f"ftp-{found.name}@*")]
+    while any(liveness.held(made.run_dir / "smp.lock") for made in specs) and time.monotonic() < deadline:
+        time.sleep(0.01)  # SMPs remove their segments
+    while (others := _smps_of({made.name for made in specs})) and time.monotonic() < deadline + _GONE_SECONDS:
+        liveness.kill_and_wait(others, _GONE_SECONDS)  # stopped, or starting for an agent that has ended
+    left = [path for made in specs for path in Path("/dev/shm").glob(f"ftp-{made.name}@*")]
     for path in left:
         path.unlink(missing_ok=True)
     assert not left, f"segments were left behind: {left}"

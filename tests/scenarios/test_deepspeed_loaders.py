@@ -51,7 +51,7 @@ def test_a_loader_of_the_scripts_own_goes_on_where_it_was(
     _, job = golden_and_killed(deepspeed_server, jobs, tmp_path, CONFIGURATION, kills, "--loader", kind)
     said = job.log.read_text()
     assert ("read again and dropped" in said) == (kind == "stream"), said
-    assert "is not followed" not in said and "read before the update" not in said
+    assert "is not tracked" not in said and "read before the update" not in said
 
 
 @pytest.mark.parametrize("stage", [1, *(pytest.param(each, marks=pytest.mark.all_configurations) for each in (2, 3))])

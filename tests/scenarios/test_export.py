@@ -19,9 +19,9 @@ import xxhash
 
 from ft_plugins.model.topology import Topology
 from ft_plugins.snapshot import checkpoint, persist
-from ft_plugins.snapshot.shares import Shares
+from ft_plugins.snapshot.checkpoint_reader import CheckpointReader
 from ft_plugins.testing.forkserver import ForkServer, JobSpec
-from ft_plugins.testing.golden import differing, explain
+from ft_plugins.testing.golden import explain, tree_differences
 from ft_plugins.testing.megatron_runs import ITERATIONS, RANKS, MegatronConfiguration, MegatronRun
 
 Spec = Callable[..., JobSpec]
@@ -48,7 +48,7 @@ def test_an_exported_checkpoint_loads_into_megatron_bit_for_bit_also_at_other_si
 
     same = loaded(megatron_server, tmp_path / "same", configuration, target)
     ranks = range(RANKS)
-    found = [line for r in ranks for line in differing(f"rank {r}", state(run.digests, r), state(same, r))]
+    found = [line for r in ranks for line in tree_differences(f"rank {r}", state(run.digests, r), state(same, r))]
     assert not found, explain(found)
 
     half = loaded(megatron_server, tmp_path / "half", configuration, target, ranks=RANKS // 2)
@@ -66,11 +66,11 @@ def test_what_cannot_be_exported_is_one_line_and_leaves_nothing(
 
     assert "the folder is not empty" in refused(folder, targets / "full")
     assert (targets / "full" / "theirs").read_text() == "kept"
-    assert "no complete checkpoint" in refused(folder.parent, targets / "new")
+    assert "not a complete checkpoint" in refused(folder.parent, targets / "new")
     for name, what, words in (
         ("flipped", checkpoint.data_file(3), "does not match the digest taken when it was captured"),
         ("absent", checkpoint.data_file(5), "cannot be read"),
-        ("unindexed", checkpoint.index_file(7), "was written without it"),
+        ("unindexed", checkpoint.index_file(7), "was written without an index"),
     ):
         damaged = shutil.copytree(folder, tmp_path / name)
         path = damaged / what
@@ -94,7 +94,7 @@ def test_a_job_of_torch_alone_has_no_format_to_be_exported_to(
     assert job.wait(BOUND)["status"] == "succeeded", job.tail()
     (folder,) = (tmp_path / "ck").glob("*/v1-4")
     line = refused(folder, tmp_path / "new")
-    assert "only checkpoints of Megatron and DeepSpeed jobs can be exported" in line and str(folder) in line
+    assert "not a checkpoint of a Megatron or DeepSpeed job" in line and str(folder) in line
 
 
 def written(
@@ -172,7 +172,7 @@ def assert_same_model(run: MegatronRun, half: Path) -> None:
 
 def assert_same_optimizer_state(folder: Path, half: Path) -> None:
     """Masters and moments, of which one rank holds now what two have written."""
-    shares = Shares(folder)
+    shares = CheckpointReader(folder)
     for peer in range(HALF.world_size):
         at = HALF.coords(peer)
         items = {name: digest for name, digest in state(half, peer)["items"].items() if ":" in name}

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ft_plugins.smp.client import Client
-from ft_plugins.snapshot.paths import path_of, segments_of, vault_of
+from ft_plugins.snapshot.paths import parity_path_of, path_of, segments_of
 from ft_plugins.testing.forkserver import ForkServer, JobSpec
 from ft_plugins.testing.job_control import wait_for, wait_until_stopped
 
@@ -84,4 +84,4 @@ def test_nodes_that_protect_each_other_claim_two_slots_more_and_parity_of_two_ve
 def files(spec: JobSpec) -> tuple[Path, Path]:
     """The segment and the parity of a node with one rank."""
     (segment,) = segments_of(spec.name, spec.node)
-    return segment, vault_of(spec.name, spec.node)
+    return segment, parity_path_of(spec.name, spec.node)

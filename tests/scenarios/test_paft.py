@@ -229,7 +229,7 @@ def test_a_wrong_copy_of_shards_is_found_and_gathered_anew(
     told = once(job, "audit.failed")
     assert told["iteration"] == at and told["ranks"] == ([0, 1] if dp == 2 else [1]) and ", copy (" in told["reason"]
     assert_identical(run, clean, dp)
-    assert "an error in one reaches all replicas alike" in job.log.read_text(), "what is not seen is said at start"
+    assert "an error in one reaches all replicas in the same way" in job.log.read_text(), "limits are said at start"
 
 
 @pytest.mark.all_configurations
@@ -335,7 +335,7 @@ def test_noise_on_one_replica_of_a_stage_is_measured_alike_on_all_ranks_and_aver
     ("dp", "sharded", "said"),
     [
         (1, False, "has no effect with one data-parallel replica"),
-        (2, True, "it cannot drift, and an error in it reaches all of them alike; compare the copies"),
+        (2, True, "it cannot diverge, and an error in it reaches all replicas in the same way; compare the copies"),
     ],
 )
 def test_what_would_mean_nothing_is_refused_by_name(bench: Bench, dp: int, sharded: bool, said: str) -> None:

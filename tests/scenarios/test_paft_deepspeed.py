@@ -56,4 +56,4 @@ def test_zero3_which_keeps_nothing_together_is_refused_by_name(
     run = DeepSpeedRun("refused", tmp_path / "refused", DeepSpeedConfiguration(2, 3), {"paft": AUDIT})
     outcome = start(deepspeed_server, jobs, run).wait(BOUND)
     assert outcome["status"] == "refused"
-    assert "ZeRO-3 gathers parameters for the moment of their use" in outcome["reason"]
+    assert "ZeRO-3 gathers parameters only while they are used" in outcome["reason"]

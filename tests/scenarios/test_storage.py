@@ -227,7 +227,7 @@ def test_when_every_checkpoint_is_damaged_the_job_is_refused_until_fresh_is_said
     ("changed", "words"),
     [
         (("argv", ("--tensors", "5")), ("tensors: 37 -> 5", "--ftp-job")),
-        (("flags", ("--reft-bucket-mib", "2")), ("was laid out otherwise", "bucket size")),
+        (("flags", ("--reft-bucket-mib", "2")), ("has another layout", "bucket size")),
     ],
     ids=["another model", "another layout"],
 )

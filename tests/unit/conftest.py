@@ -1,4 +1,4 @@
-"""Segments, snapshot processes and ranks for unit tests: real ones, bounded in time, gone afterwards."""
+"""Real segments, SMPs and ranks for unit tests, bounded in time and removed afterwards."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ from ft_plugins.snapshot import header, segment, segment_file, slot_header
 from ft_plugins.snapshot.paths import path_of
 from ft_plugins.snapshot.room import SHM
 
-_STORING = {module.__file__ for module in (header, segment, segment_file, slot_header)}
+_HEADER_FILES = {module.__file__ for module in (header, segment, segment_file, slot_header)}
 _numbers = itertools.count()
 RANKS_SECONDS = 60.0
 
-settings.register_profile("no deadline", deadline=None)  # what an example takes is the load of the machine
+settings.register_profile("no deadline", deadline=None)  # durations depend on the load of the machine
 settings.load_profile("no deadline")
 
 
 @pytest.fixture(autouse=True)
 def disarmed() -> Iterator[None]:
-    """No armed fault outlives its test."""
+    """Disarm all faults after a test."""
     yield
     faults.arm("")
 
 
 @pytest.fixture
 def job() -> Iterator[str]:
-    """A job name of its own. Afterwards nothing of it may be in /dev/shm."""
+    """A unique job name. Afterwards the job may have nothing in /dev/shm."""
     name = f"t{os.getpid()}-{next(_numbers)}"
     yield name
     left = sorted(SHM.glob(f"ftp-{name}*"))
@@ -58,27 +58,27 @@ def job() -> Iterator[str]:
 
 @pytest.fixture
 def segment_path(job: str) -> Iterator[Path]:
-    """Where a test creates a segment itself; removed afterwards."""
+    """The path of a segment that the test creates itself; removed afterwards."""
     path = path_of(job, "n", 0)
     yield path
     path.unlink(missing_ok=True)
 
 
 class Death(BaseException):
-    """Of a process, at some line; nothing catches it."""
+    """The death of a process at some line; nothing catches it."""
 
 
 @pytest.fixture
 def dies_at() -> Callable[[int, Callable[[], object]], bool]:
-    """Run some work, but die before the line of the files in `_STORING` that is executed as number so and so, from 0
-    on; returns whether there was one. All stores to a segment's headers stand in these files."""
+    """Run some work, but die before the n-th executed line (from 0) of the files that store to a segment's headers.
+    Returns whether there were that many lines."""
 
     def run(line: int, work: Callable[[], object]) -> bool:
         left = line
 
         def trace(frame: FrameType, event: str, arg: Any) -> Any:
             nonlocal left
-            if frame.f_code.co_filename not in _STORING:
+            if frame.f_code.co_filename not in _HEADER_FILES:
                 return None
             if event == "line":
                 left -= 1
@@ -109,7 +109,7 @@ class Node:
     pids: list[int] = field(default_factory=list)
 
     def start(self, orphan_seconds: float = 600, armed: str = "") -> int:
-        """Start the SMP, or find it; its pid."""
+        """Start the SMP, or find the running one; returns its pid."""
         self.pids.append(ensure(self.run_dir, self.job, self.name, orphan_seconds, armed))
         return self.pids[-1]
 
@@ -135,7 +135,7 @@ class Node:
         kill(self.pids[-1])
 
     def end(self) -> None:
-        """End the SMP however it stands: in order if it answers, else by SIGKILL."""
+        """End the SMP on request, also if it is stopped."""
         if liveness.held(self.run_dir / "smp.lock"):
             pid = int((self.run_dir / "smp.lock").read_text())
             os.kill(pid, signal.SIGCONT)
@@ -153,7 +153,7 @@ def gone(pid: int, seconds: float = 20) -> None:
     try:
         poller = select.poll()
         poller.register(descriptor, select.POLLIN)
-        assert poller.poll(seconds * 1000), f"{pid} is still there after {seconds} s"
+        assert poller.poll(seconds * 1000), f"process {pid} was still alive after {seconds} s"
     finally:
         os.close(descriptor)
 
@@ -168,7 +168,7 @@ def kill(pid: int) -> None:
 
 @pytest.fixture
 def nodes(job: str) -> Iterator[Callable[[str], Node]]:
-    """Nodes by name. Their SMPs are ended afterwards, and have then removed every segment."""
+    """Nodes by name. Their SMPs are ended afterwards and remove all segments."""
     made: dict[str, Node] = {}
     with tempfile.TemporaryDirectory(prefix="ftu-", dir="/tmp") as folder:
 
@@ -186,7 +186,7 @@ def nodes(job: str) -> Iterator[Callable[[str], Node]]:
 
 @pytest.fixture
 def node(nodes: Callable[[str], Node]) -> Node:
-    """The one node of a job."""
+    """The only node of a job."""
     return nodes("n")
 
 
@@ -208,13 +208,13 @@ def _rank(function: Callable[..., Any], rank: int, world: int, store: str, reply
 
 @pytest.fixture
 def ranks(tmp_path: Path) -> Callable[..., list[Any]]:
-    """Run `function(rank, world, *args)` on `world` forked gloo ranks; what they returned, by rank."""
+    """Run `function(rank, world, *args)` on `world` forked gloo ranks; returns the results by rank."""
     torch.set_num_threads(1)
     context = multiprocessing.get_context("fork")
 
     def run(function: Callable[..., Any], world: int, *args: Any) -> list[Any]:
         store = tmp_path / f"store{next(_numbers)}"
-        found: list[Any] = [None] * world
+        results: list[Any] = [None] * world
         pipes, processes = [], []
         for rank in range(world):
             ours, theirs = context.Pipe(duplex=False)
@@ -226,13 +226,13 @@ def ranks(tmp_path: Path) -> Callable[..., list[Any]]:
         try:
             for rank, pipe in enumerate(pipes):
                 assert wait([pipe], RANKS_SECONDS), f"rank {rank} did not answer within {RANKS_SECONDS} s"
-                verdict, found[rank] = pipe.recv()
-                assert verdict == "done", f"rank {rank}:\n{found[rank]}"
+                status, results[rank] = pipe.recv()
+                assert status == "done", f"rank {rank}:\n{results[rank]}"
         finally:
             for process in processes:
-                process.join(10 if None not in found else 0.1)
+                process.join(10 if None not in results else 0.1)
                 process.kill()
                 process.join()
-        return found
+        return results
 
     return run

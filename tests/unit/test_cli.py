@@ -153,7 +153,8 @@ def test_end_recommends_a_sweep_of_its_own_job_which_leaves_all_others(
         (run_directory(name, "n") / "events.jsonl").write_text("")
         left[name] = path_of(name, "n", 0)
         left[name].write_bytes(b"left behind")
-    assert "`ft-plugins sweep --job dead --older-than 0` removes what it may have left" in ft_plugins("end", "dead")
+    command = "`ft-plugins sweep --job dead --older-than 0`"
+    assert f"{command} removes segments that it may have left" in ft_plugins("end", "dead")
     assert ft_plugins("sweep", "--job", "dead", "--older-than", "0") == f"removed {left['dead']}\n1 segments removed\n"
     assert left["dead-2"].exists() and not left["dead"].exists()
 
@@ -165,7 +166,7 @@ def test_a_checkpoint_of_a_job_without_a_folder_for_it_is_refused_by_the_flag(ft
     attach(job)
     line = ft_plugins("checkpoint", "now", status=1)
     assert line == (
-        f"ft-plugins: job {job} on node n: it has no folder for checkpoints; start it with --reft-checkpoint-dir\n"
+        f"ft-plugins: job {job} on node n: it has no folder for checkpoints; start the job with --reft-checkpoint-dir\n"
     )
     assert "│ off" in ft_plugins("status")
 
@@ -191,7 +192,7 @@ def test_a_checkpoint_before_there_is_a_version_says_so_and_one_that_fails_says_
 
 
 def test_a_checkpoint_of_an_unknown_job_names_those_that_are_known(ft_plugins: Command, job: str) -> None:
-    assert f"known are: {job}" in ft_plugins("checkpoint", "now", "--job", "nobody", status=1)
+    assert f"known jobs: {job}" in ft_plugins("checkpoint", "now", "--job", "nobody", status=1)
 
 
 # ------------------------------------------------------------------------------------------------ config
@@ -279,7 +280,9 @@ def test_plan_prints_bubbles_and_with_what_saving_takes_goodput(ft_plugins: Comm
 def test_plan_draws_the_pipeline(ft_plugins: Command, tmp_path: Path) -> None:
     ft_plugins(*PAPER, *SAVING, *PIPELINE, "--plot-bubbles", str(tmp_path / "pipeline.svg"))
     drawn = (tmp_path / "pipeline.svg").read_text()
-    labels = ["forward", "receive, waiting", "rank of the pipeline", "BAFT", "replication at once", "restarts alone"]
+    labels = [
+        "forward", "receive, waiting", "rank of the pipeline", "BAFT", "synchronous replication", "restarts alone",
+    ]
     assert all(f"<!-- {label} -->" in drawn for label in labels)
 
 
@@ -292,9 +295,9 @@ def test_plan_draws_the_pipeline(ft_plugins: Command, tmp_path: Path) -> None:
         (("--chunks", "2"), "chunks: without effect; a pipeline can be simulated when stages, microbatches "),
         ((*PIPELINE, "--schedule", "gpipe", "--chunks", "2"), "chunks, group, overlap: without effect in the schedule"),
         ((*PIPELINE, "--message-share", "-1"), "message_share: expected a number from 0 to 100, found -1.0"),
-        ((*PIPELINE, "--plot-bubbles", "p.svg"), "--plot-bubbles: without effect; there is a picture when stages, "),
-        ((*PIPELINE, *SAVING, "--plot-bubbles", "p.gif"), "p.gif: expected a name that ends on one of .png"),
-        (("--plot", "picture.gif"), "picture.gif: expected a name that ends on one of .png, .svg, .pdf"),
+        ((*PIPELINE, "--plot-bubbles", "p.svg"), "--plot-bubbles: has no effect without --stages, --microbatches and "),
+        ((*PIPELINE, *SAVING, "--plot-bubbles", "p.gif"), "p.gif: expected a name that ends in one of .png"),
+        (("--plot", "picture.gif"), "picture.gif: expected a name that ends in one of .png, .svg, .pdf"),
         (("--plot", "/proc/none/picture.png"), "--plot /proc/none/picture.png: cannot be written (No such file"),
     ],
 )

@@ -114,7 +114,7 @@ def test_a_word_that_alters_no_numbers_is_refused_at_start(word: str) -> None:
 
 def test_a_bit_that_is_not_there_is_refused() -> None:
     faults.arm(f"{POINT}:flip=32")
-    with pytest.raises(ConfigError, match="item 'a' has 32 bits a coordinate"):
+    with pytest.raises(ConfigError, match="item 'a' has 32 bits per coordinate"):
         Corruption(0).strike(POINT, 1, {"a": torch.ones(1)})
 
 

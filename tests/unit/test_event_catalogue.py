@@ -94,7 +94,7 @@ def test_what_the_snapshot_process_has_printed_is_an_alarm_or_the_end_of_one() -
         if path.parent.name == "smp"
         for call in ast.walk(tree)
         if isinstance(call, ast.Call) and isinstance(call.func, (ast.Attribute, ast.Name))
-        if ast.unparse(call.func).endswith(("_alarms.say", "Failing"))
+        if ast.unparse(call.func).endswith(("_alarms.say", "RepeatedFailure", "RaiseAlarm"))
         for argument in call.args
         for name, _ in _declarations(argument)
     ]

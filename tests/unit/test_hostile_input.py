@@ -141,7 +141,7 @@ def test_a_flag_takes_numbers_that_there_are(value: str) -> None:
 def test_a_configuration_is_a_file_of_a_size_that_can_be_one(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     os.mkfifo(path)
-    assert "cannot be read (it is no regular file)" in one_line(lambda: deepspeed_json.from_file(path))
+    assert "cannot be read (it is not a regular file)" in one_line(lambda: deepspeed_json.from_file(path))
     path.unlink()
     path.write_bytes(b" " * (5 << 20))
     assert "it has more than 4194304 bytes" in one_line(lambda: deepspeed_json.from_file(path))

@@ -54,9 +54,9 @@ def test_a_checkout_counts_only_where_a_script_in_it_would_import_it(tmp_path: P
     version = matrix.Version("Megatron-LM", "0.16.1", checkout=tmp_path)
     environment = dict(os.environ)
     with pytest.raises(RuntimeError, match="megatron.core comes from|does not find megatron.core"):
-        matrix.found(version, sys.executable, [], environment)
+        matrix.resolved(version, sys.executable, [], environment)
     (tmp_path / "megatron" / "core" / "__init__.py").touch()
-    found = matrix.found(version, sys.executable, [], environment)
+    found = matrix.resolved(version, sys.executable, [], environment)
     assert (found.number, found.checkout) == ("0.16.1", tmp_path) and found.torch
 
 
@@ -83,7 +83,7 @@ def test_only_what_failed_unprotected_is_not_held_against_this_project() -> None
     assert {mode for mode, cell in found.items() if cell.passed} == {"exact"}
     assert {mode for mode, cell in found.items() if cell.failed} == {"differs", "unstarted", "left-out"}
     assert found["differs"].verdict == "FAILED: AssertionError: rank 3 differs"
-    assert found["unstarted"].verdict == "FAILED before anything was killed: PatchError: no longer applies"
+    assert found["unstarted"].verdict == "FAILED before the kill: PatchError: no longer applies"
     assert found["broken"].verdict == "fails without protection too, with torch 2.13.0: RuntimeError: a view"
 
 

@@ -103,7 +103,7 @@ def test_a_noised_job_that_ends_while_an_averaging_is_in_flight_goes_on_bit_for_
         assert (first[rank][0], second[rank][0]) == (0, 5)
         assert first[rank][1] | second[rank][1] == whole[rank][1]
     slots = node.status()["segments"][0]["slots"]
-    assert {slot["iteration"]: slot.get("mark") for slot in slots} == {10: "drifting", 11: "drifting", 12: None}
+    assert {slot["iteration"]: slot.get("mark") for slot in slots} == {10: "diverged", 11: "diverged", 12: None}
     turns = node.events("replicas.averaged")
     assert {event.fields["iteration"] for event in turns} >= {5, 9}
 
@@ -111,9 +111,9 @@ def test_a_noised_job_that_ends_while_an_averaging_is_in_flight_goes_on_bit_for_
 def _loaded_after(rank: int, world: int) -> tuple[int, int, bool]:
     """A restore from memory has carried a turn; then the framework's own checkpoint of 30 is loaded."""
     one = Incarnation(rank, world, {"paft": PAFT}, None, 0)
-    turns = {"turn": [34, 6, ""], "drifting": True, "rates_squared": 1.0, "signal": None}
+    turns = {"turn": [34, 6, ""], "diverged": True, "rates_squared": 1.0, "signal": None}
     one.session._carrying.carried = {"turns": turns, "offences": {}}
-    return one.session.resume(30), one.session._paft._turns.turn.at, one.session._paft._turns.drifting
+    return one.session.resume(30), one.session._paft._turns.turn.at, one.session._paft._turns.diverged
 
 
 def test_what_was_carried_before_is_none_of_a_checkpoint_that_is_loaded_later(ranks: Ranks) -> None:

@@ -15,7 +15,7 @@ import torch
 from ft_plugins.adapters.plain import PlainHost
 from ft_plugins.bubbles.gate import GATE_BYTES, Gate
 from ft_plugins.bubbles.profile import Profiling
-from ft_plugins.bubbles.record import Recorder, Several
+from ft_plugins.bubbles.record import EdgeFanout, Recorder
 from ft_plugins.bubbles.timeline_values import Row
 from ft_plugins.config import BaftConfig, Config, LaunchContext
 from ft_plugins.errors import UnsupportedError
@@ -87,7 +87,7 @@ def _place() -> LaunchContext:
 
 def test_a_host_without_spans_is_refused_by_name_and_only_if_asked() -> None:
     host = PlainHost({"w": torch.zeros(4)})
-    with pytest.raises(UnsupportedError, match="a training loop of torch alone has no pipeline"):
+    with pytest.raises(UnsupportedError, match="a plain torch loop has no pipeline"):
         attach(host, Config(), _place(), SETTINGS)
     session = attach(host, Config(), _place())
     assert session.measured is None
@@ -214,7 +214,7 @@ def _replan(rank: int, world: int, run_dir: Path) -> list[tuple[str, int]]:
     # 1 kB/ms. By its clock no bubble is late, however busy this machine is: such would be left alone
     assert (measured := session.measured) is not None
     measured.baft = Baft(rank, BaftConfig(link_mbps=8.0), Events("n", rank), clock_ns=lambda: 0)
-    host.edges = Several(measured.baft, measured.edges)
+    host.edges = EdgeFanout(measured.baft, measured.edges)
     measured.baft.use_gate(host.gate, plan_neighbours(("n0", "n1"), ((0, 1),), (10_000, 10_000)))
     session.resume()
     seen = []

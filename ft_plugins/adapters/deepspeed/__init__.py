@@ -1,9 +1,8 @@
-"""DeepSpeed as a host. `prepare()` comes before anything imports deepspeed; `install()` follows the script's loop.
+"""DeepSpeed as a host. Call `prepare()` before anything imports deepspeed; `install()` hooks the script's loop.
 
 Invariant: both only register what happens *when* a module is imported; a script that never imports DeepSpeed pays for
-a few dictionary entries. In: the process. Out: DeepSpeed that builds nothing on a CPU, and engines that are followed
-where a system is on.
-"""
+a few dictionary entries. In: the process. Out: a DeepSpeed that builds nothing on a CPU, and hooked engines if a system
+is on."""
 
 from __future__ import annotations
 
@@ -18,15 +17,15 @@ from .training import EngineHooks, Join
 
 
 def prepare() -> bool:
-    """Have DeepSpeed build nothing where there is no CUDA device; call it before anything imports deepspeed."""
+    """Make DeepSpeed build nothing without a CUDA device; call it before anything imports deepspeed."""
     return apply_deepspeed_cpu(on_import)
 
 
 def prepare_launched(context: LaunchContext) -> None:
-    """`prepare` for a rank that a launcher has started. Rank 0 says what is patched, and of a job that ft-run protects
-    that its version of DeepSpeed is untested. Nothing here pretends to be a CUDA device, so no job is refused."""
+    """`prepare` for a rank that a launcher started. Rank 0 reports the patches, and in a protected job an untested
+    version of DeepSpeed. Unlike Megatron's shim nothing imitates a CUDA device, so no job is refused."""
     names = " and ".join(f"{one.module}.{one.symbol}" for one in deepspeed_patches())
-    patched = f"no CUDA device is visible: patched, as far as they are imported, are {names}" if prepare() else ""
+    patched = f"no CUDA device is visible: patching {names} when imported" if prepare() else ""
     protected = context.config is not None and bool(context.config.systems)
 
     def report(module: ModuleType) -> None:
@@ -39,10 +38,9 @@ def prepare_launched(context: LaunchContext) -> None:
 
 
 def install(join: Join | None = None) -> Callable[[], None]:
-    """Follow the engine that a script builds, as ft-run and the DeepSpeed configuration say. Call it once.
+    """Hook the engine that a script builds, as configured by ft-run and the DeepSpeed configuration. Call it once.
 
-    `join` gives a rank that ft-run has not started what ft-run would have given it. What is returned is to be called
-    when the script has ended in order.
+    `join` connects a rank that ft-run did not start. Returns a function to call at the script's orderly end.
     """
     hooks = EngineHooks(join)
     on_import("deepspeed.runtime.dataloader", hooks.positions.follow)

@@ -1,16 +1,16 @@
 """A DeepSpeed engine as a host: PipelineEngine with ZeRO-0 and ZeRO-1, DeepSpeedEngine with ZeRO-0 to ZeRO-3.
 
 Invariant: building a host changes nothing, and installing it changes no number: the optimizer's state is created
-eagerly as the first update would create it, and methods are wrapped on this one engine. `restore` leaves the engine as
-DeepSpeed's own load would (param groups, scheduler, loss scaler, counters), with the derivable parameters rebuilt by
-DeepSpeed's own copy and gather; `restore_position` sets data position, then RNG, which its own checkpoints lack.
+eagerly, as the first update would create it, and methods are wrapped on this one engine. `restore` leaves the engine as
+DeepSpeed's own load would (param groups, scheduler, loss scaler, counters), with derived parameters rebuilt by
+DeepSpeed's own copy and gather; `restore_position` sets the data position, then the RNG, which DeepSpeed's checkpoints
+lack.
 
-In: what `deepspeed.initialize` returned. Out: a `model.host.Host`. `training.Loop` tells the hooks where an iteration
-begins and ends; `before_update` and `after_update` come from here.
+In: the engine that `deepspeed.initialize` returned. Out: a `model.host.Host`. `training.DeepSpeedLoop` calls the hooks
+at the begin and end of an iteration; `before_update` and `after_update` are called here. Fault points:
 
     iteration.forward   first forward of an iteration     update.middle   inner optimizer stepped, nothing copied yet
-    update.begin        past the fence                    update.end      all done
-"""
+    update.begin        past the fence                    update.end      all done"""
 
 from __future__ import annotations
 
@@ -38,17 +38,16 @@ from .support import require_supported
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 _AXES = {"pipe": "pp", "data": "dp", "model": "tp"}
 _OWN_SCHEDULER = (
-    "the learning rate changes, but deepspeed.initialize built or was given no scheduler: the rate is restored, what "
-    "the script's own scheduler has counted is not, and it begins anew after a restore; pass it to "
-    "deepspeed.initialize(lr_scheduler=...)"
+    "the learning rate changes, but deepspeed.initialize neither built nor received a scheduler: a restore sets the "
+    "rate, but the script's own scheduler starts from the beginning; pass it to deepspeed.initialize(lr_scheduler=...)"
 )
 _SETTINGS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping", "zero_optimization_stage")
 
 
 class DeepSpeedHost(DeepSpeedStepping, StateItems):
-    """One rank of a DeepSpeed job. Raises UnsupportedError, TopologyError or InventoryError when it cannot be followed.
+    """One rank of a DeepSpeed job. Raises UnsupportedError, TopologyError or InventoryError for what is not supported.
 
-    `positions` are what `training` knows of the data; without them data is the caller's matter.
+    Without `positions` the caller restores the data position.
     """
 
     def __init__(self, engine: Any, positions: Positions | None = None) -> None:
@@ -56,59 +55,60 @@ class DeepSpeedHost(DeepSpeedStepping, StateItems):
         self.rank = torch.distributed.get_rank()
         self.engine = engine
         self._positions = positions
-        self._rates: list[float] | None = None  # of the version point before; None: there was none
-        self._rates_said = False
-        self.restored = False  # whether the engine holds a version of ours, whose data position is to follow
-        self.silent = False  # whether iterations have updates, and no forward in training mode
+        self._rates: list[float] | None = None  # learning rates at the previous version point
+        self._scheduler_reported = False
+        self.restored = False  # whether the engine holds a restored version, whose data position comes next
+        self.silent = False  # whether iterations have updates without a forward in training mode
         require_supported(engine, self.rank)
         self._topology = topology(engine)
         self._require_deepspeeds_layout()
-        require_plain(engine.lr_scheduler, self.rank)
+        require_encodable_scheduler(engine.lr_scheduler, self.rank)
 
     # facts
 
     def find_tensors(self) -> None:
-        """DeepSpeed has loaded a checkpoint of its own: optimizer state is in other tensors now."""
-        self.__dict__.pop("_held", None)
+        """Find the tensors again after DeepSpeed loaded a checkpoint, which replaces those of the optimizer."""
+        self.__dict__.pop("_state_items", None)
         self.restored = False
 
     @cached_property
-    def _held(self) -> list[StateItem]:
+    def _state_items(self) -> list[StateItem]:
         state.create_optimizer_state(self.engine.optimizer)
         topology = self._topology
-        return state.held(self.engine, self.rank, topology.replicas(self.rank), topology.coords(self.rank).tp == 0)
+        replicas, first = topology.replicas(self.rank), topology.coords(self.rank).tp == 0
+        return state.state_items(self.engine, self.rank, replicas, first)
 
     def _require_deepspeeds_layout(self) -> None:
-        """The replica sets that items will name must be the group over which DeepSpeed reduces gradients."""
-        found = tuple(sorted(torch.distributed.get_process_group_ranks(self.engine.seq_data_parallel_group)))
-        named = self._topology.replicas(self.rank)
-        if found != named:
+        """Raises TopologyError unless an item's replica set is the group over which DeepSpeed reduces gradients."""
+        group = tuple(sorted(torch.distributed.get_process_group_ranks(self.engine.seq_data_parallel_group)))
+        expected = self._topology.replicas(self.rank)
+        if group != expected:
             raise TopologyError(
-                f"rank {self.rank}: DeepSpeed's data-parallel group is {list(found)}; ranks laid out as "
-                f"{self._topology.order} say {list(named)}: such a layout cannot be protected yet"
+                f"rank {self.rank}: DeepSpeed's data-parallel group is {list(group)}, but with the rank order "
+                f"{self._topology.order} it would be {list(expected)}: this layout is not supported"
             )
 
     def names(self) -> Mapping[str, Any]:
-        """The files of DeepSpeed's own checkpoints, or why they cannot be told."""
-        return naming.described(self.engine, self._held, self._topology.replicas(self.rank))
+        """The files of DeepSpeed's own checkpoints, or why they cannot be described."""
+        return naming.described(self.engine, self._state_items, self._topology.replicas(self.rank))
 
     def fingerprint(self) -> Mapping[str, Any]:
-        """What must be equal for captured state to belong to this job; equal on all ranks."""
+        """What must match for captured state to belong to this job; equal on all ranks."""
         engine, topology = self.engine, self._topology
         model, accumulated = engine.get_data_types()
         return {
             "framework": "deepspeed",
             "architecture": _architecture(engine.module),
-            "precision": [_word(model), _word(accumulated)],
+            "precision": [_dtype_name(model), _dtype_name(accumulated)],
             "parallel": {axis: getattr(topology, axis) for axis in ("tp", "pp", "dp", "order")},
             "optimizer": sorted({type(engine.optimizer).__name__, type(state.inner(engine.optimizer)).__name__}),
             "settings": {name: getattr(engine, name)() for name in _SETTINGS},
         }
 
     def small_state(self) -> dict[str, Any]:
-        """Everything that is no tensor, at the version point."""
+        """All state that is not a tensor, at the version point."""
         optimizer, scheduler = self.engine.optimizer, self.engine.lr_scheduler
-        self._look_for_a_scheduler()
+        self._report_own_scheduler()
         return {
             "groups": groups(state.inner(optimizer)),
             "scalars": state.scalars(optimizer),
@@ -120,36 +120,36 @@ class DeepSpeedHost(DeepSpeedStepping, StateItems):
             "silent": self.silent,
         }
 
-    def _look_for_a_scheduler(self) -> None:
-        """Say once that the script steps one that DeepSpeed does not know of: no optimizer changes its rates itself."""
-        if self.engine.lr_scheduler is not None or self._rates_said:
+    def _report_own_scheduler(self) -> None:
+        """Say once that the script steps a scheduler unknown to DeepSpeed: no optimizer changes its own rates."""
+        if self.engine.lr_scheduler is not None or self._scheduler_reported:
             return
         before, self._rates = self._rates, rates(state.inner(self.engine.optimizer))
         if before is not None and before != self._rates:
-            self._rates_said = True
+            self._scheduler_reported = True
             if self.rank == 0:
                 say(_OWN_SCHEDULER)
 
     def merged(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """That of the first replica: scalars of the optimizer are equal on all, the generators differ."""
+        """The small state of the first replica: optimizer scalars are equal on all, generators differ."""
         return dict(parts[0])
 
     def admits(self, replicas: int) -> bool:
-        """Where the configuration leaves the accumulation steps to DeepSpeed, so that the global batch stays."""
-        given = self.engine._config._param_dict
+        """Whether the global batch can stay: the configuration must let DeepSpeed choose the accumulation steps."""
+        settings = self.engine._config._param_dict
         micro = self.engine.train_micro_batch_size_per_gpu()
         divides = self.engine.train_batch_size() % (micro * replicas) == 0
-        return divides and "train_batch_size" in given and "gradient_accumulation_steps" not in given
+        return divides and "train_batch_size" in settings and "gradient_accumulation_steps" not in settings
 
-    # back
+    # restore
 
     def restore(self, small: Mapping[str, Any]) -> None:
-        """The item tensors hold the version: set the rest, and rebuild what is derivable. A collective."""
+        """Restore all but the item tensors, which are restored already; rebuild derived parameters. A collective."""
         engine, optimizer, self.restored = self.engine, self.engine.optimizer, True
         if (small["scheduler"] is None) != (engine.lr_scheduler is None):
             raise ResumeError(
-                f"rank {self.rank}: only one of this job and the captured one has a learning rate scheduler: resume "
-                "with the settings of the captured job, or start with --ftp-resume fresh"
+                f"rank {self.rank}: only one of this job and the captured job has a learning rate scheduler: resume "
+                "with the captured job's settings, or start with --ftp-resume fresh"
             )
         self.silent = small.get("silent", False)
         for name in _COUNTERS:
@@ -167,18 +167,18 @@ class DeepSpeedHost(DeepSpeedStepping, StateItems):
         state.restore_scaler(optimizer, small["scaler"])
 
     def restore_position(self, small: Mapping[str, Any]) -> None:
-        """Data position, then RNG last."""
+        """Set the data position, then the RNG."""
         if self._positions is not None:
             self._positions.write(small["position"])
         restore_rng(small["rng"])
         if self._positions is not None:
-            self._positions.begin_anew()
+            self._positions.restart_unplaced()
 
     # hooks
 
     def install_edges(self, edges: Edges) -> None:
         """Call `edges` around the spans of a pipeline's schedule from now on."""
-        from .spans import follow  # what nobody asks for is not looked for
+        from .spans import follow  # only if spans are needed
 
         follow(self.engine, edges, state.inner(self.engine.optimizer))
 
@@ -196,15 +196,15 @@ class DeepSpeedHost(DeepSpeedStepping, StateItems):
             return outcome
 
         self.engine._take_model_step = _take_model_step
-        self._reach_points_inside()
+        self._reach_inner_points()
 
-    def _reach_points_inside(self) -> None:
-        reached = [0]
+    def _reach_inner_points(self) -> None:
+        last = [0]  # iteration that reached iteration.forward last
 
         def first_forward(module: torch.nn.Module, args: Any) -> None:
             iteration = self.engine.global_steps + 1
-            if module.training and reached[0] != iteration:
-                reached[0] = iteration
+            if module.training and last[0] != iteration:
+                last[0] = iteration
                 faults.reach("iteration.forward", iteration=iteration)
 
         def inner_stepped(*args: Any) -> None:
@@ -215,7 +215,7 @@ class DeepSpeedHost(DeepSpeedStepping, StateItems):
 
 
 def topology(engine: Any) -> Topology:
-    """Where every rank stands: as a PipelineModule's topology says, else replicas of a model that may be sharded."""
+    """The job's topology: that of a PipelineModule, else replicas of a model that may be sharded."""
     grid = getattr(engine.module, "_topo", None)
     if grid is None:
         replicas = torch.distributed.get_world_size(engine.seq_data_parallel_group)
@@ -223,35 +223,34 @@ def topology(engine: Any) -> Topology:
     axes = grid.get_axis_names()
     unknown = [axis for axis in axes if axis not in _AXES and grid.get_dim(axis) > 1]
     if unknown:
-        raise TopologyError(f"the topology of the PipelineModule has an axis '{unknown[0]}'; known are {list(_AXES)}")
+        raise TopologyError(f"the PipelineModule's topology has an unknown axis '{unknown[0]}'; known: {list(_AXES)}")
     sizes = {_AXES[axis]: grid.get_dim(axis) for axis in axes if axis in _AXES}
-    order = "-".join(_AXES[axis] for axis in reversed(axes) if axis in _AXES)  # DeepSpeed's last axis is the nearest
+    order = "-".join(_AXES[axis] for axis in reversed(axes) if axis in _AXES)  # DeepSpeed's last axis varies fastest
     return Topology(tp=sizes.get("tp", 1), pp=sizes.get("pp", 1), dp=sizes.get("dp", 1), order=order)
 
 
-def require_plain(scheduler: Any, rank: int) -> None:
-    """Raises UnsupportedError for a learning rate scheduler whose state the codec does not know."""
+def require_encodable_scheduler(scheduler: Any, rank: int) -> None:
+    """Raises UnsupportedError for a learning rate scheduler whose state the codec cannot encode."""
     if scheduler is None:
         return
     try:
         codec.encode(scheduler.state_dict())
     except InventoryError as error:
         raise UnsupportedError(
-            f"rank {rank}: the learning rate scheduler {type(scheduler).__name__} cannot be captured: what its "
-            f"state_dict() gives holds something that is neither plain values nor tensors nor arrays ({error}); "
-            "give it a state_dict of such"
+            f"rank {rank}: the learning rate scheduler {type(scheduler).__name__} cannot be captured: its state_dict() "
+            f"must contain only plain values, tensors and arrays ({error})"
         ) from error
 
 
 def _architecture(module: Any) -> Any:
-    """What the model is, equal on all ranks: the layers of a pipeline by type, or names and shapes, as a digest."""
+    """The model, equal on all ranks: a digest of the types of a pipeline's layers, or of names and shapes."""
     specs = getattr(module, "_layer_specs", None)
     if specs is not None:
-        told = [getattr(getattr(spec, "typename", spec), "__name__", type(spec).__name__) for spec in specs]
+        parts = [getattr(getattr(spec, "typename", spec), "__name__", type(spec).__name__) for spec in specs]
     else:
-        told = [(name, tuple(getattr(one, "ds_shape", one.shape))) for name, one in module.named_parameters()]
-    return [type(module).__name__, len(told), xxhash.xxh3_64_hexdigest(repr(told).encode())]
+        parts = [(name, tuple(getattr(one, "ds_shape", one.shape))) for name, one in module.named_parameters()]
+    return [type(module).__name__, len(parts), xxhash.xxh3_64_hexdigest(repr(parts).encode())]
 
 
-def _word(dtype: Any) -> str:
+def _dtype_name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")

@@ -1,12 +1,11 @@
-"""A checkpoint of this project as one that DeepSpeed itself loads: for `engine.load_checkpoint` of the same sizes.
+"""Export a checkpoint of this project as one that DeepSpeed loads (`engine.load_checkpoint`), for the same sizes.
 
-Invariant: the files are those that the job's DeepSpeed would have saved, with every tensor bit for bit that of the
-version, and counters, scheduler, parameter groups, steps and loss scaler as they were; parameters that were not
-captured are cast from their masters as DeepSpeed's own copy does. One file is in memory at a time. Data position and
-random numbers are in no checkpoint of DeepSpeed's.
+Invariant: the files are those that the job's DeepSpeed would have saved: every tensor is the version's, bit for bit,
+and counters, scheduler, parameter groups, steps and loss scaler are as they were; parameters that were not captured are
+cast from their masters as DeepSpeed's own copy does. One file is in memory at a time. DeepSpeed's checkpoints contain
+neither the data position nor random number generators.
 
-In: `Shares`, a folder to be made. Out: what `load_checkpoint` is given: `latest`, `global_step<n>/`.
-"""
+In: `CheckpointReader`, a folder to create. Out: the argument of `load_checkpoint`: `latest`, `global_step<n>/`."""
 
 from __future__ import annotations
 
@@ -20,36 +19,36 @@ from typing import Any
 import torch
 
 from ...errors import StorageError, UnsupportedError
+from ...snapshot.checkpoint_reader import CheckpointReader
 from ...snapshot.index import Index
-from ...snapshot.shares import Shares
-from ..values import TAG, back, found_class
+from ..values import TAG, find_class, from_plain
 
 _PACKAGES = ("deepspeed",)
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
-def export(shares: Shares, folder: Path) -> dict[str, Any]:
-    """Write the checkpoint below `folder`, which is made; what is told to people about it.
+def export(shares: CheckpointReader, folder: Path) -> dict[str, Any]:
+    """Write the checkpoint below `folder`, which is created; returns a summary.
 
-    Raises UnsupportedError where DeepSpeed is not installed or a rank's files are not told; StorageError, OSError.
+    Raises UnsupportedError if DeepSpeed is not installed or a rank's files are not described; StorageError, OSError.
     """
     _require_deepspeed()
     for index in shares.indices():
         if "files" not in (index.names or {}):
-            problem = (index.names or {}).get("problem", "it tells none")
-            raise UnsupportedError(f"{shares.folder}: rank {index.rank} could not tell DeepSpeed's files ({problem})")
+            problem = (index.names or {}).get("problem", "no description")
+            raise UnsupportedError(f"{shares.folder}: rank {index.rank} did not describe DeepSpeed's files ({problem})")
     tag = f"global_step{shares.manifest.iteration}"
     tensors = 0
     (folder / tag).mkdir(parents=True)
     for index in shares.indices():
         small = shares.small(index.rank)
-        for path, told in (index.names or {})["files"].items():
-            made = _Made(shares, index)
-            content = back(told, _PACKAGES, "DeepSpeed", made.value)
+        for path, plain in (index.names or {})["files"].items():
+            builder = _ValueBuilder(shares, index)
+            content = from_plain(plain, _PACKAGES, "DeepSpeed", builder.value)
             if isinstance(content, dict):
-                _bring_up_to_date(content, small)
+                _update_content(content, small)
             torch.save(content, folder / tag / Path(path).name)
-            tensors += made.tensors
+            tensors += builder.tensors
     (folder / "latest").write_text(tag)
     return {"framework": "DeepSpeed", "iteration": shares.manifest.iteration, "tensors": tensors, "left_out": []}
 
@@ -64,54 +63,54 @@ def _require_deepspeed() -> None:
         if not str(error.name).startswith("deepspeed"):
             raise
         raise UnsupportedError(
-            "this is a checkpoint of a DeepSpeed job, and deepspeed is not installed here; "
+            "this is a checkpoint of a DeepSpeed job, but deepspeed is not installed here: "
             "pip install 'ft_plugins[deepspeed]'"
         ) from error
 
 
-class _Made:
-    """Makes what JSON has no type for, for one file."""
+class _ValueBuilder:
+    """Builds one file's values of types that JSON lacks, and counts its tensors."""
 
-    def __init__(self, shares: Shares, index: Index) -> None:
+    def __init__(self, shares: CheckpointReader, index: Index) -> None:
         self._shares, self._index = shares, index
         self._group = tuple((index.names or {})["group"])
         self.tensors = 0
 
-    def value(self, told: Mapping[str, Any]) -> Any:
-        """Raises StorageError."""
-        again = partial(back, packages=_PACKAGES, framework="DeepSpeed", other=self.value)
-        match told[TAG]:
+    def value(self, plain: Mapping[str, Any]) -> Any:
+        """Raises StorageError for an unknown tag or class."""
+        build = partial(from_plain, packages=_PACKAGES, framework="DeepSpeed", other=self.value)
+        match plain[TAG]:
             case "parts" | "cast" | "scalar":
-                return self._tensor(told)
+                return self._tensor(plain)
             case "size":
-                return torch.Size(told["parts"])
+                return torch.Size(plain["parts"])
             case "pairs":
-                pairs = ((again(key), again(part)) for key, part in told["parts"])
-                return OrderedDict(pairs) if told["ordered"] else dict(pairs)
+                pairs = ((build(key), build(part)) for key, part in plain["parts"])
+                return OrderedDict(pairs) if plain["ordered"] else dict(pairs)
             case "object":
-                kind = found_class(told, _PACKAGES)
+                kind = find_class(plain, _PACKAGES)
                 if kind is None:
-                    raise StorageError(f"{told['module']}.{told['class']} is not known to the DeepSpeed installed here")
-                made = kind.__new__(kind)
-                vars(made).update({name: again(part) for name, part in told["parts"].items()})
-                return made
-        raise StorageError(f"a value of unknown kind {told[TAG]!r} was saved")
+                    raise StorageError(f"the installed DeepSpeed has no class {plain['module']}.{plain['class']}")
+                value = kind.__new__(kind)
+                vars(value).update({name: build(part) for name, part in plain["parts"].items()})
+                return value
+        raise StorageError(f"saved value of unknown kind {plain[TAG]!r}")
 
-    def _tensor(self, told: Mapping[str, Any]) -> torch.Tensor:
-        dtype = getattr(torch, told["dtype"])
-        if told[TAG] == "scalar":
-            return torch.tensor(told["value"], dtype=dtype)
+    def _tensor(self, plain: Mapping[str, Any]) -> torch.Tensor:
+        dtype = getattr(torch, plain["dtype"])
+        if plain[TAG] == "scalar":
+            return torch.tensor(plain["value"], dtype=dtype)
         self.tensors += 1
-        if told[TAG] == "cast":
-            master = self._whole(told["source"], self._group)
-            return torch.empty(told["shape"], dtype=dtype).copy_(master.reshape(told["shape"]))
-        made = torch.zeros(told["shape"], dtype=dtype)
-        flat = made.reshape(-1)
-        for at, name in told["parts"]:
+        if plain[TAG] == "cast":
+            master = self._whole(plain["source"], self._group)
+            return torch.empty(plain["shape"], dtype=dtype).copy_(master.reshape(plain["shape"]))
+        tensor = torch.zeros(plain["shape"], dtype=dtype)
+        flat = tensor.reshape(-1)
+        for at, name in plain["parts"]:
             own = self._own(name)
             count = min(own.numel(), flat.numel() - at)
             flat[at : at + count] = own[:count]
-        return made
+        return tensor
 
     def _own(self, name: str) -> torch.Tensor:
         """This rank's part of an item, flat."""
@@ -125,21 +124,21 @@ class _Made:
         return torch.from_numpy(raw).view(getattr(torch, dtype))
 
 
-# ---- what changes with the iteration and is no tensor ----
+# ---- what changes with the iteration and is not a tensor ----
 
 
-def _bring_up_to_date(content: dict[str, Any], small: Mapping[str, Any]) -> None:
+def _update_content(content: dict[str, Any], small: Mapping[str, Any]) -> None:
     if "global_steps" in content:
         content.update({name: small["counters"][name] for name in _COUNTERS if name in content})
         if small["scheduler"] is not None:
             content["lr_scheduler"] = dict(small["scheduler"])
     for name in ("optimizer", "optimizer_state_dict"):
         if isinstance(content.get(name), dict):
-            _optimizer(content[name], small)
+            _update_optimizer(content[name], small)
 
 
-def _optimizer(content: dict[str, Any], small: Mapping[str, Any]) -> None:
-    """DeepSpeed's wrappers around a torch optimizer, at any depth."""
+def _update_optimizer(content: dict[str, Any], small: Mapping[str, Any]) -> None:
+    """Update DeepSpeed's wrappers around a torch optimizer, at any depth."""
     scaler = small["scaler"]
     content.update({name: value for name, value in scaler["scaler"].items() if name in content})
     if content.get("overflow") is not None and scaler["overflow"] is not None:
@@ -154,7 +153,7 @@ def _optimizer(content: dict[str, Any], small: Mapping[str, Any]) -> None:
         return
     for name, inside in content.items():
         if isinstance(inside, dict):
-            _optimizer(inside, small)
-        elif name == "base_optimizer_state" and isinstance(inside, list):  # of ZeRO's elastic form
-            for kept, values in zip(inside, small["scalars"], strict=True):
-                kept.update(values)
+            _update_optimizer(inside, small)
+        elif name == "base_optimizer_state" and isinstance(inside, list):  # ZeRO's elastic form
+            for state, values in zip(inside, small["scalars"], strict=True):
+                state.update(values)

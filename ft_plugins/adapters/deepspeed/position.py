@@ -1,27 +1,24 @@
-"""Where a rank stands in its data: what it has read, and how to stand there again without reading it all.
+"""A rank's data position: what it has read, and how to return there without reading it all again.
 
-Invariant: after `write`, generators restored, and `begin_anew`, the next batch is the one that would have come next.
-Three ways, the first that applies:
+Invariant: after `write`, restoring the generators, and `restart_unplaced`, the next batch is the one that would have
+come next. There are three ways; the first that applies is used:
 
-    state      the loader has `state_dict` and `load_state_dict`: it knows
-    batches    a loader with a batch sampler: the sampler is started with the random numbers with which it was started
-               then, and moved on; nothing is loaded
-    reads      anything else: as many batches are read again and dropped, which takes as long as reading them took,
-               and is said; refused where its order was drawn anew on the way
+    state      the loader has `state_dict` and `load_state_dict`
+    batches    the loader has a batch sampler: it is started with its original random numbers and advanced; no data is
+               loaded
+    reads      anything else: the batches are read again and dropped, which takes as long as reading them did and is
+               reported; refused if the order was shuffled again in between
 
-DeepSpeed's two loaders and torch's remember with which random numbers each epoch began, so that a later epoch is the
-same too; of any other iterator only the first read is known. An epoch that a sampler is told (`set_epoch`) is the
-script's business: another one than was captured is refused. A pass over a torch loader that has ended, or that nobody
-holds any more, is no position: the next one begins with the generators as they were restored. What a data set's worker
-processes draw themselves is not followed.
+DeepSpeed's two loaders and torch's remember the random numbers with which each epoch began, so later epochs are the
+same too; of any other iterator only the first read is known. An epoch that the script sets on a sampler (`set_epoch`)
+must be the captured one. A pass over a torch loader that has ended, or that the script dropped, has no position: the
+next pass begins with the restored generators. Random numbers that a dataset's worker processes draw are not tracked.
 
-In: `deepspeed.runtime.dataloader`, right after its import, and what the engine reads. Out: plain values, and back.
-"""
+In: `deepspeed.runtime.dataloader`, right after its import, and what the engine reads. Out: plain values, and back."""
 
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
@@ -34,60 +31,66 @@ from ..loaders import (
     LoaderEpoch,
     LoaderPass,
     Passes,
-    StartedSampler,
-    begun_behind,
-    drawn,
     draws,
-    epoch_set,
-    is_sampled,
+    generator_states,
     is_stateful,
-    redraw,
-    set_own,
+    sampler_epoch,
+    set_generator_states,
+    set_source_generators,
 )
 from ..script_hooks import replace_in_deepspeed as replace
+from .data_sources import (
+    EPOCH,
+    epoch_of,
+    loader_of,
+    own_epoch,
+    position_holder,
+    reference,
+    restart,
+    restart_method,
+)
 
-_MARK = "__ft_epoch__"
-_SEVERAL = (
-    "an iterator of unknown kind reads a shuffled loader for a second time; in which order that was read cannot be "
-    "known after a restore, which will be refused: give the loader itself, deepspeed's RepeatingLoader around it, or "
-    "an iterator with state_dict and load_state_dict, or shuffle with a torch.Generator of the loader's own"
+_RESHUFFLED = (
+    "an iterator of unknown type reads a shuffled loader for a second time, so its order cannot be reproduced and a "
+    "restore will be refused: pass the loader itself, deepspeed's RepeatingLoader around it, or an iterator with "
+    "state_dict and load_state_dict, or shuffle with the loader's own torch.Generator"
 )
 
 
 class Positions:
-    """The data positions of a process, of training and of evaluation. `before_read` is called before every read.
+    """The data positions of a process, for training and evaluation. `before_read` is called before every read.
 
-    A role is 'train' or 'eval'; a further torch loader that is read at the same time is 'train 2', and so on.
-    What training and evaluation both read has one position, that of training.
+    A role is 'train' or 'eval'; a second torch loader that is read at the same time is 'train 2', and so on. A source
+    that both read has one position, that of training.
     """
 
     def __init__(self) -> None:
         self.before_read: Callable[[Any], None] = lambda source: None
         self._passes = Passes(lambda source: self.before_read(source))
         self._sources: dict[str, Callable[[], Any]] = {}
-        self._owners: dict[str, Any] = {}
-        self._epochs: dict[str, LoaderEpoch] = {}  # of sources that do not keep their own
-        self._several: set[str] = set()  # roles whose order was drawn anew later than at the first read
+        self._loaders: dict[str, Any] = {}
+        self._epochs: dict[str, LoaderEpoch] = {}  # of sources that do not track their own
+        self._reshuffled: set[str] = set()  # roles whose order was shuffled again after the first read
         self._pending: dict[str, Any] = {}
-        self._anew: list[LoaderPass] = []
+        self._unplaced: list[LoaderPass] = []
 
     def follow(self, module: ModuleType) -> None:
-        """Have DeepSpeed's loaders remember their epochs."""
+        """Make DeepSpeed's loaders track their epochs."""
         replace(module.DeepSpeedDataLoader, "__iter__", self._beginning(lambda loader: loader))
         replace(module.DeepSpeedDataLoader, "__next__", self._next_of_loader)
         replace(module.RepeatingLoader, "__init__", self._beginning(lambda repeating, loader: loader))
         replace(module.RepeatingLoader, "__next__", self._next_of_repeating)
 
     def follow_torch(self) -> None:
-        """Likewise torch's, where a script iterates one itself; of what it iterates already nothing is known."""
+        """Track torch loaders that the script iterates from now on."""
         self._passes.follow()
 
-    def _beginning(self, owner: Callable[..., Any]) -> Callable[..., Any]:
+    def _beginning(self, inner_loader: Callable[..., Any]) -> Callable[..., Any]:
         def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
             def begin(loader: Any, *args: Any, **kwargs: Any) -> Any:
-                owned = owner(loader, *args, **kwargs)
-                setattr(loader, _MARK, LoaderEpoch.of(owned))
-                self._passes.drawn += draws(owned)
+                inner = inner_loader(loader, *args, **kwargs)
+                setattr(loader, EPOCH, LoaderEpoch.of(inner))
+                self._passes.shuffled += draws(inner)
                 with self._passes.within():
                     return original(loader, *args, **kwargs)
 
@@ -97,9 +100,9 @@ class Positions:
 
     def _next_of_loader(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def __next__(loader: Any) -> Any:
-            if _epoch(loader).read < len(loader):  # else it ends, and the script does what it does between epochs
+            if epoch_of(loader).read < len(loader):  # else the epoch ends, and nothing is read
                 self.before_read(loader)
-                _epoch(loader).reading(loader)
+                epoch_of(loader).reading(loader)
             with self._passes.within():
                 return original(loader)
 
@@ -107,18 +110,18 @@ class Positions:
 
     def _next_of_repeating(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def __next__(loader: Any) -> Any:
-            if hasattr(loader.loader, _MARK):  # DeepSpeed's own, which keeps its epochs itself
+            if hasattr(loader.loader, EPOCH):  # DeepSpeed's own, which tracks its epochs
                 return original(loader)
             self.before_read(loader)
-            _epoch(loader).reading(loader.loader)
+            epoch_of(loader).reading(loader.loader)
             with self._passes.within():
                 try:
                     return next(loader.data_iter)
                 except StopIteration:
-                    self._passes.drawn += draws(loader.loader)
-                    setattr(loader, _MARK, LoaderEpoch.of(loader.loader))
+                    self._passes.shuffled += draws(loader.loader)
+                    setattr(loader, EPOCH, LoaderEpoch.of(loader.loader))
                     loader.data_iter = iter(loader.loader)
-                    _epoch(loader).reading(loader.loader)
+                    epoch_of(loader).reading(loader.loader)
                     return next(loader.data_iter)
 
         return __next__
@@ -126,194 +129,166 @@ class Positions:
     # what an engine reads
 
     def reading(self, role: str, source: Any) -> None:
-        """`source` is about to be read for `role`: 'train' or 'eval'."""
-        role, source = self._known(role, source)
+        """Prepare a read from `source` for `role`, 'train' or 'eval': restore a pending position."""
+        role, source = self._role_of(role, source)
         if role in self._pending:
-            around = drawn()
-            self._put(role, self._pending.pop(role))
-            for late in self._anew:  # begun when the generators were restored already, but for its own
-                redraw(late.epoch.began)
-            self.begin_anew()
-            redraw(around)
-        if _kept(source) is None:
-            owner = _owner(source)
-            self._epochs.setdefault(role, LoaderEpoch.of(owner)).reading(owner)
+            before = generator_states()
+            self._restore(role, self._pending.pop(role))
+            for late in self._unplaced:  # begun after the generators were restored, except its own
+                set_generator_states(late.epoch.began)
+            self.restart_unplaced()
+            set_generator_states(before)
+        if own_epoch(source) is None:
+            loader = loader_of(source)
+            self._epochs.setdefault(role, LoaderEpoch.of(loader)).reading(loader)
 
     @contextmanager
     def around(self, role: str, source: Any) -> Iterator[None]:
-        """`source` is read for `role` in here."""
+        """A context in which `source` is read for `role`."""
         self.reading(role, source)
-        role, source = self._known(role, source)
-        before = self._passes.drawn
+        role, source = self._role_of(role, source)
+        before = self._passes.shuffled
         yield
-        epoch = self._epochs.get(role)  # of what does not keep its own
-        later = epoch is not None and epoch.read > 1 and self._passes.drawn != before
-        if later and role not in self._several and not is_stateful(source) and _sampled(source) is None:
-            self._several.add(role)
-            say(f"data position of '{role}': {_SEVERAL}")
+        epoch = self._epochs.get(role)  # if the source does not track its own
+        shuffled = epoch is not None and epoch.read > 1 and self._passes.shuffled != before
+        if shuffled and role not in self._reshuffled and not is_stateful(source) and restart_method(source) is None:
+            self._reshuffled.add(role)
+            say(f"data position of '{role}': {_RESHUFFLED}")
 
     def expect(self, role: str, source: Any) -> None:
-        """`source` will be read next for `role`; its position may be put in place."""
-        self._known(role, source)
+        """Register `source`, which is read next for `role`, so that `write` can restore its position."""
+        self._role_of(role, source)
 
-    def _known(self, role: str, source: Any) -> tuple[str, Any]:
-        source = _keeper(source)
+    def _role_of(self, role: str, source: Any) -> tuple[str, Any]:
+        source = position_holder(source)
         shared = next((place for place, known in self._sources.items() if known() is source), None)
         if shared is not None and (role != "train" or shared.startswith("train")):
             return shared, source
         role = self._place(role, source)
-        if shared is not None:  # evaluation has read it until now; from now on its position is that of training
-            del self._sources[shared], self._owners[shared]
-            self._sources[role] = _held(source)
-            self._owners[role] = _owner(source)
-            self._epochs.pop(role, None)
-            self._several.discard(role)
+        if shared is not None:  # evaluation has read it so far; its position becomes that of training
+            del self._sources[shared], self._loaders[shared]
+            self._register(role, source)
             if shared in self._epochs:
                 self._epochs[role] = self._epochs.pop(shared)
-            if shared in self._several:
-                self._several.remove(shared)
-                self._several.add(role)
+            if shared in self._reshuffled:
+                self._reshuffled.remove(shared)
+                self._reshuffled.add(role)
             return role, source
         known = self._sources.get(role)
         if known is None or known() is not source:
-            self._sources[role] = _held(source)
-            self._owners[role] = _owner(source)
-            self._epochs.pop(role, None)
-            self._several.discard(role)
+            self._register(role, source)
         return role, source
 
+    def _register(self, role: str, source: Any) -> None:
+        self._sources[role] = reference(source)
+        self._loaders[role] = loader_of(source)
+        self._epochs.pop(role, None)
+        self._reshuffled.discard(role)
+
     def _place(self, role: str, source: Any) -> str:
-        """The role with the number of the loader: its own, else the first that is free."""
+        """The numbered role of a pass: that of its loader, else the first that is free."""
         if not isinstance(source, LoaderPass):
             return role
         numbered = [role]
         while (place := numbered[-1]) in self._sources:
-            if self._owners[place] is source.loader:
+            if self._loaders[place] is source.loader:
                 return place
             numbered.append(f"{role} {len(numbered) + 1}")
-        return next((each for each in numbered if not self._goes_on(each)), numbered[-1])
+        return next((each for each in numbered if not self._is_active(each)), numbered[-1])
 
-    def _goes_on(self, role: str) -> bool:
+    def _is_active(self, role: str) -> bool:
+        """Whether a pass of the role has not ended."""
         source = self._sources[role]() if role in self._sources else None
         return isinstance(source, LoaderPass) and not source.ended
 
     def read(self) -> dict[str, Any]:
         """The positions, for the codec."""
-        found = {role: self._state(role, source()) for role, source in self._sources.items()}
-        return {**found, **self._pending}
+        return {**{role: self._state(role, source()) for role, source in self._sources.items()}, **self._pending}
 
     def write(self, saved: Mapping[str, Any]) -> None:
-        """Put the positions in place; of a source that is not there yet, when it is first read."""
+        """Restore the positions; that of an unknown source when it is first read."""
         self._pending = dict(saved)
         for role in [role for role in self._pending if role in self._sources]:
-            self._put(role, self._pending.pop(role))
+            self._restore(role, self._pending.pop(role))
 
-    def begin_anew(self) -> None:
-        """The generators are restored: passes that stand at no position begin with them."""
-        anew, self._anew = self._anew, []
-        for source in anew:
+    def restart_unplaced(self) -> None:
+        """Start passes without a position, now that the generators are restored."""
+        unplaced, self._unplaced = self._unplaced, []
+        for source in unplaced:
             source.begin()
 
     def _state(self, role: str, source: Any) -> dict[str, Any]:
-        owner = self._owners[role]
-        if is_stateful(owner):
-            return {"kind": "state", "state": owner.state_dict()}
-        now = drawn(owner)["own"]
+        loader = self._loaders[role]
+        if is_stateful(loader):
+            return {"kind": "state", "state": loader.state_dict()}
+        now = generator_states(loader)["own"]
         if source is None or (isinstance(source, LoaderPass) and source.ended):
             return {"kind": "ended", "own": now}
-        if role in self._several:
+        if role in self._reshuffled:
             return {"kind": "several", "own": now}
-        epoch = _kept(source) or self._epochs.get(role) or LoaderEpoch.of(owner)
+        epoch = own_epoch(source) or self._epochs.get(role) or LoaderEpoch.of(loader)
         first = epoch.first if epoch.read else None
         same = first is not None and _equal(first, epoch.began)
         return {
-            "kind": "batches" if _sampled(source) is not None else "reads",
+            "kind": "batches" if restart_method(source) is not None else "reads",
             "read": epoch.read,
-            "again": epoch.again,
+            "again": epoch.reused_workers,
             "began": epoch.began,
             "first": None if same else first,
             "own": now,
-            "epoch": epoch_set(owner),
+            "epoch": sampler_epoch(loader),
         }
 
-    def _put(self, role: str, saved: Mapping[str, Any]) -> None:
-        source, owner = self._sources[role](), self._owners[role]
+    def _restore(self, role: str, saved: Mapping[str, Any]) -> None:
+        source, loader = self._sources[role](), self._loaders[role]
         if source is None:
             return
         if saved["kind"] == "several":
-            raise ResumeError(f"data position of '{role}': {_SEVERAL}; start with --ftp-resume fresh")
-        if (saved["kind"] == "state") != is_stateful(owner):
+            raise ResumeError(f"data position of '{role}': {_RESHUFFLED}; start with --ftp-resume fresh")
+        if (saved["kind"] == "state") != is_stateful(loader):
             raise ResumeError(
-                f"the data of '{role}' come from a {type(owner).__name__}, the captured position is of another kind "
-                f"('{saved['kind']}'): resume with the loader of the captured job"
+                f"data position of '{role}': the captured kind '{saved['kind']}' does not fit a "
+                f"{type(loader).__name__}: resume with the captured job's loader"
             )
         if saved["kind"] == "state":
-            owner.load_state_dict(saved["state"])
+            loader.load_state_dict(saved["state"])
             if isinstance(source, LoaderPass):
                 source.begin()
-            elif source is not owner:
+            elif source is not loader:
                 with self._passes.within():
-                    source.data_iter = iter(owner)
+                    source.data_iter = iter(loader)
             return
         if saved["kind"] == "ended":
-            set_own(owner, saved["own"])
+            set_source_generators(loader, saved["own"])
             if isinstance(source, LoaderPass):
-                self._anew.append(source)
+                self._unplaced.append(source)
             return
-        _require_epoch(role, owner, saved["epoch"])
+        _require_epoch(role, loader, saved["epoch"])
         epoch = LoaderEpoch(saved["began"], saved["first"] or saved["began"], saved["read"], saved["again"])
         with self._passes.within():
-            if saved["kind"] != "batches" or not _restart(source, epoch):
-                self._read_again(role, source, epoch)
-        set_own(owner, saved["own"])
+            if saved["kind"] != "batches" or not restart(source, epoch):
+                self._skip_batches(role, source, epoch)
+        set_source_generators(loader, saved["own"])
 
-    def _read_again(self, role: str, source: Any, epoch: LoaderEpoch) -> None:
-        began = time.perf_counter()
+    def _skip_batches(self, role: str, source: Any, epoch: LoaderEpoch) -> None:
+        started = time.perf_counter()
         if isinstance(source, LoaderPass):
-            source.drop(epoch)
+            source.read_to(epoch)
         elif epoch.read:
-            redraw(epoch.first or epoch.began, _owner(source))
+            set_generator_states(epoch.first or epoch.began, loader_of(source))
             batches: Iterator[Any] = source.data_iter if hasattr(source, "data_iter") else iter(source)
             for _ in islice(batches, epoch.read):
                 pass
         if epoch.read:
-            seconds = time.perf_counter() - began
+            seconds = time.perf_counter() - started
             say(
-                f"data position of '{role}': {epoch.read} batches were read again and dropped, {seconds:.1f} s; an "
-                "iterator with state_dict and load_state_dict, or a loader with a sampler, is put in place at once"
+                f"data position of '{role}': {epoch.read} batches were read again and dropped in {seconds:.1f} s; with "
+                "state_dict and load_state_dict, or a loader with a sampler, this takes no time"
             )
-        if hasattr(source, _MARK):
-            setattr(source, _MARK, epoch)
+        if hasattr(source, EPOCH):
+            setattr(source, EPOCH, epoch)
         elif not isinstance(source, LoaderPass):
             self._epochs[role] = epoch
-
-
-def _epoch(loader: Any) -> LoaderEpoch:
-    found: LoaderEpoch | None = getattr(loader, _MARK, None)
-    if found is None:
-        found = LoaderEpoch.of(_owner(loader))
-        setattr(loader, _MARK, found)
-    return found
-
-
-def _kept(source: Any) -> LoaderEpoch | None:
-    return source.epoch if isinstance(source, LoaderPass) else getattr(source, _MARK, None)
-
-
-def _keeper(source: Any) -> Any:
-    """The object that keeps the position: in a loader that only repeats DeepSpeed's own, that one."""
-    inside = getattr(source, "loader", None)
-    return inside if hasattr(inside, _MARK) else source
-
-
-def _held(source: Any) -> Callable[[], Any]:
-    """A pass that nobody else holds any more is no position."""
-    return weakref.ref(source) if isinstance(source, LoaderPass) else lambda: source
-
-
-def _owner(source: Any) -> Any:
-    """What is iterated: samplers and state are its."""
-    return source.loader if isinstance(source, LoaderPass) or hasattr(source, "data_iter") else source
 
 
 def _equal(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
@@ -328,53 +303,10 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def _require_epoch(role: str, owner: Any, captured: int | None) -> None:
-    found = epoch_set(owner)
-    if found != captured:
+def _require_epoch(role: str, loader: Any, captured: int | None) -> None:
+    epoch = sampler_epoch(loader)
+    if epoch != captured:
         raise ResumeError(
-            f"the script has told the sampler of its data ('{role}') epoch {found}, captured was epoch {captured}: "
-            "begin the loop at the epoch that engine.global_steps is in"
+            f"data position of '{role}': the script has set epoch {epoch} on its sampler, but the captured epoch is "
+            f"{captured}: begin the loop at the epoch that engine.global_steps is in"
         )
-
-
-def _sampled(source: Any) -> str | None:
-    """The name of the method of `_restart` that knows this source."""
-    if isinstance(source, LoaderPass):
-        return "pass" if is_sampled(source.loader) else None
-    if hasattr(source, "_create_dataloader") and not getattr(source, "curriculum_learning_enabled", False):
-        return "deepspeed"
-    if is_sampled(getattr(source, "loader", None)):
-        return "torch"
-    if hasattr(source, "_sampler_iter") and getattr(source, "_num_workers", 1) == 0:
-        return "iterator"
-    return None
-
-
-def _restart(source: Any, epoch: LoaderEpoch) -> bool:
-    """Begin the epoch again, with its random numbers, behind the batches that were read. False: not of this kind."""
-    owner = _owner(source)
-    redraw(epoch.began, owner)
-    match _sampled(source):
-        case "pass":
-            return bool(source.stand(epoch))
-        case "deepspeed":
-            sampler = source.data_sampler
-            started = StartedSampler(sampler, epoch.read * source.batch_size)
-            source.data_sampler = started
-            try:
-                iter(source)
-            finally:
-                source.data_sampler = sampler
-        case "torch":
-            source.data_iter, started = begun_behind(owner, epoch, iter)
-        case "iterator":
-            started = StartedSampler(source._sampler_iter, epoch.read)
-            source._num_yielded += epoch.read
-        case _:
-            return False
-    if epoch.read:
-        redraw(epoch.first or epoch.began, owner)
-        started.start()
-    if hasattr(source, _MARK):
-        setattr(source, _MARK, epoch)
-    return True

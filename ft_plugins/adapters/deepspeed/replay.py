@@ -1,20 +1,18 @@
-"""An iteration of a pipeline once more: forward, backward and reduction, on what it read and drew the first time.
+"""Recompute an iteration of a pipeline: forward, backward and reduction, on the same batches and random numbers.
 
-Invariant: afterwards the generators, buffers, counters, loss scaler and data position are what they were before, and
-the gradients those that the parameters, as they are now, give. An iteration is once more what DeepSpeed's own
-instructions make of it, but for the update: nothing is computed by us. The loss of the iteration is that of the last
-time, for it is told only after the update.
+Invariant: afterwards generators, buffers, counters, loss scaler and data position are as before, and the gradients are
+those of the current parameters. DeepSpeed's own instructions do the work, except for the update. The iteration's
+reported loss is the recomputed one, because DeepSpeed reports it after the update.
 
-    the schedule begins      generators, and the model's buffers, are kept
-    a batch has been read    it is kept (copied: a loader may use its memory again), and the generators as they are then
+    the schedule begins      generators and the model's buffers are saved
+    a batch has been read    the batch is saved (copied: a loader may reuse its memory), and the generators
 
-Kept is one iteration; what the iteration before has kept goes when the next one begins.
+Only the current iteration is saved.
 
-In: a PipelineEngine. Out: gradients in the place of those that were there.
+In: a PipelineEngine. Out: gradients, replaced.
 
-It guards the generators as well: the process's, DeepSpeed's tracker of the model-parallel stream, and Megatron's
-where a script takes its tensor-parallel layers from there.
-"""
+Generators are the process's, DeepSpeed's tracker of the model-parallel stream, and Megatron's tracker if a script takes
+its tensor-parallel layers from there."""
 
 from __future__ import annotations
 
@@ -33,17 +31,17 @@ _STATE = ("_exec_schedule", "_next_batch", "_train_schedule", "_INSTRUCTION_MAP"
 
 
 class DeepSpeedReplay:
-    """Of one engine, which is followed from now on. Guards what the iteration under way was computed from."""
+    """Saves the inputs of one engine's current iteration."""
 
     def __init__(self, engine: Any) -> None:
-        """Raises UnsupportedError for an engine or a version whose iterations cannot be followed so."""
+        """Hook the engine. Raises UnsupportedError for an engine or version without the methods to hook."""
         missing = [name for name in _STATE if not hasattr(engine, name)]
         if missing:
             raise UnsupportedError(f"{type(engine).__name__} has no {', '.join(missing)}")
         self._engine = engine
-        self._began: Mapping[str, Any] | None = None  # generators at the begin; None before the first iteration
+        self._began: Mapping[str, Any] | None = None  # generators at the start; None before the first iteration
         self._buffers: dict[str, torch.Tensor] = {}
-        self._batches: list[tuple[Any, Mapping[str, Any]]] = []  # with the generators behind each
+        self._batches: list[tuple[Any, Mapping[str, Any]]] = []  # with the generators after each
         engine._exec_schedule = self._scheduling(engine._exec_schedule)
         engine._next_batch = self._reading(engine._next_batch)
 
@@ -69,14 +67,14 @@ class DeepSpeedReplay:
         return _next_batch
 
     def run(self) -> None:
-        """Once more, inside of the optimizer's step of the same iteration. All ranks of the job call together."""
+        """Recompute, inside the optimizer's step of the same iteration. A collective of the job."""
         engine, batches = self._engine, iter(self._batches)
         if self._began is None:
-            raise UnsupportedError("no iteration has begun that could be computed once more")
+            raise UnsupportedError("no iteration has begun that could be recomputed")
 
-        def again() -> Any:
-            batch, drawn = next(batches)
-            restore_rng(drawn)
+        def saved_batch() -> Any:
+            batch, generators = next(batches)
+            restore_rng(generators)
             return _copied(batch)
 
         after, reading, boundary = rng_state(), engine._next_batch, engine._force_grad_boundary
@@ -84,10 +82,10 @@ class DeepSpeedReplay:
         for name, buffer in engine.module.named_buffers():
             buffer.copy_(self._buffers[name])
         restore_rng(self._began)
-        engine._next_batch, engine._force_grad_boundary = again, False
+        engine._next_batch, engine._force_grad_boundary = saved_batch, False
         engine.total_loss = engine.total_additional_losses = None
         engine.fwd_outputs = []
-        instructions = type(engine)._INSTRUCTION_MAP  # the class's: spans are of the first time
+        instructions = type(engine)._INSTRUCTION_MAP  # the class's, without spans
         try:
             for commands in engine._train_schedule():
                 for command in commands:
@@ -99,7 +97,7 @@ class DeepSpeedReplay:
 
 
 def discard_gradients(engine: Any) -> None:
-    """As they are before the first backward of an iteration: as DeepSpeed leaves them behind an update."""
+    """Clear gradients, as DeepSpeed does after an update."""
     optimizer = engine.optimizer
     match type(optimizer).__name__:
         case "BF16_Optimizer":
@@ -113,7 +111,7 @@ def discard_gradients(engine: Any) -> None:
 
 
 def _copied(value: Any) -> Any:
-    """A batch, with tensors of its own."""
+    """A copy of a batch, with its own tensors."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, Mapping):
@@ -135,7 +133,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def restore_rng(state: Mapping[str, Any]) -> None:
-    """Set all generators. Raises ResumeError when a tracker's streams are not those that were captured."""
+    """Set all generators. Raises ResumeError if a tracker's streams are not those that were captured."""
     megatron = sys.modules.get(_MEGATRON)
     if state["megatron"] and megatron is not None:
         rng.restore_streams(megatron.get_cuda_rng_tracker(), state["megatron"])

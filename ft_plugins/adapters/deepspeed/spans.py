@@ -1,18 +1,17 @@
-"""The spans of DeepSpeed's pipeline schedule: its instructions, one by one.
+"""The spans of DeepSpeed's pipeline schedule, from its instructions.
 
-    ForwardPass, BackwardPass         FORWARD, BACKWARD; microbatches go through a stage in order, so they are counted
+    ForwardPass, BackwardPass         FORWARD, BACKWARD; counted, as microbatches pass through a stage in order
     SendActivation, SendGrad          SEND
     RecvActivation, RecvGrad          RECV: all of it is spent waiting
     ReduceTiedGrads, ReduceGrads      REDUCE
     OptimizerStep                     REDUCE until all stages agree, then UPDATE (`adapters.update_spans`)
 
-A step of the schedule without a command needs no span: the time until the next one is a bubble.
+A step of the schedule without a command needs no span: the time until the next command is a bubble.
 
-Invariant: one engine is followed, by an `_INSTRUCTION_MAP` of its own that is there while it trains: what it evaluates
-runs as DeepSpeed wrote it. Instructions call what was in the map of the class.
+Invariant: only one engine is hooked, by an `_INSTRUCTION_MAP` of its own while it trains; evaluation runs unchanged.
+Hooked instructions call those of the class's map.
 
-In: a PipelineEngine. Out: edges.
-"""
+In: a PipelineEngine. Out: edges."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from ...errors import UnsupportedError
 from ...model.host import Edges
 from ...model.timeline import Kind
 from ..script_hooks import replace_in_deepspeed as replace
-from ..update_spans import around, around_update
+from ..update_spans import wrap_span, wrap_update
 
 _COUNTED = {"ForwardPass": Kind.FORWARD, "BackwardPass": Kind.BACKWARD}
 _OTHERS = {
@@ -40,22 +39,22 @@ _OTHERS = {
 
 
 def follow(engine: Any, edges: Edges, inner: torch.optim.Optimizer) -> None:
-    """Call `edges` around the spans of `engine`, whose optimizer of torch is `inner`. Raises UnsupportedError."""
+    """Call `edges` around the spans of `engine`; `inner` is its torch optimizer. Raises UnsupportedError."""
     kinds: dict[Any, Callable[..., Any]] | None = getattr(type(engine), "_INSTRUCTION_MAP", None)
     if kinds is None:
         raise UnsupportedError(
-            f"{type(engine).__name__} has no _INSTRUCTION_MAP: spans are those of a pipeline's schedule; give "
-            "deepspeed.initialize a PipelineModule"
+            f"{type(engine).__name__} has no _INSTRUCTION_MAP: only a pipeline's schedule has spans; pass a "
+            "PipelineModule to deepspeed.initialize"
         )
     names = {kind.__name__ for kind in kinds}
     missing = sorted((_COUNTED.keys() | _OTHERS.keys()) - names)
     if missing:
         raise UnsupportedError(
-            f"the schedule of {type(engine).__name__} has no instruction {', '.join(missing)}: spans of this version "
-            "of DeepSpeed cannot be followed; use 0.19.8"
+            f"the schedule of {type(engine).__name__} has no instruction {', '.join(missing)}: this version of "
+            "DeepSpeed is not supported; use 0.19.8"
         )
     passed = dict.fromkeys(_COUNTED.values(), 0)
-    followed = {kind: _followed(kind.__name__, original, edges, passed) for kind, original in kinds.items()}
+    hooked = {kind: _hooked(kind.__name__, original, edges, passed) for kind, original in kinds.items()}
 
     def scheduling(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -63,7 +62,7 @@ def follow(engine: Any, edges: Edges, inner: torch.optim.Optimizer) -> None:
             if not engine.module.training:
                 return original(schedule)
             passed.update(dict.fromkeys(passed, 0))
-            engine._INSTRUCTION_MAP = followed
+            engine._INSTRUCTION_MAP = hooked
             try:
                 return original(schedule)
             finally:
@@ -72,16 +71,14 @@ def follow(engine: Any, edges: Edges, inner: torch.optim.Optimizer) -> None:
         return _exec_schedule
 
     replace(engine, "_exec_schedule", scheduling)
-    replace(engine, "_take_model_step", around_update([inner], edges))
+    replace(engine, "_take_model_step", wrap_update([inner], edges))
 
 
-def _followed(
-    name: str, original: Callable[..., Any], edges: Edges, passed: dict[Kind, int]
-) -> Callable[..., Any]:
-    """An instruction with its edges."""
+def _hooked(name: str, original: Callable[..., Any], edges: Edges, passed: dict[Kind, int]) -> Callable[..., Any]:
+    """An instruction that calls `edges`; `passed` counts microbatches."""
     kind = _COUNTED.get(name)
     if kind is None:
-        return around(_OTHERS[name], original, edges) if name in _OTHERS else original
+        return wrap_span(_OTHERS[name], original, edges) if name in _OTHERS else original
 
     @functools.wraps(original)
     def counted(*args: Any, **kwargs: Any) -> Any:

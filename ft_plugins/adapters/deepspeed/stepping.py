@@ -1,17 +1,16 @@
-"""What replicas of a DeepSpeed job have between two updates: gradients, and what is computed with beside what is held.
+"""What a DeepSpeed host offers between two updates: gradients, and copies that ranks compute with.
 
-    optimizer                    gradients, by item                       copies
-    torch's, no ZeRO             of the parameter                         none: parameters are items
-    FP16_Optimizer (bf16 too)    of the parameter, of its master's item   the parameters, cast from the masters
-    BF16_Optimizer, ZeRO-1, 2    this rank's range                        the parameters, cast and gathered
-    ZeRO-3                       none                                     refused: nothing is gathered between updates
+    optimizer                    gradients, by item                         copies
+    torch's, no ZeRO             of the parameter                           none: parameters are items
+    FP16_Optimizer (bf16 too)    of the parameter, under its master's item  the parameters, cast from the masters
+    BF16_Optimizer, ZeRO-1, 2    this rank's range                          the parameters, cast and gathered
+    ZeRO-3                       none                                       refused: nothing is gathered between updates
 
 Gradients of fp16 are multiplied by the loss scale; clipping and unscaling come after `before_update`, in the update.
 
-Invariant: facts and DeepSpeed's own operations; what is to be done is decided elsewhere.
+Invariant: facts and DeepSpeed's own operations only; decisions are made elsewhere.
 
-In: an engine. Out: `model.host.Steps`, for a host that is a `StateItems`.
-"""
+In: an engine. Out: `model.host.ReplicaOperations`, for a host that is a `StateItems`."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from ...errors import UnsupportedError
 from ...model.inventory import Inventory, Role
 from ...model.topology import Topology
 from ...snapshot import codec
-from ..host_parts import UPDATE, Recompute, StateItem, hold
+from ..host_parts import UPDATE, Recompute, StateItem, state_item
 from . import state
 from .replay import DeepSpeedReplay
 
@@ -35,8 +34,8 @@ _STAGE3 = "DeepSpeedZeroOptimizer_Stage3"
 _SHARDED = ("BF16_Optimizer", "DeepSpeedZeroOptimizer", _STAGE3)
 _SKIPPED = "skipped_steps"
 _PLAIN = (
-    "the script computes what it likes between engine(...) and engine.backward(...); with --paft-audit-at forward "
-    "verdicts come before that, and nothing has to be computed again"
+    "the script may compute anything between engine(...) and engine.backward(...); with --paft-audit-at forward "
+    "verdicts come before that, and nothing has to be recomputed"
 )
 
 
@@ -51,53 +50,53 @@ class DeepSpeedStepping(Recompute[DeepSpeedReplay]):
 
     @property
     def clips_together(self) -> str:  # type: ignore[override]
-        """In float32 without ZeRO. In low precision each replica is clipped by its own norm, or all by that of all
+        """Only in float32 without ZeRO: in low precision each replica clips by its own norm, or all by that of all
         shards."""
         engine = self.engine
         low = engine.fp16_enabled() or engine.bfloat16_enabled() or engine.zero_optimization()
         return "" if low or not engine.gradient_clipping() else "DeepSpeed clips by the mean of all replicas' norms"
 
     def keep_iterations(self) -> None:
-        """Of a pipeline: what a script computes between the engine's calls is the script's."""
+        """Only for a pipeline: what a script computes between the engine's calls is unknown."""
         if not hasattr(self.engine, "train_batch"):
-            self.why_not = _PLAIN
+            self.no_recompute_reason = _PLAIN
             return
-        self._keep(lambda: DeepSpeedReplay(self.engine))
+        self._start_replay(lambda: DeepSpeedReplay(self.engine))
 
     def recompute(self, step: int) -> None:
-        """Gradients of iteration `step`, which is under way, once more. All ranks of the job call together."""
-        self._kept().run()
+        """Recompute the gradients of the current iteration `step`. A collective of the job."""
+        self._required_replay().run()
 
     def learning_rate(self) -> float:
-        """The largest of the parameter groups: DeepSpeed steps the scheduler behind the update. Raises
-        UnsupportedError for an optimizer without."""
-        found = rates(state.inner(self.engine.optimizer))
-        if not found:
+        """The largest of the parameter groups, which is that of the coming update: DeepSpeed steps the scheduler after
+        an update. Raises UnsupportedError for an optimizer without a learning rate."""
+        group_rates = rates(state.inner(self.engine.optimizer))
+        if not group_rates:
             raise UnsupportedError(f"rank {self.rank}: the optimizer has no learning rate (param_groups[...]['lr'])")
-        return max(found)
+        return max(group_rates)
 
     def gradients(self) -> Mapping[str, torch.Tensor]:
-        """Between the reduction and the update. Of ZeRO and BF16_Optimizer the range that this rank updates."""
+        """Reduced gradients, before the update. With ZeRO and BF16_Optimizer the range that this rank updates."""
         optimizer = self.engine.optimizer
         if type(optimizer).__name__ == _STAGE3:
             return {}
-        of_range = _ranges(optimizer)
-        found: dict[str, torch.Tensor] = {}
+        flat_gradient = _flat_gradients(optimizer)
+        gradients: dict[str, torch.Tensor] = {}
         for one in state.fragments(optimizer):
-            gradient = one.parameter.grad if of_range is None else of_range(one)
+            gradient = one.parameter.grad if flat_gradient is None else flat_gradient(one)
             if gradient is not None:
                 label = self._names[one.parameter]
-                found[label if one.main is one.parameter else f"{label}:main"] = gradient.detach()
-        return found
+                gradients[label if one.main is one.parameter else f"{label}:main"] = gradient.detach()
+        return gradients
 
     def before_reduction(self, call: Strike) -> None:
-        """Right before DeepSpeed reduces over data parallelism; by the names of parameters, whole ones. Raises
-        UnsupportedError where gradients are reduced one by one while backward goes on."""
+        """Call `call(step, gradients)` right before DeepSpeed's data-parallel reduction; gradients are whole, by
+        parameter name. Raises UnsupportedError if gradients are reduced one by one during backward."""
         engine, optimizer = self.engine, self.engine.optimizer
         if getattr(optimizer, "partition_gradients", False) or getattr(optimizer, "overlap_comm", False):
             raise UnsupportedError(
-                f"rank {self.rank}: ZeRO-2, ZeRO-3 and overlap_comm reduce gradients while backward goes on: there is "
-                "no moment before the reduction"
+                f"rank {self.rank}: ZeRO-2, ZeRO-3 and overlap_comm reduce gradients during backward: there is no "
+                "moment before the reduction"
             )
         zero = type(optimizer).__name__ == "DeepSpeedZeroOptimizer"
         owner, name = (optimizer, "reduce_gradients") if zero else (engine, "buffered_allreduce_fallback")
@@ -124,43 +123,43 @@ class DeepSpeedStepping(Recompute[DeepSpeedReplay]):
                 yield name, gradient.detach()
 
     def copies(self) -> Inventory:
-        """See above. Raises UnsupportedError for ZeRO-3."""
+        """The table above. Raises UnsupportedError for ZeRO-3."""
         return Inventory.of(self.rank, (one.item for one in self._copies))
 
-    def copied(self) -> Mapping[str, torch.Tensor]:
+    def copy_tensors(self) -> Mapping[str, torch.Tensor]:
         """The live parameters, by name."""
         return {one.item.name: one.read() for one in self._copies}
 
     def derive(self) -> None:
-        """Masters -> parameters, and those of the other ranks. A collective with ZeRO and BF16_Optimizer."""
+        """Rebuild parameters from masters. A collective with ZeRO and BF16_Optimizer."""
         state.rebuild_derivable(self.engine.optimizer)
 
     def scalars(self) -> bytes:
-        """Of the optimizer, its loss scaler and the scheduler, and how many updates were skipped; other counters are
-        none of it. b'' where masters are sharded: then no replica could be followed."""
+        """Scalar state of optimizer, loss scaler and scheduler, and the number of skipped updates; no other counters.
+        b'' if masters are sharded: then there is no replica to copy from."""
         if type(self.engine.optimizer).__name__ in _SHARDED:
             return b""
         small = self.small_state()
-        told = {key: small[key] for key in ("groups", "scalars", "scaler", "scheduler")}
-        return codec.encode({**told, _SKIPPED: getattr(self.engine, _SKIPPED)})
+        values = {key: small[key] for key in ("groups", "scalars", "scaler", "scheduler")}
+        return codec.encode({**values, _SKIPPED: getattr(self.engine, _SKIPPED)})
 
     def restore_scalars(self, encoded: bytes) -> None:
-        """In place, as after a restore."""
+        """Set them in place, as a restore does."""
         if encoded:
-            found = codec.decode(encoded)
-            self._restore_optimizer(found)
-            setattr(self.engine, _SKIPPED, found[_SKIPPED])
+            values = codec.decode(encoded)
+            self._restore_optimizer(values)
+            setattr(self.engine, _SKIPPED, values[_SKIPPED])
 
     @cached_property
     def _copies(self) -> list[StateItem]:
         if type(self.engine.optimizer).__name__ == _STAGE3:
             raise UnsupportedError(
-                f"rank {self.rank}: ZeRO-3 gathers parameters for the moment of their use: between two updates each "
-                "element is held by one rank alone, and there is nothing to compare or to average; drop --paft"
+                f"rank {self.rank}: ZeRO-3 gathers parameters only while they are used: between two updates a single "
+                "rank holds each element, and there is nothing to compare or average; drop --paft"
             )
         replicas = self._topology.replicas(self.rank)
         return [
-            hold(
+            state_item(
                 self._names[parameter], Role.COPY, replicas, state.layer_of(self._names[parameter]), UPDATE,
                 parameter.detach,
             )
@@ -177,20 +176,20 @@ def rates(optimizer: torch.optim.Optimizer) -> list[float]:
     return [float(group["lr"]) for group in optimizer.param_groups if group.get("lr") is not None]
 
 
-def _ranges(optimizer: Any) -> Callable[[state.Fragment], torch.Tensor | None] | None:
-    """Where gradients are laid out as the masters are: the part of a fragment. None where parameters have their own."""
+def _flat_gradients(optimizer: Any) -> Callable[[state.Fragment], torch.Tensor | None] | None:
+    """Maps a fragment to its gradient, if gradients are laid out like masters; None if each parameter has its own."""
     match type(optimizer).__name__:
         case "BF16_Optimizer":
-            laid = {
+            flat = {
                 main: gradients
                 for (_, main), gradients in zip(
-                    state.mains(optimizer), optimizer.fp32_groups_gradient_flat_partition, strict=True
+                    state.updated_tensors(optimizer), optimizer.fp32_groups_gradient_flat_partition, strict=True
                 )
             }
-            return lambda one: one.of(laid[one.main])
+            return lambda one: one.of(flat[one.main])
         case "DeepSpeedZeroOptimizer":
             pieces: dict[tuple[torch.Tensor, int], torch.Tensor] = {}
-            for index, main in state.mains(optimizer):
+            for index, main in state.updated_tensors(optimizer):
                 at = 0
                 for piece in optimizer.averaged_gradients.get(index) or ():
                     pieces[main, at] = piece.view(-1)

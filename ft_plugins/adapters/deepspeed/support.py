@@ -1,8 +1,7 @@
-"""What of DeepSpeed cannot be followed, by name: found at start, before anything is captured.
+"""Features of DeepSpeed that are not supported, found by name at start, before anything is captured.
 
-Invariant: a job that passes has only state that `state` inventories, and only updates that go through
-`_take_model_step`. In: an engine. Out: one sentence per feature that is in the way.
-"""
+Invariant: a job that passes has only state that `state` inventories, and only updates through `_take_model_step`.
+In: an engine. Out: one phrase per unsupported feature."""
 
 from __future__ import annotations
 
@@ -21,33 +20,34 @@ _WRAPPERS = (
 )
 _OPTIMIZERS = ("Adam", "AdamW", "FusedAdam", "SGD")
 _OFFLOAD_NOWHERE = ("none", None)
+_OWN_SCALER = "torch_autocast in fp16 scales gradients by its own scaler"
 
 
 def require_supported(engine: Any, rank: int) -> None:
-    """Raises UnsupportedError that names every feature in use that cannot be followed."""
-    found = [*_of_engine(engine), *_of_zero(engine), *_of_optimizer(engine.optimizer), *_of_curricula(engine)]
-    found += _of_compression(engine)
-    if found:
+    """Raises UnsupportedError that names every unsupported feature in use."""
+    problems = [*_of_engine(engine), *_of_zero(engine), *_of_optimizer(engine.optimizer), *_of_curricula(engine)]
+    problems += _of_compression(engine)
+    if problems:
         raise UnsupportedError(
-            f"rank {rank}: cannot protect this job: {'; '.join(dict.fromkeys(found))}. "
-            "Drop the option, or take the block ft_plugins out of the DeepSpeed configuration"
+            f"rank {rank}: cannot protect this job: {'; '.join(dict.fromkeys(problems))}. "
+            "Drop the option, or remove the block ft_plugins from the DeepSpeed configuration"
         )
 
 
 def _of_engine(engine: Any) -> Iterator[str]:
     kind = type(engine).__name__
     if kind == "DualPipeVEngine":
-        yield "DualPipeV has a schedule of its own"
+        yield "DualPipeV has its own schedule"
     elif kind not in _ENGINES:
         yield f"the engine {kind} is unknown"
     if getattr(engine, "has_moe_layers", False):
-        yield "MoE layers: the replica sets of experts are not known yet"
+        yield "MoE layers: the replica sets of experts are unknown"
     if _asked(engine, "autotp_size", 0) > 1 and kind == "PipelineEngine":
         yield "AutoTP with pipelines (tensor_parallel.autotp_size)"
     if _asked(engine, "is_deepcompile_enabled", False):
         yield "DeepCompile replaces the step (compile.deepcompile)"
     if getattr(engine, "torch_autocast_z0_gradscaler", None) is not None:
-        yield "torch_autocast in fp16 scales gradients by a scaler of its own"
+        yield _OWN_SCALER
     if not _asked(engine, "managed_gradient_accumulation", True):
         yield "managed_gradient_accumulation false: the caller's accumulation is unknown"
 
@@ -58,10 +58,10 @@ def _of_zero(engine: Any) -> Iterator[str]:
         device = getattr(getattr(zero, name, None), "device", None)
         where = getattr(device, "value", device)
         if where not in _OFFLOAD_NOWHERE:
-            to = "NVMe: its state is in files" if where == "nvme" else f"{where}: an update runs in pieces of its own"
+            to = "NVMe: its state is in files" if where == "nvme" else f"{where}: an update runs in several pieces"
             yield f"zero_optimization.{name} to {to}"
     if getattr(engine, "zenflow", None):
-        yield "ZenFlow (zero_optimization.zenflow) updates behind the step"
+        yield "ZenFlow (zero_optimization.zenflow) updates after the step"
     if _asked(engine, "zero_hpz_partition_size", 1) > 1:
         yield "ZeRO++ hpZ (zero_hpz_partition_size) keeps second copies"
     for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights"):
@@ -73,7 +73,7 @@ def _of_zero(engine: Any) -> Iterator[str]:
 
 def _of_optimizer(optimizer: Any) -> Iterator[str]:
     if optimizer is None:
-        yield "the engine has no optimizer: there is nothing to protect"
+        yield "the engine has no optimizer, so there is nothing to protect"
         return
     kind = type(optimizer).__name__
     if not isinstance(optimizer, torch.optim.Optimizer) and kind not in _WRAPPERS:
@@ -81,41 +81,41 @@ def _of_optimizer(optimizer: Any) -> Iterator[str]:
         return
     updating = inner(optimizer)
     if type(updating).__name__ not in _OPTIMIZERS:
-        yield f"the optimizer {type(updating).__name__}: known are {', '.join(_OPTIMIZERS)}"
+        yield f"the optimizer {type(updating).__name__}; supported: {', '.join(_OPTIMIZERS)}"
         return
     for group in getattr(updating, "param_groups", ()):
         if group.get("momentum"):
-            yield f"{type(updating).__name__} with momentum creates its state in its first step only"
+            yield f"{type(updating).__name__} with momentum creates its state only in its first step"
         if group.get("amsgrad"):
             yield "amsgrad"
     if getattr(optimizer, "torch_autocast_gradscaler", None) is not None:
-        yield "torch_autocast in fp16 scales gradients by a scaler of its own"
+        yield _OWN_SCALER
 
 
 def _of_curricula(engine: Any) -> Iterator[str]:
-    """What keeps counters of its own, beside iteration and samples."""
-    asked = {
+    """Features with their own counters, in addition to iterations and samples."""
+    features = {
         "random_ltd_enabled": "random-LTD (data_efficiency.data_routing)",
         "curriculum_learning_enabled": "curriculum learning (data_efficiency.data_sampling)",
         "curriculum_enabled_legacy": "curriculum learning (curriculum_learning)",
         "pld_enabled": "progressive layer drop (progressive_layer_drop)",
         "eigenvalue_enabled": "eigenvalues (eigenvalue)",
     }
-    for name, words in asked.items():
+    for name, words in features.items():
         if _asked(engine, name, False):
-            yield f"{words} keeps counters of its own"
+            yield f"{words} keeps its own counters"
 
 
 def _of_compression(engine: Any) -> Iterator[str]:
-    """Older versions step the schedule of compression, and MoQ's quantizer, with the engine."""
+    """Compression's schedule and MoQ's quantizer, which older versions step with the engine."""
     methods = getattr(getattr(engine, "compression_scheduler", None), "different_compression_methods", {})
     for name in (name for name, method in methods.items() if method.get("enabled")):
-        yield f"compression (compression_training.{name}) keeps counters of its own"
+        yield f"compression (compression_training.{name}) keeps its own counters"
     if getattr(engine, "quantizer", None) is not None:
-        yield "MoQ (compression_training.weight_quantization) keeps counters of its own"
+        yield "MoQ (compression_training.weight_quantization) keeps its own counters"
 
 
 def _asked(engine: Any, name: str, usual: Any) -> Any:
-    """What the engine answers; `usual` where this version does not know the question."""
-    found = getattr(type(engine), name, None)
-    return found(engine) if callable(found) else usual
+    """The engine's answer; `usual` if this version lacks the method."""
+    method = getattr(type(engine), name, None)
+    return method(engine) if callable(method) else usual

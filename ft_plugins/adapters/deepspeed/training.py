@@ -1,20 +1,19 @@
-"""A script's own training loop over a DeepSpeed engine as a host, without an edit to the script.
+"""Hook a script's own training loop over a DeepSpeed engine, without an edit to the script.
 
-Invariant: a job that is not protected runs what DeepSpeed wrote. A protected engine is restored before
+Invariant: a job that is not protected runs DeepSpeed unchanged. A protected engine is restored before
 `deepspeed.initialize` returns, so the script sees `engine.global_steps` as after DeepSpeed's own load; data position
-and RNG follow right before the first batch is read. An iteration is what ends in an update, skipped updates included;
-its version point is the moment before the next one begins, so that what the script does in between (evaluation, its own
-random numbers) belongs to it, or the orderly end. Where nothing tells that an iteration begins, its update does, and
-its version point is right after it.
+and RNG follow right before the first batch is read. An iteration ends with an update, skipped updates included. Its
+version point is right before the next iteration begins, or the orderly end: whatever the script does in between
+(evaluation, its own random numbers) belongs to it. If nothing shows that an iteration begins, its update does, and its
+version point is right after that.
 
-    deepspeed.initialize     the block is checked first; builds host and session, restores
-    engine.train_batch       PipelineEngine: the end of the iteration before, then iteration_begin
-    engine.forward, step     DeepSpeedEngine: likewise at the first read or forward after an update
+    deepspeed.initialize     checks the block first; builds host and session, restores
+    engine.train_batch       PipelineEngine: the end of the previous iteration, then iteration_begin
+    engine.forward, step     DeepSpeedEngine: the same at the first read or forward after an update
     engine.load_checkpoint   the larger iteration wins
-    destroy_process_group    the orderly end, or that of the script under ft-run
+    destroy_process_group    the orderly end; or that of the script under ft-run
 
-In: the module `deepspeed`, right after its import. Out: the same module, followed.
-"""
+In: the module `deepspeed`, right after its import. Out: the same module, hooked."""
 
 from __future__ import annotations
 
@@ -38,29 +37,28 @@ from .position import Positions
 Leave = Callable[[], None]
 Join = Callable[[Config, LaunchContext], tuple[LaunchContext, Leave]]
 
-_UNKNOWN = (
-    "the data position is not followed: batches come neither from deepspeed.initialize(training_data=...), "
-    "engine.deepspeed_io, deepspeed's RepeatingLoader nor a torch DataLoader that is iterated after "
-    "deepspeed.initialize; after a restore the script reads from wherever it begins"
+_UNTRACKED = (
+    "the data position is not tracked: batches come from none of deepspeed.initialize(training_data=...), "
+    "engine.deepspeed_io, deepspeed's RepeatingLoader, or a torch DataLoader that is iterated after "
+    "deepspeed.initialize; after a restore the script reads from its own start"
 )
 _AHEAD = (
-    "batches are read before the update that comes before theirs: after a restore, those that were read ahead are "
-    "passed over; read each batch after engine.step() of the one before"
+    "batches are read before the update of the previous ones: a restore skips those that were read ahead; read each "
+    "batch after engine.step() of the previous one"
 )
 _SILENT = (
-    "an update came without a forward of the engine in training mode (engine.eval() before the loop, or parts of "
-    "engine.module that are called directly): it is captured all the same, but where nothing is read from a loader "
-    "that is followed, random numbers are put in place only at the first update after a restore; call engine.train() "
-    "before the loop and engine(...) in it"
+    "an update came without a forward of the engine in training mode (engine.eval() before the loop, or direct calls "
+    "of parts of engine.module): it is captured, but unless batches come from a tracked loader, a restore sets random "
+    "numbers only at the first update; call engine.train() before the loop and engine(...) in it"
 )
 _NOT_TRAINED = (
-    "batches were read in training mode after deepspeed.initialize that were not trained on; a restored data position "
-    "would be put in place there: read them before deepspeed.initialize, or between engine.eval() and engine.train()"
+    "batches that were read in training mode after deepspeed.initialize were not trained on, but a restored data "
+    "position would apply to them: read them before deepspeed.initialize, or between engine.eval() and engine.train()"
 )
 
 
 class EngineHooks:
-    """The hooks of one process; `loop` is there once a protected engine has been built."""
+    """The hooks of one process; `loop` is set once a protected engine is built."""
 
     def __init__(self, join: Join | None = None) -> None:
         self._join = join
@@ -68,7 +66,7 @@ class EngineHooks:
         self.positions = Positions()
 
     def follow(self, module: ModuleType) -> None:
-        """Wrap `deepspeed.initialize`. Raises UnsupportedError when there is none."""
+        """Wrap `deepspeed.initialize`. Raises UnsupportedError if there is none."""
         replace(module, "initialize", self._initializing)
 
     def _initializing(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -77,7 +75,8 @@ class EngineHooks:
         @functools.wraps(original)
         def initialize(*args: Any, **kwargs: Any) -> Any:
             context = launch_context()
-            resolve(given(signature.bind_partial(*args, **kwargs).arguments), context)  # before DeepSpeed acts on it
+            bound = signature.bind_partial(*args, **kwargs)
+            resolve(configuration_argument(bound.arguments), context)  # before DeepSpeed acts on it
             built = original(*args, **kwargs)
             engine = built[0]
             config = resolve(engine._config._param_dict, context)
@@ -85,8 +84,8 @@ class EngineHooks:
                 return built
             if self.loop is not None:
                 raise UnsupportedError("deepspeed.initialize was called twice: a second engine cannot be protected")
-            leave: Leave = _stay
-            if config.capture is not None:  # else there is no memory that anybody would have to see to
+            leave: Leave = _no_cleanup
+            if config.capture is not None:  # else no memory outlives the job
                 require_several_ranks()
                 if self._join is not None and context.run_dir is None:
                     context, leave = self._join(config, context)
@@ -97,31 +96,29 @@ class EngineHooks:
         return initialize
 
     def finish(self) -> None:
-        """The script has ended in order."""
+        """The script's orderly end."""
         if self.loop is not None:
             self.loop.shutdown()
             self.loop = None
 
 
 class DeepSpeedLoop:
-    """One protected engine: session, host, and where the script stands."""
+    """One protected engine: session, host, and the progress of the script."""
 
-    def __init__(
-        self, engine: Any, config: Config, context: LaunchContext, positions: Positions, leave: Leave
-    ) -> None:
+    def __init__(self, engine: Any, config: Config, context: LaunchContext, positions: Positions, leave: Leave) -> None:
         """Build host and session. A collective. Raises what `attach` raises. `leave` is called after the end."""
-        from .core import DeepSpeedHost  # imports DeepSpeed, which is there by now
+        from .core import DeepSpeedHost  # imports DeepSpeed, which is imported by now
 
         self.engine = engine
         self._leave = leave
         self._positions = positions
-        self._begun = 0  # the iteration that has begun last
-        self._guessed = 0  # the iteration that a read in evaluation mode began, as those before were trained in it
-        self._updated: int | None = None  # an iteration whose version point is still to come
+        self._begun = 0  # the last iteration that has begun
+        self._guessed = 0  # the iteration begun by a read in evaluation mode, since previous ones trained in that mode
+        self._updated: int | None = None  # the iteration whose version point is still to come
         self._said: set[str] = set()
-        self._first: Callable[[], Any] | None = None  # what was read first for training
-        self._forward = False  # whether anything was computed from what was read
-        self._known = False  # whether training data were read where that is followed
+        self._first: Callable[[], Any] | None = None  # the source that was read first for training
+        self._forward = False  # whether anything was computed since
+        self._tracked = False  # whether training data were read from a tracked loader
         self._host = DeepSpeedHost(engine, positions)
         self._session: Session = attach(self._host, config, context)
         self._pipeline = hasattr(engine, "train_batch")
@@ -131,11 +128,11 @@ class DeepSpeedLoop:
         self._follow_end()
 
     def resume(self) -> None:
-        """Restore the newest version; with a checkpoint of DeepSpeed's loaded, the larger iteration wins."""
+        """Restore the newest version; if DeepSpeed loaded a checkpoint, the larger iteration wins."""
         iteration = self._session.resume(loaded=self.engine.global_steps)
         if iteration != self.engine.global_steps:
             raise ResumeError(
-                f"rank {self._host.rank}: iteration {iteration} was restored, but DeepSpeed's counter says "
+                f"rank {self._host.rank}: iteration {iteration} was restored, but DeepSpeed's global_steps is "
                 f"{self.engine.global_steps}; start with --ftp-resume fresh"
             )
 
@@ -143,17 +140,17 @@ class DeepSpeedLoop:
         """The orderly end of training. Idempotent."""
         self._end()
         self._session.shutdown()
-        leave, self._leave = self._leave, _stay
+        leave, self._leave = self._leave, _no_cleanup
         leave()
 
     def _end(self) -> None:
-        """The version point of an iteration that has had its update."""
+        """The version point of an updated iteration."""
         if self._updated is not None:
             iteration, self._updated = self._updated, None
             self._session.iteration_end(iteration)
 
     def begin(self) -> None:
-        """An iteration begins, unless it has."""
+        """Begin the iteration, unless it has begun."""
         iteration = self.engine.global_steps + 1
         if self._begun != iteration:
             self._begun = iteration
@@ -203,13 +200,13 @@ class DeepSpeedLoop:
         self._positions.before_read = self._before_read
 
     def _before_read(self, loader: Any) -> None:
-        if self._host.silent and self._begun != self.engine.global_steps + 1:  # nothing later tells that it begins
+        if self._host.silent and self._begun != self.engine.global_steps + 1:  # no later sign that it begins
             self._positions.expect("train" if self.engine.module.training else "eval", loader)
             self._guessed = self.engine.global_steps + 1
             self.begin()
-        if self.engine.module.training:  # the engine's own flag stays
+        if self.engine.module.training:  # engine.train() and eval() set the module's flag only
             self._guessed = 0
-            self._known = True
+            self._tracked = True
             self._require_training_data(loader)
             self._positions.expect("train", loader)
             self.begin()
@@ -218,7 +215,7 @@ class DeepSpeedLoop:
             self._positions.reading("eval", loader)
 
     def _require_training_data(self, source: Any) -> None:
-        """What was read first is what training reads, for there the position is put in place. Raises ResumeError."""
+        """Raises ResumeError unless training reads the first source: the position is restored to that one."""
         if self._first is None:
             self._first = weakref.ref(source)
         first = self._first()
@@ -237,11 +234,11 @@ class DeepSpeedLoop:
         return forward
 
     def _computing(self) -> None:
-        """Something is computed, by the engine or by its module."""
-        if self.engine.module.training:  # the engine's own flag stays
+        """The engine or its module computes something."""
+        if self.engine.module.training:  # engine.train() and eval() set the module's flag only
             self._forward, self._guessed = True, 0
             if self._begun != self.engine.global_steps + 1:  # no batch was read since the last update
-                self._say_once(_AHEAD if self._known else _UNKNOWN)
+                self._say_once(_AHEAD if self._tracked else _UNTRACKED)
             self.begin()
 
     def _say_once(self, line: str) -> None:
@@ -262,7 +259,7 @@ class DeepSpeedLoop:
             outcome = original(*args, **kwargs)
             if self.engine.global_steps != before:
                 self._updated = self.engine.global_steps
-                if self._host.silent:  # what comes before the next update is of the next iteration
+                if self._host.silent:  # whatever comes next belongs to the next iteration
                     self._end()
             return outcome
 
@@ -275,10 +272,10 @@ class DeepSpeedLoop:
         def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
             if self._begun:
                 raise UnsupportedError(
-                    "engine.load_checkpoint after training has begun: what is in memory is of the iterations that it "
-                    "would undo; end the job, and start it with --ftp-resume fresh"
+                    "engine.load_checkpoint after training has begun would undo iterations that are in snapshots: end "
+                    "the job, and start it with --ftp-resume fresh"
                 )
-            self.engine.micro_steps = 0  # as at the start: DeepSpeed's checkpoints do not have it
+            self.engine.micro_steps = 0  # as at the start: DeepSpeed's checkpoints lack it
             outcome = original(*args, **kwargs)
             self._host.find_tensors()
             self.resume()
@@ -287,7 +284,7 @@ class DeepSpeedLoop:
         return load_checkpoint
 
     def _follow_end(self) -> None:
-        """Scripts end by taking the process group down; those that do not end with their process."""
+        """Treat destroy_process_group as the orderly end; without it, the end of the process is."""
 
         def ending(original: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(original)
@@ -301,21 +298,21 @@ class DeepSpeedLoop:
         replace(torch.distributed, "destroy_process_group", ending)
 
 
-def _stay() -> None:
-    """Nothing is left to ft_plugins at the end: ft-run sees to it."""
+def _no_cleanup() -> None:
+    """Does nothing: at the end of the job ft-run cleans up."""
 
 
 def require_several_ranks() -> None:
     """Raises ConfigError for a job of one rank."""
     if torch.distributed.get_world_size() == 1:
         raise ConfigError(
-            "ft_plugins.reft: the job has a single rank, with nobody to share state out with: start it with "
-            "ft-run --nproc-per-node N, or take the block out"
+            "ft_plugins.reft: the job has a single rank, with no other rank to share state with: start it with "
+            "ft-run --nproc-per-node N, or remove the block"
         )
 
 
-def given(arguments: Mapping[str, Any]) -> Any:
-    """What `deepspeed.initialize` was given as configuration: a path, a mapping or None."""
+def configuration_argument(arguments: Mapping[str, Any]) -> Any:
+    """The configuration that `deepspeed.initialize` received: a path, a mapping or None."""
     for name in ("config", "config_params"):
         if arguments.get(name) is not None:
             return arguments[name]
@@ -323,11 +320,11 @@ def given(arguments: Mapping[str, Any]) -> Any:
 
 
 def resolve(configuration: Any, context: LaunchContext) -> Config:
-    """What ft-run was told and what the block says, together. Raises ConfigError where they differ."""
+    """Merge the configurations of ft-run and of the block. Raises ConfigError if they differ."""
     if isinstance(configuration, Mapping):
         block = deepspeed_json.from_mapping(configuration)
     elif isinstance(configuration, str) and (Path(configuration).exists() or configuration.endswith(".json")):
         block = deepspeed_json.from_file(Path(configuration))
-    else:  # encoded, which DeepSpeed reads: the engine's own configuration is asked later
+    else:  # encoded: the engine's own configuration is read later
         block = Config()
     return merge(context.config or Config(), block, ("ft-run", "the DeepSpeed configuration"))

@@ -1,7 +1,7 @@
-"""Megatron as a host. `prepare...` comes before anything imports megatron; `install()` follows Megatron-LM's own loop.
+"""Megatron as a host: `prepare` and `prepare_launched` patch it, `install` follows Megatron-LM's training loop.
 
-Invariant: these only register what happens *when* a module is imported; a script that never imports Megatron pays for
-a few dictionary entries. In: the process. Out: Megatron on the device that its job asks for, with our flags, followed.
+Invariant: they only register import hooks, so they must run before anything imports megatron, and cost nothing in a
+script that never does. In: the process. Out: Megatron with our flags, on the device that its job asks for, followed.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from . import device
 
 
 def prepare(device_count: int = 1) -> bool:
-    """Ask for the CPU where no CUDA device is visible: torch and Megatron are patched for it. For a script of your own,
-    before it imports megatron; one that is meant for GPUs leaves it out.
+    """Patch torch and Megatron for the CPU if no CUDA device is visible. Call it in your own script, before it imports
+    megatron; omit it in a script that is meant for GPUs.
 
-    `device_count` is what torch.cuda.device_count() shall answer: the number of local ranks. Returns whether patches
-    were applied now. Raises PatchError naming file, symbol and version where one no longer applies.
+    `device_count` is what torch.cuda.device_count() returns then: the number of local ranks. Returns whether patches
+    were applied by this call. Raises PatchError, naming file, symbol and version, if one does not apply.
     """
     on_import("megatron.training.arguments", _extend_flags)
     return apply_cpu(on_import, load_below, device_count)
 
 
 def prepare_launched(context: LaunchContext, arguments: Sequence[str]) -> None:
-    """For a rank of ft-run, when its script imports megatron: patch it for the CPU where configuration or `arguments`
-    ask for that. Rank 0 says what was patched, and of a protected job that its version of Megatron is untested. Our
-    flags are in Megatron-LM's `--help`, whether a system is on or not.
+    """Prepare a rank of ft-run for the import of megatron: add our flags to Megatron-LM's `--help`, and patch for the
+    CPU if configuration or `arguments` ask for it. Rank 0 reports the patches, and an untested version of Megatron in a
+    protected job.
 
-    The first module of Megatron raises ConfigError in a protected job without a CUDA device that does not ask for the
-    CPU: a script that only looks whether Megatron is there is not refused. Raises PatchError.
+    In a protected job that has no CUDA device and does not ask for the CPU, importing a module of Megatron raises
+    ConfigError; a script that only checks whether Megatron is installed still runs. Raises PatchError.
     """
     on_import("megatron.training.arguments", _extend_flags)
     protected = context.config is not None and bool(context.config.systems)
     asked = device.asked_by(arguments, context.config)
-    has_device = is_applied() or torch.cuda.is_available()  # applied: the script has asked for itself
+    has_device = is_applied() or torch.cuda.is_available()  # applied: the script called `prepare`
     match device.decide(has_device, bool(asked), protected):
         case device.Decision.REFUSE:
             load_below("megatron", _refuse)
@@ -59,12 +59,12 @@ def prepare_launched(context: LaunchContext, arguments: Sequence[str]) -> None:
 
 
 def _refuse(spec: ModuleSpec) -> None:
-    if not is_applied():  # by the script itself, in the meantime
+    if not is_applied():  # the script may have called `prepare` meanwhile
         raise device.refusal()
 
 
 def install() -> None:
-    """Follow Megatron-LM's training loop once the script imports it: protect it as ft-run was told. Call it once."""
+    """Protect Megatron-LM's training loop when the script imports it, as ft-run's flags say. Call it once."""
     on_import("megatron.training.training", _follow)
 
 

@@ -1,14 +1,13 @@
-"""Megatron-LM's command line and arguments: our flags in it, and its values as part of checkpoints.
+"""Add our flags to Megatron-LM's command line, and convert its arguments for checkpoints.
 
-Flags: `--help` shows ours, and they are resolved where Megatron-LM resolves its own. ft-run takes them out of the
-command line before the script sees it, so the namespace normally holds None for each; where the script was given them
-in another way, both sources must agree.
+Flags: `--help` shows ours. ft-run removes them from the command line before the script sees it, so the namespace
+normally holds None for each. If the script gets them in another way, both sources must agree.
 
-Values: as plain JSON values and back, each with the type that it had (`adapters.values`). A value of a type that
-Megatron-LM's own load would not accept is left out, and named.
+Arguments: converted to JSON values and back with their types (`adapters.values`). Arguments of types that Megatron-LM's
+own load would not accept are left out and listed.
 
-In: `megatron.training.arguments` right after it was imported; a namespace. Out: the same module with a wider parser;
-a configuration; JSON values.
+In: `megatron.training.arguments` right after its import; a namespace. Out: the module with an extended parser; a
+configuration; JSON values.
 """
 
 from __future__ import annotations
@@ -23,11 +22,9 @@ from ...config import Config, LaunchContext, add_flags, merge
 from .. import values as coded
 from ..script_hooks import replace_in_megatron as replace
 
-MODULE = "megatron.training.arguments"
-
 
 def extend(module: ModuleType) -> None:
-    """Every parser that Megatron-LM builds in this process gets our flags as a group of its own."""
+    """Add our flags to every parser that Megatron-LM builds in this process."""
     replace(module, "add_megatron_arguments", _with_flags)
 
 
@@ -42,22 +39,24 @@ def _with_flags(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def resolve(args: argparse.Namespace, context: LaunchContext) -> Config:
-    """What ft-run passed and what the namespace says, together. Raises ConfigError where they differ."""
+    """The configuration from ft-run and from the namespace. Raises ConfigError if they differ."""
     return merge(context.config or Config(), Config.from_namespace(args, whole=False), ("ft-run", "the script"))
 
 
-def plain(arguments: argparse.Namespace) -> dict[str, Any]:
-    """`values` by name, and the names `left_out`."""
+def arguments_to_plain(arguments: argparse.Namespace) -> dict[str, Any]:
+    """`arguments` as 'values' by name, and the names 'left_out'."""
     values, left_out = {}, []
     for name, value in sorted(vars(arguments).items()):
         try:
-            values[name] = coded.plain(value)
+            values[name] = coded.to_plain(value)
         except coded.Unknown:
             left_out.append(name)
     return {"values": values, "left_out": left_out}
 
 
-def namespace(told: Mapping[str, Any], now: Mapping[str, Any]) -> argparse.Namespace:
-    """The arguments, with the values that training has changed as they are `now`. Raises StorageError."""
-    values = {name: coded.back(value, ("megatron", "signal"), "Megatron") for name, value in told["values"].items()}
+def arguments_from_plain(saved: Mapping[str, Any], now: Mapping[str, Any]) -> argparse.Namespace:
+    """The saved arguments, updated with the values that training has changed. Raises StorageError."""
+    values = {
+        name: coded.from_plain(value, ("megatron", "signal"), "Megatron") for name, value in saved["values"].items()
+    }
     return argparse.Namespace(**{**values, **now})

@@ -1,8 +1,8 @@
-"""Which rectangles of which global tensors a Megatron checkpoint consists of, and from whose shares each is made. Pure.
+"""Plan a Megatron checkpoint: the blocks of each global tensor, and the ranks whose shares each is made from. Pure.
 
-Invariant: every element of every global tensor is covered once. Where several ranks could give a rectangle (replicas
-over tensor parallelism, tied embeddings on two stages) it is taken from the one with the smallest replica id, which is
-the one that Megatron itself saves.
+Invariant: every element of every global tensor is covered once. If several ranks hold a block (replicas over tensor
+parallelism, tied embeddings on two stages), the one with the smallest replica id provides it, as in Megatron's own
+save.
 
 In: the indices of all ranks. Out: `Assembly`. Raises StorageError.
 """
@@ -20,10 +20,10 @@ from ...snapshot.index import Index
 
 @dataclass(frozen=True)
 class TensorBlock:
-    """The rectangle `size` at `offset` of the global tensor `key` of `shape`, stored as `dtype`.
+    """The block `size` at `offset` of the global tensor `key` of `shape`, stored as `dtype`.
 
-    It is made from item `source` of `ranks`, a tensor of `local_shape`: all of it in order, or where `view` is given,
-    from that element on with these strides, one for each of the last dimensions of `size`.
+    It is made from item `source` of `ranks`, a tensor of `local_shape`: from all of it in order or, with `view`, from
+    that element on with these strides, one for each of the last dimensions of `size`.
     """
 
     key: str
@@ -39,43 +39,43 @@ class TensorBlock:
 
 @dataclass(frozen=True)
 class Assembly:
-    """A checkpoint but for what is common to all ranks: tensors by blocks, objects by key, as the index has them."""
+    """The tensors of a checkpoint by blocks, and its sharded objects by key, as the indices hold them."""
 
     blocks: tuple[TensorBlock, ...]
     objects: Mapping[str, list[str]]
 
 
 def assemble(indices: Iterable[Index], place: Callable[[str, tuple[int, ...]], int]) -> Assembly:
-    """`place` says where an item lies in its first file: blocks come in that order, group of ranks by group."""
+    """`place` gives the offset of an item in its first file; blocks are sorted by group of ranks, then by offset."""
     blocks: dict[tuple[str, tuple[int, ...]], tuple[list[int], TensorBlock]] = {}
     objects: dict[str, tuple[list[int], list[str]]] = {}
     for index in indices:
         names = index.names or {}
-        for told in names["tensors"]:
-            for block in _blocks(told, names["groups"]):
+        for tensor in names["tensors"]:
+            for block in _blocks(tensor, names["groups"]):
                 at = block.key, block.offset
-                if at not in blocks or told["replica"] < blocks[at][0]:
-                    blocks[at] = told["replica"], block
-        for told in names["objects"]:
-            if told["key"] not in objects or told["replica"] < objects[told["key"]][0]:
-                objects[told["key"]] = told["replica"], told["value"]
+                if at not in blocks or tensor["replica"] < blocks[at][0]:
+                    blocks[at] = tensor["replica"], block
+        for entry in names["objects"]:
+            if entry["key"] not in objects or entry["replica"] < objects[entry["key"]][0]:
+                objects[entry["key"]] = entry["replica"], entry["value"]
     chosen = [block for _, block in blocks.values()]
     _require_whole(chosen)
     chosen.sort(key=lambda block: (block.ranks, place(block.source, block.ranks), block.key, block.offset))
     return Assembly(tuple(chosen), {key: value for key, (_, value) in sorted(objects.items())})
 
 
-def _blocks(told: Mapping[str, Any], groups: list[list[int]]) -> Iterable[TensorBlock]:
-    ranks, local = tuple(groups[told["group"]]), tuple(told["shape"])
-    for key, shape, offset, size, view in told["blocks"]:
-        where = (view[0], tuple(view[1])) if view else None
+def _blocks(tensor: Mapping[str, Any], groups: list[list[int]]) -> Iterable[TensorBlock]:
+    ranks, local = tuple(groups[tensor["group"]]), tuple(tensor["shape"])
+    for key, shape, offset, size, view in tensor["blocks"]:
         yield TensorBlock(
-            key, tuple(shape), tuple(offset), tuple(size), told["dtype"], told["source"], ranks, local, where
+            key, tuple(shape), tuple(offset), tuple(size), tensor["dtype"], tensor["source"], ranks, local,
+            (view[0], tuple(view[1])) if view else None,
         )  # fmt: skip
 
 
 def _require_whole(blocks: Iterable[TensorBlock]) -> None:
-    """Raises StorageError for a tensor with a gap or an overlap (offsets differ, so the volumes tell)."""
+    """Raises StorageError for a gap or an overlap. Offsets are distinct, so comparing volumes is enough."""
     covered: dict[str, int] = {}
     known: dict[str, TensorBlock] = {}
     for block in blocks:
@@ -86,8 +86,6 @@ def _require_whole(blocks: Iterable[TensorBlock]) -> None:
                 f"{first.shape} on rank {first.ranks[0]}"
             )
         covered[block.key] = covered.get(block.key, 0) + math.prod(block.size)
-    for key, found in covered.items():
-        if found != math.prod(known[key].shape):
-            raise StorageError(
-                f"'{key}' has {math.prod(known[key].shape)} elements, but the ranks tell of {found} together"
-            )
+    for key, volume in covered.items():
+        if volume != math.prod(known[key].shape):
+            raise StorageError(f"'{key}' has {math.prod(known[key].shape)} elements, but all ranks hold {volume} of it")

@@ -1,15 +1,17 @@
-"""Megatron at megatron.core level as a host: model chunks, optimizer, scheduler, and what the caller counts.
+"""The host for a training loop on megatron.core: model chunks, optimizer, scheduler, and the caller's counters.
 
-Invariant: building a host changes nothing, and installing it changes no number: the optimizer's state is created
+Invariant: building a host changes nothing, and installing it changes no numerics: the optimizer's state is created
 eagerly as the first update would create it, and `step` is wrapped on this one instance. `restore` leaves the job as
 Megatron's own load would (param groups, scheduler, scaler, microbatch calculator), with the derivable parameters
 rebuilt by Megatron's own copy and gather; `restore_position` sets data position, then RNG.
 
 In: what the training script has built, after `prepare()`. Out: a `model.host.Host`. The script's loop calls
-`iteration_begin`, `iteration_end` and `shutdown` of the hooks; `before_update` and `after_update` come from here.
+`iteration_begin`, `iteration_end` and `shutdown` of the hooks; this module calls `before_update` and `after_update`.
+
+Fault points:
 
     iteration.forward   first forward of an iteration     update.middle   inner optimizer stepped, nothing copied yet
-    update.begin        past the fence; `inf`: one gradient of this rank becomes infinite      update.end   all done
+    update.begin        after the fence; `inf` makes one gradient of this rank infinite      update.end   update done
 """
 
 from __future__ import annotations
@@ -54,19 +56,19 @@ _ARCHITECTURE = (
 
 @dataclass(frozen=True)
 class StateEntry:
-    """A part of the training state that the caller keeps: how to read it as plain values, and how to set it."""
+    """A part of the training state that the caller keeps: functions to read it as plain values and to set it."""
 
     read: Callable[[], Any]
     write: Callable[[Any], None]
 
 
 class MegatronCoreHost(MegatronStepping, StateItems):
-    """One rank of a Megatron job. Raises UnsupportedError, TopologyError or InventoryError when it cannot be followed.
+    """One rank of a Megatron job. Raises UnsupportedError, TopologyError or InventoryError if it is not supported.
 
-    `completed()` is the number of completed iterations, `counters` is set before the scheduler on a restore,
-    `position` (the data position) right before the first iteration. `consumed_samples()` drives a batch size ramp-up.
-    `identity` is what the caller adds to the fingerprint: seed, batch sizes, data. `arguments` are Megatron-LM's, where
-    it is that: they are part of its checkpoints.
+    `completed()` is the number of completed iterations. A restore sets `counters` before the scheduler, and `position`
+    (the data position) right before the first iteration. `consumed_samples()` drives a batch size ramp-up. `identity`
+    is what the caller adds to the fingerprint: seed, batch sizes, data. `arguments` are Megatron-LM's, if the job has
+    them; they are part of its checkpoints.
     """
 
     def __init__(
@@ -99,23 +101,26 @@ class MegatronCoreHost(MegatronStepping, StateItems):
     # facts
 
     @cached_property
-    def _described(self) -> Mapping[str, Any]:
+    def _checkpoint_names(self) -> Mapping[str, Any]:
         for optimizer in self.optimizers:
             state.create_optimizer_state(optimizer)
-        return naming.described(self.chunks, self.optimizers, self.rank, self._replicas, self._arguments)
+        try:
+            return naming.names(self.chunks, self.optimizers, self.rank, self._replicas, self._arguments)
+        except Exception as error:  # a user's model may raise anything; the job is protected, but cannot be exported
+            return {"framework": "megatron", "problem": f"{type(error).__name__}: {error}".replace("\n", " ")}
 
     @cached_property
-    def _held(self) -> list[state.StateItem]:
-        _ = self._described  # first: asked for its sharded state, a bf16 model puts its routers' biases into fp32
-        return state.held(self.chunks, self.optimizers, self.rank, self._replicas)
+    def _state_items(self) -> list[state.StateItem]:
+        _ = self._checkpoint_names  # first: making its sharded state, a bf16 model converts its routers' biases to fp32
+        return state.state_items(self.chunks, self.optimizers, self.rank, self._replicas)
 
     def _replicas(self, parameter: torch.nn.Parameter) -> tuple[int, ...]:
-        """Megatron marks the parameters of experts by `allreduce = False`."""
+        """The replica set of `parameter`. Megatron marks parameters of experts by `allreduce = False`."""
         is_expert = not getattr(parameter, "allreduce", True)
         return self._topology.expert_replicas(self.rank) if is_expert else self._topology.replicas(self.rank)
 
     def _require_megatrons_layout(self) -> None:
-        """The replica sets that items will name must be the groups over which Megatron reduces gradients."""
+        """Raises TopologyError if the replica sets are not the groups over which Megatron reduces gradients."""
         members = torch.distributed.get_process_group_ranks
         dense = members(parallel_state.get_data_parallel_group(with_context_parallel=True))
         experts = members(parallel_state.get_expert_data_parallel_group())
@@ -123,16 +128,15 @@ class MegatronCoreHost(MegatronStepping, StateItems):
         if (tuple(sorted(dense)), tuple(sorted(experts))) != named:
             raise TopologyError(
                 f"rank {self.rank}: Megatron's data-parallel group is {sorted(dense)} and that of experts "
-                f"{sorted(experts)}; the given topology says {list(named[0])} and {list(named[1])}: "
-                "give it Megatron's sizes and order"
+                f"{sorted(experts)}, but the given topology says {list(named[0])} and {list(named[1])}: "
+                "build the topology from Megatron's sizes and order"
             )
 
     def names(self) -> Mapping[str, Any]:
-        """What Megatron's own checkpoints call the tensors, or under `problem` why that is not known."""
-        return self._described
+        """See `naming`; only `problem` if the model's sharded state cannot be described."""
+        return self._checkpoint_names
 
     def fingerprint(self) -> Mapping[str, Any]:
-        """What must be equal for captured state to belong to this job; equal on all ranks."""
         config, chunk, topology = self.chunks[0].config, self.chunks[0], self._topology
         known = {field.name for field in fields(config)}
         sizes = {axis: getattr(topology, axis) for axis in ("tp", "pp", "dp", "cp", "ep", "vpp", "expert_tp", "order")}
@@ -148,7 +152,6 @@ class MegatronCoreHost(MegatronStepping, StateItems):
         }
 
     def small_state(self) -> dict[str, Any]:
-        """Everything that is no tensor, at the version point."""
         return {
             "groups": [groups(optimizer) for optimizer in self.optimizers],
             "scalars": state.scalars(self.optimizers, self._names),
@@ -160,24 +163,24 @@ class MegatronCoreHost(MegatronStepping, StateItems):
         }
 
     def merged(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """That of the first replica, as in Megatron's own checkpoints; scalars of what each rank updated, from all."""
+        """The small state of the first replica, as in Megatron's own checkpoints, with the scalars of all."""
         scalars: dict[str, Any] = {}
         for part in parts:
             scalars |= part["scalars"]
         return {**parts[0], "scalars": scalars}
 
     def admits(self, replicas: int) -> bool:
-        """As Megatron's calculator of microbatches demands it."""
+        """Whether the global batch divides by `replicas`, as Megatron's microbatch calculator requires."""
         batch = get_current_global_batch_size()
         return batch is None or batch % (get_micro_batch_size() * replicas) == 0
 
     def _scalers(self) -> list[Any]:
         return [getattr(optimizer, "grad_scaler", None) for optimizer in self.optimizers]
 
-    # back
+    # restore
 
     def restore(self, small: Mapping[str, Any]) -> None:
-        """The item tensors hold the version: set the rest, and rebuild what is derivable. A collective."""
+        """A collective."""
         self._require_same_parts(small)
         for name, entry in self._counters.items():
             entry.write(small["counters"][name])
@@ -196,7 +199,6 @@ class MegatronCoreHost(MegatronStepping, StateItems):
         self._restore_scheduler(small["scheduler"])
 
     def restore_position(self, small: Mapping[str, Any]) -> None:
-        """Data position, then RNG last."""
         for name, entry in self._position.items():
             entry.write(small["position"][name])
         restore_rng(small["rng"])
@@ -214,29 +216,28 @@ class MegatronCoreHost(MegatronStepping, StateItems):
             "counters": sorted(small["counters"]),
             "data positions": sorted(small["position"]),
         }
-        for part, found in ours.items():
-            if found != captured[part]:
+        for part, present in ours.items():
+            if present != captured[part]:
                 raise ResumeError(
-                    f"rank {self.rank}: {part}: this job has {found}, captured were {captured[part]}: "
+                    f"rank {self.rank}: {part}: this job has {present}, the captured job had {captured[part]}: "
                     "resume with the settings of the captured job, or start with --ftp-resume fresh"
                 )
 
     def _restore_scheduler(self, captured: Mapping[str, Any]) -> None:
-        """Megatron's own load: it adds the captured steps to its counter and sets lr and weight decay of all groups."""
-        self.scheduler.num_steps = 0
+        """Restore by Megatron's own load, which sets lr and weight decay of all groups."""
+        self.scheduler.num_steps = 0  # the load adds the captured steps
         try:
             self.scheduler.load_state_dict(dict(captured))
         except AssertionError as error:
             raise ResumeError(
-                f"rank {self.rank}: the schedule differs from the captured one: {error}; "
-                "give the captured job's settings of learning rate and weight decay, or tell Megatron's scheduler "
-                "which to take: use_checkpoint_opt_param_scheduler the captured ones, "
-                "override_opt_param_scheduler this job's (both are flags of Megatron-LM)"
+                f"rank {self.rank}: the schedule differs from the captured one: {error}; use the captured job's "
+                "settings of learning rate and weight decay, or choose with a flag of Megatron-LM: "
+                "use_checkpoint_opt_param_scheduler takes the captured ones, override_opt_param_scheduler this job's"
             ) from error
 
     @torch.no_grad()
     def _rebuild_derivable(self) -> None:
-        """Masters -> model parameters, then the shards of the other ranks."""
+        """Copy masters to model parameters, then gather the shards of the other ranks."""
         gathered = False
         for optimizer in self.optimizers:
             if not is_stub(optimizer) and hasattr(optimizer, "_copy_main_params_to_model_params"):
@@ -249,8 +250,7 @@ class MegatronCoreHost(MegatronStepping, StateItems):
     # hooks
 
     def install_edges(self, edges: Edges) -> None:
-        """Call `edges` around the spans of Megatron's schedules from now on."""
-        from .spans import follow  # what nobody asks for is not looked for
+        from .spans import follow  # a version without these names still works if no system needs spans
 
         inner = [optimizer.optimizer for optimizer in self.optimizers if not is_stub(optimizer)]
         follow(self.chunks, edges, self.optimizer, inner)
@@ -263,20 +263,20 @@ class MegatronCoreHost(MegatronStepping, StateItems):
             iteration = self._completed() + 1
             hooks.before_update(iteration)
             if faults.reach("update.begin", iteration=iteration) == "inf":
-                self._make_a_gradient_infinite()
+                self._set_infinite_gradient()
             outcome = original(*args, **kwargs)
             faults.reach("update.end", iteration=iteration)
             hooks.after_update(iteration)
             return outcome
 
         self.optimizer.step = step
-        self._reach_points_inside()
+        self._install_fault_points()
 
     def skip_update(self, hooks: Hooks) -> None:
-        """For an iteration whose batch the loop skips: the hooks of an update, and a meeting of all ranks.
+        """Call the hooks of an update in an iteration whose batch the loop skips. A collective.
 
-        A captured version may replace the oldest one only when every rank is past the fence of the one between; the
-        collectives of an update guarantee that, and an iteration without them needs one of its own.
+        A capture may overwrite the oldest version only when every rank has passed the fence of the version between.
+        The collectives of an update guarantee that; here a barrier does.
         """
         iteration = self._completed() + 1
         self._skipping = True
@@ -285,29 +285,29 @@ class MegatronCoreHost(MegatronStepping, StateItems):
         torch.distributed.barrier()
         hooks.after_update(iteration)
 
-    def _reach_points_inside(self) -> None:
+    def _install_fault_points(self) -> None:
         reached = [0]
 
-        def first_forward(chunk: torch.nn.Module, args: Any) -> None:
+        def before_forward(chunk: torch.nn.Module, args: Any) -> None:
             iteration = self._completed() + 1
             if chunk.training and reached[0] != iteration:
                 reached[0] = iteration
                 faults.reach("iteration.forward", iteration=iteration)
 
-        def inner_stepped(*args: Any) -> None:
+        def after_inner_step(*args: Any) -> None:
             faults.reach("update.middle", iteration=self._completed() + 1)
 
         for chunk in self.chunks:
-            chunk.register_forward_pre_hook(first_forward)
+            chunk.register_forward_pre_hook(before_forward)
         for optimizer in self.optimizers:
             if not is_stub(optimizer):
-                optimizer.optimizer.register_step_post_hook(inner_stepped)
+                optimizer.optimizer.register_step_post_hook(after_inner_step)
 
-    def _make_a_gradient_infinite(self) -> None:
-        """In the first parameter that an optimizer updates on this rank.
+    def _set_infinite_gradient(self) -> None:
+        """Make the gradient of the first parameter that this rank updates infinite.
 
-        Without the distributed optimizer Megatron looks for infinities over the model-parallel group only: to skip the
-        update on all replicas, arm the fault on all of them.
+        Without the distributed optimizer, Megatron checks for infinities over the model-parallel group only: to skip
+        the update on all replicas, arm the fault on all of them.
         """
         for optimizer in self.optimizers:
             for one in state.trained(optimizer, self._names):
@@ -317,7 +317,7 @@ class MegatronCoreHost(MegatronStepping, StateItems):
 
 
 def _plain(value: Any) -> Any:
-    """As JSON can say it; a function by its name."""
+    """`value` as JSON values; a function or another object as text."""
     match value:
         case None | bool() | int() | float() | str():
             return value

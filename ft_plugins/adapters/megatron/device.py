@@ -1,10 +1,9 @@
-"""Whether Megatron is patched for the CPU: only where its job asks for that.
+"""Decide whether Megatron is patched for the CPU: only if its job asks for it.
 
-Invariant: a node whose driver is broken looks like a machine without GPUs, so the absence of a CUDA device alone
-changes nothing. A protected job that has no device and does not ask for the CPU is refused, with the remedy; an
-unprotected one is Megatron's own business.
+Invariant: a missing CUDA device alone never causes a patch, because a node with a broken driver looks the same. A
+protected job without a device that does not ask for the CPU raises ConfigError; an unprotected one is left to Megatron.
 
-In: the job's configuration, its arguments, what torch says. Out: a decision; the line that reports it.
+In: the job's configuration, its arguments, torch's devices. Out: a decision; the line that reports it.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _SWITCH = "--ftp-cpu"
 
 
 class Decision(Enum):
-    """What becomes of Megatron in this process."""
+    """What to do with Megatron in this process."""
 
     LEAVE = auto()
     PATCH = auto()
@@ -31,7 +30,7 @@ class Decision(Enum):
 
 
 def asked_by(arguments: Sequence[str], config: Config | None) -> str:
-    """The option by which a job asks for the CPU; '' where it does not. The last of several backends is Megatron's."""
+    """The option that asks for the CPU, or ''. If several backends are given, Megatron uses the last."""
     if config is not None and config.cpu:
         return _SWITCH
     backend = ""
@@ -43,7 +42,7 @@ def asked_by(arguments: Sequence[str], config: Config | None) -> str:
 
 
 def decide(has_device: bool, asked: bool, protected: bool) -> Decision:
-    """See above."""
+    """The decision, a pure function of these facts."""
     if has_device:
         return Decision.LEAVE
     if asked:
@@ -52,23 +51,23 @@ def decide(has_device: bool, asked: bool, protected: bool) -> Decision:
 
 
 def refusal() -> ConfigError:
-    """Of a protected job on a node without a CUDA device."""
+    """The error of a protected job on a node without a CUDA device."""
     return ConfigError(
-        f"no CUDA device is visible on this node (torch: {_torch_says()}), and Megatron needs one. If this job is "
-        f"meant for a CPU, give {_BACKEND} gloo or {_SWITCH}; else mend the driver, or drain this node"
+        f"no CUDA device is visible on this node (torch: {_cuda_status()}), and Megatron needs one. If this job is "
+        f"meant for a CPU, give {_BACKEND} gloo or {_SWITCH}; else repair the driver, or drain this node"
     )
 
 
 def report(asked: str) -> str:
-    """What is patched, by module."""
+    """The line that says what is patched, by module."""
     modules = ", ".join(dict.fromkeys(patch.module for patch in cpu_patches()))
     return (
-        f"running Megatron on the CPU ({asked or 'the script asks for it'}; no CUDA device is visible). Patched, as "
-        f"far as they are imported: {modules}; and triton's kernels are left out where triton is not installed"
+        f"running Megatron on the CPU ({asked or 'the script asks for it'}; no CUDA device is visible). Patched if "
+        f"imported: {modules}. Without triton its kernels are left out"
     )
 
 
-def _torch_says() -> str:
+def _cuda_status() -> str:
     try:
         torch.cuda.init()
     except (AssertionError, RuntimeError) as error:

@@ -1,15 +1,15 @@
-"""A checkpoint of this project as one that Megatron itself loads: format `torch_dist`, for `--load` and nothing else.
+"""Export a checkpoint to Megatron's format `torch_dist`, for Megatron-LM's `--load`.
 
-Invariant: model parameters, masters and moments are bit for bit those of the version, whichever parallel sizes load
-them; parameters that were not captured are cast from their masters as Megatron's own copy does. The optimizer's state
-has one global tensor per parameter ('fully_reshardable' of the distributed optimizer), so that an exported checkpoint
-loads at other tensor, pipeline and data parallel sizes.
+Invariant: model parameters, masters and moments are bit for bit those of the version; parameters that were not captured
+are cast from their masters as Megatron's own copy does. The optimizer's state has one global tensor per parameter
+('fully_reshardable' of the distributed optimizer), so that the export loads at other tensor, pipeline and data parallel
+sizes.
 
-What all ranks have alike is rank 0's, as in Megatron's own checkpoints: iteration, arguments (with the sample counters
-as they were), scheduler, parameter groups, loss scaler. The random number generators are one object per pipeline stage
-and tensor rank.
+State common to all ranks is taken from rank 0, as in Megatron's own checkpoints: iteration, arguments (with the sample
+counters of the version), scheduler, parameter groups, loss scaler. The random number generators are one object per
+pipeline stage and tensor rank.
 
-In: `Shares`, a folder to be made. Out: what `--load` names: `latest_checkpointed_iteration.txt`, `iter_<n>/`.
+In: `CheckpointReader`, a folder to create. Out: `latest_checkpointed_iteration.txt` and `iter_<n>/` in it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import torch
 from ...errors import StorageError, UnsupportedError
 from ...model.topology import Topology
 from ...snapshot import codec
+from ...snapshot.checkpoint_reader import CheckpointReader
 from ...snapshot.index import Index
-from ...snapshot.shares import Shares
-from .arguments import namespace
+from .arguments import arguments_from_plain
 from .assembly import Assembly, TensorBlock, assemble
 
 CHECKPOINT_VERSION = 3.0  # of Megatron-LM's state dictionary
@@ -38,10 +38,10 @@ _RESHARDABLE = {
 _COUNTED = ("iteration", "consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
 
 
-def export(shares: Shares, folder: Path) -> dict[str, Any]:
-    """Write the checkpoint below `folder`, which is made; what is told to people about it.
+def export(shares: CheckpointReader, folder: Path) -> dict[str, Any]:
+    """Write the checkpoint below `folder`, which is created; returns a summary.
 
-    Raises UnsupportedError when Megatron is not installed or the checkpoint cannot be described, StorageError, OSError.
+    Raises UnsupportedError if Megatron is not installed or the checkpoint has no Megatron names, StorageError, OSError.
     """
     torch_dist = _megatron()
     assembly = assemble(_described(shares), shares.place)
@@ -62,13 +62,16 @@ def export(shares: Shares, folder: Path) -> dict[str, Any]:
     }
 
 
-def _described(shares: Shares) -> Iterator[Index]:
-    """The indices of all ranks. Raises UnsupportedError for one without names."""
+def _described(shares: CheckpointReader) -> Iterator[Index]:
+    """The indices of all ranks. Raises UnsupportedError for one without Megatron's names."""
     for index in shares.indices():
         names = index.names or {}
         if "tensors" not in names:
-            problem = names.get("problem", "it tells none")
-            raise UnsupportedError(f"{shares.folder}: rank {index.rank} could not tell Megatron's names ({problem})")
+            problem = names.get("problem", "none were stored")
+            raise UnsupportedError(
+                f"{shares.folder}: cannot be exported, because rank {index.rank} could not determine Megatron's names "
+                f"of its tensors ({problem})"
+            )
         yield index
 
 
@@ -77,8 +80,8 @@ def _megatron() -> Any:
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Megatron tells at import what it would be faster with
-            prepare()  # where there is no CUDA device, before anything imports megatron
+            warnings.simplefilter("ignore")  # at import Megatron recommends faster packages
+            prepare()  # for a machine without a CUDA device; before anything imports megatron
             from . import torch_dist
     except ModuleNotFoundError as error:
         if not str(error.name).startswith("megatron"):
@@ -91,103 +94,111 @@ def _megatron() -> Any:
 
 
 class _Tensors:
-    """Makes the tensor of a block. Holds the item that it has read last: blocks of one item follow each other."""
+    """Makes the tensors of blocks. Caches the last item, because blocks of one item follow each other."""
 
-    def __init__(self, shares: Shares) -> None:
+    def __init__(self, shares: CheckpointReader) -> None:
         self._shares = shares
-        self._held: tuple[tuple[str, tuple[int, ...]], torch.Tensor] | None = None
+        self._cached: tuple[tuple[str, tuple[int, ...]], torch.Tensor] | None = None
 
     def of(self, block: TensorBlock) -> torch.Tensor:
         """A dense tensor of `block.size` in `block.dtype`."""
-        which = block.source, block.ranks
-        if self._held is None or self._held[0] != which:
-            self._held = None
-            raw, dtype = self._shares.whole(*which)
-            self._held = which, torch.from_numpy(raw).view(getattr(torch, dtype))
-        local = self._held[1]
+        key = block.source, block.ranks
+        if self._cached is None or self._cached[0] != key:
+            self._cached = None  # frees the previous item before the next one is read
+            raw, dtype = self._shares.whole(*key)
+            self._cached = key, torch.from_numpy(raw).view(getattr(torch, dtype))
+        local = self._cached[1]
         if block.view is not None:
             at, strides = block.view
             local = local.as_strided(block.size[len(block.size) - len(strides) :], strides, at)
-        made = torch.empty(block.size, dtype=getattr(torch, block.dtype))
-        made.copy_(local.reshape(block.size))
-        return made
+        tensor = torch.empty(block.size, dtype=getattr(torch, block.dtype))
+        tensor.copy_(local.reshape(block.size))
+        return tensor
 
 
-# ---- what is no tensor ----
+# ---- objects ----
 
 
 def _arguments(names: Mapping[str, Any], small: Mapping[str, Any]) -> Any:
-    """Megatron-LM's arguments, None where the job had none (a loop of its own on megatron.core)."""
-    told = names["arguments"]
-    if told is None:
+    """Megatron-LM's arguments; None if the job had none (its own loop on megatron.core)."""
+    saved = names["arguments"]
+    if saved is None:
         return None
     counters = small["counters"]
-    return namespace(told, {name: counters[name] for name in _COUNTED if name in counters})
+    return arguments_from_plain(saved, {name: counters[name] for name in _COUNTED if name in counters})
 
 
-def _common(shares: Shares, names: Mapping[str, Any], small: Mapping[str, Any], arguments: Any) -> dict[str, Any]:
+def _common(
+    shares: CheckpointReader, names: Mapping[str, Any], small: Mapping[str, Any], arguments: Any
+) -> dict[str, Any]:
     kinds: Sequence[str] = names["optimizers"]
     step = _step(shares)
     each = {number: _optimizer(kind, number, small, step) for number, kind in enumerate(kinds) if kind != "stub"}
-    found: dict[str, Any] = {} if arguments is None else {"args": arguments}
+    common: dict[str, Any] = {} if arguments is None else {"args": arguments}
     counters = dict(small["counters"])
-    found |= {"checkpoint_version": CHECKPOINT_VERSION, "iteration": shares.manifest.iteration}
-    found["optimizer"] = each[0] if len(kinds) == 1 else each
-    found["opt_param_scheduler"] = small["scheduler"]
+    common |= {"checkpoint_version": CHECKPOINT_VERSION, "iteration": shares.manifest.iteration}
+    common["optimizer"] = each[0] if len(kinds) == 1 else each
+    common["opt_param_scheduler"] = small["scheduler"]
     metadata = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
-    found["content_metadata"] = metadata | (_RESHARDABLE if "distributed" in kinds else {})
+    common["content_metadata"] = metadata | (_RESHARDABLE if "distributed" in kinds else {})
     if arguments is None:
-        found["counters"] = counters  # there are no arguments that could carry them
+        common["counters"] = counters  # otherwise they are in the arguments
     else:
-        found["num_floating_point_operations_so_far"] = counters["num_floating_point_operations_so_far"]
-    return found
+        common["num_floating_point_operations_so_far"] = counters["num_floating_point_operations_so_far"]
+    return common
 
 
 def _optimizer(kind: str, number: int, small: Mapping[str, Any], step: torch.Tensor | None) -> dict[str, Any]:
-    """An optimizer's part that is common to all ranks, as its `sharded_state_dict` has it.
+    """The part of an optimizer's `sharded_state_dict` that is common to all ranks.
 
     torch's Adam counts its steps per parameter, and Megatron stores them once; FusedAdam's are in the groups already.
     """
     groups = [dict(group) for group in small["groups"][number]]
-    found: dict[str, Any] = {"param_groups": groups}
+    content: dict[str, Any] = {"param_groups": groups}
     if kind == "distributed":
         if step is not None:
-            found["param_groups"] = [{**group, "step": step.item()} for group in groups]
+            content["param_groups"] = [{**group, "step": step.item()} for group in groups]
     elif step is not None:
-        found["state"] = {"common_step": step}
+        content["state"] = {"common_step": step}
     if kind == "fp32":
-        return found
-    found = {"optimizer": found}
+        return content
+    content = {"optimizer": content}
     if small["scalers"][number] is not None:
-        found["grad_scaler"] = small["scalers"][number]
+        content["grad_scaler"] = small["scalers"][number]
     if kind == "distributed":
-        found["param_state_sharding_type"] = _RESHARDABLE["distrib_optim_sharding_type"]
-    return found
+        content["param_state_sharding_type"] = _RESHARDABLE["distrib_optim_sharding_type"]
+    return content
 
 
-def _step(shares: Shares) -> torch.Tensor | None:
-    """The number of updates, where it is counted per parameter. Raises StorageError when that differs."""
-    found = {
+def _step(shares: CheckpointReader) -> torch.Tensor | None:
+    """The number of updates, if it is counted per parameter. Raises StorageError if it differs between parameters."""
+    steps = {
         float(scalars["step"]): scalars["step"]
         for rank in range(shares.manifest.world_size)
         for scalars in shares.small(rank)["scalars"].values()
         if "step" in scalars
     }
-    if len(found) > 1:
-        raise StorageError(f"{shares.folder}: parameters have had {sorted(found)} updates; Megatron stores one number")
-    return next(iter(found.values()), None)
+    if len(steps) > 1:
+        raise StorageError(
+            f"{shares.folder}: parameters have had different numbers of updates ({sorted(steps)}), but Megatron's "
+            "format stores one number"
+        )
+    return next(iter(steps.values()), None)
 
 
 def _objects(assembly: Assembly) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    objects: dict[str, Any] = {}
     for key, (kind, encoded) in assembly.objects.items():
         value = codec.decode(bytes.fromhex(encoded))
-        found[key] = io.BytesIO(value) if kind == "stream" else value
-    return found
+        objects[key] = io.BytesIO(value) if kind == "stream" else value
+    return objects
 
 
-def _generators(shares: Shares, topology: Topology, arguments: Any) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """As Megatron-LM's `get_rng_state` shards them: by pipeline and tensor rank, with experts by data rank as well."""
+def _generators(
+    shares: CheckpointReader, topology: Topology, arguments: Any
+) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """The generators, sharded like Megatron-LM's `get_rng_state`: by pipeline and tensor rank; with experts also by
+    data rank."""
     each = getattr(arguments, "data_parallel_random_init", False)
     for rank in range(topology.world_size):
         at, replicas = topology.coords(rank), topology.replicas(rank)

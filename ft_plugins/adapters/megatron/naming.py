@@ -1,15 +1,16 @@
-"""What Megatron's own distributed checkpoint calls a rank's tensors, and which part of a global tensor each one is.
+"""Describe a rank's tensors as Megatron's own distributed checkpoint names them, each with its part of a global tensor.
 
-Invariant: keys, global shapes, offsets and splits (SwiGLU's gate and value, for one) are what Megatron's
-`sharded_state_dict` of the model says of the very parameter or buffer, found by identity; those of optimizer state are
-what Megatron makes of them for an optimizer tensor. Nothing is copied or communicated: of built-in splits only where
-their views begin and how they stride is taken down. Asked once a start; the values do not depend on the iteration.
+Invariant: keys, global shapes, offsets and splits (such as SwiGLU's gate and value) come from Megatron's
+`sharded_state_dict` of the model, matched to parameters and buffers by identity; those of optimizer state from
+Megatron's function for optimizer tensors. Nothing is copied or communicated; of splits, only offset and strides of
+their views are recorded. Computed once per start; the values do not depend on the iteration.
 
-    tensors   source: an item's name; dtype in the checkpoint; group: which ranks have it, whole or in pieces; replica:
-              Megatron's replica id (the smallest is the one it saves); blocks: key, global shape, offset, size, and
-              where in the local tensor (first element, strides; [] for all of it in order)
-    objects   what is no tensor in the model's state, as values that never change (extra state without fp8)
-    optimizers kinds, in the order of small state; arguments: Megatron-LM's, see `arguments`
+    tensors     source: an item's name; dtype in the checkpoint; group: which ranks have it, whole or in pieces;
+                replica: Megatron's replica id (it saves the smallest); blocks: key, global shape, offset, size, and
+                view of the local tensor (first element, strides; [] for all of it in order)
+    objects     values in the model's state that are not tensors and never change (extra state without fp8)
+    optimizers  kinds, in the order of small state
+    arguments   Megatron-LM's, see `arguments`
 
 In: model chunks, optimizers, a function from a parameter to its replicas. Out: plain values for an `Index`.
 """
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import argparse
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,14 +34,13 @@ from megatron.core.utils import unwrap_model
 from ...errors import UnsupportedError
 from ...snapshot import codec
 from . import state
-from .arguments import plain
+from .arguments import arguments_to_plain
 from .state import Replicas
 from .support import is_stub
 
-FRAMEWORK = "megatron"
 _OBJECT_BYTES = 1 << 16
 _PREFIX = "optimizer.state"
-_MASTER = {True: "param", False: "fp32_param"}  # by whether the optimizer is the distributed one, fully reshardable
+_MASTER = {True: "param", False: "fp32_param"}  # by `TrainedParameter.sharded`
 
 
 def names(
@@ -50,20 +50,20 @@ def names(
     replicas: Replicas,
     arguments: argparse.Namespace | None,
 ) -> dict[str, Any]:
-    """See above. Raises UnsupportedError for state that cannot be described so, and what Megatron itself raises."""
-    found = _Found(chunks, optimizers, rank, replicas)
-    tensors = [*found.parameters(), *found.buffers(), *found.optimizer_state()]
+    """See above. Raises UnsupportedError for state that cannot be described, and what Megatron itself raises."""
+    sharded = _ShardedState(chunks, optimizers, rank, replicas)
+    tensors = [*sharded.parameters(), *sharded.buffers(), *sharded.optimizer_state()]
     return {
-        "framework": FRAMEWORK,
-        "groups": [list(group) for group in found.groups],
+        "framework": "megatron",
+        "groups": [list(group) for group in sharded.groups],
         "tensors": tensors,
-        "objects": list(found.objects()),
+        "objects": list(sharded.objects()),
         "optimizers": [_kind(optimizer) for optimizer in optimizers],
-        "arguments": plain(arguments) if arguments is not None and rank == 0 else None,
+        "arguments": arguments_to_plain(arguments) if arguments is not None and rank == 0 else None,
     }
 
 
-class _Found:
+class _ShardedState:
     """Megatron's sharded state of this rank's model, by parameter and by buffer."""
 
     def __init__(self, chunks: Sequence[Any], optimizers: Sequence[Any], rank: int, replicas: Replicas) -> None:
@@ -80,7 +80,7 @@ class _Found:
         self.groups: list[tuple[int, ...]] = []
 
     def parameters(self) -> Iterator[dict[str, Any]]:
-        """The model's parameters; those with a master, or a shard of one, are made from that."""
+        """The model's parameters; the source of one with a master, or a shard of one, is the master."""
         mastered = {p for o in self._optimizers for p in state.derivable(o)} - {
             one.parameter
             for optimizer in self._optimizers
@@ -94,11 +94,11 @@ class _Found:
                 yield self._tensor(source, self._replicas(parameter), sharded, parameter)
 
     def buffers(self) -> Iterator[dict[str, Any]]:
-        """Those that Megatron saves."""
-        for held in state.buffers(self._chunks, self._rank):
-            buffer = held.read()
+        """The buffers that Megatron saves."""
+        for one in state.buffers(self._chunks, self._rank):
+            buffer = one.read()
             if id(buffer) in self._sharded:
-                yield self._tensor(held.item.name, (self._rank,), self._sharded[id(buffer)], buffer)
+                yield self._tensor(one.item.name, (self._rank,), self._sharded[id(buffer)], buffer)
 
     def optimizer_state(self) -> Iterator[dict[str, Any]]:
         """Masters and moments."""
@@ -106,20 +106,20 @@ class _Found:
             for one in state.trained(optimizer, self._names):
                 sharded = self._sharded.get(id(one.parameter))
                 if sharded is None:
-                    raise UnsupportedError(f"parameter '{one.name}' is trained, but not in Megatron's sharded state")
+                    raise UnsupportedError(f"trained parameter '{one.name}' is missing from Megatron's sharded state")
                 kinds = {"main": (_MASTER[one.sharded], one.main)} if one.main is not one.parameter else {}
                 kinds |= {
                     key: (key, value)
                     for key, value in one.state.items()
                     if isinstance(value, torch.Tensor) and value.dim() > 0
                 }
-                for key, (called, tensor) in kinds.items():
+                for key, (name, tensor) in kinds.items():
                     like = torch.empty(one.parameter.shape, dtype=tensor.dtype, device="meta")
-                    made = make_sharded_optimizer_tensor(sharded, like, f"{_PREFIX}.{called}")
-                    yield self._tensor(f"{one.name}:{key}", self._replicas(one.parameter), made, like)
+                    of_state = make_sharded_optimizer_tensor(sharded, like, f"{_PREFIX}.{name}")
+                    yield self._tensor(f"{one.name}:{key}", self._replicas(one.parameter), of_state, like)
 
     def objects(self) -> Iterator[dict[str, Any]]:
-        """What is no tensor. Raises UnsupportedError for what has no plain value."""
+        """Values that are not tensors. Raises UnsupportedError for one that is too large."""
         for value in self._values:
             if isinstance(value, ShardedObject):
                 yield {"key": value.unique_key, "replica": _replica(value), "value": _plain_object(value)}
@@ -144,10 +144,10 @@ class _Found:
 
 
 def _block(part: ShardedTensor, base: torch.Tensor) -> list[Any]:
-    """One rectangle of a global tensor. Raises UnsupportedError for one that is no view of `base`."""
+    """One block of a global tensor. Raises UnsupportedError if it is not a view of `base`."""
     data = part.data
     if data.untyped_storage().data_ptr() != base.untyped_storage().data_ptr():
-        raise UnsupportedError(f"'{part.key}' is saved as a copy in another order, which cannot be described")
+        raise UnsupportedError(f"Megatron saves '{part.key}' as a reordered copy, which cannot be described")
     view: list[Any] = [data.storage_offset() - base.storage_offset(), list(data.stride())]
     if tuple(data.shape) == tuple(base.shape) and data.is_contiguous():
         view = []
@@ -164,7 +164,7 @@ def _plain_object(sharded: ShardedObject) -> list[str]:
     kind = "stream" if isinstance(data, io.BytesIO) else "value"
     encoded = codec.encode(data.getvalue() if isinstance(data, io.BytesIO) else data)
     if len(encoded) > _OBJECT_BYTES:
-        raise UnsupportedError(f"'{sharded.key}' is an object of {len(encoded)} bytes, which is too large to keep")
+        raise UnsupportedError(f"object '{sharded.key}' has {len(encoded)} bytes, more than {_OBJECT_BYTES}")
     return [kind, encoded.hex()]
 
 
@@ -174,17 +174,3 @@ def _kind(optimizer: Any) -> str:
     if isinstance(optimizer, DistributedOptimizer):
         return "distributed"
     return "float16" if isinstance(optimizer, Float16OptimizerWithFloat16Params) else "fp32"
-
-
-def described(
-    chunks: Sequence[Any],
-    optimizers: Sequence[Any],
-    rank: int,
-    replicas: Replicas,
-    arguments: argparse.Namespace | None,
-) -> Mapping[str, Any]:
-    """`names`, or why there are none: what cannot be exported is protected all the same."""
-    try:
-        return names(chunks, optimizers, rank, replicas, arguments)
-    except Exception as error:  # of a model of the user's own, whose sharded state is anybody's code
-        return {"framework": FRAMEWORK, "problem": f"{type(error).__name__}: {error}".replace("\n", " ")}

@@ -1,6 +1,6 @@
-"""Which options of a Megatron job cannot be followed, under the names that each version gives them. Pure.
+"""List the options of a Megatron job that are not supported, under the names that each version gives them. Pure.
 
-Invariant: an option that a version does not have is not in use. What cannot be told from options is in `support`.
+Invariant: an option that a version does not have is not in use. `support` checks what options do not show.
 
 Versions name CUDA graphs differently:
 
@@ -8,8 +8,8 @@ Versions name CUDA graphs differently:
     0.15 to 0.17   cuda_graph_impl 'local' or 'transformer_engine'; cuda_graph_scope with 'full_iteration' and 'local'
     0.18 and newer cuda_graph_impl 'full_iteration' as well; the scope is migrated to it
 
-In: Megatron-LM's arguments after validation, or configurations of megatron.core. Out: one sentence per option that is
-in the way.
+In: Megatron-LM's arguments after validation, or configurations of megatron.core. Out: one sentence per unsupported
+option in use.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from typing import Any
 _WHOLE = "full_iteration"
 _ARGUMENTS = {
     "overlap_moe_expert_parallel_comm": "combined 1F1B bypasses the schedule",
-    "perform_rl_step": "rollouts are no data position",
+    "perform_rl_step": "rollouts have no data position",
     "skip_train": "there is nothing to protect",
     "inprocess_restart": "it builds the model again in the same process",
-    "hybrid_context_parallel": "its packing of samples keeps a data position of its own",
-    "fim_data": "its data set draws random numbers from a generator that cannot be restored",
-    "use_torch_fsdp2": "its parameters are sharded by torch",
-    "moe_use_upcycling": "it saves and ends, or trains on from a converted model",
+    "hybrid_context_parallel": "its packing of samples keeps its own data position",
+    "fim_data": "its data set draws from a random generator that cannot be restored",
+    "use_torch_fsdp2": "torch shards its parameters",
+    "moe_use_upcycling": "it ends after saving, or trains a converted model",
     "error_injection_rate": "injected errors are not repeated after a resume",
     "optimizer_cuda_graph": "a captured update replays without the hooks around it",
 }
 
 
 def of_arguments(args: Any) -> Iterator[str]:
-    """Of Megatron-LM's own loop."""
+    """Unsupported options of Megatron-LM's training loop."""
     for name, reason in _ARGUMENTS.items():
         if getattr(args, name, None):
             yield f"--{name.replace('_', '-')}: {reason}"
     if getattr(args, "dataloader_type", None) == "external":
-        yield "--dataloader-type external: its position is unknown"
+        yield "--dataloader-type external: its data position is unknown"
     if captures_iteration(args):
         yield f"{_graph_flag(args)} full_iteration: full-iteration CUDA graphs hide the iteration"
 
 
 def of_model(config: Any) -> Iterator[str]:
-    """Of a TransformerConfig."""
+    """Unsupported options of a TransformerConfig."""
     if getattr(config, "overlap_moe_expert_parallel_comm", False):
         yield "combined 1F1B (--overlap-moe-expert-parallel-comm) bypasses the schedule"
     if captures_iteration(config):
@@ -53,11 +53,11 @@ def of_model(config: Any) -> Iterator[str]:
         if getattr(config, precision, None):
             yield f"{precision} parameters (--{precision}-format) keep scaling state outside of the optimizer"
     if getattr(config, "qk_clip", False):
-        yield "QK clipping (--qk-clip) changes parameters and masters after the update, each by itself"
+        yield "QK clipping (--qk-clip) changes parameters and masters separately after the update"
 
 
 def of_ddp(config: Any) -> Iterator[str]:
-    """Of a DistributedDataParallelConfig."""
+    """Unsupported options of a DistributedDataParallelConfig."""
     if getattr(config, "use_megatron_fsdp", False):
         yield "Megatron FSDP (--use-megatron-fsdp) has no contiguous buffers to gather from"
     if getattr(config, "num_distributed_optimizer_instances", 1) > 1:
@@ -65,11 +65,11 @@ def of_ddp(config: Any) -> Iterator[str]:
 
 
 def of_optimizer(config: Any) -> Iterator[str]:
-    """Of an OptimizerConfig."""
+    """Unsupported options of an OptimizerConfig."""
     if getattr(config, "use_precision_aware_optimizer", False):
         yield "the precision-aware optimizer (--use-precision-aware-optimizer) keeps its masters inside FusedAdam"
     if getattr(config, "optimizer_cpu_offload", False):
-        yield "optimizer CPU offload (--optimizer-cpu-offload) keeps masters of its own"
+        yield "optimizer CPU offload (--optimizer-cpu-offload) keeps its own masters"
 
 
 def cuda_graphs(options: Any) -> str:
@@ -90,7 +90,7 @@ def captures_iteration(options: Any) -> bool:
 
 
 def _scopes(options: Any) -> list[str]:
-    """The names in `cuda_graph_scope`: a text with commas, or a list of texts or of an enum's members."""
+    """The names in `cuda_graph_scope`: a comma-separated string, or a list of strings or enum members."""
     given = getattr(options, "cuda_graph_scope", None) or ()
     parts = given.split(",") if isinstance(given, str) else given if isinstance(given, list | tuple) else [given]
     return [str(getattr(part, "name", part)).rpartition(".")[2] for part in parts]

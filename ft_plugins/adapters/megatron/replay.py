@@ -1,19 +1,16 @@
-"""An iteration of Megatron's schedules once more: forward, backward and reduction, on what it read and drew before.
+"""Recompute an iteration of Megatron's schedules: forward, backward and reduction on the same data and random numbers.
 
-    a schedule begins        generators, buffers of the model and what it was called with are kept
-    it reads a microbatch    a copy is kept, and the generators as they are then: a data set may draw, too
+    a schedule begins        record its arguments, the generators and the model's buffers
+    it reads a microbatch    record a copy, and the generators after the read, because a data set may draw
 
-Kept is one iteration, until the next one begins. Evaluations are none.
+One iteration is recorded, until the next one begins; evaluations are not.
 
-Invariant: computed is what the schedule computes that the loop had called, with the same arguments; by us nothing.
-Afterwards generators, data position and Megatron's validation of results are what they were before, buffers and
-gradients what the parameters, as they are now, make of them; the losses in the list that the loop was given are
-replaced by those of the second time. No loss scale, norm or counter is touched: they are the update's, which comes
-later. (Megatron's sums of auxiliary losses, shown in logs, count both times.)
+Invariant: the recompute calls the schedule that the loop called, with the same arguments. Afterwards generators, data
+position and Megatron's validation of results are as before; gradients and buffers follow from the present parameters,
+and the loop's list of losses holds the new ones. Loss scale, norm and counters are not touched: they belong to the
+update, which comes later. (Megatron's logged sums of auxiliary losses include both computations.)
 
-In: model chunks, optimizer, buffers. Out: gradients and losses in the place of those that were there.
-
-It guards the generators as well: the process's, and Megatron's tracker of the tensor- and expert-parallel streams.
+In: model chunks, optimizer, buffers. Out: new gradients and losses, in place.
 """
 
 from __future__ import annotations
@@ -40,30 +37,30 @@ _SCHEDULES = (
     *("forward_backward_no_pipelining", "forward_backward_pipelining_with_interleaving"),
     "forward_backward_pipelining_without_interleaving",
 )
-_VALIDATION = ("large_value_counts", "max_values")  # what grows from iteration to iteration
+_VALIDATION = ("large_value_counts", "max_values")  # state that accumulates over iterations
 
 
 @dataclass(frozen=True)
-class _Iteration:
-    """What one was computed from, and what it gave."""
+class _RecordedIteration:
+    """The inputs of an iteration, and its losses."""
 
     number: int
     schedule: Callable[..., Any]
-    told: Mapping[str, Any]
+    arguments: Mapping[str, Any]
     generators: Mapping[str, Any]  # at its begin
     buffers: Sequence[torch.Tensor]
     validation: Mapping[str, Any]
-    batches: list[list[tuple[Any, Mapping[str, Any]]]]  # by data iterator; each with the generators behind it
+    batches: list[list[tuple[Any, Mapping[str, Any]]]]  # by data iterator; each with the generators after the read
     losses: list[Any]
 
 
 class MegatronReplay:
-    """Of one job, which is followed from now on. Guards what the iteration under way was computed from."""
+    """Records the inputs of each iteration from now on, and recomputes the last one."""
 
     def __init__(
         self, chunks: Sequence[Any], optimizer: Any, buffers: Sequence[StateItem], completed: Callable[[], int]
     ) -> None:
-        """Raises UnsupportedError for a job or a version whose iterations cannot be followed so, by name."""
+        """Raises UnsupportedError for a job or a version whose iterations cannot be recomputed."""
         missing = [name for name in _SCHEDULES if not callable(getattr(schedules, name, None))]
         if missing:
             raise UnsupportedError(f"megatron.core.pipeline_parallel.schedules has no {', '.join(missing)}")
@@ -71,64 +68,67 @@ class MegatronReplay:
         if graphs != "none":
             raise UnsupportedError(f"captured CUDA graphs ({graphs}) draw other random numbers when replayed")
         self._chunks, self._optimizer, self._buffers, self._completed = chunks, optimizer, buffers, completed
-        self._kept: _Iteration | None = None
+        self._recorded: _RecordedIteration | None = None
         for name in _SCHEDULES:
-            setattr(schedules, name, self._following(getattr(schedules, name)))
+            setattr(schedules, name, self._recording(getattr(schedules, name)))
 
     @property
     def number(self) -> int | None:
-        """Of the iteration that was computed last, from 1."""
-        return None if self._kept is None else self._kept.number
+        """The number of the recorded iteration, from 1; None if there is none."""
+        return None if self._recorded is None else self._recorded.number
 
-    def _following(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _recording(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def forward_backward(**told: Any) -> Any:
-            if told.get("forward_only") or not torch.is_grad_enabled() or not self._ours(told["model"]):
-                return original(**told)
-            self._kept = None  # one is enough
+        def forward_backward(**arguments: Any) -> Any:
+            if arguments.get("forward_only") or not torch.is_grad_enabled() or not self._is_ours(arguments["model"]):
+                return original(**arguments)
+            self._recorded = None  # free its memory before this iteration is recorded
             began, machine = rng_state(), _machine()
             validation = {name: copy.deepcopy(getattr(machine, name)) for name in _VALIDATION} if machine else {}
             buffers = [one.read().clone() for one in self._buffers]
-            reading, batches = _kept_while_read(told["data_iterator"])
-            losses = original(**{**told, "data_iterator": reading})
+            recording, batches = _recording_iterators(arguments["data_iterator"])
+            losses = original(**{**arguments, "data_iterator": recording})
             number = self._completed() + 1
-            self._kept = _Iteration(number, original, told, began, buffers, validation, batches, losses)
+            self._recorded = _RecordedIteration(
+                number, original, arguments, began, buffers, validation, batches, losses
+            )
             return losses
 
         return forward_backward
 
-    def _ours(self, model: Any) -> bool:
+    def _is_ours(self, model: Any) -> bool:
         return (model[0] if isinstance(model, list) else model) is self._chunks[0]
 
     @torch.no_grad()
-    def _begin_again(self, kept: _Iteration) -> None:
+    def _restore_begin(self, recorded: _RecordedIteration) -> None:
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
-        for one, value in zip(self._buffers, kept.buffers, strict=True):
+        for one, value in zip(self._buffers, recorded.buffers, strict=True):
             one.read().copy_(value)
-        restore_rng(kept.generators)
+        restore_rng(recorded.generators)
 
     def run(self) -> None:
-        """Once more, before the update of the same iteration. All ranks of the job call together."""
-        kept = self._kept
-        if kept is None:
-            raise UnsupportedError("Megatron's schedules have computed no iteration that could be computed once more")
+        """Recompute the recorded iteration, before its update. A collective. Raises UnsupportedError if none is
+        recorded."""
+        recorded = self._recorded
+        if recorded is None:
+            raise UnsupportedError("no iteration of Megatron's schedules is recorded that could be recomputed")
         after = rng_state()
-        self._begin_again(kept)
-        with _validating(kept.validation):
-            losses = kept.schedule(**{**kept.told, "data_iterator": _read_again(kept)})
-        kept.losses[:] = losses
+        self._restore_begin(recorded)
+        with _validating(recorded.validation):
+            losses = recorded.schedule(**{**recorded.arguments, "data_iterator": _recorded_iterators(recorded)})
+        recorded.losses[:] = losses
         restore_rng(after)
 
 
-class _Reading:
-    """A data iterator, each batch of which is kept."""
+class _RecordingIterator:
+    """A data iterator that records each batch with the generators after its read."""
 
     def __init__(self, source: Any, into: list[tuple[Any, Mapping[str, Any]]]) -> None:
         self._source, self._into = source, into
 
-    def __iter__(self) -> _Reading:
+    def __iter__(self) -> _RecordingIterator:
         return self
 
     def __next__(self) -> Any:
@@ -140,37 +140,39 @@ class _Reading:
         return getattr(self._source, name)
 
 
-def _kept_while_read(source: Any) -> tuple[Any, list[list[tuple[Any, Mapping[str, Any]]]]]:
-    """The data iterator of a schedule, or its iterators by chunk, and where what they give will be."""
+def _recording_iterators(source: Any) -> tuple[Any, list[list[tuple[Any, Mapping[str, Any]]]]]:
+    """The schedule's data iterator, or one per chunk, recording; and the lists that their batches go to."""
     several = isinstance(source, list)
     sources = source if several else [source]
     batches: list[list[tuple[Any, Mapping[str, Any]]]] = [[] for _ in sources]
-    reading = [None if one is None else _Reading(one, into) for one, into in zip(sources, batches, strict=True)]
-    return (reading if several else reading[0]), batches
+    recording = [
+        None if one is None else _RecordingIterator(one, into) for one, into in zip(sources, batches, strict=True)
+    ]
+    return (recording if several else recording[0]), batches
 
 
-def _read_again(kept: _Iteration) -> Any:
-    source = kept.told["data_iterator"]
+def _recorded_iterators(recorded: _RecordedIteration) -> Any:
+    source = recorded.arguments["data_iterator"]
     several = isinstance(source, list)
     sources = source if several else [source]
-    again = [None if one is None else _again(batches) for one, batches in zip(sources, kept.batches, strict=True)]
-    return again if several else again[0]
+    iterators = [None if one is None else _replayed(read) for one, read in zip(sources, recorded.batches, strict=True)]
+    return iterators if several else iterators[0]
 
 
-def _again(batches: list[tuple[Any, Mapping[str, Any]]]) -> Iterator[Any]:
+def _replayed(batches: list[tuple[Any, Mapping[str, Any]]]) -> Iterator[Any]:
     for batch, generators in batches:
         restore_rng(generators)
         yield copy.deepcopy(batch)
 
 
 def _machine() -> Any:
-    """Megatron-LM's validation of results; None where nobody has asked for it."""
+    """Megatron-LM's rerun state machine, which validates results; None if it is not in use."""
     return getattr(rerun_state_machine, "_GLOBAL_RERUN_STATE_MACHINE", None)
 
 
 @contextmanager
 def _validating(known: Mapping[str, Any]) -> Iterator[None]:
-    """Results are validated as the first time: on from what was known then. A rerun cannot be asked for any more."""
+    """Validate results from the recorded state, as the first time, and drop a request for a rerun."""
     machine = _machine()
     if machine is None:
         yield
@@ -186,10 +188,10 @@ def _validating(known: Mapping[str, Any]) -> Iterator[None]:
 
 
 def rng_state() -> dict[str, Any]:
-    """The state of all generators."""
+    """The state of all generators, Megatron's tensor- and expert-parallel streams included."""
     return rng.rng_state(get_cuda_rng_tracker())
 
 
 def restore_rng(state: Mapping[str, Any]) -> None:
-    """Set all generators. Raises ResumeError when the tracker's streams are not those that were captured."""
+    """Set all generators. Raises ResumeError if the tracker's streams are not those captured."""
     rng.restore_rng(state, get_cuda_rng_tracker())

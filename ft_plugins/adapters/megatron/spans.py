@@ -1,16 +1,16 @@
-"""The spans of Megatron's schedules: 1F1B, interleaved, and the one without pipeline.
+"""Report the spans of Megatron's schedules: 1F1B, interleaved, and the one without pipeline.
 
     schedules.forward_step, backward_step    FORWARD, BACKWARD; the microbatch of a backward is that of its output
-    P2PCommunicator._communicate             RECV where it waits for something to arrive, else SEND
-    the requests that it hands back          RECV, SEND: where the interleaved schedule waits for them
-    config.finalize_model_grads_func         REDUCE; the last stage waits there for the first, by tied embeddings
+    P2PCommunicator._communicate             RECV if it waits for data to arrive, else SEND
+    the requests that it returns             RECV, SEND, when the interleaved schedule waits for them
+    config.finalize_model_grads_func         REDUCE; with tied embeddings the last stage waits there for the first
     optimizer.step                           REDUCE until all agree, then UPDATE (`adapters.update_spans`)
 
-Invariant: functions are replaced in the module, class and objects that use them, and call what was there with the
-arguments that it was called with. Only this host's model is followed, and only where gradients are wanted: an
-evaluation has no spans. By names that megatron-core has from 0.14 on.
+Invariant: functions are replaced in the module, class and objects that use them, and pass their arguments on. Only this
+host's model is followed, and only with gradients enabled: an evaluation has no spans. Needs megatron-core 0.14 or
+newer.
 
-In: model chunks, their optimizers. Out: edges.
+In: model chunks, their optimizers. Out: calls of `Edges`.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from ...model.host import Edges
 from ...model.timeline import Kind
 from ..script_hooks import REPLACED
 from ..script_hooks import replace_in_megatron as replace
-from ..update_spans import around, around_update
+from ..update_spans import wrap_span, wrap_update
 
 _MODEL, _CONFIG = 2, 6  # places of these arguments of forward_step
 
 
 def follow(chunks: Sequence[Any], edges: Edges, optimizer: Any, inner: Sequence[torch.optim.Optimizer]) -> None:
-    """Call `edges` around the spans of this rank. Raises UnsupportedError naming what this version lacks."""
+    """Call `edges` around the spans of this rank from now on. Raises UnsupportedError, naming what a version lacks."""
     if hasattr(schedules.forward_step, REPLACED):
-        raise UnsupportedError("the spans of a model are followed already; those of a second one cannot be")
+        raise UnsupportedError("the spans of a second model in one process cannot be followed")
     communicator = getattr(p2p_communication, "P2PCommunicator", None)
     if communicator is None:
         raise UnsupportedError(
@@ -46,21 +46,22 @@ def follow(chunks: Sequence[Any], edges: Edges, optimizer: Any, inner: Sequence[
     replace(schedules, "forward_step", spans.forward)
     replace(schedules, "backward_step", spans.backward)
     replace(communicator, "_communicate", spans.communicate)
-    replace(optimizer, "step", around_update(inner, edges))
+    replace(optimizer, "step", wrap_update(inner, edges))
 
 
 class _Spans:
-    """Which microbatch and chunk is passing, and the edges to call."""
+    """The wrappers of the functions above, with the microbatches between their forward and backward."""
 
     def __init__(self, chunks: Sequence[Any], edges: Edges) -> None:
         self._edges = edges
         self._chunks = {id(chunk): index for index, chunk in enumerate(chunks)}
         self._config = chunks[0].config
-        self._passing: dict[int, tuple[int, int]] = {}  # by output: alive until its backward, so ids are unique
-        self._finalize: Any = None  # what is in the configuration, wrapped
+        # (microbatch, chunk) by id of the output, which stays alive until its backward, so that ids are unique
+        self._in_flight: dict[int, tuple[int, int]] = {}
+        self._finalize: Any = None  # the wrapped function that is in the configuration
 
     def forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        edges, chunks, passing = self._edges, self._chunks, self._passing
+        edges, chunks, in_flight = self._edges, self._chunks, self._in_flight
 
         @functools.wraps(original)
         def forward_step(*args: Any, **kwargs: Any) -> Any:
@@ -75,24 +76,24 @@ class _Spans:
             edges.begin(Kind.FORWARD, *place)
             outcome = original(*args, **kwargs)
             edges.end(Kind.FORWARD, *place)
-            passing[_key(outcome[0])] = place
+            in_flight[_key(outcome[0])] = place
             return outcome
 
         return forward_step
 
     def _follow_reduction(self, config: Any) -> None:
-        """The training loop sets it when it begins."""
+        """Wrap the reduction, which the training loop sets only when it begins."""
         given = config.finalize_model_grads_func
-        self._finalize = None if given is None else around(Kind.REDUCE, given, self._edges)
+        self._finalize = None if given is None else wrap_span(Kind.REDUCE, given, self._edges)
         config.finalize_model_grads_func = self._finalize
 
     def backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        edges, passing = self._edges, self._passing
+        edges, in_flight = self._edges, self._in_flight
 
         @functools.wraps(original)
         def backward_step(*args: Any, **kwargs: Any) -> Any:
             output = args[1] if len(args) > 1 else kwargs["output_tensor"]
-            place = passing.pop(_key(output), None)
+            place = in_flight.pop(_key(output), None)
             if place is None:
                 return original(*args, **kwargs)
             edges.begin(Kind.BACKWARD, *place)
@@ -111,34 +112,34 @@ class _Spans:
                 return original(self, *args, **kwargs)
             kind = _kind(kwargs)
             if kind is None:
-                found = original(self, *args, **kwargs)
+                outcome = original(self, *args, **kwargs)
             else:
                 edges.begin(kind)
-                found = original(self, *args, **kwargs)
+                outcome = original(self, *args, **kwargs)
                 edges.end(kind)
-            requests = found[-1]
+            requests = outcome[-1]
             if isinstance(requests, dict):
                 for name, request in requests.items():
-                    requests[name] = Awaited(request, Kind.RECV if name.startswith("recv") else Kind.SEND, edges)
-            return found
+                    requests[name] = SpannedRequest(request, Kind.RECV if name.startswith("recv") else Kind.SEND, edges)
+            return outcome
 
         return _communicate
 
 
-def _kind(told: Mapping[str, Any]) -> Kind | None:
-    """What a call of _communicate is; one that only asks for something to arrive later is nothing yet."""
-    if told.get("wait_on_reqs", True) and (told["recv_prev"] or told["recv_next"]):
+def _kind(arguments: Mapping[str, Any]) -> Kind | None:
+    """The kind of a call of _communicate; None for one that only posts a receive."""
+    if arguments.get("wait_on_reqs", True) and (arguments["recv_prev"] or arguments["recv_next"]):
         return Kind.RECV
-    sends = told["tensor_send_next"] is not None or told["tensor_send_prev"] is not None
+    sends = arguments["tensor_send_next"] is not None or arguments["tensor_send_prev"] is not None
     return Kind.SEND if sends else None
 
 
 def _key(output: Any) -> int:
-    """Of what a stage hands on: a tensor, or a list that begins with one."""
+    """The id of a stage's output: a tensor, or a list that begins with one."""
     return id(output[0] if isinstance(output, (list, tuple)) and output else output)
 
 
-class Awaited:
+class SpannedRequest:
     """A request of torch.distributed whose wait is a span."""
 
     __slots__ = ("_edges", "_kind", "_request")

@@ -1,19 +1,19 @@
-"""What a Megatron rank's training state is made of: the live tensors, and the scalars beside them.
+"""List the training state of a Megatron rank: the live tensors as state items, and the optimizers' scalars.
 
 Invariant: every tensor that training changes is exactly one item, or is derivable from items by Megatron's own copy
-and gather. Derivable, hence no item: low-precision parameters with an fp32 master; under the distributed optimizer
-every parameter that it gathers (the truth is the shard of the rank that owns it); gradients, zeroed in each iteration.
+and gather. Derivable: low-precision parameters with an fp32 master, and with the distributed optimizer every parameter
+that it gathers (the shard of the owning rank is the item). Gradients are zeroed in each iteration and not captured.
 
     FP32Optimizer                   parameter, moments                replicated over DP x CP (experts: expert DP)
-    Float16Optimizer...             fp32 master, moments              replicated likewise
-    DistributedOptimizer            shard of the fp32 master or of    this rank's alone
+    Float16Optimizer...             fp32 master, moments              the same
+    DistributedOptimizer            shard of the fp32 master or of    not replicated
                                     the fp32 parameter, moments
-    no optimizer updates it         parameter (frozen)                replicated likewise
-    buffers                         as they are; may change anywhere  this rank's alone
+    no optimizer updates it         parameter (frozen)                replicated over DP x CP (experts: expert DP)
+    buffers                         may change at any time            not replicated
 
-Names are `chunk<i>.<parameter>`, with `:main` for a master and `:<key>` for optimizer state. Moments are whatever
-tensors with dimensions the inner optimizer keeps per parameter, so FusedAdam's are found like torch Adam's; what has no
-dimensions ('step') is small state.
+Names are `chunk<i>.<parameter>`, with `:main` for a master and `:<key>` for optimizer state. Moments are all tensors
+with dimensions that the inner optimizer keeps per parameter, FusedAdam's as well as torch Adam's; those without
+dimensions ('step') are small state.
 
 In: model chunks, optimizers, a function from a parameter to its replica set. Out: `StateItem`, `TrainedParameter`.
 """
@@ -32,7 +32,7 @@ from megatron.core.transformer.module import param_is_not_shared
 
 from ...errors import InventoryError, ResumeError
 from ...model.inventory import Role
-from ..host_parts import ANYWHERE, NEVER, UPDATE, StateItem, first_step, hold, is_item, own, scalars_of
+from ..host_parts import ANYWHERE, NEVER, UPDATE, StateItem, first_step, is_item, own_copy, scalars_of, state_item
 from .support import is_stub
 
 Replicas = Callable[[torch.nn.Parameter], tuple[int, ...]]
@@ -46,8 +46,8 @@ class TrainedParameter:
     parameter: torch.nn.Parameter  # the model's
     main: torch.Tensor  # what the inner optimizer updates: the parameter, its fp32 master, or this rank's shard
     sharded: bool
-    state: Mapping[str, Any]  # the inner optimizer's, per parameter
-    piece: tuple[int, int, int] | None = None  # of the flattened parameter, where it is sharded: `Item.piece`
+    state: Mapping[str, Any]  # the inner optimizer's, of `main`
+    piece: tuple[int, int, int] | None = None  # `Item.piece`, if sharded
 
     @property
     def item(self) -> str:
@@ -56,7 +56,7 @@ class TrainedParameter:
 
 
 def parameter_names(chunks: Sequence[torch.nn.Module]) -> dict[torch.nn.Parameter, str]:
-    """A name for every parameter, equal on all data-parallel replicas; a shared one has the first."""
+    """A name for every parameter, equal on all data-parallel replicas; a shared parameter has its first name."""
     names: dict[torch.nn.Parameter, str] = {}
     for index, chunk in enumerate(chunks):
         for name, parameter in chunk.named_parameters():
@@ -65,9 +65,9 @@ def parameter_names(chunks: Sequence[torch.nn.Module]) -> dict[torch.nn.Paramete
 
 
 def create_optimizer_state(optimizer: Any) -> None:
-    """Give every parameter the state that its first update would give it: zero moments, step 0. Idempotent.
+    """Give every parameter the state that its first update would create: zero moments, step 0. Idempotent.
 
-    Both torch's Adam and FusedAdam take what is there and compute the same numbers.
+    Both torch's Adam and FusedAdam use existing state and compute the same numbers.
     """
     if is_stub(optimizer):
         return
@@ -81,7 +81,7 @@ def create_optimizer_state(optimizer: Any) -> None:
 
 
 def trained(optimizer: Any, names: Mapping[torch.nn.Parameter, str]) -> Iterator[TrainedParameter]:
-    """What `optimizer` updates on this rank. Raises InventoryError for a parameter that the model does not have."""
+    """The parameters that `optimizer` updates on this rank. Raises InventoryError for one that the model lacks."""
     if is_stub(optimizer):
         return
     sharded = isinstance(optimizer, DistributedOptimizer)
@@ -89,20 +89,20 @@ def trained(optimizer: Any, names: Mapping[torch.nn.Parameter, str]) -> Iterator
         if parameter not in names:
             raise InventoryError(
                 f"the optimizer updates a parameter of shape {tuple(parameter.shape)} that no model chunk has; "
-                "give the host all chunks of this rank"
+                "pass the host all chunks of this rank"
             )
         piece = _piece(optimizer, parameter) if sharded else None
         yield TrainedParameter(names[parameter], parameter, main, sharded, optimizer.optimizer.state[main], piece)
 
 
 def _piece(optimizer: DistributedOptimizer, parameter: torch.nn.Parameter) -> tuple[int, int, int]:
-    """Which elements of the flattened parameter this rank updates: start, stop, of how many."""
+    """The elements of the flattened parameter that this rank updates: start, stop, and their total number."""
     owned = optimizer._get_model_param_range_map(parameter)["param"]
     return int(owned.start), int(owned.end), parameter.numel()
 
 
 def _pairs(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-    """(model parameter, what the inner optimizer updates for it)."""
+    """Pairs of a model parameter and the tensor that the inner optimizer updates for it."""
     match optimizer:
         case DistributedOptimizer():
             groups = (
@@ -115,8 +115,8 @@ def _pairs(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
                 (optimizer.fp32_from_fp32_groups, optimizer.fp32_from_fp32_groups),
             )
         case _:
-            own = [group["params"] for group in optimizer.optimizer.param_groups]
-            groups = ((own, own), ([], []))
+            updated = [group["params"] for group in optimizer.optimizer.param_groups]
+            groups = ((updated, updated), ([], []))
     for models, mains in groups:
         for model_group, main_group in zip(models, mains, strict=True):
             yield from zip(model_group, main_group, strict=True)
@@ -133,15 +133,15 @@ def derivable(optimizer: Any) -> Iterator[torch.nn.Parameter]:
         yield from (parameter for parameter, _ in _pairs(optimizer))
 
 
-def held(
+def state_items(
     chunks: Sequence[torch.nn.Module], optimizers: Sequence[Any], rank: int, replicas: Replicas
 ) -> list[StateItem]:
     """Every item of this rank. Raises InventoryError for state that belongs to none of the kinds above."""
     names, layers = parameter_names(chunks), _layers(chunks)
-    found: list[StateItem] = []
+    items: list[StateItem] = []
     for optimizer in optimizers:
         for one in trained(optimizer, names):
-            found.extend(_of_trained(one, (rank,) if one.sharded else replicas(one.parameter), layers))
+            items.extend(_of_trained(one, (rank,) if one.sharded else replicas(one.parameter), layers))
     rebuilt = {parameter for optimizer in optimizers for parameter in derivable(optimizer)}
     for parameter, name in names.items():
         if parameter in rebuilt:
@@ -149,11 +149,13 @@ def held(
         if parameter.requires_grad:
             raise InventoryError(
                 f"rank {rank}: parameter '{name}' requires a gradient, but no optimizer updates it: "
-                "freeze it, or give the host its optimizer"
+                "freeze it, or pass the host its optimizer"
             )
-        found.append(hold(name, Role.PARAMETER, replicas(parameter), _layer_of(name, layers), NEVER, parameter.detach))
-    found.extend(buffers(chunks, rank))
-    return found
+        items.append(
+            state_item(name, Role.PARAMETER, replicas(parameter), _layer_of(name, layers), NEVER, parameter.detach)
+        )
+    items.extend(buffers(chunks, rank))
+    return items
 
 
 def buffers(chunks: Sequence[torch.nn.Module], rank: int) -> Iterator[StateItem]:
@@ -165,30 +167,30 @@ def buffers(chunks: Sequence[torch.nn.Module], rank: int) -> Iterator[StateItem]
             module = chunk.get_submodule(owner)
             name = f"chunk{index}.{_unwrapped(name)}"
             if isinstance(buffer, torch.Tensor):
-                read = lambda module=module, key=key: module._buffers[key]  # noqa: E731  (may be replaced by the model)
-                yield hold(name, Role.BUFFER, (rank,), _layer_of(name, layers), ANYWHERE, read)
+                read = lambda module=module, key=key: module._buffers[key]  # noqa: E731  (the model may replace it)
+                yield state_item(name, Role.BUFFER, (rank,), _layer_of(name, layers), ANYWHERE, read)
 
 
 def _of_trained(one: TrainedParameter, replicas: tuple[int, ...], layers: Mapping[str, int]) -> Iterator[StateItem]:
-    piece, layer, once = one.piece, _layer_of(one.name, layers), _counts(one.parameter)
+    piece, layer, once = one.piece, _layer_of(one.name, layers), _in_norm(one.parameter)
     if one.main is one.parameter:
-        yield hold(one.item, Role.PARAMETER, replicas, layer, UPDATE, one.main.detach, piece, once)
+        yield state_item(one.item, Role.PARAMETER, replicas, layer, UPDATE, one.main.detach, piece, once)
     else:
-        yield hold(one.item, Role.MAIN_PARAMETER, replicas, layer, UPDATE, one.main.detach, piece, once)
+        yield state_item(one.item, Role.MAIN_PARAMETER, replicas, layer, UPDATE, one.main.detach, piece, once)
     for key, value in one.state.items():
         if is_item(value):
             read = lambda state=one.state, key=key: state[key]  # noqa: E731
-            yield hold(f"{one.name}:{key}", Role.MOMENT, replicas, layer, UPDATE, read, piece, once)
+            yield state_item(f"{one.name}:{key}", Role.MOMENT, replicas, layer, UPDATE, read, piece, once)
 
 
-def _counts(parameter: torch.nn.Parameter) -> bool:
-    """As Megatron counts for the norm of all gradients: what is alike on several tensor ranks or stages, once."""
+def _in_norm(parameter: torch.nn.Parameter) -> bool:
+    """Whether Megatron's gradient norm includes this copy; of copies on several tensor ranks or stages, only one."""
     return bool(param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter))
 
 
 def copies(chunks: Sequence[torch.nn.Module], optimizers: Sequence[Any], replicas: Replicas) -> Iterator[StateItem]:
-    """What is derivable and no item: the model's parameters. The distributed optimizer's shards of fp32 ones are views
-    of them, so that all ranks together hold replicas of each shard; any others are copies."""
+    """The derivable parameters, which are not items: copies, or with the distributed optimizer and fp32 parameters of
+    role PARAMETER, because shards are views of them and so all ranks hold replicas of each shard."""
     names, layers = parameter_names(chunks), _layers(chunks)
     for optimizer in optimizers:
         items = {one.parameter for one in trained(optimizer, names) if one.main is one.parameter}
@@ -196,28 +198,31 @@ def copies(chunks: Sequence[torch.nn.Module], optimizers: Sequence[Any], replica
             if parameter not in items:
                 views = isinstance(optimizer, DistributedOptimizer) and parameter.dtype == torch.float32
                 role, name = (Role.PARAMETER if views else Role.COPY), names[parameter]
-                layer, once = _layer_of(name, layers), _counts(parameter)
-                yield hold(name, role, replicas(parameter), layer, UPDATE, parameter.detach, None, once)
+                layer, once = _layer_of(name, layers), _in_norm(parameter)
+                yield state_item(name, role, replicas(parameter), layer, UPDATE, parameter.detach, None, once)
 
 
 # scalars
 
 
 def scalars(optimizers: Sequence[Any], names: Mapping[torch.nn.Parameter, str]) -> dict[str, dict[str, Any]]:
-    """What the inner optimizers keep per parameter without dimensions: 'step'."""
+    """The 0-dimensional state of the inner optimizers ('step'), by parameter."""
     return {one.name: scalars_of(one.state) for optimizer in optimizers for one in trained(optimizer, names)}
 
 
 def restore_scalars(
     optimizers: Sequence[Any], names: Mapping[torch.nn.Parameter, str], saved: Mapping[str, Mapping[str, Any]]
 ) -> None:
-    """Set them, each in a tensor of its own: a 'step' that parameters share is incremented once per parameter."""
+    """Set the scalars, each in a tensor of its own. Raises ResumeError if those of a parameter were not captured."""
     for optimizer in optimizers:
         for one in trained(optimizer, names):
             if one.name not in saved:
-                raise ResumeError(f"parameter '{one.name}' is updated here, but no optimizer scalars were captured")
+                raise ResumeError(
+                    f"parameter '{one.name}' is trained, but no optimizer scalars of it were captured: resume with the "
+                    "model and optimizer of the captured job, or start with --ftp-resume fresh"
+                )
             for key, value in saved[one.name].items():
-                optimizer.optimizer.state[one.main][key] = own(value, one.state.get(key))
+                optimizer.optimizer.state[one.main][key] = own_copy(value, one.state.get(key))
 
 
 # names
@@ -230,14 +235,14 @@ def _unwrapped(name: str) -> str:
 
 
 def _layers(chunks: Sequence[torch.nn.Module]) -> dict[str, int]:
-    """Global layer number, from 1, by the name of each module that says which layer it is."""
-    found = {}
+    """Global layer number, from 1, by the name of each module that has one."""
+    layers = {}
     for index, chunk in enumerate(chunks):
         for name, module in chunk.named_modules():
             number = getattr(module, "layer_number", None)
             if name and isinstance(number, int):
-                found[f"chunk{index}.{_unwrapped(name)}"] = number
-    return found
+                layers[f"chunk{index}.{_unwrapped(name)}"] = number
+    return layers
 
 
 def _layer_of(name: str, layers: Mapping[str, int]) -> int | None:

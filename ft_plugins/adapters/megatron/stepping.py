@@ -1,17 +1,17 @@
-"""What replicas of a Megatron job have between two updates: gradients, and what is computed with beside what is held.
+"""The replica operations of a Megatron host: gradients, copies, scalars, recompute.
 
     optimizer                 gradients, by item                       copies
     FP32Optimizer             of the parameter (main_grad)             none: parameters are items
-    Float16Optimizer...       of the parameter, of its master's item   the parameters, cast from their masters
+    Float16Optimizer...       of the parameter, under its master       the parameters, cast from their masters
     DistributedOptimizer      the part of main_grad that this rank     the parameters, cast and gathered; of fp32 ones
-                              updates, of its shard's item             each rank's shard is a view of its part
+                              updates, under its shard                 each rank's shard is a view of its part
 
 Gradients are multiplied by the loss scale; clipping and unscaling come after `before_update`, in the update.
 
-Invariant: facts and Megatron's own operations; what is to be done is decided elsewhere. Nothing is kept, and no
-function of Megatron replaced, before `keep_iterations` or `before_reduction` asks for it.
+Invariant: only facts and Megatron's own operations; policies decide elsewhere. Nothing is recorded and no function of
+Megatron replaced before `keep_iterations` or `before_reduction` is called.
 
-In: what the host has. Out: `model.host.Steps`, for a host that is a `StateItems`.
+In: the attributes of the host. Out: `model.host.ReplicaOperations`, for a host that is a `StateItems`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .support import is_stub
 
 
 class MegatronStepping(Recompute[MegatronReplay]):
-    """The part of a Megatron host that changes tensors between two updates."""
+    """The part of a Megatron host that implements `model.host.Steps`."""
 
     rank: int
     chunks: tuple[Any, ...]
@@ -46,65 +46,61 @@ class MegatronStepping(Recompute[MegatronReplay]):
     _rebuild_derivable: Callable[[], None]
     _restore_optimizers: Callable[[Mapping[str, Any]], None]
     small_state: Callable[[], dict[str, Any]]
-    _skipping = False  # whether the iteration under way is one whose batch is passed over
+    _skipping = False  # whether the loop skips the batch of the present iteration
 
     def keep_iterations(self) -> None:
-        """Keep from now on what `recompute` needs, where that can be done. Before the first iteration, once."""
         buffers = list(state.buffers(self.chunks, self.rank))
-        self._keep(lambda: MegatronReplay(self.chunks, self.optimizer, buffers, self._completed))
+        self._start_replay(lambda: MegatronReplay(self.chunks, self.optimizer, buffers, self._completed))
 
     def recompute(self, step: int) -> None:
-        """Gradients of iteration `step`, which is under way, once more. Of one whose batch the loop skips there are
-        none. All ranks of the job call together."""
-        replay = self._kept()
+        """Recompute iteration `step`; nothing if the loop skips its batch, so that there are no gradients."""
+        replay = self._required_replay()
         if replay.number == step:
             replay.run()
         elif not self._skipping:
             raise UnsupportedError(
-                f"rank {self.rank}: iteration {step} cannot be computed again: the last one that Megatron's schedules "
-                f"have computed is {replay.number}; await verdicts before the forward (--paft-audit-at forward)"
+                f"rank {self.rank}: iteration {step} cannot be recomputed: Megatron's schedules last computed "
+                f"{replay.number}; wait for the audit before the forward (--paft-audit-at forward)"
             )
 
     def learning_rate(self) -> float:
-        """The largest of the parameter groups, which Megatron's scheduler has set after the last update. 0 on a rank
-        that updates nothing."""
+        """The largest of the parameter groups, set by Megatron's scheduler; 0 on a rank that updates nothing."""
         inner = (optimizer for optimizer in self.optimizers if not is_stub(optimizer))
         return max((float(group["lr"]) for one in inner for group in groups(one)), default=0.0)
 
     def gradients(self) -> Mapping[str, torch.Tensor]:
-        """Between the reduction and the update, of what this rank updates."""
-        found: dict[str, torch.Tensor] = {}
+        """The reduced gradients of what this rank updates."""
+        gradients: dict[str, torch.Tensor] = {}
         for optimizer in self.optimizers:
             for one in state.trained(optimizer, self._names):
                 gradient: torch.Tensor = one.parameter.main_grad  # type: ignore[attr-defined]  # set by Megatron's DDP
                 if one.piece is not None:
                     gradient = gradient.view(-1)[one.piece[0] : one.piece[1]]
-                found[one.item] = gradient
-        return found
+                gradients[one.item] = gradient
+        return gradients
 
     def scalars(self) -> bytes:
-        """Of the optimizers, their loss scalers and the scheduler; counters of the loop are none of it. b'' with the
-        distributed optimizer: whether to update, all ranks agree there."""
+        """Scalars of the optimizers, loss scalers and scheduler, without the loop's counters. b'' with the distributed
+        optimizer, with which all ranks agree whether to update."""
         if any(isinstance(optimizer, DistributedOptimizer) for optimizer in self.optimizers):
             return b""
         small = self.small_state()
         return codec.encode({key: small[key] for key in ("groups", "scalars", "scalers", "scheduler")})
 
     def restore_scalars(self, encoded: bytes) -> None:
-        """In place, as after a restore."""
         if encoded:
             self._restore_optimizers(codec.decode(encoded))
 
     def before_reduction(self, call: Callable[[int, Mapping[str, torch.Tensor]], None]) -> None:
-        """Right before Megatron's DDP reduces; by the names of parameters, whole ones. Raises UnsupportedError where
-        gradients are reduced while backward goes on."""
+        """Call `call` right before Megatron's DDP reduces, with whole gradients by parameter name. Raises
+        UnsupportedError if the reduction overlaps the backward."""
         first = self.chunks[0]
         if first.ddp_config.overlap_grad_reduce:
             raise UnsupportedError(
-                f"rank {self.rank}: with --overlap-grad-reduce gradients are reduced while backward goes on: there is "
-                "no moment before the reduction"
+                f"rank {self.rank}: with --overlap-grad-reduce gradients are reduced during the backward, so that "
+                "nothing can be called before the reduction"
             )
-        original = first.finish_grad_sync  # the first of all chunks', whose backward is over by then
+        original = first.finish_grad_sync  # called before those of the other chunks, after the backward of all
 
         @functools.wraps(original)
         def finish_grad_sync(*args: Any, **kwargs: Any) -> Any:
@@ -115,23 +111,21 @@ class MegatronStepping(Recompute[MegatronReplay]):
         first.finish_grad_sync = finish_grad_sync
 
     def copies(self) -> Inventory:
-        """See above. Raises UnsupportedError where they are gathered only while the next forward goes on."""
+        """See above. Raises UnsupportedError if parameters are gathered during the next forward."""
         return Inventory.of(self.rank, (one.item for one in self._copies))
 
-    def copied(self) -> Mapping[str, torch.Tensor]:
-        """The live parameters, by name."""
+    def copy_tensors(self) -> Mapping[str, torch.Tensor]:
         return {one.item.name: one.read() for one in self._copies}
 
     def derive(self) -> None:
-        """Masters -> parameters, then the parts of the other ranks. With the distributed optimizer a collective."""
         self._rebuild_derivable()
 
     @cached_property
     def _copies(self) -> list[StateItem]:
-        found = list(state.copies(self.chunks, self.optimizers, self._replicas))
-        if found and any(getattr(chunk.ddp_config, "overlap_param_gather", False) for chunk in self.chunks):
+        copies = list(state.copies(self.chunks, self.optimizers, self._replicas))
+        if copies and any(getattr(chunk.ddp_config, "overlap_param_gather", False) for chunk in self.chunks):
             raise UnsupportedError(
-                f"rank {self.rank}: with --overlap-param-gather parameters are gathered behind the forward that uses "
-                "them, later than they could be compared; drop it, or drop --paft"
+                f"rank {self.rank}: with --overlap-param-gather parameters are gathered during the next forward, too "
+                "late to compare them; drop it, or drop --paft"
             )
-        return found
+        return copies

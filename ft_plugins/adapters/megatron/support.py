@@ -1,7 +1,7 @@
-"""What of Megatron cannot be followed yet, by name: found at start, before anything is captured.
+"""Reject Megatron features that are not supported, by name, before anything is captured.
 
-Invariant: a job that passes has only state that `state` inventories, and only updates that go through
-`optimizer.step`. In: model chunks and optimizers. Out: one sentence per feature that is in the way.
+Invariant: an accepted job has only state that `state` lists, and only updates that go through `optimizer.step`. In:
+model chunks and optimizers. Out: UnsupportedError with one sentence per feature.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params,
 from ...errors import UnsupportedError
 from . import refusals
 
-_FOLLOWED = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer)
+_SUPPORTED = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer)
 
 
 def flat(optimizer: Any) -> tuple[Any, ...]:
-    """The Megatron optimizers in `optimizer`: itself, or what a ChainedOptimizer chains."""
+    """The Megatron optimizers in `optimizer`: itself, or those that a ChainedOptimizer chains."""
     if hasattr(optimizer, "chained_optimizers"):
         return tuple(part for chained in optimizer.chained_optimizers for part in flat(chained))
     return (optimizer,)
 
 
 def is_stub(optimizer: Any) -> bool:
-    """Whether this rank has nothing to update in `optimizer` (all its parameters are frozen or elsewhere)."""
+    """Whether this rank updates nothing with `optimizer` (all its parameters are frozen or on other ranks)."""
     return bool(getattr(optimizer, "is_stub_optimizer", False))
 
 
 def require_supported(chunks: Sequence[torch.nn.Module], optimizers: Sequence[Any], rank: int) -> None:
-    """Raises UnsupportedError that names every feature in use that cannot be followed."""
-    found = [*_of_model(chunks), *(problem for optimizer in optimizers for problem in _of_optimizer(optimizer))]
-    if found:
-        raise UnsupportedError(f"rank {rank}: cannot protect this job: {'; '.join(dict.fromkeys(found))}")
+    """Raises UnsupportedError that names every unsupported feature in use."""
+    problems = [*_of_model(chunks), *(problem for optimizer in optimizers for problem in _of_optimizer(optimizer))]
+    if problems:
+        raise UnsupportedError(f"rank {rank}: cannot protect this job: {'; '.join(dict.fromkeys(problems))}")
 
 
 def _of_model(chunks: Sequence[torch.nn.Module]) -> Iterator[str]:
@@ -45,14 +45,14 @@ def _of_model(chunks: Sequence[torch.nn.Module]) -> Iterator[str]:
 
 
 def _of_optimizer(optimizer: Any) -> Iterator[str]:
-    if not isinstance(optimizer, _FOLLOWED):
-        yield f"the optimizer {type(optimizer).__name__} is unknown"
+    if not isinstance(optimizer, _SUPPORTED):
+        yield f"the optimizer {type(optimizer).__name__} is not supported"
         return
     if is_stub(optimizer):
         return
     yield from refusals.of_optimizer(optimizer.config)
     for group in optimizer.optimizer.param_groups:
         if group.get("momentum"):
-            yield f"{type(optimizer.optimizer).__name__} with momentum creates its state in its first step only"
+            yield f"{type(optimizer.optimizer).__name__} with momentum creates its state only in its first step"
         if group.get("amsgrad"):
             yield "amsgrad"

@@ -1,11 +1,11 @@
-"""Megatron's `torch_dist` format written by one process, tensor by tensor: torch's distributed checkpoint format with
-Megatron's keys, and two small files of Megatron's own beside it.
+"""Write Megatron's `torch_dist` format from one process, tensor by tensor: torch's distributed checkpoint format with
+Megatron's keys, and two small files of Megatron's own.
 
-Invariant: tensors are made when they are written and let go of with their file; nothing else in memory grows with the
+Invariant: tensors are made when they are written and freed with their file; nothing else in memory grows with the
 model. Each file is durable before the metadata that names it is written.
 
-    __<n>_0.distcp   tensors and objects, about FILE_BYTES a file      .metadata       torch's: which lies where
-    common.pt        what all ranks have alike                        metadata.json   Megatron's: which format this is
+    __<n>_0.distcp   tensors and objects, about FILE_BYTES a file      .metadata       torch's: where each lies
+    common.pt        state common to all ranks                         metadata.json   Megatron's: the format
 
 In: blocks, a function that makes the tensor of one, objects, the common state. Out: a folder.
 """
@@ -32,7 +32,7 @@ from torch.futures import Future
 
 from .assembly import TensorBlock
 
-FILE_BYTES = 1 << 30  # torch's writer holds what it has written until the file is closed
+FILE_BYTES = 1 << 30  # bounds memory: torch's writer keeps tensors until their file is closed
 
 
 def write(
@@ -43,14 +43,14 @@ def write(
     common: Mapping[str, Any],
     file_bytes: int = FILE_BYTES,
 ) -> None:
-    """Write a checkpoint into `folder`, which is made. Raises OSError, and what `tensor` raises."""
+    """Write a checkpoint into `folder`, which is created. Raises OSError, and what `tensor` raises."""
     folder.mkdir(parents=True)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch: 'assuming the intention is to save in a single process'; it is
+        warnings.simplefilter("ignore")  # torch: 'assuming the intention is to save in a single process', correctly
         planner = _Planner(blocks, tensor, objects)
         try:
             dcp.save({}, storage_writer=_Writer(folder, file_bytes), planner=planner, no_dist=True)
-        except dcp.CheckpointException as wrapped:  # torch puts whatever went wrong, by rank, into one of its own
+        except dcp.CheckpointException as wrapped:  # torch collects the exceptions by rank
             raise next(iter(wrapped.failures.values()))[0] from None
     torch.save(dict(common), folder / COMMON_STATE_FNAME)
     save_config(CheckpointingConfig("torch_dist", 1), str(folder))
@@ -81,19 +81,19 @@ class _Planner(SavePlanner):
         index = write_item.index
         if write_item.type is WriteItemType.BYTE_IO:
             content = io.BytesIO()
-            torch.save([self._objects[index.fqn]], content)  # Megatron stores a list, one entry a shard
+            torch.save([self._objects[index.fqn]], content)  # Megatron stores a list with one entry per shard
             return content
         return self._tensor(self._blocks[index.fqn, tuple(index.offset or ())])
 
 
 def _item(block: TensorBlock) -> WriteItem:
     chunk = ChunkStorageMetadata(torch.Size(block.offset), torch.Size(block.size))
-    told = TensorWriteData(chunk, TensorProperties(dtype=getattr(torch, block.dtype)), torch.Size(block.shape))
-    return WriteItem(MetadataIndex(block.key, chunk.offsets), WriteItemType.SHARD, tensor_data=told)
+    data = TensorWriteData(chunk, TensorProperties(dtype=getattr(torch, block.dtype)), torch.Size(block.shape))
+    return WriteItem(MetadataIndex(block.key, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
 
 
 class _Writer(FileSystemWriter):
-    """Torch's, with files of a bounded size: numbered in the place where a rank's number stands in a job's own."""
+    """Torch's writer with files of bounded size; their numbers replace the rank in the file name."""
 
     def __init__(self, folder: Path, file_bytes: int) -> None:
         super().__init__(folder, sync_files=True, overwrite=False)
@@ -111,15 +111,15 @@ class _Writer(FileSystemWriter):
 
 
 def _files(items: Sequence[WriteItem], file_bytes: int) -> Iterator[list[WriteItem]]:
-    """Consecutive items, as many as fit into a file, at least one."""
-    held: list[WriteItem] = []
+    """The consecutive items of each file: as many as fit, at least one."""
+    batch: list[WriteItem] = []
     room = file_bytes
     for item in items:
-        told = item.tensor_data
-        nbytes = told.chunk.sizes.numel() * told.properties.dtype.itemsize if told else 0
-        if held and nbytes > room:
-            yield held
-            held, room = [], file_bytes
-        held.append(item)
+        data = item.tensor_data
+        nbytes = data.chunk.sizes.numel() * data.properties.dtype.itemsize if data else 0
+        if batch and nbytes > room:
+            yield batch
+            batch, room = [], file_bytes
+        batch.append(item)
         room -= nbytes
-    yield held
+    yield batch

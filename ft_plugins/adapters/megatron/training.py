@@ -1,17 +1,17 @@
-"""Megatron-LM's own training loop as a host, without an edit to the script: hooks at megatron.training level.
+"""Protect Megatron-LM's own training loop without an edit to the script: hooks at megatron.training level.
 
-Invariant: a job that is not protected runs the functions that Megatron-LM wrote, and a protected one calls them with
-the arguments that it was called with. After a restore every argument and object is as Megatron-LM's own
-`load_checkpoint` leaves it, before the data loaders are built; data position and RNG follow right before the first
-iteration. An iteration that Megatron skips as a whole (`--iterations-to-skip`) reaches neither the optimizer nor
-`checkpoint_and_decide_exit`: its version point is the moment before the next iteration, when the counters have moved.
+Invariant: an unprotected job runs Megatron-LM's original functions; a protected one calls them with unchanged
+arguments. After a restore, and before the data loaders are built, every argument and object is as Megatron-LM's own
+`load_checkpoint` leaves it; data position and RNG follow right before the first iteration. An iteration that Megatron
+skips as a whole (`--iterations-to-skip`) reaches neither the optimizer nor `checkpoint_and_decide_exit`: its version
+point is the moment before the next iteration, when the counters have moved.
 
-    setup_model_and_optimizer     builds host and session, restores        train_step         iteration_begin
-    build_..._data_loaders        from the restored counters
-    checkpoint_and_decide_exit    iteration_end, after it has saved        dummy_train_step   a skipped iteration
-    pretrain                      the orderly end                          optimizer.step     wrapped by the core host
+    setup_model_and_optimizer     build host and session, restore          train_step         iteration_begin
+    build_..._data_loaders        from the restored counters               dummy_train_step   a skipped iteration
+    checkpoint_and_decide_exit    iteration_end, after it has saved        optimizer.step     wrapped by the core host
+    pretrain                      orderly end
 
-In: `megatron.training.training` right after its import. Out: the same module, followed.
+In: `megatron.training.training` right after its import. Out: the same module with wrapped functions.
 """
 
 from __future__ import annotations
@@ -33,18 +33,17 @@ from .arguments import resolve
 from .data_identity import identity
 from .refusals import of_arguments
 
-MODULE = "megatron.training.training"
 _COUNTERS = ("iteration", "consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
 
 
 class TrainingHooks:
-    """The hooks of one process; `loop` is there once the model has been built."""
+    """The wrapped functions of one process; `loop` is None until the model is built."""
 
     def __init__(self) -> None:
         self.loop: MegatronLoop | None = None
 
     def follow(self, module: ModuleType) -> None:
-        """Wrap the functions of `module`. Raises UnsupportedError naming the one that it lacks."""
+        """Wrap the functions of `module`. Raises UnsupportedError, naming one that it lacks."""
         replace(module, "setup_model_and_optimizer", functools.partial(self._building, module))
         replace(module, "build_train_valid_test_data_loaders", self._building_data)
         replace(module, "train_step", self._stepping)
@@ -58,7 +57,7 @@ class TrainingHooks:
             require_followed(module.get_args())
             built = original(*args, **kwargs)
             if self.loop is not None:
-                raise UnsupportedError("setup_model_and_optimizer was called twice: a second model cannot be protected")
+                raise UnsupportedError("setup_model_and_optimizer was called twice; only one model can be protected")
             self.loop = MegatronLoop(module, *built)
             self.loop.resume()
             return built
@@ -97,14 +96,14 @@ class TrainingHooks:
         return dummy_train_step
 
     def _ending_iteration(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        parameters = inspect.signature(original)
+        signature = inspect.signature(original)
 
         @functools.wraps(original)
         def checkpoint_and_decide_exit(*args: Any, **kwargs: Any) -> Any:
             outcome = original(*args, **kwargs)
             if self.loop is not None:
-                told = parameters.bind(*args, **kwargs).arguments
-                self.loop.end_iteration(told["iteration"], told["num_floating_point_operations_so_far"])
+                given = signature.bind(*args, **kwargs).arguments
+                self.loop.end_iteration(given["iteration"], given["num_floating_point_operations_so_far"])
             return outcome
 
         return checkpoint_and_decide_exit
@@ -114,7 +113,7 @@ class TrainingHooks:
         def pretrain(*args: Any, **kwargs: Any) -> Any:
             try:
                 outcome = original(*args, **kwargs)
-            except SystemExit as stop:  # --exit-interval and its like; any other status is no orderly end
+            except SystemExit as stop:  # orderly with status 0, as by --exit-interval
                 if not stop.code and self.loop is not None:
                     self.loop.shutdown()
                 raise
@@ -126,17 +125,17 @@ class TrainingHooks:
 
 
 class MegatronLoop:
-    """Where Megatron-LM's loop stands: the counters that it keeps in local variables, the session, the host."""
+    """The state of Megatron-LM's loop: host, session, and the counters that it keeps in local variables."""
 
     def __init__(self, module: ModuleType, chunks: list[Any], optimizer: Any, scheduler: Any) -> None:
         """Build host and session. A collective. Raises what `attach` raises."""
-        from .core import MegatronCoreHost  # imports megatron.core, which is there by now
+        from .core import MegatronCoreHost  # imports megatron.core, which must not be imported earlier
 
         self.args: argparse.Namespace = module.get_args()
         self.completed: int = self.args.iteration
         self.operations: Any = self.args.num_floating_point_operations_so_far
-        self._skipped: int | None = None  # an iteration that was skipped, its version point still to come
-        self._restored = False  # from memory
+        self._skipped: int | None = None  # a skipped iteration whose version point is still to come
+        self._restored = False  # by the session, not by Megatron's own load
         self._module = module
         self._host = MegatronCoreHost(
             chunks,
@@ -169,7 +168,7 @@ class MegatronLoop:
         return {**entries, "num_floating_point_operations_so_far": operations, "rerun_state_machine": rerun}
 
     def _rerun_state(self) -> dict[str, Any]:
-        """What of the rerun state machine lives between iterations; a rerun itself ends within one."""
+        """The state that the rerun state machine keeps between iterations; a rerun itself ends within one."""
         machine = self._module.get_rerun_state_machine()
         return {"large_value_counts": dict(machine.large_value_counts), "max_values": dict(machine.max_values)}
 
@@ -179,12 +178,12 @@ class MegatronLoop:
         machine.large_value_counts, machine.max_values = dict(state["large_value_counts"]), dict(state["max_values"])
 
     def resume(self) -> None:
-        """Restore the newest version; with the framework's `--load` as well, the larger iteration wins."""
+        """Restore the newest version, or keep what Megatron's `--load` has loaded if its iteration is larger."""
         loaded = self.args.iteration
         iteration = self._session.resume(loaded=loaded)
         if iteration != self.args.iteration:
             raise ResumeError(
-                f"rank {self._host.rank}: iteration {iteration} was restored, but Megatron's counter says "
+                f"rank {self._host.rank}: iteration {iteration} was restored, but Megatron's iteration counter is "
                 f"{self.args.iteration}; start with --ftp-resume fresh"
             )
         self._restored = iteration > loaded
@@ -195,11 +194,11 @@ class MegatronLoop:
 
     @contextmanager
     def counted_validation(self) -> Iterator[None]:
-        """While data loaders are built: no validation samples consumed means none.
+        """Keep a restored count of 0 consumed validation samples while data loaders are built.
 
-        Megatron-LM takes 0 for 'not counted' and puts what regular evaluations would have consumed in its place; that
-        is wrong where an evaluation fell on a skipped iteration. It does so only where `args.iteration` is not 0,
-        which building loaders needs for nothing else without `--phase-transition-iterations` (0.16 and newer).
+        Megatron-LM takes 0 for 'not counted' and replaces it by what regular evaluations would have consumed, which is
+        wrong if an evaluation fell on a skipped iteration. It does so only if `args.iteration` is not 0, which building
+        loaders needs for nothing else without `--phase-transition-iterations` (0.16 and newer).
         """
         args, iteration = self.args, self.args.iteration
         transitions = getattr(args, "phase_transition_iterations", None)
@@ -209,17 +208,17 @@ class MegatronLoop:
         args.iteration = iteration
 
     def begin_iteration(self) -> None:
-        """Right before the forward of an iteration, or before the data of a skipped one is passed over."""
+        """Called right before the forward of an iteration, or before the data of one is skipped."""
         self._end_skipped()
         self._session.iteration_begin(self.completed + 1)
 
     def skip_iteration(self) -> None:
-        """The data was passed over, and nothing will be updated."""
+        """Called after the data was skipped; nothing will be updated."""
         self._skipped = self.completed + 1
         self._host.skip_update(self._session)
 
     def end_iteration(self, iteration: int, operations: Any) -> None:
-        """The version point: evaluation, logging and Megatron's own save are over."""
+        """Called at the version point, after evaluation, logging and Megatron's own save."""
         self.completed, self.operations = iteration, operations
         self._session.iteration_end(iteration)
 
@@ -229,13 +228,13 @@ class MegatronLoop:
             self.end_iteration(iteration, self.operations)
 
     def shutdown(self) -> None:
-        """The orderly end of training."""
+        """Called at the orderly end of training."""
         self._end_skipped()
         self._session.shutdown()
 
 
 def topology(args: argparse.Namespace) -> Topology:
-    """Where every rank stands, as Megatron-LM lays ranks out for these arguments."""
+    """The topology by which Megatron-LM lays ranks out for these arguments."""
     return Topology(
         tp=args.tensor_model_parallel_size,
         pp=args.pipeline_model_parallel_size,
@@ -249,7 +248,9 @@ def topology(args: argparse.Namespace) -> Topology:
 
 
 def require_followed(args: argparse.Namespace) -> None:
-    """Raises UnsupportedError naming each option in use whose state or loop cannot be followed."""
-    found = list(of_arguments(args))
-    if found:
-        raise UnsupportedError(f"cannot protect this job: {'; '.join(found)}. Drop the option, or run without --reft")
+    """Raises UnsupportedError, naming each unsupported option in use."""
+    problems = list(of_arguments(args))
+    if problems:
+        raise UnsupportedError(
+            f"cannot protect this job: {'; '.join(problems)}. Drop the option, or run without protection"
+        )

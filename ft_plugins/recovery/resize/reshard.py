@@ -50,7 +50,7 @@ def plan_moves(previous: Sequence[Manifest], now: Manifest) -> tuple[Move, ...]:
     """
     tensors = _tensors(previous)
     moves: list[Move] = []
-    for held in sorted(now.held, key=lambda one: one.offset):
+    for held in sorted(now.tensors, key=lambda one: one.offset):
         whole = tensors.get(held.name)
         if whole is None or (whole.dtype, whole.nbytes) != (held.dtype, held.whole):
             saved = f"has {whole.nbytes} bytes of {whole.dtype}" if whole else "has no tensor of that name"
@@ -70,7 +70,7 @@ def plan_moves(previous: Sequence[Manifest], now: Manifest) -> tuple[Move, ...]:
 def _tensors(previous: Sequence[Manifest]) -> dict[str, _Whole]:
     parts_by_name: dict[str, list[tuple[int, TensorRange]]] = {}
     for manifest in sorted(previous, key=lambda one: one.rank):
-        for held in manifest.held:
+        for held in manifest.tensors:
             parts_by_name.setdefault(held.name, []).append((manifest.rank, held))
     return {name: _whole(name, parts) for name, parts in parts_by_name.items()}
 

@@ -57,7 +57,7 @@ def _unprotected(
     """Whether a lost node could not be survived with that many ranks. Checked up to the current number of nodes: more
     nodes are never worse."""
     model = topology.tp * topology.pp * topology.cp
-    resized = replace(topology, dp=ranks // model, nodes=())
+    resized = replace(topology, dp=ranks // model)
     return bool(impossible(resized, [f"node{rank // per_node}" for rank in range(ranks)]))
 
 

@@ -25,7 +25,7 @@ class TokenHolder(Protocol):
 class ResizeContext:
     """The SMP's parts that a resize needs. Hold `lock` to change `segments` or `previous`.
 
-    Call `persister.let_go` for segments that leave, and `previous_storage.stop` before those in `previous` change: a
+    Call `persister.release` for segments that leave, and `previous_storage.stop` before those in `previous` change: a
     thread that writes a checkpoint has mappings of its own.
     """
 

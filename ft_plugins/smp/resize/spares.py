@@ -31,14 +31,14 @@ from ...intake import Count, read_json
 from ...snapshot.segment import Segment
 from .. import liveness
 from ..node import NodeTier
-from ..requests import ENDPOINTS, ReleaseSpare, SpareState
+from ..requests import HostPort, ReleaseSpare, SpareState
 from ..wire import Peer
 from .context import ResizeContext
 
 _ASKED = "spares.json"  # in the run directory: endpoints of the spares that this node has to release
 _ASKED_UNDER = "asked.json"  # in the run directory: the token under which this node was asked as a spare
 _RETRY_SECONDS = 0.2  # between two calls to a spare whose SMP is being replaced
-_TOKEN = TypeAdapter(Count)
+_TOKEN, _ENDPOINTS = TypeAdapter(Count), TypeAdapter(tuple[HostPort, ...])
 _RELEASE_TRIES, _RELEASE_PAUSE_SECONDS = 10, 3.0
 
 Endpoint = tuple[str, int]
@@ -83,7 +83,7 @@ class SpareServer:
         if newest >= lineage or self._asked_under() != smp.token:
             return {"dropped": 0}  # this node takes part in the job again
         left = sorted(smp.segments)
-        smp.persister.let_go(left)
+        smp.persister.release(left)
         for rank in left:
             segment = smp.segments.pop(rank)
             segment.path.unlink(missing_ok=True)
@@ -123,7 +123,7 @@ class SpareClient:
         self._lock = threading.Lock()
         self._releasing: set[Endpoint] = set()
         try:
-            self._to_release = {*read_json(self._path, ENDPOINTS)}
+            self._to_release = {*read_json(self._path, _ENDPOINTS)}
         except (OSError, ValueError):
             self._to_release = set()
 

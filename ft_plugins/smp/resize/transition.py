@@ -36,7 +36,7 @@ class ResizeTransition:
         with smp.lock:
             self._world_size = world_size
             left = smp.previous.switch(smp.segments, world_size)
-            smp.persister.let_go(left)
+            smp.persister.release(left)
         if left:
             smp.events.emit(catalogue.JOB_RESIZED, ranks=world_size, retained=sorted(left))
         return bool(smp.previous)
@@ -84,11 +84,11 @@ class ResizeTransition:
 
     def _oldest_where_all_have_two(self) -> Version | None:
         """The oldest version of this incarnation, if every rank of this node has a newer one as well."""
-        held = [
+        own_versions = [
             [slot.version for slot in segment.slots()
              if slot.state is SlotState.CLEAN and slot.version is not None and slot.version.lineage == segment.lineage]
             for segment in list(self._smp.segments.values()) if segment.lineage_token == self._smp.token
         ]  # fmt: skip
-        if len(held) < max(1, len(self._smp.segments)) or min(map(len, held)) < 2:
+        if len(own_versions) < max(1, len(self._smp.segments)) or min(map(len, own_versions)) < 2:
             return None
-        return min(version for versions in held for version in versions)
+        return min(version for versions in own_versions for version in versions)

@@ -1,4 +1,4 @@
-"""What all tests of adapters have: the workers of their loaders end with the test."""
+"""For all tests of adapters: end the workers of their loaders with the test."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 @pytest.fixture(autouse=True)
 def workers_end() -> Iterator[None]:
-    """Loaders are in a cycle with the classes that are made for a test. The workers of a loader that is found as
-    garbage do not hear that they should end, and torch waits 5 s for each."""
+    """Shut down all loader workers. A loader is in a reference cycle with the classes made for a test; the workers of a
+    garbage-collected loader are not asked to end, and torch waits 5 s for each."""
     yield
     for one in gc.get_objects():
         if type(one) is _MultiProcessingDataLoaderIter:

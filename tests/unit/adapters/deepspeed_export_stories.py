@@ -50,7 +50,7 @@ class Model(torch.nn.Sequential):
 
 
 class Whole:
-    """`Shares` of a job of one rank, from its live tensors."""
+    """`CheckpointReader` of a job of one rank, from its live tensors."""
 
     def __init__(self, host: DeepSpeedHost, folder: Path) -> None:
         self.folder = folder

@@ -15,7 +15,7 @@ from megatron_stories import SHARDED_BF16, SMALL, job, refused, tell
 from ft_plugins.adapters.megatron.core import MegatronCoreHost
 from ft_plugins.errors import UnsupportedError
 from ft_plugins.model.digest import state_digest
-from ft_plugins.model.host import Steps
+from ft_plugins.model.host import ReplicaOperations
 from ft_plugins.model.inventory import Role
 
 assert SMALL
@@ -63,7 +63,7 @@ def it_computes_an_iteration_again_and_ends_as_if_nothing_had_been_wrong() -> No
             again = job(*flags)
             host = again.host()
             host.keep_iterations()
-            assert isinstance(host, Steps) and host.recomputes and not host.why_not
+            assert isinstance(host, ReplicaOperations) and host.recomputes and not host.no_recompute_reason
             host.install(Wrong(host, at))
             assert (losses(again, 4), state_digest(host)) == clean, (flags, at)
             again.close()
@@ -91,7 +91,7 @@ def it_gives_the_losses_that_the_right_parameters_have() -> None:
     host.install(inner)
     found = losses(again, 2)
     with torch.no_grad():
-        for tensor in host.copied().values():
+        for tensor in host.copy_tensors().values():
             tensor.mul_(1.5)
     assert found + losses(again, 1) == clean
 
@@ -136,7 +136,7 @@ def it_does_not_compute_an_evaluation_again_nor_an_iteration_that_was_skipped() 
     built = job("--eval-at", "1", "--iterations-to-skip", "2")
     host = built.host()
     assert "recompute" not in vars(host) and not host.recomputes
-    assert "kept only where replicas are compared" in refused(UnsupportedError, lambda: host.recompute(1))
+    assert "recorded only if replicas are compared" in refused(UnsupportedError, lambda: host.recompute(1))
     host.keep_iterations()
     calls = []
 
@@ -150,7 +150,7 @@ def it_does_not_compute_an_evaluation_again_nor_an_iteration_that_was_skipped() 
     for _ in range(3):
         built.train_step(skip=lambda: host.skip_update(hooks))
     assert calls == [(1, 1), (2, 1), (3, 3)]
-    assert "iteration 9 cannot be computed again" in refused(UnsupportedError, lambda: host.recompute(9))
+    assert "iteration 9 cannot be recomputed" in refused(UnsupportedError, lambda: host.recompute(9))
 
 
 def it_says_by_name_why_an_iteration_cannot_be_computed_again() -> None:
@@ -158,7 +158,7 @@ def it_says_by_name_why_an_iteration_cannot_be_computed_again() -> None:
     built.config.cuda_graph_impl = "local"
     host = built.host()
     host.keep_iterations()
-    assert not host.recomputes and "CUDA graphs (local)" in host.why_not
+    assert not host.recomputes and "CUDA graphs (local)" in host.no_recompute_reason
 
 
 def it_names_what_is_computed_with_beside_what_is_held() -> None:
@@ -169,7 +169,7 @@ def it_names_what_is_computed_with_beside_what_is_held() -> None:
         items, copies = host.inventory().items, host.copies().items
         assert {one.role for one in copies} == expected[number], flags
         assert not {one.name for one in copies} & {one.name for one in items}
-        live = host.copied()
+        live = host.copy_tensors()
         assert set(live) == {one.name for one in copies}
         names = set(host._names.values()) if copies else set()
         assert set(live) == names and {one.layer for one in copies} <= {None, 1, 2}
@@ -180,7 +180,7 @@ def it_names_what_is_computed_with_beside_what_is_held() -> None:
                     for tensor in live.values():
                         tensor.fill_(3.0)
             host.derive()
-            assert all(torch.equal(host.copied()[name], tensor) for name, tensor in before.items())
+            assert all(torch.equal(host.copy_tensors()[name], tensor) for name, tensor in before.items())
         built.close()
     overlapped = job(*SHARDED_BF16, "--overlap-param-gather").host()
     assert "--overlap-param-gather" in refused(UnsupportedError, overlapped.copies)
@@ -193,7 +193,7 @@ def it_counts_once_in_norms_what_is_alike_on_several_tensor_ranks_or_stages() ->
     layer = built.chunks[0].module.decoder.layers[0]
     layer.mlp.linear_fc1.weight.shared = True  # as Megatron marks tied embeddings on the last stage
     host = built.host()
-    counted = {one.name for one in host.inventory().items if one.counts}
+    counted = {one.name for one in host.inventory().items if one.in_norm}
     assert counted < everything
     assert "chunk0.decoder.layers.1.mlp.linear_fc1.weight:exp_avg" in counted
     assert "chunk0.decoder.layers.0.mlp.linear_fc1.weight" not in counted

@@ -204,7 +204,7 @@ def it_finds_the_state_of_an_optimizer_that_counts_steps_per_group() -> None:
     wrapped = FP32Optimizer(inner, SimpleNamespace(timers=None), None)
     chunk = torch.nn.Module()
     chunk.weight = parameter
-    items = [one.item.name for one in state.held([chunk], [wrapped], 0, lambda parameter: (0,))]
+    items = [one.item.name for one in state.state_items([chunk], [wrapped], 0, lambda parameter: (0,))]
     assert items == ["chunk0.weight", "chunk0.weight:exp_avg", "chunk0.weight:exp_avg_sq"]
     inner.step()
     captured = codec.decode(codec.encode(host_parts.groups(wrapped)))
@@ -232,7 +232,7 @@ def it_refuses_by_name_what_it_cannot_follow() -> None:
     for part in (
         *("rank 3", "--overlap-moe-expert-parallel-comm", "full_iteration", "fp8", "--qk-clip"),
         *("--use-megatron-fsdp", "--num-distributed-optimizer-instances"),
-        *("SGD with momentum", "SimpleNamespace is unknown"),
+        *("SGD with momentum", "SimpleNamespace is not supported"),
     ):
         assert part in message, (part, message)
 

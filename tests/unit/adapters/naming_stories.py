@@ -104,7 +104,7 @@ def it_refuses_to_describe_what_is_saved_as_a_copy() -> None:
 
     ShardedTensorFactory.build = copying
     problem = job().host().names()["problem"]
-    assert "linear_fc1" in problem and "saved as a copy" in problem, problem
+    assert "linear_fc1" in problem and "as a reordered copy" in problem, problem
 
 
 def it_inventories_a_buffer_as_it_is_once_megatron_was_asked_for_its_state() -> None:

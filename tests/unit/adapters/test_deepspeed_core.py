@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("deepspeed")
 
-from ft_plugins.adapters.deepspeed.core import DeepSpeedHost, require_plain  # noqa: E402
+from ft_plugins.adapters.deepspeed.core import DeepSpeedHost, require_encodable_scheduler  # noqa: E402
 from ft_plugins.errors import UnsupportedError  # noqa: E402
 from ft_plugins.snapshot import codec  # noqa: E402
 
@@ -24,7 +24,7 @@ def test_milestones_of_a_scheduler_are_captured_and_go_on() -> None:
     scheduler, again = (torch.optim.lr_scheduler.MultiStepLR(each, [2, 2, 4]) for each in (one, other))
     one.step()
     scheduler.step()
-    require_plain(scheduler, 0)
+    require_encodable_scheduler(scheduler, 0)
     again.load_state_dict(codec.decode(codec.encode(scheduler.state_dict())))
     rates = []
     for each, stepped in ((one, scheduler), (other, again)):
@@ -42,8 +42,8 @@ def test_a_scheduler_of_unknown_state_is_named() -> None:
             return {"seen": {1, 2}}
 
     with pytest.raises(UnsupportedError, match=r"rank 3: the learning rate scheduler Odd .*\['seen'\]"):
-        require_plain(Odd(optimizer()), 3)
-    require_plain(None, 3)
+        require_encodable_scheduler(Odd(optimizer()), 3)
+    require_encodable_scheduler(None, 3)
 
 
 @pytest.mark.parametrize("known", [False, True])
@@ -51,7 +51,7 @@ def test_a_scheduler_that_deepspeed_does_not_know_of_is_told_once(
     known: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     host: Any = DeepSpeedHost.__new__(DeepSpeedHost)
-    host.rank, host._positions, host._rates, host._rates_said = 0, None, None, False
+    host.rank, host._positions, host._rates, host._scheduler_reported = 0, None, None, False
     host.silent = False
     updating = optimizer()
     scheduler = torch.optim.lr_scheduler.MultiStepLR(updating, [2, 3])

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 from torch.utils.data.distributed import DistributedSampler  # noqa: E402
 
 from ft_plugins.adapters.deepspeed.position import Positions  # noqa: E402
-from ft_plugins.adapters.loaders import LoaderPass, drawn, redraw  # noqa: E402
+from ft_plugins.adapters.loaders import LoaderPass, generator_states, set_generator_states  # noqa: E402
 from ft_plugins.errors import ResumeError  # noqa: E402
 from ft_plugins.snapshot import codec  # noqa: E402
 
@@ -120,9 +120,9 @@ class Script:
             position, generators = codec.decode(codec.encode(self.pending))
             self.pending = None
             self.positions.write(position)
-            redraw(generators)
-            self.positions.begin_anew()
-        self.versions.append((self.positions.read(), drawn()))
+            set_generator_states(generators)
+            self.positions.restart_unplaced()
+        self.versions.append((self.positions.read(), generator_states()))
         self.positions.reading("train", source)
 
     def train(self, count: int, done: int = 0) -> list[Any]:
@@ -156,8 +156,8 @@ def test_the_batch_that_would_have_come_next_comes_next(
     other.pending = one.versions[done + ends]
     torch.rand(5)
     loaded: list[int] = []
-    reading = other.positions.begin_anew
-    monkeypatch.setattr(other.positions, "begin_anew", lambda: (reading(), loaded.append(other.data.loaded)))
+    reading = other.positions.restart_unplaced
+    monkeypatch.setattr(other.positions, "restart_unplaced", lambda: (reading(), loaded.append(other.data.loaded)))
     assert other.train(8, done) == wanted[done:]
     assert kind in ("stream", "stateful") or loaded == [0], "nothing is loaded to get there"
 
@@ -177,7 +177,7 @@ def test_a_script_that_begins_with_another_epoch_is_refused(monkeypatch: pytest.
     one.train(8)
     other = Script(monkeypatch, "distributed")
     other.pending = one.versions[7]
-    with pytest.raises(ResumeError, match="epoch 0, captured was epoch 1: begin the loop at the epoch"):
+    with pytest.raises(ResumeError, match="epoch 0 on its sampler, but the captured epoch is 1: begin the loop"):
         other.train(8)
 
 
@@ -223,14 +223,14 @@ def test_an_evaluation_that_was_broken_off_begins_anew_unless_somebody_holds_it(
     one.positions.before_read = lambda source: None
     held = iter(one.loader) if kept else None
     evaluated(one, held)
-    saved, generators = codec.decode(codec.encode(one.positions.read())), drawn()
+    saved, generators = codec.decode(codec.encode(one.positions.read())), generator_states()
     wanted = evaluated(one, held)
 
     other = Script(monkeypatch, "generator", seed=2)
     other.positions.before_read = lambda source: None
     held = iter(other.loader) if kept else None
     other.positions.write(saved)
-    redraw(generators)
+    set_generator_states(generators)
     assert evaluated(other, held) == wanted
 
 

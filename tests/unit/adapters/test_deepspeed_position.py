@@ -15,7 +15,7 @@ from deepspeed.runtime import dataloader  # noqa: E402
 from torch.utils.data import DataLoader, RandomSampler  # noqa: E402
 
 from ft_plugins.adapters.deepspeed.position import Positions  # noqa: E402
-from ft_plugins.adapters.loaders import drawn, redraw
+from ft_plugins.adapters.loaders import generator_states, set_generator_states
 from ft_plugins.errors import ResumeError  # noqa: E402
 from ft_plugins.snapshot import codec  # noqa: E402
 
@@ -76,7 +76,7 @@ def test_a_loader_with_a_sampler_goes_on_in_any_epoch_without_loading(kind: str,
     source = getattr(one, kind)(workers)
     one.positions.expect("train", source)
     one.read(source, before)
-    position, generators = codec.decode(codec.encode(one.positions.read())), drawn()
+    position, generators = codec.decode(codec.encode(one.positions.read())), generator_states()
     wanted = one.read(source, 8)
 
     other = Followed()
@@ -85,7 +85,7 @@ def test_a_loader_with_a_sampler_goes_on_in_any_epoch_without_loading(kind: str,
     other.positions.expect("train", source)
     other.positions.write(position)
     assert other.data.loaded == 0, "nothing is loaded to get there"
-    redraw(generators)
+    set_generator_states(generators)
     assert other.read(source, 8) == wanted
 
 
@@ -177,11 +177,11 @@ def test_a_loader_that_evaluation_reads_too_is_not_put_back_when_it_does() -> No
     assert one.read(one.loader, 2)
     one.positions.reading("eval", one.loader)
     next(one.loader)
-    saved, generators = one.positions.read(), drawn()
+    saved, generators = one.positions.read(), generator_states()
     wanted = one.read(one.loader, 2)
     other.positions.expect("train", other.loader)
     other.positions.write(saved)
-    redraw(generators)
+    set_generator_states(generators)
     found = other.read(other.loader, 1)
     other.positions.reading("eval", other.loader)
     assert [*found, next(other.loader).tolist()] == wanted

@@ -106,5 +106,5 @@ def test_the_scale_that_an_older_optimizer_keeps_itself_is_its_state_and_nothing
 
 
 def test_another_kind_of_scaling_is_refused() -> None:
-    with pytest.raises(ResumeError, match="loss scale settings of the captured job"):
+    with pytest.raises(ResumeError, match="captured job's precision and loss scale settings"):
         state.restore_scaler(SimpleNamespace(loss_scaler=LossScaler(1.0)), state.scaler(dynamic()))

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ft_plugins.adapters import export_command as export
-from ft_plugins.adapters.megatron.arguments import namespace, plain
+from ft_plugins.adapters.megatron.arguments import arguments_from_plain, arguments_to_plain
 from ft_plugins.adapters.megatron.assembly import assemble
 from ft_plugins.errors import ConfigError, StorageError
 from ft_plugins.snapshot.index import Index
@@ -53,7 +53,7 @@ def test_a_block_is_taken_from_the_replica_that_megatron_saves() -> None:
 
 
 def test_a_tensor_with_a_gap_is_refused() -> None:
-    with pytest.raises(StorageError, match="'w' has 16 elements, but the ranks tell of 8 together"):
+    with pytest.raises(StorageError, match="'w' has 16 elements, but all ranks hold 8 of it"):
         assemble([told(0, ("first", [0, 0, 0], [block(0)]))], anywhere)
 
 
@@ -77,9 +77,9 @@ def test_arguments_come_back_with_their_types() -> None:
         folder=PosixPath("/a"), mapping={"a": (1,)}, exit_signal=signal.SIGTERM, model=torch.nn.Linear(1, 1),
         function=print, consumed_train_samples=0,
     )  # fmt: skip
-    kept = json.loads(json.dumps(plain(given)))
+    kept = json.loads(json.dumps(arguments_to_plain(given)))
     assert kept["left_out"] == ["function", "model"]
-    back = namespace(kept, {"consumed_train_samples": 32})
+    back = arguments_from_plain(kept, {"consumed_train_samples": 32})
     expected = {name: value for name, value in vars(given).items() if name not in ("function", "model")}
     assert vars(back) == {**expected, "consumed_train_samples": 32}
     assert type(back.exit_signal) is signal.Signals and type(back.betas) is tuple
@@ -91,8 +91,8 @@ def test_arguments_come_back_with_their_types() -> None:
 )
 def test_only_enums_of_megatron_are_looked_up(module: str, kind: str, name: str) -> None:
     value = {"ftp": "enum", "module": module, "class": kind, "name": name}
-    with pytest.raises(StorageError, match=f"{module}.{kind}.{name} is not known"):
-        namespace({"values": {"a": value}}, {})
+    with pytest.raises(StorageError, match=f"{module}.{kind}.{name} does not exist in the installed version"):
+        arguments_from_plain({"values": {"a": value}}, {})
 
 
 # ---- files ----
@@ -164,9 +164,9 @@ def test_a_target_in_use_is_refused_before_anything_is_read(tmp_path: Path) -> N
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    for name, words in (("full", "not empty"), ("full/file", "no folder"), ("link", "no folder")):
+    for name, words in (("full", "not empty"), ("full/file", "not a folder"), ("link", "not a folder")):
         with pytest.raises(ConfigError, match=words):
             export.export(tmp_path / "no checkpoint", tmp_path / name)
-    with pytest.raises(StorageError, match="is no complete checkpoint"):
+    with pytest.raises(StorageError, match="is not a complete checkpoint"):
         export.export(tmp_path / "no checkpoint", tmp_path / "new")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "link"]

@@ -102,7 +102,7 @@ def test_a_job_that_asks_is_patched_and_its_first_rank_says_what_and_that_the_ve
     said, state = ran(tmp_path, "--reft", "--distributed-backend", "gloo")
     assert said.startswith("ft_plugins: running Megatron on the CPU (--distributed-backend gloo; no CUDA device")
     assert "torch.cuda, " in said and "megatron.core.optimizer.distrib_optimizer" in said
-    assert "Megatron 0.99.0 is untested with ft_plugins; tested are 0.14.0" in said
+    assert "Megatron 0.99.0 is untested with ft_plugins; tested versions: 0.14.0" in said
     assert state == PATCHED
     assert ran(tmp_path, "--reft --ftp-cpu", rank=1) == [PATCHED], "the other ranks say nothing"
     said, state = ran(tmp_path, "--ftp-cpu")

@@ -215,7 +215,7 @@ CHANGES: dict[str, tuple[Callable[[Loop, torch.nn.Parameter], Any], str]] = {
     "moment": (_replace_moment, "'0.weight:exp_avg' was replaced"),
     "storage": (lambda loop, p: setattr(loop.model[0].weight, "data", torch.zeros(10, 6)),  # type: ignore[index]
                 "'0.weight' was replaced"),
-    "gone": (lambda loop, p: loop.model.__delitem__(4), "is there no more"),  # type: ignore[operator]
+    "gone": (lambda loop, p: loop.model.__delitem__(4), "was removed after TorchHost was built"),  # type: ignore[operator]
 }  # fmt: skip
 
 
@@ -260,7 +260,7 @@ def test_such_an_error_ends_the_loop_and_the_version_before_stays(node: Node, ra
         (lambda loop: (loop.optimizer, loop.model), ConfigError, "found a Adam as the model"),
         (lambda loop: (loop.model, loop.optimizer, 0.1), ConfigError, "found a float as the scheduler"),
         (lambda loop: (loop.model, loop.optimizer), StateChangedError, "a learning rate scheduler steps"),
-        (lambda loop: (*loop.parts, loop.sampler), ConfigError, "give the torch DataLoader"),
+        (lambda loop: (*loop.parts, loop.sampler), ConfigError, "pass the torch DataLoader"),
         (lambda loop: (*loop.parts, DataLoader(Stream())), ConfigError, "over an IterableDataset"),
         (lambda loop: (*loop.parts, DataLoader(loop.loader.dataset, sampler=Own())), ConfigError, "draws from a Own,"),
         (lambda loop: (loop.model[0], loop.optimizer, loop.scheduler), InventoryError, "that the model does not have"),
@@ -338,7 +338,7 @@ def _differing(rank: int, world: int) -> Any:
 def test_ranks_that_are_no_replicas_are_refused(ranks: Ranks) -> None:
     found = ranks(_differing, 2)
     assert [(kind, echo) for kind, _, echo in found] == [("InventoryError", True), ("InventoryError", False)]
-    assert "rank 1: 'bias' is not what rank 0 has (2 of 2 tensors differ)" in found[1][1]
+    assert "rank 1: 'bias' differs from rank 0's (2 of 2 tensors do)" in found[1][1]
 
 
 # ---- a loop that does not do as it should ----
@@ -365,19 +365,19 @@ def test_an_update_outside_of_an_iteration_is_refused(loop: Loop) -> None:
         loop.iterate(1)
     next(steps)
     loop.optimizer.step()
-    with pytest.raises(ConfigError, match="second time in iteration 1"):
+    with pytest.raises(ConfigError, match="or twice in iteration 1"):
         loop.optimizer.step()
 
 
 def test_a_batch_that_is_read_before_its_iteration_is_refused(loop: Loop) -> None:
     iterations(loop)
-    with pytest.raises(ConfigError, match="no iteration is under way"):
+    with pytest.raises(ConfigError, match="a batch was read outside of an iteration"):
         next(loop.batches)
 
 
 def test_a_loader_that_is_not_the_one_that_training_reads_is_refused(loop: Loop) -> None:
     next(iterations(loop, sampler=Loop().loader))
-    with pytest.raises(ConfigError, match="an update without a batch from the loader"):
+    with pytest.raises(ConfigError, match="an update came before any batch was read"):
         loop.iterate(1)
 
 
@@ -413,7 +413,8 @@ def test_an_epoch_that_is_not_the_captured_one_is_refused(loop: Loop) -> None:
     host.restore_position(small)
     assert other.sampler.epoch == 1
     other.sampler.set_epoch(0)
-    with pytest.raises(ResumeError, match="was set to 0, captured was epoch 1: begin the loop .* at `sampler.epoch`"):
+    words = "was set to 0, but epoch 1 was captured: start the loop .* at `sampler.epoch`"
+    with pytest.raises(ResumeError, match=words):
         next(iter(other.loader))
 
 

@@ -46,7 +46,7 @@ def test_extra_state_of_modules_is_handed_over() -> None:
 def test_extra_state_that_cannot_be_captured_is_refused_by_name() -> None:
     model = torch.nn.Sequential(Counting(2, 2))
     model[0].kept = {object()}
-    with pytest.raises(InventoryError, match="get_extra_state of '0' .*plain values"):
+    with pytest.raises(InventoryError, match="extra state of '0' .*plain values"):
         TorchHost(model, torch.optim.SGD(model.parameters(), 0.1))
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from ft_plugins.events import Event
-from workloads.bubble_blocks import BLOCK, committed_between, compared, cost, every, rounds, sent_share
+from workloads.bubble_blocks import BLOCK, commit_interval, committed_between, compared, cost, rounds, sent_share
 from workloads.cluster import IterationBlock
 from workloads.emulated_rank import OFF, ON, ONCE
 
@@ -70,7 +70,7 @@ def counts(*versions: tuple[int, int, int]) -> list[Event]:
 def test_what_went_is_counted_from_the_first_version_to_the_last_that_was_followed_by_another_one() -> None:
     events = counts((8, 500, 500), (10, 600, 600), (12, 690, 610), (14, 780, 620), (16, 781, 1620), (18, 9999, 9999))
     assert [event.fields["iteration"] for event in committed_between(events, 10, 16)] == [10, 12, 14, 16]
-    assert every(events, 10, 16) == 2
+    assert commit_interval(events, 10, 16) == 2
     assert sent_share([events], 10, 16, ["in"], ["in", "late"]) == 180 / 200
     assert sent_share([events, counts((10, 0, 0), (12, 0, 200), (16, 0, 300))], 10, 16, ["in"], ["in", "late"]) == 0.45
 
@@ -78,4 +78,4 @@ def test_what_went_is_counted_from_the_first_version_to_the_last_that_was_follow
 def test_of_too_few_versions_nothing_is_told() -> None:
     assert sent_share([counts((10, 1, 1), (12, 2, 2))], 10, 16, ["in"], ["late"]) is None
     assert sent_share([counts()], 10, 16, ["in"], ["late"]) is None
-    assert every(counts((10, 1, 1)), 10, 16) == 6
+    assert commit_interval(counts((10, 1, 1)), 10, 16) == 6

@@ -42,9 +42,9 @@ def test_stretched_time_leaves_transfer_over_bubble_as_it_is() -> None:
 
 
 def test_iterations_of_all_shapes_can_be_stretched_to_the_same_length() -> None:
-    found = {one.job.name: one.lasting(3.6).dilation for one in cluster.shapes(64)}
+    found = {one.job.name: one.stretched_to(3.6).dilation for one in cluster.shapes(64)}
     assert found == {"d2m2p4": 5, "d4m1p4": 4, "d1m4p4": 6, "d2m1p8": 3, "d1m2p8": 4}
-    assert cluster.shapes(64)[0].lasting(0.1).dilation == 1, "never shortened"
+    assert cluster.shapes(64)[0].stretched_to(0.1).dilation == 1, "never shortened"
 
 
 def test_of_an_interleaved_schedule_a_rank_has_all_of_its_chunks() -> None:

@@ -33,5 +33,5 @@ def test_every_picture_names_what_it_shows(tmp_path: Path) -> None:
         draw(what, path)  # type: ignore[operator]
         text = path.read_text()
         assert not [label for label in labels if f"<!-- {label}" not in text], draw.__name__
-    with pytest.raises(ConfigError, match=r"picture.gif: expected a name that ends on one of .png, .svg, .pdf"):
+    with pytest.raises(ConfigError, match=r"picture.gif: expected a name that ends in one of .png, .svg, .pdf"):
         pictures.draw_shapes(shapes, tmp_path / "picture.gif")

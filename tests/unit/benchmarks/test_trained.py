@@ -10,8 +10,8 @@ import pytest
 
 from ft_plugins.errors import ConfigError
 from workloads import learners, sdc_checks
-from workloads.sdc_runs import ALONE, AUDIT, BURSTS, CLEAN, VARIANCES, case, faults
-from workloads.trained import TrainingRun, judged_at, train
+from workloads.sdc_runs import AUDIT, BURSTS, CLEAN, UNAUDITED, VARIANCES, case, faults
+from workloads.trained import TrainingRun, evaluated_at, train
 
 RANKS = 3
 ITERATIONS = 6
@@ -22,19 +22,19 @@ def test_one_replica_struck_in_every_iteration_ends_as_the_clean_run_when_audite
 ) -> None:
     learners.prepare(("text",))
     ended = {}
-    for method in (CLEAN, ALONE, AUDIT):
+    for method in (CLEAN, UNAUDITED, AUDIT):
         one = case("text", 1, ITERATIONS, method, "" if method == CLEAN else "1e-2")
         ended[method] = train(one.run, RANKS, tmp_path / method)
     assert len(set(ended[CLEAN].digests)) == 1
     assert set(ended[AUDIT].digests) == set(ended[CLEAN].digests)
-    assert len(set(ended[ALONE].digests)) > 1
+    assert len(set(ended[UNAUDITED].digests)) > 1
     assert [event.fields["iteration"] for event in ended[AUDIT].named("audit.failed")] == [*range(1, ITERATIONS + 1)]
     assert {event.rank for event in ended[AUDIT].named("fault.injected")} == {1}
 
 
 def test_averaged_replicas_end_together_and_are_judged_on_the_way(tmp_path: Path) -> None:
     learners.prepare(("text",))
-    run = TrainingRun("text", 2, ITERATIONS, {"mode": "sync", "h": 3}, faults("1e-2", 2), judgings=2)
+    run = TrainingRun("text", 2, ITERATIONS, {"mode": "sync", "h": 3}, faults("1e-2", 2), evaluations=2)
     done = train(run, RANKS, tmp_path / "run", every=True)
     assert [at for at, _ in done.scores] == [3, 6]
     assert [divergence == 0 for _, divergence in done.ranks[0].divergences] == [False, False, True] * 2
@@ -47,7 +47,7 @@ def test_divergence_and_its_estimate_are_those_of_theory(tmp_path: Path) -> None
     run, sigma = sdc_checks.theory_run("1e-3", 1e-3)
     run = replace(run, iterations=sdc_checks.THEORY_ITERATIONS)
     errors = sdc_checks.theory_errors(train(run, sdc_checks.RANKS, tmp_path / "run", every=True), sigma)
-    assert errors.sigma < 0.05 and errors.divergence < 0.05 and errors.left == 0
+    assert errors.sigma < 0.05 and errors.divergence < 0.05 and errors.remaining == 0
     wrong = sdc_checks.theory_errors(train(run, sdc_checks.RANKS, tmp_path / "again", every=True), 1.2 * sigma)
     assert wrong.sigma > 0.1 and wrong.divergence > 0.1
 
@@ -61,8 +61,8 @@ def test_a_variance_is_told_as_its_root_and_bursts_come_before_what_is_between_t
 
 
 def test_the_last_version_is_judged_always() -> None:
-    assert judged_at(150, 10)[-1] == 150 and len(judged_at(150, 10)) == 10
-    assert judged_at(3, 10) == [1, 2, 3]
+    assert evaluated_at(150, 10)[-1] == 150 and len(evaluated_at(150, 10)) == 10
+    assert evaluated_at(3, 10) == [1, 2, 3]
 
 
 def test_digits_without_scikit_learn_are_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

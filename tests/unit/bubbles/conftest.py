@@ -19,7 +19,7 @@ WAIT_SECONDS = 30.0  # for anything that takes milliseconds
 
 @pytest.fixture
 def memory(tmp_path: Path) -> np.ndarray:
-    """What two processes share."""
+    """Memory that two processes share."""
     path = tmp_path / "gate"
     path.write_bytes(bytes(GATE_BYTES))
     return np.memmap(path, dtype=np.uint8, mode="r+", shape=(GATE_BYTES,))
@@ -27,21 +27,21 @@ def memory(tmp_path: Path) -> np.ndarray:
 
 @pytest.fixture
 def trainer() -> Callable[..., AbstractContextManager[tuple[Callable[[], object], int]]]:
-    """Begins a process that does what it is given: what it says next, and its pid. Killed afterwards."""
+    """Fork a process that runs a function; yields a function for its next message, and its pid. Killed afterwards."""
 
     @contextmanager
     def begin(act: Callable[[Connection], None]) -> Iterator[tuple[Callable[[], object], int]]:
-        here, there = _fork.Pipe()
+        ours, theirs = _fork.Pipe()
 
-        def told() -> object:
-            assert here.poll(WAIT_SECONDS), "the other process says nothing"
-            return here.recv()
+        def next_message() -> object:
+            assert ours.poll(WAIT_SECONDS), "no message from the other process"
+            return ours.recv()
 
-        process = _fork.Process(target=act, args=(there,), daemon=True)
+        process = _fork.Process(target=act, args=(theirs,), daemon=True)
         process.start()
         try:
             assert process.pid is not None
-            yield told, process.pid
+            yield next_message, process.pid
         finally:
             process.kill()
             process.join(WAIT_SECONDS)

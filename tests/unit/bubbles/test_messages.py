@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from ft_plugins.bubbles.messages import Traffic, left_free, traffic
+from ft_plugins.bubbles.messages import Traffic, traffic, without_messages
 from ft_plugins.bubbles.windows import Reserve
 from ft_plugins.model.timeline import Kind, Span, Timeline, bubbles
 from ft_plugins.planner.pipeline import Pipeline, PipelineSchedule
@@ -86,10 +86,10 @@ def test_a_bubble_is_left_free_where_no_message_is_under_way() -> None:
     idle = bubbles(timeline)
     assert [(one.begin, one.end) for one in idle] == [(0.0, 0.1), (0.2, 0.5), (0.6, 0.7), (0.8, 1.0)]
     own = Traffic(received={0: 0.025, 1: 0.06}, sent={0: 0.05, 1: 0.2})
-    free = left_free(idle, timeline, own, Reserve(0.01, 0.04))
+    free = without_messages(idle, timeline, own, Reserve(0.01, 0.04))
     # what is reserved in any case is taken off later: at begins 0.01, at ends 0.04
     assert [(one.begin, one.end) for one in free] == [
         (0.0, 0.1), pytest.approx((0.24, 0.48)), pytest.approx((0.615, 0.7)), (0.8, 1.0),
     ], "of the third one no more than a quarter"  # fmt: skip
     assert [(one.index, one.after) for one in free] == [(one.index, one.after) for one in idle]
-    assert left_free(idle, timeline, Traffic(), Reserve(0.01, 0.04)) == idle
+    assert without_messages(idle, timeline, Traffic(), Reserve(0.01, 0.04)) == idle

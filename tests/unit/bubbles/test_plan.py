@@ -424,15 +424,15 @@ def test_nothing_is_planned_before_the_version_is_there() -> None:
 def test_what_is_sent_is_what_the_neighbours_keep_and_what_goes_beside_it() -> None:
     neighbours = plan_neighbours(["a", "a", "b", "b"], [(0, 2), (1, 3)], [100, 70, 50, 20])
     assert transfers_of(neighbours.copies)[:2] == (Transfer(0, 0, 2, 1, 100), Transfer(1, 0, 3, 1, 70))
-    told = {rank: SenderFacts(beside_bytes=rank + 1) for rank in range(3)}
-    assert [one.nbytes for one in transfers_of(neighbours.copies, told)] == [101, 72, 53, 20]
-    assert transfers_of(neighbours.copies[2:], told)[0] == Transfer(2, 1, 0, 0, 53)
+    facts = {rank: SenderFacts(extra_bytes=rank + 1) for rank in range(3)}
+    assert [one.nbytes for one in transfers_of(neighbours.copies, facts)] == [101, 72, 53, 20]
+    assert transfers_of(neighbours.copies[2:], facts)[0] == Transfer(2, 1, 0, 0, 53)
 
 
 def test_what_goes_beside_a_slot_is_planned_like_a_layer_of_it() -> None:
-    def layers(nbytes: list[int], *told: tuple[int, tuple[int, ...]]) -> list[tuple[int, ...]]:
+    def layers(nbytes: list[int], *senders: tuple[int, tuple[int, ...]]) -> list[tuple[int, ...]]:
         """Of two ranks: what goes beside the slot of each, and its layers."""
-        facts = {rank: SenderFacts(beside_bytes=beside, layers=known) for rank, (beside, known) in enumerate(told)}
+        facts = {rank: SenderFacts(extra_bytes=extra, layers=known) for rank, (extra, known) in enumerate(senders)}
         return [one.layers for one in transfers_of(plan_neighbours(["a", "b"], [(0, 1)], nbytes).copies, facts)]
 
     assert layers([100, 70], (5, (60, 40)), (0, (70,))) == [(60, 40, 5), (70,)]
@@ -472,21 +472,21 @@ def test_one_that_cannot_keep_up_goes_by_a_rate_and_the_others_by_bubbles() -> N
     plan = plan_bubbles(transfers, timelines, bubbles, 100.0, Reserve(0, 0))
     assert [one.reason for one in plan.senders] == [
         "",
-        "it shares no idle time with rank 2 that is long enough, beyond what regular communication needs",
-        "its bubbles carry 100 of 100000 bytes an iteration, not all within 100",
+        "it shares no long enough idle time with rank 2, apart from regular communication",
+        "its bubbles carry 100 of 100000 bytes per iteration, not all within 100",
     ]
 
 
 def test_what_cannot_be_planned_is_refused_in_words() -> None:
     timelines, bubbles = {0: Timeline(0, 1.0, ()), 1: Timeline(1, 1.0, ())}, {0: (), 1: ()}
     one = Transfer(0, 0, 1, 1, 10)
-    with pytest.raises(ConfigError, match="there is nothing to send"):
+    with pytest.raises(ConfigError, match="nothing to send"):
         plan_bubbles([], timelines, bubbles, 1.0, Reserve(0, 0))
     with pytest.raises(ConfigError, match="rank 5 has no timeline"):
         plan_bubbles([replace(one, receiver=5)], timelines, bubbles, 1.0, Reserve(0, 0))
-    with pytest.raises(ConfigError, match="rank 0: its layers are not known"):
+    with pytest.raises(ConfigError, match="rank 0: its layers are unknown"):
         plan_bubbles([one], timelines, bubbles, 1.0, Reserve(0, 0), Granularity.LAYER)
-    with pytest.raises(ConfigError, match="rank 0: its layers have 9 bytes, what it sends has 10"):
+    with pytest.raises(ConfigError, match="rank 0: its layers have 9 bytes, but it sends 10"):
         Transfer(0, 0, 1, 1, 10, (4, 5))
     with pytest.raises(ConfigError, match="from position 0 to 1 has no bandwidth"):
         plan_bubbles([one], timelines, bubbles, {0: 1.0, 1: 0.0}, Reserve(0, 0))

@@ -302,7 +302,7 @@ def test_a_rank_that_never_gets_a_recording_ends_it_after_some_attempts() -> Non
     assert job.phases[-1] is ProfilingPhase.RECORDING, "tried again"
     job.iterate(5, r2=None)
     assert job.phases[-1] is ProfilingPhase.OFF
-    assert job.failures[0] == ["rank 2 has recorded no iteration in 3 times 3"]
+    assert job.failures[0] == ["rank 2 recorded no iteration in 3 attempts of 3 iterations"]
 
 
 def test_a_timeline_is_unpacked_as_it_was_packed() -> None:

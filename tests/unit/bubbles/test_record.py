@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ft_plugins.bubbles.clock import HostClock, clock_of, leads
-from ft_plugins.bubbles.record import Recorder, Several
+from ft_plugins.bubbles.record import EdgeFanout, Recorder
 from ft_plugins.model.timeline import Kind, Span, Timeline
 
 
@@ -73,8 +73,8 @@ def test_by_how_much_the_host_was_ahead_is_told_of_every_edge() -> None:
     taken = recorder.take()
     assert taken is not None and [span.end for span in taken.spans] == [2, 4]
     assert taken.leads == (0, 2.5, 0.5, 1, 1.5, 2)
-    assert [taken.opens(after) for after in (-1, 0, 1)] == [0, 1, 2]
-    assert [taken.closes(after) for after in (-1, 0, 1)] == [0.5, 1.5, 2.5]
+    assert [taken.opens_at(after) for after in (-1, 0, 1)] == [0, 1, 2]
+    assert [taken.closes_at(after) for after in (-1, 0, 1)] == [0.5, 1.5, 2.5]
 
 
 def test_the_clocks_of_host_and_device_meet_where_the_host_is_ahead_by_least() -> None:
@@ -145,7 +145,7 @@ def test_several_are_told_the_same_in_their_order() -> None:
         def end(self, *edge: object) -> None:
             told.append((self.name, "end", *edge))
 
-    several = Several(One("gate"), One("recorder"))
+    several = EdgeFanout(One("gate"), One("recorder"))
     several.begin(Kind.FORWARD, 3, 1)
     several.end(Kind.UPDATE)
     forward, update = (Kind.FORWARD, 3, 1), (Kind.UPDATE, -1, 0)

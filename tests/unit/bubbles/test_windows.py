@@ -72,16 +72,16 @@ def test_of_many_windows_of_one_bubble_the_longest_are_taken() -> None:
 
 
 def test_bubbles_that_overlap_are_refused() -> None:
-    with pytest.raises(ConfigError, match="overlap or are not in the order of time"):
+    with pytest.raises(ConfigError, match="overlap or are not in order of time"):
         shared((Bubble(0, 0, 2, -1), Bubble(1, 1, 3, 0)), (), NONE)
-    with pytest.raises(ConfigError, match="overlap or are not in the order of time"):
+    with pytest.raises(ConfigError, match="overlap or are not in order of time"):
         shared((), (Bubble(0, 2, 1, -1),), NONE)
 
 
 def test_less_than_no_time_cannot_be_reserved() -> None:
-    with pytest.raises(ConfigError, match="no times to reserve"):
+    with pytest.raises(ConfigError, match="reserved times of a bubble"):
         Reserve(0.1, -1)
-    with pytest.raises(ConfigError, match="0.1 s, 0.2 s, -1 s are no times"):
+    with pytest.raises(ConfigError, match="0.1 s, 0.2 s, -1 s"):
         Reserve(0.1, 0.2, -1)
 
 

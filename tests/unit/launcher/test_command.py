@@ -140,12 +140,12 @@ def test_how_the_job_ended_is_the_status_and_at_most_one_line(
 def test_a_job_that_was_stopped_ends_with_torchs_report_and_our_line(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    outcome = Outcome("stuck", "stopped, as iteration 7 ...: rank 3 ...", failures={3: failed(3, "loss is infinite")})
+    outcome = Outcome("stuck", "stopped: iteration 7 ...: rank 3 ...", failures={3: failed(3, "loss is infinite")})
     monkeypatch.setattr(command, "execute", lambda planned: outcome)
     assert command.main(["--reft", str(folder / "train.py")]) == 1
     shown = capsys.readouterr().err
     assert "train.py FAILED" in shown and "loss is infinite" in shown
-    assert shown.splitlines()[-1] == "ft-run: stopped, as iteration 7 ...: rank 3 ..."
+    assert shown.splitlines()[-1] == "ft-run: stopped: iteration 7 ...: rank 3 ..."
 
 
 def test_a_signal_is_told_by_the_status_as_a_shell_does(
@@ -156,7 +156,7 @@ def test_a_signal_is_told_by_the_status_as_a_shell_does(
 
     monkeypatch.setattr(command, "execute", execute)
     assert command.main(["--reft", str(folder / "train.py")]) == 128 + signal.SIGTERM
-    assert capsys.readouterr().err == "ft-run: ended by SIGTERM; the same command given again resumes\n"
+    assert capsys.readouterr().err == "ft-run: ended by SIGTERM; give the same command again to resume\n"
 
 
 SEVERAL = ("--reft", "--nnodes", "2")

@@ -38,17 +38,17 @@ from torch.distributed.launcher.api import LaunchConfig
 from ft_plugins.config import Config
 from ft_plugins.events import Events
 from ft_plugins.intake import within
-from ft_plugins.launcher import line, plugin, secret, store
+from ft_plugins.launcher import job_secret, peer_client, plugin, round_store
 from ft_plugins.launcher.agent import ProgressAgent
-from ft_plugins.launcher.bounds import MOST_NODES
 from ft_plugins.launcher.endpoint import Endpoint
-from ft_plugins.launcher.gathering import Place, Roster
-from ft_plugins.launcher.line import Credentials
-from ft_plugins.launcher.memory import Memory
+from ft_plugins.launcher.field_types import MOST_NODES
 from ft_plugins.launcher.node_launch import _specify
-from ft_plugins.launcher.plugin import Settings
+from ft_plugins.launcher.peer_client import Credentials
 from ft_plugins.launcher.rendezvous import Rendezvous
-from ft_plugins.launcher.waiting import command
+from ft_plugins.launcher.rendezvous_settings import RendezvousSettings
+from ft_plugins.launcher.roster_file import RosterFile
+from ft_plugins.launcher.round_machine import Place, Roster
+from ft_plugins.launcher.wait_report import command
 from ft_plugins.launcher.watcher import Job
 from ft_plugins.smp import protocol
 
@@ -72,7 +72,7 @@ def serve(connection: Connection, fields: dict[str, Any], config: dict[str, Any]
         while True:
             name, arguments = connection.recv()
             try:
-                own = {"join": joined, "begin": begun, "why": lambda handler: handler.over}.get(name)
+                own = OWN.get(name)
                 connection.send(("ok", own(handler) if own else getattr(handler, name)(*arguments)))
             except Exception as error:
                 connection.send(("error", type(error).__name__, str(error)))
@@ -86,7 +86,7 @@ def serve(connection: Connection, fields: dict[str, Any], config: dict[str, Any]
 def joined(handler: Any) -> dict[str, Any]:
     """Take part in a round; the names of all its nodes, exchanged over its store."""
     info = handler.next_rendezvous()
-    info.store.set(f"name/{info.rank}", handler._me.node)
+    info.store.set(f"name/{info.rank}", handler._node.me.node)
     names = info.store.multi_get([f"name/{rank}" for rank in range(info.world_size)])
     master = info.bootstrap_store_info
     return {
@@ -94,7 +94,7 @@ def joined(handler: Any) -> dict[str, Any]:
         "names": [name.decode() for name in names],
         "round": handler._round,
         "master": f"{master.master_addr}:{master.master_port}",
-        "leads": handler._station.leading is not None,
+        "leads": handler._node.service.leading is not None,
     }
 
 
@@ -111,6 +111,14 @@ def begun(handler: Any) -> dict[str, Any]:
             time.sleep(0.05)
         else:
             return found
+
+
+OWN = {
+    "join": joined,
+    "begin": begun,
+    "me": lambda handler: handler._node.me,
+    "why": lambda handler: handler.waiting_reason,
+}
 
 
 class Node:
@@ -241,7 +249,7 @@ def test_a_node_that_begins_anew_is_seen_by_those_whose_workers_run(start: Start
     until(nodes[0], 1)
     until(nodes[2], 1)
     reason = nodes[2].ask("why")
-    assert reason.startswith("round 1 is over (") and reason.endswith(", and there wait: b"), reason
+    assert reason.startswith("round 1 is over (") and reason.endswith("; waiting nodes: b"), reason
     nodes[0].tell("join")
     until(nodes[2], 2)
     assert nodes[2].tell("join").hear()["names"] == ["a", "b", "c"]
@@ -347,7 +355,7 @@ def test_a_lead_that_was_stopped_is_replaced_and_comes_back_as_one_of_the_others
     a.kill(signal.SIGSTOP)
     until(b, 1)
     until(c, 1)
-    assert b.ask("why").startswith("node a, which leads, has not answered for ")
+    assert b.ask("why").startswith("the leader, node a, has not answered for ")
     b.tell("join"), c.tell("join")
     assert b.quiet(2)
     a.kill(signal.SIGCONT)
@@ -503,7 +511,7 @@ def test_after_the_end_nobody_takes_part_any_more(start: Start) -> None:
     assert a.ask("is_closed") is True
     for node in (a, b, c):
         kind, text = node.tell("join").error()
-        assert kind == "RendezvousClosedError" and "node b says" in text and "start it again" in text
+        assert kind == "RendezvousClosedError" and "node b reports" in text and "start it again" in text
 
 
 def test_a_node_that_was_never_in_ends_alone(start: Start) -> None:
@@ -536,7 +544,7 @@ def test_a_node_that_is_waited_for_is_named_in_the_output_with_the_command(
             break
         time.sleep(0.1)
     assert said.startswith("ft-run: waiting for a node in the place of b (for ")
-    assert f"give there, in {os.getcwd()}: {command()}\n" in said
+    assert f"to start one, in {os.getcwd()}: {command()}\n" in said
     substitute = start(3, "c", nodes="2:2")
     assert substitute.ask("join")["names"] == a.hear()["names"] == ["a", "c"]
 
@@ -617,13 +625,13 @@ def test_who_says_without_a_proof_that_a_node_is_not_of_the_job_does_not_end_it(
     with socket.create_server(("127.0.0.1", b.port)) as stranger:
         stranger.settimeout(WAIT / 6)
         b.tell("join")
-        refusal = protocol.pack(line.REFUSED)
+        refusal = protocol.pack(peer_client.REFUSED)
         began = time.monotonic()
         while time.monotonic() - began < 2:  # four times what it waits for
             connection, _ = stranger.accept()
             with connection:
                 connection.recv(1 << 10)
-                connection.sendall(line.head(refusal) + refusal)
+                connection.sendall(peer_client.length_prefix(refusal) + refusal)
     start(1, "a", **config).tell("join")
     assert b.hear()["names"] == ["a", "b"]
 
@@ -640,7 +648,7 @@ def test_whether_any_node_has_captured_is_said_to_all(start: Start) -> None:
 def test_a_request_that_makes_no_sense_ends_the_connection_and_nothing_else(start: Start) -> None:
     a, b = start(1, "a", nodes="2:2"), start(2, "b", nodes="2:2")
     join(a, b)
-    own = a.ask("__getattribute__", "_me")
+    own = a.ask("me")
     wrong: list[dict[str, Any]] = [
         {"do": "pickle"},
         {"do": "look", "token": 7},
@@ -654,10 +662,11 @@ def test_a_request_that_makes_no_sense_ends_the_connection_and_nothing_else(star
         {"do": "serve", "token": "t", "store": "no\nplace"},
         {},
     ]
-    assert line.ask(own.endpoint, {"do": "meet"}, WAIT, Credentials(secret.of_this_user(), own.run, "c"))["node"] == "a"
+    us = Credentials(job_secret.user_secret(), own.run, "c")
+    assert peer_client.ask(own.endpoint, {"do": "meet"}, WAIT, us)["node"] == "a"
     for request in wrong:
         with pytest.raises(ConnectionError):
-            line.ask(own.endpoint, request, WAIT, Credentials(secret.of_this_user(), own.run, "c"))
+            peer_client.ask(own.endpoint, request, WAIT, us)
     assert [node.ask("num_nodes_waiting") for node in (a, b)] == [0, 0]
 
 
@@ -699,7 +708,7 @@ def test_a_damaged_memory_is_set_aside_with_a_line_and_the_node_starts(
 ) -> None:
     (tmp_path / "nodes.json").write_text(text, encoding="latin-1")
     parameters = RendezvousParameters("ft_plugins", "localhost:0", "alone", 1, 1, node_name="n", run_dir=tmp_path)
-    handler = Rendezvous(Settings.read(parameters))
+    handler = Rendezvous(RendezvousSettings.read(parameters))
     try:
         assert handler.next_rendezvous().rank == 0
     finally:
@@ -707,12 +716,12 @@ def test_a_damaged_memory_is_set_aside_with_a_line_and_the_node_starts(
     assert (tmp_path / "nodes.json.damaged").read_text(encoding="latin-1") == text
     assert json.loads((tmp_path / "nodes.json").read_text())["roster"]["round"] == 1
     said = capsys.readouterr().err
-    assert "set aside as nodes.json.damaged" in said and len(said) < 600
+    assert "renamed to nodes.json.damaged" in said and len(said) < 600
 
 
 def test_a_memory_that_is_a_pipe_is_set_aside_and_nothing_waits_for_it(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "nodes.json")
-    assert within(WAIT / 6, lambda: Memory("job", tmp_path)).roster == Roster(0)
+    assert within(WAIT / 6, lambda: RosterFile("job", tmp_path)).roster == Roster(0)
     assert stat.S_ISFIFO((tmp_path / "nodes.json.damaged").stat().st_mode)
 
 
@@ -721,7 +730,7 @@ def test_a_memory_of_more_nodes_than_there_can_be_is_set_aside(tmp_path: Path) -
     for kept in (members[1:], members):
         text = json.dumps({"run": "job", "roster": {"round": 1, "members": kept, "spares": []}})
         (tmp_path / "nodes.json").write_text(text)
-        assert Memory("job", tmp_path).roster.round == (1 if kept == members[1:] else 0)
+        assert RosterFile("job", tmp_path).roster.round == (1 if kept == members[1:] else 0)
     assert (tmp_path / "nodes.json.damaged").exists()
 
 
@@ -729,13 +738,13 @@ def test_a_memory_full_of_nodes_that_do_not_answer_does_not_keep_a_node_beyond_i
     with contextlib.ExitStack() as stack:
         silent = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(40)]
         members = tuple(Place(f"n{number}", f"127.0.0.1:{each.getsockname()[1]}") for number, each in enumerate(silent))
-        Memory("job", tmp_path).keep(Roster(1, members))
+        RosterFile("job", tmp_path).remember(Roster(1, members))
         config = {"detect_seconds": 3, "join_timeout": 1.5, "wait_seconds": 0, "run_dir": tmp_path, "node_name": "a"}
         place = f"127.0.0.1:{free_port()}"
-        handler = Rendezvous(Settings.read(RendezvousParameters("ft_plugins", place, "job", 1, 2, **config)))
+        handler = Rendezvous(RendezvousSettings.read(RendezvousParameters("ft_plugins", place, "job", 1, 2, **config)))
         began = time.monotonic()
         try:
-            with pytest.raises(RendezvousTimeoutError, match="no round was put together within 1.5 s"):
+            with pytest.raises(RendezvousTimeoutError, match="no round was complete within 1.5 s"):
                 handler.next_rendezvous()
             assert time.monotonic() - began < 1.5 + 1.0 + 0.5, "as long as one answer may take, and no longer"
         finally:
@@ -767,10 +776,10 @@ def test_a_store_that_accepts_and_never_answers_is_given_up_in_time() -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
         began = time.monotonic()
         with pytest.raises(ConnectionError, match="the store at .* did not answer within 3 s"):
-            store.connect(Endpoint("127.0.0.1", mute.getsockname()[1]), bound, 1)
+            round_store.connect(Endpoint("127.0.0.1", mute.getsockname()[1]), bound, 1)
         assert time.monotonic() - began < 10
     with pytest.raises(ConnectionError, match="the store at .* was lost: .*refused"):
-        store.connect(Endpoint("127.0.0.1", free_port()), bound, 1)
+        round_store.connect(Endpoint("127.0.0.1", free_port()), bound, 1)
 
 
 # ---- the agent ----
@@ -779,7 +788,7 @@ def test_a_store_that_accepts_and_never_answers_is_given_up_in_time() -> None:
 @pytest.fixture
 def alone() -> Iterator[Rendezvous]:
     """The handler of a job of one node."""
-    found = Rendezvous(Settings.read(RendezvousParameters("ft_plugins", "localhost:0", "alone", 1, 1)))
+    found = Rendezvous(RendezvousSettings.read(RendezvousParameters("ft_plugins", "localhost:0", "alone", 1, 1)))
     yield found
     found.shutdown()
 
@@ -815,9 +824,8 @@ def test_ranks_that_a_stranger_writes_into_the_store_of_a_round_are_not_believed
     handlers = []
     for name in "ab":
         of_name = {"node_name": name, "join_timeout": WAIT}
-        handlers.append(
-            Rendezvous(Settings.read(RendezvousParameters("ft_plugins", f"127.0.0.1:{port}", "job", 2, 2, **of_name)))
-        )
+        parameters = RendezvousParameters("ft_plugins", f"127.0.0.1:{port}", "job", 2, 2, **of_name)
+        handlers.append(Rendezvous(RendezvousSettings.read(parameters)))
     joined = handlers[1].next_rendezvous
 
     def attacked() -> Any:
@@ -900,7 +908,7 @@ def test_workers_that_start_again_because_a_round_is_over_have_a_reason_in_the_e
     happened: list[str] = []
     agent = agent_of(alone, happened)
     agent._events.subscribe(lambda event: happened.append(event.fields["reason"]))
-    agent._failed_at, alone.over = (1.0 if failed else None), "node x was not heard of"
+    agent._failed_at, alone.waiting_reason = (1.0 if failed else None), "node x was not heard of"
     agent._restart_workers(agent._worker_group)
     assert happened == ([] if failed else ["round.ended", "node x was not heard of"])
     assert agent._worker_group.spec.max_restarts == (3 if failed else 4)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ft_plugins.errors import EXIT_REFUSED
 from ft_plugins.launcher.restarts import (
     RESTORES_OF_ONE_VERSION,
-    Silence,
+    LostPeers,
     WorkerFailure,
     judge,
     restores_so_far,
@@ -104,11 +104,11 @@ def test_ranks_ports_and_process_ids_in_an_error_make_no_other_error_of_it() -> 
         (MISSING, failure(0, 2, MISSING.message)),
         (failure(0, -signal.SIGKILL, ""), failure(0, -signal.SIGKILL, "")),  # from outside, as often as not
         (None, MISSING),
-        (MISSING, Silence(("node b",))),
+        (MISSING, LostPeers(("node b",))),
     ],
 )
 def test_another_error_before_the_first_iteration_is_tried_as_often_as_any_version(
-    first: WorkerFailure | None, second: WorkerFailure | Silence
+    first: WorkerFailure | None, second: WorkerFailure | LostPeers
 ) -> None:
     assert judge(second, [None, None], None, before=first).restart
     assert not judge(second, [None] * 4, None, before=first).restart

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_plugins.errors import ConfigError
-from ft_plugins.launcher.gathering import Application, Gathering, Phase, Place, Roster
+from ft_plugins.launcher.round_machine import Application, Phase, Place, Roster, RoundMachine
 from ft_plugins.launcher.rounds import Candidate, Rules, Seat, natural, ranks, size_now
 
 SILENCE = 10.0
@@ -164,13 +164,13 @@ class Rounds:
     """A gathering and its nodes; each of them is heard of whenever time passes, unless it is `silent`."""
 
     rules: Rules
-    gathering: Gathering = field(init=False)
+    gathering: RoundMachine = field(init=False)
     now: float = 1000.0
     silent: set[str] = field(default_factory=set)
     known: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.gathering = Gathering(self.rules, SILENCE, None, self.now)
+        self.gathering = RoundMachine(self.rules, SILENCE, None, self.now)
 
     def come(self, *names: str, life: int = 1, **seats: Seat) -> list[bool]:
         self.known |= {f"{name}/{life}" for name in names}
@@ -337,7 +337,7 @@ def test_a_round_has_a_number_that_nobody_who_waits_has_heard_of() -> None:
 def test_a_lead_that_remembers_the_last_round_knows_a_node_by_its_name() -> None:
     last = Roster(4, (Place("z", "z:1"), Place("y", "y:1")))
     rounds = Rounds(Rules(2, 2))
-    rounds.gathering = Gathering(rounds.rules, SILENCE, last, rounds.now)
+    rounds.gathering = RoundMachine(rounds.rules, SILENCE, last, rounds.now)
     rounds.come("y", "z", life=2)  # started again, with nothing in mind
     rounds.pass_by(1)
     assert (rounds.gathering.round, rounds.members) == (5, ["z", "y"])

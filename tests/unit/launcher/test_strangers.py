@@ -67,7 +67,7 @@ def node(tmp_path: Path) -> Iterator[Rendezvous]:
 
 
 def call(node: Rendezvous) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", node._post.port), WAIT)
+    return socket.create_connection(("127.0.0.1", node._node.server.port), WAIT)
 
 
 def heard(node: Rendezvous, *messages: Any) -> bytes:
@@ -85,11 +85,11 @@ def heard(node: Rendezvous, *messages: Any) -> bytes:
 
 def goes_on(node: Rendezvous) -> None:
     """The round is the same one, at the same node, and other nodes are answered."""
-    node._post.check()
-    assert node._post.answers and node._station.leading is not None
+    node._node.server.check()
+    assert node._node.server.is_serving and node._node.service.leading is not None
     node._next_look = 0.0
     assert node.num_nodes_waiting() == 0 and not node.is_closed()
-    assert node._round == 1 and not node._station.present
+    assert node._round == 1 and not node._node.service.present
 
 
 LEAD = {"node": "x", "token": "t", "endpoint": "127.0.0.1:1", "generation": 5}
@@ -174,7 +174,7 @@ def test_silent_connections_leave_descriptors_for_workers(
     node: Rendezvous, few_descriptors: Callable[[int], None]
 ) -> None:
     few_descriptors(200)
-    command = ["python3", "-c", SILENT, str(node._post.port)]
+    command = ["python3", "-c", SILENT, str(node._node.server.port)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as stranger:
         assert stranger.stdout is not None and stranger.stdin is not None
         try:

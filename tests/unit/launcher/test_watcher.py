@@ -120,7 +120,7 @@ def test_a_killed_smp_is_reported_and_replaced_by_one_that_knows_whom_to_watch(s
         assert story.next() == ("smp.lost", {"pid": old})
         started, new = story.next(), story.smp.started[-1].pid
         assert started == ("smp.started", {"pid": new})
-        reason = f"a new SMP, pid {new}, has taken over what the lost one kept"
+        reason = f"a new SMP, pid {new}, has adopted the snapshots of the lost one"
         assert story.next() == ("protection.restored", {"reason": reason})
     assert story.smp.watched == [(process.pid, os.getpid()) for process in story.smp.started]
     assert len(story.smp.started) == 3

@@ -20,7 +20,7 @@ from ft_plugins.model.timeline import (
     Timeline,
     bubbles,
     busy_share,
-    furthest,
+    largest_deviation,
     median,
     reduce_work,
     reductions,
@@ -162,7 +162,7 @@ def test_of_very_many_ranks_the_first_are_shown() -> None:
     many = [replace(FIRST, rank=rank, memory=(2**30,) * 9) for rank in range(4096)]
     lines = table(many).splitlines()
     assert len(lines) == 1 + 16 + 1
-    assert lines[-1] == "and 4080 ranks more"
+    assert lines[-1] == "and 4080 more ranks"
     assert lines[1].endswith("1.00 GiB")
 
 
@@ -171,20 +171,20 @@ def test_a_profile_is_given_up_when_more_iterations_miss_it_than_fit() -> None:
     slow, fits = moved(FIRST, 1.26), moved(FIRST, 1.24)
     for _ in range(10):  # one slow iteration of two is noise
         misses = misses.seen(FIRST, slow).seen(FIRST, fits)
-        assert not misses.again
+        assert not misses.limit_reached
     for expected in (False, False, True, True):
         misses = misses.seen(FIRST, slow)
-        assert misses.again == expected
+        assert misses.limit_reached == expected
     misses = misses.seen(FIRST, fits)
-    assert not misses.again, "counted no further than the limit"
+    assert not misses.limit_reached, "counted no further than the limit"
 
 
 def test_an_edge_that_is_off_counts_and_another_shape_is_never_near() -> None:
-    assert furthest(FIRST, FIRST) == 0
+    assert largest_deviation(FIRST, FIRST) == 0
     late = replace(FIRST, spans=(*FIRST.spans[:-1], replace(FIRST.spans[-1], end=15)))
-    assert furthest(FIRST, late) == 3
-    assert furthest(FIRST, replace(FIRST, spans=FIRST.spans[:-1])) == float("inf")
-    assert furthest(timeline(seconds=1), timeline(seconds=9)) == 0, "how long evaluation takes is no edge"
+    assert largest_deviation(FIRST, late) == 3
+    assert largest_deviation(FIRST, replace(FIRST, spans=FIRST.spans[:-1])) == float("inf")
+    assert largest_deviation(timeline(seconds=1), timeline(seconds=9)) == 0, "how long evaluation takes is no edge"
 
 
 def test_the_work_of_a_job_s_reductions_is_found_once_for_all_of_its_ranks() -> None:

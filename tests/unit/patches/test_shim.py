@@ -149,7 +149,7 @@ def test_modules_that_need_triton_load_without_it_and_their_kernels_refuse() -> 
 def test_steps_of_torch_adam_are_not_shared_after_a_load() -> None:
     in_a_process(
         """
-        from ft_plugins.patches.megatron_distrib_optimizer import with_own_steps, with_whole_state
+        from ft_plugins.patches.megatron_optimizers import with_own_steps, with_whole_state
         parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
         adam = torch.optim.Adam(parameters, lr=0.1)
         with_whole_state(adam)

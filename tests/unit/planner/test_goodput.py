@@ -152,5 +152,5 @@ def test_more_replicas_have_less_to_send_each_and_fail_more_often() -> None:
 def test_what_is_no_time_is_refused() -> None:
     with pytest.raises(ConfigError, match="restart_seconds: expected a number from 0 to 1e9, found -1"):
         plan_goodput(CLUSTER, COSTS, TIMELINES, -1)
-    with pytest.raises(ConfigError, match="timelines: expected those of an iteration that takes time"):
+    with pytest.raises(ConfigError, match="timelines: expected an iteration longer than 0 s"):
         plan_goodput(CLUSTER, COSTS, ())

@@ -249,8 +249,8 @@ def test_costs_that_make_no_sense_are_refused(change: dict[str, float], said: st
 def test_the_table_shows_every_tier_and_the_share_of_the_day() -> None:
     lines = plan_intervals(CLUSTER, COSTS).table().splitlines()
     assert "hardware one in 1000 days, software one in 100 days" in lines[0]
-    assert [line.split()[0] for line in lines[2:4]] == ["checkpoints", "together"]
-    assert sum("together" in line for line in lines) == 3 and "1 iteration " in lines[4]
+    assert [line.split()[0] for line in lines[2:4]] == ["checkpoints", "total"]
+    assert sum("total" in line for line in lines) == 3 and "1 iteration " in lines[4]
     share = scheme_plan(Scheme.RAIM5).cost / DAY
     assert f"{share:.2%}" in lines[7]
     hopeless = plan_intervals(Cluster(9600, 6, 1.0, 1.0), COSTS).table()

@@ -211,7 +211,7 @@ def test_a_program_that_cannot_end_is_told_of(monkeypatch: pytest.MonkeyPatch) -
     pipeline = Pipeline(PipelineSchedule.ONE_F_ONE_B, 2, 1)
     one_sided = [MessagePost((), (pipeline.activation(0, 0),), True)], [Compute(Pass.FORWARD, 0, 0)]
     monkeypatch.setattr(simulator, "program", lambda pipeline, rank: one_sided[rank])
-    with pytest.raises(ConfigError, match=r"schedule 1f1b: rank 0 waits for ever at MessagePost\(sends=\(\)"):
+    with pytest.raises(ConfigError, match=r"schedule 1f1b: rank 0 waits forever at MessagePost\(sends=\(\)"):
         simulate(pipeline, Times())
 
 

@@ -187,7 +187,7 @@ def test_the_mean_rate_is_one_over_the_mean_of_the_distribution() -> None:
         ({"nodes": 0}, "nodes: expected an integer >= 1, found 0"),
         ({"nodes": 12.0}, "nodes: expected an integer >= 1, found 12.0"),
         ({"nodes": 13}, "nodes: expected a multiple of group_nodes (6), found 13"),
-        ({"group_nodes": 1}, "group_nodes: expected an integer >= 2, found 1; a node that is alone"),
+        ({"group_nodes": 1}, "group_nodes: expected an integer >= 2, found 1; a node alone in its group"),
         ({"hw_rate": -1e-4}, "hw_rate: expected a number from 0 to 100, found -0.0001"),
         ({"sw_rate": math.nan}, "sw_rate: expected a number from 0 to 100, found nan"),
         ({"shape": 0.0}, "shape: expected a number from 0.1 to 10, found 0.0"),

@@ -31,7 +31,7 @@ from ft_plugins.smp.owner import SnapshotProcess
 from ft_plugins.snapshot.paths import path_of, remove
 from ft_plugins.snapshot.segment import Segment
 from ft_plugins.snapshot.shape import PAGE, Shape
-from ft_plugins.snapshot.slots import SlotState, Version, void
+from ft_plugins.snapshot.slots import SlotState, Version, voided_slots
 
 RANKS = (0, 1, 2)
 SHAPE = Shape(nbytes=300, small_nbytes=100, buckets=3, layout=0xFEEDFACECAFEBEEF)
@@ -345,7 +345,7 @@ def test_whenever_a_fresh_start_dies_while_it_is_opened_the_next_start_goes_on(
         return plan_recovery([_read_facts(segment.rank, _facts(segment)) for segment in segments])
 
     def begin(segment: Segment) -> None:
-        segment.open_lineage(2, None, void(segment.slots(), None))
+        segment.open_lineage(2, None, voided_slots(segment.slots(), None))
 
     assert planned().version == (None if hurt else Version(1, 6))
     for segment in segments[:done]:
@@ -380,7 +380,7 @@ def test_whenever_a_start_from_a_version_dies_while_it_is_opened_the_next_one_ta
         segments[index].dirty(2, None, 1)
     for at in itertools.count():
         segments[0].bytes[:] = before
-        died = dies_at(at, lambda: segments[0].open_lineage(2, base, void(segments[0].slots(), base)))
+        died = dies_at(at, lambda: segments[0].open_lineage(2, base, voided_slots(segments[0].slots(), base)))
         plan = plan_recovery([_read_facts(segment.rank, _facts(segment)) for segment in segments])
         assert choose_source(plan, "auto", 0).version == base, f"line {at}"
         if not died:

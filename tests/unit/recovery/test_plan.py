@@ -15,7 +15,7 @@ from ft_plugins.errors import ResumeError
 from ft_plugins.recovery.facts import NodeFacts, RankFacts
 from ft_plugins.recovery.recovery_plan import Source, Way, choose_source, newest_committed, plan_recovery
 from ft_plugins.redundancy.exchange_plan import ExchangePlan, plan_exchange
-from ft_plugins.snapshot.slots import SLOTS, Mark, Slot, SlotState, Version, void
+from ft_plugins.snapshot.slots import SLOTS, Mark, Slot, SlotState, Version, voided_slots
 
 versions = st.builds(Version, st.integers(0, 2), st.integers(1, 5))
 
@@ -75,7 +75,7 @@ def test_a_second_recovery_right_after_takes_the_same_version_again(facts: list[
             if rank.rank >= opened:
                 again.append(rank)
                 continue
-            voided = void(rank.slots, plan.version)
+            voided = voided_slots(rank.slots, plan.version)
             slots = tuple(Slot(s.index, SlotState.DIRTY, None) if s.index in voided else s for s in rank.slots)
             again.append(RankFacts(rank.rank, slots, plan.lineage, plan.version.iteration if plan.version else 0))
         second = plan_recovery(again)
@@ -648,9 +648,9 @@ def test_a_version_whose_replicas_differed_is_never_taken() -> None:
 
 def test_replicas_that_are_let_drift_are_not_gone_back_behind() -> None:
     """Under steady noise nothing ever agrees again; what was captured holds each replica whole."""
-    marks = {3: Mark.CERTIFIED, 7: Mark.DRIFTING, 8: Mark.UNAUDITED}
+    marks = {3: Mark.CERTIFIED, 7: Mark.DIVERGED, 8: Mark.UNAUDITED}
     plan = plan_recovery([marked(rank(r, 3, 7, 8, completed=8), marks) for r in (0, 1)])
-    assert (plan.version, plan.mark) == (Version(1, 7), Mark.DRIFTING)
+    assert (plan.version, plan.mark) == (Version(1, 7), Mark.DIVERGED)
     del marks[3]
     assert plan_recovery([marked(rank(r, 3, 7, 8), marks) for r in (0, 1)]).version == Version(1, 8), "no comparing"
 
@@ -674,7 +674,7 @@ def test_with_marks_it_is_still_one_version_that_all_have(
     if not common:
         assert plan.version is None
         return
-    good = {version for version in common if known[version] in (Mark.CERTIFIED, Mark.DRIFTING)}
+    good = {version for version in common if known[version] in (Mark.CERTIFIED, Mark.DIVERGED)}
     compared = Mark.CERTIFIED in known.values()
     assert plan.version == max(good if compared and good else common)
     assert plan.mark is known[plan.version]

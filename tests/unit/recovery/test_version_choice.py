@@ -24,7 +24,7 @@ from ft_plugins.recovery.facts import NodeFacts, RankFacts
 from ft_plugins.recovery.recovery_plan import RecoveryPlan, Way, choose_source, newest_committed, plan_recovery
 from ft_plugins.redundancy.exchange_plan import plan_exchange
 from ft_plugins.smp.agreement import ExchangeDecision, ExchangeEpoch, NodeReport, decide
-from ft_plugins.snapshot.slots import Pin, Slot, SlotState, Version, choose, may_pin, slots_for, void
+from ft_plugins.snapshot.slots import Pin, Slot, SlotState, Version, choose, pinnable_slot, slots_for, voided_slots
 
 DIGEST = 77
 SHAPES = {  # nodes of the ranks, sharding groups, losses
@@ -71,7 +71,7 @@ class Memory:
         return any(slot.version == version and slot.pins & purpose for slot in self.slots)
 
     def pin(self, version: Version, purpose: Pin) -> bool:
-        index = may_pin(self.slots, version)
+        index = pinnable_slot(self.slots, version)
         if index is not None:
             self.slots[index] = replace(self.slots[index], pins=self.slots[index].pins | purpose)
         return index is not None
@@ -81,7 +81,7 @@ class Memory:
         self.slots = [slot if slot.version in kept else replace(slot, pins=slot.pins & ~purpose) for slot in self.slots]
 
     def void_after(self, base: Version | None) -> None:
-        for index in void(self.slots, base):
+        for index in voided_slots(self.slots, base):
             self.slots[index] = Slot(index, SlotState.DIRTY, None)
 
 

@@ -208,14 +208,14 @@ def test_arrays_that_do_not_go_together_are_refused_before_anything_is_changed()
         kernels.xor_many_into(target, (np.ones(2, dtype=np.float32),))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"strides \(2,\)"):
         kernels.xor_many_into(target, (source[::2],))
-    with pytest.raises(ValueError, match="not of one size"):
+    with pytest.raises(ValueError, match="expected the same size"):
         kernels.pq_into(target, target[:5], [source], [0])
     with pytest.raises(ValueError, match="1 sources have 2 exponents"):
         kernels.pq_into(target, target.copy(), [source], [0, 1])
     for factor in (-1, 256):
-        with pytest.raises(ValueError, match=f"{factor} is no number of GF"):
+        with pytest.raises(ValueError, match=f"factor {factor} is not in GF"):
             kernels.scale_xor_into(target, source, factor)
-        with pytest.raises(ValueError, match=f"{factor} is no number of GF"):
+        with pytest.raises(ValueError, match=f"factor {factor} is not in GF"):
             kernels.digest_xor_into(target, source, buckets_of(source, 10), factor)
     assert not target.any()
 

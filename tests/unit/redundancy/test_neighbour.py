@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,9 +27,9 @@ from ft_plugins.redundancy.neighbour import (
     partner,
     partners,
     pipelines,
-    plan_both,
+    plan_copies_and_parity,
     plan_neighbours,
-    unplaced,
+    why_unplaced,
 )
 from ft_plugins.smp.frames import Parity, decoded
 from ft_plugins.snapshot.layout import plan_layout
@@ -62,13 +62,22 @@ def anywhere(draw: st.DrawFn) -> Job:
     return Job(tuple(f"n{node}" for node in nodes), tuple(cut), tuple(nbytes))
 
 
-jobs = anywhere().filter(lambda job: not unplaced(job.nodes, job.pipelines))
+def loses(plan: NeighbourPlan, lost: Collection[int]) -> tuple[int, ...]:
+    """The ranks whose state is gone if the nodes at the positions `lost` are lost at the same time."""
+    return tuple(copy.rank for at in sorted(lost) for copy in plan.sent_from[at] if copy.target in lost)
+
+
+def survives(plan: NeighbourPlan, lost: Collection[int]) -> bool:
+    return not loses(plan, lost)
+
+
+jobs = anywhere().filter(lambda job: not why_unplaced(job.nodes, job.pipelines))
 
 
 def real(per_node: int, nodes: int, order: str = "tp-cp-ep-dp-pp", **sizes: int) -> Job:
     """A job as Megatron-LM lays it out, with uneven bytes."""
     where = tuple(f"n{rank // per_node}" for rank in range(per_node * nodes))
-    topology = Topology(**sizes, order=order, nodes=where)
+    topology = Topology(**sizes, order=order)
     return Job(where, pipelines(topology), tuple(200 + 13 * rank for rank in range(len(where))))
 
 
@@ -129,7 +138,7 @@ def test_nodes_are_partners_in_pairs_and_the_last_three_of_an_odd_number_in_a_ri
 def test_partners_are_those_that_a_copy_is_lost_with(nodes: int) -> None:
     plan = plan_neighbours([f"n{node}" for node in range(nodes)], [tuple(range(nodes))], [8] * nodes)
     for node, others in enumerate(partners(nodes)):
-        assert others == {other for other in range(nodes) if not plan.survives({node, other})}
+        assert others == {other for other in range(nodes) if not survives(plan, {node, other})}
 
 
 @pytest.mark.parametrize("name", PAPER)
@@ -146,7 +155,7 @@ def test_in_the_paper_s_shapes_two_nodes_keep_the_copies_of_each_other(name: str
 @given(anywhere())
 def test_a_job_is_refused_exactly_when_a_pipeline_stands_on_one_node(job: Job) -> None:
     alone = [p for p in job.pipelines if len({job.nodes[rank] for rank in p}) == 1]
-    reason = unplaced(job.nodes, job.pipelines)
+    reason = why_unplaced(job.nodes, job.pipelines)
     assert bool(reason) == bool(alone)
     if reason:
         with pytest.raises(TopologyError) as refused:
@@ -157,10 +166,10 @@ def test_a_job_is_refused_exactly_when_a_pipeline_stands_on_one_node(job: Job) -
 
 
 def test_what_cannot_be_had_is_said_in_words() -> None:
-    assert unplaced(["a", "a"], [(0, 1)]) == "all ranks stand on one node"
-    assert "rank 0 has no other stage" in unplaced(["a", "b"], [(0,), (1,)])
-    assert "ranks 0, 1 have all their stages on node a" in unplaced(["a", "a", "b", "b"], [(0, 1), (2, 3)])
-    assert "an order with pp last" in unplaced(["a", "a", "b", "b"], [(0, 1), (2, 3)])
+    assert why_unplaced(["a", "a"], [(0, 1)]) == "all ranks are on one node"
+    assert "rank 0 has no other stage" in why_unplaced(["a", "b"], [(0,), (1,)])
+    assert "ranks 0, 1 have all their stages on node a" in why_unplaced(["a", "a", "b", "b"], [(0, 1), (2, 3)])
+    assert "an order with pp last" in why_unplaced(["a", "a", "b", "b"], [(0, 1), (2, 3)])
 
 
 @pytest.mark.parametrize("stages", [[(0, 1)], [(0, 1, 2), (1, 2)]])
@@ -174,11 +183,11 @@ def test_nodes_that_meet_on_a_link_are_together_whoever_of_them_sends() -> None:
     copies = tuple(NeighbourCopy(rank, rank, to, to, 100, 1) for rank, to in ways.items())
     plan = NeighbourPlan(tuple("abcdefg"), tuple((rank,) for rank in ways), copies)
     for rank in ways:
-        assert {copy.rank for copy in plan.together(rank)} == ({0, 1, 2, 5} if rank in (0, 1, 2, 5) else {3, 4, 6})
+        assert {copy.rank for copy in plan.linked_copies(rank)} == ({0, 1, 2, 5} if rank in (0, 1, 2, 5) else {3, 4, 6})
 
 
 def test_pipelines_are_those_of_the_topology_in_the_order_of_stages() -> None:
-    topology = Topology(tp=2, pp=4, dp=2, nodes=tuple(f"n{rank // 4}" for rank in range(16)))
+    topology = Topology(tp=2, pp=4, dp=2)
     assert pipelines(topology) == ((0, 4, 8, 12), (1, 5, 9, 13), (2, 6, 10, 14), (3, 7, 11, 15))  # the paper's figure 1
     assert all(topology.coords(rank).pp == stage for group in pipelines(topology) for stage, rank in enumerate(group))
 
@@ -191,7 +200,7 @@ def test_every_byte_of_every_replica_set_is_copied_exactly_once(name: str) -> No
     """Dense weights are held by all of a stage's replicas, moments by one rank each, as ZeRO-1 has it."""
     job = PAPER[name]
     sizes = {key: int(value) for key, value in zip(("dp", "tp", "pp"), name[1::2], strict=True)}
-    topology = Topology(**sizes, nodes=job.nodes)
+    topology = Topology(**sizes)
     layouts = []
     for rank in range(16):
         replicas = topology.replicas(rank)
@@ -229,7 +238,6 @@ def test_budgets_add_up_to_what_is_sent(job: Job) -> None:
     assert sum(plan.sent_bytes(at) for at in range(len(plan.nodes))) == sum(job.nbytes)
     for position in range(len(plan.nodes)):
         assert plan.kept_bytes(position) == exchange.parity_bytes(position), "what its vault claims"
-        assert plan.budget_bytes(position) == 2 * plan.kept_bytes(position)
         padding = plan.kept_bytes(position) - sum(copy.nbytes for copy in plan.kept_on[position])
         assert 0 <= padding <= 63 * len(plan.kept_on[position])
 
@@ -276,15 +284,15 @@ def test_what_is_survived_can_be_put_together_and_what_is_not_is_refused(job: Jo
     count = len(plan.nodes)
     for lost in itertools.chain(*(itertools.combinations(range(count), many) for many in (1, 2, 3) if many <= count)):
         together = any(at in plan.keepers[other] for at in lost for other in lost)
-        assert plan.survives(lost) == (not together)
+        assert survives(plan, lost) == (not together)
         for rank in (rank for position in lost for rank in exchange.ranks[position]):
             if plan.copies[rank].target in lost:
-                assert rank in plan.loses(lost)
+                assert rank in loses(plan, lost)
                 if job.nbytes[rank]:
                     with pytest.raises(ResumeError):
                         list(decoded(exchange, rank, V, lost))
             else:
-                assert rank not in plan.loses(lost)
+                assert rank not in loses(plan, lost)
                 assert (put_together(exchange, rank, lost, kept) == slots[rank]).all()
 
 
@@ -292,9 +300,9 @@ def test_what_is_survived_can_be_put_together_and_what_is_not_is_refused(job: Jo
 @given(either)
 def test_any_one_node_may_be_lost_and_two_unless_one_keeps_the_other_s(job: Job) -> None:
     plan = job.plan()
-    assert all(plan.survives([at]) for at in range(len(plan.nodes)))
+    assert all(survives(plan, [at]) for at in range(len(plan.nodes)))
     for pair in itertools.combinations(range(len(plan.nodes)), 2):
-        assert plan.survives(pair) == (pair not in plan.fatal_pairs)
+        assert survives(plan, pair) == (pair not in plan.fatal_pairs)
 
 
 @settings(max_examples=100)
@@ -302,9 +310,9 @@ def test_any_one_node_may_be_lost_and_two_unless_one_keeps_the_other_s(job: Job)
 def test_small_state_lies_where_the_copy_is(job: Job) -> None:
     exchange = job.plan().exchange()
     for copy in job.plan().copies:
-        assert exchange.copy_holders(copy.rank) == (copy.target,)
+        assert exchange.small_state_holders(copy.rank) == (copy.target,)
     for position in range(len(exchange.nodes)):
-        assert list(exchange.copies_on(position)) == [copy.rank for copy in job.plan().kept_on[position]]
+        assert list(exchange.small_state_on(position)) == [copy.rank for copy in job.plan().kept_on[position]]
         assert not any(exchange.parts[rank] for rank in exchange.ranks[position])
 
 
@@ -314,12 +322,12 @@ def test_small_state_lies_where_the_copy_is(job: Job) -> None:
 def test_8192_ranks_are_planned_in_seconds() -> None:
     began = time.process_time()
     nodes = tuple(f"n{rank // 8}" for rank in range(8192))
-    topology = Topology(tp=8, pp=64, dp=16, nodes=nodes)
+    topology = Topology(tp=8, pp=64, dp=16)
     plan = plan_neighbours(nodes, pipelines(topology), [1 << 30] * 8192)
     exchange = plan.exchange()
     assert sum(send.stop - send.start for send in exchange.sends[17]) == 8 << 30
-    assert exchange.parity_bytes(1023) == 8 << 30 and exchange.copy_holders(8191) == (1023 - 16,)
-    assert plan.survives([0, 1]) and not plan.survives([0, 16])
+    assert exchange.parity_bytes(1023) == 8 << 30 and exchange.small_state_holders(8191) == (1023 - 16,)
+    assert survives(plan, [0, 1]) and not survives(plan, [0, 16])
     assert len(plan.table().splitlines()) == 1 + 1024 + 64 + 1
     assert time.process_time() - began < PLANNING_CPU_SECONDS
 
@@ -348,14 +356,14 @@ PIPELINES, GROUPS = ((0, 4), (1, 5), (2, 6), (3, 7)), ((0, 1, 2, 3), (4, 5, 6, 7
 
 def test_with_both_exactly_what_one_of_the_two_survives_is_survived() -> None:
     nbytes = [1000 + 64 * rank for rank in range(8)]
-    both = plan_both(NODES, PIPELINES, GROUPS, nbytes)
+    both = plan_copies_and_parity(NODES, PIPELINES, GROUPS, nbytes)
     copies = plan_neighbours(NODES, PIPELINES, nbytes)
     parity = plan_exchange(NODES, GROUPS, nbytes, 1)
     for count in range(5):
         for lost in itertools.combinations(range(4), count):
             for rank in (rank for at in lost for rank in both.ranks[at]):
-                by_copy, by_parity = rank not in copies.loses(lost), parity.ways(rank, lost) is not None
-                found = both.ways(rank, lost)
+                by_copy, by_parity = rank not in loses(copies, lost), parity.recovery_sections(rank, lost) is not None
+                found = both.recovery_sections(rank, lost)
                 assert (found is not None) == (by_copy or by_parity)
                 if by_copy:
                     assert found == (both.sections[rank],), "a copy is read once"
@@ -363,22 +371,23 @@ def test_with_both_exactly_what_one_of_the_two_survives_is_survived() -> None:
 
 def test_both_is_two_plans_side_by_side() -> None:
     nbytes = [1000 + 64 * rank for rank in range(8)]
-    both = plan_both(NODES, PIPELINES, GROUPS, nbytes)
+    both = plan_copies_and_parity(NODES, PIPELINES, GROUPS, nbytes)
     copies = plan_neighbours(NODES, PIPELINES, nbytes).exchange()
     parity = plan_exchange(NODES, GROUPS, nbytes, 1)
     assert [section.index for section in both.sections] == list(range(len(both.sections)))
     for position in range(4):
         assert both.parity_bytes(position) == copies.parity_bytes(position) + parity.parity_bytes(position)
-        assert both.copies_on(position) == tuple(rank for rank in range(8) if position in both.copy_holders(rank))
-        assert set(both.copies_on(position)) == {*copies.copies_on(position), *parity.copies_on(position)}
+        stored = both.small_state_on(position)
+        assert stored == tuple(rank for rank in range(8) if position in both.small_state_holders(rank))
+        assert set(stored) == {*copies.small_state_on(position), *parity.small_state_on(position)}
         sent = sum(send.stop - send.start for send in both.sends[position])
-        beside = sum(both.sent_beside(rank) for rank in both.ranks[position])
+        beside = sum(both.parity_sent_bytes(rank) for rank in both.ranks[position])
         assert sent == beside + sum(nbytes[rank] for rank in both.ranks[position])
     assert "copies on the nearest" in both.table() and "RAIM5" in both.table()
 
 
 def test_both_is_refused_where_either_cannot_be_had() -> None:
     with pytest.raises(TopologyError, match="at least 2 nodes"):
-        plan_both(("a", "b"), [(0, 1)], [(0,), (1,)], [10, 10])
+        plan_copies_and_parity(("a", "b"), [(0, 1)], [(0,), (1,)], [10, 10])
     with pytest.raises(TopologyError, match="no other stage"):
-        plan_both(("a", "b"), [(0,), (1,)], [(0, 1)], [10, 10])
+        plan_copies_and_parity(("a", "b"), [(0,), (1,)], [(0, 1)], [10, 10])

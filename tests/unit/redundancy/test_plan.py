@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from ft_plugins.errors import TopologyError
 from ft_plugins.model.topology import Topology
-from ft_plugins.redundancy.exchange_plan import ExchangePlan, Extent, Section, plan_exchange, positions, unprotected
+from ft_plugins.redundancy.exchange_plan import ExchangePlan, Extent, Section, plan_exchange, positions, why_unprotected
 from ft_plugins.redundancy.field import ORDER
 from ft_plugins.redundancy.parity import ALIGNMENT, plan_decode
 
@@ -63,7 +63,7 @@ def jobs(draw: st.DrawFn) -> Job:
 def real(per_node: Sequence[int], losses: int, order: str = "tp-cp-ep-dp-pp", **sizes: int) -> Job:
     """A job as Megatron-LM lays it out: so many ranks on each node, uneven bytes."""
     nodes = tuple(f"n{node}" for node, ranks in enumerate(per_node) for _ in range(ranks))
-    topology = Topology(**sizes, order=order, nodes=nodes)
+    topology = Topology(**sizes, order=order)
     assert topology.world_size == len(nodes)
     nbytes = tuple(500 + 37 * rank for rank in range(len(nodes)))
     return Job(nodes, tuple(topology.sharding_groups().values()), nbytes, losses)
@@ -176,14 +176,14 @@ def test_copies_are_kept_by_as_many_other_nodes_of_the_section_as_may_be_lost(jo
     plan = job.plan()
     where, _ = positions(job.nodes)
     for rank in range(len(job.nodes)):
-        holders = plan.copy_holders(rank)
+        holders = plan.small_state_holders(rank)
         own = where.index(job.nodes[rank])
         (section,) = [section for section in plan.sections if rank in job.groups[section.index]]
         assert section is plan.section_of_rank[rank] and own == plan.position_of_rank[rank]
         assert len(set(holders)) == job.losses and own not in holders and set(holders) <= set(section.positions)
     for position in range(len(plan.nodes)):
-        kept = plan.copies_on(position)
-        assert list(kept) == [rank for rank in range(len(job.nodes)) if position in plan.copy_holders(rank)]
+        kept = plan.small_state_on(position)
+        assert list(kept) == [rank for rank in range(len(job.nodes)) if position in plan.small_state_holders(rank)]
 
 
 # sections, positions, streams
@@ -306,20 +306,20 @@ def test_any_loss_that_is_survived_leaves_enough_to_put_every_slot_together(name
 @pytest.mark.parametrize(
     ("nodes", "groups", "losses", "said"),
     [
-        (["a", "a"], [(0, 1)], 1, "all ranks stand on one node"),
-        (["a", "a"], [(0, 1)], 2, "all ranks stand on one node"),
+        (["a", "a"], [(0, 1)], 1, "all ranks are on one node"),
+        (["a", "a"], [(0, 1)], 2, "all ranks are on one node"),
         (["a", "a", "b", "b"], [(0, 1), (2, 3)], 1, "RAIM5 needs the ranks of each sharding group on at least 2"),
-        (["a", "a", "b", "b"], [(0, 1), (2, 3)], 1, "but ranks 0, 1 stand on 1"),
+        (["a", "a", "b", "b"], [(0, 1), (2, 3)], 1, "but ranks 0, 1 are on 1"),
         (["a", "b", "c"], [(0, 1, 2)], 2, "RAIM6 needs the ranks of each sharding group on at least 4"),
-        (["a", "b", "c"], [(0, 1, 2)], 2, "but ranks 0, 1, 2 stand on 3"),
-        (["a", "b", "c", "d", "d"], [(0, 1, 2, 3), (4,)], 1, "but ranks 4 stand on 1"),
+        (["a", "b", "c"], [(0, 1, 2)], 2, "but ranks 0, 1, 2 are on 3"),
+        (["a", "b", "c", "d", "d"], [(0, 1, 2, 3), (4,)], 1, "but ranks 4 are on 1"),
         (["a", "b", "c"], [(0, 1, 2)], 2, "dp last"),
     ],
 )
 def test_what_cannot_be_survived_is_said_in_words_and_refused_with_them(
     nodes: list[str], groups: list[tuple[int, ...]], losses: int, said: str
 ) -> None:
-    reason = unprotected(nodes, groups, losses)
+    reason = why_unprotected(nodes, groups, losses)
     assert said in reason
     with pytest.raises(TopologyError) as refused:
         plan_exchange(nodes, groups, [64] * len(nodes), losses)
@@ -334,7 +334,7 @@ def test_a_job_is_unprotected_exactly_when_a_group_stands_on_too_few_nodes(
     nodes = [f"n{node}" for node in on]
     groups = [tuple(range(first, len(on), count)) for first in range(min(count, len(on)))]
     few = [group for group in groups if len({nodes[rank] for rank in group}) < NEEDED[losses]]
-    reason = unprotected(nodes, groups, losses)
+    reason = why_unprotected(nodes, groups, losses)
     assert bool(reason) == bool(few)
     if not few:
         plan_exchange(nodes, groups, [1] * len(nodes), losses)
@@ -351,7 +351,7 @@ def test_a_rank_in_no_group_or_in_two_is_refused(groups: list[tuple[int, ...]]) 
 def test_as_many_nodes_as_raim6_has_factors_for_are_planned() -> None:
     count = ORDER + 2
     nodes, groups = [f"n{rank}" for rank in range(count)], [tuple(range(count))]
-    assert unprotected(nodes, groups, 2) == ""
+    assert why_unprotected(nodes, groups, 2) == ""
     assert plan_exchange(nodes, groups, [1] * count, 2).losses == 2
 
 
@@ -360,9 +360,9 @@ def test_more_nodes_than_raim6_has_factors_for_are_unprotected() -> None:
     nodes, groups = [f"n{rank}" for rank in range(count)], [tuple(range(count))]
     with pytest.raises(TopologyError) as refused:
         plan_exchange(nodes, groups, [1] * count, 2)
-    assert unprotected(nodes, groups, 2) == str(refused.value)
-    assert "has factors for 257 nodes" in str(refused.value) and "258 ranks" in str(refused.value)
-    assert unprotected(nodes, groups, 1) == "", "which is what the message says"
+    assert why_unprotected(nodes, groups, 2) == str(refused.value)
+    assert "supports at most 257 nodes" in str(refused.value) and "258 ranks" in str(refused.value)
+    assert why_unprotected(nodes, groups, 1) == "", "which is what the message says"
 
 
 # scale, and people
@@ -388,7 +388,7 @@ def test_512_nodes_are_planned_in_seconds(ranks: int, per_node: int, width: int,
     assert plan.parity_bytes(511) == per_node * losses * block
     assert len(plan.sends[7]) == per_node * (width - losses) * losses
     assert sum(send.stop - send.start for send in plan.sends[7]) == per_node * losses << 30
-    assert len(plan.copies_on(3)) == per_node * losses
+    assert len(plan.small_state_on(3)) == per_node * losses
     assert len(plan.table().splitlines()) == 1 + len(groups) + 512
     assert time.perf_counter() - began < PLANNING_SECONDS
 

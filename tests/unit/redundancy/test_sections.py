@@ -228,7 +228,7 @@ def test_a_job_whose_state_is_all_replicated_sends_none_of_it_and_claims_no_room
     assert plan.table().splitlines() == [
         "RAIM5 over 3 nodes: any 1 of each group may be lost",
         "  group 0: ranks [0, 1, 2] on a, b, c; blocks of 0 bytes",
-        "    replicas: ranks [0, 1, 2] on a, b, c; blocks of 640 bytes, computed where it lies",
+        "    replicas: ranks [0, 1, 2] on a, b, c; blocks of 640 bytes, computed locally",
         "  a: keeps 0 bytes of parity, sends 0 per version; computes 640 of its own",
         "  b: keeps 0 bytes of parity, sends 0 per version; computes 640 of its own",
         "  c: keeps 0 bytes of parity, sends 0 per version; computes 640 of its own",

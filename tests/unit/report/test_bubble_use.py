@@ -64,11 +64,11 @@ def test_what_went_before_there_was_a_plan_is_left_out() -> None:
     assert (sending.versions, sending.iterations, sending.every) == (2, 4, 2.0)
     assert (sending.in_bubbles, sending.late, sending.by_rate) == (3600, 100, 300), "of both nodes"
     assert sending.in_bubble_share == 0.9 and sending.idle_share == pytest.approx(0.5)
-    assert use.sent == {rank: {0: 900} for rank in RANKS} and use.an_iteration(3, 0) == 225
+    assert use.sent == {rank: {0: 900} for rank in RANKS} and use.bytes_per_iteration(3, 0) == 225
     assert use.nodes == {0: "node0", 1: "node0", 2: "node1", 3: "node1"}
     line = sending.line()
     assert line.startswith("Bubbles are 50% of an iteration; a checkpoint every 2.0 iterations (planned: 2); 90% of")
-    assert line.endswith("2% late, 8% by a rate")
+    assert line.endswith("2% late, 8% rate-limited")
 
 
 def test_another_incarnation_counts_from_nothing_and_is_not_added() -> None:
@@ -89,7 +89,7 @@ def test_without_a_plan_there_is_nothing_to_say() -> None:
 def test_a_plan_under_which_no_two_versions_counted_says_so() -> None:
     sending = used(planned(10, iterations=3), counted(11, 8, 100)).sending
     assert sending.every is None and sending.in_bubble_share is None
-    assert "every 3 was planned, fewer than two" in sending.line()
+    assert "planned: a checkpoint every 3; fewer than two" in sending.line()
 
 
 def told(bytes_by_bubble: dict[int, int]) -> list[list[int]]:
@@ -110,9 +110,9 @@ def test_a_bubble_that_a_node_did_not_tell_both_times_is_not_known_and_not_empty
         counts[0].fields["filled"] = told(filled)
         events += counts
     use = used(events)
-    found = [use.an_iteration(0, bubble) for bubble in range(41)]
+    found = [use.bytes_per_iteration(0, bubble) for bubble in range(41)]
     assert found == [None] * 16 + [200.0] * 24 + [None]
-    assert use.an_iteration(2, 0) == 50 and use.an_iteration(2, 1) == 0, "of rank 2 all is told"
+    assert use.bytes_per_iteration(2, 0) == 50 and use.bytes_per_iteration(2, 1) == 0, "of rank 2 all is told"
     draw_bubbles(use, tmp_path / "part.png")
     assert (tmp_path / "part.png").read_bytes().startswith(b"\x89PNG")
 
@@ -124,7 +124,7 @@ def test_where_most_bubbles_only_came_up_later_what_went_in_them_is_known() -> N
         counts[0].fields["filled"] = told(filled)
         events += counts
     use = used(events)
-    assert [use.an_iteration(0, at) for at in (3, 7, 8, 39)] == [None, None, 9.0, 24.5]
+    assert [use.bytes_per_iteration(0, at) for at in (3, 7, 8, 39)] == [None, None, 9.0, 24.5]
 
 
 def test_the_picture_is_drawn(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def test_a_restart_from_scratch_is_no_proof_even_with_identical_state(name: str)
     found = report(restores=scratch)
     assert found.identical and found.restores == 0 and found.restored_from is None and found.scratch_restarts == 1
     assert not found.proven
-    assert "started 1 time(s) from the beginning" in verdict(found) and "restored 0 time(s)" in verdict(found)
+    assert "started 1 time(s) from scratch" in verdict(found) and "restored 0 time(s)" in verdict(found)
 
 
 def test_starting_from_scratch_before_the_kill_is_how_every_job_starts() -> None:
@@ -144,7 +144,10 @@ def test_starting_from_scratch_before_the_kill_is_how_every_job_starts() -> None
 @pytest.mark.parametrize(
     "restores, reason",
     [
-        ([restored(rank, tier="storage") for rank in range(RANKS)], "from the storage tier, expected one of process"),
+        (
+            [restored(rank, tier="storage") for rank in range(RANKS)],
+            "from the storage tier, expected a memory tier (process, node)",
+        ),
         ([restored(rank) for rank in range(RANKS)] * 2, "restored 2 time(s), expected 1"),
     ],
 )
@@ -166,7 +169,7 @@ def test_a_lost_node_is_named_and_what_was_logged_and_not_restored_is_lost() -> 
     kill = event("signal.sent", KILLED, lost="node1", ranks=[2, 3], signal="SIGKILL", iteration=8)
     events = [kill if e.name == "signal.sent" else e for e in run.events]
     found = compare_runs(replace(run, events=events), unfailed_run())
-    assert found.proven and found.struck == "node1" and found.iterations_lost == 2
+    assert found.proven and found.victim == "node1" and found.iterations_lost == 2
     assert "after a SIGKILL of node1 and one restore" in verdict(found)
     assert "with one node killed" in str(table(found).title)
 
@@ -195,7 +198,7 @@ def test_ranks_that_restored_different_versions_are_reported_as_such() -> None:
     mixed = [restored(rank, iteration=7 if rank else 6) for rank in range(RANKS)]
     with pytest.raises(EvidenceError, match="different versions"):
         report(restores=mixed)
-    with pytest.raises(EvidenceError, match="unequally often"):
+    with pytest.raises(EvidenceError, match="different numbers of restores"):
         report(restores=[restored(0)])
 
 

@@ -33,7 +33,7 @@ from ft_plugins.smp.node_step import (
     SwitchExchange,
     step,
 )
-from ft_plugins.snapshot.slots import SLOTS, Pin, Slot, SlotState, Version, choose, may_pin, slots_for
+from ft_plugins.snapshot.slots import SLOTS, Pin, Slot, SlotState, Version, choose, pinnable_slot, slots_for
 
 RANKS_PER_NODE = 2
 STEPS = 1000  # of a schedule
@@ -196,7 +196,7 @@ def test_whatever_is_reported_nothing_is_taken_back_and_nothing_counts_by_hearsa
 
 
 class Slots:
-    """The slots of a rank's segment or of a vault: what outlives the SMP."""
+    """The slots of a rank's segment or of a parity store: what outlives the SMP."""
 
     def __init__(self, count: int) -> None:
         self.slots = [Slot(index, SlotState.EMPTY, None) for index in range(count)]
@@ -215,7 +215,7 @@ class Slots:
         return {slot.version for slot in self.slots if slot.pins & purpose and slot.version}
 
     def pin(self, version: Version, purpose: Pin) -> bool:
-        index = may_pin(self.slots, version)
+        index = pinnable_slot(self.slots, version)
         if index is not None:
             self.slots[index] = replace(self.slots[index], pins=self.slots[index].pins | purpose)
         return index is not None

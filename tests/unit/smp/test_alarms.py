@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ft_plugins.events import catalogue
-from ft_plugins.smp.alarms import AGAIN_SECONDS, Alarms, Failing
+from ft_plugins.smp.alarms import REPEAT_SECONDS, Alarms, RepeatedFailure
 from ft_plugins.smp.protocol import ALARM
 
 FAILED, WORKS = catalogue.CHECKPOINT_FAILED, catalogue.CHECKPOINT_COMPLETED
@@ -25,11 +25,11 @@ def test_of_a_hundred_failures_the_first_is_said_then_one_in_ten_minutes_with_th
 ) -> None:
     now = [1000.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    failing = Failing(Alarms(tmp_path), "storage", FAILED, WORKS, "n")
+    failing = RepeatedFailure(Alarms(tmp_path), "storage", FAILED, WORKS, "n")
     said: list[str] = []
     for number in range(100):
         failing.failed(f"iteration {number}: no space")
-        now[0] += AGAIN_SECONDS / 40
+        now[0] += REPEAT_SECONDS / 40
         if shown(tmp_path)["storage"] not in said:
             said.append(shown(tmp_path)["storage"])
     assert said == [
@@ -44,7 +44,7 @@ def test_of_a_hundred_failures_the_first_is_said_then_one_in_ten_minutes_with_th
 
 
 def test_what_has_never_failed_says_nothing(tmp_path: Path) -> None:
-    Failing(Alarms(tmp_path), "storage", FAILED, WORKS).worked("iteration 100 is there")
+    RepeatedFailure(Alarms(tmp_path), "storage", FAILED, WORKS).worked("iteration 100 is there")
     assert shown(tmp_path) == {}
 
 

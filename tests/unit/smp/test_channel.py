@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ft_plugins.errors import ProtocolError
-from ft_plugins.smp.channel import TAG, Channel, ClientHandshake, ServerHandshake, Who
+from ft_plugins.smp.channel import TAG, Channel, ClientHandshake, Party, ServerHandshake
 
 SECRET = b"sixteen bytes or more"
-CLIENT = Who("smp", "gpt", "a")
-SERVER = Who("smp", "gpt", "b")
+CLIENT = Party("smp", "gpt", "a")
+SERVER = Party("smp", "gpt", "b")
 
 
 def meet(
-    client: Who = CLIENT, server: Who = SERVER, secret: bytes = SECRET, other: bytes = SECRET
+    client: Party = CLIENT, server: Party = SERVER, secret: bytes = SECRET, other: bytes = SECRET
 ) -> tuple[Channel, Channel]:
     calling, called = ClientHandshake(secret, client), ServerHandshake(other, server)
     answer, near = calling.answer(called.challenge(calling.hello()))
@@ -46,9 +46,9 @@ def test_a_side_without_the_secret_is_found_out_by_either() -> None:
 
 
 @pytest.mark.parametrize(
-    "server", [Who("rendezvous", "gpt", "b"), Who("smp", "bert", "b"), Who("smp", "gpt", "b", True)]
+    "server", [Party("rendezvous", "gpt", "b"), Party("smp", "bert", "b"), Party("smp", "gpt", "b", True)]
 )
-def test_two_that_mean_different_things_do_not_agree(server: Who) -> None:
+def test_two_that_mean_different_things_do_not_agree(server: Party) -> None:
     with pytest.raises(ProtocolError, match="expected"):
         meet(server=server)
 

@@ -17,7 +17,8 @@ import pytest
 from ft_plugins.errors import BudgetError, BusyError, ProtectionError, ProtocolError
 from ft_plugins.smp import client as smp
 from ft_plugins.smp import liveness, protocol
-from ft_plugins.smp.client import Client, ensure, sweep
+from ft_plugins.smp.client import Client, ensure
+from ft_plugins.smp.leftovers import sweep
 from ft_plugins.smp.status import newest_common
 from ft_plugins.snapshot import paths
 from ft_plugins.snapshot.paths import lock_of, path_of
@@ -131,7 +132,7 @@ def test_the_memory_of_a_job_has_one_smp_whatever_its_run_directory(node: Any, t
     with node.client() as client:
         path = client.attach(0, 0, SHAPE, {}, fresh=False)
     inode = path.stat().st_ino
-    with pytest.raises(BusyError, match=f"pid {pid} in another run directory .*{lock_of(node.job, 'n')}.*--ftp-job"):
+    with pytest.raises(BusyError, match=f"pid {pid} of another run directory .*{lock_of(node.job, 'n')}.*--ftp-job"):
         ensure(tmp_path, node.job, node.name, 60)
     assert node.status()["token"] == 0 and path.stat().st_ino == inode
     assert not liveness.held(tmp_path / "smp.lock")

@@ -29,7 +29,7 @@ from ft_plugins.events import Event, Events, catalogue, file_sink
 from ft_plugins.intake import within
 from ft_plugins.launcher.watcher import Job, Watcher
 from ft_plugins.recovery.resize import sizes
-from ft_plugins.smp import client, liveness
+from ft_plugins.smp import client, leftovers, liveness
 from ft_plugins.smp.alarms import Alarms
 from ft_plugins.smp.checkpoints import Checkpoints
 from ft_plugins.smp.owner import SnapshotProcess
@@ -77,8 +77,7 @@ class Smp:
 
     def close(self) -> None:
         self.process._tier.suspend()
-        if self.process._tier._server is not None:
-            self.process._tier._server.close()
+        self.process._tier._endpoint.close()
         self.process.persister.stop()
 
 
@@ -154,7 +153,7 @@ def use_everything(job: str, run_dir: Path, secret: Path) -> None:
     assert all(type(size) is int for size in sizes.read(run_dir).sizes)
     for lock in ("lock", "smp.lock"):
         assert liveness.pid_in(run_dir / lock) >= 0 and not liveness.held(run_dir / lock)
-    client.sweep(run_dir.parent.parent, 1e9, patient=True, job=job)
+    leftovers.sweep(run_dir.parent.parent, 1e9, patient=True, job=job)
 
 
 @given(RANDOM)
@@ -303,7 +302,7 @@ def test_another_users_lock_is_refused_by_name_and_stops_no_sweep(job: str, tmp_
         with pytest.raises(BusyError, match=f"belongs to user {ANOTHER}"):
             liveness.acquire(lock)
         assert not liveness.held(lock)
-        assert client.sweep(tmp_path, 0.0, job=job) == [] and lock.exists()
+        assert leftovers.sweep(tmp_path, 0.0, job=job) == [] and lock.exists()
         assert paths.remove(job, NODE) == 0 and lock.exists()
     finally:
         lock.unlink()
@@ -318,7 +317,7 @@ def test_what_is_removed_of_a_job_is_of_that_job_alone(job: str, tmp_path: Path)
     pairs = [(job, "n"), (f"{job}-a", "n"), (job, "n-r1"), (job, "n.lock"), (job, "n-parity"), (f"{job}.b", "n")]
     made = {}
     for name, node in pairs:
-        own = [paths.path_of(name, node, 0), paths.previous_path_of(name, node, 1, 4), paths.vault_of(name, node)]
+        own = [paths.path_of(name, node, 0), paths.previous_path_of(name, node, 1, 4), paths.parity_path_of(name, node)]
         made[name, node] = {*own, own[0].with_name(f"{own[0].name}.new"), paths.lock_of(name, node)}
         for path in made[name, node]:
             path.touch(mode=0o600)
@@ -326,8 +325,8 @@ def test_what_is_removed_of_a_job_is_of_that_job_alone(job: str, tmp_path: Path)
     assert len(everything) == 5 * len(pairs) and set(pairs) <= set(paths.jobs())
     for pair in pairs:
         assert paths.segments_of(*pair) == [paths.path_of(*pair, 0)]
-        assert client.sweep(tmp_path, 0.0, job="*") == []
-        assert client.sweep(tmp_path, 3600.0, job=pair[0]) == []
+        assert leftovers.sweep(tmp_path, 0.0, job="*") == []
+        assert leftovers.sweep(tmp_path, 3600.0, job=pair[0]) == []
         assert paths.remove(*pair) == 4
         everything -= made[pair]
         assert {path for files in made.values() for path in files if path.exists()} == everything
@@ -339,7 +338,7 @@ def test_a_sweep_of_one_job_leaves_the_others(job: str, tmp_path: Path) -> None:
         create(paths.path_of(name, NODE, 0), SHAPE, 0, {}, 1)
         (tmp_path / name / NODE).mkdir(parents=True)
     try:
-        assert client.sweep(tmp_path, 0.0, job=job) == [paths.path_of(job, NODE, 0)]
+        assert leftovers.sweep(tmp_path, 0.0, job=job) == [paths.path_of(job, NODE, 0)]
         assert paths.path_of(other, NODE, 0).exists()
     finally:
         paths.remove(other, NODE)

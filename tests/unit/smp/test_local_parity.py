@@ -27,7 +27,7 @@ from ft_plugins.smp.protection import Protection
 from ft_plugins.smp.requests import RebuildSlot
 from ft_plugins.smp.resize.previous_segments import PreviousSegments
 from ft_plugins.snapshot.capture import Capture
-from ft_plugins.snapshot.double import gathered, told, with_parity
+from ft_plugins.snapshot.double import replica_extents, replica_shares, with_parity
 from ft_plugins.snapshot.layout import Layout, plan_layout
 from ft_plugins.snapshot.paths import path_of, remove
 from ft_plugins.snapshot.segment import Segment, create
@@ -113,7 +113,7 @@ class Cluster:
             self._make(position)
         self.told = Protection(
             1, None, NODES, (RANKS,), tuple(self.shapes), 1, 0, self._endpoints(), 1, 0.0, DETECT,
-            gathered([told(layout) for layout in self.layouts]),
+            replica_extents([replica_shares(layout) for layout in self.layouts]),
         )  # fmt: skip
 
     def ranks(self, position: int) -> list[int]:
@@ -246,7 +246,7 @@ def test_with_copies_beside_it_a_lost_node_comes_from_a_copy_and_computes_its_pa
     plan = cluster.told.plan()
     for rank in cluster.ranks(position):
         trainer, captured = cluster.trainers[rank], cluster.layouts[rank].nbytes
-        assert plan.ways(rank, [position]) == (plan.sections[rank],)
+        assert plan.recovery_sections(rank, [position]) == (plan.sections[rank],)
         assert (trainer.data(Version(1, 2))[:captured] == before[rank][:captured]).all()
         assert trainer.segment.lacks_parity(Version(1, 2)) == bool(cluster.layouts[rank].parity)
         trainer.train(2)  # as if it had been loaded
@@ -315,8 +315,7 @@ def test_an_smp_that_is_replaced_compares_anew_what_it_had_not_sealed(cluster: C
     cluster.until_awaited(Version(1, 2))
     old = cluster.tiers[position]
     old.suspend()
-    assert old._server is not None
-    old._server.close()
+    old._endpoint.close()
     cluster.tiers[position] = cluster._tier(position)
     cluster.train(Version(1, 2))
     cluster.until_counts(Version(1, 2))
@@ -324,7 +323,7 @@ def test_an_smp_that_is_replaced_compares_anew_what_it_had_not_sealed(cluster: C
 
 
 def test_slots_that_are_laid_out_otherwise_than_the_plan_has_it_are_refused(cluster: Cluster) -> None:
-    with pytest.raises(ProtocolError, match="do not agree on who stands where"):
+    with pytest.raises(ProtocolError, match="disagree about the nodes of the job"):
         cluster.tiers[0].protect(replace(cluster.told, replicated=()), 1)
 
 

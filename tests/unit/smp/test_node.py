@@ -28,14 +28,14 @@ from ft_plugins.errors import ConfigError, FtError, ProtocolError, ResumeError
 from ft_plugins.events import Event, Events, catalogue
 from ft_plugins.model.pacer import Allowance
 from ft_plugins.smp import protocol
-from ft_plugins.smp.channel import Who
+from ft_plugins.smp.channel import Party
 from ft_plugins.smp.node import NodeTier
 from ft_plugins.smp.node_driver import NodeDriver
 from ft_plugins.smp.protection import Protection
 from ft_plugins.smp.requests import RebuildSlot
 from ft_plugins.smp.resize.previous_segments import PreviousSegments
 from ft_plugins.smp.wire import PURPOSE, Peer
-from ft_plugins.snapshot.paths import path_of, remove, vault_of
+from ft_plugins.snapshot.paths import parity_path_of, path_of, remove
 from ft_plugins.snapshot.segment import Segment, create
 from ft_plugins.snapshot.shape import Shape
 from ft_plugins.snapshot.slots import Pin, SlotState, Version, choose, slots_for
@@ -101,8 +101,7 @@ class Node:
     def replace_smp(self) -> None:
         """The SMP dies and another one takes its place."""
         self.tier.suspend()
-        if self.tier._server is not None:
-            self.tier._server.close()
+        self.tier._endpoint.close()
         self.tier = self._start()
 
     def destroy(self) -> None:
@@ -366,9 +365,9 @@ def test_strangers_get_no_answer(cluster: Callable[..., Cluster]) -> None:
     job.protect()
     where = job.nodes[0].endpoint
     with pytest.raises(ProtocolError, match="secret"):
-        Peer(where, Who(PURPOSE, job.job, "n1"), b"another secret, of somebody else", 5).ask("read", what="copy")
+        Peer(where, Party(PURPOSE, job.job, "n1"), b"another secret, of somebody else", 5).ask("read", what="copy")
     with pytest.raises(ProtocolError):
-        Peer(where, Who(PURPOSE, "another-job", "n1"), job.secret.read_bytes(), 0.05).ask("read", what="copy")
+        Peer(where, Party(PURPOSE, "another-job", "n1"), job.secret.read_bytes(), 0.05).ask("read", what="copy")
     wait(lambda: any(event.name == "peer.rejected" for event in job.nodes[0].seen))
     job.secret.chmod(0o640)
     with pytest.raises(ConfigError, match="0600"):
@@ -390,7 +389,7 @@ def test_another_secret_or_encryption_takes_effect_at_the_same_endpoint(cluster:
     tier, where = job.nodes[0].tier, job.nodes[0].endpoint
     job.secret.write_text("another secret of this job")
     assert tier.endpoint("127.0.0.1", str(job.secret)) == where
-    me = Who(PURPOSE, job.job, "n1")
+    me = Party(PURPOSE, job.job, "n1")
     with closing(Peer(where, me, b"another secret of this job", 5)) as peer, pytest.raises(ProtocolError, match="beat"):
         peer.ask("beat me")
     assert tier.endpoint("127.0.0.1", str(job.secret), True) == where
@@ -402,7 +401,7 @@ def test_another_secret_or_encryption_takes_effect_at_the_same_endpoint(cluster:
 def test_what_belongs_to_another_incarnation_or_to_no_plan_is_refused(cluster: Callable[..., Cluster]) -> None:
     job = cluster(2)
     job.protect(5)
-    peer = Peer(job.nodes[0].endpoint, Who(PURPOSE, job.job, "n1"), job.secret.read_bytes(), 5)
+    peer = Peer(job.nodes[0].endpoint, Party(PURPOSE, job.job, "n1"), job.secret.read_bytes(), 5)
     with pytest.raises(ProtocolError, match="lineage 4"):
         peer.ask("begin", version=[4, 1], epoch=4, nodes=[], ranks=[])
     frame = np.ones(10, dtype=np.uint8)
@@ -414,7 +413,7 @@ def test_what_belongs_to_another_incarnation_or_to_no_plan_is_refused(cluster: C
     with pytest.raises(ProtocolError, match="does not store parity now"):
         peer.ask("begin", version=[5, 1], epoch=5, nodes=[], ranks=[])
     peer.close()
-    assert vault_of(job.job, "n0").exists(), "and what was kept is still there"
+    assert parity_path_of(job.job, "n0").exists(), "and what was kept is still there"
 
 
 # copies on pipeline neighbours, by the same SMPs
@@ -456,10 +455,10 @@ def test_with_parity_beside_copies_what_is_lost_with_its_copy_comes_from_parity(
     version = Version(1, 3)
     for node in job.substitute(*lost):
         for rank in job.ranks[node.position]:
-            assert plan.ways(rank, lost) is not None
+            assert plan.recovery_sections(rank, lost) is not None
             job.rebuild(node, rank, version, lost)
             assert node.holds(rank, version)
-            from_parity = plan.ways(rank, lost)[0].index >= len(job.shapes)  # type: ignore[index]
+            from_parity = plan.recovery_sections(rank, lost)[0].index >= len(job.shapes)  # type: ignore[index]
             assert from_parity == (lost in ((0, 2), (1, 3)))
     job.protect(2, version)
     wait(lambda: all(node.tier.status()["counts"] == [1, 3] for node in job.nodes))
@@ -508,7 +507,7 @@ def test_what_the_links_carry_is_measured_where_it_is_wanted(cluster: Callable[.
     ((target, rate),) = first.tier.protect(replace(wanted, position=0), 1)["links"]
     assert target == 1 and 1e6 < rate < 1e12, "a loopback"
     assert second.tier.status()["counts"] is None and not second.tier.inventory()["parity"], "nothing of it is kept"
-    second.tier._server.close()  # type: ignore[union-attr]
+    second.tier._endpoint.close()
     gone = replace(wanted, position=0, endpoints=(first.endpoint, ("127.0.0.1", 1)))
     assert first.tier.protect(gone, 1)["links"] == []
     (event,) = [event for event in first.seen if event.name == "probe.failed"]

@@ -83,11 +83,11 @@ class Node:
         dead = self.tier
         driver = self.driver
         driver._stop.set()
-        assert driver._thread is not None and dead._server is not None
+        assert driver._thread is not None
         driver._thread.join(SECONDS)
         if driver._exchange is not None:
             driver._exchange.stop()
-        dead._server.close()
+        dead._endpoint.close()
         self.tier = self._start()
 
     @property

@@ -126,10 +126,10 @@ def test_of_a_plan_that_is_given_up_nothing_is_rarer_any_more() -> None:
         assert not pace.rarer and "rarer" not in in_words(pace.status())
 
 
-def test_what_a_person_is_told_of_a_change() -> None:
+def test_the_alarm_when_the_pace_changes() -> None:
     pace = paced(2)
     assert pace.captured(Version(1, 40))
-    assert pace.words().startswith("none in 40 iterations, planned 2: a lost node costs so many more")
+    assert pace.words().startswith("none in 40 iterations, planned 2: losing a node costs more iterations than planned")
     for at in (41, 43, 45, 47):
         pace.committed(Version(1, at))
         pace.captured(Version(1, at + 2))

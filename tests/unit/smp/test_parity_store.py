@@ -1,4 +1,4 @@
-"""The vault: every byte of every source goes in once, whatever comes twice, too early, cut, or of another version.
+"""The store: every byte of every source goes in once, whatever comes twice, too early, cut, or of another version.
 
 Parity is compared with sums over GF(256) that are reckoned here, bit by bit. Deaths are real ones, of forked children.
 """
@@ -25,7 +25,7 @@ from ft_plugins.errors import ProtocolError, SegmentError
 from ft_plugins.redundancy.exchange_plan import ExchangePlan, plan_exchange
 from ft_plugins.smp import parity_store as module
 from ft_plugins.smp.parity_store import ParityStore, shape_of
-from ft_plugins.snapshot.paths import remove, vault_of
+from ft_plugins.snapshot.paths import parity_path_of, remove
 from ft_plugins.snapshot.segment import Segment, create
 from ft_plugins.snapshot.shape import Shape
 from ft_plugins.snapshot.slots import SlotState, Version
@@ -81,7 +81,7 @@ class Sources:
             self.blocks[key, send.node] = block
             self.exponents[key, send.node] = send.exponent
             self.parity[key][: len(block)] ^= times_two_to(send.exponent, block)
-        self.copies = {rank: rng.bytes(100 + 200 * rank) for rank in plan.copies_on(position)}
+        self.copies = {rank: rng.bytes(100 + 200 * rank) for rank in plan.small_state_on(position)}
 
     def frame(self, source: tuple[Key, int], at: int, nbytes: int = FRAME) -> tuple[Version, Key, int, int, int, Bytes]:
         """The arguments of `take`."""
@@ -93,33 +93,33 @@ class Sources:
         whole = np.frombuffer(self.copies[rank], dtype=np.uint8)
         return self.version, rank, at, len(whole), whole[at : at + nbytes]
 
-    def send_blocks(self, vault: ParityStore) -> None:
+    def send_blocks(self, store: ParityStore) -> None:
         """All that is not there yet, in order."""
         nodes = sorted({(key[0], node) for key, node in self.blocks})
-        for *key, node, done in vault.taken(self.version, nodes) or ():
+        for *key, node, done in store.taken(self.version, nodes) or ():
             section, stripe, which = key
             source = ((section, stripe, which), node)
             while done < len(self.blocks[source]):
-                done = vault.take(*self.frame(source, done))
+                done = store.take(*self.frame(source, done))
 
-    def send_copies(self, vault: ParityStore) -> None:
-        for rank in self.copies.keys() - set(vault.copied(self.version, list(self.copies))):
+    def send_copies(self, store: ParityStore) -> None:
+        for rank in self.copies.keys() - set(store.copied(self.version, list(self.copies))):
             at = 0
             while at < len(self.copies[rank]):
-                at = vault.take_copy(*self.part(rank, at))
+                at = store.take_copy(*self.part(rank, at))
 
-    def give(self, vault: ParityStore) -> None:
+    def give(self, store: ParityStore) -> None:
         """Everything, until the version is complete."""
-        vault.begin(self.version)
-        self.send_blocks(vault)
-        self.send_copies(vault)
+        store.begin(self.version)
+        self.send_blocks(store)
+        self.send_copies(store)
 
-    def check(self, vault: ParityStore) -> None:
-        """Every byte that the vault hands out of this version is right."""
+    def check(self, store: ParityStore) -> None:
+        """Every byte that the store hands out of this version is right."""
         for key, expected in self.parity.items():
-            assert (vault.read(self.version, key, 0, len(expected)) == expected).all(), f"parity {key}"
+            assert (store.read(self.version, key, 0, len(expected)) == expected).all(), f"parity {key}"
         for rank, copy in self.copies.items():
-            assert vault.copy(self.version, rank) == copy
+            assert store.copy(self.version, rank) == copy
 
 
 def shapes_of(plan: ExchangePlan, small: int = 1500) -> list[Shape]:
@@ -131,12 +131,12 @@ def open_vault(
     job: str, plan: ExchangePlan, position: int = POSITION, small: int = 1500, layout: int = LAYOUT
 ) -> ParityStore:
     shape = shape_of(plan, position, shapes_of(plan, small), layout)
-    return ParityStore(vault_of(job, "n"), plan, position, shape)
+    return ParityStore(parity_path_of(job, "n"), plan, position, shape)
 
 
 @pytest.fixture
 def make(job: str) -> Iterator[Callable[..., ParityStore]]:
-    """Opens the vault of the job's one node; another call opens it as a new SMP would."""
+    """Opens the store of the job's one node; another call opens it as a new SMP would."""
     made: list[ParityStore] = []
 
     def open_again(plan: ExchangePlan, **kwargs: int) -> ParityStore:
@@ -144,9 +144,9 @@ def make(job: str) -> Iterator[Callable[..., ParityStore]]:
         return made[-1]
 
     yield open_again
-    for vault in made:
-        if hasattr(vault._segment, "bytes"):  # not closed by the test itself
-            vault.close()
+    for store in made:
+        if hasattr(store._segment, "bytes"):  # not closed by the test itself
+            store.close()
     remove(job, "n")
 
 
@@ -159,16 +159,16 @@ RAIM5 = PLANS["RAIM5, 2+1+1 ranks"]
 
 
 def raw(job: str) -> Segment:
-    """The vault's file, to damage it."""
-    return Segment(vault_of(job, "n"))
+    """The store's file, to damage it."""
+    return Segment(parity_path_of(job, "n"))
 
 
-def incomplete(vault: ParityStore, sources: Sources) -> None:
-    assert sources.version not in vault.versions()
+def incomplete(store: ParityStore, sources: Sources) -> None:
+    assert sources.version not in store.versions()
     with pytest.raises(SegmentError, match="is not here"):
-        vault.read(sources.version, next(iter(sources.parity)), 0, 1)
+        store.read(sources.version, next(iter(sources.parity)), 0, 1)
     with pytest.raises(SegmentError, match="is not here"):
-        vault.copy(sources.version, next(iter(sources.copies)))
+        store.copy(sources.version, next(iter(sources.copies)))
 
 
 # ---- gathering ----
@@ -177,21 +177,21 @@ def incomplete(vault: ParityStore, sources: Sources) -> None:
 def test_what_was_sent_whole_is_complete_and_every_byte_is_right(
     make: Callable[..., ParityStore], plan: ExchangePlan
 ) -> None:
-    vault, sources = make(plan), Sources(plan, V1)
-    assert vault.taken(V1, [(0, 0)]) is None, "nobody gathers it yet"
-    sources.give(vault)
-    assert vault.versions() == (V1,)
-    sources.check(vault)
-    assert vault.resident_bytes >= vault.nbytes
+    store, sources = make(plan), Sources(plan, V1)
+    assert store.taken(V1, [(0, 0)]) is None, "nobody gathers it yet"
+    sources.give(store)
+    assert store.versions() == (V1,)
+    sources.check(store)
+    assert store.resident_bytes >= store.nbytes
 
 
 @contextmanager
 def opened(job: str, plan: ExchangePlan) -> Iterator[ParityStore]:
-    vault = open_vault(job, plan)
+    store = open_vault(job, plan)
     try:
-        yield vault
+        yield store
     finally:
-        vault.close()
+        store.close()
         remove(job, "n")
 
 
@@ -202,33 +202,33 @@ def test_frames_that_come_twice_too_early_cut_or_in_any_order_go_in_once(job: st
     sources = Sources(plan, V1)
     done: dict[tuple[Key, int], int] = dict.fromkeys(sources.blocks, 0)
     held = dict.fromkeys(sources.copies, 0)
-    with opened(job, plan) as vault:
-        vault.begin(V1)
+    with opened(job, plan) as store:
+        store.begin(V1)
         for _ in range(random.randrange(200)):
             if random.random() < 0.2:
                 rank = random.choice(sorted(held))
                 at = random.choice([held[rank], random.randrange(len(sources.copies[rank]))])
                 version, _, _, total, part = sources.part(rank, at, random.randrange(1, 400))
                 held[rank] += len(part) if at == held[rank] else 0
-                assert vault.take_copy(version, rank, at, total, part) == held[rank]
+                assert store.take_copy(version, rank, at, total, part) == held[rank]
             else:
                 source = random.choice(sorted(done))
                 at = random.choice([done[source], random.randrange(len(sources.blocks[source]) + 1)])
                 *arguments, frame = sources.frame(source, at, random.randrange(1, 700))
                 done[source] += len(frame) if at == done[source] else 0
-                assert vault.take(*arguments, frame) == done[source]
+                assert store.take(*arguments, frame) == done[source]
             whole = {rank for rank in held if held[rank] == len(sources.copies[rank])}
-            assert set(vault.copied(V1, sorted(held))) == whole
+            assert set(store.copied(V1, sorted(held))) == whole
             complete = len(whole) == len(held) and all(done[s] == len(sources.blocks[s]) for s in done)
-            assert vault.versions() == ((V1,) if complete else ())
+            assert store.versions() == ((V1,) if complete else ())
         sections = sorted({(key[0], node) for key, node in done})
         for section, node in sections:
-            told = vault.taken(V1, [(section, node)])
+            told = store.taken(V1, [(section, node)])
             expected = [[*key, n, at] for (key, n), at in done.items() if (key[0], n) == (section, node)]
             assert sorted(told or []) == sorted(expected), "where the sender goes on"
-        sources.send_blocks(vault)
-        sources.send_copies(vault)
-        sources.check(vault)
+        sources.send_blocks(store)
+        sources.send_copies(store)
+        sources.check(store)
 
 
 @pytest.mark.parametrize("round_", range(4))
@@ -236,8 +236,8 @@ def test_senders_and_those_who_repeat_them_may_all_come_at_once(
     make: Callable[..., ParityStore], plan: ExchangePlan, round_: int
 ) -> None:
     """Each source by two threads, as after a broken connection whose handler is still at work."""
-    vault, sources = make(plan), Sources(plan, V1)
-    vault.begin(V1)
+    store, sources = make(plan), Sources(plan, V1)
+    store.begin(V1)
     failures: list[BaseException] = []
     together = threading.Barrier(2 * len(sources.blocks) + len(sources.copies) + 1)
 
@@ -246,19 +246,19 @@ def test_senders_and_those_who_repeat_them_may_all_come_at_once(
         done = 0
         while done < len(sources.blocks[source]):
             at = random.choice([done, done, max(0, done - FRAME), done + 1])
-            done = vault.take(*sources.frame(source, at, random.randrange(1, FRAME)))
+            done = store.take(*sources.frame(source, at, random.randrange(1, FRAME)))
 
     def send_copy(rank: int, random: Random) -> None:
         together.wait(SECONDS)
         at = 0
         while at < len(sources.copies[rank]):
-            at = vault.take_copy(*sources.part(rank, at, random.randrange(1, FRAME)))
+            at = store.take_copy(*sources.part(rank, at, random.randrange(1, FRAME)))
 
     def begin_again(_: None, random: Random) -> None:
         together.wait(SECONDS)
         for _ in range(50):
-            vault.begin(V1)
-            vault.taken(V1, [(0, 0)])
+            store.begin(V1)
+            store.taken(V1, [(0, 0)])
 
     def guarded(function: Callable[..., None], *args: object) -> None:
         try:
@@ -278,30 +278,30 @@ def test_senders_and_those_who_repeat_them_may_all_come_at_once(
         thread.join(SECONDS)
         assert not thread.is_alive()
     assert not failures
-    assert vault.versions() == (V1,)
-    sources.check(vault)
+    assert store.versions() == (V1,)
+    sources.check(store)
 
 
 def test_nothing_of_a_complete_version_is_changed_by_frames_that_come_after(make: Make) -> None:
-    vault, sources = make(RAIM5), Sources(RAIM5, V1)
-    sources.give(vault)
+    store, sources = make(RAIM5), Sources(RAIM5, V1)
+    sources.give(store)
     for source, block in sources.blocks.items():
-        assert vault.take(*sources.frame(source, 0)) == len(block)
+        assert store.take(*sources.frame(source, 0)) == len(block)
     for rank, copy in sources.copies.items():
-        assert vault.take_copy(*sources.part(rank, 0)) == len(copy)
-    vault.begin(V1)
-    assert vault.versions() == (V1,)
+        assert store.take_copy(*sources.part(rank, 0)) == len(copy)
+    store.begin(V1)
+    assert store.versions() == (V1,)
     sections = sorted({(key[0], node) for key, node in sources.blocks})
-    told = vault.taken(V1, sections) or []
+    told = store.taken(V1, sections) or []
     assert {((s, x, w), node): done for s, x, w, node, done in told} == {
         source: len(block) for source, block in sources.blocks.items()
     }
-    sources.check(vault)
+    sources.check(store)
 
 
 def test_frames_that_no_plan_has_are_refused_and_leave_nothing_behind(make: Make) -> None:
-    vault, sources = make(RAIM5), Sources(RAIM5, V1)
-    vault.begin(V1)
+    store, sources = make(RAIM5), Sources(RAIM5, V1)
+    store.begin(V1)
     source = max(sources.blocks, key=lambda found: len(sources.blocks[found]))
     (key, node), block = source, sources.blocks[source]
     own = next(area for area in RAIM5.areas[0])
@@ -317,109 +317,109 @@ def test_frames_that_no_plan_has_are_refused_and_leave_nothing_behind(make: Make
         (V2, key, node, 0, 0, block[:1]),
     ]:
         with pytest.raises(ProtocolError):
-            vault.take(*arguments)
+            store.take(*arguments)
     elsewhere = next(rank for rank in range(4) if rank not in sources.copies)
     rank = next(iter(sources.copies))
     for copy in [(V1, elsewhere, 0, 10, block[:10]), (V1, rank, 0, 1 << 40, block[:10])]:
         with pytest.raises(ProtocolError):
-            vault.take_copy(*copy)
-    assert all(not done for *_, done in vault.taken(V1, [(0, other) for other in range(4)]) or [])
-    sources.give(vault)
-    sources.check(vault)
+            store.take_copy(*copy)
+    assert all(not done for *_, done in store.taken(V1, [(0, other) for other in range(4)]) or [])
+    sources.give(store)
+    sources.check(store)
 
 
 def test_a_version_is_complete_only_when_every_copy_is_whole(make: Make, plan: ExchangePlan) -> None:
-    vault, sources = make(plan), Sources(plan, V1)
-    vault.begin(V1)
-    sources.send_blocks(vault)
+    store, sources = make(plan), Sources(plan, V1)
+    store.begin(V1)
+    sources.send_blocks(store)
     for rank in sorted(sources.copies):
-        incomplete(vault, sources)
+        incomplete(store, sources)
         size = len(sources.copies[rank])
-        assert vault.take_copy(*sources.part(rank, 0, size - 1)) == size - 1
-        incomplete(vault, sources)
-        assert vault.take_copy(*sources.part(rank, size - 2, 2)) == size - 1, "it does not begin where the rest ends"
-        assert vault.take_copy(*sources.part(rank, size - 1, 1)) == size
-    assert vault.versions() == (V1,)
-    sources.check(vault)
+        assert store.take_copy(*sources.part(rank, 0, size - 1)) == size - 1
+        incomplete(store, sources)
+        assert store.take_copy(*sources.part(rank, size - 2, 2)) == size - 1, "it does not begin where the rest ends"
+        assert store.take_copy(*sources.part(rank, size - 1, 1)) == size
+    assert store.versions() == (V1,)
+    sources.check(store)
 
 
 def test_a_version_is_complete_only_when_every_block_is(make: Make, plan: ExchangePlan) -> None:
-    vault, sources = make(plan), Sources(plan, V1)
-    vault.begin(V1)
-    sources.send_copies(vault)
+    store, sources = make(plan), Sources(plan, V1)
+    store.begin(V1)
+    sources.send_copies(store)
     full = [source for source in sources.blocks if len(sources.blocks[source])]
     for source in full:
-        incomplete(vault, sources)
+        incomplete(store, sources)
         size = len(sources.blocks[source])
-        assert vault.take(*sources.frame(source, 0, size - 1)) == size - 1
-        incomplete(vault, sources)
-        assert vault.take(*sources.frame(source, size - 1)) == size
-    assert vault.versions() == (V1,)
-    sources.check(vault)
+        assert store.take(*sources.frame(source, 0, size - 1)) == size - 1
+        incomplete(store, sources)
+        assert store.take(*sources.frame(source, size - 1)) == size
+    assert store.versions() == (V1,)
+    sources.check(store)
 
 
 def test_a_job_without_captured_bytes_has_copies_alone(make: Make) -> None:
     plan = plan_exchange(list("abc"), [(0, 1, 2)], [0, 0, 0], 1)
-    vault, sources = make(plan), Sources(plan, V1)
-    vault.begin(V1)
-    assert vault.versions() == ()
-    sources.send_copies(vault)
-    assert vault.versions() == (V1,)
-    sources.check(vault)
+    store, sources = make(plan), Sources(plan, V1)
+    store.begin(V1)
+    assert store.versions() == ()
+    sources.send_copies(store)
+    assert store.versions() == (V1,)
+    sources.check(store)
 
 
 # ---- one version after another ----
 
 
 def test_a_version_that_is_given_up_leaves_no_byte_in_the_next_one(make: Make) -> None:
-    vault, first, second = make(RAIM5), Sources(RAIM5, V1), Sources(RAIM5, V2)
-    vault.begin(V1)
-    first.send_blocks(vault)
-    vault.begin(V2)
-    incomplete(vault, first)
-    assert vault.taken(V1, [(0, 0)]) is None
-    with pytest.raises(ProtocolError, match="not received"):
-        vault.take(*first.frame(next(iter(first.blocks)), 0))
-    second.send_blocks(vault)
-    second.send_copies(vault)
-    assert vault.versions() == (V2,)
-    second.check(vault)
+    store, first, second = make(RAIM5), Sources(RAIM5, V1), Sources(RAIM5, V2)
+    store.begin(V1)
+    first.send_blocks(store)
+    store.begin(V2)
+    incomplete(store, first)
+    assert store.taken(V1, [(0, 0)]) is None
+    with pytest.raises(ProtocolError, match="is not being received here"):
+        store.take(*first.frame(next(iter(first.blocks)), 0))
+    second.send_blocks(store)
+    second.send_copies(store)
+    assert store.versions() == (V2,)
+    second.check(store)
 
 
 def test_beginning_a_version_takes_no_longer_for_more_parity_each_frame_clears_what_it_comes_to(
     make: Callable[..., ParityStore], plan: ExchangePlan
 ) -> None:
     """Beats and directives wait for it: gigabytes are not touched under their lock."""
-    vault, first, second = make(plan), Sources(plan, V1), Sources(plan, V2)
+    store, first, second = make(plan), Sources(plan, V1), Sources(plan, V2)
     for slot in range(2):
-        vault._segment.data(slot)[:] = 0xEE
-    vault.begin(V1)
-    assert (vault._segment.data(vault._index) == 0xEE).all()
-    first.send_blocks(vault)
-    first.send_copies(vault)
-    first.check(vault)
-    second.give(vault)
-    second.check(vault)
+        store._segment.data(slot)[:] = 0xEE
+    store.begin(V1)
+    assert (store._segment.data(store._index) == 0xEE).all()
+    first.send_blocks(store)
+    first.send_copies(store)
+    first.check(store)
+    second.give(store)
+    second.check(store)
 
 
 def test_a_factor_that_the_plan_does_not_have_is_refused(make: Make) -> None:
     plan = PLANS["RAIM6"]
-    vault, sources = make(plan), Sources(plan, V1)
-    vault.begin(V1)
+    store, sources = make(plan), Sources(plan, V1)
+    store.begin(V1)
     source = next(source for source in sources.blocks if sources.exponents[source] and len(sources.blocks[source]))
     version, key, node, at, exponent, frame = sources.frame(source, 0)
-    with pytest.raises(ProtocolError, match=rf"2\*\*0; by the plan of this node that is 2\*\*{exponent}"):
-        vault.take(version, key, node, at, 0, frame)
-    sources.give(vault)
-    sources.check(vault)
+    with pytest.raises(ProtocolError, match=rf"2\*\*0, but the plan of this node expects 2\*\*{exponent}"):
+        store.take(version, key, node, at, 0, frame)
+    sources.give(store)
+    sources.check(store)
 
 
 def test_the_next_version_does_not_begin_while_a_frame_is_being_added(make: Make) -> None:
-    vault, first, second = make(RAIM5), Sources(RAIM5, V1), Sources(RAIM5, V2)
-    vault.begin(V1)
+    store, first, second = make(RAIM5), Sources(RAIM5, V1), Sources(RAIM5, V2)
+    store.begin(V1)
     source = next(source for source, block in first.blocks.items() if len(block))
     adding, go_on = threading.Event(), threading.Event()
-    add, refused = vault._add, []
+    add, refused = store._add, []
 
     def slowly(*arguments: object) -> None:
         adding.set()
@@ -428,31 +428,31 @@ def test_the_next_version_does_not_begin_while_a_frame_is_being_added(make: Make
 
     def take() -> None:
         try:
-            vault.take(*first.frame(source, 0))
+            store.take(*first.frame(source, 0))
         except ProtocolError as error:
             refused.append(error)
 
-    vault._add = slowly
-    taking, beginning = threading.Thread(target=take), threading.Thread(target=vault.begin, args=(V2,))
+    store._add = slowly
+    taking, beginning = threading.Thread(target=take), threading.Thread(target=store.begin, args=(V2,))
     taking.start()
     assert adding.wait(SECONDS)
     beginning.start()
     beginning.join(0.2)
     assert beginning.is_alive(), "it would clear what is being written to"
-    vault._add = add
+    store._add = add
     go_on.set()
     for thread in (taking, beginning):
         thread.join(SECONDS)
         assert not thread.is_alive()
     assert not refused, "the frame was in time"
-    second.send_blocks(vault)
-    second.send_copies(vault)
-    second.check(vault)
+    second.send_blocks(store)
+    second.send_copies(store)
+    second.check(store)
 
 
 def test_versions_may_change_while_threads_go_on_sending(make: Make) -> None:
     """Ten versions are begun, one after another; senders of each send until they are told that it is over."""
-    vault = make(RAIM5)
+    store = make(RAIM5)
     versions = [Version(1, iteration) for iteration in range(1, 11)]
     sources = {version: Sources(RAIM5, version) for version in versions}
     stop, unexpected = threading.Event(), []
@@ -461,7 +461,7 @@ def test_versions_may_change_while_threads_go_on_sending(make: Make) -> None:
         done = 0
         while not stop.is_set() and done < len(sources[version].blocks[source]):
             try:
-                done = vault.take(*sources[version].frame(source, done, 7))
+                done = store.take(*sources[version].frame(source, done, 7))
             except ProtocolError:
                 done = 0
             except BaseException as error:
@@ -476,43 +476,43 @@ def test_versions_may_change_while_threads_go_on_sending(make: Make) -> None:
     for thread in threads:
         thread.start()
     for version in versions:
-        vault.begin(version)
-        vault.take(*sources[version].frame(next(iter(sources[version].blocks)), 0, 100))
+        store.begin(version)
+        store.take(*sources[version].frame(next(iter(sources[version].blocks)), 0, 100))
     last = sources[versions[-1]]
-    last.send_blocks(vault)
-    last.send_copies(vault)
+    last.send_blocks(store)
+    last.send_copies(store)
     stop.set()
     for thread in threads:
         thread.join(SECONDS)
         assert not thread.is_alive()
-    assert not unexpected and vault.versions()[-1:] == (versions[-1],)
-    last.check(vault)
+    assert not unexpected and store.versions()[-1:] == (versions[-1],)
+    last.check(store)
 
 
 def test_what_counts_is_kept_while_others_come_and_go(make: Make) -> None:
-    vault, first, second, third = make(RAIM5), *(Sources(RAIM5, version) for version in (V1, V2, V3))
-    first.give(vault)
-    vault.pin(V1)
-    second.give(vault)
+    store, first, second, third = make(RAIM5), *(Sources(RAIM5, version) for version in (V1, V2, V3))
+    first.give(store)
+    store.pin(V1)
+    second.give(store)
     for version in (V1, V2):
-        vault.begin(version)
-        assert set(vault.versions()) == {V1, V2}, "what is complete is not received again"
-    third.give(vault)
-    assert set(vault.versions()) == {V1, V3}, "it took the place of what did not count"
-    first.check(vault)
-    vault.pin(V3)
-    vault.begin(V2)
-    assert vault.versions() == (V3,), "and now what counted before makes room"
-    second.send_blocks(vault)
-    third.check(vault)
+        store.begin(version)
+        assert set(store.versions()) == {V1, V2}, "what is complete is not received again"
+    third.give(store)
+    assert set(store.versions()) == {V1, V3}, "it took the place of what did not count"
+    first.check(store)
+    store.pin(V3)
+    store.begin(V2)
+    assert store.versions() == (V3,), "and now what counted before makes room"
+    second.send_blocks(store)
+    third.check(store)
 
 
 def test_what_counts_is_still_kept_by_the_next_smp(make: Make) -> None:
-    vault, first, second, third = make(RAIM5), *(Sources(RAIM5, version) for version in (V1, V2, V3))
-    second.give(vault)
-    first.give(vault)
-    vault.pin(V2)
-    vault.close()
+    store, first, second, third = make(RAIM5), *(Sources(RAIM5, version) for version in (V1, V2, V3))
+    second.give(store)
+    first.give(store)
+    store.pin(V2)
+    store.close()
     again = make(RAIM5)
     assert set(again.versions()) == {V1, V2}
     third.give(again)
@@ -524,38 +524,38 @@ def test_what_counts_is_still_kept_by_the_next_smp(make: Make) -> None:
 def test_what_is_newer_than_what_a_recovery_restored_is_void(
     make: Callable[..., ParityStore], job: str, base: Version | None, left: set[Version]
 ) -> None:
-    vault, first, second = make(RAIM5), Sources(RAIM5, V1), Sources(RAIM5, V2)
-    first.give(vault)
-    second.give(vault)
-    vault.pin(V2)
-    vault.void_after(base)
-    assert set(vault.versions()) == left
+    store, first, second = make(RAIM5), Sources(RAIM5, V1), Sources(RAIM5, V2)
+    first.give(store)
+    second.give(store)
+    store.pin(V2)
+    store.void_after(base)
+    assert set(store.versions()) == left
     for sources in (first, second):
-        sources.check(vault) if sources.version in left else incomplete(vault, sources)
+        sources.check(store) if sources.version in left else incomplete(store, sources)
     segment = raw(job)
     assert all(slot.state is SlotState.CLEAN or not slot.pins for slot in segment.slots()), "pinned by what is void"
     segment.close()
-    vault.close()
+    store.close()
     again, third = make(RAIM5), Sources(RAIM5, V3)
     assert set(again.versions()) == left
     third.give(again)
     assert V3 in again.versions()
 
 
-def test_a_vault_that_is_paused_gathers_nothing_and_still_hands_out_what_is_complete(
+def test_a_paused_parity_store_receives_nothing_and_still_serves_complete_versions(
     make: Callable[..., ParityStore],
 ) -> None:
-    vault, first, second = make(RAIM5), Sources(RAIM5, V1), Sources(RAIM5, V2)
-    first.give(vault)
-    vault.begin(V2)
-    second.send_copies(vault)
-    vault.pause()
-    assert vault.taken(V2, [(0, 0)]) is None
-    with pytest.raises(ProtocolError, match="not received"):
-        vault.take(*second.frame(next(iter(second.blocks)), 0))
-    first.check(vault)
-    second.give(vault)
-    second.check(vault)
+    store, first, second = make(RAIM5), Sources(RAIM5, V1), Sources(RAIM5, V2)
+    first.give(store)
+    store.begin(V2)
+    second.send_copies(store)
+    store.pause()
+    assert store.taken(V2, [(0, 0)]) is None
+    with pytest.raises(ProtocolError, match="is not being received here"):
+        store.take(*second.frame(next(iter(second.blocks)), 0))
+    first.check(store)
+    second.give(store)
+    second.check(store)
 
 
 # ---- deaths ----
@@ -566,12 +566,12 @@ def die_in_a_child(job: str, armed: str, sources: Sources, kept: Sources | None 
     pid = os.fork()
     if pid == 0:
         try:
-            vault = open_vault(job, RAIM5)
+            store = open_vault(job, RAIM5)
             if kept is not None:
-                kept.give(vault)
-                vault.pin(kept.version)
+                kept.give(store)
+                store.pin(kept.version)
             faults.arm(armed)
-            sources.give(vault)
+            sources.give(store)
         finally:
             os._exit(7)  # it has not reached the point
     _, status = os.waitpid(pid, 0)
@@ -586,30 +586,30 @@ def test_a_death_between_any_two_steps_leaves_what_counted_and_the_rest_is_gathe
 ) -> None:
     first, second = Sources(RAIM5, V1), Sources(RAIM5, V2)
     die_in_a_child(job, armed, second, kept=first)
-    vault = make(RAIM5)
-    assert vault.versions() == (V1,) and vault.taken(V2, [(0, 0)]) is None
-    incomplete(vault, second)
-    first.check(vault)
-    vault.begin(V2)
-    assert all(not done for *_, done in vault.taken(V2, [(0, node) for node in range(4)]) or [[1]])
-    second.give(vault)
-    assert set(vault.versions()) == {V1, V2}
-    second.check(vault)
-    first.check(vault)
+    store = make(RAIM5)
+    assert store.versions() == (V1,) and store.taken(V2, [(0, 0)]) is None
+    incomplete(store, second)
+    first.check(store)
+    store.begin(V2)
+    assert all(not done for *_, done in store.taken(V2, [(0, node) for node in range(4)]) or [[1]])
+    second.give(store)
+    assert set(store.versions()) == {V1, V2}
+    second.check(store)
+    first.check(store)
 
 
 def test_an_error_between_the_bytes_and_their_cursor_leaves_nothing_that_is_taken_for_complete(
     make: Callable[..., ParityStore],
 ) -> None:
-    vault, sources = make(RAIM5), Sources(RAIM5, V1)
-    vault.begin(V1)
-    sources.send_copies(vault)
+    store, sources = make(RAIM5), Sources(RAIM5, V1)
+    store.begin(V1)
+    sources.send_copies(store)
     faults.arm("parity_store.xored@hit=3:raise")
     with pytest.raises(RuntimeError, match="parity_store.xored"):
-        sources.send_blocks(vault)
+        sources.send_blocks(store)
     faults.arm("")
-    incomplete(vault, sources)
-    vault.close()
+    incomplete(store, sources)
+    store.close()
     again = make(RAIM5)
     incomplete(again, sources)
     sources.give(again)
@@ -620,10 +620,10 @@ def test_an_error_between_the_bytes_and_their_cursor_leaves_nothing_that_is_take
 
 
 def test_a_new_smp_finds_what_is_complete_byte_by_byte(make: Make, plan: ExchangePlan) -> None:
-    vault, sources = make(plan), Sources(plan, V1)
-    sources.give(vault)
-    inode = os.stat(vault._segment.path).st_ino
-    vault.close()
+    store, sources = make(plan), Sources(plan, V1)
+    sources.give(store)
+    inode = os.stat(store._segment.path).st_ino
+    store.close()
     again = make(plan)
     assert again.versions() == (V1,) and os.stat(again._segment.path).st_ino == inode
     sources.check(again)
@@ -660,29 +660,29 @@ def test_parity_of_another_plan_or_position_is_not_taken_over(make: Callable[...
 
 
 def test_any_range_of_a_block_can_be_read_and_nothing_beyond_it(make: Make, plan: ExchangePlan) -> None:
-    vault, sources = make(plan), Sources(plan, V1)
-    sources.give(vault)
+    store, sources = make(plan), Sources(plan, V1)
+    sources.give(store)
     random = Random(3)
     for key, expected in sources.parity.items():
         for _ in range(20):
             at = random.randrange(len(expected) + 1)
             nbytes = random.randrange(len(expected) - at + 1)
-            assert (vault.read(V1, key, at, nbytes) == expected[at : at + nbytes]).all()
+            assert (store.read(V1, key, at, nbytes) == expected[at : at + nbytes]).all()
         for at, nbytes in [(0, len(expected) + 1), (len(expected), 1), (1 << 60, 1)]:
             with pytest.raises(ProtocolError, match="are not in parity"):
-                vault.read(V1, key, at, nbytes)
+                store.read(V1, key, at, nbytes)
     with pytest.raises(ProtocolError, match="are not in parity"):
-        vault.read(V1, (9, 9, 9), 0, 1)
+        store.read(V1, (9, 9, 9), 0, 1)
     with pytest.raises(SegmentError, match=r"1 \(lineage 1\)"):
-        vault.read(V2, next(iter(sources.parity)), 0, 1)
+        store.read(V2, next(iter(sources.parity)), 0, 1)
     with pytest.raises(SegmentError, match="holds no copy of rank"):
-        vault.copy(V1, next(rank for rank in range(9) if rank not in sources.copies))
+        store.copy(V1, next(rank for rank in range(9) if rank not in sources.copies))
 
 
 def test_a_flipped_byte_is_never_handed_out(make: Callable[..., ParityStore], job: str, plan: ExchangePlan) -> None:
     """Every byte in turn: what is read is right or refused, and what is not near it is still read."""
-    vault, sources = make(plan), Sources(plan, V1)
-    sources.give(vault)
+    store, sources = make(plan), Sources(plan, V1)
+    sources.give(store)
     segment = raw(job)
     (index,) = [slot.index for slot in segment.slots() if slot.state is SlotState.CLEAN]
     read = defaultdict(int)
@@ -697,27 +697,27 @@ def test_a_flipped_byte_is_never_handed_out(make: Callable[..., ParityStore], jo
                 read[struck] += 1
                 if struck:
                     with pytest.raises(SegmentError, match="does not match its digest"):
-                        vault.read(V1, key, start, nbytes)
+                        store.read(V1, key, start, nbytes)
                 else:
-                    assert (vault.read(V1, key, start, nbytes) == sources.parity[key][start : start + nbytes]).all()
+                    assert (store.read(V1, key, start, nbytes) == sources.parity[key][start : start + nbytes]).all()
         segment.data(index)[at] ^= 0x10
     assert read[True] and read[False]
     segment.close()
-    sources.check(vault)
+    sources.check(store)
 
 
 def test_a_flipped_byte_of_copies_or_digests_makes_the_version_one_that_is_not_here(
     make: Callable[..., ParityStore], job: str
 ) -> None:
-    vault, sources = make(RAIM5), Sources(RAIM5, V1)
-    sources.give(vault)
+    store, sources = make(RAIM5), Sources(RAIM5, V1)
+    sources.give(store)
     segment = raw(job)
     small = segment._area(0, segment.shape.table_room, segment.shape.small_nbytes)
     for place in (small[40:41], segment.digests(0).view(np.uint8)[5:6]):
         place ^= 1
-        incomplete(vault, sources)
+        incomplete(store, sources)
         place ^= 1
-        sources.check(vault)
+        sources.check(store)
     del small, place
     segment.close()
 
@@ -726,7 +726,7 @@ def test_a_flipped_byte_of_copies_or_digests_makes_the_version_one_that_is_not_h
 
 
 def death_between_creation_and_ranges(job: str, plan: ExchangePlan) -> None:
-    path: Path = vault_of(job, "n")
+    path: Path = parity_path_of(job, "n")
     create(path, shape_of(plan, POSITION, shapes_of(plan), LAYOUT), POSITION, {})
 
 
@@ -734,40 +734,40 @@ def test_a_vault_whose_smp_died_while_it_was_made_verifies_every_byte_all_the_sa
     make: Callable[..., ParityStore], job: str
 ) -> None:
     death_between_creation_and_ranges(job, RAIM5)
-    vault, sources = make(RAIM5), Sources(RAIM5, V1)
-    sources.give(vault)
+    store, sources = make(RAIM5), Sources(RAIM5, V1)
+    sources.give(store)
     segment = raw(job)
     (index,) = [slot.index for slot in segment.slots() if slot.state is SlotState.CLEAN]
     segment.data(index)[0] ^= 1
     segment.close()
     with pytest.raises(SegmentError, match="does not match its digest"):
-        vault.read(V1, next(iter(sources.parity)), 0, 64)
+        store.read(V1, next(iter(sources.parity)), 0, 64)
 
 
-def test_a_copy_of_a_version_that_is_not_gathered_is_refused_as_a_frame_of_it_is(make: Make) -> None:
-    vault, sources = make(RAIM5), Sources(RAIM5, V1)
-    with pytest.raises(ProtocolError, match="not received"):
-        vault.take_copy(*sources.part(next(iter(sources.copies)), 0))
+def test_a_copy_of_a_version_that_is_not_being_received_is_refused_like_its_frames(make: Make) -> None:
+    store, sources = make(RAIM5), Sources(RAIM5, V1)
+    with pytest.raises(ProtocolError, match="is not being received here"):
+        store.take_copy(*sources.part(next(iter(sources.copies)), 0))
 
 
 def test_copies_that_are_whole_of_one_version_are_not_of_another(make: Make) -> None:
-    vault, sources = make(RAIM5), Sources(RAIM5, V1)
-    vault.begin(V1)
-    sources.send_copies(vault)
-    assert set(vault.copied(V1, list(sources.copies))) == set(sources.copies)
-    assert vault.copied(V2, list(sources.copies)) == []
+    store, sources = make(RAIM5), Sources(RAIM5, V1)
+    store.begin(V1)
+    sources.send_copies(store)
+    assert set(store.copied(V1, list(sources.copies))) == set(sources.copies)
+    assert store.copied(V2, list(sources.copies)) == []
 
 
 def test_closing_twice_is_closing(make: Make) -> None:
-    vault = make(RAIM5)
-    vault.close()
-    vault.close()
+    store = make(RAIM5)
+    store.close()
+    store.close()
 
 
 def test_a_copy_does_not_grow_beyond_what_was_announced(make: Make) -> None:
-    vault, sources = make(RAIM5), Sources(RAIM5, V1)
-    vault.begin(V1)
+    store, sources = make(RAIM5), Sources(RAIM5, V1)
+    store.begin(V1)
     rank, part = next(iter(sources.copies)), np.ones(1 << 16, dtype=np.uint8)
     with pytest.raises(ProtocolError):
         for at in range(0, 1 << 20, len(part)):
-            vault.take_copy(V1, rank, at, 100, part)
+            store.take_copy(V1, rank, at, 100, part)

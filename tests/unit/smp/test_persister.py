@@ -31,6 +31,7 @@ from ft_plugins.smp.protocol import ALARM
 from ft_plugins.snapshot import checkpoint, persist
 from ft_plugins.snapshot import segment as segments
 from ft_plugins.snapshot.checkpoint import Origin
+from ft_plugins.snapshot.digested_json import write_digested
 from ft_plugins.snapshot.retention import NodeOffer, Storage
 from ft_plugins.snapshot.segment import Segment
 from ft_plugins.snapshot.shape import Shape
@@ -345,7 +346,7 @@ def test_a_verdict_that_comes_while_it_is_written_withdraws_it_and_says_why(
     node.told(replace(storage, audits=1))
     node.capture(7)
     found = node.persister.request("signal", SECONDS)
-    assert found["state"] == "failed" and "found unlike on ranks 0" in found["reason"], found
+    assert found["state"] == "failed" and "differ on ranks 0" in found["reason"], found
     (failed,) = node.wait("checkpoint.failed")
     assert failed.fields["iteration"] == 7 and "audit.failed" in failed.fields["reason"]
     assert os.listdir(base) == []
@@ -366,9 +367,9 @@ def test_a_verdict_on_another_node_before_its_manifest_withdraws_a_checkpoint(
     assert second.ranks[1].pinned() == [Version(1, 10)], "watched until it is complete"
     second.mark(10, Mark.DIFFERING)
     (failed,) = second.wait("checkpoint.failed")
-    assert "found unlike on ranks 1" in failed.fields["reason"]
+    assert "differ on ranks 1" in failed.fields["reason"]
     first.mark(10, Mark.CERTIFIED)
-    assert "nothing of ranks 1 has appeared" in first.wait("checkpoint.failed")[0].fields["reason"]
+    assert "no file of ranks 1 has appeared" in first.wait("checkpoint.failed")[0].fields["reason"]
     assert complete(base) == []
     assert not second.ranks[1].pinned()
 
@@ -483,7 +484,8 @@ def test_a_checkpoint_that_cannot_be_kept_says_so_and_is_there(
     node.told(storage)
     node.capture(7)
     found = node.persister.request("request", SECONDS, keep=True)
-    assert found["state"] == "failed" and "is written, but cannot be kept: No space left on device" in found["reason"]
+    assert found["state"] == "failed"
+    assert "is written, but cannot be marked as kept: No space left on device" in found["reason"]
     assert complete(base) == ["v1-7"] and node.persister.status()["kept"] == []
 
 
@@ -620,7 +622,7 @@ def test_the_files_of_two_nodes_become_one_checkpoint_and_both_know_it(
     assert complete(base) == ["v1-10"]
 
 
-def test_a_storage_that_only_one_node_sees_is_told_with_the_remedy(
+def test_storage_that_only_one_node_sees_is_reported_with_the_remedy(
     host: Callable[..., Host], storage: Storage, base: Path, tmp_path: Path
 ) -> None:
     first, second = host("a", range(0, 1), 0.5), host("b", range(1, 2), 0.5)
@@ -629,9 +631,9 @@ def test_a_storage_that_only_one_node_sees_is_told_with_the_remedy(
     for node in (first, second):
         node.capture(10)
     reason = first.wait("checkpoint.failed")[0].fields["reason"]
-    assert "nothing of ranks 1 has appeared" in reason and "--reft-checkpoint-dir" in reason
+    assert "no file of ranks 1 has appeared" in reason and "--reft-checkpoint-dir" in reason
     reason = second.wait("checkpoint.failed")[0].fields["reason"]
-    assert "rank 0 has not completed it" in reason and "--reft-checkpoint-dir" in reason
+    assert "rank 0 did not complete it" in reason and "--reft-checkpoint-dir" in reason
     until(lambda: os.listdir(base) == [] == os.listdir(tmp_path / "local" / base.name))
 
 
@@ -693,7 +695,7 @@ def test_a_notice_that_is_damaged_or_of_another_time_says_nothing(tmp_path: Path
     assert ours.offers(4) == [NodeOffer((0,), (Version(2, 9),))], "of another size of the job"
     os.utime(tmp_path / "offer-b.json", (1, 1))
     assert ours.offers(2) == [NodeOffer((0,), (Version(1, 7),))]
-    checkpoint.write_json(tmp_path / "offer-c.json", {"ranks": [2], "versions": [[1, 7]]})
+    write_digested(tmp_path / "offer-c.json", {"ranks": [2], "versions": [[1, 7]]})
     assert ours.offers(2) == [NodeOffer((0,), (Version(1, 7),))], "that of an older version names no size"
     theirs.want(Version(1, 9))
     assert ours.wanted() == Version(1, 9)

@@ -393,7 +393,7 @@ def test_the_same_job_laid_out_otherwise_is_refused_and_nothing_is_lost(node: No
     path = attach(node)
     write(path, 0, Version(1, 5))
     shape = asdict(replace(SHAPE, **changed))
-    with pytest.raises(ResumeError, match="laid out otherwise.*1000 bytes in 1 buckets.*--ftp-resume fresh drops it"):
+    with pytest.raises(ResumeError, match="another layout.*1000 bytes in 1 buckets.*--ftp-resume fresh drops it"):
         attach(node, shape=shape)
     assert versions(path) == [Version(1, 5)]
     attach(node, shape=shape, fresh=True)
@@ -600,7 +600,7 @@ def test_a_path_that_the_system_does_not_give_is_refused_by_name_and_it_serves_o
     pid = node.start()
     node.segment(0).mkdir()
     try:
-        with pytest.raises(SegmentError, match=f"rank 0: no segment can be made .*directory: {node.segment(0)}"):
+        with pytest.raises(SegmentError, match=f"rank 0: cannot create its segment .*directory: {node.segment(0)}"):
             attach(node, fresh=True)
     finally:
         node.segment(0).rmdir()
@@ -726,7 +726,7 @@ def test_an_orphan_that_is_found_in_time_stays_and_ends_after_its_time_once_it_i
     with in_place_of_ft_run() as first, in_place_of_ft_run() as second:
         watch(first.pid)
         daemon.answer(ATTACH)
-        waiting = threading.Thread(target=process._until_over, args=(daemon, events, 1.0))
+        waiting = threading.Thread(target=process._run_until_end, args=(daemon, events, 1.0))
         waiting.start()
         first.kill()
         first.wait()

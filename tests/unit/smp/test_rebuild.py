@@ -18,10 +18,11 @@ import xxhash
 
 from ft_plugins.errors import CorruptSlotError, FtError, ProtocolError, ResumeError
 from ft_plugins.smp import channel, protocol, rebuild
-from ft_plugins.smp.channel import TAG, Who
+from ft_plugins.smp.authenticated import PAYLOAD_LIMIT, AuthenticatedConnection
+from ft_plugins.smp.channel import TAG, Party
 from ft_plugins.smp.frames import Data, Parity
 from ft_plugins.smp.readers import PipelinedPeer
-from ft_plugins.smp.wire import PAYLOAD_LIMIT, Link, Peer
+from ft_plugins.smp.wire import Peer
 from ft_plugins.snapshot.paths import path_of, remove
 from ft_plugins.snapshot.segment import NOT_COMPUTED, Segment, create
 from ft_plugins.snapshot.shape import Shape
@@ -148,7 +149,7 @@ def test_who_fails_first_is_told_of_and_the_others_are_woken(segment: Segment) -
 def test_another_layout_is_refused_before_anything_is_overwritten(segment: Segment) -> None:
     memory = Memory(segment)
     memory.digests.append(0)
-    with pytest.raises(ResumeError, match="laid out otherwise"):
+    with pytest.raises(ResumeError, match="has another layout"):
         rebuild.fetch(segment, VERSION, 9, memory)
     assert states(segment) == {SlotState.EMPTY}
 
@@ -161,14 +162,14 @@ class Answering:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, encrypt: bool) -> None:
         ours, self.theirs = socket.socketpair()
-        me = Who("smp", "a-job", "here", encrypt)
+        me = Party("smp", "a-job", "here", encrypt)
         client, server = channel.ClientHandshake(SECRET, me), channel.ServerHandshake(SECRET, me)
         proof, near = client.answer(server.challenge(client.hello()))
-        self.link = Link(self.theirs, server.finish(proof))
+        self.link = AuthenticatedConnection(self.theirs, server.finish(proof))
 
-        def connect(peer: Peer) -> Link:
+        def connect(peer: Peer) -> AuthenticatedConnection:
             peer._connection = ours
-            return Link(ours, near)
+            return AuthenticatedConnection(ours, near)
 
         monkeypatch.setattr(Peer, "_connect", connect)
         self.line = PipelinedPeer(("127.0.0.1", 1), me, SECRET, 1.0)
@@ -217,7 +218,7 @@ def test_a_payload_that_was_changed_on_the_way_is_an_error_and_nothing_after_it_
 def test_another_number_of_bytes_than_was_asked_for_is_refused(node: Answering, nbytes: int) -> None:
     node.line.ask_for(WANTED)
     node.answer(b"a" * nbytes)
-    with pytest.raises(ProtocolError, match=f"it sends {nbytes} bytes where 100 were asked for"):
+    with pytest.raises(ProtocolError, match=f"expected 100 bytes, found {nbytes}"):
         node.line.take(np.zeros(100, dtype=np.uint8))
 
 

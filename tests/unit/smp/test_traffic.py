@@ -9,7 +9,7 @@ import pytest
 
 from ft_plugins.recovery.nodes import links_of
 from ft_plugins.smp import traffic
-from ft_plugins.smp.wire import PAYLOAD_LIMIT
+from ft_plugins.smp.authenticated import PAYLOAD_LIMIT
 
 
 def _niceness() -> int:

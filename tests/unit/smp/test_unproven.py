@@ -23,11 +23,11 @@ import pytest
 
 from ft_plugins.events import Event, Events
 from ft_plugins.smp import channel, connections, unproven
-from ft_plugins.smp.channel import Who
+from ft_plugins.smp.channel import Party
 from ft_plugins.smp.wire import Peer, Server
 
 SECRET = b"a secret of 32 bytes, all random"
-HERE, THERE = Who("smp", "a-job", "here"), Who("smp", "a-job", "there")
+HERE, THERE = Party("smp", "a-job", "here"), Party("smp", "a-job", "there")
 SECONDS = 20
 
 

@@ -27,16 +27,17 @@ from hypothesis import strategies as st
 from ft_plugins.errors import BudgetError, ConfigError, FencedError, ProtocolError
 from ft_plugins.events import Event, Events
 from ft_plugins.smp import channel, connections, unproven, wire
-from ft_plugins.smp.channel import TAG, Channel, Who
+from ft_plugins.smp.authenticated import PAYLOAD_LIMIT, Bytes
+from ft_plugins.smp.channel import TAG, Channel, Party
 from ft_plugins.smp.frames import Data
 from ft_plugins.smp.protocol import FRAME_LIMIT
 from ft_plugins.smp.readers import PipelinedPeer
-from ft_plugins.smp.wire import PAYLOAD_LIMIT, SECRET_LIMIT, Bytes, Peer, Server, read_secret
+from ft_plugins.smp.wire import SECRET_LIMIT, Peer, Server, read_secret
 from ft_plugins.snapshot.slots import Version
 
 JOB = "a-job"
 SECRET = b"a secret of 32 bytes, all random"
-HERE, THERE = Who("smp", JOB, "here"), Who("smp", JOB, "there")
+HERE, THERE = Party("smp", JOB, "here"), Party("smp", JOB, "there")
 NONCE = 32
 SECONDS = 20  # for what has to happen; the machine of the tests has other work too
 TIMEOUT = 0.3  # of a Peer that is meant to run into it
@@ -102,7 +103,7 @@ class Known:
         return bytes(self._channel.opener.open(raw[:-TAG], raw[-TAG:]))
 
 
-def begun(connection: socket.socket, me: Who = HERE, secret: bytes = SECRET) -> tuple[bytes, Channel]:
+def begun(connection: socket.socket, me: Party = HERE, secret: bytes = SECRET) -> tuple[bytes, Channel]:
     """The client's proof, which is not sent yet, and its channel."""
     client = channel.ClientHandshake(secret, me)
     connection.sendall(frame(client.hello()))
@@ -110,7 +111,7 @@ def begun(connection: socket.socket, me: Who = HERE, secret: bytes = SECRET) -> 
     return frame(answer), made
 
 
-def introduced(endpoint: tuple[str, int], me: Who = HERE) -> Known:
+def introduced(endpoint: tuple[str, int], me: Party = HERE) -> Known:
     """A connection on which the client's half of the handshake has been played."""
     connection = connect(endpoint)
     proof, made = begun(connection, me)
@@ -132,7 +133,7 @@ def shake(connection: socket.socket, secret: bytes = SECRET) -> Known:
 class Node:
     """An SMP that answers, its events, and what it was asked."""
 
-    def __init__(self, handle: Callable[[dict[str, Any], Bytes], Reply] | None = None, who: Who = THERE) -> None:
+    def __init__(self, handle: Callable[[dict[str, Any], Bytes], Reply] | None = None, who: Party = THERE) -> None:
         self.asked: list[dict[str, Any]] = []
         self.threads: set[int] = set()
         self._handle = handle or (lambda message, payload: ({"echo": message.get("value")}, payload))
@@ -184,7 +185,7 @@ def peer() -> Iterator[Callable[..., Peer]]:
     made: list[Peer] = []
 
     def make(
-        endpoint: tuple[str, int], secret: bytes = SECRET, me: Who = HERE, timeout: float = SECONDS, node: str = ""
+        endpoint: tuple[str, int], secret: bytes = SECRET, me: Party = HERE, timeout: float = SECONDS, node: str = ""
     ) -> Peer:
         made.append(Peer(endpoint, me, secret, timeout, node))
         return made[-1]
@@ -305,7 +306,7 @@ def test_a_server_that_was_replaced_at_its_port_is_found_again(
     with contextlib.suppress(ProtocolError):
         one.ask("echo")  # the last request of the old connection, at most
     again = Server(*there.endpoint, THERE, SECRET, lambda message, payload: ({"new": True}, None), Events("n"))
-    with again:
+    with contextlib.closing(again):
         with contextlib.suppress(ProtocolError):
             one.ask("echo")
         assert one.ask("echo")[0].get("new") is True
@@ -365,7 +366,7 @@ def test_a_server_that_does_not_know_the_secret_is_told_nothing(
 
 @pytest.mark.parametrize("other", [replace(HERE, job="another-job"), replace(HERE, purpose="rendezvous")])
 def test_a_peer_of_another_job_or_protocol_is_not_let_in(
-    node: Callable[..., Node], peer: Callable[..., Peer], other: Who
+    node: Callable[..., Node], peer: Callable[..., Peer], other: Party
 ) -> None:
     there = node()
     with pytest.raises(ProtocolError, match="hung up during the handshake; is it of this job"):
@@ -512,7 +513,7 @@ def test_where_all_places_are_busy_none_is_let_in_until_a_request_ends(
         assert begun.wait(SECONDS)
         with pytest.raises(ProtocolError, match="hung up|reset"):
             peer(there.endpoint, timeout=0.05).ask("echo")
-        assert "node here: as many connections are busy as there may be" in there.rejected()
+        assert "node here: all 1 connections are busy" in there.rejected()
         go_on.set()
         assert known.hear()["echo"] == 3, "a request is never cut off to make room"
         assert peer(there.endpoint).ask("echo", value=1)[0]["echo"] == 1, "it tries until there is a place"
@@ -523,10 +524,10 @@ def test_an_idle_connection_makes_room_first_the_oldest_of_the_same_node(
 ) -> None:
     monkeypatch.setattr(wire, "_CONNECTIONS", 3)
     there = node()
-    other = Who("smp", JOB, "other")
+    other = Party("smp", JOB, "other")
     with contextlib.ExitStack() as stack:
 
-        def newer(who: Who = HERE) -> Known:
+        def newer(who: Party = HERE) -> Known:
             known = introduced(there.endpoint, who)
             stack.enter_context(known.connection)
             return known
@@ -540,7 +541,7 @@ def test_an_idle_connection_makes_room_first_the_oldest_of_the_same_node(
         third = newer()
         assert ended(second.connection)
         assert alive(others) and alive(first) and alive(third)
-        newest = newer(Who("smp", JOB, "a third node"))
+        newest = newer(Party("smp", JOB, "a third node"))
         assert ended(others.connection) and alive(first) and alive(third) and alive(newest)
 
 
@@ -1066,6 +1067,6 @@ def test_no_more_is_read_than_a_secret_may_have(secret_file: Path) -> None:
 
 
 def test_a_secret_that_is_not_there_is_refused(secret_file: Path) -> None:
-    for path, why in [(secret_file.with_name("none"), "No such file"), (secret_file.parent, "no regular file")]:
+    for path, why in [(secret_file.with_name("none"), "No such file"), (secret_file.parent, "not a regular file")]:
         with pytest.raises(ConfigError, match=f"{path}: cannot be read .*{why}"):
             read_secret(path)

@@ -17,11 +17,12 @@ import pytest
 
 from ft_plugins.errors import ProtocolError
 from ft_plugins.events import Event, Events
-from ft_plugins.smp.channel import TAG, Who
-from ft_plugins.smp.wire import Bytes, Peer, Server
+from ft_plugins.smp.authenticated import Bytes
+from ft_plugins.smp.channel import TAG, Party
+from ft_plugins.smp.wire import Peer, Server
 
 SECRET = b"a secret of 32 bytes, all random"
-HERE, THERE = Who("smp", "a-job", "here"), Who("smp", "a-job", "there")
+HERE, THERE = Party("smp", "a-job", "here"), Party("smp", "a-job", "there")
 SECONDS = 20
 HANDSHAKE = {"up": 2, "down": 2}  # frames of each direction before the first request; the last one down is sealed
 Parts = list[bytes]  # a frame, or one payload unit, each with its tag
@@ -245,7 +246,7 @@ def test_an_encrypted_payload_arrives_byte_by_byte_and_is_writable() -> None:
         payload ^= 1
         return {}, payload
 
-    with Server("127.0.0.1", 0, encrypted[THERE], SECRET, answer, Events("there")) as server:
+    with contextlib.closing(Server("127.0.0.1", 0, encrypted[THERE], SECRET, answer, Events("there"))) as server:
         peer = Peer(server.endpoint, encrypted[HERE], SECRET, SECONDS)
         with contextlib.closing(peer):
             for size in (1, 4096, 1 << 20):

@@ -232,7 +232,7 @@ def test_a_tensor_that_was_moved_is_named_and_the_version_before_stays(rig: Rig)
     capture.start(Version(1, 1), b"")
     capture.wait()
     rig.tensors["half"] = rig.tensors["half"].clone()  # as a framework does that replaces a tensor by another
-    with pytest.raises(InventoryError, match="rank 0: item 'half' was moved"):
+    with pytest.raises(InventoryError, match="rank 0: item 'half' has moved"):
         capture.start(Version(1, 2), b"")
     assert list(rig.restorable()) == [Version(1, 1)]
 

@@ -17,13 +17,13 @@ from ft_plugins.snapshot.slots import (
     Slot,
     SlotState,
     Version,
-    certified,
+    certified_slot,
     choose,
-    in_order,
     marks_of,
-    may_pin,
+    pinnable_slot,
+    recovery_order,
     slots_for,
-    void,
+    voided_slots,
 )
 
 CLEAN, DIRTY, EMPTY = SlotState.CLEAN, SlotState.DIRTY, SlotState.EMPTY
@@ -75,7 +75,7 @@ class Rank:
     def pin(self, purpose: Pin, draw: random.Random) -> None:
         """The SMP keeps another version for `purpose`, if it may, as `Segment.pin` does."""
         held = sorted(self.versions())
-        found = may_pin(self.slots, draw.choice(held)) if held else None
+        found = pinnable_slot(self.slots, draw.choice(held)) if held else None
         if found is not None:
             for slot in list(self.slots):
                 self.change(slot.index, pins=slot.pins | purpose if slot.index == found else slot.pins & ~purpose)
@@ -129,13 +129,13 @@ class Job:
             for slot in list(rank.slots):
                 rank.change(slot.index, pins=Pin(0))
         marks = self.marks()
-        base = next(iter(in_order(self.common(), marks)), None)
+        base = next(iter(recovery_order(self.common(), marks)), None)
         self.restored.append((base, marks.get(base, Mark.NONE) if base else Mark.NONE))
         lineage = max(rank.lineage for rank in self.ranks) + 1
         for rank in self.ranks:
             if base is not None:
                 rank.mark(base, marks.get(base, Mark.NONE))
-            for index in void(rank.slots, base):
+            for index in voided_slots(rank.slots, base):
                 rank.change(index, state=DIRTY, version=None, mark=Mark.NONE)
             rank.lineage, rank.step = lineage, base.iteration if base else 0
             rank.fenced = rank.step
@@ -197,34 +197,34 @@ def held(index: int, iteration: int, mark: Mark = Mark.NONE, lineage: int = 2) -
 
 def test_it_gives_way_only_when_every_rank_is_known_to_have_heard_of_the_next_one() -> None:
     slots = [held(0, 3, Mark.CERTIFIED), held(1, 4), held(2, 5), held(3, 6, Mark.CERTIFIED)]
-    assert certified(slots, Version(2, 7)) == 0, "another rank may be killed at the fence of 7, before 6 is sealed"
+    assert certified_slot(slots, Version(2, 7)) == 0, "another rank may be killed at the fence of 7, before 6 is sealed"
     assert choose(slots, Version(2, 7)) == 1
     slots[1] = held(1, 7)
-    assert certified(slots, Version(2, 8)) == 3
+    assert certified_slot(slots, Version(2, 8)) == 3
     assert choose(slots, Version(2, 8)) == 0
-    assert certified(slots, Version(3, 7)) == 3, "what was restored, or before it, all ranks have"
-    assert certified(slots) == 3, "and so it is when no capture runs"
+    assert certified_slot(slots, Version(3, 7)) == 3, "what was restored, or before it, all ranks have"
+    assert certified_slot(slots) == 3, "and so it is when no capture runs"
 
 
 def test_what_only_drifts_or_was_not_compared_is_not_kept() -> None:
-    slots = [held(0, 3, Mark.DRIFTING), held(1, 4, Mark.UNAUDITED), held(2, 5, Mark.DIFFERING)]
-    assert certified(slots) is None and choose(slots) == 0
+    slots = [held(0, 3, Mark.DIVERGED), held(1, 4, Mark.UNAUDITED), held(2, 5, Mark.DIFFERING)]
+    assert certified_slot(slots) is None and choose(slots) == 0
 
 
 def test_without_marks_nothing_changes() -> None:
     slots = [held(0, 3), held(1, 4), held(2, 5)]
     assert [choose(slots, Version(2, 6)), choose(slots)] == [0, 0]
     versions = [Version(1, 9), Version(2, 3), Version(2, 4)]
-    assert in_order(versions, {}) == versions[::-1]
-    assert in_order(versions, {Version(2, 3): Mark.DRIFTING}) == versions[::-1], "nothing compares"
+    assert recovery_order(versions, {}) == versions[::-1]
+    assert recovery_order(versions, {Version(2, 3): Mark.DIVERGED}) == versions[::-1], "nothing compares"
     assert slots_for(Pin.CERTIFIED) == SLOTS + 1
 
 
 @given(st.dictionaries(st.builds(Version, st.integers(0, 2), st.integers(1, 6)), st.sampled_from(Mark)))
 def test_where_something_is_certified_what_is_known_to_be_good_goes_first(marks: dict[Version, Mark]) -> None:
-    order = in_order(marks, marks)
+    order = recovery_order(marks, marks)
     assert sorted(order) == sorted(version for version in marks if marks[version] is not Mark.DIFFERING)
-    good = [version for version in order if marks[version] in (Mark.CERTIFIED, Mark.DRIFTING)]
+    good = [version for version in order if marks[version] in (Mark.CERTIFIED, Mark.DIVERGED)]
     if Mark.CERTIFIED in marks.values():
         assert order[: len(good)] == good == sorted(good, reverse=True)
     else:

@@ -23,7 +23,7 @@ from ft_plugins.redundancy.exchange_plan import ExchangePlan, plan_exchange
 from ft_plugins.redundancy.sections import Encoding
 from ft_plugins.snapshot.capture import Capture
 from ft_plugins.snapshot.checkpoint import Origin
-from ft_plugins.snapshot.double import gathered, told, with_parity
+from ft_plugins.snapshot.double import replica_extents, replica_shares, with_parity
 from ft_plugins.snapshot.layout import Layout, plan_layout
 from ft_plugins.snapshot.paths import path_of, remove
 from ft_plugins.snapshot.persist import read_rank, write_rank
@@ -57,7 +57,7 @@ def layouts_of(nodes: str, groups: list[tuple[int, ...]], sets: Sets, losses: in
 
 def plan_of(nodes: str, groups: list[tuple[int, ...]], layouts: list[Layout]) -> ExchangePlan:
     """As the SMPs compute it from what ranks have told."""
-    replicated = gathered([told(layout) for layout in layouts])
+    replicated = replica_extents([replica_shares(layout) for layout in layouts])
     return plan_exchange(tuple(nodes), groups, [layout.nbytes for layout in layouts], 1, replicated)
 
 
@@ -290,14 +290,14 @@ def test_a_late_write_into_a_parity_bucket_does_not_become_part_of_it(world: Cal
     segment.set_cursor(0, number)
     job.captures[0].close()
     job.captures[0] = capture = job._capture(0)
-    bucket, bring = job.layouts[0].parity[0], capture._encoder._bring
+    bucket, bring = job.layouts[0].parity[0], capture._encoder._copy
 
     def late(copies: Any, source: Any, part: np.ndarray) -> None:
         bring(copies, source, part)
         if segment.cursor(0) == number:
             segment.data(0)[bucket.offset : bucket.offset + bucket.nbytes] = 0xEE
 
-    capture._encoder._bring = late  # type: ignore[method-assign]
+    capture._encoder._copy = late  # type: ignore[method-assign]
     assert capture._suspect == {(0, number)}
     job.capture(1)
     assert job.slot(0, 1) == 0

@@ -23,16 +23,18 @@ from hypothesis import strategies as st
 from ft_plugins import intake
 from ft_plugins.collective import Collective
 from ft_plugins.errors import FtError, InventoryError, ProtocolError, SegmentError, StorageError
+from ft_plugins.events.declaration import EventType
 from ft_plugins.recovery.recovery_plan import RecoveryPlan
 from ft_plugins.recovery.storage import StorageTier
 from ft_plugins.smp.notices import Notices
 from ft_plugins.snapshot import checkpoint, codec, index, manifest, persist, retention
 from ft_plugins.snapshot import segment as segments
 from ft_plugins.snapshot.checkpoint import Origin
+from ft_plugins.snapshot.checkpoint_reader import CheckpointReader
+from ft_plugins.snapshot.digested_json import read_digested, write_digested
 from ft_plugins.snapshot.manifest import Manifest, TensorRange
 from ft_plugins.snapshot.segment import Segment
 from ft_plugins.snapshot.shape import Shape
-from ft_plugins.snapshot.shares import Shares
 from ft_plugins.snapshot.slots import Mark, Pin, Version, slots_for
 from ft_plugins.testing.hostile import altered, damaged
 
@@ -70,9 +72,9 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
         source.digests(0)[:] = np.array(digests, dtype=np.uint64)
         source.seal(0, V, TOKEN, small, source.digests(0).copy())
         content = {"format": index.FORMAT, "rank": rank, "layout": 7, "replicas": [[0, 1]], "items": [ITEM]}
-        index.keep(base.parent, {**content, "names": None})
-        kept = index.kept_path(base.parent, rank, 7)
-        persist.write_rank(checkpoint.partial_of(base, V), source, V, ORIGIN, kept=kept)
+        index.stage(base.parent, {**content, "names": None})
+        staged = index.staged_path(base.parent, rank, 7)
+        persist.write_rank(checkpoint.partial_of(base, V), source, V, ORIGIN, staged_index=staged)
         source.close()
     checkpoint.commit(base, V, ORIGIN)
     Notices(base, "n").offer([0, 1], [V], 2, {V: Mark.CERTIFIED})
@@ -99,7 +101,7 @@ def read_everything(base: Path, folder: Path) -> None:
     with suppress(FtError, OSError):
         checkpoint.is_complete(folder, ORIGIN)
     with suppress(FtError):
-        shares = Shares(folder)
+        shares = CheckpointReader(folder)
         assert (shares.small(1), shares.whole("w", (0, 1))[0].tolist()) == ({"rank": 1}, data(0).tolist())
     for rank in range(2):
         path = base.parent / "target"
@@ -123,7 +125,7 @@ def damage(base: Path, source: random.Random) -> None:
     if path.suffix == ".json" and source.random() < 0.6:  # as if it had been written so: the digest fits
         plain = altered({key: value for key, value in json.loads(content).items() if key != "digest"}, source)
         with suppress(TypeError, ValueError, RecursionError):
-            checkpoint.write_json(path, plain)
+            write_digested(path, plain)
     elif source.random() < 0.1:
         path.unlink()
         path.mkdir()
@@ -153,13 +155,14 @@ def test_a_name_that_is_no_versions_is_passed_over_with_a_line(original: Path, t
         (base / name).write_text("a file")
     else:
         (base / name).mkdir()
-    told: list[tuple[str, str]] = []
+    alarms: list[tuple[EventType, str]] = []
     target = segment(tmp_path / "target", 0)
-    tier = StorageTier(tmp_path, "job", Alone(), lambda *event: told.append(event))  # type: ignore[arg-type]
+    tier = StorageTier(tmp_path, "job", Alone(), lambda *alarm: alarms.append(alarm))  # type: ignore[arg-type]
     plan = tier.recover(RecoveryPlan(None, "none", 1, 0, 0, "no version"), "auto", 0, target, TOKEN)
     assert (plan.version, plan.tier, plan.lineage) == (V, "storage", V.lineage + 1)
-    assert [event for event, _ in told] == ["checkpoint.ignored"] and "remove it" in told[0][1]
-    assert name.encode(errors="replace").decode().strip("v?-1") in told[0][1] and told[0][1].isprintable()
+    assert [event.name for event, _ in alarms] == ["checkpoint.ignored"]
+    assert "not a checkpoint name" in alarms[0][1]
+    assert name.encode(errors="replace").decode().strip("v?-1") in alarms[0][1] and alarms[0][1].isprintable()
     retention_left = retention.surplus(checkpoint.listing(base), 1, ORIGIN.digest)
     assert retention_left == () and (base / name).exists()
 
@@ -206,15 +209,15 @@ def test_a_pipe_in_the_place_of_a_file_keeps_no_reader_waiting(original: Path, t
     base = tmp_path / "job"
     shutil.copytree(original, base)
     folder = checkpoint.folder_of(base, V)
-    record, shares = checkpoint.read_record(folder, 0), Shares(folder)
+    record, shares = checkpoint.read_record(folder, 0), CheckpointReader(folder)
     shares.small(0)
     (folder / name).unlink()
     os.mkfifo(folder / name)
     intake.within(10.0, lambda: read_everything(base, folder), "a reader")
     if name == checkpoint.data_file(0):
-        with pytest.raises(StorageError, match="no regular file"):
+        with pytest.raises(StorageError, match="not a regular file"):
             intake.within(10.0, lambda: persist.read_head(folder / name, record))
-        with pytest.raises(StorageError, match="no regular file"):
+        with pytest.raises(StorageError, match="not a regular file"):
             intake.within(10.0, lambda: shares.whole("w", (0,)))
     (folder / "manifest.json").unlink()
     (folder / checkpoint.record_file(0)).unlink()
@@ -227,8 +230,8 @@ def test_what_stands_at_a_half_made_files_name_is_replaced_and_not_written_to(tm
     foreign, building = tmp_path / "foreign", tmp_path / "x.json.new"
     foreign.write_text("precious")
     os.mkfifo(building) if kind == "pipe" else building.symlink_to(foreign)
-    intake.within(10.0, lambda: checkpoint.write_json(tmp_path / "x.json", {"a": 1}), "the writer")
-    assert checkpoint.read_json(tmp_path / "x.json") == {"a": 1} and foreign.read_text() == "precious"
+    intake.within(10.0, lambda: write_digested(tmp_path / "x.json", {"a": 1}), "the writer")
+    assert read_digested(tmp_path / "x.json") == {"a": 1} and foreign.read_text() == "precious"
     assert not (tmp_path / "x.json").is_symlink() and not building.exists()
 
 
@@ -247,7 +250,7 @@ def test_small_state_that_has_no_room_is_passed_over_before_a_slot_is_given_up(o
     target = Segment(tmp_path / "narrow")
     target.ranges, target.token = [(0, 2000), (2000, 1000)], TOKEN
     before = target.slots()
-    with pytest.raises(StorageError, match=r"rank 0: .* small state of [0-9]+ bytes, .* room for 8 at start"):
+    with pytest.raises(StorageError, match=r"rank 0: .* has [0-9]+ bytes of small state; this job claimed 8 at start"):
         persist.read_rank(original / "v2-300", target, V, TOKEN)
     assert target.slots() == before
     target.close()
@@ -284,7 +287,7 @@ def test_a_manifest_that_is_read_has_the_types_that_it_promises(source: random.R
         return  # msgpack itself has no such value
     with suppress(SegmentError):
         found = manifest.read(encoded)
-        assert all(type(one.name) is str and type(one.offset) is int for one in found.held)
+        assert all(type(one.name) is str and type(one.offset) is int for one in found.tensors)
         assert type(found.rank) is int and all(type(size) is int for _, size in found.ranges)
 
 
@@ -295,9 +298,9 @@ def test_a_manifest_that_would_take_gigabytes_to_read_is_refused_and_none_is_wri
     with pytest.raises(SegmentError, match="more than 8388608 bytes"):
         manifest.read(small)
     held = tuple(TensorRange("w" * 4096, "float32", "parameter", "own", 100, 0, 100, 0) for _ in range(2048))
-    with pytest.raises(SegmentError, match="rank 1: its 2048 pieces of tensors take .* expected at most 8388608"):
+    with pytest.raises(SegmentError, match="rank 1: the manifest of its 2048 pieces .* expected at most 8388608"):
         manifest.write(Manifest(1, 2, (0, 0), ((0, 100),), held))
-    assert len(manifest.read(manifest.write(Manifest(1, 2, (0, 0), ((0, 100),), held[:1000]))).held) == 1000
+    assert len(manifest.read(manifest.write(Manifest(1, 2, (0, 0), ((0, 100),), held[:1000]))).tensors) == 1000
 
 
 @pytest.mark.parametrize("parts", [[b"", 5], [10**12, b""], 1, {"a": b"b", "c": b"d"}, [b"a"], "ab", None])

@@ -190,14 +190,6 @@ def test_an_item_larger_than_a_bucket_is_cut_and_small_ones_share_a_bucket() -> 
 def test_a_rank_with_nothing_to_capture_has_an_empty_layout() -> None:
     layout = layout_of(item("empty", 0))
     assert layout.nbytes == 0 and layout.buckets == ()
-    assert "0 bytes in 0 buckets" in layout.table()
-
-
-def test_a_layout_prints_what_each_replica_set_costs() -> None:
-    table = layout_of(item("w", 640, (0, 1)), item("b", 64, (0,), IterationSpan.FORWARD), nodes=("a", "b")).table()
-    assert "rank 0: 384 bytes in 3 buckets" in table
-    assert "1 items x 2 replicas: 640 bytes, own share 0..320, behind the step" in table
-    assert "1 items x 1 replicas: 64 bytes, own share 0..64, at the version point" in table
 
 
 @pytest.mark.parametrize("ranks, nodes", [(4096, 512), (64, 1), (64, 64)])

@@ -179,7 +179,7 @@ def test_a_version_that_is_given_up_while_it_is_written_gets_no_file(
             source.dirty(0, None, TOKEN)
             capture(source, V, 1, index=1)
 
-    with pytest.raises(CorruptSlotError, match="was given up while"):
+    with pytest.raises(CorruptSlotError, match="changed while"):
         persist.write_rank(tmp_path / "p", source, V, ORIGIN, elsewhere)
     assert next(pieces) == 5
     assert os.listdir(tmp_path / "p") == []
@@ -213,7 +213,7 @@ def test_a_truncated_file_is_found(make: Callable[..., Segment], tmp_path: Path,
     path = folder / "rank-00001.safetensors"
     size = path.stat().st_size
     os.truncate(path, left if left >= 0 else size + left)
-    with pytest.raises(StorageError, match=f"bytes where {size} were written"):
+    with pytest.raises(StorageError, match=f"bytes, but {size} were written"):
         persist.read_rank(folder, make(1, "to"), V, TOKEN)
 
 
@@ -231,7 +231,7 @@ def test_the_files_of_two_ranks_exchanged_are_found(make: Callable[..., Segment]
         os.rename(folder / name(0), folder / "x")
         os.rename(folder / name(1), folder / name(0))
         os.rename(folder / "x", folder / name(1))
-    with pytest.raises(StorageError, match="it is of rank 1"):
+    with pytest.raises(StorageError, match="it belongs to rank 1"):
         persist.read_rank(folder, make(0, "to"), V, TOKEN)
 
 
@@ -242,7 +242,7 @@ def test_another_layout_is_refused_by_name_and_nothing_is_touched(
     folder, _ = written(make, tmp_path)
     target = make(0, "to", replace(SHAPE, **changed))
     before = target.bytes.copy()
-    with pytest.raises(ResumeError, match="rank 0: .*v2-300 was laid out otherwise .*--ftp-resume fresh"):
+    with pytest.raises(ResumeError, match="rank 0: .*v2-300 has another layout .*--ftp-resume fresh"):
         persist.read_rank(folder, target, V, TOKEN)
     assert np.array_equal(target.bytes, before)
 
@@ -348,7 +348,7 @@ def test_the_listing_tells_complete_unfinished_and_damaged_ones_and_nothing_else
 
 def test_what_is_there_of_another_job_is_not_taken_for_ours(make: Callable[..., Segment], tmp_path: Path) -> None:
     folder, _ = written(make, tmp_path)
-    with pytest.raises(StorageError, match="the checkpoint of another job"):
+    with pytest.raises(StorageError, match="is a checkpoint of another job"):
         checkpoint.is_complete(folder, replace(ORIGIN, fingerprint={"layers": 5}))
     assert not checkpoint.is_complete(tmp_path / "v9-9", ORIGIN)
 
@@ -440,7 +440,7 @@ def test_the_manifest_says_whether_any_rank_had_heard_that_the_replicas_agreed(
         (Mark.UNAUDITED, Mark.NONE, False, None),
         (Mark.NONE, Mark.NONE, True, False),
         (Mark.NONE, Mark.CERTIFIED, True, True),  # the verdict came after the last byte
-        (Mark.DRIFTING, Mark.NONE, True, None),  # each replica whole: there is nothing to agree
+        (Mark.DIVERGED, Mark.NONE, True, None),  # each replica whole: there is nothing to agree
     ],
 )
 def test_a_checkpoint_is_called_uncertified_only_where_its_replicas_were_to_be_compared(
@@ -451,7 +451,7 @@ def test_a_checkpoint_is_called_uncertified_only_where_its_replicas_were_to_be_c
         capture(source, V, 5)
         source.mark(V, mark)
         persist.write_rank(checkpoint.partial_of(tmp_path, V), source, V, ORIGIN)
-    folder = checkpoint.commit(tmp_path, V, ORIGIN, audited=audited, heard=heard)
+    folder = checkpoint.commit(tmp_path, V, ORIGIN, audited=audited, mark=heard)
     assert checkpoint.read_manifest(folder).certified is expected
 
 
@@ -466,15 +466,15 @@ def test_a_version_whose_replicas_differed_on_any_rank_gets_no_manifest_and_is_n
         source.mark(V, Mark.DIFFERING if (rank, told) == (1, "record") else Mark.CERTIFIED)
         persist.write_rank(building, source, V, ORIGIN)
     heard = Mark.DIFFERING if told == "heard" else Mark.NONE
-    with pytest.raises(StorageError, match="version 300 .* were found unlike"):
-        checkpoint.commit(tmp_path, V, ORIGIN, audited=True, heard=heard)
+    with pytest.raises(StorageError, match="version 300 .* differ( on ranks 1)?: it is a mixture"):
+        checkpoint.commit(tmp_path, V, ORIGIN, audited=True, mark=heard)
     assert not any(each.complete for each in checkpoint.listing(tmp_path))
     if told == "record":
-        with pytest.raises(StorageError, match="were found unlike on ranks 1"):
+        with pytest.raises(StorageError, match="differ on ranks 1"):
             persist.read_rank(building, make(1, "to"), V, TOKEN)
 
 
-@pytest.mark.parametrize("mark", [Mark.CERTIFIED, Mark.DRIFTING, Mark.UNAUDITED])
+@pytest.mark.parametrize("mark", [Mark.CERTIFIED, Mark.DIVERGED, Mark.UNAUDITED])
 def test_what_is_known_to_be_good_is_known_of_the_restored_slot_too(
     make: Callable[..., Segment], tmp_path: Path, mark: Mark
 ) -> None:

@@ -14,8 +14,8 @@ from ft_plugins.snapshot.retention import (
     StoredCheckpoint,
     candidates,
     due,
-    held_by_job,
     name_ahead,
+    newest_held_by_all,
     next_turn,
     surplus,
 )
@@ -78,9 +78,9 @@ def test_where_replicas_are_compared_a_turn_is_that_of_a_version_whose_verdict_i
 def test_nodes_at_rest_write_the_newest_that_is_certified_and_never_one_that_differs() -> None:
     held = (v(6), v(7), v(8))
     first = NodeOffer((0, 1), held, {v(6): Mark.CERTIFIED, v(7): Mark.UNAUDITED})
-    assert held_by_job([first, NodeOffer((2, 3), held)], 4) == v(6), "one node that has heard it speaks for all"
-    assert held_by_job([first, NodeOffer((2, 3), held, {v(6): Mark.DIFFERING})], 4) == v(8)
-    assert held_by_job([NodeOffer((0, 1), held), NodeOffer((2, 3), held, {v(8): Mark.DIFFERING})], 4) == v(7)
+    assert newest_held_by_all([first, NodeOffer((2, 3), held)], 4) == v(6), "one node that has heard it speaks for all"
+    assert newest_held_by_all([first, NodeOffer((2, 3), held, {v(6): Mark.DIFFERING})], 4) == v(8)
+    assert newest_held_by_all([NodeOffer((0, 1), held), NodeOffer((2, 3), held, {v(8): Mark.DIFFERING})], 4) == v(7)
 
 
 def test_a_restored_version_that_lies_in_storage_is_not_due_again_and_the_next_turn_of_its_lineage_is() -> None:
@@ -107,16 +107,17 @@ def test_a_name_is_of_a_snapshot_that_nobody_has_begun(completed: int, every: in
 
 def test_nodes_at_rest_write_the_newest_that_all_of_them_offer() -> None:
     first, second = NodeOffer((0, 1), (v(7), v(8))), NodeOffer((2, 3), (v(6), v(7)))
-    assert held_by_job([first, second], 4) == v(7)
-    assert held_by_job([first], 4) is None, "two ranks have not said"
-    assert held_by_job([first, NodeOffer((2, 3), (v(8, 2),))], 4) is None, "another lineage is another version"
+    assert newest_held_by_all([first, second], 4) == v(7)
+    assert newest_held_by_all([first], 4) is None, "two ranks have not said"
+    assert newest_held_by_all([first, NodeOffer((2, 3), (v(8, 2),))], 4) is None, "another lineage is another version"
 
 
 def test_what_a_lost_node_had_offered_gives_way_to_the_offer_of_its_substitute() -> None:
     first, lost = NodeOffer((0, 1), (v(5), v(9, 2))), NodeOffer((2, 3), (v(5), v(8)))
     substitute = NodeOffer((2, 3), (v(9, 2),))
-    assert held_by_job([first, lost], 4) == v(5)
-    assert held_by_job([lost, first, substitute], 4) == held_by_job([substitute, first, lost], 4) == v(9, 2)
+    assert newest_held_by_all([first, lost], 4) == v(5)
+    assert newest_held_by_all([lost, first, substitute], 4) == v(9, 2)
+    assert newest_held_by_all([substitute, first, lost], 4) == v(9, 2)
 
 
 def stored(version: Version, complete: bool = True, fingerprint: str = "f") -> StoredCheckpoint:

@@ -47,7 +47,7 @@ def v1(group: Path, limit: int, usage: int, files: int) -> None:
 def refused(nbytes: int, file: Path, limit: int, used: int) -> None:
     with pytest.raises(BudgetError) as error:
         check_room(nbytes, "rank 3: protection")
-    for part in ("rank 3: protection needs", str(nbytes), f"{file} allows {limit}", f"{used} are taken", "--memory"):
+    for part in ("rank 3: protection needs", str(nbytes), f"{file} allows {limit}", f"{used} are in use", "--memory"):
         assert part in str(error.value)
     check_room(limit - used, "what is left")
 

@@ -19,9 +19,9 @@ from ft_plugins.snapshot.slots import (
     Version,
     check_transition,
     choose,
-    may_pin,
+    pinnable_slot,
     slots_for,
-    void,
+    voided_slots,
 )
 
 CLEAN, DIRTY, EMPTY = SlotState.CLEAN, SlotState.DIRTY, SlotState.EMPTY
@@ -79,7 +79,7 @@ def recover(ranks: list[Rank], draw: random.Random) -> None:
         order = draw.sample(ranks, len(ranks))
         opened = len(order) if draw.random() < 0.7 else draw.randrange(len(order))
         for rank in order[:opened]:
-            for index in void(rank.slots, base):
+            for index in voided_slots(rank.slots, base):
                 rank.set(index, DIRTY, None)
             rank.lineage = lineage
         assert newest_common(ranks) == base, "opening a lineage lost or gained a version"
@@ -159,7 +159,7 @@ def test_what_is_not_restorable_goes_first_and_then_the_oldest(found: tuple[Slot
 def test_a_new_lineage_voids_exactly_the_restorable_versions_newer_than_its_base(
     found: tuple[Slot, ...], base: Version | None
 ) -> None:
-    voided = void(found, base)
+    voided = voided_slots(found, base)
     for slot in found:
         newer = slot.state is CLEAN and slot.version is not None and (base is None or slot.version > base)
         assert (slot.index in voided) == newer
@@ -203,18 +203,18 @@ def test_a_pinned_slot_is_never_overwritten_however_old() -> None:
 
 def test_only_a_version_that_no_capture_can_be_about_to_overwrite_is_pinned() -> None:
     slots = [clean(0, 7), clean(1, 8), clean(2, 9)]
-    assert may_pin(slots, Version(1, 9)) == 2
-    assert may_pin(slots, Version(1, 8)) == 1
-    assert may_pin(slots, Version(1, 7)) is None, "the oldest one: a capture may have chosen it before the pin"
-    assert may_pin([clean(0, 7, Pin.NODE), *slots[1:]], Version(1, 7)) == 0, "but one that is pinned already stays"
-    assert may_pin(slots, Version(2, 8)) is None and may_pin(slots, Version(1, 6)) is None
+    assert pinnable_slot(slots, Version(1, 9)) == 2
+    assert pinnable_slot(slots, Version(1, 8)) == 1
+    assert pinnable_slot(slots, Version(1, 7)) is None, "the oldest one: a capture may have chosen it before the pin"
+    assert pinnable_slot([clean(0, 7, Pin.NODE), *slots[1:]], Version(1, 7)) == 0, "a pinned one stays"
+    assert pinnable_slot(slots, Version(2, 8)) is None and pinnable_slot(slots, Version(1, 6)) is None
 
 
 def test_the_newest_certified_version_is_pinned_however_old_and_no_older_one() -> None:
     agreed = [replace(clean(index, iteration), mark=Mark.CERTIFIED) for index, iteration in ((0, 3), (1, 5))]
     slots = [*agreed, clean(2, 7), clean(3, 8), clean(4, 9)]
-    assert may_pin(slots, Version(1, 5)) == 1
-    assert may_pin(slots, Version(1, 3)) is None, "the capture that chooses next need not keep it"
+    assert pinnable_slot(slots, Version(1, 5)) == 1
+    assert pinnable_slot(slots, Version(1, 3)) is None, "the capture that chooses next need not keep it"
 
 
 @given(seed=st.integers(0, 10_000))
@@ -232,7 +232,7 @@ def test_with_a_slot_for_each_purpose_capture_keeps_its_three_whatever_is_pinned
         for purpose in (Pin.NODE, Pin.SOURCE):
             if rng.random() < 0.3:
                 wanted = Version(1, rng.randint(max(1, iteration - 4), iteration))
-                found = may_pin(slots, wanted)
+                found = pinnable_slot(slots, wanted)
                 if found is not None:
                     slots = [replace(s, pins=s.pins & ~purpose) for s in slots]
                     slots[found] = replace(slots[found], pins=slots[found].pins | purpose)

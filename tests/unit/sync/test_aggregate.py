@@ -77,7 +77,7 @@ def test_the_order_of_sums_is_that_of_ranks_so_the_same_bits_come_out_again() ->
 
 
 def test_too_few_replicas_to_trim_are_refused() -> None:
-    with pytest.raises(ConfigError, match="2 replicas without the 1 lowest .* at least 3 replicas; lower the trim"):
+    with pytest.raises(ConfigError, match="1 lowest and 1 highest of 2 replicas .* at least 3 replicas; lower"):
         require_enough(Aggregate.TRIMMED, 2, 1)
     with pytest.raises(ConfigError, match="at least 5 replicas"):
         aggregate(torch.zeros(4, 1), Aggregate.TRIMMED, trim=2)

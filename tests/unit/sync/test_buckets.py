@@ -68,7 +68,7 @@ def test_what_one_rank_alone_holds_or_the_forward_changes_is_left_out_with_its_r
     found = plan_buckets(Inventory.of(0, [item("w", 4), shard, running]), 1024)
     assert [bucket.pieces[0].item for bucket in found.all] == ["w"]
     reasons = dict(found.left_out)
-    assert "an error in it reaches all replicas alike" in reasons["shard"]
+    assert "an error in it reaches all replicas in the same way" in reasons["shard"]
     assert reasons["bn.running_mean"] == "changed by more than the update"
     assert "not compared" in found.table() and "bn.running_mean" in found.table()
 
@@ -93,7 +93,7 @@ def test_what_is_frozen_is_compared_but_is_no_reason_to_average() -> None:
     frozen, copy = item("embedding", 4, changed_by=frozenset()), item("w", 4, role=Role.COPY)
     found = plan_buckets(Inventory.of(0, [shard, frozen]), 1024)
     assert [(bucket.pieces[0].item, bucket.trained) for bucket in found.all] == [("embedding", False)]
-    with pytest.raises(UnsupportedError, match="each trained parameter is held by one of 2 replicas alone"):
+    with pytest.raises(UnsupportedError, match="each trained parameter is held by one of 2 replicas only"):
         require_replicas(found, "frame", 2, averaging=True)
     require_replicas(plan_buckets(Inventory.of(0, [shard, frozen, copy]), 1024), "frame", 2, averaging=False)
     with_one = plan_buckets(Inventory.of(0, [item("v", 4), frozen]), 1024)

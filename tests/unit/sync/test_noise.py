@@ -107,8 +107,8 @@ class Sized(ReplicaBucket):
         return self.nbytes // 4
 
 
-def sized(elements: int, replicas: tuple[int, ...], role: Role = Role.PARAMETER, counts: bool = True) -> ReplicaBucket:
-    return Sized(0, replicas, 0, role, "float32", counts, (), 4 * elements)
+def sized(elements: int, replicas: tuple[int, ...], role: Role = Role.PARAMETER, in_norm: bool = True) -> ReplicaBucket:
+    return Sized(0, replicas, 0, role, "float32", in_norm, (), 4 * elements)
 
 
 def test_norms_are_over_the_whole_model_and_take_what_is_held_twice_once() -> None:
@@ -120,7 +120,7 @@ def test_norms_are_over_the_whole_model_and_take_what_is_held_twice_once() -> No
         other = rank + 2 * (1 - 2 * dp)
         replicas = (min(rank, other), max(rank, other))
         own = part_of(sized(100, replicas), 100.0, 100.0, 100)
-        shared = part_of(sized(10, replicas, counts=tp == 0), 10.0, 10.0, 10)
+        shared = part_of(sized(10, replicas, in_norm=tp == 0), 10.0, 10.0, 10)
         moments = part_of(sized(100, replicas, Role.MOMENT), 7.0, 7.0, 100)
         rows.append((own + shared + moments).row())
     found = combine(rows, rates_squared=0.5)
@@ -147,7 +147,6 @@ def test_thousands_of_ranks_are_combined_to_the_same_bits_whoever_does_it() -> N
     table[4000, -1] = 3
     found = combine(table, 1e-4)
     assert found == combine(table.tolist(), 1e-4) and found.nonfinite == (4000,)
-    assert "not finite on ranks 4000" in found.table()
 
 
 @pytest.mark.parametrize(
@@ -166,10 +165,9 @@ def test_a_measurement_that_is_no_number_is_said_to_be_none() -> None:
 
 
 def test_one_replica_cannot_drift_apart() -> None:
-    with pytest.raises(ConfigError, match=r"1 replica\(s\) cannot drift apart: expected at least 2"):
+    with pytest.raises(ConfigError, match=r"1 replica\(s\) cannot diverge: expected at least 2"):
         expected_divergence(0.1, [0.1], 10, 1)
 
 
-def test_a_measurement_is_shown_in_one_line() -> None:
-    shown = NoiseMeasurement(1.5, 0.25, 2.0, 100, 0.1).table()
-    assert shown == "divergence 1.5 over 100 parameters, sigma 0.25 a parameter, 2.5 in all, ||g|| 2"
+def test_the_noise_of_a_step_is_that_of_all_its_coordinates() -> None:
+    assert NoiseMeasurement(1.5, 0.25, 2.0, 100, 0.1).noise == 2.5

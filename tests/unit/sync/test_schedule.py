@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ft_plugins.errors import ConfigError
 from ft_plugins.sync.noise import NoiseMeasurement
-from ft_plugins.sync.policy import Doing, Label, PaftPolicy, Replicas
+from ft_plugins.sync.policy import Label, PaftPolicy, Replicas, StepActions
 from ft_plugins.sync.schedule import NoiseDriven, Periodic, Turn
 
 
@@ -40,10 +40,10 @@ def test_every_h_iterations_counted_from_the_first_of_the_job() -> None:
         (2.0, 0.0, 500, "no noise: h_max"),
         (0.0, 0.0, 500, "no noise: h_max"),
         (0.0, 0.1, 5, "clipped to h_min"),
-        (math.nan, 0.1, 5, "not finite: h_min"),
-        (2.0, math.inf, 5, "not finite: h_min"),
-        (math.inf, 0.0, 5, "not finite: h_min"),
-        (2.0, None, 7, "as before"),
+        (math.nan, 0.1, 5, "non-finite noise: h_min"),
+        (2.0, math.inf, 5, "non-finite noise: h_min"),
+        (math.inf, 0.0, 5, "non-finite noise: h_min"),
+        (2.0, None, 7, "interval unchanged"),
     ],
 )
 def test_the_next_interval_is_the_signal_to_noise_ratio_within_its_bounds(
@@ -61,7 +61,7 @@ def test_a_model_of_any_size_is_given_the_interval_of_its_signal_to_noise_ratio(
 
 def test_a_rank_without_finite_state_has_the_next_turn_come_as_soon_as_may_be() -> None:
     found = NoiseDriven(7, 5, 500).following(Turn(100, 7), measured(2.0, None, nonfinite=(3,)))
-    assert found.interval == 5 and "no finite state on ranks 3" in found.reason
+    assert found.interval == 5 and "non-finite parameters on ranks 3" in found.reason
 
 
 numbers = st.floats(allow_nan=True, allow_infinity=True)
@@ -88,22 +88,23 @@ def test_bounds_that_contradict_each_other_are_refused(low: int, high: int) -> N
 def test_a_policy_says_what_is_done_around_each_update() -> None:
     policy = PaftPolicy(Periodic(4), waits=False, audit_interval=3)
     turn = Periodic(4).first(0)
-    told = {step: policy.doing(step, turn) for step in range(1, 7)}
-    assert told[4] == Doing(remember=True, average=True)
-    assert told[3] == told[6] == Doing(audit=True)
-    assert told[1] == told[2] == told[5] == Doing() and all(one.reduce_gradients for one in told.values())
-    assert PaftPolicy(Periodic(4), waits=True).doing(4, turn) == Doing(remember=True, average=True, waits=True)
-    assert PaftPolicy(None, waits=False).doing(4, None) == Doing()
+    told = {step: policy.actions(step, turn) for step in range(1, 7)}
+    assert told[4] == StepActions(save_parameters=True, average=True)
+    assert told[3] == told[6] == StepActions(audit=True)
+    assert told[1] == told[2] == told[5] == StepActions()
+    waiting = StepActions(save_parameters=True, average=True, waits=True)
+    assert PaftPolicy(Periodic(4), waits=True).actions(4, turn) == waiting
+    assert PaftPolicy(None, waits=False).actions(4, None) == StepActions()
 
 
 def test_a_version_is_what_digests_say_and_else_what_the_last_measurement_suggests() -> None:
     policy = PaftPolicy(Periodic(4), waits=True, audit_interval=3)
     after = Turn(8, 4)  # the turn of iteration 4 is over
-    assert policy.label(3, after, differs=False, drifting=True) == Label(Replicas.IDENTICAL, True)
-    assert policy.label(3, after, differs=False, drifting=True).certified
-    assert policy.label(3, after, differs=True, drifting=False) == Label(Replicas.UNIQUE, True)
-    assert policy.label(5, after, differs=None, drifting=False) == Label(Replicas.IDENTICAL, False)
-    assert policy.label(5, after, differs=None, drifting=True) == Label(Replicas.UNIQUE, False)
-    assert policy.label(4, after, differs=None, drifting=True).replicas is Replicas.IDENTICAL, "averaged just now"
+    assert policy.label(3, after, differs=False, diverged=True) == Label(Replicas.IDENTICAL, True)
+    assert policy.label(3, after, differs=False, diverged=True).certified
+    assert policy.label(3, after, differs=True, diverged=False) == Label(Replicas.UNIQUE, True)
+    assert policy.label(5, after, differs=None, diverged=False) == Label(Replicas.IDENTICAL, False)
+    assert policy.label(5, after, differs=None, diverged=True) == Label(Replicas.UNIQUE, False)
+    assert policy.label(4, after, differs=None, diverged=True).replicas is Replicas.IDENTICAL, "averaged just now"
     later = PaftPolicy(Periodic(4), waits=False)
-    assert later.label(4, after, differs=None, drifting=True).replicas is Replicas.UNIQUE, "not applied yet"
+    assert later.label(4, after, differs=None, diverged=True).replicas is Replicas.UNIQUE, "not applied yet"

@@ -23,7 +23,7 @@ SIGNAL = [0.0, 0.0, 4.0, 0.0, 0]
 class Nothing:
     """Averages nothing, and is alone."""
 
-    def keep(self) -> None: ...
+    def save_parameters(self) -> None: ...
 
     def measure(self, rate: float) -> NoisePart:
         return NoisePart(signal=4.0)
@@ -53,7 +53,7 @@ def turns(background: Background, schedule: SyncSchedule, waits: bool = False) -
 
 
 def state(turn: Turn, signal: Any = None) -> dict[str, Any]:
-    return {"turn": [turn.at, turn.interval, turn.reason], "drifting": True, "rates_squared": 3.0, "signal": signal}
+    return {"turn": [turn.at, turn.interval, turn.reason], "diverged": True, "rates_squared": 3.0, "signal": signal}
 
 
 def test_a_turn_that_lies_behind_becomes_the_first_of_what_is_gone_on_from(background: Background) -> None:
@@ -85,4 +85,4 @@ def test_who_begins_without_a_state_has_not_drifted(background: Background) -> N
     one = turns(background, NoiseDriven(5, 2, 50))
     one.begin(12, state(Turn(15, 5)))
     one.begin(30, None)
-    assert not one.drifting and one.state()["rates_squared"] == 0.0 and one.turn.at == 35
+    assert not one.diverged and one.state()["rates_squared"] == 0.0 and one.turn.at == 35

@@ -14,7 +14,7 @@ from ft_plugins.model.inventory import Role
 from ft_plugins.sync.audit import Audit, OnCorruption, judge, remedy
 from ft_plugins.sync.background import Background
 from ft_plugins.sync.buckets import ItemPiece, ReplicaBucket
-from ft_plugins.sync.compare import Auditing, Found
+from ft_plugins.sync.compare import Auditing, AuditOutcome
 from ft_plugins.sync.verdicts import Verdicts
 
 EVERYONE, EXPERTS = (0, 1, 2, 3, 4, 5), (1, 3, 5)  # replica sets: those of the dense part, and of one expert
@@ -32,10 +32,10 @@ class Comparing:
     def __init__(self, *audits: Audit) -> None:
         self.audits = audits
 
-    def compare(self, iteration: int) -> Found:
+    def compare(self, iteration: int) -> AuditOutcome:
         found = tuple(one for one in self.audits if one.iteration == iteration)
         remedies = tuple(remedy(one, OnCorruption.REPAIR) for one in found)
-        return Found(iteration, found, remedies, any(one.changes for one in remedies), False)
+        return AuditOutcome(iteration, found, remedies, any(one.changes for one in remedies), False)
 
     def compared_with(self, rank: int) -> set[int]:
         return {other for one in self.audits for other in one.replicas if rank in one.replicas} - {rank}

@@ -118,7 +118,7 @@ def test_a_nan_at_a_turn_is_named_and_left_out_and_the_gradients_made_of_it_are_
     found = ranks(train, 2, block, 12, "update.gradients@iteration=5,rank=1:nan")
     turn, after = found[0]["events"]["replicas.averaged"][:2]
     assert turn["nonfinite"] == [1] and (turn["interval"], turn["next"]) == (3, 8)
-    assert "no finite state on ranks 1: h_min" in turn["reason"]
+    assert "non-finite parameters on ranks 1: h_min" in turn["reason"]
     assert after["nonfinite"] == [] and after["interval"] == 50, "all is well again"
     assert [one["iteration"] for one in found[1]["events"]["fault.injected"]] == [5]
     assert "fault.injected" not in found[0]["events"]
@@ -300,7 +300,7 @@ def test_one_replica_alone_is_refused_as_a_switch_without_effect() -> None:
 
 
 def test_sharded_parameters_are_refused_by_name() -> None:
-    with pytest.raises(UnsupportedError, match="held by one of 4 replicas alone .ZeRO, distributed optimizer."):
+    with pytest.raises(UnsupportedError, match="held by one of 4 replicas only .ZeRO, distributed optimizer."):
         Paft(host(Sharded), PaftConfig(), Events())
 
 
@@ -315,15 +315,15 @@ def test_a_host_whose_parameters_cannot_be_changed_is_refused_by_name() -> None:
 def test_a_loop_that_does_not_tell_its_learning_rate_can_be_audited_but_not_averaged() -> None:
     told = {"world_size": 3, "replicated": True}
     silent = PlainHost({"w": torch.zeros(4)}, **told)  # type: ignore[arg-type]
-    with pytest.raises(UnsupportedError, match="was given no learning_rate: name a function for it"):
+    with pytest.raises(UnsupportedError, match="the learning rate of a plain torch loop is unknown"):
         Paft(silent, PaftConfig(), Events())
     said = Paft(silent, PaftConfig(mode="audit", audit_interval=1), Events()).table()
-    assert "its gradients cannot be computed again here" in said and "ranks 0 1 2: 1 buckets" in said
+    assert "its gradients cannot be recomputed here" in said and "ranks 0 1 2: 1 buckets" in said
 
 
 def test_what_averaging_costs_is_said_at_start() -> None:
     table = Paft(host(world_size=4, replicated=True), PaftConfig(aggregate="median"), Events()).table()
-    assert "averaging: the median, each turn 24 bytes sent" in table and "16 bytes are held for good" in table
+    assert "averaging by median: 24 bytes sent" in table and "16 bytes held permanently" in table
     assert "8 comparisons per coordinate" in table and "audit" not in table
 
 

@@ -49,7 +49,7 @@ class Sharding(replicas.Training):  # type: ignore[name-defined, misc]
         host._tensors = self.tensors
         host.inventory = lambda: Inventory.of(rank, (shard,))
         host.copies = lambda: Inventory.of(rank, map(self._copy, self.named))
-        host.copied = lambda: self.named
+        host.copy_tensors = lambda: self.named
         host.derive = self.derive
         self.optimizer.step = self._step
         self.derive()
@@ -120,15 +120,15 @@ def test_a_wrong_copy_is_named_and_gathered_anew_and_the_run_is_bit_identical_to
     assert all(one["recomputed"] == [5] for one in found)
     assert all(one["derived"] == other["derived"] + 1 for one, other in zip(found, clean, strict=True))
     assert all(one["label"] == "identical, not compared" for one in found)
-    assert "made anew, without a majority" in found[0]["told"] and "averaged" not in found[0]["told"]
-    assert "1 tensors that one rank alone holds are not compared" in found[0]["told"]
+    assert "rebuilt from optimizer state, without a majority" in found[0]["told"] and "averaged" not in found[0]["told"]
+    assert "1 tensors held by a single rank are not compared" in found[0]["told"]
 
 
 def test_with_the_verdict_before_the_forward_nothing_need_be_computed_again(ranks: Ranks) -> None:
     clean = ranks(_run, 2, None)
     found = ranks(_run, 2, {**AUDIT, "audit_at": "forward"}, FLIP, False)
     assert [one["versions"][7] for one in found] == [one["versions"][7] for one in clean]
-    assert "gradients cannot be computed again: the loop has named no function for it" in found[0]["told"]
+    assert "gradients cannot be computed again: the host was built without `recompute`" in found[0]["told"]
 
 
 def _voided(rank: int, world: int) -> list[int | None]:
@@ -151,7 +151,7 @@ def test_an_error_in_an_owned_shard_is_in_all_copies_alike_and_the_audit_says_be
     clean = ranks(_run, 2, None)
     assert all("audit.failed" not in one["events"] for one in found)
     assert found[0]["versions"][7][1] == found[1]["versions"][7][1] != clean[0]["versions"][7][1]
-    assert "an error in one reaches all replicas alike" in found[0]["told"]
+    assert "an error in one reaches all replicas in the same way" in found[0]["told"]
 
 
 def _refused(rank: int, world: int, block: Mapping[str, Any], armed: str) -> str:
@@ -166,13 +166,13 @@ def _refused(rank: int, world: int, block: Mapping[str, Any], armed: str) -> str
 def test_shards_are_not_averaged_and_what_can_be_done_instead_is_said(ranks: Ranks) -> None:
     for mode in ({"mode": "dyn"}, {"mode": "sync"}, {"mode": "dyn", "audit_interval": 1}):
         for error in ranks(_refused, 2, mode, ""):
-            assert error.startswith("UnsupportedError") and "it cannot drift" in error
+            assert error.startswith("UnsupportedError") and "it cannot diverge" in error
             assert "--paft-mode audit" in error
 
 
 def test_a_fault_that_could_never_strike_is_refused_by_name(ranks: Ranks) -> None:
     for error in ranks(_refused, 2, AUDIT, "reduce.gradients:nan"):
-        assert "torch alone reduces its gradients itself" in error
+        assert "a plain torch loop reduces its gradients by itself" in error
     host = replicas.Training(0, 2).host
     faults.arm("update.copies:nan")
     with pytest.raises(ConfigError, match="update.copies: torch .* computes with the parameters themselves"):

@@ -95,7 +95,7 @@ def test_a_rank_that_is_wrong_again_is_named_as_one_to_drain(ranks: Ranks) -> No
     found = ranks(train, 4, AUDIT, 7, armed)
     offences = found[0]["events"]["rank.suspected"]
     assert [(one["rank"], one["count"]) for one in offences] == [(3, 2), (3, 3)]
-    assert "rank 3 was wrong at 2 audits" in offences[0]["reason"] and "drained" in offences[0]["reason"]
+    assert "rank 3 was wrong at 2 audits" in offences[0]["reason"] and "drain its device" in offences[0]["reason"]
     told = [one["events"].get("suspect.listed", []) for one in found]
     assert [[(one["rank"], one["count"]) for one in said] for said in told] == [[(3, 3)], [], [], []], "at the end"
     assert told[0][0]["reason"] == "rank 3 was wrong at 3 audits: drain its device"

@@ -21,7 +21,7 @@ from ft_plugins.snapshot.paths import segments_of
 from ft_plugins.snapshot.slots import Version
 from ft_plugins.testing.display import LineDisplay, display_on
 from ft_plugins.testing.driven import GrowingLines
-from ft_plugins.testing.driver import NODE, Drive, DriveError, DrivePhase, Progress
+from ft_plugins.testing.driver import NODE, DriveError, DrivenJob, DrivePhase, Progress
 from ft_plugins.testing.job_control import wait_until
 
 ITERATIONS, WAITS_AT = 8, 5
@@ -68,7 +68,7 @@ SCRIPT = """
 """
 
 
-def drive(folder: Path, waits_at: int = 0, fails_at: int = 0, nodes: int = 1) -> Drive:
+def drive(folder: Path, waits_at: int = 0, fails_at: int = 0, nodes: int = 1) -> DrivenJob:
     """Two ranks that wait to be killed, or fail, in an iteration of their first incarnation; 0: in none."""
     script, losses = folder / "job.py", folder / "loss.jsonl"
     script.write_text(textwrap.dedent(SCRIPT))
@@ -76,10 +76,10 @@ def drive(folder: Path, waits_at: int = 0, fails_at: int = 0, nodes: int = 1) ->
     arguments += ["--max-restarts", "0"] if fails_at else []
     arguments += [str(script), str(losses)]
     arguments += [str(number) for number in (ITERATIONS, waits_at, fails_at)]
-    return Drive(f"drive-{os.getpid()}-{folder.name[-20:]}", arguments, folder, losses, ITERATIONS, nodes)
+    return DrivenJob(f"drive-{os.getpid()}-{folder.name[-20:]}", arguments, folder, losses, ITERATIONS, nodes)
 
 
-def follow(job: Drive, until: DrivePhase, iteration: int = 0) -> list[Progress]:
+def follow(job: DrivenJob, until: DrivePhase, iteration: int = 0) -> list[Progress]:
     """Everything seen until the job is in phase `until` with `iteration` logged; for at most two minutes."""
     deadline = time.monotonic() + 120
     seen = [job.follow(0.05, 100)]
@@ -89,13 +89,13 @@ def follow(job: Drive, until: DrivePhase, iteration: int = 0) -> list[Progress]:
     return seen
 
 
-def common(job: Drive) -> Version | None:
+def common(job: DrivenJob) -> Version | None:
     """What both ranks of its only node hold complete: a loss is logged while its version is still being captured."""
     with Client(job.run_dir) as client:
         return newest_common(client.status())
 
 
-def nothing_is_left(job: Drive, pids: list[int]) -> bool:
+def nothing_is_left(job: DrivenJob, pids: list[int]) -> bool:
     """No process of the job, no segment, no run directory."""
     return not (segments_of(job.job, NODE) or job.run_dir.exists() or any(map(liveness.started, pids)))
 
@@ -133,7 +133,7 @@ def test_a_killed_node_is_gone_with_its_memory_and_a_fresh_one_takes_its_place(t
         assert (tmp_path / "secret").stat().st_mode & 0o777 == 0o600
         before = follow(job, DrivePhase.TRAINING, iteration=WAITS_AT - 1)
         assert before[-1].attached == 2
-        wait_until(lambda: any(e.name == "version.committed" for e in job.events()), 60, lambda: "no version counts")
+        wait_until(lambda: any(e.name == "version.committed" for e in job.events()), 60, lambda: "no commit")
         assert segments_of(job.job, "node1")
         assert job.kill_node() == ("node1", "node2")
         assert not segments_of(job.job, "node1")
@@ -157,7 +157,7 @@ def test_a_killed_node_is_gone_with_its_memory_and_a_fresh_one_takes_its_place(t
             job.began, job.ended, (), job.losses()[: WAITS_AT - 1] + job.losses()[-4:], {"rank 0 / state": "the same"}
         ),
     )
-    assert report.proven and report.struck == "node1" and report.restored_from is not None, report.unproven
+    assert report.proven and report.victim == "node1" and report.restored_from is not None, report.unproven
     assert report.restored_from.tier == "node"
 
 
@@ -178,9 +178,9 @@ def test_a_job_that_stands_still_is_given_up_and_leaves_nothing(tmp_path: Path) 
         follow(job, DrivePhase.TRAINING, iteration=WAITS_AT - 1)
         pids += [event.pid for event in job.events() if event.name in ("rank.attached", "job.started", "smp.started")]
         assert len(pids) == 4 and all(map(liveness.started, pids))
-        with pytest.raises(DriveError, match="rank 7 cannot be killed: it is not running"):
+        with pytest.raises(DriveError, match="cannot kill rank 7: it is not running"):
             job.kill(7)
-        with pytest.raises(DriveError, match=r"stands still in training for 1 s; see .*output\.log"):
+        with pytest.raises(DriveError, match=r"no progress in training for 1 s; see .*output\.log"):
             while True:
                 job.follow(0.1, patience=1.0)
         raise KeyboardInterrupt  # as by a user who has seen enough

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ft_plugins.testing import megatron_checkpoints
-from ft_plugins.testing.megatron_checkpoints import Saved, SavedError, compare, padding
+from ft_plugins.testing.megatron_checkpoints import CheckpointFormatError, LoadedCheckpoint, compare, padding
 
 BUCKET = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0.exp_avg"
 WEIGHT, BIAS = 96, 32  # elements: both end off the alignment of 64, though at a multiple of 32
@@ -43,14 +43,14 @@ LAYOUT = {
 PLACE = f"/tensors/{BUCKET}"
 
 
-def checkpoint(**changed: Any) -> Saved:
+def checkpoint(**changed: Any) -> LoadedCheckpoint:
     """With a bucket of that layout, the padding filled with what memory happened to hold."""
     moment = torch.arange(160, dtype=torch.float32)
     state = {"tensors": {BUCKET: moment}, "common": {"args": argparse.Namespace(save="/a", iteration=0, lr=0.1)}}
-    return Saved({**state, **changed}, {f"/tensors/{key}": mask for key, mask in padding(LAYOUT).items()})
+    return LoadedCheckpoint({**state, **changed}, {f"/tensors/{key}": mask for key, mask in padding(LAYOUT).items()})
 
 
-def with_bit_flipped(element: int) -> Saved:
+def with_bit_flipped(element: int) -> LoadedCheckpoint:
     moment = torch.arange(160, dtype=torch.float32)
     moment.view(torch.int32)[element] ^= 1
     return checkpoint(tensors={BUCKET: moment})
@@ -84,7 +84,8 @@ def test_a_flipped_bit_in_the_padding_is_not(element: int) -> None:
     ],
 )
 def test_what_is_masked_must_leave_exactly_the_model(shards: tuple[tuple[int, int], ...], held: int) -> None:
-    with pytest.raises(SavedError, match=rf"'exp_avg' of the optimizer has {held} elements, expected the model's 128"):
+    message = rf"'exp_avg' of the optimizer has {held} elements, expected the model's 128"
+    with pytest.raises(CheckpointFormatError, match=message):
         padding({**LAYOUT, BUCKET: described(160, *shards)})
 
 
@@ -95,9 +96,9 @@ def test_another_format_has_no_padding() -> None:
 
 def test_two_checkpoints_whose_padding_lies_elsewhere_differ() -> None:
     other = checkpoint()
-    moved = Saved(other.state, {PLACE: torch.zeros(160, dtype=torch.bool)})
-    assert compare(checkpoint(), moved).differences == (f"{PLACE}: its padding lies elsewhere",)
-    assert compare(checkpoint(), Saved(other.state)).differences == (f"{PLACE}: its padding lies elsewhere",)
+    moved = LoadedCheckpoint(other.state, {PLACE: torch.zeros(160, dtype=torch.bool)})
+    assert compare(checkpoint(), moved).differences == (f"{PLACE}: its padding is elsewhere",)
+    assert compare(checkpoint(), LoadedCheckpoint(other.state)).differences == (f"{PLACE}: its padding is elsewhere",)
 
 
 def test_arguments_that_describe_a_start_are_left_out_and_said_and_no_other() -> None:
@@ -105,7 +106,7 @@ def test_arguments_that_describe_a_start_are_left_out_and_said_and_no_other() ->
     found = compare(checkpoint(), other)
     assert found.differences == ("/common/args/lr: 0.1 and 0.2",)
     assert found.left_out == ("/common/args/iteration", "/common/args/save")
-    assert "left out: the arguments iteration, save" in str(found)
+    assert "left out: the start arguments iteration, save" in str(found)
 
 
 PAIRS: Mapping[str, tuple[Any, Any]] = {
@@ -177,7 +178,7 @@ def test_both_formats_are_read(tmp_path: Path) -> None:
     assert len(compare(first, megatron_checkpoints.read(distributed)).differences) == 3
 
     (distributed / "common.pt").unlink()
-    with pytest.raises(SavedError, match="expected what all ranks have in common"):
+    with pytest.raises(CheckpointFormatError, match="expected the common state"):
         megatron_checkpoints.read(distributed)
     newer = tmp_path / "newer"
     dcp.save({"common_state/shard_0_1": io.BytesIO(), "weight": torch.ones(2)}, checkpoint_id=newer, no_dist=True)

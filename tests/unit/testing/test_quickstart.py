@@ -72,7 +72,7 @@ def test_the_given_text_is_what_both_runs_learn_from(tmp_path: Path) -> None:
         (["--iterations", "10", "--kill-at", "9"], "--kill-at 9: expected 2 to 8, of 10 iterations"),
         (["--iterations", "3"], "--kill-at 1: expected 2 to 1"),
         (["--kill-rank", "8"], "--kill-rank 8: expected 0 to 7"),
-        (["--out", "/dev/null/out"], "--out /dev/null/out: Not a directory; name a folder that can be written"),
+        (["--out", "/dev/null/out"], "--out /dev/null/out: Not a directory; name a writable folder"),
     ],
 )
 def test_what_cannot_be_run_is_one_line(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,7 +82,7 @@ def test_what_cannot_be_run_is_one_line(argv: list[str], message: str, capsys: p
 
 
 class Script:
-    """A job that goes through `moments`, as `Drive` shows them."""
+    """A job that goes through `moments`, as `DrivenJob` shows them."""
 
     log = Path("output.log")
 
@@ -132,7 +132,7 @@ def test_a_whole_node_is_killed_once(tmp_path: Path) -> None:
     follow(job, parse(["--baft", "--quick", "--kill-at", "4"]), True, display)  # type: ignore[arg-type]
     assert job.lost == 1 and not job.kills
     (line,) = said
-    assert line.startswith("SIGKILL sent to all of node1") and line.endswith("after iteration 5 was logged")
+    assert line.startswith("SIGKILL sent to all processes of node1") and line.endswith("after iteration 5 was logged")
 
 
 def test_a_job_that_ends_before_anyone_was_killed_is_no_failed_run() -> None:

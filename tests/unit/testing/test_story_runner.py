@@ -87,7 +87,7 @@ def follow(folder: Path, said: str, *nodes: Told) -> None:
     runner = StoryRunner(None, None, story, "megatron", folder, PLACES, 1, None)  # type: ignore[arg-type]
     runner._job.nodes = {node.node: node for node in nodes}  # type: ignore[misc]
     for line in story.lines[2:]:
-        runner._follow(line)
+        runner._run_line(line)
 
 
 NODE, FIRST, LAST = restored("node", 4), restored("node", 0), restored("storage", 6)

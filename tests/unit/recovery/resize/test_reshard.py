@@ -83,7 +83,7 @@ def test_every_byte_of_a_slot_comes_from_where_it_was(
         for move in moves:
             made[move.target : move.target + move.nbytes] = slots[move.rank][move.source : move.source + move.nbytes]
         assert np.array_equal(made, slot(layout, tensors))
-        assert sum(move.nbytes for move in moves) == sum(held.stop - held.start for held in mine.held)
+        assert sum(move.nbytes for move in moves) == sum(held.stop - held.start for held in mine.tensors)
 
 
 def test_neighbouring_moves_are_one() -> None:
@@ -120,8 +120,8 @@ def test_a_missing_rank_is_an_error() -> None:
 
 def own(found: Manifest) -> Manifest:
     """The same, but 'a' is each rank's own."""
-    held = [replace(one, kind=OWN, start=0, stop=one.whole) if one.name == "a" else one for one in found.held]
-    return replace(found, held=tuple(held))
+    held = [replace(one, kind=OWN, start=0, stop=one.whole) if one.name == "a" else one for one in found.tensors]
+    return replace(found, tensors=tuple(held))
 
 
 def test_unique_state_without_a_rule_is_not_restored() -> None:
@@ -129,7 +129,7 @@ def test_unique_state_without_a_rule_is_not_restored() -> None:
     two, one = ([found for _, found in job(size, size, {"a": 64}, set(), 0)] for size in (2, 1))
     with pytest.raises(ResumeError, match="do not make up a whole"):
         plan_moves([own(found) for found in two], one[0])
-    kinds = [{held.kind for held in found.held if held.name == "a"} for found in (two[0], one[0])]
+    kinds = [{held.kind for held in found.tensors if held.name == "a"} for found in (two[0], one[0])]
     assert kinds == [{REPLICATED}, {OWN}]
     assert plan_moves(one, two[1]), "of one replica it is not known that it is one, of two it is"
     with pytest.raises(ResumeError, match="'a' is each rank's own"):

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from ft_plugins.launcher.memory import Memory
+from ft_plugins.launcher.roster_file import RosterFile
 from ft_plugins.launcher.rounds import Rules
 from ft_plugins.model.topology import Topology
 from ft_plugins.recovery.resize import sizes
 from ft_plugins.recovery.resize.sizes import SizeReport, admissible
-from ft_plugins.redundancy.exchange_plan import unprotected
-from ft_plugins.redundancy.neighbour import pipelines, unplaced
+from ft_plugins.redundancy.exchange_plan import why_unprotected
+from ft_plugins.redundancy.neighbour import pipelines, why_unplaced
 
 
 def nodes(count: int, each: int) -> list[str]:
@@ -27,7 +27,7 @@ def batch(total: int):
 
 def survives(losses: int):
     """Parity over the nodes of a sharding group, against so many losses."""
-    return lambda topology, nodes: unprotected(nodes, tuple(topology.sharding_groups().values()), losses)
+    return lambda topology, nodes: why_unprotected(nodes, tuple(topology.sharding_groups().values()), losses)
 
 
 def anything(topology: Topology, nodes: Sequence[str]) -> str:
@@ -52,7 +52,7 @@ def test_the_batch_is_divided_and_what_was_asked_for_can_be_had(
 
 def test_copies_on_the_stage_before_need_a_pipeline_over_nodes_at_every_size() -> None:
     def copies(topology: Topology, nodes: Sequence[str]) -> str:
-        return unplaced(nodes, pipelines(topology))
+        return why_unplaced(nodes, pipelines(topology))
 
     spread = Topology(tp=2, pp=2, dp=4, order="tp-cp-ep-dp-pp")  # 4 nodes of 4 ranks: a stage on two of them
     assert admissible(spread, nodes(4, 4), batch(24), copies) == (2, 3, 4, 6, 12)  # at 3 a stage and a half on a node
@@ -71,7 +71,7 @@ def test_unequal_nodes_and_parallel_experts_are_not_resized() -> None:
 
 
 def test_the_rendezvous_reads_the_report_of_the_ranks(tmp_path: Path) -> None:
-    memory = Memory("job", tmp_path)
+    memory = RosterFile("job", tmp_path)
     assert memory.sizes() == SizeReport()
     for report in (SizeReport((2, 3, 4)), SizeReport((2, 4), spares_asked=True)):
         sizes.write(tmp_path, report)
@@ -79,7 +79,7 @@ def test_the_rendezvous_reads_the_report_of_the_ranks(tmp_path: Path) -> None:
     strange = json.dumps({"sizes": [2, "3", None], "spares_asked": "yes"})
     for broken in ("{", "[]", "3", strange):
         (tmp_path / sizes.FILE).write_text(broken)
-        assert memory.sizes() == SizeReport() == Memory("job", None).sizes()
+        assert memory.sizes() == SizeReport() == RosterFile("job", None).sizes()
 
 
 def test_sizes_are_taken_as_far_as_the_rules_allow_them() -> None:

@@ -157,7 +157,7 @@ def test_a_version_that_another_incarnation_committed_does_not_remove_them(job: 
     tier = process._tier
     tier._protection, tier.token = SimpleNamespace(nodes=("a", "b")), 4  # type: ignore[assignment]
     tier._pinned.committed = Version(2, 7)
-    process.look_at_trainers()
+    process.check_trainers()
     assert files(job) == {"n0-r0of1"}
     tier.token, stop = 5, process._previous_storage.stop
 
@@ -166,8 +166,8 @@ def test_a_version_that_another_incarnation_committed_does_not_remove_them(job: 
         assert process.answer({"do": "fence"})["ok"]
 
     process._previous_storage.stop = begun_over_it  # type: ignore[method-assign]
-    process.look_at_trainers()
+    process.check_trainers()
     assert process.token == 6 and files(job) == {"n0-r0of1"}, "the next one has not committed anything yet"
     tier.token = 6
-    process.look_at_trainers()
+    process.check_trainers()
     assert not files(job), "a version that this one committed replaces them"

@@ -20,7 +20,14 @@ from ft_plugins.smp.protection import Protection
 from ft_plugins.smp.resize import spares
 from ft_plugins.snapshot import manifest
 from ft_plugins.snapshot.manifest import Manifest
-from ft_plugins.snapshot.paths import path_of, previous_path_of, previous_segments_of, remove, segments_of, vault_of
+from ft_plugins.snapshot.paths import (
+    parity_path_of,
+    path_of,
+    previous_path_of,
+    previous_segments_of,
+    remove,
+    segments_of,
+)
 from ft_plugins.snapshot.segment import Segment, create
 from ft_plugins.snapshot.shape import Shape
 from ft_plugins.snapshot.slots import Pin, SlotState, Version, slots_for
@@ -79,8 +86,7 @@ class Smp:
 
     def stop(self) -> None:
         self.process._tier.suspend()
-        if self.process._tier._server is not None:
-            self.process._tier._server.close()
+        self.process._tier._endpoint.close()
 
 
 class Job:
@@ -108,7 +114,8 @@ class Job:
         self.member.ask("resize", world_size=4)
 
     def spare(self, node: str = "n2", seconds: float = 5.0) -> dict[str, Any]:
-        return dict(self.member.ask("spare", world_size=4, node=node, where=list(self.where), seconds=seconds)["told"])
+        reply = self.member.ask("spare", world_size=4, node=node, where=list(self.where), seconds=seconds)
+        return dict(reply["report"])
 
     def fetch(self, rank: int, version: Version) -> None:
         self.member.ask(
@@ -137,21 +144,26 @@ def until(holds: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+def _protects(smp: SnapshotProcess) -> bool:
+    driver = smp._tier._driver
+    return driver is not None and not driver.stopped
+
+
 def commit(pair: Job, version: Version) -> None:
     """A version of the job at its current size is committed on the member."""
     tier = pair.member.process._tier
     tier._protection, tier.token = replace(pair.protection, nodes=("n0", "n0", "n1", "n1")), pair.member.process.token
     tier._pinned.committed, pair.member.process._transition._world_size = version, 4
-    pair.member.process.look_at_trainers()
+    pair.member.process.check_trainers()
 
 
 def test_it_reports_its_state_of_the_previous_size_and_protects_nothing_more(pair: Job) -> None:
-    assert pair.outside.process._tier.protecting
+    assert _protects(pair.outside.process)
     told = pair.spare()
     assert told["sizes"] == [[6, [[rank, [0, 0], 1, 5, False, [[1, 4], [1, 5]]] for rank in (4, 5)]]]
     assert (told["fingerprints"], told["position"], told["lineage"]) == ([[6, {"job": 1}]], 2, 1)
     assert told["plan"] == pair.protection.digest and told["protection"]["nodes"] == list(NAMES)
-    assert not pair.outside.process._tier.protecting, "nothing of that incarnation is committed from now on"
+    assert not _protects(pair.outside.process), "nothing of that incarnation is committed from now on"
     assert len(segments_of(pair.job, "n2")) == 2, "and nothing is lost"
 
 
@@ -176,7 +188,7 @@ def test_a_damaged_slot_is_refused_and_leaves_no_partial_version(pair: Job) -> N
 def test_a_node_whose_trainers_live_is_no_spare(pair: Job) -> None:
     busy = pair.outside.process._segments[5]
     busy.owner = (1, liveness.started(1))
-    assert pair.spare() == {"busy": [5]} and pair.outside.process._tier.protecting
+    assert pair.spare() == {"busy": [5]} and _protects(pair.outside.process)
     pair.member.process._spare_client._release([pair.where], 2, 5.0)
     assert len(segments_of(pair.job, "n2")) == 2
 
@@ -189,11 +201,11 @@ def test_another_node_at_that_endpoint_is_refused(pair: Job) -> None:
 def test_it_is_released_when_a_version_of_the_current_size_is_committed_and_not_before(pair: Job) -> None:
     pair.spare()
     pair.member.ask("settle", world_size=6, version=[1, 5], spares=[list(pair.where)])
-    pair.member.process.look_at_trainers()
-    assert len(segments_of(pair.job, "n2")) == 2 and vault_of(pair.job, "n2").exists()
+    pair.member.process.check_trainers()
+    assert len(segments_of(pair.job, "n2")) == 2 and parity_path_of(pair.job, "n2").exists()
     commit(pair, Version(3, 6))
     until(lambda: "spare.released" in pair.outside.names())
-    assert not segments_of(pair.job, "n2") and not vault_of(pair.job, "n2").exists()
+    assert not segments_of(pair.job, "n2") and not parity_path_of(pair.job, "n2").exists()
     assert not previous_segments_of(pair.job, "n0")
     inventory = pair.outside.ask("inventory")
     assert (inventory["slots"], inventory["released"], inventory["lineage"]) == ([], 3, 3)

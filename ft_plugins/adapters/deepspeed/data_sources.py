@@ -1,0 +1,87 @@
+"""One source of batches: the loader behind it, its epoch, and how to restart it behind batches that were read.
+
+A source is whatever an engine reads: one of DeepSpeed's two loaders, a `LoaderPass` over torch's, or any iterator.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from ..loaders import LoaderEpoch, LoaderPass, StartedSampler, begin_after, is_sampled, set_generator_states
+
+EPOCH = "__ft_epoch__"  # attribute in which DeepSpeed's loaders keep their epoch
+
+
+def epoch_of(loader: Any) -> LoaderEpoch:
+    """The epoch of one of DeepSpeed's loaders; created if it has none yet."""
+    epoch: LoaderEpoch | None = getattr(loader, EPOCH, None)
+    if epoch is None:
+        epoch = LoaderEpoch.of(loader_of(loader))
+        setattr(loader, EPOCH, epoch)
+    return epoch
+
+
+def own_epoch(source: Any) -> LoaderEpoch | None:
+    """The epoch that the source itself tracks; None for any other iterator."""
+    return source.epoch if isinstance(source, LoaderPass) else getattr(source, EPOCH, None)
+
+
+def position_holder(source: Any) -> Any:
+    """The object with the position: the inner loader, if the source only repeats one of DeepSpeed's own."""
+    inside = getattr(source, "loader", None)
+    return inside if hasattr(inside, EPOCH) else source
+
+
+def reference(source: Any) -> Callable[[], Any]:
+    """A reference, weak for a pass: once the script drops a pass, it has no position."""
+    return weakref.ref(source) if isinstance(source, LoaderPass) else lambda: source
+
+
+def loader_of(source: Any) -> Any:
+    """The loader that is iterated; it has the samplers and the state."""
+    return source.loader if isinstance(source, LoaderPass) or hasattr(source, "data_iter") else source
+
+
+def restart_method(source: Any) -> str | None:
+    """How `restart` handles this source; None if it cannot."""
+    if isinstance(source, LoaderPass):
+        return "pass" if is_sampled(source.loader) else None
+    if hasattr(source, "_create_dataloader") and not getattr(source, "curriculum_learning_enabled", False):
+        return "deepspeed"
+    if is_sampled(getattr(source, "loader", None)):
+        return "torch"
+    if hasattr(source, "_sampler_iter") and getattr(source, "_num_workers", 1) == 0:
+        return "iterator"
+    return None
+
+
+def restart(source: Any, epoch: LoaderEpoch) -> bool:
+    """Start the epoch with its random numbers, behind the batches that were read. Returns False if it cannot."""
+    loader = loader_of(source)
+    set_generator_states(epoch.began, loader)
+    match restart_method(source):
+        case "pass":
+            return bool(source.skip_to(epoch))
+        case "deepspeed":
+            sampler = source.data_sampler
+            started = StartedSampler(sampler, epoch.read * source.batch_size)
+            source.data_sampler = started
+            try:
+                iter(source)
+            finally:
+                source.data_sampler = sampler
+        case "torch":
+            source.data_iter, started = begin_after(loader, epoch, iter)
+        case "iterator":
+            started = StartedSampler(source._sampler_iter, epoch.read)
+            source._num_yielded += epoch.read
+        case _:
+            return False
+    if epoch.read:
+        set_generator_states(epoch.first or epoch.began, loader)
+        started.start()
+    if hasattr(source, EPOCH):
+        setattr(source, EPOCH, epoch)
+    return True

@@ -1,0 +1,226 @@
+"""`ft-plugins`: show, end, clean up and export what protects this node's jobs; explain the configuration; plan.
+
+Invariant: no command disturbs a running job; `end` drops snapshots, and refuses if the job runs under ft-run. A failure
+is one line on stderr and exit status 1.
+
+In: a command line. Out: tables for people, JSON for programs.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ..config import Config, run_root
+from ..errors import ConfigError, FtError
+from ..smp import client as smp
+from ..smp import leftovers, liveness
+from . import key_tables, status_table
+from .plan_command import plan
+from .status_table import ASK_SECONDS, run_directories
+
+_ANY_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Show, end and clean up what protects jobs on this node; export checkpoints; explain the configuration; plan.",
+)
+
+checkpoint_app = typer.Typer(no_args_is_help=True, help="Checkpoints in storage.")
+app.add_typer(checkpoint_app, name="checkpoint")
+
+JobOption = Annotated[str | None, typer.Option("--job", help="only this job")]
+NodeOption = Annotated[str | None, typer.Option("--node", help="only this node name")]
+
+
+class Format(str, Enum):
+    """How `config` prints the keys."""
+
+    table = "table"
+    markdown = "markdown"
+    json = "json"
+    env = "env"
+    flags = "flags"
+    schema = "schema"
+
+
+@app.command()
+def status(
+    job: JobOption = None,
+    node: NodeOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object a line, for programs")] = False,
+) -> None:
+    """Show the snapshot management processes of this node and their versions."""
+    reports = list(status_table.reports(job, node))
+    if job is not None and not reports:
+        raise ConfigError(f"no job '{job}' is known here; expected one of: {_known()}")
+    if as_json:
+        for report in reports:
+            print(json.dumps(report))
+        return
+    table = Table(
+        *("job", "node", "SMP", "ft-run", "state", "token", "ranks", "host memory", "newest version", "completed"),
+        *("survives a lost node", "storage"),
+    )
+    for report in reports:
+        table.add_row(*status_table.row(report))
+    _console().print(table if reports else "no job is known here")
+    for report in reports:
+        if alarm := report["alarm"]:
+            print(f"last alarm of job {report['job']}, {alarm['time']}: {alarm['text']}")
+
+
+@app.command()
+def end(
+    job: Annotated[str, typer.Argument(help="name of the job, from `status`")],
+    node: NodeOption = None,
+) -> None:
+    """End a job's SMP and drop its snapshots. The training processes must have ended before."""
+    directories = run_directories(job, node)
+    if not directories:
+        raise ConfigError(f"no job '{job}' is known here; expected one of: {_known()}")
+    for run_dir in directories:
+        where = f"job {job} on node {run_dir.name}"
+        if liveness.held(run_dir / "lock"):
+            raise FtError(f"{where} is running under ft-run; stop that first: `end` would drop its snapshots")
+        if liveness.held(run_dir / "smp.lock"):
+            with smp.Client(run_dir, ASK_SECONDS) as client:
+                client.end()
+            print(f"{where}: ended")
+        else:
+            print(f"{where}: no SMP is running; `{_sweep_command(job)}` removes segments that it may have left")
+
+
+@checkpoint_app.command()
+def now(
+    job: JobOption = None,
+    node: NodeOption = None,
+    seconds: Annotated[float, typer.Option(min=0, help="how long to wait for the checkpoint")] = 600.0,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="exempt from --reft-checkpoint-keep: it stays until its folder is removed")
+    ] = False,
+) -> None:
+    """Write the newest snapshot of a running job to its --reft-checkpoint-dir, and print its path."""
+    served = [path for path in run_directories(job, node) if liveness.held(path / "smp.lock")]
+    names = sorted({path.parent.name for path in served})
+    if not names:
+        raise ConfigError(f"no job{f' {job!r}' if job else ''} has an SMP here; known jobs: {_known()}")
+    if len(names) > 1:
+        raise ConfigError(f"--job: several jobs have an SMP here, name one of: {', '.join(names)}")
+    with ThreadPoolExecutor(len(served)) as pool:  # SMPs of nodes on one machine write one checkpoint together
+        folders = list(pool.map(lambda run_dir: _checkpoint(run_dir, seconds, keep), served))
+    for path in sorted(set(folders)):
+        print(path)
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="folder of a checkpoint, as `checkpoint now` prints it")],
+    to: Annotated[Path, typer.Option("--to", help="new or empty folder, for the framework's own --load")],
+) -> None:
+    """Convert a checkpoint to the framework's own format, which loads without ft_plugins. Needs no GPU and no job."""
+    from ..adapters.export_command import export as write  # slow: imports torch and the framework
+
+    summary = write(checkpoint, to)
+    print(f"{to}: {summary['framework']}, iteration {summary['iteration']}, {summary['tensors']} tensors")
+    if summary["left_out"]:
+        print(f"left out the arguments {', '.join(summary['left_out'])}: their types cannot be saved")
+
+
+@app.command()
+def sweep(
+    older_than: Annotated[
+        float,
+        typer.Option(min=0, help="seconds since the job was last active; it can still resume from younger segments"),
+    ] = Config().orphan_seconds,
+    job: JobOption = None,
+) -> None:
+    """Remove segments of jobs whose SMP and ft-run are both gone, even if their run directory is gone too."""
+    try:
+        removed = leftovers.sweep(run_root(), older_than, job=job)
+    except OSError as error:
+        raise FtError(f"some segments could not be removed: {error.filename}: {error.strerror}") from error
+    for path in removed:
+        print(f"removed {path}")
+    print(f"{len(removed)} segments removed")
+
+
+@app.command(context_settings=_ANY_FLAGS)
+def config(
+    context: typer.Context,
+    form: Annotated[Format, typer.Option("--format", help="how to print")] = Format.table,
+) -> None:
+    """Explain every key, or print the configuration that the flags after `--` yield, in any format."""
+    chosen, rest = Config.from_flags(context.args)
+    if rest:
+        raise ConfigError(f"{rest[0]}: unknown; expected flags such as --reft, after `--`")
+    shown = chosen if context.args else key_tables.all_defaults()
+    match form:
+        case Format.table if context.args:
+            print(chosen.table())
+        case Format.table:
+            _console().print(key_tables.explained())
+        case Format.markdown:
+            print(key_tables.markdown())
+        case Format.json:
+            print(json.dumps({"ft_plugins": shown.block()}, indent=2))
+        case Format.env:
+            print(f"FTP_CONFIG={shlex.quote(json.dumps(shown.block()))}")
+        case Format.flags:
+            print(shlex.join(shown.flags()))
+        case Format.schema:
+            print(json.dumps(Config.model_json_schema(), indent=2))
+
+
+app.command()(plan)
+
+
+def main() -> None:
+    """The console script."""
+    try:
+        app(prog_name="ft-plugins")
+    except FtError as error:
+        print(f"ft-plugins: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _console() -> Console:
+    """A console of 200 columns unless stdout is a terminal, so that lines of a pipe or file are not cut."""
+    return Console(width=None if sys.stdout.isatty() else 200)
+
+
+def _sweep_command(job: str) -> str:
+    """The command that removes the segments of this job alone."""
+    return f"ft-plugins sweep --job {shlex.quote(job)} --older-than 0"
+
+
+def _known() -> str:
+    return ", ".join(sorted({path.parent.name for path in run_directories(None, None)})) or "none"
+
+
+def _checkpoint(run_dir: Path, seconds: float, keep: bool) -> str:
+    """Have the SMP of a run directory write the newest version; returns the checkpoint's folder. Raises FtError."""
+    where = f"job {run_dir.parent.name} on node {run_dir.name}"
+    with smp.Client(run_dir, ASK_SECONDS) as client:
+        outcome = client.checkpoint(smp.REQUEST, seconds, keep=keep)
+    match outcome["state"]:
+        case "done":
+            return str(outcome["path"])
+        case "off":
+            raise FtError(f"{where}: it has no folder for checkpoints; start the job with --reft-checkpoint-dir")
+        case "nothing":
+            raise FtError(f"{where}: no version is in memory yet on all ranks")
+        case "writing":
+            raise FtError(f"{where}: the checkpoint is not complete after {seconds:.0f} s; see `ft-plugins status`")
+    raise FtError(f"{where}: {outcome['reason']}")

@@ -1,0 +1,122 @@
+"""`ft-plugins plan`: tables and pictures of survival, intervals and bubbles.
+
+In: failure rates, costs, a pipeline. Out: tables for people, JSON for programs, pictures. Raises FtError.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..errors import ConfigError, FtError
+from ..planner.intervals import Costs, plan_intervals
+from ..planner.outlook import PipelineOutlook, PlannedPipeline, plan_pipeline
+from ..planner.pipeline import PipelineSchedule
+from ..planner.survival import Cluster, plan_survival
+
+
+def plan(
+    nodes: Annotated[int, typer.Option(help="nodes of the job")],
+    group_nodes: Annotated[int, typer.Option(help="nodes of a sharding group: data-parallel replicas of a stage")],
+    hw_rate: Annotated[float, typer.Option(help="hardware failures per node and day (per day^shape)")],
+    sw_rate: Annotated[float, typer.Option(help="software failures per node and day (per day^shape)")],
+    shape: Annotated[float, typer.Option(help="Weibull shape; above 1 nodes wear out")] = 1.0,
+    threshold: Annotated[float, typer.Option(help="survival probability that is enough")] = 0.9,
+    state_gib: Annotated[float | None, typer.Option(help="for intervals: GiB that a node captures")] = None,
+    iteration_seconds: Annotated[float | None, typer.Option(help="for intervals: duration of an iteration")] = None,
+    snapshot_seconds: Annotated[float | None, typer.Option(help="for intervals: wait at the fence")] = None,
+    link_gib_per_second: Annotated[float | None, typer.Option(help="for intervals: exchange rate of one node")] = None,
+    storage_gib_per_second: Annotated[float | None, typer.Option(help="for intervals: storage rate of the job")] = None,
+    max_overhead: Annotated[float | None, typer.Option(help="largest share of time for snapshots; unset: 0.01")] = None,
+    replace_seconds: Annotated[float | None, typer.Option(help="time to replace a lost node; unset: 600")] = None,
+    checkpoint_seconds: Annotated[
+        float | None, typer.Option(help="pause for a checkpoint without REFT; unset: until it is written")
+    ] = None,
+    stages: Annotated[int | None, typer.Option(help="for bubbles: pipeline stages, each on its own nodes")] = None,
+    microbatches: Annotated[int | None, typer.Option(help="for bubbles: microbatches in one pipeline")] = None,
+    schedule: Annotated[PipelineSchedule | None, typer.Option(help="for bubbles: the schedule; unset: 1f1b")] = None,
+    chunks: Annotated[int | None, typer.Option(help="for bubbles: chunks of a rank, if interleaved; unset: 2")] = None,
+    message_share: Annotated[
+        float | None, typer.Option(help="for bubbles: duration of a message, in forward passes of a stage; unset: 0")
+    ] = None,
+    restart_seconds: Annotated[
+        float | None, typer.Option(help="for goodput: time from a failure until state is loaded; unset: 600")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="draw survival over days to this file (.png, .svg, .pdf)")] = None,
+    plot_bubbles: Annotated[Path | None, typer.Option(help="draw the pipeline and goodput to this file")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object, for programs")] = False,
+) -> None:
+    """Show how long state in memory survives and how often to save it, from failure rates and the cost of saving.
+    With a pipeline: its bubbles, how often a checkpoint fits into them, and goodput under every protection."""
+    cluster = Cluster(nodes, group_nodes, hw_rate, sw_rate, shape)
+    costs = Costs.given(
+        {
+            "state_gib": state_gib,
+            "iteration_seconds": iteration_seconds,
+            "snapshot_seconds": snapshot_seconds,
+            "link_gib_per_second": link_gib_per_second,
+            "storage_gib_per_second": storage_gib_per_second,
+            "max_overhead": max_overhead,
+            "replace_seconds": replace_seconds,
+            "checkpoint_seconds": checkpoint_seconds,
+        }
+    )
+    planned = PlannedPipeline.given(
+        {
+            "stages": stages,
+            "microbatches": microbatches,
+            "schedule": schedule and schedule.value,
+            "chunks": chunks,
+            "message_share": message_share,
+            "restart_seconds": restart_seconds,
+        }
+    )
+    outlook = plan_survival(cluster, threshold)
+    intervals = plan_intervals(cluster, costs) if costs is not None else None
+    pipeline = plan_pipeline(planned, cluster, costs) if planned is not None else None
+    if plot is not None:
+        _draw(cluster, threshold, plot)
+    if plot_bubbles is not None:
+        _draw_bubbles(pipeline, plot_bubbles)
+    if as_json:
+        parts = {"survival": outlook, "intervals": intervals, "pipeline": pipeline}
+        print(json.dumps({name: part and part.block() for name, part in parts.items()}))
+    else:
+        print("\n\n".join(part.table() for part in (outlook, intervals, pipeline) if part))
+
+
+def _draw(cluster: Cluster, threshold: float, path: Path) -> None:
+    with _drawing("--plot", path):
+        from ..report.plan_pictures import draw_survival
+
+        draw_survival(cluster, threshold, path)
+
+
+def _draw_bubbles(outlook: PipelineOutlook | None, path: Path) -> None:
+    if outlook is None or not outlook.plans:
+        raise ConfigError(
+            "--plot-bubbles: has no effect without --stages, --microbatches and the cost of saving (--state-gib and "
+            "the other options for intervals); give them too"
+        )
+    with _drawing("--plot-bubbles", path):
+        from ..report.plan_pictures import draw_plan
+
+        draw_plan(outlook.timelines, outlook.plans, path)
+
+
+@contextmanager
+def _drawing(option: str, path: Path) -> Iterator[None]:
+    """Raise failures to draw as FtError."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if not str(error.name).startswith("matplotlib"):
+            raise
+        raise FtError(f"{option} needs matplotlib, which is not installed; pip install 'ft_plugins[report]'") from error
+    except OSError as error:
+        raise FtError(f"{option} {path}: cannot be written ({error.strerror})") from error

@@ -1,0 +1,105 @@
+"""Decide which segments in memory may be used: by an SMP that replaces another one, and by a rank that attaches.
+
+Invariant: state of another job, or with another layout, is never used for this job. It is refused, and dropped only if
+the user starts fresh. Files that are not segments of this version of the format are never touched.
+
+In: segments in /dev/shm, requests to attach. Out: segments to use; errors that name the remedy; events.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from ..errors import CorruptHeaderError, ResumeError, SegmentError
+from ..events import Events, catalogue
+from ..intake import shown
+from ..snapshot import paths
+from ..snapshot.segment import Segment
+from .requests import Attach
+
+
+def adopt(job: str, node: str, events: Events) -> tuple[dict[int, Segment], list[str]]:
+    """The node's segments by rank, and the paths that hold no usable segment.
+
+    A foreign file is refused at attach, a damaged segment replaced.
+    """
+    adopted: dict[int, Segment] = {}
+    refused: list[str] = []
+    for path in paths.segments_of(job, node):
+        try:
+            segment = Segment(path)
+            if path != paths.path_of(job, node, segment.rank):
+                raise SegmentError(f"segment {path} is that of rank {segment.rank}; 'ft-plugins sweep' removes it")
+        except SegmentError as error:
+            kind = catalogue.SEGMENT_CORRUPTED if isinstance(error, CorruptHeaderError) else catalogue.FILE_REJECTED
+            events.emit(kind, path=str(path), reason=str(error))
+            refused.append(str(path))
+            continue
+        adopted[segment.rank] = segment
+    return adopted, refused
+
+
+def damage_of(segment: Segment | None, path: Path) -> SegmentError | None:
+    """Why the segment of a rank is damaged, so that its state is lost; None if it is not damaged.
+
+    `segment` is the adopted one, if there is one; else `path` is examined.
+    """
+    try:
+        if segment is not None:
+            segment.check()
+        elif path.exists():
+            Segment(path)
+    except SegmentError as error:
+        is_foreign = segment is None and not isinstance(error, CorruptHeaderError)
+        return None if is_foreign else error
+    return None
+
+
+def is_reusable(segment: Segment | None, path: Path, request: Attach) -> bool:
+    """Whether a rank can continue with its segment; if not, one has to be created at `path`.
+
+    Raises ResumeError, SegmentError if that would drop state, unless the request is to start fresh.
+    """
+    if segment is None:
+        if path.exists() and not request.fresh:
+            raise SegmentError(
+                f"rank {request.rank}: {path} is there but is not a segment of this version; "
+                "'ft-plugins end' or --ftp-resume fresh removes it"
+            )
+        return False
+    try:
+        _require_same_job(segment, request)
+    except (ResumeError, SegmentError):
+        if not request.fresh:
+            raise
+        return False
+    return True
+
+
+def _require_same_job(segment: Segment, request: Attach) -> None:
+    """Raises ResumeError if a segment holds the state of another job, or of this job with another layout."""
+    rank, shape, fingerprint, stored = request.rank, request.shape, request.fingerprint, segment.fingerprint
+    if stored != fingerprint:
+        differing = ", ".join(
+            f"{key}: {shown(stored.get(key))} -> {shown(fingerprint.get(key))}"
+            for key in sorted(stored.keys() | fingerprint.keys())
+            if stored.get(key) != fingerprint.get(key)
+        )
+        remedy = (
+            "--ftp-resume fresh drops it, --ftp-resume storage loads from disk instead, another --ftp-job keeps both"
+        )
+        raise ResumeError(f"rank {rank}: the state in memory belongs to another job ({differing}); {remedy}")
+    own = segment.shape
+    same = replace(own, small_nbytes=0) == replace(shape, small_nbytes=0)
+    if same and 2 * own.small_nbytes < shape.small_nbytes:  # trainers request twice what they need
+        raise ResumeError(
+            f"rank {rank}: memory has room for {own.small_nbytes} bytes of small state, but at least "
+            f"{shape.small_nbytes // 2} are needed now; --ftp-resume fresh drops it"
+        )
+    if not same:
+        raise ResumeError(
+            f"rank {rank}: the state in memory has another layout ({own.nbytes} bytes in {own.buckets} buckets, "
+            f"{own.slots} slots, now {shape.nbytes} in {shape.buckets}, {shape.slots} slots: nodes, bucket size or "
+            "model changed); --ftp-resume fresh drops it"
+        )

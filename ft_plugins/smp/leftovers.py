@@ -1,0 +1,94 @@
+"""Remove the shared memory of jobs that no live process owns: `ft-plugins sweep`, and the start of each job.
+
+Invariant: files of a job are removed only if neither its SMP, its ft-run nor a trainer lives, and none of them has been
+there for a given time.
+
+In: the folder of run directories. Out: the removed files.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from ..errors import SegmentError
+from ..intake import Seconds, read_json
+from ..snapshot import paths
+from ..snapshot import segment as segments
+from . import liveness
+
+_SECONDS = TypeAdapter(Seconds)
+
+
+def _patience(run_dir: Path) -> float:
+    """Seconds for which the job of a run directory wants its segments to outlive it; 0 if it did not say."""
+    try:
+        return read_json(run_dir / paths.PATIENCE_FILE, _SECONDS)
+    except (OSError, ValueError):
+        return 0.0
+
+
+def sweep(
+    base: Path,
+    older_than_seconds: float,
+    keep: tuple[str, str] | None = None,
+    patient: bool = False,
+    job: str | None = None,
+) -> list[Path]:
+    """Remove segments that no live job owns; returns the removed files.
+
+    These are the segments of every run directory `base`/job/node whose SMP and ft-run have both been gone for longer
+    than `older_than_seconds`; and segments whose run directory is gone or belongs to another login, if neither SMP nor
+    trainer has been there for that long. `job`: only of this one. `keep`: nothing of this (job, node). `patient`:
+    nothing that its own job wants to outlive it for longer.
+    """
+    removed: list[Path] = []
+    seen = {keep}
+    for run_dir in sorted(path for path in base.glob("*/*") if path.is_dir()):
+        name = (run_dir.parent.name, run_dir.name)
+        if name in seen or job not in (None, name[0]):
+            continue
+        seen.add(name)
+        if any(liveness.held(run_dir / lock) for lock in ("smp.lock", "lock")) or liveness.held(
+            paths.lock_of(*name)
+        ):
+            continue
+        last = max(_touched(path) for path in [run_dir, *run_dir.iterdir()])
+        if time.time() - last < (max(older_than_seconds, _patience(run_dir)) if patient else older_than_seconds):
+            continue
+        removed += paths.segments_of(*name)
+        paths.remove(*name)
+    for name in set(paths.jobs()) - seen:
+        if job not in (None, name[0]) or not _abandoned(*name, older_than_seconds):
+            continue
+        removed += paths.segments_of(*name)
+        paths.remove(*name)
+    return sorted(removed)
+
+
+def _abandoned(job: str, node: str, seconds: float) -> bool:
+    """Whether neither an SMP nor a trainer has used a job's segments for that long. An SMP touches its lock file."""
+    lock = paths.lock_of(job, node)
+    files = paths.segments_of(job, node)
+    if liveness.held(lock) or time.time() - max(_touched(path) for path in [*files, lock]) < seconds:
+        return False
+    for path in files:
+        try:
+            segment = segments.Segment(path)
+        except SegmentError:
+            continue  # damaged, or of another version: no process uses it
+        pid, began = segment.owner
+        segment.close()
+        if began and liveness.started(pid) == began:
+            return False
+    return True
+
+
+def _touched(path: Path) -> float:
+    """When a file was last modified (seconds since the epoch); 0 if it does not exist."""
+    try:
+        return path.lstat().st_mtime
+    except FileNotFoundError:
+        return 0.0

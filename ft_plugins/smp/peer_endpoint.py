@@ -1,0 +1,95 @@
+"""Where this node's SMP listens for those of other nodes, and how it connects to theirs: address, secret, encryption.
+
+Invariant: it is recorded in the run directory, so an SMP that replaces this one listens at the same address and port.
+
+In: an address and a secret file from a trainer, or the record. Out: a `wire.Server`; connections and readers.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from .. import files
+from ..events import Events
+from ..intake import Address, Flag, Port, Text, read_json
+from . import wire
+from .channel import Party
+from .readers import LocalReader, RemoteReader
+from .rebuild import Reader
+from .wire import Handler, Peer, Server
+
+_FILE = "endpoint.json"  # in the run directory
+
+
+@dataclass(frozen=True)
+class _Listening:
+    """Where an SMP listens for other nodes' SMPs, and the secret that they share."""
+
+    address: Address
+    port: Port
+    secret_file: Text
+    encrypt: Flag
+
+
+_RECORD = TypeAdapter(_Listening)
+
+
+class PeerEndpoint:
+    """The endpoint of one node. Call `listen` under a lock."""
+
+    def __init__(self, run_dir: Path, job: str, node: str, handle: Handler, events: Events) -> None:
+        """`handle` answers the requests of other nodes' SMPs."""
+        self._path = run_dir / _FILE
+        self._handle = handle
+        self._events = events
+        self._me = Party(wire.PURPOSE, job, node)
+        self._secret = b""
+        self._server: Server | None = None
+
+    def listen(self, address: str, secret_file: str, encrypt: bool) -> tuple[str, int]:
+        """Listen on `address`, at the recorded port if there is one; returns where. Raises ConfigError."""
+        same = self._secret == wire.read_secret(Path(secret_file)) and self._me.encrypt == encrypt
+        if self._server is None or self._server.endpoint[0] != address or not same:
+            port = 0
+            with suppress(OSError, ValueError):
+                recorded = read_json(self._path, _RECORD)
+                port = recorded.port if recorded.address == address else 0
+            self._start(address, port, secret_file, encrypt)
+        assert self._server is not None
+        return self._server.endpoint
+
+    def resume(self) -> None:
+        """Listen as recorded by a previous SMP. Raises FileNotFoundError if there is no record; ConfigError, OSError,
+        ValueError."""
+        recorded = read_json(self._path, _RECORD)
+        self._start(recorded.address, recorded.port, recorded.secret_file, recorded.encrypt)
+
+    def _start(self, address: str, port: int, secret_file: str, encrypt: bool) -> None:
+        self._secret = wire.read_secret(Path(secret_file))
+        self._me = replace(self._me, encrypt=encrypt)
+        self.close()
+        self._server = Server(address, port, self._me, self._secret, self._handle, self._events)
+        files.write_json(self._path, asdict(_Listening(address, self._server.endpoint[1], secret_file, encrypt)))
+
+    def connect(self, where: tuple[str, int], timeout: float, node: str = "") -> Peer:
+        """A connection to the SMP of another node; `node` is its name, if that is known."""
+        return Peer(where, self._me, self._secret, timeout, node)
+
+    def reader(self, where: tuple[str, int], timeout: float, memory: LocalReader) -> Reader:
+        """Reads from the SMP at `where`; from `memory` if that is this one."""
+        if self._server is not None and where == self._server.endpoint:
+            return memory
+        return RemoteReader(where, self._me, self._secret, timeout)
+
+    def close(self) -> None:
+        """Stop listening. Idempotent."""
+        if self._server is not None:
+            self._server.close()
+
+    def forget(self) -> None:
+        """Remove the record."""
+        self._path.unlink(missing_ok=True)

@@ -1,0 +1,51 @@
+"""Names of jobs and nodes."""
+
+from __future__ import annotations
+
+import re
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ft_plugins.config.schema import NAME_PATTERN
+from ft_plugins.launcher.job_identity import NAME_LIMIT, job_name, safe_name
+
+COMMAND = ("none", 1000, "/home/a", "train/pretrain_gpt.py", ["--lr", "1"])
+
+
+def test_a_given_name_wins_over_an_explicit_rendezvous_id_and_that_over_the_command() -> None:
+    assert job_name("mine", "run7", *COMMAND[1:]) == "mine"
+    assert job_name(None, "run7", *COMMAND[1:]) == "run7"
+    assert re.fullmatch(r"pretrain_gpt-[0-9a-f]{10}", job_name(None, *COMMAND))
+
+
+def test_the_same_command_is_the_same_job_and_any_difference_is_another() -> None:
+    rendezvous, uid, folder, script, arguments = COMMAND
+    same = job_name(None, *COMMAND)
+    others = {
+        job_name(None, rendezvous, 1001, folder, script, arguments),
+        job_name(None, rendezvous, uid, "/home/b", script, arguments),
+        job_name(None, rendezvous, uid, folder, "pretrain_gpt.py", arguments),
+        job_name(None, rendezvous, uid, folder, script, ["--lr", "2"]),
+        job_name(None, rendezvous, uid, folder, script, ["--lr 1"]),
+    }
+    assert job_name(None, "", uid, folder, script, arguments) == same  # torchrun's '' and 'none' are no names
+    assert len(others | {same}) == 6
+
+
+@given(st.text(max_size=80))
+def test_every_text_becomes_a_name_that_the_configuration_accepts(text: str) -> None:
+    name = safe_name(text)
+    assert re.match(NAME_PATTERN, name) and len(name) <= NAME_LIMIT and re.fullmatch(r"[A-Za-z0-9_-]+", name)
+    assert safe_name(name) == name
+    script = job_name(None, "none", 0, "/", text, [])
+    assert re.match(NAME_PATTERN, script) and len(script) <= NAME_LIMIT
+
+
+@given(st.text(max_size=60), st.text(max_size=60))
+def test_two_texts_never_share_a_name(one: str, other: str) -> None:
+    assert (safe_name(one) == safe_name(other)) == (one == other)
+
+
+def test_names_that_only_differ_in_characters_left_out_stay_apart() -> None:
+    assert len({safe_name(text) for text in ("a.b", "a-b", "a b", "a/b")}) == 4

@@ -1,0 +1,204 @@
+"""Who comes to lead: stations of several nodes in this process, each at a port of its own, asked over the network."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import pytest
+
+from ft_plugins.errors import ProtocolError
+from ft_plugins.events import Events
+from ft_plugins.launcher import endpoint
+from ft_plugins.launcher.leader_search import LeaderSearch
+from ft_plugins.launcher.node_messages import Leader
+from ft_plugins.launcher.node_service import NodeIdentity, NodeService
+from ft_plugins.launcher.peer_client import Credentials
+from ft_plugins.launcher.peer_server import PeerServer
+from ft_plugins.launcher.roster_file import RosterFile
+from ft_plugins.launcher.round_machine import Place, Roster
+from ft_plugins.launcher.rounds import Rules
+
+REACH = 5.0
+SECRET = b"sixteen bytes or more"
+RULES = Rules(2, 3)
+
+
+@dataclass
+class Node:
+    """A node that is there, and what it remembers."""
+
+    service: NodeService
+    roster_file: RosterFile
+    search: LeaderSearch
+    port: PeerServer
+
+    @property
+    def endpoint(self) -> str:
+        return self.service.me.endpoint
+
+    def place(self) -> Place:
+        return Place(self.service.me.node, self.endpoint)
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., list[Node]]]:
+    """Nodes of these names, whose last round was that of all of them in this order."""
+    made: list[Node] = []
+
+    def nodes(*names: str, silence: float = 60.0, run: str = "job") -> list[Node]:
+        listeners = [endpoint.listen_anywhere("127.0.0.1") for _ in names]
+        ends = [f"127.0.0.1:{listener.getsockname()[1]}" for listener in listeners]
+        found = []
+        for name, end, listener in zip(names, ends, listeners, strict=True):
+            service = NodeService(NodeIdentity(run, name, f"token-{name}", end), RULES, silence)
+            roster_file = RosterFile("job", None)
+            roster_file.remember(Roster(1, tuple(Place(*pair) for pair in zip(names, ends, strict=True))))
+            us = Credentials(SECRET, run, name)
+            port = PeerServer(listener, us, service.answer, service.gone, service.tick, Events())
+            found.append(Node(service, roster_file, LeaderSearch(service, roster_file, [], REACH, us), port))
+        made.extend(found)
+        return found
+
+    yield nodes
+    for node in made:
+        node.port.close()
+
+
+def lead(name: str, generation: int, **fields: Any) -> Leader:
+    return Leader(name, f"token-{name}", "127.0.0.1:1", generation, **fields)
+
+
+def elect(node: Node, candidate: Leader) -> bool:
+    reply = node.service.answer({"do": "elect", "lead": asdict(candidate)})
+    return bool(reply["granted"])
+
+
+def test_the_first_of_the_last_round_leads_and_the_others_find_it(make: Callable[..., list[Node]]) -> None:
+    a, b, c = make("a", "b", "c")
+    for node in (a, b, c):
+        node.service.wake()
+    assert c.search.look(patient=True) is None and b.search.look(patient=True) is None  # a is awake, and before them
+    found = a.search.look(patient=True)
+    assert found is not None and (found.node, found.generation) == ("a", 1)
+    assert [node.search.look(patient=True) for node in (a, b, c)] == [found] * 3
+
+
+def test_a_node_leads_when_those_before_it_are_gone_or_asleep_or_have_been_waited_for(
+    make: Callable[..., list[Node]],
+) -> None:
+    a, b, c = make("a", "b", "c")
+    a.port.close()
+    b.service.wake()
+    assert c.search.look(patient=True) is None
+    assert "refused" in c.search.unreached[a.endpoint]
+    assert make("d", "e")[1].search.look(patient=True) is not None  # d has never been awake
+    found = c.search.look(patient=False)
+    assert found is not None and found.node == "c"
+    assert b.search.look(patient=True) == found
+
+
+def test_a_node_consents_once_a_generation_and_never_beside_a_lead_that_lives_there(
+    make: Callable[..., list[Node]],
+) -> None:
+    a, b = make("a", "b")
+    assert elect(b, lead("x", 3))
+    assert not elect(b, lead("y", 3)) and not elect(b, lead("y", 2))
+    assert elect(b, lead("y", 4))
+    assert a.search.look(patient=True) is not None and a.service.leading is not None
+    assert not elect(a, lead("x", 99))
+
+
+def test_a_node_that_is_refused_by_one_does_not_lead_and_tries_a_later_generation(
+    make: Callable[..., list[Node]],
+) -> None:
+    a, b, c = make("a", "b", "c")
+    known = a.search.meet([b.endpoint, c.endpoint])
+    assert elect(c, lead("x", 1))  # somebody is quicker there
+    assert a.search._claim(known) is None and a.service.leading is None
+    found = a.search.look(patient=True)
+    assert found is not None and found.generation == 2
+
+
+def test_a_node_does_not_take_the_lead_when_another_one_was_elected_meanwhile(
+    make: Callable[..., list[Node]],
+) -> None:
+    [a] = make("a")
+    own = Leader("a", "token-a", a.endpoint, 1)
+    assert elect(a, own)
+    assert elect(a, lead("x", 2))
+    assert not a.service.take_lead(own, None) and a.service.leading is None
+
+
+def test_a_lead_is_found_by_hearsay_wherever_it_is(make: Callable[..., list[Node]]) -> None:
+    a, b = make("a", "b")
+    [c] = make("c")
+    found = c.search.look(patient=True)
+    assert found is not None and found.node == "c"
+    b.search.meet([c.endpoint])
+    assert a.search.best(a.search.meet([b.endpoint])) is None  # b has met c, but does not follow it
+    b.service.follow(found)
+    assert a.search.best(a.search.meet([b.endpoint])) == found
+
+
+def test_of_two_leads_the_one_with_the_newest_round_counts_then_one_at_work_then_the_later() -> None:
+    ascending = [
+        lead("d", 9),
+        lead("c", 8, round=3),
+        lead("a", 9, round=3),
+        lead("b", 9, round=3),
+        lead("a", 1, round=3, complete=True),
+        lead("a", 1, round=4),
+    ]
+    assert sorted(ascending, key=lambda found: found.standing) == ascending
+
+
+def test_a_node_of_another_job_is_none_of_ours_and_says_no_more(make: Callable[..., list[Node]]) -> None:
+    [a], [b] = make("a"), make("b", run="other")
+    assert a.search.meet([b.endpoint]) == {}
+    assert a.search.foreign == a.search.unreached == {b.endpoint: "it belongs to another job"}
+
+
+def test_the_end_is_told_from_node_to_node(make: Callable[..., list[Node]]) -> None:
+    a, b = make("a", "b")
+    b.service.close("it has succeeded", True)
+    a.search.meet([b.endpoint])
+    assert (a.service.closed, a.service.in_order) == ("it has succeeded", True)
+    a.service.close("no", False)
+    assert a.service.closed == "it has succeeded"  # the first word counts
+
+
+def test_an_implausible_generation_is_not_believed_and_keeps_no_node_from_the_lead(
+    make: Callable[..., list[Node]],
+) -> None:
+    a, b = make("a", "b")
+    for generation in (1 << 32, 1 << 30):
+        for request in ("elect", "meet"):
+            with contextlib.suppress(ProtocolError):
+                b.service.answer({"do": request, "lead": asdict(lead("x", generation))})
+        a.service.heard_of(generation)
+    found = a.search.look(patient=True)
+    assert found is not None and (found.node, found.generation) == ("a", 1)
+
+
+def test_of_a_connection_the_station_remembers_one_process(make: Callable[..., list[Node]]) -> None:
+    [a] = make("a")
+    assert a.search.look(patient=True) is not None
+    for number in range(1000):
+        a.service.answer({"do": "look", "token": f"t{number}"}, connection=7)
+    assert len(a.service._connections) == 1
+    a.service.answer({"do": "look", "token": "t999"}, connection=8)
+    assert a.service._connections == {8: "t999"}, "the newest one counts"
+    a.service.gone(7)
+    a.service.gone(8)
+    assert not a.service._connections
+
+
+def test_who_does_not_lead_says_so_to_those_who_ask_it_to(make: Callable[..., list[Node]]) -> None:
+    [a] = make("a")
+    assert a.service.answer({"do": "look", "token": "t"})["moved"] is True
+    for request in ({"do": "look"}, {}, {"do": "no"}, {"do": "elect"}, {"do": ["look"]}):
+        with pytest.raises(ProtocolError):
+            a.service.answer(request)

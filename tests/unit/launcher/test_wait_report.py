@@ -1,0 +1,56 @@
+"""What a job's log says while a node is waited for."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from ft_plugins.launcher.rounds import Rules
+from ft_plugins.launcher.wait_report import WaitReport, awaited, command
+
+
+@pytest.mark.parametrize(
+    ("rules", "waiting", "missing", "said"),
+    [
+        (Rules(2, 2), 1, ["b"], "waiting for a node in the place of b"),
+        (Rules(4, 4), 2, ["b", "c"], "waiting for nodes in the place of b, c"),
+        (Rules(2, 4), 3, ["b"], "waiting for a node in the place of b; otherwise it continues with 3"),
+        (Rules(4, 4), 1, [], "waiting for 3 more of 4 nodes"),
+        (Rules(2, 8, (4, 8)), 3, [], "waiting for 1 more of 4 nodes"),
+        (Rules(2, 4), 3, [], ""),
+        (Rules(2, 2), 1, ["b\x1b[2J"], "waiting for a node in the place of 'b\\x1b[2J'"),
+    ],
+)
+def test_it_is_said_whom_a_round_waits_for(rules: Rules, waiting: int, missing: list[str], said: str) -> None:
+    assert awaited(rules, waiting, missing) == said
+
+
+def test_the_command_is_the_one_given_here_without_what_is_this_nodes_own() -> None:
+    own = ["--ftp-node-name", "a", "--local-addr=10.0.0.1"]
+    assert (
+        command(["/opt/bin/ft-run", "--nnodes", "2", *own, "train.py", "--name", "x y"])
+        == "ft-run --nnodes 2 train.py --name 'x y'"
+    )
+    assert command(["/src/ft_plugins/launcher/command.py", "train.py"]) == "ft-run train.py"
+    assert command(["/src/torch/distributed/run.py", "train.py"]) == "python /src/torch/distributed/run.py train.py"
+    assert command(["/opt/bin/torchrun", "--node-rank", "0", "train.py"]) == "torchrun train.py"
+
+
+def test_the_lead_says_it_every_thirty_seconds_and_the_others_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    lead, other = (WaitReport(Rules(2, 2), 10.0, "ft-run train.py") for _ in range(2))
+    said: dict[str, list[float]] = {"lead": [], "other": []}
+    for _ in range(950):
+        for name, each in (("lead", lead), ("other", other)):
+            each.update(1, ["b"], name == "lead", 400.0)
+            if text := capsys.readouterr().err:
+                said[name].append(round(now[0] - 100.0))
+                left = f"for another {400.0 - now[0]:.0f} s at most"
+                words = f"ft-run: waiting for a node in the place of b ({left}); to start one, in {os.getcwd()}: "
+                assert text == f"{words}ft-run train.py\n"
+        now[0] += 0.1
+    assert said == {"lead": [10, 40, 70], "other": [10]}

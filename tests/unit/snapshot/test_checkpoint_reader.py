@@ -1,0 +1,220 @@
+"""Tensors come back whole out of the files of many ranks, whoever holds which part, and damage is never given out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ft_plugins.errors import StorageError
+from ft_plugins.model.inventory import Inventory, Item, Role
+from ft_plugins.snapshot import checkpoint, codec, index, manifest, persist
+from ft_plugins.snapshot import segment as segments
+from ft_plugins.snapshot.checkpoint import Origin
+from ft_plugins.snapshot.checkpoint_reader import CheckpointReader
+from ft_plugins.snapshot.digested_json import read_digested, write_digested
+from ft_plugins.snapshot.layout import plan_layout
+from ft_plugins.snapshot.segment import Segment
+from ft_plugins.snapshot.shape import Shape
+from ft_plugins.snapshot.slots import Pin, Version, slots_for
+
+V, TOKEN = Version(1, 6), 3
+
+
+def replicated(name: str, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Item:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return Item(name, dtype, tuple(tensor.shape), tensor.nbytes, Role.PARAMETER, ranks)
+
+
+def shard(name: str, tensor: torch.Tensor, rank: int, start: int, stop: int) -> Item:
+    nbytes = (stop - start) * tensor.element_size()
+    piece = (start, stop, tensor.numel())
+    return Item(name, "float32", (stop - start,), nbytes, Role.MOMENT, (rank,), piece=piece)
+
+
+def written(
+    base: Path, tensors: dict[str, torch.Tensor], cuts: dict[str, list[int]], nodes: tuple[str, ...], bucket_bytes: int
+) -> Path:
+    """A checkpoint of as many ranks as there are nodes: each tensor replicated over all of them, or cut into pieces."""
+    world = len(nodes)
+    origin = Origin("job", world, {"seed": 1})
+    for rank in range(world):
+        items, raw = [], {}
+        for name, tensor in tensors.items():
+            flat = tensor.reshape(-1).view(torch.uint8).numpy()
+            if name not in cuts:
+                items.append(replicated(name, tensor, tuple(range(world))))
+                raw[name] = flat
+            elif (edges := [0, *cuts[name], tensor.numel()])[rank] < edges[rank + 1]:
+                start, stop = edges[rank], edges[rank + 1]
+                items.append(shard(name, tensor, rank, start, stop))
+                raw[name] = flat[start * tensor.element_size() : stop * tensor.element_size()]
+        inventory = Inventory.of(rank, items)
+        layout = plan_layout(inventory, nodes, bucket_bytes)
+        shape = Shape(layout.nbytes, 100, len(layout.buckets), 77 + rank, slots_for(Pin.STORAGE))
+        path = base / f"segment-{rank}"
+        segments.create(path, shape, rank, dict(origin.fingerprint))
+        segment = Segment(path)
+        segment.ranges = [(bucket.offset, bucket.nbytes) for bucket in layout.buckets]
+        segment.dirty(0, V, TOKEN)
+        small = manifest.join(b"", codec.encode({"rank": rank}))
+        segment.write_small(0, small)
+        data = segment.data(0)
+        for piece in (piece for bucket in layout.buckets for piece in bucket.pieces):
+            data[piece.offset : piece.offset + piece.nbytes] = raw[piece.item][piece.item_offset :][: piece.nbytes]
+        digests = np.array([xxhash.xxh3_64_intdigest(data[o : o + n].data) for o, n in segment.ranges], dtype=np.uint64)
+        segment.digests(0)[:] = digests
+        segment.seal(0, V, TOKEN, small, digests)
+        run_dir = base / f"run-{rank}"
+        run_dir.mkdir()
+        index.stage(run_dir, index.describe(inventory, layout, shape.layout, {"framework": "none", "rank": rank}))
+        staged = index.staged_path(run_dir, rank, shape.layout)
+        persist.write_rank(checkpoint.partial_of(base, V), segment, V, origin, staged_index=staged)
+        del data
+        segment.close()
+    return checkpoint.commit(base, V, origin)
+
+
+TENSORS = {
+    "a": torch.arange(1000, dtype=torch.float32).reshape(10, 100),
+    "b": torch.arange(37, dtype=torch.float32).to(torch.bfloat16),
+    "c:exp_avg": torch.arange(513, dtype=torch.float32) * 3,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return written(tmp_path, TENSORS, {"c:exp_avg": [200, 200]}, ("n0", "n1", "n0"), 1024)
+
+
+@given(
+    ranks=st.integers(1, 5),
+    sizes=st.lists(st.integers(1, 3000), min_size=1, max_size=4),
+    bucket_bytes=st.sampled_from([64, 256, 4096]),
+    cache_bytes=st.sampled_from([0, 300, 1 << 20]),
+    data=st.data(),
+)
+@settings(max_examples=25, deadline=None)
+def test_every_tensor_comes_back_whole(
+    tmp_path_factory: pytest.TempPathFactory,
+    ranks: int,
+    sizes: list[int],
+    bucket_bytes: int,
+    cache_bytes: int,
+    data: st.DataObject,
+) -> None:
+    tensors = {f"t{number}": torch.randn(size) for number, size in enumerate(sizes)}
+    cuts = {}
+    for name, tensor in tensors.items():
+        if data.draw(st.booleans()):
+            edges = st.lists(st.integers(0, tensor.numel()), min_size=ranks - 1, max_size=ranks - 1)
+            cuts[name] = sorted(data.draw(edges))
+    nodes = tuple(data.draw(st.lists(st.sampled_from("xy"), min_size=ranks, max_size=ranks)))
+    shares = CheckpointReader(written(tmp_path_factory.mktemp("c"), tensors, cuts, nodes, bucket_bytes), cache_bytes)
+    for name, tensor in tensors.items():
+        raw, dtype = shares.whole(name, range(ranks))
+        assert dtype == "float32"
+        assert torch.equal(torch.from_numpy(raw).view(torch.float32), tensor), name
+
+
+def test_small_state_and_names_are_those_of_each_rank(folder: Path) -> None:
+    shares = CheckpointReader(folder)
+    assert [shares.small(rank) for rank in range(3)] == [{"rank": rank} for rank in range(3)]
+    assert [found.names for found in shares.indices()] == [{"framework": "none", "rank": rank} for rank in range(3)]
+    assert shares.whole("b", (0, 1, 2))[1] == "bfloat16"
+
+
+def flip(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_flipped_byte_is_found_wherever_it_is_read(folder: Path) -> None:
+    rank = 2  # which holds the rest of the pieces, and a share of the others
+    path = folder / checkpoint.data_file(rank)
+    record = checkpoint.read_record(folder, rank)
+    head, digests, _ = persist.read_head(path, record)
+    start = len(head) + digests.nbytes
+    entry = index.read(folder, rank).items["c:exp_avg"]
+    assert entry.piece == (200, 513, 513)
+    flip(path, start + entry.offset + entry.stored - 1)
+    shares = CheckpointReader(folder)
+    with pytest.raises(StorageError, match=f"{path.name}.*does not match the digest"):
+        shares.whole("c:exp_avg", (0, 1, 2))
+
+
+MISSING = {
+    "manifest": ("manifest.json", "not a complete checkpoint"),
+    "record": (checkpoint.record_file(1), "no such file"),
+    "index": (checkpoint.index_file(1), "written without an index"),
+}
+
+
+@pytest.mark.parametrize("what", MISSING)
+def test_a_missing_file_is_named(folder: Path, what: str) -> None:
+    name, words = MISSING[what]
+    (folder / name).unlink()
+    with pytest.raises(StorageError, match=words) as raised:
+        CheckpointReader(folder)
+    assert name in str(raised.value)
+
+
+def change(folder: Path, rank: int, how: Callable[[dict], None]) -> None:
+    """Edit an index, its digest made to fit."""
+    content = read_digested(folder / checkpoint.index_file(rank))
+    how(content)
+    write_digested(folder / checkpoint.index_file(rank), content)
+
+
+def test_an_index_that_does_not_fit_is_refused(folder: Path) -> None:
+    path = folder / checkpoint.index_file(0)
+    whole = path.read_text()
+    path.write_text(whole.replace('"a"', '"A"', 1))
+    with pytest.raises(StorageError, match="does not match its digest"):
+        CheckpointReader(folder)
+    path.write_text(whole)
+    change(folder, 0, lambda content: content.update(layout=5))
+    with pytest.raises(StorageError, match="its layout differs from that of the file of rank"):
+        CheckpointReader(folder)
+    change(folder, 0, lambda content: content.update(layout=77, rank=1))
+    with pytest.raises(StorageError, match="it belongs to rank 1"):
+        CheckpointReader(folder)
+    path.write_text(json.dumps({"digest": ""}))
+    with pytest.raises(StorageError):
+        CheckpointReader(folder)
+
+
+def test_a_part_that_no_file_has_is_told_of(folder: Path) -> None:
+    shares = CheckpointReader(folder)
+    with pytest.raises(StorageError, match=r"bytes 800 to [0-9]+ of .* are in no file of ranks 0, 1"):
+        shares.whole("c:exp_avg", (0, 1))
+    with pytest.raises(StorageError, match="no file of ranks 0, 1, 2 has item 'd'"):
+        shares.whole("d", (0, 1, 2))
+
+
+def test_a_checkpoint_is_written_also_where_no_index_was_left(tmp_path: Path) -> None:
+    tmp_path.joinpath("ck").mkdir()
+    index.copy_into(tmp_path / "ck", 0, index.staged_path(tmp_path, 0, 1))
+    assert list((tmp_path / "ck").iterdir()) == []
+
+
+def test_only_the_index_of_the_newest_layout_is_kept(tmp_path: Path) -> None:
+    inventory = Inventory.of(0, [replicated("a", TENSORS["a"], (0,))])
+    layout = plan_layout(inventory, (), 64)
+    for digest in (1, 2):
+        index.stage(tmp_path, index.describe(inventory, layout, digest, None))
+    assert [path.name for path in tmp_path.iterdir()] == [index.staged_path(tmp_path, 0, 2).name]
+
+
+def test_what_is_withdrawn_takes_its_index_along(folder: Path) -> None:
+    (folder / "manifest.json").unlink()
+    checkpoint.withdraw(folder, [0, 1, 2])
+    assert not folder.exists()
