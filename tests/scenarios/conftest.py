@@ -57,13 +57,14 @@ def _smps_of(jobs: set[str]) -> list[tuple[int, int]]:
 
 
 @pytest.fixture
-def jobs(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., JobSpec]]:
+def jobs(tmp_path: Path, own_environment: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., JobSpec]]:
     """Makes specs of jobs of this test. Afterwards ends their agents and SMPs, and removes their segments."""
     specs: list[JobSpec] = []
 
     def spec(**fields: object) -> JobSpec:
         name = f"t{os.getpid()}-{abs(hash(request.node.nodeid)) % 10**6}"
-        specs.append(JobSpec(**{"name": name, "folder": str(tmp_path), **fields, "runtime": str(tmp_path)}))  # type: ignore[arg-type]
+        own = {"name": name, "folder": str(tmp_path), **fields, "runtime": str(own_environment)}
+        specs.append(JobSpec(**own))  # type: ignore[arg-type]
         flags = specs[-1].flags
         if any(":stop" in word for word in flags) and not has_flag(flags, DETECT):
             # A test inspects a stopped process for as long as it needs.
