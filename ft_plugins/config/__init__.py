@@ -14,9 +14,10 @@ secrets are in a file that only its owner can read.
 """
 
 from . import deepspeed_json
+from .blocks import BaftConfig, PaftConfig, ReftConfig, SystemConfig
 from .keys import Key
 from .launch_context import LaunchContext, launch_context, run_directory, run_root, worker_environment
-from .schema import BaftConfig, Config, PaftConfig, ReftConfig, SystemConfig, add_flags, keys, merge
+from .schema import Config, add_flags, keys, merge
 
 __all__ = [
     "BaftConfig",

@@ -20,7 +20,8 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..intake import json_value, shown
-from .schema import NAME_PATTERN, NAME_RULE, Config
+from .blocks import NAME_PATTERN, NAME_RULE
+from .schema import Config
 
 _OURS = ("FTP_CONFIG", "FTP_RUN_DIR", "FTP_TOKEN", "FTP_AGENT_PID")
 _RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # every launcher sets these

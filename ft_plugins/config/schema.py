@@ -1,9 +1,9 @@
-"""The keys: one pydantic model of what a user may configure, with one block per system.
+"""The configuration: one pydantic model of what a user may set, with one block of keys per system (`blocks`).
 
 Invariant: a `Config` is valid and frozen, and knows which of its keys were given, so that merging two sources never
 silently drops a value of one.
 
-A new system is a subclass of `SystemConfig` and one optional field of `Config`: its flags follow (`--<system>` switches
+A system is one optional field of `Config`: its flags follow (`--<system>` switches
 it on, `--<system>-<key>` sets a key; general keys are `--ftp-<key>`), and so do JSON, environment and documentation.
 """
 
@@ -11,283 +11,78 @@ from __future__ import annotations
 
 import argparse
 import functools
-import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Any, Literal, get_args
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    PrivateAttr,
-    StringConstraints,
-    ValidationError,
-    field_validator,
-)
-from pydantic_core import PydanticCustomError
+from pydantic import Field, PrivateAttr, ValidationError
 
-from .. import faults as fault_points
 from ..errors import ConfigError
 from ..intake import Unfit, require_shallow
 from . import checks, sources
-from .keys import LARGEST, Key, KeyPath, derive
-
-NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,47}$"  # becomes part of paths and of names in shared memory
-NAME_RULE = "1 to 48 letters, digits, '.', '_' or '-', the first a letter or digit"
+from .blocks import NAME_RULE, BaftConfig, Block, Faults, Folder, Name, PaftConfig, ReftConfig, more
+from .keys import Key, KeyPath, derive
 
 _JSON = "ft_plugins"  # name of the block in a DeepSpeed JSON file
 _GENERAL = "ftp"  # flags of keys that belong to no system
 
 
-def _more(unit: str = "", expected: str = "", needs_system: bool = False, needs: str = "") -> dict[str, Any]:
-    """Further properties of a key: `expected` replaces the text derived from its type, `needs` names a key of the same
-    block without which it has no effect."""
-    return {"unit": unit, "expected": expected, "needs_system": needs_system, "needs": needs}
-
-
-def _readable_faults(specification: str) -> str:
-    try:
-        fault_points.parse(specification)
-    except ConfigError as error:
-        raise ValueError(str(error)) from error
-    return specification
-
-
-Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN)]
-Folder = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
-Faults = Annotated[str, AfterValidator(_readable_faults)]
-
-
-class _Block(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _legible(cls, value: Any) -> Any:
-        """Reject lone surrogates and NUL, which cannot be encoded or be in a path."""
-        if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):
-            raise PydanticCustomError("illegible", "not text")
-        return value
-
-    @field_validator("*", mode="after")
-    @classmethod
-    def _bounded(cls, value: Any) -> Any:
-        if isinstance(value, int | float) and value > LARGEST:
-            raise PydanticCustomError("too_large", "larger than {limit}", {"limit": LARGEST})
-        return value
-
-
-class SystemConfig(_Block):
-    """Base of the block of one system. `protects`: whether it protects training state."""
-
-    protects: ClassVar[bool] = True
-
-
-class ReftConfig(SystemConfig):
-    """REFT: snapshots of each rank's share of the training state in the memory of its node."""
-
-    interval: int = Field(
-        1, ge=1, description="interval between two snapshots", json_schema_extra=_more("iterations")
-    )
-    bucket_mib: int = Field(
-        4, ge=1, le=1024, description="size of a bucket, copied and digested as one", json_schema_extra=_more("MiB")
-    )
-    redundancy: Literal["raim5", "raim6", "neighbour", "both", "none"] | None = Field(
-        None,
-        description="protection against lost nodes: parity over the nodes of a sharding group, against the loss of "
-        "one of them (raim5) or of any two (raim6); a copy on the node of a neighbouring pipeline stage (neighbour); "
-        "that copy and raim5 (both); or none; unset: raim5, with BAFT neighbour",
-    )
-    exchange_interval: int = Field(
-        1,
-        ge=1,
-        description="interval between two snapshots that are sent to other nodes; longer if the network is too slow",
-        json_schema_extra=_more("snapshots"),
-    )
-    exchange_mbps: float = Field(
-        0.0,
-        ge=0,
-        description="maximum rate at which a node sends to the others; 0: no limit",
-        json_schema_extra=_more("megabits per second"),
-    )
-    wait_seconds: float = Field(
-        300.0,
-        ge=0,
-        description="with --nnodes MIN:MAX: how long to wait for a substitute of a lost node before continuing with "
-        "fewer",
-        json_schema_extra=_more("seconds"),
-    )
-    checkpoint_dir: Folder | None = Field(
-        None,
-        description="write snapshots to storage as checkpoints here, and resume from them if memory has none; unset: "
-        "none",
-        json_schema_extra=_more(expected="a folder that all nodes share"),
-    )
-    checkpoint_interval: int = Field(
-        100,
-        ge=0,
-        description="interval between two checkpoints; 0: only on request and when protection ends",
-        json_schema_extra=_more("iterations", needs="checkpoint_dir"),
-    )
-    checkpoint_keep: int = Field(
-        2, ge=1, description="how many newest checkpoints to keep", json_schema_extra=_more(needs="checkpoint_dir")
-    )
-    checkpoint_seconds: float = Field(
-        30.0,
-        ge=0,
-        description="how long ft-run, when it has to end, waits until the newest snapshot is written",
-        json_schema_extra=_more("seconds", needs="checkpoint_dir"),
-    )
-
-
-class BaftConfig(SystemConfig):
-    """BAFT: snapshots are copied to the node of a neighbouring pipeline stage while the pipeline is idle."""
-
-    link_mbps: float | None = Field(
-        None,
-        gt=0,
-        description="speed of a node's link, each way, by which bubbles are planned; unset: measured at start",
-        json_schema_extra=_more("megabits per second", "a number > 0"),
-    )
-    reserve_ms: float = Field(
-        1.0,
-        ge=0,
-        description="time at both ends of a bubble in which nothing is sent, so that the pipeline's own messages come "
-        "first; as long as a message between stages if that takes longer, up to a quarter of the bubble",
-        json_schema_extra=_more("milliseconds"),
-    )
-    granularity: Literal["bytes", "layer"] = Field(
-        "bytes",
-        description="fill bubbles to the byte, or with whole layers of the model",
-    )
-    profile_iterations: int = Field(
-        6,
-        ge=2,  # if a device clock lags behind, one is not recorded
-        description="how many iterations to measure before bubbles are planned",
-        json_schema_extra=_more("iterations"),
-    )
-
-
-class PaftConfig(SystemConfig):
-    """PAFT: replicas of parameters are compared and averaged over data parallelism, against silent corruption."""
-
-    protects: ClassVar[bool] = False
-
-    mode: Literal["dyn", "sync", "audit"] = Field(
-        "dyn",
-        description="average parameters behind the next iteration, as often as measured noise requires (dyn), or "
-        "every h iterations while training waits (sync); or only compare replicas (audit)",
-    )
-    h: int = Field(
-        10,
-        ge=1,
-        description="iterations between two averagings; with dyn, until the first one",
-        json_schema_extra=_more("iterations"),
-    )
-    h_min: int = Field(
-        5, ge=1, description="smallest interval of dyn, with much noise", json_schema_extra=_more("iterations")
-    )
-    h_max: int = Field(
-        500, ge=1, description="largest interval of dyn, without noise", json_schema_extra=_more("iterations")
-    )
-    aggregate: Literal["mean", "median", "trimmed"] = Field(
-        "mean",
-        description="how replicas are averaged: mean; or, against large noise and at the cost of a sort, median or "
-        "mean without the lowest and highest values (trimmed)",
-    )
-    trim: int = Field(
-        1, ge=1, description="how many lowest and highest values to leave out", json_schema_extra=_more("replicas")
-    )
-    average_optimizer_state: bool = Field(
-        False, description="average the optimizer's state too: little is gained, and three times as much is sent"
-    )
-    audit_interval: int | None = Field(
-        None,
-        ge=0,
-        description="interval between two audits, which compare digests of replicas; 0: none; unset: 10 with mode "
-        "audit, else none",
-        json_schema_extra=_more("iterations", expected="an integer >= 0"),
-    )
-    audit_at: Literal["update", "forward"] = Field(
-        "update",
-        description="wait for the verdict before the next update, behind forward and backward; or before the next "
-        "forward",
-    )
-    on_corruption: Literal["repair", "average", "rollback"] = Field(
-        "repair",
-        description="when replicas differ: copy from the majority, or average if there is none (repair); average; or "
-        "go back to the newest snapshot whose replicas agreed (rollback)",
-    )
-    bucket_mib: int = Field(
-        16, ge=1, le=1024, description="size of a bucket, averaged or digested as one", json_schema_extra=_more("MiB")
-    )
-
-    @property
-    def audits_every(self) -> int:
-        """Iterations between two audits; 0 for none."""
-        if self.audit_interval is None:
-            return 10 if self.mode == "audit" else 0
-        return self.audit_interval
-
-
-class Config(_Block):
+class Config(Block):
     """What a user may configure. `model_fields_set` holds what was given; the rest are defaults."""
 
     job: Name | None = Field(
         None,
         description="name of the job; unset: torchrun's rendezvous id, else a digest of the command",
-        json_schema_extra=_more(expected=NAME_RULE),
+        json_schema_extra=more(expected=NAME_RULE),
     )
     node_name: Name | None = Field(
         None,
         description="name of this node as a failure domain; unset: the host name",
-        json_schema_extra=_more(expected=NAME_RULE),
+        json_schema_extra=more(expected=NAME_RULE),
     )
     resume: Literal["auto", "memory", "storage", "fresh"] = Field(
         "auto",
         description="resume from the newest version anywhere (auto), only from memory, only from storage, or start "
         "from the beginning (fresh)",
-        json_schema_extra=_more(needs_system=True),
+        json_schema_extra=more(needs_system=True),
     )
     require_protection: bool = Field(
         False,
         description="end the job if it cannot be protected, instead of training on",
-        json_schema_extra=_more(needs_system=True),
+        json_schema_extra=more(needs_system=True),
     )
     secret_file: Folder | None = Field(
         None,
         description="file of mode 0600 with the secret by which the nodes of a job authenticate, the same on all nodes",
-        json_schema_extra=_more(expected="a file", needs_system=True),
+        json_schema_extra=more(expected="a file", needs_system=True),
     )
     encrypt: bool = Field(
         False,
         description="encrypt traffic between nodes, for a network that others can read; otherwise connections are "
         "only authenticated; the same on all nodes",
-        json_schema_extra=_more(needs_system=True, needs="secret_file"),
+        json_schema_extra=more(needs_system=True, needs="secret_file"),
     )
     interface: Folder | None = Field(
         None,
         description="address or network device for traffic between nodes; unset: the one towards rank 0",
-        json_schema_extra=_more(expected="an address or a device", needs_system=True),
+        json_schema_extra=more(expected="an address or a device", needs_system=True),
     )
     detect_seconds: float = Field(
         10.0,
         gt=0,
         description="a node or trainer that is silent for that long is lost; other timeouts derive from it",
-        json_schema_extra=_more("seconds", needs_system=True),
+        json_schema_extra=more("seconds", needs_system=True),
     )
     orphan_seconds: float = Field(
         1800.0,
         ge=0,
         description="how long snapshots outlive a job that did not end in order",
-        json_schema_extra=_more("seconds", needs_system=True),
+        json_schema_extra=more("seconds", needs_system=True),
     )
     max_unprotected_steps: int = Field(
         1000,
         ge=1,
         description="how many iterations to train on after protection was lost, before the job ends",
-        json_schema_extra=_more("iterations", needs_system=True),
+        json_schema_extra=more("iterations", needs_system=True),
     )
     cpu: bool = Field(
         False,
@@ -297,7 +92,7 @@ class Config(_Block):
     faults: Faults = Field(
         "",
         description="faults to inject, for tests",
-        json_schema_extra=_more(expected="point@fact=value,...:action;..."),
+        json_schema_extra=more(expected="point@fact=value,...:action;..."),
     )
     reft: ReftConfig | None = Field(
         None, description="switch on REFT: snapshots in host memory that outlive the training processes"

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field, StringConstraints
 
-from ..config.schema import NAME_PATTERN
+from ..config.blocks import NAME_PATTERN
 from ..errors import ConfigError
 from .endpoint import Endpoint
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config.schema import NAME_PATTERN, NAME_RULE
+from ..config.blocks import NAME_PATTERN, NAME_RULE
 from ..errors import ConfigError
 from ..intake import SECONDS_LIMIT, shown
 from . import endpoint, job_identity, job_secret, wait_report

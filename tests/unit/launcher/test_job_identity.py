@@ -7,7 +7,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_plugins.config.schema import NAME_PATTERN
+from ft_plugins.config.blocks import NAME_PATTERN
 from ft_plugins.launcher.job_identity import NAME_LIMIT, job_name, safe_name
 
 COMMAND = ("none", 1000, "/home/a", "train/pretrain_gpt.py", ["--lr", "1"])
