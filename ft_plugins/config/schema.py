@@ -41,8 +41,9 @@ class Config(Block):
     )
     resume: Literal["auto", "memory", "storage", "fresh"] = Field(
         "auto",
-        description="resume from the newest version anywhere (auto), only from memory, only from storage, or start "
-        "from the beginning (fresh)",
+        description="where to resume from: memory, or storage if memory has nothing or only an older lineage (auto); "
+        "memory alone (an error if it has nothing); storage alone; or neither, which drops what is in memory (fresh); "
+        "a checkpoint that the framework loads itself is used if its iteration is larger",
         json_schema_extra=more(needs_system=True),
     )
     require_protection: bool = Field(

@@ -17,7 +17,14 @@ Each node of a job writes what happens to `events.jsonl` in its run directory, o
 `name`, `node`, `rank` (null for ft-run and the SMP) and `pid` are in every line and describe the sender, unless the
 event has a field of that name. Routine events go to `events.recent.jsonl`; in `events.jsonl` a `routine.summed` stands
 for up to {SUMMED} of them.
-`ft-plugins status` shows the last alarm that no later event has ended. A field that does not apply is left out.
+A field that does not apply is left out.
+
+Alarms are also printed in the job's log. Exceptions are alarms of an SMP about damage (`segment.corrupted`,
+`slot.corrupted`) and about older checkpoints that could not be removed (`checkpoint.failed`): they are in
+`events.jsonl` and shown by `ft-plugins status`.
+
+`ft-plugins status` shows the newest alarm until an event follows that ends it. Such an event names here the alarms that
+it ends. No event ends the other alarms: they stay shown after the job has recovered, so compare their time.
 """
 
 

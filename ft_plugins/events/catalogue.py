@@ -96,7 +96,8 @@ FENCE_WAITED = EventType(
 )  # fmt: skip
 PROTECTION_LOST = EventType(
     "protection.lost", ALARM, "Snapshots are no longer taken, or no SMP keeps them; training continues unprotected.",
-    "Fix the cause and restart before --ftp-max-unprotected-steps ends the job.",
+    "Fix the cause and restart before --ftp-max-unprotected-steps ends the job. If the framework can save a "
+    "checkpoint, let it do so first: a restart repeats what neither a snapshot nor a checkpoint has.",
     reason=_REASON, max_steps=Field("int", "iterations that may pass unprotected", "iterations"), echo=_ECHO,
 )  # fmt: skip
 PROTECTION_RESTORED = EventType(
@@ -222,7 +223,7 @@ EXCHANGE_INTERRUPTED = EventType(
 REPLICA_DIVERGED = EventType(
     "replica.diverged", ALARM,
     "Two ranks hold different bytes of state that must be identical; that version is not sent.",
-    "Drain the device of one of them; --paft-audit-interval finds out which.",
+    "Drain the device of one of them; with three or more replicas --paft --paft-mode audit names the wrong one.",
     about=_ABOUT, ranks=_RANKS, bucket=Field("int", "bucket in which they differ"), **_VERSION,
     offset=Field("int", "first byte of the range compared", "bytes"), bytes=_BYTES,
     count=Field("int", "ranges that differ"), reason=_REASON,

@@ -42,7 +42,8 @@ _MEANINGS = {
     Severity.ROUTINE: "Happens in every iteration or every few; the history holds summaries of them.",
     Severity.NOTICE: "Part of normal operation.",
     Severity.WARNING: "Something failed and was handled; look into it if it repeats.",
-    Severity.ALARM: "State or protection of the job is worse until something changes; also printed in the job's log.",
+    Severity.ALARM: "State or protection of the job is worse until something changes; printed in the job's log, with "
+    "the exceptions above.",
 }
 
 
