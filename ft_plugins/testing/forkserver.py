@@ -222,7 +222,7 @@ def _when_all_are_forked(entry: Callable[..., Any], nproc: int) -> Callable[...,
 
     @functools.wraps(entry)
     def run(*args: Any) -> Any:
-        gc.freeze()  # run no finalizers of the agent's objects: they may wait for a lock that its threads held at the fork
+        gc.freeze()  # no finalizer of the agent's objects runs here: it may wait for a lock that is never released
         incarnation = int(os.environ["TORCHELASTIC_RESTART_COUNT"]) + 1
         begun[int(os.environ["LOCAL_RANK"])] = incarnation
         deadline = time.monotonic() + _FORK_SECONDS

@@ -58,12 +58,12 @@ class Node:
 
 
 @pytest.fixture
-def make_node(tmp_path: Path) -> Iterator[Callable[[str], Node]]:
+def make_node(tmp_path: Path, own_environment: Path) -> Iterator[Callable[[str], Node]]:
     made: list[Node] = []
 
     def make(faults: str) -> Node:
         name = f"stopped{os.getpid()}"
-        run_dir = run_directory(name, "node0", {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)})
+        run_dir = run_directory(name, "node0", {**os.environ, "XDG_RUNTIME_DIR": str(own_environment)})
         ensure(run_dir, name, "node0", 60, faults)
         made.append(Node(name, run_dir, tmp_path / "journal", []))
         with Client(run_dir) as client:
