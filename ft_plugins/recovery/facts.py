@@ -1,8 +1,8 @@
 """What ranks and nodes report before a recovery, and how much of it a recovery believes. Pure.
 
-Invariant: `usable` removes every version that must not be restored: one whose replicas differ (ranks hold parts of
-unlike replicas), and one that a start from the beginning made void. A damaged record says nothing about versions or
-lineages: the other slots and the other ranks decide.
+Invariant: `usable` removes every version that must not be restored: one whose replicas are mismatched (ranks hold
+parts of unlike replicas), and one that a start from the beginning made void. A damaged record says nothing about
+versions or lineages: the other slots and the other ranks decide.
 
 In: the content of segments, the inventories of SMPs. Out: `RankFacts`, `NodeFacts`, and what follows from them alone.
 """
@@ -72,11 +72,11 @@ class NodeFacts:
 def usable(
     facts: Sequence[RankFacts], nodes: Sequence[NodeFacts]
 ) -> tuple[Sequence[RankFacts], Sequence[NodeFacts], Mapping[Version, Mark]]:
-    """The facts without versions that must not be restored, and the marks of the others and of differing ones."""
+    """The facts without versions that must not be restored, and the marks of all that are not void."""
     facts, nodes = _without_void(facts, nodes)
     reported = [(slot.version, slot.mark) for rank in facts for slot in rank.slots]
     marks = marks_of([*reported, *(entry for node in nodes for entry in node.marks.items())])
-    facts, nodes = _without_differing(facts, nodes, marks)
+    facts, nodes = _without_mismatched(facts, nodes, marks)
     return facts, nodes, marks
 
 
@@ -109,11 +109,11 @@ def _without_void(
     ]
 
 
-def _without_differing(
+def _without_mismatched(
     facts: Sequence[RankFacts], nodes: Sequence[NodeFacts], marks: Mapping[Version, Mark]
 ) -> tuple[Sequence[RankFacts], Sequence[NodeFacts]]:
-    """Remove the versions whose replicas differ, from all ranks and nodes."""
-    bad = {version for version, mark in marks.items() if mark is Mark.DIFFERING}
+    """Remove the versions whose replicas are mismatched, from all ranks and nodes."""
+    bad = {version for version, mark in marks.items() if mark is Mark.MISMATCHED}
     if not bad:
         return facts, nodes
     return [replace(rank, slots=tuple(slot for slot in rank.slots if slot.version not in bad)) for rank in facts], [

@@ -14,7 +14,7 @@ decides what is sent next, so a broken connection, a repeated frame or a replace
 a slot only after its digests were verified, and only while the slot is pinned.
 
 In: a plan, the pinned slots of this node, connections to other nodes. Out: frames; `done` once everything was taken and
-no replica differs; `exchange.sent` and `replica.diverged` events.
+no replica is mismatched; `exchange.sent` and `replica.mismatched` events.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from .wire import Peer
 
 _REPEAT_SECONDS = 0.2  # before a complete receiver is queried again; or after an error
 _WAIT_SECONDS = 0.02  # for a receiver that does not expect the version yet
-_REPORTED = 4  # differences with an event of their own; a wholly diverged replica has thousands
+_REPORTED = 4  # differences with an event of their own; a wholly corrupt replica has thousands
 
 Bytes = npt.NDArray[np.uint8]
 NO_RANK = -1
@@ -260,10 +260,10 @@ class ExchangeSender:
             if reply.get("wait"):
                 return False
             self._count(len(checks))
-            differ = [Difference(self._version, batch[place]) for place in reply["differ"]]
-            for difference in differ[:_REPORTED]:
-                self._report(difference, len(differ))
-            if differ:
+            mismatched = [Difference(self._version, batch[place]) for place in reply["differ"]]
+            for difference in mismatched[:_REPORTED]:
+                self._report(difference, len(mismatched))
+            if mismatched:
                 return False
         with self._counting:
             self._unchecked.discard(lane.target)
@@ -276,7 +276,7 @@ class ExchangeSender:
         check, version = difference.check, difference.version
         self.differences.append(difference)
         self._events.emit(
-            catalogue.REPLICA_DIVERGED, about=check.keeper, ranks=[check.keeper, check.source.rank],
+            catalogue.REPLICA_MISMATCHED, about=check.keeper, ranks=[check.keeper, check.source.rank],
             bucket=check.bucket, lineage=version.lineage, iteration=version.iteration,
             offset=check.source.offset, bytes=check.source.nbytes, count=count, reason=str(difference),
         )  # fmt: skip

@@ -153,7 +153,7 @@ class Paft:
             return Mark.CERTIFIED
         if label.replicas is Replicas.IDENTICAL:
             return Mark.UNAUDITED
-        return Mark.DIVERGED if self.diverges else Mark.DIFFERING
+        return Mark.DIVERGED if self.diverges else Mark.MISMATCHED
 
     def tainted(self) -> int | None:
         """The iteration after which snapshots must not be restored, because some replica was wrong or non-finite; None

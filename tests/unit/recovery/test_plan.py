@@ -636,13 +636,13 @@ def test_the_newest_certified_version_is_taken_before_newer_ones_that_nobody_com
 
 
 def test_a_version_whose_replicas_differed_is_never_taken() -> None:
-    wrong = marked(rank(0, 7, 8, completed=8), {7: Mark.UNAUDITED, 8: Mark.DIFFERING})
+    wrong = marked(rank(0, 7, 8, completed=8), {7: Mark.UNAUDITED, 8: Mark.MISMATCHED})
     plan = plan_recovery([wrong, rank(1, 7, 8, completed=8)])
     assert (plan.version, plan.mark) == (Version(1, 7), Mark.UNAUDITED)
     assert "from the process tier, unaudited;" in plan.table()
-    alone = plan_recovery([marked(rank(0, 8, completed=8), {8: Mark.DIFFERING}), rank(1, 8, completed=8)])
+    alone = plan_recovery([marked(rank(0, 8, completed=8), {8: Mark.MISMATCHED}), rank(1, 8, completed=8)])
     assert alone.version is None and not alone.state_lost
-    told = NodeFacts({0: frozenset({Version(1, 8)})}, marks={Version(1, 8): Mark.DIFFERING})
+    told = NodeFacts({0: frozenset({Version(1, 8)})}, marks={Version(1, 8): Mark.MISMATCHED})
     assert plan_recovery([rank(0, 8)], nodes=[told]).version is None, "an SMP's word is as good"
 
 
@@ -667,7 +667,7 @@ def test_with_marks_it_is_still_one_version_that_all_have(
     common = {
         version
         for version in known
-        if known[version] is not Mark.DIFFERING
+        if known[version] is not Mark.MISMATCHED
         and all(has(one, version) and (one.rank, version) not in corrupt for one in facts)
     }
     plan = plan_recovery(facts, corrupt)
