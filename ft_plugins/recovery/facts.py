@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 from ..snapshot.slots import Mark, Slot, SlotState, Version, marks_of
 
@@ -43,7 +44,8 @@ class RankFacts:
         parts = [f"slot {index}" for index in self.damaged_slots]
         parts += [f"the header's {name}" for name in self.damaged]
         messages = [f"rank {self.rank}: {', '.join(parts)} damaged and not used"] if parts else []
-        messages += [f"rank {self.rank}: its segment was damaged and is lost"] if self.lost else []
+        lost = f"rank {self.rank}: its segment was damaged; only other nodes or storage can have its state"
+        messages += [lost] if self.lost else []
         return "; ".join(messages)
 
 
@@ -51,9 +53,9 @@ class RankFacts:
 class NodeFacts:
     """What a node's SMP can provide before recovery; nodes are numbered as in the job now.
 
-    `parity` holds the versions whose parity and copies are complete in its parity store, for `position` (its place when
-    they were stored) by the exchange plan of digest `plan`. `committed` is the newest committed version that it knows
-    of, `completed` the iterations that ranks with segments here had completed, `lineage` the newest opened here.
+    `parity`: versions whose parity and copies are complete here. `position`, `plan_digest`: this node's position and
+    the digest of the exchange plan when they were stored. `committed` is the newest committed version that it knows of,
+    `completed` the iterations that ranks with segments here had completed, `lineage` the newest opened here.
     `released`: the lineage in which the job continued while this node was a spare; older versions are of no use.
     `marks` are those of the versions in `slots`.
     """
@@ -61,7 +63,7 @@ class NodeFacts:
     slots: Mapping[int, frozenset[Version]]  # by rank
     parity: frozenset[Version] = frozenset()
     position: int | None = None
-    plan: int = 0
+    plan_digest: int = 0
     completed: Mapping[int, int] = field(default_factory=dict)
     lineage: int = 0
     committed: Version | None = None
@@ -93,10 +95,10 @@ def _without_void(
         return frozenset(version for version in versions if version.lineage >= newest)
 
     def without_void(rank: RankFacts) -> RankFacts:
-        recorded = rank.lineage == newest or bool(rank.damaged)
-        slots = (slot for slot in rank.slots if recorded or not slot.damaged)
+        keep_damage = rank.lineage == newest or bool(rank.damaged)  # a damaged header may hide its lineage
+        slots = (slot for slot in rank.slots if keep_damage or not slot.damaged)
         slots = (slot for slot in slots if slot.version is None or slot.version.lineage >= newest)
-        return replace(rank, slots=tuple(slots), lost=rank.lost and recorded)
+        return replace(rank, slots=tuple(slots), lost=rank.lost and keep_damage)
 
     return [without_void(rank) for rank in facts], [
         replace(
@@ -136,8 +138,10 @@ def newest_lineage(facts: Sequence[RankFacts], nodes: Sequence[NodeFacts]) -> in
 
 
 def completed_by_all(facts: Sequence[RankFacts], nodes: Sequence[NodeFacts]) -> int:
-    """The last iteration that every rank completed. A new segment, or one that was rebuilt, does not know it; if a rank
-    has moved, its previous node does."""
+    """The last iteration that every rank completed; 0 if unknown everywhere. A rank's previous node may know it.
+
+    A rank's 0 counts only with a lineage and without versions: a new segment has neither, a rebuilt one has versions.
+    """
     completed = {
         rank.rank: rank.completed for rank in facts
         if rank.completed is not None and (rank.completed or (rank.lineage and not rank.restorable()))
@@ -162,15 +166,29 @@ def first_capture_interrupted(facts: Sequence[RankFacts], nodes: Sequence[NodeFa
 
 
 def in_memory(facts: Sequence[RankFacts], nodes: Sequence[NodeFacts]) -> str:
-    """A message on the sealed versions of each rank; '' for none."""
+    """A message on the sealed versions, by ranks that hold the same ones; '' for none."""
     held: dict[int, set[Version]] = {rank.rank: set(rank.restorable()) for rank in facts}
     for node in nodes:
         for rank, versions in node.slots.items():
             held.setdefault(rank, set()).update(versions)
-    entries = [f"rank {rank}: {', '.join(map(str, sorted(held[rank])))}" for rank in sorted(held) if held[rank]]
-    parity = sorted(set().union(*(node.parity for node in nodes)))
-    entries += [f"parity: {', '.join(map(str, parity))}"] if parity else []
-    return "; ".join(shortened(entries))
+    parity = set[Version]().union(*(node.parity for node in nodes))
+    ranks: dict[str, list[int]] = {}
+    for rank in sorted(held):
+        ranks.setdefault(_listed(held[rank]), []).append(rank)
+    entries = [f"parity: {_listed(parity)}"] if parity else []
+    entries += [f"{_ranks(alike)}: {versions or 'none'}" for versions, alike in ranks.items()]
+    return "; ".join(shortened(entries)) if parity or any(held.values()) else ""
+
+
+def _listed(versions: Iterable[Version]) -> str:
+    return ", ".join(map(str, sorted(versions)))
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """'rank 3', 'ranks 0-2, 5'; `ranks` ascend."""
+    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), key=lambda entry: entry[1] - entry[0])]
+    entries = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(shortened(entries))}"
 
 
 def shortened(entries: Sequence[str]) -> list[str]:

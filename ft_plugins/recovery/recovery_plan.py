@@ -240,9 +240,7 @@ def _locate(
     return tuple(sources[rank] for rank in sorted(sources)), holders, gone
 
 
-def _on_another_node(
-    own: Mapping[int, Collection[Version]], corrupt: Corrupt, nodes: Sequence[NodeFacts]
-) -> str:
+def _on_another_node(own: Mapping[int, Collection[Version]], corrupt: Corrupt, nodes: Sequence[NodeFacts]) -> str:
     """A message on a rank whose state is on a node that the rank does not run on now; '' for none."""
     for index, node in enumerate(nodes):
         for rank, versions in sorted(node.slots.items()):
@@ -255,9 +253,7 @@ def _on_another_node(
     return ""
 
 
-def _too_much_lost(
-    nodes: Sequence[NodeFacts], exchange: ExchangePlan, plan_digest: int
-) -> tuple[tuple[int, ...], str]:
+def _too_much_lost(nodes: Sequence[NodeFacts], exchange: ExchangePlan, plan_digest: int) -> tuple[tuple[int, ...], str]:
     """The positions of a section that has lost more of the committed version than parity makes up for, and a message;
     nothing if there is none."""
     version = max((node.committed for node in nodes if node.committed), default=None)
@@ -289,7 +285,7 @@ def _holders(
     holders = {}
     for index, node in enumerate(nodes):
         position = node.position
-        if position is None or node.plan != plan_digest or version not in node.parity:
+        if position is None or node.plan_digest != plan_digest or version not in node.parity:
             continue
         ranks = exchange.ranks[position]
         if all(version in node.slots.get(rank, ()) and (rank, version) not in corrupt for rank in ranks):
