@@ -58,17 +58,21 @@ class Lane:
     target: int
     rank: int
 
+    def __str__(self) -> str:
+        return f"{self.target}" if self.rank == NO_RANK else f"{self.target}-r{self.rank}"
+
 
 def slot_of(segment: Segment, version: Version) -> int:
     """The slot that holds `version` CLEAN. Raises CorruptSlotError if there is none."""
     for slot in segment.slots():
         if slot.version == version and slot.state.name == "CLEAN":
             return slot.index
-    raise CorruptSlotError(f"rank {segment.rank}: version {version} is no longer in memory")
+    held = ", ".join(f"{slot.state.name} {slot.version or ''}".rstrip() for slot in segment.slots())
+    raise CorruptSlotError(f"rank {segment.rank}: no CLEAN slot holds version {version} (slots: {held})")
 
 
-def copy_of(segment: Segment, version: Version) -> bytes:
-    """The copy of a rank that other nodes store: small state and digest table."""
+def descriptor_of(segment: Segment, version: Version) -> bytes:
+    """Small state and digest table of a rank's slot, which other nodes keep to rebuild it; not its data."""
     index = slot_of(segment, version)
     return bytes(msgpack.packb([segment.small(index), segment.digests(index).tobytes()]))
 
@@ -127,7 +131,7 @@ class ExchangeSender:
         self._done = dict.fromkeys(sorted(self._lanes), False)
         self._peers = {lane: connect(lane.target) for lane in self._done}
         self._threads = [
-            threading.Thread(target=self._feed, args=(lane,), name=f"smp-send-{lane.target}", daemon=True)
+            threading.Thread(target=self._feed, args=(lane,), name=f"smp-send-{lane}", daemon=True)
             for lane in self._done
         ]
         for thread in self._threads:
@@ -229,7 +233,7 @@ class ExchangeSender:
                 at = int(answer["taken"])
         for rank in sorted(set(ranks) - set(reply["copies"])):
             self._done[lane] = False
-            self._send_copy(lane, rank, fields)
+            self._send_descriptor(lane, rank, fields)
         if lane.rank == NO_RANK and lane.target in self._unchecked and not self._compare(lane, fields):
             self._done[lane] = False
             return True
@@ -311,8 +315,8 @@ class ExchangeSender:
             parts.append(data[extent.offset : extent.offset + extent.nbytes])
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def _send_copy(self, lane: Lane, rank: int, fields: dict[str, Any]) -> None:
-        whole = np.frombuffer(copy_of(self._segments[rank], self._version), dtype=np.uint8)
+    def _send_descriptor(self, lane: Lane, rank: int, fields: dict[str, Any]) -> None:
+        whole = np.frombuffer(descriptor_of(self._segments[rank], self._version), dtype=np.uint8)
         at = 0
         while at < len(whole) and not self._stop.is_set():
             allowed = Allowance(PAYLOAD_LIMIT)
