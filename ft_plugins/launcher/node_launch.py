@@ -42,10 +42,6 @@ from .rendezvous_settings import BACKEND
 from .restarts import Status
 from .watcher import Job, Watcher
 
-_UNCONFIRMED = (
-    "other nodes did not confirm their end: snapshots stay in memory for them to resume from; when the job is "
-    "over on all nodes, run 'ft-plugins end' here"
-)
 _UNBOUNDED = 1_000_000_000  # restarts that torch's counter allows if progress decides
 
 
@@ -93,7 +89,7 @@ def launch(
             events.subscribe(log_sink("ft-run: "))
             _sweep_old(job, events)
             watcher = _protect(job, events, stack)
-            if watcher is None or _holds_nothing(watcher):  # of an earlier configuration, and not needed
+            if watcher is None or _holds_nothing(watcher):  # sizes of an earlier configuration
                 (job.run_dir / sizes.FILE).unlink(missing_ok=True)
             if not isinstance(entrypoint, str):
                 if config.start_method != "fork":
@@ -117,7 +113,8 @@ def launch(
             if watcher and status == "succeeded":
                 _to_storage(watcher, events, "the job ends", only_due=True)
             if watcher and status == "succeeded" and not everywhere:
-                events.emit(catalogue.SMP_RETAINED, reason=_UNCONFIRMED)
+                reason = "other nodes may still resume from these snapshots; run 'ft-plugins end' when the job is over"
+                events.emit(catalogue.SMP_RETAINED, reason=reason)
             elif watcher and (status == "succeeded" or status == "refused" and _holds_nothing(watcher)):
                 _end_in_order(watcher, events)
             events.emit(catalogue.JOB_ENDED, status=status)
@@ -232,9 +229,7 @@ def _run(
         return Outcome(
             "succeeded", return_values=result.return_values, restarts=agent.restarts, everywhere=agent.all_ended
         )
-    reason = agent.verdict.reason or (  # torch has ended the job by itself
-        "a worker hangs in the kernel (torch's error above has its pid); check the disks and GPUs of this node"
-    )
+    reason = agent.verdict.reason or "a worker (see torch's error) hangs in the kernel: check this node's disk and GPUs"
     return Outcome(agent.verdict.status, reason, failures=result.failures, restarts=agent.restarts)
 
 

@@ -171,17 +171,13 @@ def in_memory(facts: Sequence[RankFacts], nodes: Sequence[NodeFacts]) -> str:
     for node in nodes:
         for rank, versions in node.slots.items():
             held.setdefault(rank, set()).update(versions)
-    parity = set[Version]().union(*(node.parity for node in nodes))
-    ranks: dict[str, list[int]] = {}
+    holders: dict[str, list[int]] = {}
     for rank in sorted(held):
-        ranks.setdefault(_listed(held[rank]), []).append(rank)
-    entries = [f"parity: {_listed(parity)}"] if parity else []
-    entries += [f"{_ranks(alike)}: {versions or 'none'}" for versions, alike in ranks.items()]
+        holders.setdefault(", ".join(map(str, sorted(held[rank]))) or "none", []).append(rank)
+    parity = ", ".join(map(str, sorted(set[Version]().union(*(node.parity for node in nodes)))))
+    entries = [f"parity: {parity}"] if parity else []
+    entries += [f"{_ranks(ranks)}: {versions}" for versions, ranks in holders.items()]
     return "; ".join(shortened(entries)) if parity or any(held.values()) else ""
-
-
-def _listed(versions: Iterable[Version]) -> str:
-    return ", ".join(map(str, sorted(versions)))
 
 
 def _ranks(ranks: Sequence[int]) -> str:

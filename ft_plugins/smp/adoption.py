@@ -8,14 +8,12 @@ In: segments in /dev/shm, requests to attach. Out: segments to use; errors that 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from ..errors import CorruptHeaderError, ResumeError, SegmentError
 from ..events import Events, catalogue
-from ..intake import shown
+from ..intake import changes
 from ..snapshot import paths
 from ..snapshot.segment import Segment
 from .requests import Attach
@@ -90,14 +88,14 @@ def _require_same_job(segment: Segment, request: Attach) -> None:
     """Raises ResumeError if a segment holds the state of another job, or of this job with another layout."""
     rank, drop = request.rank, "drop it with --ftp-resume fresh"
     if segment.fingerprint != request.fingerprint:
-        changed = _changed(segment.fingerprint, request.fingerprint)
+        changed = changes(segment.fingerprint, request.fingerprint)
         raise ResumeError(
             f"rank {rank}: the snapshot in memory was taken with other settings (stored -> now: {changed}): put those "
             f"settings back to resume from it, {drop}, or keep it and give another --ftp-job"
         )
     stored, now = asdict(segment.shape), asdict(request.shape)
     room, wanted = stored.pop("small_nbytes"), now.pop("small_nbytes")
-    if changed := _changed(stored, now):
+    if changed := changes(stored, now):
         raise ResumeError(
             f"rank {rank}: the snapshot in memory has another layout (stored -> now: {changed}): give the previous "
             f"command (nodes, bucket size, model) to resume from it, or {drop}"
@@ -107,9 +105,3 @@ def _require_same_job(segment: Segment, request: Attach) -> None:
             f"rank {rank}: the snapshot in memory has room for {room} bytes of small state, but at least "
             f"{wanted // 2} are needed now: give the previous command to resume from it, or {drop}"
         )
-
-
-def _changed(stored: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """What differs, key by key; '' for nothing."""
-    keys = sorted(key for key in stored.keys() | now.keys() if stored.get(key) != now.get(key))
-    return ", ".join(f"{key}: {shown(stored.get(key))} -> {shown(now.get(key))}" for key in keys)

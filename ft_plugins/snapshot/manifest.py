@@ -44,8 +44,8 @@ class TensorRange:
 class Manifest:
     """The slot of `rank` in a job of `world_size` ranks.
 
-    `coordinates`, the same for all replicas: (pipeline stage, tensor-parallel rank). `ranges` are
-    the offset and bytes of each bucket. `tensors` says what the data area holds.
+    `coordinates` (pipeline stage, tensor-parallel rank) are the same for all replicas. `ranges` are offset and bytes
+    of each bucket. `tensors` says what the data area holds.
     """
 
     rank: Count
