@@ -192,9 +192,7 @@ class Checkpoints:
                 item.update_verdict()
                 if not absent:
                     audited = bool(storage.audits)
-                    path = checkpoint.commit(
-                        base, item.version, item.origin, audited=audited, mark=item.heard, **facts
-                    )
+                    path = checkpoint.commit(base, item.version, item.origin, audited=audited, mark=item.heard, **facts)
                     self._finished(item, path)
                     self._prune(storage, base, item.origin)
                     return
