@@ -40,7 +40,7 @@ from baselines import xor_work
 from figures import line
 from ft_plugins.redundancy import blocked, kernels
 from ft_plugins.redundancy.kernels import Loops
-from ft_plugins.redundancy.parity import Placement, Stripe, place, plan_decode
+from ft_plugins.redundancy.parity import Placement, Stripe, place_parity, plan_decode
 
 GROUP_BYTES = 128 << 20  # four times the last-level cache of the reference machine
 FRAME_BYTES = 512 << 10  # verified and added at once, so that source and target frame stay in cache
@@ -69,7 +69,7 @@ class Group:
         """`nodes` streams cut from the pool, each a little shorter than the previous one; parity is zero."""
         size = len(pool) // nodes // 64 * 64
         streams = [pool[size * node : size * (node + 1) - 1000 * node] for node in range(nodes)]
-        placement = place([stream.size for stream in streams], losses)
+        placement = place_parity([stream.size for stream in streams], losses)
         parity = [aligned(placement.parity_bytes(node)) for node in range(nodes)]
         return cls(placement, streams, parity, {})
 

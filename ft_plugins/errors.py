@@ -15,7 +15,7 @@
     ├── ResumeError            captured state does not belong to this job as it is now
     ├── StorageError           a checkpoint in storage is damaged, or not what its reader expects
     ├── BusyError              another ft-run owns this job on this node
-    ├── DivergedError          replicas differ, and the job must return to a version in which they agreed
+    ├── ReplicaError           replicas are mismatched or non-finite, and the job must return to an earlier version
     ├── UnsupportedError       a framework feature that is not supported, by name
     └── PatchError             a patch of an upstream framework no longer applies
 
@@ -95,8 +95,8 @@ class BusyError(FtError):
     """Another ft-run owns this job on this node."""
 
 
-class DivergedError(FtError):
-    """Replicas differ, and the job must return to a version in which they agreed."""
+class ReplicaError(FtError):
+    """Replicas are mismatched or non-finite, and the job must return to an earlier version."""
 
 
 class UnsupportedError(FtError):

@@ -15,7 +15,7 @@ import os
 import reprlib
 import stat
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast
@@ -135,6 +135,15 @@ def shown(value: Any) -> str:
         return _repr.repr(value)
     except ValueError:  # an integer of thousands of digits
         return f"a {type(value).__name__} that is too large"
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """What differs between two blocks of plain values, key by key; '' for nothing."""
+    return ", ".join(
+        f"{shown(key)[1:-1]}: {shown(before.get(key))} -> {shown(now.get(key))}"
+        for key in sorted(before.keys() | now.keys())
+        if json.dumps(before.get(key), sort_keys=True) != json.dumps(now.get(key), sort_keys=True)
+    )
 
 
 def within(seconds: float, call: Callable[[], T], what: str = "it") -> T:

@@ -54,9 +54,7 @@ class Transfer:
             )
 
 
-def transfers_of(
-    copies: Sequence[NeighbourCopy], facts: Mapping[int, SenderFacts] = _NO_FACTS
-) -> tuple[Transfer, ...]:
+def transfers_of(copies: Sequence[NeighbourCopy], facts: Mapping[int, SenderFacts] = _NO_FACTS) -> tuple[Transfer, ...]:
     """The transfer of each copy: its slot, then small state and digest table as one more layer.
 
     `facts`: by rank, what it knows of its copy; without them a rank sends its slot alone, in one part.
@@ -67,9 +65,7 @@ def transfers_of(
         extra, layers = known.extra_bytes, known.layers
         if extra and (layers or not copy.nbytes):
             layers = (*layers, extra)
-        transfers.append(
-            Transfer(copy.rank, copy.source, copy.receiver, copy.target, copy.nbytes + extra, layers)
-        )
+        transfers.append(Transfer(copy.rank, copy.source, copy.receiver, copy.target, copy.nbytes + extra, layers))
     return tuple(transfers)
 
 

@@ -68,9 +68,7 @@ class SystemConfig(Block):
 class ReftConfig(SystemConfig):
     """REFT: snapshots of each rank's share of the training state in the memory of its node."""
 
-    interval: int = Field(
-        1, ge=1, description="interval between two snapshots", json_schema_extra=more("iterations")
-    )
+    interval: int = Field(1, ge=1, description="interval between two snapshots", json_schema_extra=more("iterations"))
     bucket_mib: int = Field(
         4, ge=1, le=1024, description="size of a bucket, copied and digested as one", json_schema_extra=more("MiB")
     )

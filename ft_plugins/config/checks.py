@@ -65,8 +65,7 @@ def require_sense_of_paft(config: Config, spell: Spell) -> None:
         )
     if paft.on_corruption == "rollback" and config.capture is None:
         raise ConfigError(
-            f"{spell(('paft', 'on_corruption'))}: rollback needs snapshots; add --reft or --baft, or "
-            "choose repair"
+            f"{spell(('paft', 'on_corruption'))}: rollback needs snapshots; add --reft or --baft, or choose repair"
         )
 
 

@@ -85,9 +85,7 @@ def _parse(text: str, place: str) -> Any:
     except json.JSONDecodeError as error:
         value = _as_hjson(text, unique)
         if value is None:
-            raise ConfigError(
-                f"{place}: line {error.lineno}, column {error.colno}: not JSON ({error.msg})"
-            ) from error
+            raise ConfigError(f"{place}: line {error.lineno}, column {error.colno}: not JSON ({error.msg})") from error
         return value
 
 

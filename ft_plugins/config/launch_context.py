@@ -65,8 +65,7 @@ def launch_context(environ: Mapping[str, str] = os.environ) -> LaunchContext:
         environ = {**environ, "LOCAL_WORLD_SIZE": environ["LOCAL_SIZE"]}
     launched = any(name in environ for name in _RANKS)
     rank, local_rank, world_size, local_world_size = (
-        _number(environ, name, None if launched else alone)
-        for name, alone in zip(_RANKS, (0, 0, 1, 1), strict=True)
+        _number(environ, name, None if launched else alone) for name, alone in zip(_RANKS, (0, 0, 1, 1), strict=True)
     )
     by_ft_run = "FTP_RUN_DIR" in environ
     return LaunchContext(

@@ -220,8 +220,8 @@ EXCHANGE_INTERRUPTED = EventType(
     "A new SMP cannot continue the exchange of the one before; no version is committed until training restarts.",
     "If it repeats, check the run directory's disk.", reason=_REASON,
 )  # fmt: skip
-REPLICA_DIVERGED = EventType(
-    "replica.diverged", ALARM,
+REPLICA_MISMATCHED = EventType(
+    "replica.mismatched", ALARM,
     "Two ranks hold different bytes of state that must be identical; that version is not sent.",
     "Drain the device of one of them; with three or more replicas --paft --paft-mode audit names the wrong one.",
     about=_ABOUT, ranks=_RANKS, bucket=Field("int", "bucket in which they differ"), **_VERSION,

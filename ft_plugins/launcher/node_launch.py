@@ -74,9 +74,9 @@ def launch(
     """Run a job on this node until it ends, protected by an SMP if `job` is given.
 
     A callable `entrypoint` needs start_method fork if `job` is given. `bounded`: restarts are limited by
-    `config.max_restarts`, else by progress. `name`: the entrypoint's name for people. Raises BusyError,
-    ProtectionError, FencedError; SignalException if a signal ends this process (workers have got it too, and the SMP
-    waits for the same command).
+    `config.max_restarts`, else by progress. `name`: the entrypoint's name for people. Raises BusyError, ConfigError,
+    ProtectionError, FencedError; ValueError for another start method; SignalException if a signal ends this process
+    (workers have got it too, and the SMP waits for the same command).
     """
     name = name or (entrypoint if isinstance(entrypoint, str) else entrypoint.__qualname__)
     connections.raise_limit()
@@ -89,7 +89,7 @@ def launch(
             events.subscribe(log_sink("ft-run: "))
             _sweep_old(job, events)
             watcher = _protect(job, events, stack)
-            if watcher is None or _holds_nothing(watcher):  # the file may be of another configuration
+            if watcher is None or _holds_nothing(watcher):  # sizes of an earlier configuration
                 (job.run_dir / sizes.FILE).unlink(missing_ok=True)
             if not isinstance(entrypoint, str):
                 if config.start_method != "fork":
@@ -113,7 +113,7 @@ def launch(
             if watcher and status == "succeeded":
                 _to_storage(watcher, events, "the job ends", only_due=True)
             if watcher and status == "succeeded" and not everywhere:
-                reason = "other nodes are not known to have ended: snapshots stay in memory for them to resume from"
+                reason = "other nodes may still resume from these snapshots; run 'ft-plugins end' when the job is over"
                 events.emit(catalogue.SMP_RETAINED, reason=reason)
             elif watcher and (status == "succeeded" or status == "refused" and _holds_nothing(watcher)):
                 _end_in_order(watcher, events)
@@ -157,7 +157,8 @@ def _holds_nothing(watcher: Watcher) -> bool:
 
 
 def _to_storage(watcher: Watcher, events: Events, reason: str, only_due: bool = False) -> None:
-    """Wait, bounded, until the checkpoint is written; without storage, not at all."""
+    """Have the newest snapshot (`only_due`: only a due checkpoint) written to storage, waiting for at most
+    --reft-checkpoint-seconds; without storage, do nothing."""
     try:
         checkpoint = watcher.checkpoint(reason, only_due)
     except ProtectionError as error:
@@ -228,7 +229,7 @@ def _run(
         return Outcome(
             "succeeded", return_values=result.return_values, restarts=agent.restarts, everywhere=agent.all_ended
         )
-    reason = agent.verdict.reason or "a worker hangs in the kernel and cannot be ended"
+    reason = agent.verdict.reason or "a worker (see torch's error) hangs in the kernel: check this node's disk and GPUs"
     return Outcome(agent.verdict.status, reason, failures=result.failures, restarts=agent.restarts)
 
 

@@ -29,7 +29,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from .. import faults, files
 from ..config import LaunchContext, launch_context
-from ..errors import EXIT_REFUSED, DivergedError, FtError, ProtocolError
+from ..errors import EXIT_REFUSED, FtError, ProtocolError, ReplicaError
 from . import hooks
 
 _PR_SET_PDEATHSIG = 1
@@ -94,7 +94,7 @@ def _end(error: FtError) -> NoReturn:
     message = " ".join(str(error).split())
     named = re.match(r"rank \d+: ", message)
     line = f"ft_plugins: {message}" if named else f"ft_plugins: rank {context.rank}: {message}"
-    code = _EXIT_FAILED if isinstance(error, (DivergedError, ProtocolError)) else EXIT_REFUSED
+    code = _EXIT_FAILED if isinstance(error, (ReplicaError, ProtocolError)) else EXIT_REFUSED
     if not _report(line, code) or code == _EXIT_FAILED:
         print(line, file=sys.stderr)  # else the agent prints it
     sys.stdout.flush()

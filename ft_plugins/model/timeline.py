@@ -230,9 +230,7 @@ def table(timelines: Sequence[Timeline], least: float = LEAST, reduce_work: Sequ
     rows: list[tuple[str, ...]] = [head]
     for timeline in timelines[:SHOWN]:
         idle = bubbles(timeline, least, reduce_work)
-        spent = {
-            kind: sum(span.end - span.begin for span in timeline.spans if span.kind is kind) for kind in COMPUTE
-        }
+        spent = {kind: sum(span.end - span.begin for span in timeline.spans if span.kind is kind) for kind in COMPUTE}
         lengths = [bubble.seconds for bubble in idle]
         memory = f"{max(timeline.memory) / 2**30:.2f} GiB" if timeline.memory else "unknown"
         rows.append(

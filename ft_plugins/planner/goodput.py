@@ -118,9 +118,7 @@ def plan_goodput(
         raise ConfigError("timelines: expected an iteration longer than 0 s, found none")
     stretched = costs.link_gib_per_second * costs.iteration_seconds / timelines[0].seconds
     wanted = fit(timelines, costs.state_gib * GIB, stretched * GIB)
-    hardware, software = (
-        cluster.nodes * mean_rate(rate, cluster.shape) for rate in (cluster.hw_rate, cluster.sw_rate)
-    )
+    hardware, software = (cluster.nodes * mean_rate(rate, cluster.shape) for rate in (cluster.hw_rate, cluster.sw_rate))
     job = _Job(cluster, costs, restart_seconds, hardware, software, len(timelines))
     return GoodputPlan(
         cluster.nodes,

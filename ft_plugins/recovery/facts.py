@@ -1,8 +1,8 @@
 """What ranks and nodes report before a recovery, and how much of it a recovery believes. Pure.
 
-Invariant: `usable` removes every version that must not be restored: one whose replicas differ (ranks hold parts of
-unlike replicas), and one that a start from the beginning made void. A damaged record says nothing about versions or
-lineages: the other slots and the other ranks decide.
+Invariant: `usable` removes every version that must not be restored: one whose replicas are mismatched (ranks hold
+parts of unlike replicas), and one that a start from the beginning made void. A damaged record says nothing about
+versions or lineages: the other slots and the other ranks decide.
 
 In: the content of segments, the inventories of SMPs. Out: `RankFacts`, `NodeFacts`, and what follows from them alone.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 from ..snapshot.slots import Mark, Slot, SlotState, Version, marks_of
 
@@ -43,7 +44,8 @@ class RankFacts:
         parts = [f"slot {index}" for index in self.damaged_slots]
         parts += [f"the header's {name}" for name in self.damaged]
         messages = [f"rank {self.rank}: {', '.join(parts)} damaged and not used"] if parts else []
-        messages += [f"rank {self.rank}: its segment was damaged and is lost"] if self.lost else []
+        lost = f"rank {self.rank}: its segment was damaged; only other nodes or storage can have its state"
+        messages += [lost] if self.lost else []
         return "; ".join(messages)
 
 
@@ -51,9 +53,9 @@ class RankFacts:
 class NodeFacts:
     """What a node's SMP can provide before recovery; nodes are numbered as in the job now.
 
-    `parity` holds the versions whose parity and copies are complete in its parity store, for `position` (its place when
-    they were stored) by the exchange plan of digest `plan`. `committed` is the newest committed version that it knows
-    of, `completed` the iterations that ranks with segments here had completed, `lineage` the newest opened here.
+    `parity`: versions whose parity and copies are complete here. `position`, `plan_digest`: this node's position and
+    the digest of the exchange plan when they were stored. `committed` is the newest committed version that it knows of,
+    `completed` the iterations that ranks with segments here had completed, `lineage` the newest opened here.
     `released`: the lineage in which the job continued while this node was a spare; older versions are of no use.
     `marks` are those of the versions in `slots`.
     """
@@ -61,7 +63,7 @@ class NodeFacts:
     slots: Mapping[int, frozenset[Version]]  # by rank
     parity: frozenset[Version] = frozenset()
     position: int | None = None
-    plan: int = 0
+    plan_digest: int = 0
     completed: Mapping[int, int] = field(default_factory=dict)
     lineage: int = 0
     committed: Version | None = None
@@ -72,11 +74,11 @@ class NodeFacts:
 def usable(
     facts: Sequence[RankFacts], nodes: Sequence[NodeFacts]
 ) -> tuple[Sequence[RankFacts], Sequence[NodeFacts], Mapping[Version, Mark]]:
-    """The facts without versions that must not be restored, and the marks of the others and of differing ones."""
+    """The facts without versions that must not be restored, and the marks of all that are not void."""
     facts, nodes = _without_void(facts, nodes)
     reported = [(slot.version, slot.mark) for rank in facts for slot in rank.slots]
     marks = marks_of([*reported, *(entry for node in nodes for entry in node.marks.items())])
-    return *_only(lambda version: marks.get(version) is not Mark.DIFFERING, facts, nodes), marks
+    return *_only(lambda version: marks.get(version) is not Mark.MISMATCHED, facts, nodes), marks
 
 
 def _without_void(
@@ -123,8 +125,10 @@ def newest_lineage(facts: Sequence[RankFacts], nodes: Sequence[NodeFacts]) -> in
 
 
 def completed_by_all(facts: Sequence[RankFacts], nodes: Sequence[NodeFacts]) -> int:
-    """The last iteration that every rank completed. A new segment, or one that was rebuilt, does not know it; if a rank
-    has moved, its previous node does."""
+    """The last iteration that every rank completed; 0 if unknown everywhere. A rank's previous node may know it.
+
+    A rank's 0 counts only with a lineage and without versions: a new segment has neither, a rebuilt one has versions.
+    """
     completed = {
         rank.rank: rank.completed for rank in facts
         if rank.completed is not None and (rank.completed or (rank.lineage and not rank.restorable()))
@@ -149,15 +153,25 @@ def first_capture_interrupted(facts: Sequence[RankFacts], nodes: Sequence[NodeFa
 
 
 def in_memory(facts: Sequence[RankFacts], nodes: Sequence[NodeFacts]) -> str:
-    """A message on the sealed versions of each rank; '' for none."""
+    """A message on the sealed versions, by ranks that hold the same ones; '' for none."""
     held: dict[int, set[Version]] = {rank.rank: set(rank.restorable()) for rank in facts}
     for node in nodes:
         for rank, versions in node.slots.items():
             held.setdefault(rank, set()).update(versions)
-    entries = [f"rank {rank}: {', '.join(map(str, sorted(held[rank])))}" for rank in sorted(held) if held[rank]]
-    parity = sorted(set().union(*(node.parity for node in nodes)))
-    entries += [f"parity: {', '.join(map(str, parity))}"] if parity else []
-    return "; ".join(shortened(entries))
+    holders: dict[str, list[int]] = {}
+    for rank in sorted(held):
+        holders.setdefault(", ".join(map(str, sorted(held[rank]))) or "none", []).append(rank)
+    parity = ", ".join(map(str, sorted(set[Version]().union(*(node.parity for node in nodes)))))
+    entries = [f"parity: {parity}"] if parity else []
+    entries += [f"{_ranks(ranks)}: {versions}" for versions, ranks in holders.items()]
+    return "; ".join(shortened(entries)) if parity or any(held.values()) else ""
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """'rank 3', 'ranks 0-2, 5'; `ranks` ascend."""
+    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), key=lambda entry: entry[1] - entry[0])]
+    entries = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(shortened(entries))}"
 
 
 def shortened(entries: Sequence[str]) -> list[str]:

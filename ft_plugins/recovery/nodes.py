@@ -182,9 +182,7 @@ class LinkedNodes(SeenNodes):
         endpoints = (*self._endpoints, *spares)
         holders = {position: endpoints[node] for position, node in plan.holders.items()}
         with Client(self._config.run_dir) as client:
-            client.rebuild(
-                rank, self._config.token, plan.version, protection, spare, holders, plan.gone, fingerprint
-            )
+            client.rebuild(rank, self._config.token, plan.version, protection, spare, holders, plan.gone, fingerprint)
 
 
 class JobNodes(LinkedNodes):

@@ -2,7 +2,7 @@
 
 Invariant: the plan names one version that every rank can have complete, the newest such, or none; versions are never
 mixed. If replicas are compared, certified versions, and diverged ones that are captured with each replica in full, are
-preferred to newer ones. A version whose replicas differ is never restored.
+preferred to newer ones. A version whose replicas are mismatched is never restored.
 
 The plan opens a new lineage, one above any that a rank has seen, so that later captures can never be combined with what
 was captured after the restored version.
@@ -201,7 +201,7 @@ def _why_none(facts: Sequence[RankFacts], marks: Mapping[Version, Mark], damaged
     if set.intersection(*held.values()):
         return "every version that all ranks hold is corrupt"
     if len(empty) == len(held):
-        if Mark.DIFFERING in marks.values():
+        if Mark.MISMATCHED in marks.values():
             return "the replicas of every version differ"
         return "no version can be read" if damaged else "no version was captured before"
     return f"rank {min(empty)} holds no version" if empty else "no version is held by all ranks"
@@ -253,9 +253,7 @@ def _on_another_node(own: Mapping[int, Collection[Version]], corrupt: Corrupt, n
     return ""
 
 
-def _too_much_lost(
-    nodes: Sequence[NodeFacts], exchange: ExchangePlan, plan_digest: int
-) -> tuple[tuple[int, ...], str]:
+def _too_much_lost(nodes: Sequence[NodeFacts], exchange: ExchangePlan, plan_digest: int) -> tuple[tuple[int, ...], str]:
     """The positions of a section that has lost more of the committed version than parity makes up for, and a message;
     nothing if there is none."""
     version = max((node.committed for node in nodes if node.committed), default=None)
@@ -283,7 +281,7 @@ def _holders(
     holders = {}
     for index, node in enumerate(nodes):
         position = node.position
-        if position is None or node.plan != plan_digest or version not in node.parity:
+        if position is None or node.plan_digest != plan_digest or version not in node.parity:
             continue
         ranks = exchange.ranks[position]
         if all(version in node.slots.get(rank, ()) and (rank, version) not in corrupt for rank in ranks):

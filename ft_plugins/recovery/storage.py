@@ -14,7 +14,6 @@ In: the plan from memory, a folder. Out: a `RecoveryPlan`, and a sealed slot on 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +24,7 @@ import msgpack
 from ..collective import Collective
 from ..errors import ResumeError, StorageError, printable
 from ..events import EventType, catalogue
-from ..intake import shown, within
+from ..intake import changes, shown, within
 from ..model.host import resizable
 from ..snapshot import checkpoint, persist, retention
 from ..snapshot.checkpoint import Origin
@@ -199,7 +198,7 @@ def _listing(base: Path, fingerprint: Mapping[str, Any], world_size: int) -> lis
     own = retention.candidates(stored, origin.digest)[:_OFFERED]
     other, resized = "", None
     if newest is not None:
-        other = f"{newest.name}: {_differing(other_fingerprint, fingerprint)}"
+        other = f"{newest.name}: {changes(other_fingerprint, fingerprint)}"
         if resizable(other_fingerprint) == resizable(fingerprint):
             resized = [newest.version.lineage, newest.version.iteration]
     candidates = [
@@ -218,12 +217,3 @@ def _listing(base: Path, fingerprint: Mapping[str, Any], world_size: int) -> lis
 def _folders(base: Path, passed_over: Callable[[str], None]) -> tuple[retention.StoredCheckpoint, ...]:
     checkpoint.make_job_folder(base)
     return checkpoint.listing(base, passed_over)
-
-
-def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """What differs between two fingerprints, key by key."""
-    return ", ".join(
-        f"{shown(key)[1:-1]}: {shown(before.get(key))} -> {shown(now.get(key))}"
-        for key in sorted(before.keys() | now.keys())
-        if json.dumps(before.get(key), sort_keys=True) != json.dumps(now.get(key), sort_keys=True)
-    )

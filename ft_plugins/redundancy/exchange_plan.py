@@ -5,7 +5,7 @@ state of one sharding group, spread over the nodes of its ranks; no two pieces o
 identified by its position (nodes ordered by their lowest rank), so a substitute inherits the position of a lost node.
 
     slot data of ranks 0, 1 (node 0) | 4, 5 (node 1) | ...     extents, concatenated: one stream per node of the section
-    stream of node i = block for stripe i+1 | block for stripe i+2 | ...      (parity.place)
+    stream of node i = block for stripe i+1 | block for stripe i+2 | ...      (parity.place_parity)
     parity of stripe x = XOR of its blocks, stored on node x. In an EXCHANGED section each node sends n-1 blocks, one to
     each other node; in a LOCAL section node x reads the blocks from its own replica (sections.Encoding)
 
@@ -21,7 +21,7 @@ from functools import cached_property
 
 from ..errors import TopologyError
 from .field import ORDER
-from .parity import OnDemand, StripePiece, place
+from .parity import OnDemand, StripePiece, place_parity
 from .sections import Encoding, Extent, ParityPart, Section, lay_out, local_sections, remainder
 
 NAMES = {1: "RAIM5", 2: "RAIM6"}  # by number of losses
@@ -306,6 +306,6 @@ def plan_exchange(
             members.setdefault(position_of[nodes[rank]], []).extend(left[rank])
         ordered = tuple(sorted(members))
         streams = tuple(tuple(members[position]) for position in ordered)
-        placement = place([sum(extent.nbytes for extent in stream) for stream in streams], losses)
+        placement = place_parity([sum(extent.nbytes for extent in stream) for stream in streams], losses)
         sections.append(Section(first + index, ordered, streams, placement))
     return ExchangePlan(names, ranks, losses, (*sections, *local), tuple(nbytes), NAMES[losses])

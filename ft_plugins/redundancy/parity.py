@@ -138,7 +138,7 @@ def cut(nbytes: int, parts: int) -> list[tuple[int, int]]:
     return list(zip(edges, edges[1:], strict=False))
 
 
-def place(sizes: Sequence[int], losses: int = 1) -> Placement:
+def place_parity(sizes: Sequence[int], losses: int = 1) -> Placement:
     """Place the pieces and parities of a group; `sizes` are the bytes of each node's stream.
 
     Raises TopologyError if the group cannot survive that many losses.

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from ..intake import Count
-from .parity import Placement, cut, place
+from .parity import Placement, cut, place_parity
 
 LOCAL_LOSSES = 1  # losses that local parity covers; RAIM6 always uses the exchange
 
@@ -37,7 +37,7 @@ class Encoding(str, Enum):
 
 @dataclass(frozen=True)
 class Extent:
-    """Bytes `offset .. offset + nbytes` of the slot data of `rank`."""
+    """Bytes `offset .. offset + nbytes` of the slot data of `rank`; in a trainer, of the replica set's stream."""
 
     rank: Count
     offset: Count
@@ -46,7 +46,10 @@ class Extent:
 
 @dataclass(frozen=True)
 class Section:
-    """State of a sharding group. `positions[i]` is the position in the job of its i-th node, `streams[i]` its bytes."""
+    """State of a sharding group. `positions[i]` is the position in the job of its i-th node, `streams[i]` its bytes.
+
+    A `node` below is such an i, not a position in the job.
+    """
 
     index: int
     positions: tuple[int, ...]
@@ -64,7 +67,7 @@ class Section:
             at += extent.nbytes
 
     def sources(self, stripe: int, start: int, stop: int) -> Iterator[tuple[int, int, Extent]]:
-        """The sources of bytes `start .. stop` of a stripe's P: (node, offset from `start`, extent), in order."""
+        """The sources of bytes `start .. stop` of a stripe's P (XOR): (node, offset from `start`, extent), in order."""
         for piece in self.placement.stripes[stripe].data:
             low, high = piece.start + start, min(piece.stop, piece.start + stop)
             at = 0
@@ -116,7 +119,7 @@ def local_sections(
             sizes = [sum(extent.nbytes for extent in extents) for extents in streams]
             if len(ordered) > losses and any(sizes):
                 index = first + len(sections)
-                sections.append(Section(index, ordered, streams, place(sizes, losses), Encoding.LOCAL))
+                sections.append(Section(index, ordered, streams, place_parity(sizes, losses), Encoding.LOCAL))
     return sections
 
 
@@ -125,7 +128,7 @@ def lay_out(sections: Iterable[Section], data_nbytes: Mapping[int, int]) -> Iter
     ends = dict(data_nbytes)
     for section in sections:
         for node in range(len(section.positions)):
-            ((stripe, _),) = section.placement.kept_on(node)
+            ((stripe, _),) = section.placement.kept_on(node)  # one loss: P (XOR) alone, of one stripe
             members = section.members(node)
             for rank, (start, stop) in zip(members, cut(section.placement.block, len(members)), strict=True):
                 if rank in ends and start < stop:
@@ -134,7 +137,7 @@ def lay_out(sections: Iterable[Section], data_nbytes: Mapping[int, int]) -> Iter
 
 
 def remainder(sections: Iterable[Section], nbytes: Sequence[int]) -> list[list[Extent]]:
-    """By rank, the extents of its `nbytes` of slot data that are in no section; at least one, which may be empty."""
+    """By rank, the extents of its `nbytes` of slot data that are in no section; an empty one for a rank without any."""
     taken: list[list[Extent]] = [[] for _ in nbytes]
     for section in sections:
         for stream in section.streams:

@@ -53,9 +53,7 @@ class CopyTraffic:
         """A summary in one sentence."""
         text = f"Bubbles are {self.idle_share:.0%} of an iteration"
         if self.every is None or self.in_bubble_share is None:
-            return (
-                f"{text}; planned: a checkpoint every {self.planned_iterations}; fewer than two were committed since"
-            )
+            return f"{text}; planned: a checkpoint every {self.planned_iterations}; fewer than two were committed since"
         late, rate = (each / self.nbytes for each in (self.late, self.by_rate))
         return (
             f"{text}; a checkpoint every {self.every:.1f} iterations (planned: {self.planned_iterations}); "

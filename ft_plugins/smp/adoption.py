@@ -1,19 +1,19 @@
 """Decide which segments in memory may be used: by an SMP that replaces another one, and by a rank that attaches.
 
 Invariant: state of another job, or with another layout, is never used for this job. It is refused, and dropped only if
-the user starts fresh. Files that are not segments of this version of the format are never touched.
+the user starts fresh. A file that is no segment of this format is left alone; only a fresh start replaces it.
 
 In: segments in /dev/shm, requests to attach. Out: segments to use; errors that name the remedy; events.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict
 from pathlib import Path
 
 from ..errors import CorruptHeaderError, ResumeError, SegmentError
 from ..events import Events, catalogue
-from ..intake import shown
+from ..intake import changes
 from ..snapshot import paths
 from ..snapshot.segment import Segment
 from .requests import Attach
@@ -64,8 +64,8 @@ def is_reusable(segment: Segment | None, path: Path, request: Attach) -> bool:
     if segment is None:
         if path.exists() and not request.fresh:
             raise SegmentError(
-                f"rank {request.rank}: {path} is there but is not a segment of this version; "
-                "'ft-plugins end' or --ftp-resume fresh removes it"
+                f"rank {request.rank}: {path} cannot be used as its segment ({_reason(path)}); 'ft-plugins end' or "
+                "--ftp-resume fresh removes it"
             )
         return False
     try:
@@ -77,29 +77,31 @@ def is_reusable(segment: Segment | None, path: Path, request: Attach) -> bool:
     return True
 
 
+def _reason(path: Path) -> str:
+    try:
+        return f"it is that of rank {Segment(path).rank}"
+    except SegmentError as error:
+        return str(error)
+
+
 def _require_same_job(segment: Segment, request: Attach) -> None:
     """Raises ResumeError if a segment holds the state of another job, or of this job with another layout."""
-    rank, shape, fingerprint, stored = request.rank, request.shape, request.fingerprint, segment.fingerprint
-    if stored != fingerprint:
-        differing = ", ".join(
-            f"{key}: {shown(stored.get(key))} -> {shown(fingerprint.get(key))}"
-            for key in sorted(stored.keys() | fingerprint.keys())
-            if stored.get(key) != fingerprint.get(key)
-        )
-        remedy = (
-            "--ftp-resume fresh drops it, --ftp-resume storage loads from disk instead, another --ftp-job keeps both"
-        )
-        raise ResumeError(f"rank {rank}: the state in memory belongs to another job ({differing}); {remedy}")
-    own = segment.shape
-    same = replace(own, small_nbytes=0) == replace(shape, small_nbytes=0)
-    if same and 2 * own.small_nbytes < shape.small_nbytes:  # trainers request twice what they need
+    rank, drop = request.rank, "drop it with --ftp-resume fresh"
+    if segment.fingerprint != request.fingerprint:
+        changed = changes(segment.fingerprint, request.fingerprint)
         raise ResumeError(
-            f"rank {rank}: memory has room for {own.small_nbytes} bytes of small state, but at least "
-            f"{shape.small_nbytes // 2} are needed now; --ftp-resume fresh drops it"
+            f"rank {rank}: the snapshot in memory was taken with other settings (stored -> now: {changed}): put those "
+            f"settings back to resume from it, {drop}, or keep it and give another --ftp-job"
         )
-    if not same:
+    stored, now = asdict(segment.shape), asdict(request.shape)
+    room, wanted = stored.pop("small_nbytes"), now.pop("small_nbytes")
+    if changed := changes(stored, now):
         raise ResumeError(
-            f"rank {rank}: the state in memory has another layout ({own.nbytes} bytes in {own.buckets} buckets, "
-            f"{own.slots} slots, now {shape.nbytes} in {shape.buckets}, {shape.slots} slots: nodes, bucket size or "
-            "model changed); --ftp-resume fresh drops it"
+            f"rank {rank}: the snapshot in memory has another layout (stored -> now: {changed}): give the previous "
+            f"command (nodes, bucket size, model) to resume from it, or {drop}"
+        )
+    if 2 * room < wanted:  # trainers request twice what they need
+        raise ResumeError(
+            f"rank {rank}: the snapshot in memory has room for {room} bytes of small state, but at least "
+            f"{wanted // 2} are needed now: give the previous command to resume from it, or {drop}"
         )

@@ -102,7 +102,7 @@ def view(segments: Mapping[int, Segment], world_size: int) -> NodeView:
         {slot.version for slot in slots if slot.version is not None and pinnable_slot(slots, slot.version) is not None}
         for slots in all_slots
     )
-    held = frozenset(v for v in set.intersection(*versions) if marks.get(v) is not Mark.DIFFERING)
+    held = frozenset(v for v in set.intersection(*versions) if marks.get(v) is not Mark.MISMATCHED)
     heard = [{slot.version for slot in slots if slot.mark} for slots in all_slots]
     good = frozenset(v for v in held if marks.get(v, Mark.NONE).preferred and all(v in each for each in heard))
     return NodeView(segments, held, len(segments) == world_size, marks, good)

@@ -51,12 +51,12 @@ class Unfinished:
     heard: Mark = Mark.NONE  # the newest verdict on its replicas
 
     def update_verdict(self) -> None:
-        """Read the verdict on its replicas. Raises StorageError if they differ, or if none can arrive any more."""
+        """Read the verdict on its replicas. Raises StorageError if they are mismatched, or if none can arrive."""
         slots = {segment.rank: segment.slot(index) for segment, index in self.pinned}
         lost = [rank for rank, slot in slots.items() if (slot.version, slot.state) != (self.version, SlotState.CLEAN)]
-        differing = [rank for rank in slots.keys() - lost if slots[rank].mark is Mark.DIFFERING]
-        if differing:
-            raise StorageError(checkpoint.mixture_reason(self.version, sorted(differing)))
+        mismatched = [rank for rank in slots.keys() - lost if slots[rank].mark is Mark.MISMATCHED]
+        if mismatched:
+            raise StorageError(checkpoint.mixture_reason(self.version, sorted(mismatched)))
         if lost and not self.heard.preferred:
             raise StorageError(f"ranks {lost} overwrote it before its replicas were compared")
         self.heard = max([self.heard, *(slot.mark for rank, slot in slots.items() if rank not in lost)])
@@ -192,9 +192,7 @@ class Checkpoints:
                 item.update_verdict()
                 if not absent:
                     audited = bool(storage.audits)
-                    path = checkpoint.commit(
-                        base, item.version, item.origin, audited=audited, mark=item.heard, **facts
-                    )
+                    path = checkpoint.commit(base, item.version, item.origin, audited=audited, mark=item.heard, **facts)
                     self._finished(item, path)
                     self._prune(storage, base, item.origin)
                     return

@@ -132,7 +132,7 @@ class Client:
         )  # fmt: skip
         return Path(reply["path"])
 
-    def restore(self, rank: int, token: int, lineage: int, base: Version | None) -> None:
+    def open_lineage(self, rank: int, token: int, lineage: int, base: Version | None) -> None:
         """Open `lineage`, growing from `base`, for this rank."""
         self._ask("restore", rank=rank, token=token, lineage=lineage, base=protocol.packed(base))
 

@@ -14,7 +14,7 @@ decides what is sent next, so a broken connection, a repeated frame or a replace
 a slot only after its digests were verified, and only while the slot is pinned.
 
 In: a plan, the pinned slots of this node, connections to other nodes. Out: frames; `done` once everything was taken and
-no replica differs; `exchange.sent` and `replica.diverged` events.
+no replica is mismatched; `exchange.sent` and `replica.mismatched` events.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from .wire import Peer
 
 _REPEAT_SECONDS = 0.2  # before a complete receiver is queried again; or after an error
 _WAIT_SECONDS = 0.02  # for a receiver that does not expect the version yet
-_REPORTED = 4  # differences with an event of their own; a wholly diverged replica has thousands
+_REPORTED = 4  # differences with an event of their own; a wholly corrupt replica has thousands
 
 Bytes = npt.NDArray[np.uint8]
 NO_RANK = -1
@@ -58,17 +58,21 @@ class Lane:
     target: int
     rank: int
 
+    def __str__(self) -> str:
+        return f"{self.target}" if self.rank == NO_RANK else f"{self.target}-r{self.rank}"
+
 
 def slot_of(segment: Segment, version: Version) -> int:
     """The slot that holds `version` CLEAN. Raises CorruptSlotError if there is none."""
     for slot in segment.slots():
         if slot.version == version and slot.state.name == "CLEAN":
             return slot.index
-    raise CorruptSlotError(f"rank {segment.rank}: version {version} is no longer in memory")
+    held = ", ".join(f"{slot.state.name} {slot.version or ''}".rstrip() for slot in segment.slots())
+    raise CorruptSlotError(f"rank {segment.rank}: no CLEAN slot holds version {version} (slots: {held})")
 
 
-def copy_of(segment: Segment, version: Version) -> bytes:
-    """The copy of a rank that other nodes store: small state and digest table."""
+def descriptor_of(segment: Segment, version: Version) -> bytes:
+    """Small state and digest table of a rank's slot, which other nodes keep to rebuild it; not its data."""
     index = slot_of(segment, version)
     return bytes(msgpack.packb([segment.small(index), segment.digests(index).tobytes()]))
 
@@ -127,7 +131,7 @@ class ExchangeSender:
         self._done = dict.fromkeys(sorted(self._lanes), False)
         self._peers = {lane: connect(lane.target) for lane in self._done}
         self._threads = [
-            threading.Thread(target=self._feed, args=(lane,), name=f"smp-send-{lane.target}", daemon=True)
+            threading.Thread(target=self._feed, args=(lane,), name=f"smp-send-{lane}", daemon=True)
             for lane in self._done
         ]
         for thread in self._threads:
@@ -229,7 +233,7 @@ class ExchangeSender:
                 at = int(answer["taken"])
         for rank in sorted(set(ranks) - set(reply["copies"])):
             self._done[lane] = False
-            self._send_copy(lane, rank, fields)
+            self._send_descriptor(lane, rank, fields)
         if lane.rank == NO_RANK and lane.target in self._unchecked and not self._compare(lane, fields):
             self._done[lane] = False
             return True
@@ -260,10 +264,10 @@ class ExchangeSender:
             if reply.get("wait"):
                 return False
             self._count(len(checks))
-            differ = [Difference(self._version, batch[place]) for place in reply["differ"]]
-            for difference in differ[:_REPORTED]:
-                self._report(difference, len(differ))
-            if differ:
+            mismatched = [Difference(self._version, batch[place]) for place in reply["differ"]]
+            for difference in mismatched[:_REPORTED]:
+                self._report(difference, len(mismatched))
+            if mismatched:
                 return False
         with self._counting:
             self._unchecked.discard(lane.target)
@@ -276,7 +280,7 @@ class ExchangeSender:
         check, version = difference.check, difference.version
         self.differences.append(difference)
         self._events.emit(
-            catalogue.REPLICA_DIVERGED, about=check.keeper, ranks=[check.keeper, check.source.rank],
+            catalogue.REPLICA_MISMATCHED, about=check.keeper, ranks=[check.keeper, check.source.rank],
             bucket=check.bucket, lineage=version.lineage, iteration=version.iteration,
             offset=check.source.offset, bytes=check.source.nbytes, count=count, reason=str(difference),
         )  # fmt: skip
@@ -311,8 +315,8 @@ class ExchangeSender:
             parts.append(data[extent.offset : extent.offset + extent.nbytes])
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def _send_copy(self, lane: Lane, rank: int, fields: dict[str, Any]) -> None:
-        whole = np.frombuffer(copy_of(self._segments[rank], self._version), dtype=np.uint8)
+    def _send_descriptor(self, lane: Lane, rank: int, fields: dict[str, Any]) -> None:
+        whole = np.frombuffer(descriptor_of(self._segments[rank], self._version), dtype=np.uint8)
         at = 0
         while at < len(whole) and not self._stop.is_set():
             allowed = Allowance(PAYLOAD_LIMIT)

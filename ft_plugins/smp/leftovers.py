@@ -51,9 +51,7 @@ def sweep(
         if name in seen or job not in (None, name[0]):
             continue
         seen.add(name)
-        if any(liveness.held(run_dir / lock) for lock in ("smp.lock", "lock")) or liveness.held(
-            paths.lock_of(*name)
-        ):
+        if any(liveness.held(run_dir / lock) for lock in ("smp.lock", "lock")) or liveness.held(paths.lock_of(*name)):
             continue
         last = max(_touched(path) for path in [run_dir, *run_dir.iterdir()])
         if time.time() - last < (max(older_than_seconds, _patience(run_dir)) if patient else older_than_seconds):

@@ -206,11 +206,11 @@ def _report(state: NodeState, seen: Observation) -> tuple[NodeState, tuple[Actio
     alarms: tuple[Action, ...] = ()
     if sending is not None and seen.difference:
         missed = sending
-        alarms = (RaiseAlarm("replicas", catalogue.REPLICA_DIVERGED, seen.difference),)
+        alarms = (RaiseAlarm("replicas", catalogue.REPLICA_MISMATCHED, seen.difference),)
     if sending is not None and seen.corrupt:
         missed = sending
     if encoded is not None and state.audited and encoded != state.epoch.base:
-        if seen.mark in (Mark.UNAUDITED, Mark.DIFFERING):
+        if seen.mark in (Mark.UNAUDITED, Mark.MISMATCHED):
             missed = sending
         encoded = encoded if seen.mark.preferred else None
     report = NodeReport(seen.begun, sending, missed, encoded, seen.committed)

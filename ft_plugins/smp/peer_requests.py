@@ -68,8 +68,8 @@ class PeerRequests:
                 return {"taken": store.take_copy(version, rank, at, total, payload)}, None
             case requests.CompareReplicas():
                 self._storing(request.epoch)
-                differing = replica_checks.differing(self._segments, request.version, payload)
-                return ({"wait": True} if differing is None else {"differ": differing}), None
+                mismatched = replica_checks.mismatched(self._segments, request.version, payload)
+                return ({"wait": True} if mismatched is None else {"differ": mismatched}), None
             case requests.ReadData(version=version, rank=rank, at=at, nbytes=nbytes):
                 return {}, self._memory.read(Data(rank, version, at, nbytes))
             case requests.ReadParity(version=version, key=key, at=at, nbytes=nbytes):

@@ -21,7 +21,7 @@ from ..snapshot.slots import SlotState, Version
 from . import protocol
 from .authenticated import Bytes, limit_in_kernel
 from .channel import Party
-from .exchange import copy_of, slot_of
+from .exchange import descriptor_of, slot_of
 from .frames import Data, Parity
 from .parity_store import ParityStore
 from .resize.previous_segments import PreviousSegments
@@ -87,7 +87,7 @@ class LocalReader:
 
     def slot(self, rank: int, version: Version) -> bytes:
         """Small state and digest table of a rank of this node."""
-        return copy_of(self._slot(rank, version)[0], version)
+        return descriptor_of(self._slot(rank, version)[0], version)
 
     def stream(self) -> _LocalStream:
         """A stream for one thread that rebuilds."""

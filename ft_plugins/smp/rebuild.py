@@ -125,7 +125,8 @@ def _write(
             "the state has another layout"
         )
     if not any(nbytes for _, nbytes in segment.ranges):  # of a previous size: no trainer has written them
-        segment.ranges = manifest.read(manifest.split(small)[0]).ranges
+        where = f"rank {segment.rank}, version {version}"
+        segment.ranges = manifest.read(manifest.split(small, where)[0], where).ranges
     index = choose(segment.slots())
     segment.dirty(index, version, token)
     filling = _Filling(segment, version, index, digests, frames, readers)

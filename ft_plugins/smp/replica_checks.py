@@ -80,8 +80,8 @@ def payload(checks: Sequence[Check], tables: Mapping[int, npt.NDArray[np.uint64]
     return np.array(words, dtype="<u8").reshape(-1).view(np.uint8)
 
 
-def differing(segments: Mapping[int, Segment], version: Version, checks: Bytes) -> list[int] | None:
-    """Which checks of a payload differ from the bytes here; None while `version` is not pinned here.
+def mismatched(segments: Mapping[int, Segment], version: Version, checks: Bytes) -> list[int] | None:
+    """Which checks of a payload do not match the bytes here; None while `version` is not pinned here.
 
     Raises ProtocolError for a payload that fits no plan.
     """
@@ -95,16 +95,16 @@ def differing(segments: Mapping[int, Segment], version: Version, checks: Bytes) 
             raise ProtocolError(f"{nbytes} bytes at {offset} of rank {rank} are not in slots of this node")
     ranks = {entry[0] for entry in entries}
     pinned = {rank: _pinned(segments[rank], version) for rank in ranks}
-    differ = []
+    places = []
     for place, (rank, offset, nbytes, digest) in enumerate(entries):
         index = pinned[rank]
         if index is None:
             return None
         area = segments[rank].data(index)[offset : offset + nbytes]
         if xxhash.xxh3_64_intdigest(area.data) != digest:
-            differ.append(place)
+            places.append(place)
     was_unpinned = any(_pinned(segments[rank], version) != pinned[rank] for rank in ranks)  # during the comparison
-    return None if was_unpinned else differ
+    return None if was_unpinned else places
 
 
 def _pinned(segment: Segment, version: Version) -> int | None:

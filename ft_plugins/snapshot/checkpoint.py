@@ -149,14 +149,14 @@ def commit(
     """Complete a checkpoint of which all ranks' files exist: write the manifest, then rename the folder. Returns it.
 
     `audited`: the job compares replicas. `mark` is the version's current mark, in addition to those in the records.
-    Raises StorageError if replicas differed on any rank: a checkpoint assembled from their parts would hide that.
+    Raises StorageError if replicas are mismatched on any rank: a checkpoint assembled from their parts would hide that.
     """
     building, final = partial_of(base, version), folder_of(base, version)
     nbytes = sum((building / data_file(rank)).stat().st_size for rank in range(origin.world_size))
     marks = {rank: read_record(building, rank).mark for rank in range(origin.world_size)}
-    differing = [rank for rank, recorded in marks.items() if recorded == Mark.DIFFERING]
-    if differing or mark is Mark.DIFFERING:
-        raise StorageError(mixture_reason(version, differing))
+    mismatched = [rank for rank, recorded in marks.items() if recorded == Mark.MISMATCHED]
+    if mismatched or mark is Mark.MISMATCHED:
+        raise StorageError(mixture_reason(version, mismatched))
     best = Mark(max([mark, *marks.values()]))
     certified = True if best is Mark.CERTIFIED else False if audited and best is not Mark.DIVERGED else None
     manifest = CheckpointManifest(

@@ -92,7 +92,7 @@ class CheckpointReader:
     def small(self, rank: int) -> dict[str, Any]:
         """The small state that `rank` had at the version point."""
         try:
-            state = codec.decode(manifest.split(self._head(rank).small)[1])
+            state = codec.decode(manifest.split(self._head(rank).small, f"rank {rank}")[1])
             if type(state) is not dict:
                 raise ProtocolError(f"small state is a {type(state).__name__}, expected a dict")
             return state

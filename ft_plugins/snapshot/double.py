@@ -1,8 +1,8 @@
-"""Double capture: plan the parity that a rank computes from its own replicas of what other nodes capture. Pure.
+"""Local parity: plan the parity that a rank computes from its own replicas of what other nodes capture. Pure.
 
 Invariant: a rank and the SMPs of the job compute the same plan without communicating (redundancy.sections cuts for
-both). Only state captured in the background takes part: what is copied at the version point would have to be read twice
-there. No bucket spans two parts, and no source the shares of two ranks, so the digest of each source can be compared
+both). Only state captured in the background takes part: reading the rest twice, at the version point, would stall the
+step. A bucket lies in one `ParityPart` and a source in one rank's share, so the digest of each source can be compared
 with what that rank captured.
 
 In: a layout, the node of each rank. Out: the layout with parity buckets; the rank's replica shares, for other nodes.
@@ -23,7 +23,8 @@ ReplicaShare = tuple[tuple[int, ...], int, int, int]  # replicas; start of the o
 def with_parity(
     layout: Layout, nodes: Sequence[str], groups: Sequence[Sequence[int]], losses: int, bucket_bytes: int
 ) -> Layout:
-    """`layout` with the parity that its rank computes; none if `losses` is 0 or more than local parity makes up for."""
+    """`layout` with the parity that its rank computes; unchanged unless `losses` is LOCAL_LOSSES. `nodes[rank]` is the
+    name of a rank's node, `groups` are the sharding groups."""
     names, _ = positions(nodes)
     position_of = {name: position for position, name in enumerate(names)}
     streams = _replicated(layout)

@@ -3,7 +3,7 @@
 The manifest is part of the small state of every version. Invariant: the small state suffices to read a slot whose rank,
 node or whole job is gone. The manifest names no node.
 
-In: `Layout`, the rank's place in the model. Out: bytes, stored before the host's small state; `Manifest`.
+In: `Layout`, the rank's coordinates in the model. Out: bytes, stored before the host's small state; `Manifest`.
 """
 
 from __future__ import annotations
@@ -44,22 +44,23 @@ class TensorRange:
 class Manifest:
     """The slot of `rank` in a job of `world_size` ranks.
 
-    `place` is the part of the model, the same for all replicas: (pipeline stage, tensor-parallel rank). `ranges` are
-    the offset and bytes of each bucket. `tensors` says what the data area holds.
+    `coordinates` (pipeline stage, tensor-parallel rank) are the same for all replicas. `ranges` are offset and bytes
+    of each bucket. `tensors` says what the data area holds.
     """
 
     rank: Count
     world_size: Count
-    place: tuple[Count, Count]
+    coordinates: tuple[Count, Count]
     ranges: tuple[tuple[Count, Count], ...]
     tensors: tuple[TensorRange, ...]
 
 
 _ADAPTER = TypeAdapter(Manifest)
+_FIELDS = tuple(field.name for field in fields(Manifest))
 _ROW = tuple(field.name for field in fields(TensorRange))
 
 
-def manifest_of(layout: Layout, world_size: int, place: tuple[int, int]) -> Manifest:
+def manifest_of(layout: Layout, world_size: int, coordinates: tuple[int, int]) -> Manifest:
     """The manifest of every version captured with `layout`."""
     tensors = []
     for stream in layout.streams:
@@ -73,13 +74,13 @@ def manifest_of(layout: Layout, world_size: int, place: tuple[int, int]) -> Mani
             start = first * width + piece.item_offset
             stop, role = start + piece.nbytes, item.role.value
             tensors.append(TensorRange(item.name, item.dtype, role, kind, whole, start, stop, piece.offset))
-    return Manifest(layout.rank, world_size, place, tuple(layout.ranges), tuple(tensors))
+    return Manifest(layout.rank, world_size, coordinates, tuple(layout.ranges), tuple(tensors))
 
 
 def write(manifest: Manifest) -> bytes:
     """Encode a manifest. Raises SegmentError if it is larger than `read` accepts."""
     rows = [list(astuple(one)) for one in manifest.tensors]
-    plain = msgpack.packb([manifest.rank, manifest.world_size, manifest.place, manifest.ranges, rows])
+    plain = msgpack.packb([manifest.rank, manifest.world_size, manifest.coordinates, manifest.ranges, rows])
     if len(plain) > _LARGEST:
         raise SegmentError(
             f"rank {manifest.rank}: the manifest of its {len(rows)} pieces of tensors has {len(plain)} bytes; expected "
@@ -88,19 +89,18 @@ def write(manifest: Manifest) -> bytes:
     return zlib.compress(plain)
 
 
-def read(encoded: bytes) -> Manifest:
-    """Decode a manifest. Raises SegmentError for other bytes."""
+def read(encoded: bytes, where: str = "a slot") -> Manifest:
+    """Decode the manifest of `where`, which errors name. Raises SegmentError for other bytes."""
     try:
         inflater = zlib.decompressobj()
         plain = inflater.decompress(encoded, _LARGEST)
         if inflater.unconsumed_tail:
             raise Unfit(f"it has more than {_LARGEST} bytes")
-        rank, world_size, place, ranges, rows = msgpack.unpackb(plain, use_list=False)
+        *first, rows = msgpack.unpackb(plain, use_list=False)
         tensors = [dict(zip(_ROW, row, strict=True)) for row in rows]
-        block = {"rank": rank, "world_size": world_size, "place": place, "ranges": ranges, "tensors": tensors}
-        return typed(_ADAPTER, block)
+        return typed(_ADAPTER, dict(zip(_FIELDS, [*first, tensors], strict=True)))
     except (zlib.error, ValueError, TypeError, msgpack.UnpackException) as error:
-        raise SegmentError(f"the manifest of a slot cannot be read ({error})") from error
+        raise SegmentError(f"the manifest of {where} cannot be read ({error})") from error
 
 
 def join(encoded: bytes, state: bytes) -> bytes:
@@ -108,14 +108,14 @@ def join(encoded: bytes, state: bytes) -> bytes:
     return bytes(msgpack.packb([encoded, state]))
 
 
-def split(small: bytes) -> tuple[bytes, bytes]:
-    """Split a small state into the encoded manifest and the host's state. Raises SegmentError."""
+def split(small: bytes, where: str = "a slot") -> tuple[bytes, bytes]:
+    """Split the small state of `where` into the encoded manifest and the host's state. Raises SegmentError."""
     try:
         parts = msgpack.unpackb(small)
         if not (isinstance(parts, list) and len(parts) == 2 and all(type(part) is bytes for part in parts)):
             raise Unfit(f"expected two byte strings, found {shown(parts)}")
     except (ValueError, msgpack.UnpackException) as error:
         raise SegmentError(
-            f"the small state of a slot cannot be read ({error}); was it written by an older ft_plugins?"
+            f"the small state of {where} cannot be read ({error}); was it written by an older ft_plugins?"
         ) from error
     return parts[0], parts[1]

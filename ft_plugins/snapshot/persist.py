@@ -219,7 +219,7 @@ def read_rank(folder: Path, segment: Segment, version: Version, token: int) -> i
         )
     if (record.rank, record.version) != (rank, version):
         raise StorageError(f"{folder / record_file(rank)}: it belongs to rank {record.rank}, version {record.version}")
-    if record.mark == Mark.DIFFERING:
+    if record.mark == Mark.MISMATCHED:
         raise StorageError(f"{folder}: {mixture_reason(version, [rank])}")
     head, digests, small = read_head(path, record)
     if len(small) > shape.small_nbytes:

@@ -87,9 +87,7 @@ def due(
     interval = storage.interval
     step, of = (storage.every, 1) if good is None else (storage.step, storage.step)
     fresh = sorted(v for v in held if (last is None or v > last) and (good is None or v in good))
-    turns = [
-        v for v in fresh if v == wanted or (interval and v.iteration % interval < step and v.iteration % of == 0)
-    ]
+    turns = [v for v in fresh if v == wanted or (interval and v.iteration % interval < step and v.iteration % of == 0)]
     if turns:
         return turns[-1]
     if not (alone and interval and fresh):

@@ -48,9 +48,9 @@ class Mark(IntEnum):
 
     NONE = 0  # not compared yet, or never compared
     UNAUDITED = 1  # not compared, expected to be identical
-    DIVERGED = 2  # may differ between two averagings; each replica is captured whole
+    DIVERGED = 2  # apart between two averagings, as intended; each replica is captured whole
     CERTIFIED = 3  # compared, and all agreed
-    DIFFERING = 4  # compared and unequal, but captured in parts as one state: a mixture, never restored
+    MISMATCHED = 4  # compared, not identical, but captured in parts as one state: a mixture, never restored
 
     @property
     def preferred(self) -> bool:
@@ -97,8 +97,8 @@ def marks_of(reported: Iterable[tuple[Version | None, Mark]]) -> dict[Version, M
 
 def recovery_order(versions: Iterable[Version], marks: Mapping[Version, Mark]) -> list[Version]:
     """`versions` in the order in which a recovery tries them: newest first, or preferred ones first if any version is
-    certified. Versions whose replicas differed are left out."""
-    newest_first = sorted((v for v in versions if marks.get(v) is not Mark.DIFFERING), reverse=True)
+    certified. Versions whose replicas are mismatched are left out."""
+    newest_first = sorted((v for v in versions if marks.get(v) is not Mark.MISMATCHED), reverse=True)
     if Mark.CERTIFIED not in marks.values():
         return newest_first
     return sorted(newest_first, key=lambda version: not marks.get(version, Mark.NONE).preferred)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..errors import DivergedError
+from ..errors import ReplicaError
 from ..events import Events, catalogue
 from .audit import REPEATED, Audit, Offences
 from .background import Background, BackgroundJob
@@ -81,9 +81,9 @@ class Verdicts:
         return since
 
     def settle(self, outcome: AuditOutcome) -> None:
-        """Carry out the remedies. Raises DivergedError, on all ranks, if the job must go back."""
+        """Carry out the remedies. Raises ReplicaError, on all ranks, if the job must go back."""
         if outcome.rollback:
-            error = DivergedError(
+            error = ReplicaError(
                 f"rank {self._rank}: the replicas of iteration {outcome.iteration} differ: the job goes back to a "
                 "snapshot in which they agreed (--paft-on-corruption rollback)"
             )

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from ..collective import Collective
 from ..config import PaftConfig
-from ..errors import DivergedError, UnsupportedError
+from ..errors import ReplicaError, UnsupportedError
 from ..events import Events, catalogue
 from ..model.host import Host, ReplicaOperations
 from ..model.inventory import Inventory
@@ -153,7 +153,7 @@ class Paft:
             return Mark.CERTIFIED
         if label.replicas is Replicas.IDENTICAL:
             return Mark.UNAUDITED
-        return Mark.DIVERGED if self.diverges else Mark.DIFFERING
+        return Mark.DIVERGED if self.diverges else Mark.MISMATCHED
 
     def tainted(self) -> int | None:
         """The iteration after which snapshots must not be restored, because some replica was wrong or non-finite; None
@@ -219,13 +219,13 @@ class Paft:
 
     def _recompute_or_raise(self, step: int, nonfinite: tuple[int, ...]) -> None:
         """Recompute iteration `step`: its gradients came from non-finite parameters on the ranks `nonfinite`. Raises
-        DivergedError, on all ranks, if that is impossible: the update would spread them to all ranks."""
+        ReplicaError, on all ranks, if that is impossible: the update would spread them to all ranks."""
         if self._operations.recomputes:
             self._operations.recompute(step)
             return
         self._nonfinite_since = step - 2
         own, ranks = self._host.rank, ", ".join(map(str, nonfinite))
-        error = DivergedError(
+        error = ReplicaError(
             f"rank {own}: after iteration {step - 1} parameters of ranks {ranks} were non-finite, and the gradients "
             f"made from them cannot be computed again ({self._operations.no_recompute_reason}): the job goes back to "
             "an earlier version; if it repeats, look at these ranks' devices and at the loss"

@@ -186,7 +186,7 @@ class Reft:
         discarded, tainted = list[int](), list[int]()
         for slot, version in captured_after(segment.slots(), self._lineage, since):
             if slot.pins:
-                segment.mark(version, Mark.DIFFERING)
+                segment.mark(version, Mark.MISMATCHED)
                 tainted.append(version.iteration)
             else:
                 segment.dirty(slot.index, None, self._token)

@@ -149,9 +149,7 @@ class ReftNodes:
             return seen
         return LinkedNodes(self._collective, self._nodes, self._tier_config(self._job.secret_file))
 
-    def find_previous_size(
-        self, mode: str, shape: Shape, layout: Layout, report: Callable[[FtError], None]
-    ) -> None:
+    def find_previous_size(self, mode: str, shape: Shape, layout: Layout, report: Callable[[FtError], None]) -> None:
         """Find state of this job at a previous data-parallel size, for `restore_previous_size`.
 
         Every rank of the job calls, before any claims memory. `mode` is `--ftp-resume`: `fresh` removes the state,

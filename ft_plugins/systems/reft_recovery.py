@@ -36,7 +36,8 @@ from .reft_reports import ReftReports, protection_table
 
 @dataclass(frozen=True)
 class Recovered:
-    """`small` is the small state of the restored version, None if nothing was restored."""
+    """`small` is the small state of the restored version, None if nothing was restored. `verify_seconds` is also for
+    taking over a previous size, reaching the nodes and rebuilding."""
 
     plan: RecoveryPlan
     small: dict[str, Any] | None
@@ -64,18 +65,22 @@ class ReftRecovery:
     ) -> None:  # fmt: skip
         self._host = host
         self._collective = collective
-        self._plan = capture
+        self._capture_plan = capture
         self._nodes = nodes
         self._run_dir = run_dir
         self._token = token
         self._reports = reports
 
     def run(self, segment: Segment, mode: str, loaded: int) -> Recovered:
-        """Restore the newest version that all ranks can have, and open a lineage from it: see `Reft.resume`."""
+        """Restore the newest version that all ranks can have, and open a lineage from it.
+
+        `loaded`: iteration of the framework's own checkpoint, 0 for none. Raises ResumeError, on all ranks and before
+        any version becomes void.
+        """
         started = time.perf_counter()
         faults.reach("restore.begin")
-        self._nodes.restore_previous_size(segment, self._plan.manifest)
-        nodes = self._nodes.of_job(segment.shape, self._plan.layout)
+        self._nodes.restore_previous_size(segment, self._capture_plan.manifest)
+        nodes = self._nodes.of_job(segment.shape, self._capture_plan.layout)
         plan = self._agree_on_plan(segment, nodes, mode, loaded)
         verified = time.perf_counter()
         small = self._load(segment, plan)
@@ -84,10 +89,11 @@ class ReftRecovery:
         return Recovered(plan, small, nodes, verified - started, seconds)
 
     def _agree_on_plan(self, segment: Segment, nodes: SeenNodes, mode: str, loaded: int) -> RecoveryPlan:
-        """The plan, with its version verified in a slot of every rank, if from storage too. Raises ResumeError."""
+        """The plan, with its version verified in a slot of every rank; one from storage was written there first. Raises
+        ResumeError."""
         plan = agree_on_version(segment, self._collective, self._reports.damage, nodes)
         plan = replace(plan, lineage=max(plan.lineage, self._nodes.lineage + 1))
-        storage, job = self._plan.storage, self._run_dir.parent.name
+        storage, job = self._capture_plan.storage, self._run_dir.parent.name
         try:
             if storage is None:
                 return choose_source(plan, mode, loaded)
@@ -99,23 +105,23 @@ class ReftRecovery:
 
     def _load(self, segment: Segment, plan: RecoveryPlan) -> dict[str, Any] | None:
         """Copy the plan's version into the host. Returns its small state, None if nothing is restored."""
-        layout, tensors = self._plan.layout, self._host.tensors
+        layout, tensors = self._capture_plan.layout, self._host.tensors
         encoded = load_tensors(plan, segment, layout, tensors(), self._collective)
         if plan.version is not None and segment.lacks_parity(plan.version):  # from storage, or of another size
             with contextlib.closing(Capture(segment, layout, tensors, self._token)) as capture:
                 capture.add_parity(plan.version)
         small: dict[str, Any] | None = None
         if encoded is not None:
-            small = codec.decode(manifest.split(encoded)[1])
+            small = codec.decode(manifest.split(encoded, f"rank {self._host.rank}, version {plan.version}")[1])
             self._host.restore(small)
-        if plan.version is not None and plan.mark:  # maybe only one rank knew it, or the slot is new
+        if plan.version is not None and plan.mark:  # known to other ranks only, perhaps, or the slot was just filled
             segment.mark(plan.version, plan.mark)
         return small
 
     def _open_lineage(self, plan: RecoveryPlan) -> None:
         self._collective.barrier()  # every rank has restored: from now on a version may become void
         with Client(self._run_dir) as client:
-            client.restore(self._host.rank, self._token, plan.lineage, plan.version)
+            client.open_lineage(self._host.rank, self._token, plan.lineage, plan.version)
         faults.reach("restore.opened")
         self._collective.barrier()  # every SMP has opened the lineage before any rank captures into it
 

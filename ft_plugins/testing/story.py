@@ -128,8 +128,8 @@ class DeclaredLost:
 
 
 @dataclass(frozen=True)
-class ReplicaDiverged:
-    """This rank diverged from its replicas in this iteration, and no rank in any other."""
+class ReplicaMismatched:
+    """The replica of this rank was mismatched in this iteration, and no rank in any other."""
 
     rank: int
     iteration: int
@@ -185,7 +185,7 @@ class MatchesGolden:
 
 StoryLine = (
     VersionCommitted | IterationCaptured | CheckpointStored | SmpStopped | JobEnds | LoseNode | StartNode
-    | RestoredFrom | InTransfer | RestoredCommitted | DeclaredLost | ReplicasCompared | ReplicaDiverged
+    | RestoredFrom | InTransfer | RestoredCommitted | DeclaredLost | ReplicasCompared | ReplicaMismatched
     | RestoredCertified | SentInBubbles | CheckpointNotStored | CheckpointsIntact | ReasonContains
     | NoFreshStart | MatchesGolden
 )  # fmt: skip

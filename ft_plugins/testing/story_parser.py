@@ -29,7 +29,7 @@ The first line is the title, '#' begins a comment, every other line is a keyword
     then   complete checkpoints are whole, the newest >= 9
     then   the reason is: the parts of ranks 2, 3, 6, 7 are gone    of every refusal, or of every restore
     then   replicas were compared, little was sent                  each node encodes parity of its own replicas
-    then   rank 2 differed in iteration 3                           the only divergence, with --paft
+    then   rank 2 differed in iteration 3                           the only mismatch, with --paft
     then   s restored a certified version                           its replicas had agreed
     then   copies went out in bubbles                               some of them, with --baft
     then   no rank started from scratch                             after a completed iteration
@@ -65,7 +65,7 @@ from .story import (
     MatchesGolden,
     NoFreshStart,
     ReasonContains,
-    ReplicaDiverged,
+    ReplicaMismatched,
     ReplicasCompared,
     RestoredCertified,
     RestoredCommitted,
@@ -86,7 +86,7 @@ class StoryError(FtError):
 _ACTIONS = (VersionCommitted, IterationCaptured, CheckpointStored, SmpStopped, JobEnds, LoseNode, StartNode)
 _FINAL_CLAIMS = (
     RestoredFrom, InTransfer, RestoredCommitted, DeclaredLost, CheckpointsIntact, ReasonContains, ReplicasCompared,
-    ReplicaDiverged, RestoredCertified, SentInBubbles, NoFreshStart, MatchesGolden,
+    ReplicaMismatched, RestoredCertified, SentInBubbles, NoFreshStart, MatchesGolden,
 )  # fmt: skip
 _NODE = r"([a-z]\w*)"
 _Build = Callable[..., StoryLine]
@@ -114,7 +114,7 @@ _PHRASES: dict[str, list[tuple[str, _Build]]] = {
         (r"complete checkpoints are whole, the newest >= (\d+)", lambda at: CheckpointsIntact(int(at))),
         (r"the reason is: (.+)", ReasonContains),
         (r"replicas were compared, little was sent", ReplicasCompared),
-        (r"rank (\d+) differed in iteration (\d+)", lambda rank, at: ReplicaDiverged(int(rank), int(at))),
+        (r"rank (\d+) differed in iteration (\d+)", lambda rank, at: ReplicaMismatched(int(rank), int(at))),
         (rf"{_NODE} restored a certified version", RestoredCertified),
         (r"copies went out in bubbles", SentInBubbles),
         (r"no rank started from scratch", NoFreshStart),

@@ -46,7 +46,7 @@ from .story import (
     MatchesGolden,
     NoFreshStart,
     ReasonContains,
-    ReplicaDiverged,
+    ReplicaMismatched,
     ReplicasCompared,
     RestoredCertified,
     RestoredCommitted,
@@ -193,17 +193,17 @@ class StoryRunner:
                 reasons = self._refusals or {name: last_restore(job).fields["reason"] for name, job in nodes}
                 assert all(words in reason for reason in reasons.values()), reasons
             case ReplicasCompared():
-                assert not self._events(catalogue.REPLICA_DIVERGED.name)
+                assert not self._events(catalogue.REPLICA_MISMATCHED.name)
                 sent = [event.fields for event in self._events(catalogue.EXCHANGE_SENT.name)]
                 slot = min(event.fields["share_bytes"] for event in self._events(catalogue.RANK_ATTACHED.name))
                 # Small state, digest tables and compared digests; sending state would take several slots.
                 assert sent and all(fields["compared"] and fields["bytes"] < slot / 5 for fields in sent), sent
-            case ReplicaDiverged(rank, iteration):
-                diverged = {
+            case ReplicaMismatched(rank, iteration):
+                mismatched = {
                     (event.fields["iteration"], *event.fields["ranks"])
                     for event in self._events(catalogue.AUDIT_FAILED.name)
                 }
-                assert diverged == {(iteration, rank)}, f"iterations with their diverged ranks: {sorted(diverged)}"
+                assert mismatched == {(iteration, rank)}, f"iterations and mismatched ranks: {sorted(mismatched)}"
             case RestoredCertified(node):
                 fields = last_restore(self._job.nodes[node]).fields
                 assert fields.get("mark") == Mark.CERTIFIED.word, f"node {node}: {fields}"

@@ -250,11 +250,11 @@ def test_replicas_that_drift_apart_are_told_to_a_person_and_what_counted_before_
         story.start(name)
     path = story.nodes["n2"].spec.run_dir / "events.jsonl"
     wait_for(path, lambda lines: _iterations(lines, "snapshot.sealed") >= 80, BOUND)
-    differs = [event for running in story.nodes.values() for event in running.events("replica.diverged")]
+    differs = [event for running in story.nodes.values() for event in running.events("replica.mismatched")]
     assert differs and all(1 in event.fields["ranks"] and event.fields["iteration"] >= 40 for event in differs)
     assert all(0 < story.counted(name) < 40 for name in story.nodes)
     printed = "".join(running.tail(1000) for running in story.nodes.values())
-    assert "ft_plugins: replica.diverged: node" in printed and "one of the two replicas is corrupt" in printed
+    assert "ft_plugins: replica.mismatched: node" in printed and "one of the two replicas is corrupt" in printed
     assert not any(running.events("job.ended") for running in story.nodes.values()), "training goes on"
     story.destroy("n2")
     counted = story.counted("n0")

@@ -464,7 +464,7 @@ def test_two_nodes_told_to_end_write_one_checkpoint_and_start_from_it_together(
             job.wait(BOUND)
         else:
             assert job.wait(BOUND)["status"] == "succeeded", job.tail()
-        assert not job.events("slot.corrupted") and not job.events("replica.diverged")
+        assert not job.events("slot.corrupted") and not job.events("replica.mismatched")
         assert [event.fields["tier"] for event in job.events("state.restored")] == ["storage"]
     found = [entry for entry in entries(tmp_path / "journal") if entry.get("restored")]
     assert [(entry["restored"], entry["torn"]) for entry in found] == [(iteration, []), (iteration, [])]

@@ -619,7 +619,7 @@ def _open_from_nothing(rank: int, world: int, node: Node, token: int) -> None:
     segment = Segment(node.segment(0))
     with node.client() as client:
         client.attach(0, token, segment.shape, segment.fingerprint, fresh=True)
-        client.restore(0, token, segment.lineage + 1, None)
+        client.open_lineage(0, token, segment.lineage + 1, None)
 
 
 def test_another_kind_of_number_in_the_same_bytes_is_another_state(node: Node, ranks: Ranks) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from ft_plugins.adapters.plain import PlainHost
 from ft_plugins.config import Config, LaunchContext
-from ft_plugins.errors import ConfigError, DivergedError
+from ft_plugins.errors import ConfigError, ReplicaError
 from ft_plugins.session import Session, attach
 from ft_plugins.smp.client import Client
 from ft_plugins.smp.status import marks_in, newest_common
@@ -131,7 +131,7 @@ def _until_found(rank: int, world: int, block: dict[str, Any], run_dir: Path, to
     one.training.backward(audited + 1)
     try:
         one.session.before_update(audited + 1)
-    except DivergedError as error:
+    except ReplicaError as error:
         return one.versions, str(error)
     return one.versions, ""
 
@@ -163,7 +163,7 @@ def _until_sent_back(rank: int, world: int, block: dict[str, Any], run_dir: Path
     one = Incarnation(rank, world, block, run_dir, token)
     try:
         one.run(until)
-    except DivergedError as error:
+    except ReplicaError as error:
         return one.resumed, one.versions, str(error)
     return one.resumed, one.versions, ""
 

@@ -30,7 +30,7 @@ from ...snapshot.slots import SlotState, Version
 from ..nodes import Endpoint, SeenNodes, Spare
 from ..recovery_plan import RecoveryPlan, Way
 from .previous_size import (
-    Place,
+    Coordinates,
     PreviousSize,
     ResizePlan,
     assign_nodes,
@@ -153,8 +153,8 @@ class PreviousJob:
             if failed or any((rank, version) in rebuilt for rank in bad):
                 banned.add(version)
             elif not bad:
-                places = self._places(nodes, version, size)
-                return ResizePlan(size.world_size, version, version, nodes, places, plan.completed, plan.mark)
+                coordinates = self._coordinates(nodes, version, size)
+                return ResizePlan(size.world_size, version, version, nodes, coordinates, plan.completed, plan.mark)
 
     def _verify_or_rebuild(
         self,
@@ -210,13 +210,13 @@ class PreviousJob:
         finally:
             segment.close()
 
-    def _places(self, ranks: Collection[int], version: Version, size: PreviousSize) -> dict[int, Place]:
+    def _coordinates(self, ranks: Collection[int], version: Version, size: PreviousSize) -> dict[int, Coordinates]:
         """The part of the model that each rank of the previous job held; rebuilt segments report it now."""
-        known = dict(size.places)
+        known = dict(size.coordinates)
         if any(rank not in known for rank in ranks):
             for updated in read_previous_sizes(self._nodes.ask(lambda client: client.previous_sizes())):
                 if updated.world_size == size.world_size:
-                    known |= updated.places
+                    known |= updated.coordinates
         missing = [rank for rank in ranks if rank not in known]
         if missing:
             raise self._refusal(

@@ -21,7 +21,7 @@ from ..facts import NodeFacts, RankFacts
 from ..nodes import read_marks
 from ..recovery_plan import RecoveryPlan, Way, plan_recovery
 
-Place = tuple[int, int]  # in the model: pipeline stage, tensor rank
+Coordinates = tuple[int, int]  # in the model: pipeline stage, tensor rank
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class PreviousSize:
     members: int
     ranks: Mapping[int, RankFacts]
     nodes: tuple[NodeFacts, ...]
-    places: Mapping[int, Place]
+    coordinates: Mapping[int, Coordinates]
     protection: Protection | None
     fingerprint: Mapping[str, Any]  # of the job at that size
 
@@ -53,22 +53,22 @@ class PreviousSize:
 class ResizePlan:
     """`version` of the job of `world_size` ranks becomes version `now` of the current size.
 
-    `holders[rank]` is the node, as it stands now, that has the state of a rank of the previous job; `places[rank]` the
-    part of the model that it held. `completed` is the last iteration that all of them completed; `mark` the result of
-    comparing the replicas of `version`.
+    `holders[rank]` is the node, as it stands now, that has the state of a rank of the previous job; `coordinates[rank]`
+    the part of the model that it held. `completed` is the last iteration that all of them completed; `mark` the result
+    of comparing the replicas of `version`.
     """
 
     world_size: int
     version: Version
     now: Version
     holders: Mapping[int, int]
-    places: Mapping[int, Place]
+    coordinates: Mapping[int, Coordinates]
     completed: int
     mark: Mark = Mark.NONE
 
-    def ranks_of(self, place: Place) -> tuple[int, ...]:
-        """The ranks of the previous job whose state a rank at `place` restores."""
-        return tuple(sorted(rank for rank, its_place in self.places.items() if its_place == place))
+    def ranks_of(self, coordinates: Coordinates) -> tuple[int, ...]:
+        """The ranks of the previous job whose state a rank at `coordinates` restores."""
+        return tuple(sorted(rank for rank, its_own in self.coordinates.items() if its_own == coordinates))
 
 
 def read_previous_sizes(
@@ -82,25 +82,23 @@ def read_previous_sizes(
 
 def _read_previous_size(world_size: int, reports: Sequence[Mapping[str, Any]], members: int) -> PreviousSize:
     ranks: dict[int, RankFacts] = {}
-    places: dict[int, Place] = {}
+    coordinates: dict[int, Coordinates] = {}
     nodes: list[NodeFacts] = []
     protection: Protection | None = None
     fingerprint: Mapping[str, Any] = {}
     for report in reports:
         fingerprint = dict(report["fingerprints"]).get(world_size, fingerprint)
         held: dict[int, frozenset[Version]] = {}
-        for rank, place, lineage, completed, from_nothing, versions in dict(report["sizes"]).get(world_size, []):
+        for rank, at, lineage, completed, from_nothing, versions in dict(report["sizes"]).get(world_size, []):
             held[rank] = frozenset(Version(*version) for version in versions)
-            slots = tuple(
-                Slot(index, SlotState.CLEAN, version) for index, version in enumerate(sorted(held[rank]))
-            )
+            slots = tuple(Slot(index, SlotState.CLEAN, version) for index, version in enumerate(sorted(held[rank])))
             if [world_size, rank] in report.get("damaged", ()):  # else it would look as if it had captured nothing
                 slots += (Slot(len(slots), SlotState.DIRTY, None, damaged=True),)
             facts = RankFacts(rank, slots, lineage, completed, from_nothing)
             known = ranks.get(rank)
             ranks[rank] = facts if known is None or known.lineage < lineage else known
-            if place is not None:
-                places[rank] = (place[0], place[1])
+            if at is not None:
+                coordinates[rank] = (at[0], at[1])
         block = report["protection"]
         of_this_size = block is not None and len(block["nodes"]) == world_size
         committed = Version(*report["counted"]) if of_this_size and report["counted"] else None
@@ -113,7 +111,7 @@ def _read_previous_size(world_size: int, reports: Sequence[Mapping[str, Any]], m
                 committed=committed, released=report["released"], marks=read_marks(report.get("marks", ())),
             )
         )  # fmt: skip
-    return PreviousSize(world_size, members, ranks, tuple(nodes), places, protection, fingerprint)
+    return PreviousSize(world_size, members, ranks, tuple(nodes), coordinates, protection, fingerprint)
 
 
 def plan_previous_size(
@@ -141,9 +139,7 @@ def plan_current_size(
     return plan_recovery(ranks, (), facts, exchange, digest)
 
 
-def assign_nodes(
-    size: PreviousSize, plan: RecoveryPlan, rebuilt: Mapping[tuple[int, Version], int]
-) -> dict[int, int]:
+def assign_nodes(size: PreviousSize, plan: RecoveryPlan, rebuilt: Mapping[tuple[int, Version], int]) -> dict[int, int]:
     """The node of the current job that has the state of each rank of the previous one, or rebuilds it.
 
     `rebuilt` holds the node of each rank and version that is rebuilt already.

@@ -34,9 +34,7 @@ class PullRange:
     target: int
 
 
-def pull(
-    collective: Collective, ranges: Sequence[PullRange], read: Callable[[int], Bytes], into: Bytes
-) -> None:
+def pull(collective: Collective, ranges: Sequence[PullRange], read: Callable[[int], Bytes], into: Bytes) -> None:
     """Copy all `ranges` to `into`. `read(previous_rank)` returns the bytes of a previous rank that this rank can read.
 
     Every rank of the job calls.

@@ -69,16 +69,17 @@ class _PreviousSlots:
 def refill(
     plan: ResizePlan,
     segment: Segment,
-    now: Manifest,
+    target: Manifest,
     members: Sequence[Sequence[int]],
     collective: Collective,
     run_dir: Path,
     token: int,
     merge: Merge,
 ) -> int:
-    """Restore the planned state into a slot of `segment`, as `now` describes it. `members` are the ranks of each node.
+    """Restore the planned state into a slot of `segment`, as `target` describes it. `members`: the ranks of each node.
 
-    Returns the bytes of tensors. Every rank of the job calls. Raises ResumeError, SegmentError on all ranks.
+    Returns the bytes of tensor data moved into this rank's slot. Every rank of the job calls. Raises ResumeError,
+    SegmentError on all ranks.
     """
     own = collective.rank
     readable = {rank for rank, node in plan.holders.items() if own in members[node]}
@@ -90,20 +91,23 @@ def refill(
 
     with closing(_PreviousSlots(run_dir, plan)) as slots:
         sizes = _small_sizes(plan, readable, members, slots, collective)
-        ranks = plan.ranks_of(now.place)
+        ranks = plan.ranks_of(target.coordinates)
         starts = np.cumsum([0, *(sizes[rank] for rank in ranks)]).tolist()
         joined: Bytes = np.empty(starts[-1], dtype=np.uint8)
         ranges = [PullRange(reader(r), r, 0, sizes[r], at) for r, at in zip(ranks, starts, strict=False)]
         pull(collective, ranges, slots.small, joined)
-        smalls = [manifest.split(joined[at : at + sizes[r]].tobytes()) for r, at in zip(ranks, starts, strict=False)]
+        names = [f"rank {r} of {plan.world_size}, version {plan.version}" for r in ranks]
+        parts = [joined[at : at + sizes[r]].tobytes() for r, at in zip(ranks, starts, strict=False)]
+        smalls = [manifest.split(*part) for part in zip(parts, names, strict=True)]
         with collective.agreement():
-            moves = plan_moves([manifest.read(encoded) for encoded, _ in smalls], now)
+            held = [manifest.read(encoded, name) for (encoded, _), name in zip(smalls, names, strict=True)]
+            moves = plan_moves(held, target)
         index = choose(segment.slots())
         segment.dirty(index, plan.now, token)
         faults.reach("resize.filling", rank=own)
         ranges = [PullRange(reader(move.rank), move.rank, move.source, move.nbytes, move.target) for move in moves]
         pull(collective, ranges, slots.data, segment.data(index))
-    small = manifest.join(manifest.write(now), codec.encode(merge([codec.decode(state) for _, state in smalls])))
+    small = manifest.join(manifest.write(target), codec.encode(merge([codec.decode(state) for _, state in smalls])))
     _seal(segment, index, plan.now, token, small)
     for version in [slot.version for slot in segment.slots() if slot.version is not None]:
         # versions that were certified at this size before are older: they must not be preferred to the restored one

@@ -112,8 +112,8 @@ class PreviousSegments:
     def report(self, own: Iterable[Segment] = ()) -> dict[str, Any]:
         """What a recovery needs to know of these segments, and of segments in `own`, as plain values.
 
-            sizes         [size, [[rank, place, lineage, completed, from nothing, versions], ...]] for each size;
-                          `place` is the manifest's, None where there is no manifest
+            sizes         [size, [[rank, coordinates, lineage, completed, from nothing, versions], ...]] for each size;
+                          `coordinates` are the manifest's, None without one
             fingerprints  [size, fingerprint of the job at that size]
             marks         results of comparing the replicas of these versions
             damaged       [size, rank] of segments with an unreadable slot
@@ -139,9 +139,9 @@ class PreviousSegments:
     @staticmethod
     def _summary(segment: Segment) -> list[Any]:
         clean = [slot for slot in segment.slots() if slot.state is SlotState.CLEAN and slot.version is not None]
-        place = None
+        coordinates = None
         for slot in clean[:1]:
             with suppress(SegmentError):
-                place = list(manifest.read(manifest.split(segment.small(slot.index))[0]).place)
+                coordinates = list(manifest.read(manifest.split(segment.small(slot.index))[0]).coordinates)
         versions = sorted([slot.version.lineage, slot.version.iteration] for slot in clean if slot.version)
-        return [segment.rank, place, segment.lineage, segment.completed, segment.from_nothing, versions]
+        return [segment.rank, coordinates, segment.lineage, segment.completed, segment.from_nothing, versions]

@@ -286,7 +286,7 @@ def resume_as_told(told: Told) -> str:
         if context.restart == 1:
             capture(1)
             with Client(context.run_dir) as client:
-                client.restore(context.rank, context.token, 5, None)
+                client.open_lineage(context.rank, context.token, 5, None)
         os.kill(os.getpid(), signal.SIGKILL)
     return context.config.resume
 
@@ -371,7 +371,7 @@ def test_a_command_to_begin_afresh_holds_until_a_rank_has_begun_and_no_longer(no
     agent = node.start(wait_to_be_killed)
     ranks = node.pids()
     with Client(node.job.run_dir) as client:
-        client.restore(0, 1, 3, None)  # what an earlier ft-run opened is no beginning of this one's
+        client.open_lineage(0, 1, 3, None)  # what an earlier ft-run opened is no beginning of this one's
     agent.kill()
     assert all(gone(pid) for pid in ranks.values())
     outcome = node.run(resume_as_told)

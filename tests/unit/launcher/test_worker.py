@@ -102,7 +102,7 @@ def test_an_error_that_names_its_rank_is_not_told_twice_whose_it_is(tmp_path: Pa
     assert message["message"] == "ft_plugins: rank 3: data changed"
 
 
-@pytest.mark.parametrize("kind", ["ProtocolError", "DivergedError"])
+@pytest.mark.parametrize("kind", ["ProtocolError", "ReplicaError"])
 def test_a_lost_smp_and_replicas_that_differ_are_errors_that_a_restart_may_cure(tmp_path: Path, kind: str) -> None:
     script = f"from ft_plugins.errors import *\nraise {kind}('the SMP hung up')"
     code, _, error = forked(tmp_path, script)

@@ -221,8 +221,10 @@ WRITING = replace(begun(rank(1)), slots=(Slot(0, SlotState.DIRTY, Version(1, 1))
         ([begun(rank(0, 1)), damaged(WRITING, 0)], "rank 1: slot 0 damaged and not used"),
         ([begun(rank(0, 1, 2)), WRITING], "rank 0: 1 (lineage 1), 2 (lineage 1)"),
         ([damaged(begun(rank(0, 1)), 0), damaged(begun(rank(1, 1)), 0)], "no version can be read"),
-        ([replace(NOTHING, rank=0, lost=True), NOTHING], "rank 0: its segment was damaged and is lost"),
+        ([replace(NOTHING, rank=0, lost=True), NOTHING], "rank 0: its segment was damaged"),
         ([replace(NOTHING, rank=n, lost=True) for n in range(99)], "rank 7: its segment.*and 91 more"),
+        ([*(rank(n, 6, 7) for n in range(61)), rank(61)], "ranks 0-60: 6 (lineage 1), 7 (lineage 1); rank 61: none"),
+        ([rank(n, 6 + n % 2) for n in range(20)], "ranks 0, 2, 4, 6, 8, 10, 12, 14, and 2 more: 6 (lineage 1)"),
         ([rank(n, n + 1) for n in range(99)], "rank 7: 8 \\(lineage 1\\); and 91 more"),
     ],
 )
@@ -238,7 +240,7 @@ def test_what_is_sealed_or_damaged_is_named_instead_of_starting_from_the_beginni
 
 def test_what_only_another_node_or_parity_still_has_is_named_too() -> None:
     nodes = [NodeFacts({1: frozenset([Version(1, 3)])}, frozenset([Version(1, 2)]))]
-    with pytest.raises(ResumeError, match=r"in memory: rank 1: 3 \(lineage 1\); parity: 2 \(lineage 1\)"):
+    with pytest.raises(ResumeError, match=r"in memory: parity: 2 \(lineage 1\); rank 0: none; rank 1: 3 \(lineage 1\)"):
         choose_source(plan_recovery([RankFacts(0, (), 0, 0), NOTHING], (), nodes), "auto", 0)
 
 
@@ -343,7 +345,7 @@ def stands(wreck: Wreck, position: int, version: Version) -> list[int]:
     return [
         index
         for index, node in enumerate(wreck.nodes)
-        if node.position == position and node.plan == DIGEST and version in node.parity
+        if node.position == position and node.plan_digest == DIGEST and version in node.parity
         and all(sound(wreck, node, rank, version) for rank in wreck.plan.ranks[position])
     ]  # fmt: skip
 
@@ -472,7 +474,7 @@ def test_parity_of_another_plan_is_of_no_use() -> None:
     facts = facts_of(exchange, nodes)
     assert plan_recovery(facts, (), nodes, exchange, DIGEST).version == Version(1, 4)
     assert plan_recovery(facts, (), nodes, exchange, DIGEST + 1).version is None
-    nodes[2] = replace(nodes[2], plan=DIGEST + 1)
+    nodes[2] = replace(nodes[2], plan_digest=DIGEST + 1)
     assert plan_recovery(facts, (), nodes, exchange, DIGEST).version is None
 
 
@@ -636,13 +638,13 @@ def test_the_newest_certified_version_is_taken_before_newer_ones_that_nobody_com
 
 
 def test_a_version_whose_replicas_differed_is_never_taken() -> None:
-    wrong = marked(rank(0, 7, 8, completed=8), {7: Mark.UNAUDITED, 8: Mark.DIFFERING})
+    wrong = marked(rank(0, 7, 8, completed=8), {7: Mark.UNAUDITED, 8: Mark.MISMATCHED})
     plan = plan_recovery([wrong, rank(1, 7, 8, completed=8)])
     assert (plan.version, plan.mark) == (Version(1, 7), Mark.UNAUDITED)
     assert "from the process tier, unaudited;" in plan.table()
-    alone = plan_recovery([marked(rank(0, 8, completed=8), {8: Mark.DIFFERING}), rank(1, 8, completed=8)])
+    alone = plan_recovery([marked(rank(0, 8, completed=8), {8: Mark.MISMATCHED}), rank(1, 8, completed=8)])
     assert alone.version is None and not alone.state_lost
-    told = NodeFacts({0: frozenset({Version(1, 8)})}, marks={Version(1, 8): Mark.DIFFERING})
+    told = NodeFacts({0: frozenset({Version(1, 8)})}, marks={Version(1, 8): Mark.MISMATCHED})
     assert plan_recovery([rank(0, 8)], nodes=[told]).version is None, "an SMP's word is as good"
 
 
@@ -667,7 +669,7 @@ def test_with_marks_it_is_still_one_version_that_all_have(
     common = {
         version
         for version in known
-        if known[version] is not Mark.DIFFERING
+        if known[version] is not Mark.MISMATCHED
         and all(has(one, version) and (one.rank, version) not in corrupt for one in facts)
     }
     plan = plan_recovery(facts, corrupt)

@@ -11,9 +11,9 @@ import pytest
 
 from ft_plugins.collective import Collective
 from ft_plugins.errors import ResumeError
-from ft_plugins.intake import within
+from ft_plugins.intake import changes, within
 from ft_plugins.recovery.recovery_plan import RecoveryPlan
-from ft_plugins.recovery.storage import StorageTier, _differing, with_storage
+from ft_plugins.recovery.storage import StorageTier, with_storage
 from ft_plugins.snapshot import checkpoint, persist
 from ft_plugins.snapshot.checkpoint import Origin
 from ft_plugins.snapshot.retention import StoredCheckpoint
@@ -120,6 +120,6 @@ def test_a_storage_that_hangs_is_out_of_reach_after_its_time_and_an_error_is_pas
 
 
 def test_two_fingerprints_differ_by_name() -> None:
-    assert _differing({"layers": 4, "order": [1, 2]}, {"layers": 5, "order": (1, 2), "new": True}) == (
+    assert changes({"layers": 4, "order": [1, 2]}, {"layers": 5, "order": (1, 2), "new": True}) == (
         "layers: 4 -> 5, new: None -> True"
     )

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ft_plugins.errors import ResumeError, TopologyError
 from ft_plugins.redundancy import blocked, kernels
 from ft_plugins.redundancy.field import ORDER, inverse, power, solve, times
-from ft_plugins.redundancy.parity import ALIGNMENT, Placement, Stripe, StripePiece, place, plan_decode
+from ft_plugins.redundancy.parity import ALIGNMENT, Placement, Stripe, StripePiece, place_parity, plan_decode
 
 Bytes = npt.NDArray[np.uint8]
 SIZES = st.just(0) | st.integers(1, 3) | st.integers(0, 700) | st.sampled_from([63, 64, 65, 128, 192, 448, 640])
@@ -37,7 +37,7 @@ def groups(draw: st.DrawFn, largest: int = 8) -> tuple[list[int], int]:
 @given(groups(24))
 def test_every_byte_of_every_stream_is_in_exactly_one_piece(group: tuple[list[int], int]) -> None:
     sizes, losses = group
-    placement = place(sizes, losses)
+    placement = place_parity(sizes, losses)
     for node, size in enumerate(sizes):
         pieces = [piece for stripe in placement.stripes for piece in stripe.data if piece.node == node]
         assert len(pieces) == len(sizes) - losses
@@ -51,7 +51,7 @@ def test_every_byte_of_every_stream_is_in_exactly_one_piece(group: tuple[list[in
 @given(groups(24))
 def test_no_two_pieces_of_a_stripe_are_on_one_node_and_each_node_takes_part_once(group: tuple[list[int], int]) -> None:
     sizes, losses = group
-    placement = place(sizes, losses)
+    placement = place_parity(sizes, losses)
     assert [stripe.index for stripe in placement.stripes] == list(range(len(sizes)))
     for stripe in placement.stripes:
         assert sorted([*stripe.parity, *(piece.node for piece in stripe.data)]) == list(range(len(sizes)))
@@ -65,7 +65,7 @@ def test_each_node_keeps_as_much_parity_as_the_others_and_every_parity_is_kept_o
     group: tuple[list[int], int],
 ) -> None:
     sizes, losses = group
-    placement = place(sizes, losses)
+    placement = place_parity(sizes, losses)
     cuts = len(sizes) - losses
     assert placement.block % ALIGNMENT == 0 and 0 <= placement.block * cuts - max(sizes) < ALIGNMENT * cuts
     kept = [(thing, node) for node in range(len(sizes)) for thing in placement.kept_on(node)]
@@ -76,16 +76,16 @@ def test_each_node_keeps_as_much_parity_as_the_others_and_every_parity_is_kept_o
 
 
 def test_a_node_gives_its_blocks_to_the_stripes_behind_it() -> None:
-    placement = place([300, 300, 250, 10])
+    placement = place_parity([300, 300, 250, 10])
     assert placement.block == 128
     node_2 = {stripe.index: (p.start, p.stop) for stripe in placement.stripes for p in stripe.data if p.node == 2}
     assert node_2 == {3: (0, 128), 0: (128, 250), 1: (250, 250)}
-    assert place([300] * 4, 2).kept_on(0) == ((0, 0), (3, 1))
-    assert place([300] * 4, 2).block == 192
+    assert place_parity([300] * 4, 2).kept_on(0) == ((0, 0), (3, 1))
+    assert place_parity([300] * 4, 2).block == 192
 
 
 def test_with_two_nodes_parity_is_a_mirror() -> None:
-    placement = place([100, 70])
+    placement = place_parity([100, 70])
     assert [(stripe.parity, *stripe.data) for stripe in placement.stripes] == [
         ((0,), StripePiece(1, 0, 70, 0)),
         ((1,), StripePiece(0, 0, 100, 0)),
@@ -107,14 +107,14 @@ def test_with_two_nodes_parity_is_a_mirror() -> None:
 )
 def test_a_group_that_cannot_be_protected_is_refused(sizes: list[int], losses: int, found: str) -> None:
     with pytest.raises(TopologyError, match=found):
-        place(sizes, losses)
+        place_parity(sizes, losses)
 
 
 @pytest.mark.parametrize("nodes, losses", [(512, 1), (257, 2)])
 def test_a_group_of_hundreds_of_nodes_is_placed_and_decoded_at_once(nodes: int, losses: int) -> None:
     """Both take 0.5 s together; anything cubic in the nodes would take a hundred times as long."""
     started = time.process_time()
-    placement = place([1 << 30] * nodes, losses)
+    placement = place_parity([1 << 30] * nodes, losses)
     found = plan_decode(placement, range(losses))
     assert time.process_time() - started < 10
     assert len(found) == losses * nodes
@@ -178,7 +178,7 @@ def check_undone(placement: Placement, lost: Collection[int]) -> None:
 @given(groups())
 def test_every_loss_that_was_promised_to_be_survived_gives_back_data_and_parity(group: tuple[list[int], int]) -> None:
     sizes, losses = group
-    placement = place(sizes, losses)
+    placement = place_parity(sizes, losses)
     for count in range(losses + 1):
         for lost in itertools.combinations(range(len(sizes)), count):
             check_undone(placement, lost)
@@ -188,14 +188,14 @@ def test_every_loss_that_was_promised_to_be_survived_gives_back_data_and_parity(
     "nodes, losses", [(nodes, losses) for losses in (1, 2) for nodes in range(losses * 2, 9)], ids=str
 )
 def test_groups_of_all_small_sizes_survive_each_pattern(nodes: int, losses: int) -> None:
-    placement = place([64 * nodes + 17 * node for node in range(nodes)], losses)
+    placement = place_parity([64 * nodes + 17 * node for node in range(nodes)], losses)
     for lost in itertools.combinations(range(nodes), losses):
         check_undone(placement, lost)
 
 
 @pytest.mark.parametrize("pair", [(0, 1), (0, 30), (13, 29), (15, 16)])
 def test_exponents_beyond_the_bits_of_a_byte_survive_pairs(pair: tuple[int, int]) -> None:
-    check_undone(place([2000 + node for node in range(31)], 2), pair)
+    check_undone(place_parity([2000 + node for node in range(31)], 2), pair)
 
 
 @settings(max_examples=100, deadline=None)
@@ -206,13 +206,13 @@ def test_more_losses_than_promised_are_refused_with_the_names_of_the_nodes(
     sizes, losses = group
     lost = data.draw(st.sets(st.integers(0, len(sizes) - 1), min_size=losses + 1))
     with pytest.raises(ResumeError) as caught:
-        plan_decode(place(sizes, losses), lost)
+        plan_decode(place_parity(sizes, losses), lost)
     names = ", ".join(map(str, sorted(lost)))
     assert f"nodes {names} of the group are lost, but its parity makes up for {losses}" in str(caught.value)
 
 
 def test_a_node_outside_of_the_group_cannot_be_lost_and_keeps_nothing() -> None:
-    placement = place([100] * 3)
+    placement = place_parity([100] * 3)
     with pytest.raises(TopologyError, match=r"nodes \[3\] are not in this group of 3"):
         plan_decode(placement, [3])
     with pytest.raises(TopologyError, match="node -1 is not in this group of 3"):
@@ -221,7 +221,7 @@ def test_a_node_outside_of_the_group_cannot_be_lost_and_keeps_nothing() -> None:
 
 @pytest.mark.parametrize("losses", [1, 2])
 def test_one_lost_node_is_made_up_for_by_plain_xor_wherever_p_is_left(losses: int) -> None:
-    placement = place([1280] * 6, losses)  # no piece is empty
+    placement = place_parity([1280] * 6, losses)  # no piece is empty
     for node in range(6):
         for rebuild in plan_decode(placement, [node]):
             stripe = placement.stripes[rebuild.stripe]
@@ -231,7 +231,7 @@ def test_one_lost_node_is_made_up_for_by_plain_xor_wherever_p_is_left(losses: in
 
 
 def test_a_lost_piece_without_bytes_needs_no_source_and_leaves_the_other_one_to_plain_xor() -> None:
-    placement = place([0, 500, 500, 500], 2)
+    placement = place_parity([0, 500, 500, 500], 2)
     found = {rebuild.wanted: rebuild.sources for rebuild in plan_decode(placement, [0, 1]) if rebuild.stripe == 2}
     assert found == {("data", 0): (), ("data", 1): (("parity", 0, 1),)}
 

@@ -12,7 +12,7 @@ from ft_plugins.smp.alarms import REPEAT_SECONDS, Alarms, RepeatedFailure
 from ft_plugins.smp.protocol import ALARM
 
 FAILED, WORKS = catalogue.CHECKPOINT_FAILED, catalogue.CHECKPOINT_COMPLETED
-DIFFER = catalogue.REPLICA_DIVERGED
+DIFFER = catalogue.REPLICA_MISMATCHED
 
 
 def shown(folder: Path) -> dict[str, str]:

@@ -171,7 +171,7 @@ def test_the_newest_version_is_one_that_every_segment_holds_complete() -> None:
 
 def test_the_newest_version_is_the_one_that_a_recovery_would_take() -> None:
     told = status([[("CLEAN", 1, 4), ("CLEAN", 1, 5), ("CLEAN", 1, 6)]] * 2)
-    told["segments"][1]["slots"][2]["mark"] = "differing"
+    told["segments"][1]["slots"][2]["mark"] = "mismatched"
     assert newest_common(told) == Version(1, 5)
     told["segments"][0]["slots"][0]["mark"] = "certified"
     assert newest_common(told) == Version(1, 4)

@@ -230,7 +230,7 @@ def test_a_lost_node_comes_back_with_its_data_and_the_parity_that_it_kept(cluste
     cluster.rebuild((position + 1) % 3, Version(2, 3))
     for rank in cluster.ranks((position + 1) % 3):
         assert cluster.trainers[rank].holds(Version(2, 3), before[rank])
-    assert cluster.events_of("replica.diverged") == []
+    assert cluster.events_of("replica.mismatched") == []
 
 
 @pytest.mark.parametrize("position", [0, 1, 2])
@@ -255,7 +255,7 @@ def test_with_copies_beside_it_a_lost_node_comes_from_a_copy_and_computes_its_pa
     cluster.protect(2, Version(1, 2))
     cluster.until_counts(Version(1, 2))
     cluster.counted(Version(2, 3))
-    assert cluster.events_of("replica.diverged") == []
+    assert cluster.events_of("replica.mismatched") == []
 
 
 def test_of_what_is_replicated_only_digests_are_sent(cluster: Cluster) -> None:
@@ -279,15 +279,15 @@ def test_a_version_whose_replicas_differ_never_counts_and_says_whose_they_are(cl
     cluster.counted(Version(1, 1))
     cluster.until_awaited(Version(1, 2))
     cluster.train(Version(1, 2), flip=flipped)
-    wait(lambda: bool(cluster.events_of("replica.diverged")))
-    for event in cluster.events_of("replica.diverged"):
+    wait(lambda: bool(cluster.events_of("replica.mismatched")))
+    for event in cluster.events_of("replica.mismatched"):
         keeps = cluster.tiers[cluster.names.index(event.node)].inventory()["parity"]
         assert (1, 2) not in keeps, "a recovery would take what never counted"
     cluster.counted(Version(1, 3))  # a later one is tried, and its replicas are equal
     assert Version(1, 2) not in {
         Version(event.fields["lineage"], event.fields["iteration"]) for event in cluster.events_of("version.committed")
     }
-    found = cluster.events_of("replica.diverged")
+    found = cluster.events_of("replica.mismatched")
     for event in found:
         fields = event.fields
         assert (fields["lineage"], fields["iteration"]) == (1, 2) and flipped in fields["ranks"]
@@ -299,7 +299,7 @@ def test_a_version_whose_replicas_differ_never_counts_and_says_whose_they_are(cl
         assert "w5" in {piece.item for piece in source.pieces} and source.nbytes == fields["bytes"]
     alarms = [path.read_text() for path in cluster.folder.glob(f"*/{protocol.ALARM}")]
     told = [json.loads(alarm)["replicas"] for alarm in alarms]
-    assert told and all(alarm.startswith("replica.diverged: ") and f"{flipped}" in alarm for alarm in told)
+    assert told and all(alarm.startswith("replica.mismatched: ") and f"{flipped}" in alarm for alarm in told)
     lost = 2 if flipped != 3 else 1
     before = {rank: cluster.trainers[rank].data(Version(1, 3)) for rank in RANKS}
     cluster.substitute(lost)
@@ -333,24 +333,24 @@ def test_checks_are_bounded_and_answered_of_what_is_kept_only(cluster: Cluster) 
     asked = [check for rank in RANKS for check in plan.checks(rank, segments[rank].ranges)]
     tables = {rank: segment.digests(0) for rank, segment in segments.items()}
     payload = checks.payload(asked, tables)
-    assert checks.differing(segments, Version(1, 1), payload) is None, "it may be overwritten meanwhile"
+    assert checks.mismatched(segments, Version(1, 1), payload) is None, "it may be overwritten meanwhile"
     for segment in segments.values():
         segment.pin(Version(1, 1), Pin.SOURCE)
-    assert checks.differing(segments, Version(1, 1), payload) == []
-    assert checks.differing(segments, Version(1, 2), payload) is None
+    assert checks.mismatched(segments, Version(1, 1), payload) == []
+    assert checks.mismatched(segments, Version(1, 2), payload) is None
     wrong = payload.copy().view("<u8").reshape(-1, 4)
     wrong[3, 3] ^= 1
-    assert checks.differing(segments, Version(1, 1), wrong.reshape(-1).view(np.uint8)) == [3]
+    assert checks.mismatched(segments, Version(1, 1), wrong.reshape(-1).view(np.uint8)) == [3]
     for column, value in ((0, 17), (1, 1 << 40), (2, 1 << 63), (2, 80 << 20)):
         wrong = payload.copy().view("<u8").reshape(-1, 4)
         wrong[2, column] = value
         with pytest.raises(ProtocolError):
-            checks.differing(segments, Version(1, 1), wrong.reshape(-1).view(np.uint8))
+            checks.mismatched(segments, Version(1, 1), wrong.reshape(-1).view(np.uint8))
     for bad in (payload[:-8], np.zeros(32 * (checks.CHECKS + 1), dtype=np.uint8)):
         with pytest.raises(ProtocolError):
-            checks.differing(segments, Version(1, 1), bad)
+            checks.mismatched(segments, Version(1, 1), bad)
     with pytest.raises(ProtocolError):
-        checks.differing({0: segments[0]}, Version(1, 1), payload)
+        checks.mismatched({0: segments[0]}, Version(1, 1), payload)
 
 
 def test_batches_hold_every_check_once_and_no_more_than_their_receiver_may_digest(

@@ -581,7 +581,7 @@ def test_a_disk_that_is_full_of_something_else_costs_an_alarm_and_no_node(
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     monkeypatch.setattr(files, "write_json", full)
-    job.nodes[0].tier._alarms.say("replicas", catalogue.REPLICA_DIVERGED, "ranks 0 and 2")
+    job.nodes[0].tier._alarms.say("replicas", catalogue.REPLICA_MISMATCHED, "ranks 0 and 2")
     job.train(1, 2)
     assert not [event for node in job.nodes for event in node.seen if event.name in ("coordinator.lost", "node.lost")]
 

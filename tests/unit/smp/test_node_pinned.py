@@ -385,7 +385,7 @@ def test_where_replicas_are_compared_a_version_counts_when_they_were_found_to_ag
     wait(lambda: all(node.status("counts") == [1, 1] for node in job.nodes))
     job.begin(2)
     for node in job.nodes:
-        node.segment.mark(Version(1, 2), Mark.DIFFERING)
+        node.segment.mark(Version(1, 2), Mark.MISMATCHED)
     job.waits_for(3)
     assert all(node.status("counts") == [1, 1] for node in job.nodes)
 

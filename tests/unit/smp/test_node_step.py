@@ -98,7 +98,7 @@ def test_a_report_says_what_is_complete_and_what_never_will_be(
         (Mark.NONE, None, None),
         (Mark.CERTIFIED, v(4), None),
         (Mark.UNAUDITED, None, v(4)),
-        (Mark.DIFFERING, None, v(4)),
+        (Mark.MISMATCHED, None, v(4)),
     ],
 )
 def test_with_an_audit_a_version_is_complete_once_its_replicas_agree(
@@ -117,7 +117,7 @@ def test_the_restored_version_needs_no_audit() -> None:
 
 def test_replicas_that_differ_raise_an_alarm_with_every_report() -> None:
     _, actions = run(FRESH, HeartbeatDue(Observation(5, None, v(4), difference="ranks 0 and 2 differ")))
-    assert actions[0] == RaiseAlarm("replicas", catalogue.REPLICA_DIVERGED, "ranks 0 and 2 differ")
+    assert actions[0] == RaiseAlarm("replicas", catalogue.REPLICA_MISMATCHED, "ranks 0 and 2 differ")
 
 
 def test_what_was_not_carried_out_is_requested_again() -> None:

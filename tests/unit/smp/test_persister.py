@@ -78,7 +78,7 @@ class Rank:
         """The verdict on a version; one of an unlike replica is void where nobody keeps it, as a trainer has it."""
         version = Version(self.segment.lineage, iteration)
         for slot in self.segment.slots():
-            if slot.version == version and mark is Mark.DIFFERING and not slot.pins:
+            if slot.version == version and mark is Mark.MISMATCHED and not slot.pins:
                 self.segment.dirty(slot.index, None, TOKEN)
         self.segment.mark(version, mark)
 
@@ -322,7 +322,7 @@ def test_a_version_whose_replicas_differ_gives_its_turn_to_the_next_that_agrees(
     node = host()
     node.told(replace(storage, audits=1))
     node.capture(10)
-    node.mark(10, Mark.DIFFERING)
+    node.mark(10, Mark.MISMATCHED)
     node.capture(11)
     node.mark(11, Mark.CERTIFIED)
     node.wait("checkpoint.completed")
@@ -339,7 +339,7 @@ def test_a_verdict_that_comes_while_it_is_written_withdraws_it_and_says_why(
     def late(folder: Path, segment: Segment, *arguments: Any, **facts: Any) -> Any:
         found = before(folder, segment, *arguments, **facts)
         if segment.rank == 1:
-            node.ranks[0].mark(7, Mark.DIFFERING)
+            node.ranks[0].mark(7, Mark.MISMATCHED)
         return found
 
     monkeypatch.setattr(persist, "write_rank", late)
@@ -365,7 +365,7 @@ def test_a_verdict_on_another_node_before_its_manifest_withdraws_a_checkpoint(
     second.wait("checkpoint.started")
     until(lambda: (checkpoint.partial_of(base, Version(1, 10)) / "rank-00001.json").exists())
     assert second.ranks[1].pinned() == [Version(1, 10)], "watched until it is complete"
-    second.mark(10, Mark.DIFFERING)
+    second.mark(10, Mark.MISMATCHED)
     (failed,) = second.wait("checkpoint.failed")
     assert "differ on ranks 1" in failed.fields["reason"]
     first.mark(10, Mark.CERTIFIED)
@@ -396,7 +396,7 @@ def test_a_request_waits_for_a_verdict_within_its_time_and_then_takes_what_is_no
     node.told(replace(storage, interval=0, audits=1))
     node.capture(5, 6)
     for rank in node.ranks.values():
-        rank.segment.mark(Version(1, 6), Mark.DIFFERING)  # kept, as it is while it is sent to another node
+        rank.segment.mark(Version(1, 6), Mark.MISMATCHED)  # kept, as it is while it is sent to another node
     node.train()
     outcome: dict[str, Any] = {}
     seconds = SECONDS if verdict else 1.0
@@ -420,7 +420,7 @@ def test_at_the_end_of_a_job_what_was_due_is_written_though_no_verdict_will_come
     node.told(replace(storage, audits=1))
     node.capture(10, 11)
     if differs:
-        node.ranks[1].segment.mark(Version(1, 10), Mark.DIFFERING)  # kept for another purpose
+        node.ranks[1].segment.mark(Version(1, 10), Mark.MISMATCHED)  # kept for another purpose
     expected = 11 if differs else 10
     assert node.persister.request("end", SECONDS, only_due=True)["iteration"] == expected
     assert checkpoint.read_manifest(base / f"v1-{expected}").certified is False

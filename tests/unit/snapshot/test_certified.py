@@ -96,7 +96,7 @@ class Job:
         """The same for all ranks."""
         if version not in self.verdicts:
             audited = version.iteration % self.audit == 0
-            agreed = Mark.CERTIFIED if self.draw.random() < 0.8 else Mark.DIFFERING
+            agreed = Mark.CERTIFIED if self.draw.random() < 0.8 else Mark.MISMATCHED
             self.verdicts[version] = agreed if audited else Mark.UNAUDITED
         return self.verdicts[version]
 
@@ -172,7 +172,7 @@ def test_what_is_certified_on_all_ranks_is_kept_until_something_newer_is(
     assert lost == []
     for base, mark in job.restored:
         assert mark in (Mark.CERTIFIED, Mark.UNAUDITED, Mark.NONE)
-        assert base is None or job.verdicts.get(base, Mark.NONE) is not Mark.DIFFERING or mark is Mark.NONE
+        assert base is None or job.verdicts.get(base, Mark.NONE) is not Mark.MISMATCHED or mark is Mark.NONE
 
 
 def test_such_lives_do_go_back_to_certified_versions_past_newer_ones() -> None:
@@ -207,7 +207,7 @@ def test_it_gives_way_only_when_every_rank_is_known_to_have_heard_of_the_next_on
 
 
 def test_what_only_drifts_or_was_not_compared_is_not_kept() -> None:
-    slots = [held(0, 3, Mark.DIVERGED), held(1, 4, Mark.UNAUDITED), held(2, 5, Mark.DIFFERING)]
+    slots = [held(0, 3, Mark.DIVERGED), held(1, 4, Mark.UNAUDITED), held(2, 5, Mark.MISMATCHED)]
     assert certified_slot(slots) is None and choose(slots) == 0
 
 
@@ -223,7 +223,7 @@ def test_without_marks_nothing_changes() -> None:
 @given(st.dictionaries(st.builds(Version, st.integers(0, 2), st.integers(1, 6)), st.sampled_from(Mark)))
 def test_where_something_is_certified_what_is_known_to_be_good_goes_first(marks: dict[Version, Mark]) -> None:
     order = recovery_order(marks, marks)
-    assert sorted(order) == sorted(version for version in marks if marks[version] is not Mark.DIFFERING)
+    assert sorted(order) == sorted(version for version in marks if marks[version] is not Mark.MISMATCHED)
     good = [version for version in order if marks[version] in (Mark.CERTIFIED, Mark.DIVERGED)]
     if Mark.CERTIFIED in marks.values():
         assert order[: len(good)] == good == sorted(good, reverse=True)
@@ -231,7 +231,7 @@ def test_where_something_is_certified_what_is_known_to_be_good_goes_first(marks:
         assert order == sorted(order, reverse=True)
 
 
-@pytest.mark.parametrize("worse, better", [(Mark.DIFFERING, Mark.CERTIFIED), (Mark.CERTIFIED, Mark.NONE)])
+@pytest.mark.parametrize("worse, better", [(Mark.MISMATCHED, Mark.CERTIFIED), (Mark.CERTIFIED, Mark.NONE)])
 def test_one_rank_that_has_heard_speaks_for_all(worse: Mark, better: Mark) -> None:
     version = Version(1, 3)
     assert marks_of([(version, better), (version, worse), (None, Mark.NONE)]) == {version: worse}

@@ -161,7 +161,7 @@ class World:
             found = self.data(rank, iteration)[part.offset : part.offset + part.stop - part.start]
             assert (found == expected).all()
 
-    def differing(self, iteration: int) -> list[tuple[int, int, int]]:
+    def mismatched(self, iteration: int) -> list[tuple[int, int, int]]:
         """(keeper, bucket, rank) of the checks that find other bytes."""
         found = []
         for rank, segment in enumerate(self.segments):
@@ -221,7 +221,7 @@ def test_parity_is_the_xor_of_what_the_others_capture_and_replicas_are_found_equ
         for rank in range(len(job.nodes)):
             job.segments[rank].verify(job.slot(rank, iteration))
             job.parity_is_right(rank, iteration)
-        assert job.differing(iteration) == []
+        assert job.mismatched(iteration) == []
 
 
 def test_parity_takes_its_part_of_the_nodes_share(world: Callable[[str], World]) -> None:
@@ -246,9 +246,9 @@ def test_a_flipped_bit_in_one_replica_is_found_with_the_ranks_and_the_bucket(
     rank = {"captured": source.rank, "made into parity": 1, "neither": 3 - 1 - source.rank}[where]
     job.tensors[rank][source.pieces[0].item][source.pieces[0].item_offset] ^= 4
     job.capture(2)
-    assert job.differing(1) == []
+    assert job.mismatched(1) == []
     found = [] if where == "neither" else [(1, len(layout.buckets) + number, source.rank)]
-    assert job.differing(2) == found
+    assert job.mismatched(2) == found
 
 
 def test_a_version_whose_parity_is_not_written_to_its_end_is_never_sealed(world: Callable[[str], World]) -> None:
@@ -324,7 +324,7 @@ def test_storage_holds_no_parity_and_what_is_read_has_it_again_once_tensors_are_
         segment.verify(job.slot(rank, 1))
         assert not segment.lacks_parity(Version(1, 1))
         assert (segment.data(index) == before).all() and segment.small(index) == b"small"
-    assert job.differing(1) == []
+    assert job.mismatched(1) == []
 
 
 def test_against_two_losses_and_without_other_nodes_nothing_is_added() -> None:

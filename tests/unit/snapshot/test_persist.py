@@ -463,9 +463,9 @@ def test_a_version_whose_replicas_differed_on_any_rank_gets_no_manifest_and_is_n
     for rank in range(ORIGIN.world_size):
         source = make(rank)
         capture(source, V, 5)
-        source.mark(V, Mark.DIFFERING if (rank, told) == (1, "record") else Mark.CERTIFIED)
+        source.mark(V, Mark.MISMATCHED if (rank, told) == (1, "record") else Mark.CERTIFIED)
         persist.write_rank(building, source, V, ORIGIN)
-    heard = Mark.DIFFERING if told == "heard" else Mark.NONE
+    heard = Mark.MISMATCHED if told == "heard" else Mark.NONE
     with pytest.raises(StorageError, match="version 300 .* differ( on ranks 1)?: it is a mixture"):
         checkpoint.commit(tmp_path, V, ORIGIN, audited=True, mark=heard)
     assert not any(each.complete for each in checkpoint.listing(tmp_path))

@@ -79,8 +79,8 @@ def test_nodes_at_rest_write_the_newest_that_is_certified_and_never_one_that_dif
     held = (v(6), v(7), v(8))
     first = NodeOffer((0, 1), held, {v(6): Mark.CERTIFIED, v(7): Mark.UNAUDITED})
     assert newest_held_by_all([first, NodeOffer((2, 3), held)], 4) == v(6), "one node that has heard it speaks for all"
-    assert newest_held_by_all([first, NodeOffer((2, 3), held, {v(6): Mark.DIFFERING})], 4) == v(8)
-    assert newest_held_by_all([NodeOffer((0, 1), held), NodeOffer((2, 3), held, {v(8): Mark.DIFFERING})], 4) == v(7)
+    assert newest_held_by_all([first, NodeOffer((2, 3), held, {v(6): Mark.MISMATCHED})], 4) == v(8)
+    assert newest_held_by_all([NodeOffer((0, 1), held), NodeOffer((2, 3), held, {v(8): Mark.MISMATCHED})], 4) == v(7)
 
 
 def test_a_restored_version_that_lies_in_storage_is_not_due_again_and_the_next_turn_of_its_lineage_is() -> None:

@@ -15,7 +15,7 @@ import torch
 from ft_plugins import faults
 from ft_plugins.adapters.plain import PlainHost
 from ft_plugins.config import PaftConfig
-from ft_plugins.errors import ConfigError, DivergedError, UnsupportedError
+from ft_plugins.errors import ConfigError, ReplicaError, UnsupportedError
 from ft_plugins.events import Events
 from ft_plugins.systems.paft import Paft
 
@@ -130,7 +130,7 @@ def _sent_back(rank: int, world: int) -> tuple[str, bool, int, int | None, str]:
     watched = Watched(Training(rank, world, recomputes=False), PaftConfig(h=5, average_optimizer_state=True))
     try:
         watched.run(8)
-    except DivergedError as error:
+    except ReplicaError as error:
         return str(error), error.echo, watched.completed, watched.paft.tainted(), watched.paft.table()
     raise AssertionError("went on")
 

@@ -13,7 +13,7 @@ import torch
 
 from ft_plugins import faults
 from ft_plugins.config import PaftConfig
-from ft_plugins.errors import DivergedError
+from ft_plugins.errors import ReplicaError
 from ft_plugins.model.inventory import Inventory
 from ft_plugins.model.topology import Topology
 
@@ -118,7 +118,7 @@ def _rolled_back(rank: int, world: int) -> tuple[str, int, bool]:
     watched = Watched(Training(rank, world), PaftConfig(**{**AUDIT, "on_corruption": "rollback"}))
     try:
         watched.run(8)
-    except DivergedError as error:
+    except ReplicaError as error:
         return str(error), watched.completed + 1, error.echo
     raise AssertionError("went on")
 

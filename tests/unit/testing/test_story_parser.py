@@ -22,7 +22,7 @@ from ft_plugins.testing.story import (
     MatchesGolden,
     NoFreshStart,
     ReasonContains,
-    ReplicaDiverged,
+    ReplicaMismatched,
     ReplicasCompared,
     RestoredCertified,
     RestoredCommitted,
@@ -94,7 +94,7 @@ def test_every_kind_of_line_is_understood() -> None:
         JobEnds(JobEnd.ENDED), RestoredFrom(EVERY, "storage", 3), RestoredFrom("s", "node", 2),
         RestoredFrom("s", "node", 4, exactly=True), InTransfer(8), RestoredCommitted("s"), DeclaredLost("n1"),
         CheckpointsIntact(9), ReasonContains("the parts of ranks 2, 3 are gone"), ReplicasCompared(),
-        ReplicaDiverged(2, 3), RestoredCertified("s"), SentInBubbles(), NoFreshStart(), MatchesGolden(),
+        ReplicaMismatched(2, 3), RestoredCertified("s"), SentInBubbles(), NoFreshStart(), MatchesGolden(),
     )  # fmt: skip
 
 

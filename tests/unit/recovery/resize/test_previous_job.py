@@ -113,7 +113,7 @@ class OneRank:
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> Callable[[Nodes], PreviousJob]:
     monkeypatch.setattr(PreviousJob, "_verify", lambda *_: None)
-    monkeypatch.setattr(PreviousJob, "_places", lambda self, where, *_: dict.fromkeys(where, (0, 0)))
+    monkeypatch.setattr(PreviousJob, "_coordinates", lambda self, where, *_: dict.fromkeys(where, (0, 0)))
     return lambda nodes: PreviousJob(OneRank(), nodes, 1, Path("/nowhere/job/n"), lambda error: None)  # type: ignore[arg-type]
 
 

@@ -56,7 +56,7 @@ def test_the_newest_version_that_all_previous_ranks_have_is_chosen() -> None:
     plan = plan_previous_size(size)
     assert plan.version == V4 and {source.way for source in plan.sources} == {Way.OWN}
     assert [size.holder(rank, V4) for rank in range(4)] == [0, 0, 1, 1] and plan.completed == 5
-    assert size.holder(1, V3) is None and size.places == dict.fromkeys(range(4), (0, 0))
+    assert size.holder(1, V3) is None and size.coordinates == dict.fromkeys(range(4), (0, 0))
 
 
 def test_a_lost_node_is_made_up_for_by_parity() -> None:
