@@ -162,9 +162,8 @@ def plan_bubbles(
         messages or {},
     )
     planned = [offer.plan(granularity) for offer in offered]
-    paced = [offer.link_seconds for offer, (_, reason) in zip(offered, planned, strict=True) if reason]
-    needed = (ceil(one / LARGEST_RATE_DUTY / seconds) for one in paced)
-    slowest = max(1, *(len(grants) for grants, _ in planned), *needed)
+    rates = [one.link_seconds / LARGEST_RATE_DUTY for one, (_, why) in zip(offered, planned, strict=True) if why]
+    slowest = max(1, *(len(grants) for grants, _ in planned), *(ceil(one / seconds) for one in rates))
     senders = []
     for offer, (grants, reason) in zip(offered, planned, strict=True):
         one = offer.transfer
@@ -181,9 +180,8 @@ def plan_bubbles(
 
 
 def rate_duties(nbytes: Mapping[int, int]) -> dict[int, float]:
-    """The part of the time that each rank of a node may use for rate-limited sends: LARGEST_RATE_DUTY, divided in
-    proportion to `nbytes`, but at least LEAST_PART of an equal part, so that even an empty slot's small state is sent.
-    """
+    """Part of the time for rate-limited sends, by rank of a node: LARGEST_RATE_DUTY, divided in proportion to `nbytes`,
+    but at least LEAST_PART of an equal part, or a rank with an empty slot could never send its small state."""
     least = max(1.0, LEAST_PART * sum(nbytes.values()) / len(nbytes))
     parts = {rank: max(least, sent) for rank, sent in nbytes.items()}
     whole = sum(parts.values())

@@ -246,8 +246,7 @@ def decide(state: PacingState, sight: GateSight, nbytes: int, now: int) -> Decis
     if state.has_fallback and state.is_unplanned(sight):  # protect the first capture soon
         return AskFallback(nbytes)
     if state.has_fallback and state.openings_when_silent == sight.openings:
-        rest = state.rate_ns - now
-        if rest > 0:
+        if (rest := state.rate_ns - now) > 0:
             return WaitFor(min(rest / 1e9, 10 * state.limits.poll_seconds))
         return AskFallback(min(nbytes, state.rate_frame_bytes))
     return decision

@@ -8,8 +8,7 @@
 Only `apply` writes live tensors; the rest may run behind forward and backward.
 
 Invariant: after `apply` all replicas hold the same bits. Memory for one copy of the parameters (`nbytes`) is claimed at
-start. `average` works on one bucket at a time and temporarily takes 8 times the bytes of a float32 bucket for a mean, 9
-times for a median or trimmed mean, because it subtracts and sums in float64; `measure` takes 6 times.
+start; `average` temporarily takes 8 to 9 times the bytes of the largest float32 bucket, as it works in float64.
 
 In: buckets, live tensors. Out: `NoisePart`s for the measurement of noise; changed live tensors."""
 
@@ -36,10 +35,8 @@ def flat(name: str, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.view(-1)
     order = sorted(range(tensor.dim()), key=lambda axis: -tensor.stride()[axis])
     if not tensor.permute(order).is_contiguous():
-        raise InventoryError(
-            f"item '{name}' has gaps in memory (shape {tuple(tensor.shape)}, strides {tensor.stride()}): expected a "
-            "dense tensor"
-        )
+        found = f"shape {tuple(tensor.shape)}, strides {tensor.stride()}"
+        raise InventoryError(f"item '{name}' has gaps in memory ({found}): expected a dense tensor")
     return tensor.permute(order).view(-1)
 
 

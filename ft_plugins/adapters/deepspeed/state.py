@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -114,20 +115,12 @@ def fragments(optimizer: Any) -> Iterator[Fragment]:
                 yield from (_whole(parameter, parameter) for parameter in group["params"])
 
 
-def _shape(parameter: Any) -> tuple[int, ...]:
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
-
-
 def _whole(parameter: torch.nn.Parameter, main: torch.Tensor) -> Fragment:
     return Fragment(parameter, main, None, 0, parameter.numel(), parameter.numel(), False)
 
 
 def _contiguous_offsets(parameters: Iterable[torch.Tensor]) -> list[int]:
-    offsets, at = [], 0
-    for parameter in parameters:
-        offsets.append(at)
-        at += parameter.numel()
-    return offsets
+    return list(accumulate((parameter.numel() for parameter in parameters), initial=0))[:-1]
 
 
 def _group_rank(group: Any) -> int:
@@ -181,8 +174,9 @@ def state_items(engine: Any, rank: int, replicas: tuple[int, ...], first: bool =
     items: list[StateItem] = []
     for one in fragments(optimizer):
         if one.parameter not in names:
+            shape = tuple(getattr(one.parameter, "ds_shape", one.parameter.shape))
             raise InventoryError(
-                f"rank {rank}: the optimizer updates a parameter of shape {_shape(one.parameter)} that engine.module "
+                f"rank {rank}: the optimizer updates a parameter of shape {shape} that engine.module "
                 "does not have: build the optimizer from engine.module.parameters()"
             )
         updated.add(one.parameter)
@@ -216,8 +210,7 @@ def derived(optimizer: Any) -> Iterator[torch.nn.Parameter]:
 def _of_fragment(
     one: Fragment, name: str, optimizer: torch.optim.Optimizer, replicas: tuple[int, ...], first: bool
 ) -> Iterator[StateItem]:
-    is_own = one.main is one.parameter
-    role, label = (Role.PARAMETER, name) if is_own else (Role.MAIN_PARAMETER, f"{name}:main")
+    role, label = (Role.PARAMETER, name) if one.main is one.parameter else (Role.MAIN_PARAMETER, f"{name}:main")
     layer, in_norm = layer_of(name), _in_norm(one.parameter, first)
     yield state_item(label, role, replicas, layer, UPDATE, partial(one.of, one.main), one.piece, in_norm)
     state = optimizer.state[one.main]

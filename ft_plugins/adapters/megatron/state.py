@@ -123,8 +123,7 @@ def _pairs(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
 
 
 def covered(optimizer: Any) -> Iterator[torch.nn.Parameter]:
-    """The parameters that need no item in addition to those of `trained`, on this rank or on another one of their
-    replicas: each is an item itself, or derived from items."""
+    """The parameters that need no item in addition to those of `trained`, of this rank and of their other replicas."""
     if is_stub(optimizer):
         return
     if isinstance(optimizer, DistributedOptimizer):
@@ -143,9 +142,9 @@ def state_items(
     for optimizer in optimizers:
         for one in trained(optimizer, names):
             items.extend(_of_trained(one, (rank,) if one.sharded else replicas(one.parameter), layers))
-    unlisted = {parameter for optimizer in optimizers for parameter in covered(optimizer)}
+    covered_by_trained = {parameter for optimizer in optimizers for parameter in covered(optimizer)}
     for parameter, name in names.items():
-        if parameter in unlisted:
+        if parameter in covered_by_trained:
             continue
         if parameter.requires_grad:
             raise InventoryError(
@@ -174,10 +173,8 @@ def buffers(chunks: Sequence[torch.nn.Module], rank: int) -> Iterator[StateItem]
 
 def _of_trained(one: TrainedParameter, replicas: tuple[int, ...], layers: Mapping[str, int]) -> Iterator[StateItem]:
     piece, layer, in_norm = one.piece, _layer_of(one.name, layers), _in_norm(one.parameter)
-    if one.main is one.parameter:
-        yield state_item(one.item, Role.PARAMETER, replicas, layer, UPDATE, one.main.detach, piece, in_norm)
-    else:
-        yield state_item(one.item, Role.MAIN_PARAMETER, replicas, layer, UPDATE, one.main.detach, piece, in_norm)
+    role = Role.PARAMETER if one.main is one.parameter else Role.MAIN_PARAMETER
+    yield state_item(one.item, role, replicas, layer, UPDATE, one.main.detach, piece, in_norm)
     for key, value in one.state.items():
         if is_item(value):
             read = lambda state=one.state, key=key: state[key]  # noqa: E731
@@ -190,9 +187,8 @@ def _in_norm(parameter: torch.nn.Parameter) -> bool:
 
 
 def copies(chunks: Sequence[torch.nn.Module], optimizers: Sequence[Any], replicas: Replicas) -> Iterator[StateItem]:
-    """The working copies: parameters that forward reads and that are derived from items. Role COPY; but PARAMETER for
-    fp32 parameters of the distributed optimizer, whose shards are views of them, so that every rank holds all shards.
-    """
+    """The working copies that forward reads, derived from items. Role COPY; but PARAMETER for fp32 parameters of the
+    distributed optimizer, whose shards are views of them, so that every rank holds all shards."""
     names, layers = parameter_names(chunks), _layers(chunks)
     for optimizer in optimizers:
         items = {one.parameter for one in trained(optimizer, names) if one.main is one.parameter}
