@@ -57,20 +57,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-class ByServer(LoadScopeScheduling):
-    """Give each process of a parallel run whole files; scenarios of one framework stay together, for they share a fork
-    server and the runs that they compare with."""
+class ByFile(LoadScopeScheduling):
+    """Give each process of a parallel run whole files. Scenarios of one framework stay together, because they share a
+    fork server and golden runs. On two cores whole jobs run one at a time: two would starve each other's ranks."""
 
     def _split_scope(self, nodeid: str) -> str:
         path = nodeid.partition("::")[0]
+        if nodeid.startswith(WHOLE_JOBS) and self.numnodes <= 2:
+            return "whole jobs"
         if not path.startswith("tests/scenarios/"):
             return path
         return "scenarios of DeepSpeed" if "deepspeed" in nodeid else "other scenarios"
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByServer:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
     config.option.loadscopereorder = False  # in the order of collection: jobs first, for they take longest
-    return ByServer(config, log)
+    return ByFile(config, log)
 
 
 def _has_gpu() -> bool:

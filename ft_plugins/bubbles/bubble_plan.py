@@ -29,8 +29,8 @@ from .messages import Traffic
 from .windows import Reserve
 
 MOST_ITERATIONS = 100  # per checkpoint; a sender that needs more is treated as without bubbles
-BY_RATE = 0.5  # largest share of the time in which a link carries copies outside bubbles; the rest is training's
-LEAST_PART = 0.1  # of an equal part of BY_RATE: the least for a rank that sends almost nothing
+LARGEST_RATE_DUTY = 0.5  # largest part of the time in which a link carries copies outside bubbles
+LEAST_PART = 0.1  # of an equal part of LARGEST_RATE_DUTY: the least for a rank that sends almost nothing
 TABLE_SENDERS = 64
 
 
@@ -162,7 +162,7 @@ def plan_bubbles(
         messages or {},
     )
     planned = [offer.plan(granularity) for offer in offered]
-    rates = [offer.link_seconds / BY_RATE for offer, (_, reason) in zip(offered, planned, strict=True) if reason]
+    rates = [one.link_seconds / LARGEST_RATE_DUTY for one, (_, why) in zip(offered, planned, strict=True) if why]
     slowest = max(1, *(len(grants) for grants, _ in planned), *(ceil(one / seconds) for one in rates))
     senders = []
     for offer, (grants, reason) in zip(offered, planned, strict=True):
@@ -179,13 +179,13 @@ def plan_bubbles(
     return BubblePlan(tuple(senders), slowest, seconds, granularity, by_bytes, by_layers)
 
 
-def by_rate_shares(nbytes: Mapping[int, int]) -> dict[int, float]:
-    """Each rank's share of its node's time for rate-limited sends: BY_RATE divided by their bytes, but at least
-    LEAST_PART of an equal part, or a rank with an empty slot could never send its small state."""
+def rate_duties(nbytes: Mapping[int, int]) -> dict[int, float]:
+    """Part of the time for rate-limited sends, by rank of a node: LARGEST_RATE_DUTY, divided in proportion to `nbytes`,
+    but at least LEAST_PART of an equal part, or a rank with an empty slot could never send its small state."""
     least = max(1.0, LEAST_PART * sum(nbytes.values()) / len(nbytes))
     parts = {rank: max(least, sent) for rank, sent in nbytes.items()}
     whole = sum(parts.values())
-    return {rank: BY_RATE * part / whole for rank, part in parts.items()}
+    return {rank: LARGEST_RATE_DUTY * part / whole for rank, part in parts.items()}
 
 
 def _share(filled: Sequence[tuple[int, int]]) -> float | None:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ..model.pacer import Allowance, Pacer
-from .bubble_plan import BY_RATE
+from .bubble_plan import LARGEST_RATE_DUTY
 from .gate import Gate
 from .pacing import LIMITS, AskFallback, GateSight, PacingLimits, PacingState, SendNow, decide
 from .window_use import Fullness
@@ -24,14 +24,14 @@ from .window_use import Fullness
 class GatePacer:
     """Paces one sender by the gate of its rank. Called by several threads.
 
-    `by_rate_share` is the rank's part of BY_RATE (`bubble_plan.by_rate_shares`).
+    `rate_duty` is the rank's part of LARGEST_RATE_DUTY (`bubble_plan.rate_duties`).
     """
 
     def __init__(
         self,
         gate: Gate,
         otherwise: Pacer | None = None,
-        by_rate_share: float = BY_RATE,
+        rate_duty: float = LARGEST_RATE_DUTY,
         clock_ns: Callable[[], int] = time.monotonic_ns,
         limits: PacingLimits = LIMITS,
     ) -> None:
@@ -42,7 +42,7 @@ class GatePacer:
         self._by_kernel = clock_ns is time.monotonic_ns  # with another clock, the gate is polled
         self._lock = threading.Lock()
         has_fallback = otherwise is not None
-        self._state = PacingState.start(limits, self._sight(), clock_ns(), has_fallback, by_rate_share)
+        self._state = PacingState.start(limits, self._sight(), clock_ns(), has_fallback, rate_duty)
 
     @property
     def planned(self) -> int:

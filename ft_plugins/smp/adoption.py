@@ -1,7 +1,7 @@
 """Decide which segments in memory may be used: by an SMP that replaces another one, and by a rank that attaches.
 
 Invariant: state of another job, or with another layout, is never used for this job. It is refused, and dropped only if
-the user starts fresh. A file that is no segment of this format is left alone; only a fresh start replaces it.
+the user starts fresh. A file of another format is left alone; only a fresh start replaces it.
 
 In: segments in /dev/shm, requests to attach. Out: segments to use; errors that name the remedy; events.
 """

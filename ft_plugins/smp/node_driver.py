@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-from ..bubbles.bubble_plan import by_rate_shares
+from ..bubbles.bubble_plan import rate_duties
 from ..bubbles.gate import Gate
 from ..bubbles.gate_pacer import GatePacer
 from ..errors import FtError, ProtocolError
@@ -244,10 +244,10 @@ class NodeDriver:
         rate = RatePacer(self.protection.exchange_mbps * 1e6 / 8)
         ranks = self.plan.ranks[self.protection.position]
         if self.protection.stages and not self.pace.pacers:
-            shares = by_rate_shares({rank: self.plan.nbytes[rank] for rank in ranks})
+            duties = rate_duties({rank: self.plan.nbytes[rank] for rank in ranks})
             self.pace.pacers = {
-                rank: GatePacer(Gate(self._segments[rank].gate), rate, by_rate_share=share)
-                for rank, share in shares.items()
+                rank: GatePacer(Gate(self._segments[rank].gate), rate, rate_duty=duty)
+                for rank, duty in duties.items()
             }
         pacers: dict[int, Any] = self.pace.pacers
         self._exchange = ExchangeSender(

@@ -20,7 +20,7 @@ import xxhash
 
 from .aggregate import Aggregate
 from .audit import Audit, OnCorruption, Remedy, ScalarCopy, judge, remedy
-from .averager import Tensors, mixed, read, views, write
+from .averager import LiveTensors, aggregated, read, views, write
 from .buckets import Buckets, ReplicaBucket
 from .links import Links
 
@@ -59,7 +59,7 @@ class Auditing:
     """Audits one rank's replicas."""
 
     def __init__(
-        self, buckets: Buckets, links: Links, tensors: Tensors, chosen: OnCorruption, scalars: Scalars
+        self, buckets: Buckets, links: Links, tensors: LiveTensors, chosen: OnCorruption, scalars: Scalars
     ) -> None:
         self._scalars = scalars
         self._buckets = buckets
@@ -113,7 +113,7 @@ class Auditing:
 
     def _average(self, bucket: ReplicaBucket) -> None:
         live = self._tensors()
-        write(bucket, live, mixed(self._links, bucket, read(bucket, live), Aggregate.MEAN, 1))
+        write(bucket, live, aggregated(self._links, bucket, read(bucket, live), Aggregate.MEAN, 1))
 
 
 def digest(pieces: list[torch.Tensor]) -> int:

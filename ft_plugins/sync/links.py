@@ -38,7 +38,7 @@ class Links:
         dist.all_gather(rows, own, group=self._job)
         return torch.stack(rows).cpu().numpy()
 
-    def gather(self, replicas: Ranks, own: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, replicas: Ranks, own: torch.Tensor) -> torch.Tensor:
         """Gather a tensor from each member: (M, ...), in rank order."""
         gathered = torch.empty((len(replicas), *own.shape), dtype=own.dtype, device=own.device)
         dist.all_gather([_bytes(part) for part in gathered], _bytes(own.contiguous()), group=self._groups[replicas])
@@ -47,13 +47,13 @@ class Links:
     def gather_words(self, replicas: Ranks, words: np.ndarray) -> np.ndarray:
         """Gather (n,) uint64 from each member: (M, n), in rank order."""
         own = torch.from_numpy(words.view(np.int64)).to(self.device)
-        return self.gather(replicas, own).cpu().numpy().view(np.uint64)
+        return self.all_gather(replicas, own).cpu().numpy().view(np.uint64)
 
-    def swap(self, replicas: Ranks, rows: torch.Tensor) -> torch.Tensor:
+    def all_to_all(self, replicas: Ranks, rows: torch.Tensor) -> torch.Tensor:
         """(M, n) -> (M, n): `rows[i]` goes to the i-th member; row i of the result came from it."""
-        swapped = torch.empty_like(rows)
-        dist.all_to_all_single(_bytes(swapped), _bytes(rows), group=self._groups[replicas])
-        return swapped
+        received = torch.empty_like(rows)
+        dist.all_to_all_single(_bytes(received), _bytes(rows), group=self._groups[replicas])
+        return received
 
     def send(self, replicas: Ranks, to: int, tensor: torch.Tensor) -> None:
         """Send a tensor to `to`, a rank of the job."""

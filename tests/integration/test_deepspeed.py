@@ -51,28 +51,28 @@ def short(tmp_path_factory: pytest.TempPathFactory, own_environment: Path) -> Pa
     return folder
 
 
-def test_ft_run_and_the_one_line_under_torchrun_survive_a_kill_and_end_alike(short: Path) -> None:
+@pytest.mark.parametrize(
+    ("launcher", "script"),
+    [(FT_RUN, EXAMPLE), ((*TORCHRUN, "--max-restarts", "1", "--standalone"), LINE)],
+    ids=["ft-run", "torchrun"],
+)
+def test_ft_run_and_the_one_line_survive_a_kill_and_end_as_an_unprotected_run(
+    short: Path, launcher: tuple[str, ...], script: Path
+) -> None:
+    (short / "f").mkdir(mode=0o700)
     kill = {"reft": {}, "faults": "update.middle@iteration=4,rank=1,restart=0:kill"}
-    runs = []
-    for name, launcher, script in (
-        ("f", FT_RUN, EXAMPLE),
-        ("t", (*TORCHRUN, "--max-restarts", "1", "--standalone"), LINE),
-    ):
-        (short / name).mkdir(mode=0o700)
-        run = DeepSpeedRun(name, short / name, SMALLEST, kill)
-        done = launched(run, launcher, script)
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-        assert "ft_plugins configuration" in done.stdout
-        [told] = [path.read_text().splitlines() for path in run.folder.glob("ft_plugins/*/*/events.jsonl")]
-        restored = [event for event in map(json.loads, told) if event["name"] == "state.restored"]
-        assert [event["iteration"] for event in restored] == [3, 3]
-        runs.append(run)
-    assert_identical(*runs, ranks=2)  # type: ignore[misc]
+    run = DeepSpeedRun("f", short / "f", SMALLEST, kill)
+    done = launched(run, launcher, script)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "ft_plugins configuration" in done.stdout
+    [told] = [path.read_text().splitlines() for path in run.folder.glob("ft_plugins/*/*/events.jsonl")]
+    restored = [event for event in map(json.loads, told) if event["name"] == "state.restored"]
+    assert [event["iteration"] for event in restored] == [3, 3]
     (short / "g").mkdir(mode=0o700)
     golden = DeepSpeedRun("g", short / "g", SMALLEST)
     done = launched(golden, TORCHRUN, LINE)  # without a block the line protects nothing
     assert done.returncode == 0, done.stderr[-3000:]
-    assert_identical(runs[0], golden, 2)
+    assert_identical(run, golden, 2)
     assert not list(Path("/dev/shm").glob(f"ftp-{LINE.stem}-*"))
 
 

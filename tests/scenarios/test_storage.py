@@ -395,7 +395,7 @@ def test_a_person_asks_for_a_checkpoint_and_is_told_where_it_is(
     job = stop_after(torch_server, spec, 5)
     program = "from ft_plugins.cli import main; main()"
     command = [sys.executable, "-c", program, "checkpoint", "now", "--keep", "--job", spec.name]
-    environment = {**os.environ, "XDG_RUNTIME_DIR": spec.folder}
+    environment = {**os.environ, "XDG_RUNTIME_DIR": spec.runtime}
     found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=BOUND)
     assert (found.returncode, found.stdout) == (0, f"{base(spec) / 'v1-5'}\n"), found.stderr
     assert complete(spec) == ["v1-5"] and (base(spec) / "v1-5" / "keep").exists()

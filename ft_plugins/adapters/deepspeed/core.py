@@ -156,7 +156,7 @@ class DeepSpeedHost(DeepSpeedStepping, StateItems):
             setattr(engine, name, small["counters"][name])
         self._restore_optimizer(small)
         self._rates = None
-        state.rebuild_derivable(optimizer)
+        state.rebuild_derived(optimizer)
 
     def _restore_optimizer(self, small: Mapping[str, Any]) -> None:
         engine, optimizer = self.engine, self.engine.optimizer

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ class Fragment:
 
     @property
     def piece(self) -> tuple[int, int, int] | None:
-        """`Item.piece`."""
+        """(start, stop, total) in elements of the flattened parameter, if sharded."""
         return (self.start, self.stop, self.numel) if self.sharded else None
 
 
@@ -93,13 +94,13 @@ def fragments(optimizer: Any) -> Iterator[Fragment]:
             for index, flat in enumerate(optimizer.single_partition_of_fp32_groups):
                 parameters = optimizer.round_robin_bit16_groups[index]
                 offsets = known[index] if known is not None else _contiguous_offsets(parameters)
-                place = _group_rank(optimizer.real_dp_process_group[index])
-                yield from _of_flat(parameters, offsets, flat, place)
+                partition = _group_rank(optimizer.real_dp_process_group[index])
+                yield from _of_flat(parameters, offsets, flat, partition)
         case "BF16_Optimizer":
             for index, flat in enumerate(optimizer.fp32_groups_flat_partition):
                 parameters = optimizer.bf16_groups[index]
-                place = _group_rank(optimizer.real_dp_process_group[index])
-                yield from _of_flat(parameters, _contiguous_offsets(parameters), flat, place)
+                partition = _group_rank(optimizer.real_dp_process_group[index])
+                yield from _of_flat(parameters, _contiguous_offsets(parameters), flat, partition)
         case "FP16_Optimizer":
             for parameters, flat in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True):
                 for parameter, offset in zip(parameters, _contiguous_offsets(parameters), strict=True):
@@ -119,11 +120,7 @@ def _whole(parameter: torch.nn.Parameter, main: torch.Tensor) -> Fragment:
 
 
 def _contiguous_offsets(parameters: Iterable[torch.Tensor]) -> list[int]:
-    offsets, at = [], 0
-    for parameter in parameters:
-        offsets.append(at)
-        at += parameter.numel()
-    return offsets
+    return list(accumulate((parameter.numel() for parameter in parameters), initial=0))[:-1]
 
 
 def _group_rank(group: Any) -> int:
@@ -131,10 +128,10 @@ def _group_rank(group: Any) -> int:
 
 
 def _of_flat(
-    parameters: Iterable[torch.nn.Parameter], offsets: Iterable[int], flat: torch.Tensor, place: int
+    parameters: Iterable[torch.nn.Parameter], offsets: Iterable[int], flat: torch.Tensor, partition: int
 ) -> Iterator[Fragment]:
-    """`flat` is partition `place` of the parameters, which lie at `offsets` of the whole; padding is left out."""
-    first, last = place * flat.numel(), (place + 1) * flat.numel()
+    """`flat` is the partition of that number of the parameters, at `offsets` of the whole; padding is left out."""
+    first, last = partition * flat.numel(), (partition + 1) * flat.numel()
     for parameter, offset in zip(parameters, offsets, strict=True):
         low, high = max(first, offset), min(last, offset + parameter.numel())
         if low < high:
@@ -169,16 +166,18 @@ def create_optimizer_state(optimizer: Any) -> None:
 def state_items(engine: Any, rank: int, replicas: tuple[int, ...], first: bool = True) -> list[StateItem]:
     """Every item of this rank. Raises InventoryError for state of none of the kinds above.
 
-    `first`: whether this is the first tensor-parallel rank. A norm counts what all of them hold whole there only, as
-    DeepSpeed's does.
+    `first`: whether this is the first tensor-parallel rank, the only one whose norm counts parameters that all of them
+    hold whole, as in DeepSpeed.
     """
     names: Mapping[Any, str] = {parameter: name for name, parameter in engine.module.named_parameters()}
     optimizer, updated = engine.optimizer, set()
     items: list[StateItem] = []
     for one in fragments(optimizer):
         if one.parameter not in names:
+            shape = tuple(getattr(one.parameter, "ds_shape", one.parameter.shape))
             raise InventoryError(
-                f"rank {rank}: the optimizer updates a parameter of {one.numel} elements that the module does not have"
+                f"rank {rank}: the optimizer updates a parameter of shape {shape} that engine.module "
+                "does not have: build the optimizer from engine.module.parameters()"
             )
         updated.add(one.parameter)
         own_replicas = (rank,) if one.sharded else replicas
@@ -211,29 +210,28 @@ def derived(optimizer: Any) -> Iterator[torch.nn.Parameter]:
 def _of_fragment(
     one: Fragment, name: str, optimizer: torch.optim.Optimizer, replicas: tuple[int, ...], first: bool
 ) -> Iterator[StateItem]:
-    is_own = one.main is one.parameter
-    role, label = (Role.PARAMETER, name) if is_own else (Role.MAIN_PARAMETER, f"{name}:main")
-    layer, counts = layer_of(name), _counts(one.parameter, first)
-    yield state_item(label, role, replicas, layer, UPDATE, partial(one.of, one.main), one.piece, counts)
+    role, label = (Role.PARAMETER, name) if one.main is one.parameter else (Role.MAIN_PARAMETER, f"{name}:main")
+    layer, in_norm = layer_of(name), _in_norm(one.parameter, first)
+    yield state_item(label, role, replicas, layer, UPDATE, partial(one.of, one.main), one.piece, in_norm)
     state = optimizer.state[one.main]
     for key, value in state.items():
         if is_item(value):
             read = lambda one=one, state=state, key=key: one.of(state[key])  # noqa: E731
-            yield state_item(f"{name}:{key}", Role.MOMENT, replicas, layer, UPDATE, read, one.piece, counts)
+            yield state_item(f"{name}:{key}", Role.MOMENT, replicas, layer, UPDATE, read, one.piece, in_norm)
 
 
-def _counts(parameter: Any, first: bool) -> bool:
+def _in_norm(parameter: Any, first: bool) -> bool:
     """Whether a norm over the whole model counts it on this rank, as DeepSpeed's norm of gradients does."""
     sharded = getattr(parameter, "model_parallel", False) or getattr(parameter, "tensor_model_parallel", False)
     return (first or sharded) and not getattr(parameter, "ds_pipe_replicated", False)
 
 
 def _frozen(name: str, parameter: Any, rank: int, replicas: tuple[int, ...], first: bool) -> StateItem:
-    layer, counts = layer_of(name), _counts(parameter, first)
+    layer, in_norm = layer_of(name), _in_norm(parameter, first)
     if hasattr(parameter, "ds_tensor"):  # partitioned by ZeRO-3, padding included
         read = lambda: parameter.ds_tensor.detach()  # noqa: E731
-        return state_item(name, Role.PARAMETER, (rank,), layer, NEVER, read, in_norm=counts)
-    return state_item(name, Role.PARAMETER, replicas, layer, NEVER, parameter.detach, in_norm=counts)
+        return state_item(name, Role.PARAMETER, (rank,), layer, NEVER, read, in_norm=in_norm)
+    return state_item(name, Role.PARAMETER, replicas, layer, NEVER, parameter.detach, in_norm=in_norm)
 
 
 def _buffers(module: torch.nn.Module, rank: int) -> Iterator[StateItem]:
@@ -271,7 +269,7 @@ _OWN_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter")  # attributes of op
 
 
 def scaler(optimizer: Any) -> dict[str, Any]:
-    """The loss scaler's state as plain values; empty if there is none."""
+    """Plain values: 'scaler': attributes of the loss scaler, empty without one; 'overflow': bool, None if unknown."""
     owner = _scaler_of(optimizer)
     values = {} if owner is None else {name: value for name, value in vars(owner).items() if type(value) in _PLAIN}
     if owner is optimizer:
@@ -290,10 +288,11 @@ def _scaler_of(optimizer: Any) -> Any:
 def restore_scaler(optimizer: Any, saved: Mapping[str, Any]) -> None:
     """Set the loss scaler's state. Raises ResumeError if the captured job scaled the loss differently."""
     present = scaler(optimizer)["scaler"]
-    if set(present) != set(saved["scaler"]):
+    now, captured = set(present), set(saved["scaler"])
+    if now != captured:
         raise ResumeError(
-            f"the loss scaler has {sorted(present)}, but the captured job's had {sorted(saved['scaler'])}: resume "
-            "with the captured job's precision and loss scale settings"
+            f"the loss scaler is of another kind than the captured job's: only now {sorted(now - captured)}, only "
+            f"captured {sorted(captured - now)}; resume with the captured job's precision and loss scale settings"
         )
     for name, value in saved["scaler"].items():
         setattr(_scaler_of(optimizer), name, value)
@@ -305,7 +304,7 @@ def restore_scaler(optimizer: Any, saved: Mapping[str, Any]) -> None:
 
 
 @torch.no_grad()
-def rebuild_derivable(optimizer: Any) -> None:
+def rebuild_derived(optimizer: Any) -> None:
     """Cast masters to the parameters that the model computes with, and gather those of other ranks. A collective."""
     match type(optimizer).__name__:
         case "DeepSpeedZeroOptimizer_Stage3":

@@ -132,7 +132,7 @@ class DeepSpeedStepping(Recompute[DeepSpeedReplay]):
 
     def derive(self) -> None:
         """Rebuild parameters from masters. A collective with ZeRO and BF16_Optimizer."""
-        state.rebuild_derivable(self.engine.optimizer)
+        state.rebuild_derived(self.engine.optimizer)
 
     def scalars(self) -> bytes:
         """Scalar state of optimizer, loss scaler and scheduler, and the number of skipped updates; no other counters.

@@ -22,8 +22,8 @@ from ...snapshot.index import Index
 class TensorBlock:
     """The block `size` at `offset` of the global tensor `key` of `shape`, stored as `dtype`.
 
-    It is made from item `source` of `ranks`, a tensor of `local_shape`: from all of it in order or, with `view`, from
-    that element on with these strides, one for each of the last dimensions of `size`.
+    It is made from item `source` of `ranks`, a tensor of `local_shape`: from all of it in order or, with `view` =
+    (first element, strides), from a strided view of its elements; the strides are for the last dimensions of `size`.
     """
 
     key: str
@@ -45,8 +45,9 @@ class Assembly:
     objects: Mapping[str, list[str]]
 
 
-def assemble(indices: Iterable[Index], place: Callable[[str, tuple[int, ...]], int]) -> Assembly:
-    """`place` gives the offset of an item in its first file; blocks are sorted by group of ranks, then by offset."""
+def assemble(indices: Iterable[Index], offset_of: Callable[[str, tuple[int, ...]], int]) -> Assembly:
+    """The blocks that cover every global tensor once, sorted by group of ranks, then by `offset_of` their item in the
+    file of the first rank. Raises StorageError for a gap, an overlap, or a tensor whose shape or dtype differs."""
     blocks: dict[tuple[str, tuple[int, ...]], tuple[list[int], TensorBlock]] = {}
     objects: dict[str, tuple[list[int], list[str]]] = {}
     for index in indices:
@@ -61,7 +62,7 @@ def assemble(indices: Iterable[Index], place: Callable[[str, tuple[int, ...]], i
                 objects[entry["key"]] = entry["replica"], entry["value"]
     chosen = [block for _, block in blocks.values()]
     _require_whole(chosen)
-    chosen.sort(key=lambda block: (block.ranks, place(block.source, block.ranks), block.key, block.offset))
+    chosen.sort(key=lambda block: (block.ranks, offset_of(block.source, block.ranks), block.key, block.offset))
     return Assembly(tuple(chosen), {key: value for key, (_, value) in sorted(objects.items())})
 
 
@@ -87,5 +88,6 @@ def _require_whole(blocks: Iterable[TensorBlock]) -> None:
             )
         covered[block.key] = covered.get(block.key, 0) + math.prod(block.size)
     for key, volume in covered.items():
-        if volume != math.prod(known[key].shape):
-            raise StorageError(f"'{key}' has {math.prod(known[key].shape)} elements, but all ranks hold {volume} of it")
+        if volume != (whole := math.prod(known[key].shape)):
+            problem = "the checkpoint is incomplete, an index is missing" if volume < whole else "blocks overlap"
+            raise StorageError(f"'{key}' has {whole} elements, but the blocks of all ranks cover {volume}: {problem}")

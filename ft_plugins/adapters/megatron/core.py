@@ -2,7 +2,7 @@
 
 Invariant: building a host changes nothing, and installing it changes no numerics: the optimizer's state is created
 eagerly as the first update would create it, and `step` is wrapped on this one instance. `restore` leaves the job as
-Megatron's own load would (param groups, scheduler, scaler, microbatch calculator), with the derivable parameters
+Megatron's own load would (param groups, scheduler, scaler, microbatch calculator), with the derived parameters
 rebuilt by Megatron's own copy and gather; `restore_position` sets data position, then RNG.
 
 In: what the training script has built, after `prepare()`. Out: a `model.host.Host`. The script's loop calls
@@ -187,7 +187,7 @@ class MegatronCoreHost(MegatronStepping, StateItems):
         self._restore_optimizers(small)
         if self._consumed_samples is not None:
             update_num_microbatches(self._consumed_samples(), consistency_check=False)
-        self._rebuild_derivable()
+        self._rebuild_derived()
 
     def _restore_optimizers(self, small: Mapping[str, Any]) -> None:
         for optimizer, captured in zip(self.optimizers, small["groups"], strict=True):
@@ -236,7 +236,7 @@ class MegatronCoreHost(MegatronStepping, StateItems):
             ) from error
 
     @torch.no_grad()
-    def _rebuild_derivable(self) -> None:
+    def _rebuild_derived(self) -> None:
         """Copy masters to model parameters, then gather the shards of the other ranks."""
         gathered = False
         for optimizer in self.optimizers:

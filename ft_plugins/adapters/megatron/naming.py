@@ -81,7 +81,7 @@ class _ShardedState:
 
     def parameters(self) -> Iterator[dict[str, Any]]:
         """The model's parameters; the source of one with a master, or a shard of one, is the master."""
-        mastered = {p for o in self._optimizers for p in state.derivable(o)} - {
+        mastered = {p for o in self._optimizers for p in state.covered(o)} - {
             one.parameter
             for optimizer in self._optimizers
             for one in state.trained(optimizer, self._names)

@@ -1,7 +1,7 @@
 """List the training state of a Megatron rank: the live tensors as state items, and the optimizers' scalars.
 
-Invariant: every tensor that training changes is exactly one item, or is derivable from items by Megatron's own copy
-and gather. Derivable: low-precision parameters with an fp32 master, and with the distributed optimizer every parameter
+Invariant: every tensor that training changes is exactly one item, or is derived from items by Megatron's own copy
+and gather. Derived: low-precision parameters with an fp32 master, and with the distributed optimizer every parameter
 that it gathers (the shard of the owning rank is the item). Gradients are zeroed in each iteration and not captured.
 
     FP32Optimizer                   parameter, moments                replicated over DP x CP (experts: expert DP)
@@ -47,7 +47,7 @@ class TrainedParameter:
     main: torch.Tensor  # what the inner optimizer updates: the parameter, its fp32 master, or this rank's shard
     sharded: bool
     state: Mapping[str, Any]  # the inner optimizer's, of `main`
-    piece: tuple[int, int, int] | None = None  # `Item.piece`, if sharded
+    piece: tuple[int, int, int] | None = None  # (start, stop, total) in elements of the flattened parameter, if sharded
 
     @property
     def item(self) -> str:
@@ -122,8 +122,8 @@ def _pairs(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
             yield from zip(model_group, main_group, strict=True)
 
 
-def derivable(optimizer: Any) -> Iterator[torch.nn.Parameter]:
-    """The parameters that Megatron rebuilds from what is captured, on this rank or on another of its replicas."""
+def covered(optimizer: Any) -> Iterator[torch.nn.Parameter]:
+    """The parameters that need no item in addition to those of `trained`, of this rank and of their other replicas."""
     if is_stub(optimizer):
         return
     if isinstance(optimizer, DistributedOptimizer):
@@ -142,9 +142,9 @@ def state_items(
     for optimizer in optimizers:
         for one in trained(optimizer, names):
             items.extend(_of_trained(one, (rank,) if one.sharded else replicas(one.parameter), layers))
-    rebuilt = {parameter for optimizer in optimizers for parameter in derivable(optimizer)}
+    covered_by_trained = {parameter for optimizer in optimizers for parameter in covered(optimizer)}
     for parameter, name in names.items():
-        if parameter in rebuilt:
+        if parameter in covered_by_trained:
             continue
         if parameter.requires_grad:
             raise InventoryError(
@@ -172,15 +172,13 @@ def buffers(chunks: Sequence[torch.nn.Module], rank: int) -> Iterator[StateItem]
 
 
 def _of_trained(one: TrainedParameter, replicas: tuple[int, ...], layers: Mapping[str, int]) -> Iterator[StateItem]:
-    piece, layer, once = one.piece, _layer_of(one.name, layers), _in_norm(one.parameter)
-    if one.main is one.parameter:
-        yield state_item(one.item, Role.PARAMETER, replicas, layer, UPDATE, one.main.detach, piece, once)
-    else:
-        yield state_item(one.item, Role.MAIN_PARAMETER, replicas, layer, UPDATE, one.main.detach, piece, once)
+    piece, layer, in_norm = one.piece, _layer_of(one.name, layers), _in_norm(one.parameter)
+    role = Role.PARAMETER if one.main is one.parameter else Role.MAIN_PARAMETER
+    yield state_item(one.item, role, replicas, layer, UPDATE, one.main.detach, piece, in_norm)
     for key, value in one.state.items():
         if is_item(value):
             read = lambda state=one.state, key=key: state[key]  # noqa: E731
-            yield state_item(f"{one.name}:{key}", Role.MOMENT, replicas, layer, UPDATE, read, piece, once)
+            yield state_item(f"{one.name}:{key}", Role.MOMENT, replicas, layer, UPDATE, read, piece, in_norm)
 
 
 def _in_norm(parameter: torch.nn.Parameter) -> bool:
@@ -189,17 +187,17 @@ def _in_norm(parameter: torch.nn.Parameter) -> bool:
 
 
 def copies(chunks: Sequence[torch.nn.Module], optimizers: Sequence[Any], replicas: Replicas) -> Iterator[StateItem]:
-    """The derivable parameters, which are not items: copies, or with the distributed optimizer and fp32 parameters of
-    role PARAMETER, because shards are views of them and so all ranks hold replicas of each shard."""
+    """The working copies that forward reads, derived from items. Role COPY; but PARAMETER for fp32 parameters of the
+    distributed optimizer, whose shards are views of them, so that every rank holds all shards."""
     names, layers = parameter_names(chunks), _layers(chunks)
     for optimizer in optimizers:
         items = {one.parameter for one in trained(optimizer, names) if one.main is one.parameter}
-        for parameter in derivable(optimizer):
+        for parameter in covered(optimizer):
             if parameter not in items:
                 views = isinstance(optimizer, DistributedOptimizer) and parameter.dtype == torch.float32
                 role, name = (Role.PARAMETER if views else Role.COPY), names[parameter]
-                layer, once = _layer_of(name, layers), _in_norm(parameter)
-                yield state_item(name, role, replicas(parameter), layer, UPDATE, parameter.detach, None, once)
+                layer, in_norm = _layer_of(name, layers), _in_norm(parameter)
+                yield state_item(name, role, replicas(parameter), layer, UPDATE, parameter.detach, None, in_norm)
 
 
 # scalars

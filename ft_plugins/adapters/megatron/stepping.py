@@ -43,7 +43,7 @@ class MegatronStepping(Recompute[MegatronReplay]):
     _names: Mapping[torch.nn.Parameter, str]
     _completed: Callable[[], int]
     _replicas: Callable[[torch.nn.Parameter], tuple[int, ...]]
-    _rebuild_derivable: Callable[[], None]
+    _rebuild_derived: Callable[[], None]
     _restore_optimizers: Callable[[Mapping[str, Any]], None]
     small_state: Callable[[], dict[str, Any]]
     _skipping = False  # whether the loop skips the batch of the present iteration
@@ -118,7 +118,7 @@ class MegatronStepping(Recompute[MegatronReplay]):
         return {one.item.name: one.read() for one in self._copies}
 
     def derive(self) -> None:
-        self._rebuild_derivable()
+        self._rebuild_derived()
 
     @cached_property
     def _copies(self) -> list[StateItem]:

@@ -88,7 +88,7 @@ def it_creates_optimizer_state_eagerly_without_changing_a_number() -> None:
         eager.close()
 
 
-def it_inventories_twelve_bytes_a_parameter_and_no_derivable_copy() -> None:
+def it_inventories_twelve_bytes_a_parameter_and_no_derived_copy() -> None:
     for flags in ([], ["--bf16"], SHARDED_BF16, ["--distributed-optimizer"]):
         built = job(*flags)
         host = built.host()

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 import pytest
 
-from ft_plugins.bubbles.bubble_plan import BY_RATE
+from ft_plugins.bubbles.bubble_plan import LARGEST_RATE_DUTY
 from ft_plugins.bubbles.filling import Grant
 from ft_plugins.bubbles.gate import GATE_BYTES, STEADY, Gate
 from ft_plugins.bubbles.gate_pacer import GatePacer
@@ -600,14 +600,14 @@ def test_where_each_frame_takes_a_while_besides_its_bytes_a_window_goes_in_few_o
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_of_a_link_much_slower_than_planned_each_rank_takes_a_part_of_a_rate(slower: float, ranks: int) -> None:
     clock, gate, link = Clock(), Gate(empty()), 10_000 / MS / slower
-    pacer = GatePacer(gate, by_rate_share=BY_RATE / ranks, clock_ns=clock)
+    pacer = GatePacer(gate, rate_duty=LARGEST_RATE_DUTY / ranks, clock_ns=clock)
     for bubble in range(12):
         begin = clock.now = bubble * 1000 * MS
         gate.open([grant(bubble, 0, 0.5, 5_000_000)], bubble, begin)
         before = pacer.inside_bytes
         send(pacer, Stop(clock, begin + 500 * MS), clock, lambda nbytes: nbytes / link)
     taken = (pacer.inside_bytes - before) / (500 * MS * link)
-    share = LIMITS.slow_link_share * BY_RATE / ranks if slower > LIMITS.much_slower else 1.0
+    share = LIMITS.slow_link_part * LARGEST_RATE_DUTY / ranks if slower > LIMITS.much_slower else 1.0
     # the end of a window is met with a MARGIN, and a frame less goes, or one more
     assert abs(taken - share) <= 0.1 * share + LIMITS.slow_frame_seconds / 0.5
 
@@ -647,10 +647,10 @@ def test_a_rate_goes_as_time_passes_and_is_in_no_bubble() -> None:
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_by_a_rate_a_slow_link_is_left_to_training_half_of_the_time(ranks: int) -> None:
     """10 bytes a millisecond were planned, and are all that the link carries; a node's ranks share it."""
-    clock, gate, share = Clock(), Gate(empty()), BY_RATE / ranks
+    clock, gate, share = Clock(), Gate(empty()), LARGEST_RATE_DUTY / ranks
     gate.open([grant(STEADY, 0, 10.0, 100_000)], 0, 0)
     pacer, stop = (
-        GatePacer(gate, limits=PacingLimits(least_frame_bytes=100), by_rate_share=share, clock_ns=clock),
+        GatePacer(gate, limits=PacingLimits(least_frame_bytes=100), rate_duty=share, clock_ns=clock),
         Stop(clock, 10_000 * MS),
     )
     send(pacer, stop, clock, lambda nbytes: nbytes * MS / 10)
@@ -678,7 +678,7 @@ def test_all_that_is_granted_as_a_rate_goes_in_frames_that_a_slow_link_carries_s
 def test_a_fast_link_carries_the_rate_that_was_planned(ranks: int) -> None:
     """Of 1.25 GB/s half are granted to a node's ranks; each frame takes 0.3 ms besides its bytes."""
     clock, gate = Clock(), Gate(empty())
-    pacer = GatePacer(gate, by_rate_share=BY_RATE / ranks, clock_ns=clock)
+    pacer = GatePacer(gate, rate_duty=LARGEST_RATE_DUTY / ranks, clock_ns=clock)
     granted = 625_000_000 // ranks
     gate.open([grant(STEADY, 0, 1.0, granted)], 0, 0)
     longest = []
@@ -696,7 +696,7 @@ def test_a_fast_link_carries_the_rate_that_was_planned(ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_without_a_plan_half_of_any_link_is_left_to_training_but_for_what_is_sent_first(ranks: int) -> None:
     clock, gate, link = Clock(), Gate(empty()), 10_000 / MS
-    pacer = GatePacer(gate, Free(), by_rate_share=BY_RATE / ranks, clock_ns=clock)
+    pacer = GatePacer(gate, Free(), rate_duty=LARGEST_RATE_DUTY / ranks, clock_ns=clock)
     first = pacer.take(10**5, Stop(clock, 10**12))
     assert first == Allowance(10**5) and clock.now == 0, "as soon as can be"
     clock.now = int(first.nbytes / link)
@@ -706,7 +706,7 @@ def test_without_a_plan_half_of_any_link_is_left_to_training_but_for_what_is_sen
     before, began = pacer.rate_bytes, clock.now
     send(pacer, Stop(clock, began + 11_000 * MS), clock, lambda nbytes: nbytes / link)
     taken = (pacer.rate_bytes - before) / (10_000 * MS * link)  # after a second's patience
-    assert 0.7 * BY_RATE / ranks <= taken <= 1.01 * BY_RATE / ranks
+    assert 0.7 * LARGEST_RATE_DUTY / ranks <= taken <= 1.01 * LARGEST_RATE_DUTY / ranks
 
 
 # the decision alone

@@ -19,11 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_plugins.bubbles.bubble_plan import (
-    BY_RATE,
+    LARGEST_RATE_DUTY,
     BubblePlan,
     SenderPlan,
-    by_rate_shares,
     plan_bubbles,
+    rate_duties,
 )
 from ft_plugins.bubbles.filling import Grant, Granularity, Transfer, transfers_of
 from ft_plugins.bubbles.windows import Reserve
@@ -309,7 +309,7 @@ def test_a_single_sender_takes_as_many_iterations_as_counting_ticks_says(
     plan = plan_bubbles([Transfer(0, 0, 1, 1, need)], timelines, bubbles, 1.0, Reserve(kept, kept))
     (sender,) = plan.senders
     assert bool(sender.reason) == (shared * 100 < need)
-    assert plan.iterations == (ceil(need / shared) if not sender.reason else ceil(need / (BY_RATE * 20)))
+    assert plan.iterations == (ceil(need / shared) if not sender.reason else ceil(need / (LARGEST_RATE_DUTY * 20)))
 
 
 def test_where_the_host_is_ahead_of_its_device_grants_are_later_by_that() -> None:
@@ -518,8 +518,8 @@ def test_the_table_says_who_sends_what_when() -> None:
 
 
 def test_what_goes_by_a_rate_from_one_node_never_takes_more_than_its_part_of_the_time() -> None:
-    shares = by_rate_shares({4: 3000, 5: 1000, 6: 0})
-    assert sum(shares.values()) == pytest.approx(BY_RATE)
+    shares = rate_duties({4: 3000, 5: 1000, 6: 0})
+    assert sum(shares.values()) == pytest.approx(LARGEST_RATE_DUTY)
     assert shares[4] == pytest.approx(3 * shares[5]), "a rank with little is not given what another needs"
-    assert by_rate_shares({0: 0, 1: 0}) == {0: BY_RATE / 2, 1: BY_RATE / 2}
-    assert min(by_rate_shares({0: 1 << 40, 1: 0}).values()) > 0.02, "what goes beside an empty slot goes by it, too"
+    assert rate_duties({0: 0, 1: 0}) == {0: LARGEST_RATE_DUTY / 2, 1: LARGEST_RATE_DUTY / 2}
+    assert min(rate_duties({0: 1 << 40, 1: 0}).values()) > 0.02, "what goes beside an empty slot goes by it, too"

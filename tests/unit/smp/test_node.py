@@ -20,7 +20,7 @@ import pytest
 import xxhash
 
 from ft_plugins import files
-from ft_plugins.bubbles.bubble_plan import BY_RATE
+from ft_plugins.bubbles.bubble_plan import LARGEST_RATE_DUTY
 from ft_plugins.bubbles.filling import Grant
 from ft_plugins.bubbles.gate import Gate
 from ft_plugins.bubbles.gate_pacer import GatePacer
@@ -593,8 +593,8 @@ def test_what_goes_by_a_rate_is_divided_among_ranks_by_what_they_send(cluster: C
     job.train(1, 1)
     for node in job.nodes:
         sizes = {rank: job.shapes[rank].nbytes for rank in node.segments}
-        shares = {rank: pacer._state.rate_share for rank, pacer in driver_of(node).pace.pacers.items()}
-        assert shares == {rank: BY_RATE * size / sum(sizes.values()) for rank, size in sizes.items()}
+        duties = {rank: pacer._state.rate_duty for rank, pacer in driver_of(node).pace.pacers.items()}
+        assert duties == {rank: LARGEST_RATE_DUTY * size / sum(sizes.values()) for rank, size in sizes.items()}
 
 
 def test_copies_go_out_while_their_rank_s_gate_is_open_and_not_otherwise(cluster: Callable[..., Cluster]) -> None:
