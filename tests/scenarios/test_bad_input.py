@@ -223,7 +223,7 @@ def test_other_data_under_the_same_name_is_refused_and_the_same_data_resumes(
 
     again = dataclasses.replace(spec, flags=("--reft",))
     line = refused(megatron_server.start(dataclasses.replace(again, argv=("--data", str(other), *size))))
-    assert "(data: " in line and str(first) in line and str(other) in line and "--ftp-resume fresh" in line
+    assert "now: data: " in line and str(first) in line and str(other) in line and "--ftp-resume fresh" in line
     assert "architecture" not in line, "nothing else differs"
 
     last = megatron_server.start(again)
