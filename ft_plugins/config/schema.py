@@ -3,8 +3,8 @@
 Invariant: a `Config` is valid and frozen, and knows which of its keys were given, so that merging two sources never
 silently drops a value of one.
 
-A system is one optional field of `Config`: its flags follow (`--<system>` switches it on, `--<system>-<key>` sets a key;
-general keys are `--ftp-<key>`), and so do JSON, environment and documentation.
+A system is one optional field of `Config`: its flags follow (`--<system>` switches it on, `--<system>-<key>` sets a
+key; general keys are `--ftp-<key>`), and so do JSON, environment and documentation.
 """
 
 from __future__ import annotations
