@@ -22,7 +22,7 @@ import xxhash
 from ft_plugins import faults
 from ft_plugins.errors import ProtocolError
 from ft_plugins.events import Event, Events, catalogue, file_sink, read
-from ft_plugins.smp import liveness, requests
+from ft_plugins.smp import liveness, persister, requests
 from ft_plugins.smp.checkpoint_schedule import REQUEST
 from ft_plugins.smp.client import ensure
 from ft_plugins.smp.notices import Notices
@@ -192,6 +192,33 @@ def test_a_version_is_written_when_its_turn_comes_and_every_rank_has_it(
     assert [event.fields["ranks"] for event in node.events("checkpoint.started")] == [[0, 1]]
     assert_filled(base, 10, node)
     until(lambda: not any(rank.pinned() for rank in node.ranks.values()))
+
+
+def test_a_rank_that_attaches_while_the_others_are_looked_at_takes_part(
+    host: Callable[..., Host], storage: Storage, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given a thread that pauses after it has seen that rank 0 alone has attached, until rank 0 holds a due version."""
+    node = host()
+    paused, go_on = threading.Event(), threading.Event()
+    before = persister.taking_part
+
+    def slow(*arguments: Any) -> Any:
+        ranks = before(*arguments)
+        if list(ranks) == [0] and not paused.is_set():
+            paused.set()
+            assert go_on.wait(SECONDS)
+        return ranks
+
+    monkeypatch.setattr(persister, "taking_part", slow)
+    node.persister.attached(0, node.ranks[0].path, storage)
+    assert paused.wait(SECONDS)
+    node.persister.attached(1, node.ranks[1].path, storage)
+    node.ranks[0].capture(8, 9, 10)
+    go_on.set()
+    node.ranks[1].capture(8, 9, 10)
+    node.wait("checkpoint.completed")
+    assert [event.fields["ranks"] for event in node.events("checkpoint.started")] == [[0, 1]]
+    assert_filled(base, 10, node)
 
 
 def test_it_is_pinned_in_every_rank_before_the_first_byte_and_training_goes_on_meanwhile(
