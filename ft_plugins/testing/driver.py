@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -30,6 +29,7 @@ from ..errors import FtError
 from ..events import Event, catalogue
 from ..report.comparison import DETECTION_EVENTS, Loss, read_losses
 from .driven import DrivenNode, GrowingLines
+from .ports import free_port
 
 NODE = "node0"
 _NETWORK = "127.77.1"  # of the loopback device: every machine has it, and no privilege is needed
@@ -224,9 +224,7 @@ class DrivenJob:
 
 def _endpoint() -> str:
     """The rendezvous endpoint: all addresses, so that any live node will do."""
-    with socket.socket() as probe:
-        probe.bind((f"{_NETWORK}.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     return ",".join(f"{_NETWORK}.{host + 1}:{port}" for host in range(_HOSTS))
 
 

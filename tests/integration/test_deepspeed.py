@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -16,6 +15,7 @@ import pytest
 from ft_plugins.events import read
 from ft_plugins.testing.deepspeed_runs import EXAMPLE, DeepSpeedConfiguration, DeepSpeedRun
 from ft_plugins.testing.golden import assert_identical
+from ft_plugins.testing.ports import free_port
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the extra [deepspeed]")
 
@@ -109,9 +109,7 @@ def test_a_script_that_leaves_the_process_group_up_ends_in_order_too(short: Path
 
 @pytest.mark.all_configurations
 def test_deepspeeds_own_launcher_given_the_same_command_again_resumes(short: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    launcher = (*DEEPSPEED, "--num_gpus", "2", "--master_port", str(port))
+    launcher = (*DEEPSPEED, "--num_gpus", "2", "--master_port", str(free_port()))
     run = DeepSpeedRun("l", short, SMALLEST, {"reft": {}, "orphan_seconds": 120.0})
     killed = launched(
         run.armed("update.middle@iteration=4,rank=1:kill"), launcher, LINE, DS_ACCELERATOR="cpu"

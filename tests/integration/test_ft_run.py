@@ -9,7 +9,6 @@ import re
 import select
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import termios
@@ -27,6 +26,7 @@ from ft_plugins.events import Event
 from ft_plugins.smp import liveness
 from ft_plugins.smp.client import Client
 from ft_plugins.snapshot import paths
+from ft_plugins.testing.ports import free_port
 
 WAIT = 240.0  # a start imports torch in every rank
 ITERATIONS = 6
@@ -250,9 +250,7 @@ def test_a_job_whose_terminal_hangs_up_with_its_shell_resumes_by_the_same_comman
 
 
 def test_two_nodes_on_one_machine_start_again_together(job: Job) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    endpoint = f"127.0.0.1:{free_port()}"
     secret = job.folder / "secret"
     secret.write_text("what the nodes of this job know")
     secret.chmod(0o600)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from ft_plugins.launcher import job_secret
 from ft_plugins.launcher.peer_client import Credentials, ask
 from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
 from ft_plugins.testing.job_control import wait_for
+from ft_plugins.testing.ports import free_port
 
 BOUND = 120.0
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,8 +48,7 @@ class Nodes:
         self.journal, self.end = folder / "journal", folder / "end"
         self.running: dict[str, RunningJob] = {}
         self._server, self._folder = server, folder
-        with socket.create_server(("", 0)) as found:
-            self._port = found.getsockname()[1]
+        self._port = free_port()
 
     def start(self, number: int, name: str) -> RunningJob:
         spec = JobSpec(

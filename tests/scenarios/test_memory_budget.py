@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from ft_plugins.smp.client import Client
 from ft_plugins.snapshot.paths import parity_path_of, path_of, segments_of
 from ft_plugins.testing.forkserver import ForkServer, JobSpec
 from ft_plugins.testing.job_control import wait_for, wait_until_stopped
+from ft_plugins.testing.ports import free_port
 
 MIB = 256
 
@@ -51,9 +51,7 @@ def test_nodes_that_protect_each_other_claim_two_slots_more_and_parity_of_two_ve
     secret = tmp_path / "secret"
     secret.write_text("what the nodes of this job know")
     secret.chmod(0o600)
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{found.getsockname()[1]}"
+    endpoint = f"127.0.0.1:{free_port()}"
     running = []
     for index in range(nodes):
         name = f"n{index}"

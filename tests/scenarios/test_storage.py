@@ -32,6 +32,7 @@ from ft_plugins.testing.job_control import (
     wait_for,
     write_checkpoints,
 )
+from ft_plugins.testing.ports import free_port
 
 Spec = Callable[..., JobSpec]
 MIB = 8
@@ -475,14 +476,6 @@ def counts_again(found: list[Entry]) -> bool:
     names = [event["name"] for event in found]
     since = found[names.index("state.restored") :] if "state.restored" in names else []
     return any(event["name"] == "version.committed" and event["lineage"] == 1 for event in since)
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        return int(found.getsockname()[1])
 
 
 def test_the_rank_files_are_plain_safetensors(torch_server: ForkServer, jobs: Spec, tmp_path: Path) -> None:

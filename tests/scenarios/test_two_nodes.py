@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,16 +19,11 @@ from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
 from ft_plugins.testing.golden import explain, loss_differences, state_differences
 from ft_plugins.testing.job_control import wait_for, wait_until_stopped
 from ft_plugins.testing.megatron_runs import RANKS, MegatronConfiguration, MegatronRun
+from ft_plugins.testing.ports import free_port
 
 Spec = Callable[..., JobSpec]
 BOUND = 240
 ARGV = ("--order", "tp-cp-ep-pp-dp")
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        return int(found.getsockname()[1])
 
 
 def mapped_segments(pid: int) -> set[str]:

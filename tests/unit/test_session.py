@@ -439,7 +439,8 @@ def test_the_ranks_of_a_lost_node_resume_on_another_one_from_parity(
     options = {"loop": {"replicated": replicated}, "secret_file": secret}
     three = three_nodes_that_guard_iteration_4(nodes, ranks, options)
     substitute(three, nodes, lost)
-    second = ranks(_incarnation, 3, [node.run_dir for node in three], 3, 6, options)
+    # no iteration more: a later version could be the one that counts below
+    second = ranks(_incarnation, 3, [node.run_dir for node in three], 3, 4, options)
     assert [found["error"] for found in second] == [None] * 3
     assert [found["resumed"] for found in second] == [4] * 3
     assert [found["restored_w"] for found in second] == [{4.0}] * 3

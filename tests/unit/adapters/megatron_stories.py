@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 import traceback
 from pathlib import Path
@@ -36,6 +35,7 @@ from ft_plugins.model.digest import state_digest
 from ft_plugins.model.inventory import IterationSpan, Role
 from ft_plugins.model.topology import Topology
 from ft_plugins.snapshot import codec
+from ft_plugins.testing.ports import free_port
 
 SMALL = ["--layers", "2", "--hidden", "16", "--heads", "2", "--sequence", "16", "--global-batch", "4", "--warmup", "1"]
 SHARDED_BF16 = ["--bf16", "--distributed-optimizer", "--loss-scale", "4"]
@@ -322,8 +322,7 @@ def told(story: Any) -> str | None:
     if pid == 0:
         text = ""
         try:
-            with socket.create_server(("127.0.0.1", 0)) as free:
-                os.environ["MASTER_PORT"] = str(free.getsockname()[1])
+            os.environ["MASTER_PORT"] = str(free_port())
             dist.init_process_group("gloo", rank=0, world_size=1)
             story()
         except BaseException:

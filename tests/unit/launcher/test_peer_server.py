@@ -21,15 +21,10 @@ from ft_plugins.launcher.endpoint import Endpoint
 from ft_plugins.launcher.peer_client import Credentials, ForeignError, PeerConnection
 from ft_plugins.launcher.peer_server import _OF_ONE_ADDRESS, _PROOF_SECONDS, _SHORT_SECONDS, _UNREAD_SECONDS, PeerServer
 from ft_plugins.smp.channel import Channel
+from ft_plugins.testing.ports import free_port
 
 WAIT = 60.0
 US = Credentials(b"sixteen bytes or more", "job", "n")
-
-
-def free_port() -> int:
-    """A port that is free on all loopback addresses."""
-    with socket.create_server(("", 0)) as found:
-        return int(found.getsockname()[1])
 
 
 def reply(request: dict[str, Any], connection: int) -> dict[str, Any]:

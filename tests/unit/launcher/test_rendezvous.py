@@ -51,17 +51,12 @@ from ft_plugins.launcher.round_machine import Place, Roster
 from ft_plugins.launcher.wait_report import command
 from ft_plugins.launcher.watcher import Job
 from ft_plugins.smp import protocol
+from ft_plugins.testing.ports import free_port
 
 WAIT = 60.0
 SILENCE = 2.0  # seconds; more than a process is kept waiting for a core here
 fork = get_context("fork")
 numbers = itertools.count()
-
-
-def free_port() -> int:
-    """A port that is free on all loopback addresses."""
-    with socket.create_server(("", 0)) as found:
-        return int(found.getsockname()[1])
 
 
 def serve(connection: Connection, fields: dict[str, Any], config: dict[str, Any]) -> None:

@@ -22,6 +22,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from ft_plugins.launcher import plugin
 from ft_plugins.launcher.rendezvous import Rendezvous
+from ft_plugins.testing.ports import free_port
 
 WAIT = 20.0
 JOB = "the-name-of-the-job"
@@ -37,11 +38,6 @@ def nested(depth: int) -> Any:
     for _ in range(depth):
         found = [found]
     return found
-
-
-def free_port() -> int:
-    with socket.create_server(("", 0)) as found:
-        return int(found.getsockname()[1])
 
 
 @pytest.fixture

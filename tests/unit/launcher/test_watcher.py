@@ -22,7 +22,6 @@ from ft_plugins.errors import BusyError, FencedError, ProtectionError, ProtocolE
 from ft_plugins.events import Event, Events
 from ft_plugins.launcher.watcher import Job, Watcher
 from ft_plugins.smp import liveness
-from ft_plugins.testing.job_control import wait_until
 
 WAIT = 20.0
 
@@ -246,11 +245,12 @@ def test_a_second_smp_that_hangs_from_its_beginning_is_ended_as_well(hanging: tu
 
 def test_an_smp_that_hung_before_the_launcher_came_is_ended_unless_it_is_young(hanging: tuple[Story, Hanging]) -> None:
     story, old = hanging
+    story.watcher._patience = WAIT  # it is younger than that
     with pytest.raises(ProtectionError, match="there is no SMP on node n: no SMP answers"):
         story.watcher.start()
     assert old.processes[0].poll() is None and story.events.empty(), "it may be about to answer"
     (owner,) = liveness.holder(old._lock)
-    wait_until(lambda: liveness.age(owner[1]) > 1.0, WAIT, lambda: "time does not pass")
+    story.watcher._patience = 0.0  # it is older than that
     assert story.watcher.start() == story.smp.started[0].pid
     assert story.next() == ("smp.hung", {"pid": owner[0], "request": "watch", "reason": ANY})
     assert old.processes[0].wait(WAIT) == -signal.SIGKILL
