@@ -80,9 +80,9 @@ def _on_nodes(tier: Mapping[str, Any]) -> str:
     if not tier or not tier["nodes"]:
         return "no"
     pace = in_words(tier)
-    if not tier["counts"]:
+    if not tier["committed"]:
         return pace or "not yet"
-    return f"iteration {tier['counts'][1]}, lineage {tier['counts'][0]}" + (f"; {pace}" if pace else "")
+    return f"iteration {tier['committed'][1]}, lineage {tier['committed'][0]}" + (f"; {pace}" if pace else "")
 
 
 def _in_storage(storage: Mapping[str, Any]) -> str:
