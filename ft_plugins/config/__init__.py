@@ -14,7 +14,7 @@ secrets are in a file that only its owner can read.
 """
 
 from . import deepspeed_json
-from .blocks import BaftConfig, PaftConfig, ReftConfig, SystemConfig
+from .blocks import BaftConfig, PaftConfig, ReftConfig, SyncConfig, SystemConfig
 from .keys import Key
 from .launch_context import LaunchContext, launch_context, run_directory, run_root, worker_environment
 from .schema import Config, add_flags, keys, merge
@@ -26,6 +26,7 @@ __all__ = [
     "LaunchContext",
     "PaftConfig",
     "ReftConfig",
+    "SyncConfig",
     "SystemConfig",
     "add_flags",
     "deepspeed_json",

@@ -21,10 +21,12 @@ NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,47}$"  # becomes part of paths and
 NAME_RULE = "1 to 48 letters, digits, '.', '_' or '-', the first a letter or digit"
 
 
-def more(unit: str = "", expected: str = "", needs_system: bool = False, needs: str = "") -> dict[str, Any]:
+def more(
+    unit: str = "", expected: str = "", needs_system: bool = False, needs: str = "", switches: bool = False
+) -> dict[str, Any]:
     """Further properties of a key: `expected` replaces the text derived from its type, `needs` names a key of the same
-    block without which it has no effect."""
-    return {"unit": unit, "expected": expected, "needs_system": needs_system, "needs": needs}
+    block without which it has no effect, `switches` says that giving it switches its system on."""
+    return {"unit": unit, "expected": expected, "needs_system": needs_system, "needs": needs, "switches": switches}
 
 
 def _readable_faults(specification: str) -> str:
@@ -208,3 +210,84 @@ class PaftConfig(SystemConfig):
         if self.audit_interval is None:
             return 10 if self.mode == "audit" else 0
         return self.audit_interval
+
+
+class SyncConfig(SystemConfig):
+    """Local SGD: replicas train on their own and are synchronised now and then, for slow links and stragglers."""
+
+    protects: ClassVar[bool] = False
+
+    policy: Literal["post_local_sgd", "diloco", "edit"] = Field(
+        "edit",
+        description="how replicas are synchronised: their mean (post_local_sgd); the mean, through an outer optimizer "
+        "(diloco); or the mean of what passes EDiT's penalty, through an outer optimizer (edit)",
+        json_schema_extra=more(switches=True),
+    )
+    tau: int = Field(
+        128,
+        ge=1,
+        description="local iterations between two synchronisations",
+        json_schema_extra=more("iterations"),
+    )
+    warmup: int = Field(
+        0,
+        ge=0,
+        description="first iterations, in which gradients are reduced over all replicas as without local SGD",
+        json_schema_extra=more("iterations"),
+    )
+    outer_lr: float | None = Field(
+        None,
+        gt=0,
+        description="learning rate of the outer optimizer; unset: 0.8 with edit, 0.7 with diloco",
+        json_schema_extra=more(expected="a number > 0"),
+    )
+    outer_momentum: float | None = Field(
+        None,
+        ge=0,
+        lt=1,
+        description="Nesterov momentum of the outer optimizer; unset: 0.85 with edit, 0.9 with diloco",
+        json_schema_extra=more(expected="a number >= 0 and < 1"),
+    )
+    penalty: bool | None = Field(
+        None,
+        description="judge replicas by the norms of their changes: leave out outliers, weight the others, clip the "
+        "mean; unset: true with edit, which alone has it",
+        json_schema_extra=more(expected="true or false"),
+    )
+    alpha: float = Field(
+        0.02, gt=0, lt=1, description="weight of the newest norm in the moving mean and deviation of norms"
+    )
+    threshold: float = Field(
+        3.0, gt=0, description="a norm this many deviations above the moving mean is an outlier"
+    )
+    penalty_warmup: int = Field(
+        10,
+        ge=0,
+        description="first synchronisations, in which norms are recorded but none is an outlier",
+        json_schema_extra=more("synchronisations"),
+    )
+    clip: float = Field(
+        10.0, gt=0, description="largest norm of a module's mean change; a larger one is scaled down to it"
+    )
+    apply: Literal["auto", "forward", "update", "wait"] = Field(
+        "auto",
+        description="when a synchronisation ends: just before the next forward of each module (forward); before the "
+        "next update, behind a whole iteration, for fp32 master parameters (update); or at once, while training waits "
+        "(wait); auto: with edit update where there are master parameters, else forward; with other policies wait",
+    )
+    prefetch: bool = Field(
+        True,
+        description="with apply forward: synchronise the next module behind the forward of the present one; false: "
+        "each one only when it is needed, with the same result",
+    )
+    offload: bool = Field(
+        False,
+        description="keep the last synchronised parameters and the outer optimizer's state in host memory",
+    )
+    shard_ranks: int | None = Field(
+        None,
+        ge=1,
+        description="data-parallel ranks that form one replica and reduce gradients in every iteration (ZeRO and FSDP "
+        "shards); unset: one; Megatron has --num-distributed-optimizer-instances instead",
+        json_schema_extra=more("ranks", "an integer >= 1"),
+    )

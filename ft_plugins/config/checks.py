@@ -79,3 +79,42 @@ def _without_effect(paft: Any) -> Iterator[tuple[str, str]]:
         yield "trim", "unless aggregate is trimmed"
     if not paft.audits_every and paft.mode != "audit":
         yield from ((name, "while audit_interval is 0") for name in ("on_corruption", "audit_at"))
+
+
+def require_sense_of_sync(config: Config, spell: Spell) -> None:
+    """Raises ConfigError for a key of local SGD that has no effect or contradicts another one. The configuration is
+    whole."""
+    sync = config.sync
+    if sync is None:
+        return
+    for name, reason in _without_effect_on_sync(sync):
+        if getattr(sync, name) not in (None, type(sync).model_fields[name].default):
+            raise ConfigError(f"{spell(('sync', name))}: has no effect {reason}; drop it")
+    if config.paft is not None and config.paft.mode != "audit":
+        raise ConfigError(
+            f"{spell(('sync', 'policy'))}: {sync.policy} contradicts {spell(('paft', 'mode'))} {config.paft.mode}: "
+            "both average parameters; drop one of the two"
+        )
+    if config.paft is not None:
+        raise ConfigError(
+            f"{spell(('sync',))}: contradicts {spell(('paft',))}, which compares replicas that local SGD lets differ; "
+            "drop one of the two"
+        )
+    if config.baft is not None:
+        raise ConfigError(
+            f"{spell(('sync',))}: contradicts {spell(('baft',))}, which sends a snapshot of every iteration to another "
+            "stage, while local SGD allows snapshots at synchronisations only; drop one of the two, or take --reft"
+        )
+
+
+def _without_effect_on_sync(sync: Any) -> Iterator[tuple[str, str]]:
+    """Keys that nothing reads with this policy, and why."""
+    if sync.policy == "post_local_sgd":
+        yield from ((name, "with post_local_sgd, which takes the mean") for name in ("outer_lr", "outer_momentum"))
+    if sync.policy != "edit":
+        yield "penalty", f"with {sync.policy}: edit alone has it"
+    if sync.policy != "edit" or sync.penalty is False:
+        for name in ("alpha", "threshold", "penalty_warmup", "clip"):
+            yield name, "without the penalty of edit"
+    if sync.apply in ("update", "wait"):
+        yield "prefetch", f"with apply {sync.apply}"

@@ -40,6 +40,7 @@ class Key:
     system: bool  # switches a system on
     needs_system: bool  # no effect unless a system is on
     needs: str  # a key of the same block without which it has no effect, '' for none
+    switches: bool = False  # giving it switches its system on
 
     @property
     def name(self) -> str:
@@ -120,6 +121,7 @@ def _key(path: KeyPath, flag: str, field: FieldInfo, system: bool = False) -> Ke
         system=system,
         needs_system=bool(extra.get("needs_system")),
         needs=extra.get("needs", ""),
+        switches=bool(extra.get("switches")),
     )
 
 

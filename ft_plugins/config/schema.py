@@ -19,7 +19,7 @@ from pydantic import Field, PrivateAttr, ValidationError
 from ..errors import ConfigError
 from ..intake import Unfit, require_shallow
 from . import checks, sources
-from .blocks import NAME_RULE, BaftConfig, Block, Faults, Folder, Name, PaftConfig, ReftConfig, more
+from .blocks import NAME_RULE, BaftConfig, Block, Faults, Folder, Name, PaftConfig, ReftConfig, SyncConfig, more
 from .keys import Key, KeyPath, derive
 
 _JSON = "ft_plugins"  # name of the block in a DeepSpeed JSON file
@@ -107,6 +107,11 @@ class Config(Block):
         None,
         description="switch on PAFT: average or compare replicas of parameters that should be identical, against "
         "silent corruption",
+    )
+    sync: SyncConfig | None = Field(
+        None,
+        description="switch on local SGD: replicas train on their own and are synchronised every tau iterations, for "
+        "slow links and stragglers",
     )
     _waiting: dict[KeyPath, Any] = PrivateAttr(default_factory=dict)  # of systems that another source may switch on
 
@@ -234,6 +239,8 @@ def _as_flag(key: Key) -> str:
 def _build(values: sources.Values, spell: Spelling, whole: bool) -> Config:
     """Check `values` against types, ranges and each other. Raises ConfigError that names keys as their source did."""
     known = {key.path: key for key in keys()}
+    switched_on = {path[:1]: True for path in values if known[path].switches and values.get(path[:1]) is None}
+    values = {**values, **switched_on}
     nested: dict[str, Any] = {}
     waiting: dict[KeyPath, Any] = {}
     for path in sorted(values, key=len):
@@ -264,6 +271,7 @@ def _build(values: sources.Values, spell: Spelling, whole: bool) -> Config:
     if whole:
         _require_effect(config, spell)
         checks.require_sense_of_paft(config, by_path)
+        checks.require_sense_of_sync(config, by_path)
     return config
 
 

@@ -1,0 +1,57 @@
+"""What a host offers to local SGD: over which replicas gradients are reduced, and when a module is about to be used.
+
+Local SGD (EDiT, DiLoCo, Post Local SGD) lets replicas train on their own between two synchronisations. A replica here
+is a whole copy of the model: the tensor- and pipeline-parallel ranks, and the ranks over which a ZeRO or FSDP shard
+group divides it. The ranks that hold the same items on different replicas form a *sync group*: the replica set of an
+item (`Item.replicas`).
+
+    over ALL     gradients are averaged over every replica, as without local SGD: during warm-up
+    over LOCAL   gradients are averaged over the ranks of this replica's own shard group only, or not at all
+
+A module is the unit that local SGD synchronises and judges: the embedding, each layer, the head.
+
+Invariant: gradients are averages over exactly the ranks that were reduced. Reductions of tensor, sequence and pipeline
+parallelism, and those that keep tied embeddings equal, are not touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from enum import Enum
+from typing import Protocol, runtime_checkable
+
+
+class ReducedOver(str, Enum):
+    """Over which replicas gradients are averaged."""
+
+    ALL = "all"
+    LOCAL = "local"
+
+
+@runtime_checkable
+class ReductionControl(Protocol):
+    """What a host offers to local SGD in addition to `ReplicaOperations`; it refuses a host without it."""
+
+    def prepare_reduction(self) -> None:
+        """Take control of the reduction, once, before `install`. Every rank of the job calls: groups may be made.
+        Raises UnsupportedError, by name, for a mode in which gradients cannot be kept local."""
+        ...
+
+    def reduce_over(self, replicas: ReducedOver) -> None:
+        """Reduce gradients that way from the next backward on. Called between two iterations; cheap, and may be called
+        with the present value."""
+        ...
+
+    def shard_group(self) -> tuple[int, ...]:
+        """The ranks over which LOCAL averages, ascending, this one included; this rank alone if there are none."""
+        ...
+
+    def modules(self) -> Mapping[str, str]:
+        """The module of each item of role PARAMETER or MAIN_PARAMETER, by item name. Names are equal on all ranks that
+        hold a part of the module, also of a tied embedding on two stages. Modules are in the order of the forward."""
+        ...
+
+    def before_modules(self, call: Callable[[str], None]) -> None:
+        """From now on call `call(module)` right before the forward of each of this rank's modules, in every forward of
+        training, recomputations included. Raises UnsupportedError, by name, if forwards cannot be followed."""
+        ...

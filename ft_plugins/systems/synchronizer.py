@@ -1,0 +1,89 @@
+"""What a session asks of the system that keeps replicas together: PAFT, or local SGD.
+
+    begin(k, state)         resume after iteration k
+    iteration_begin(k)
+    before_update(k)        a fence; the capture of the previous version is sealed
+    after_update(k)
+    allows(k), mark(k)      may a version of iteration k be taken, and what is known of its replicas
+
+Invariant: every rank does the same at the same iteration. What a synchronizer keeps is restored with the version that
+it belongs to: small values by `state`, tensors as state items (`items`, `tensors`).
+
+In: a host. Out: changed tensors, between the hooks named above; state for snapshots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from ..collective import Collective
+from ..model.inventory import Item
+from ..snapshot.slots import Mark
+
+
+class Synchronizer(Protocol):
+    """One way to keep replicas together. `name` is the key of its state in snapshots."""
+
+    name: str
+
+    def connect(self, collective: Collective) -> None:
+        """Create process groups and claim memory. Every rank of the job calls."""
+        ...
+
+    def table(self) -> str:
+        """A message on what it does and what that guarantees."""
+        ...
+
+    # ---- state that a snapshot carries ----
+
+    def captured(self, item: Item) -> Item:
+        """The item as a snapshot must hold it: with fewer replicas if they may differ at a version point."""
+        ...
+
+    def items(self) -> Sequence[Item]:
+        """Its own tensors, as state items. Known after `connect`."""
+        ...
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """The live tensors of `items`, by name."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Its other state at a version point, as plain values."""
+        ...
+
+    def begin(self, completed: int, state: Mapping[str, Any] | None = None) -> None:
+        """Continue after `completed` iterations from the `state` of that version; None if it carries none."""
+        ...
+
+    # ---- versions ----
+
+    def allows(self, step: int) -> bool:
+        """Whether a version of iteration `step` may be taken."""
+        ...
+
+    def mark(self, step: int) -> Mark:
+        """What is known of the replicas of version `step`."""
+        ...
+
+    def tainted(self) -> int | None:
+        """The iteration after which snapshots must not be restored; None if that was not found since the last call."""
+        ...
+
+    # ---- hooks ----
+
+    @property
+    def waits_at_begin(self) -> bool:
+        """Whether `iteration_begin` has something to do."""
+        ...
+
+    def iteration_begin(self, step: int, wait_for_capture: Callable[[], None]) -> None: ...
+    def before_update(self, step: int) -> None: ...
+    def after_update(self, step: int) -> None: ...
+
+    def shutdown(self) -> None:
+        """The orderly end. Idempotent."""
+        ...
