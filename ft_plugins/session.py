@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from . import faults
 from .bubbles.profile import Profiling
-from .config import Config, LaunchContext, PaftConfig, launch_context
+from .config import Config, LaunchContext, launch_context
 from .errors import ConfigError, FencedError, FtError, ProtectionError, ResumeError, StateChangedError
 from .events import Events, catalogue, file_sink, log_sink, say
 from .model.host import Host, Skipping
@@ -24,8 +24,8 @@ from .model.timeline import SenderFacts
 from .systems.carried import CarryingHost
 from .systems.claim import LossRecord, claim_memory, join_ranks, require_one_job
 from .systems.measured import Measurement
-from .systems.paft import Paft
 from .systems.reft import DEGRADED, PeerDegraded, Reft
+from .systems.synchronizer import Synchronizer, synchronizer_of
 
 
 class Session:
@@ -60,22 +60,25 @@ class Session:
                 lambda: SenderFacts() if self._reft is None else self._reft.sender_facts,
             )  # fmt: skip
         self._carrying = CarryingHost(host)
-        self._paft: Paft | None = None
-        if config.paft is not None:
-            self._start_paft(config.paft)
+        self._sync: Synchronizer | None = None
+        self._deferred: tuple[int, bytes] | None = None  # iteration and small state of a version still to be captured
+        if config.paft is not None or config.sync is not None:
+            self._start_synchronizer()
         if config.capture is not None:
             self._start_reft()
 
-    def _start_paft(self, config: PaftConfig) -> None:
-        """Start PAFT on every rank or on none. Raises what `Paft` raises, on all ranks."""
+    def _start_synchronizer(self) -> None:
+        """Start PAFT or local SGD on every rank or on none. Raises what it raises, on all ranks."""
         require_one_job(self._host, self._config, self._collective)
+        sync: Synchronizer | None = None
         with self._collective.agreement():
-            self._paft = Paft(self._host, config, self._events)
-        assert self._paft is not None
-        self._paft.connect(self._collective)
-        self._carrying.state, self._carrying.diverges = self._paft.state, self._paft.diverges
+            sync = synchronizer_of(self._host, self._config, self._events)
+        assert sync is not None
+        sync.connect(self._collective)
+        sync.on_complete = self._capture_deferred
+        self._sync = self._carrying.synchronizer = sync
         if self._first:
-            say(self._paft.table())
+            say(sync.table())
 
     def _start_reft(self) -> None:
         """Start REFT on every rank or on none. Raises an FtError, on all ranks, if training may not begin."""
@@ -87,16 +90,16 @@ class Session:
             self._reft = claimed
 
     def resume(self, loaded: int = 0, last: int | None = None) -> int:
-        """Restore state, also that of PAFT. Returns the last completed iteration, `loaded` if nothing newer exists.
+        """Restore state, also the synchronizer's. Returns the last completed iteration, `loaded` if nothing newer exists.
 
         `loaded` is the iteration of the framework's own checkpoint, 0 for none. `last` is the iteration at which
         training ends, if known: if it is reached already, data position and RNG are restored at once. May be called
         again when the framework has loaded a checkpoint. Raises ResumeError if what was asked for is missing.
         """
-        self._carrying.carried = None
+        self._carrying.restored_state = None
         done = self._restore(loaded, last)
-        if self._paft is not None:
-            self._paft.begin(done, self._carrying.carried)
+        if self._sync is not None:
+            self._sync.begin(done, self._carrying.restored_state)
         return done
 
     def _restore(self, loaded: int, last: int | None) -> int:
@@ -121,7 +124,7 @@ class Session:
 
     def _restore_position(self) -> None:
         if self._pending is not None:
-            self._host.restore_position(self._pending)
+            self._carrying.restore_position(self._pending)
             self._pending = None
 
     def iterations(self, last: int, loaded: int = 0) -> Iterator[int]:
@@ -151,37 +154,39 @@ class Session:
         self.iteration = step
         if self.measured is not None:
             self.measured.iteration_begin(step)
-        if self._paft is not None and self._paft.waits_at_begin:
-            self._run_paft(self._paft, lambda paft: paft.iteration_begin(step, self._wait_for_capture))
+        if self._sync is not None and self._sync.waits_at_begin:
+            self._synchronize(self._sync, lambda sync: sync.iteration_begin(step, self._wait_for_capture))
 
     def before_update(self, step: int) -> None:
         """The fence; then apply averages and repairs, to tensors that no capture is reading."""
         self._fenced = step
+        if self._sync is not None:
+            self._synchronize(self._sync, lambda sync: sync.complete(step))
         if self._reft is not None:
             self._guarded(lambda reft: reft.before_update(step))
-        if (paft := self._paft) is not None:
-            self._run_paft(paft, lambda paft: paft.before_update(step))
+        if (sync := self._sync) is not None:
+            self._synchronize(sync, lambda sync: sync.before_update(step))
             if self._reft is not None:  # the previous version is sealed, and its verdict is known
-                self._guarded(lambda reft: reft.mark(step - 1, paft.mark(step - 1)))
+                self._guarded(lambda reft: reft.mark(step - 1, sync.mark(step - 1)))
 
     def _wait_for_capture(self) -> None:
         if self._reft is not None:
             self._guarded(lambda reft: reft.wait_for_capture())
 
-    def _run_paft(self, paft: Paft, call: Callable[[Paft], None]) -> None:
-        """Call a hook of PAFT, then void snapshots that hold a wrong replica, on all ranks, also if the hook raises:
-        snapshots left on some ranks alone would look like lost state."""
+    def _synchronize(self, sync: Synchronizer, call: Callable[[Synchronizer], None]) -> None:
+        """Call a hook of the synchronizer, then void snapshots that hold a wrong replica, on all ranks, also if the
+        hook raises: snapshots left on some ranks alone would look like lost state."""
         try:
-            call(paft)
+            call(sync)
         finally:
-            since = paft.tainted()
+            since = sync.tainted()
             if since is not None and self._reft is not None:
                 self._guarded(lambda reft: reft.void(since))
 
     def after_update(self, step: int) -> None:
         """The update is done: from now on replicas may be compared and averaged."""
-        if self._paft is not None:
-            self._run_paft(self._paft, lambda paft: paft.after_update(step))
+        if self._sync is not None:
+            self._synchronize(self._sync, lambda sync: sync.after_update(step))
 
     def iteration_end(self, step: int) -> None:
         """The version point."""
@@ -193,16 +198,31 @@ class Session:
 
     def _version_point(self, step: int) -> None:
         if self._reft is not None:
-            self._guarded(lambda reft: reft.iteration_end(step))
+            if self._sync is not None and self._sync.defers(step):
+                self._guarded(lambda reft: self._defer(reft, step))
+            else:
+                self._guarded(lambda reft: reft.iteration_end(step))
             return
         if self._degraded is not None:
             self._degraded.record_completed(step)
         self._loss.count(self._host.rank, step)
 
+    def _defer(self, reft: Reft, step: int) -> None:
+        """Take the small state of version `step` now; its tensors are captured when they are final."""
+        small = reft.small(step)
+        self._deferred = None if small is None else (step, small)
+
+    def _capture_deferred(self) -> None:
+        """The tensors of the deferred version are final."""
+        if self._deferred is not None and self._reft is not None:
+            step, small = self._deferred
+            self._guarded(lambda reft: reft.iteration_end(step, small))
+        self._deferred = None
+
     def shutdown(self) -> None:
         """The orderly end of training; a lost SMP does not fail it. Idempotent."""
-        if self._paft is not None:
-            self._paft.shutdown()
+        if self._sync is not None:
+            self._sync.shutdown()
         if self._reft is not None:
             self._guarded(lambda reft: reft.close(in_order=True), over=True)
             self._reft = None

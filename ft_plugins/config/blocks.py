@@ -71,6 +71,11 @@ class ReftConfig(SystemConfig):
     """REFT: snapshots of each rank's share of the training state in the memory of its node."""
 
     interval: int = Field(1, ge=1, description="interval between two snapshots", json_schema_extra=more("iterations"))
+    versions: Literal["sync", "every"] | None = Field(
+        None,
+        description="with local SGD: take snapshots at synchronisations, where replicas share them out (sync); or also "
+        "between them, each replica whole (every); unset: sync",
+    )
     bucket_mib: int = Field(
         4, ge=1, le=1024, description="size of a bucket, copied and digested as one", json_schema_extra=more("MiB")
     )
@@ -257,9 +262,7 @@ class SyncConfig(SystemConfig):
     alpha: float = Field(
         0.02, gt=0, lt=1, description="weight of the newest norm in the moving mean and deviation of norms"
     )
-    threshold: float = Field(
-        3.0, gt=0, description="a norm this many deviations above the moving mean is an outlier"
-    )
+    threshold: float = Field(3.0, gt=0, description="a norm this many deviations above the moving mean is an outlier")
     penalty_warmup: int = Field(
         10,
         ge=0,

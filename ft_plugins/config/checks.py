@@ -86,6 +86,10 @@ def require_sense_of_sync(config: Config, spell: Spell) -> None:
     whole."""
     sync = config.sync
     if sync is None:
+        if config.reft is not None and config.reft.versions is not None:
+            raise ConfigError(
+                f"{spell(('reft', 'versions'))}: has no effect while {spell(('sync',))} is off; add it or drop this one"
+            )
         return
     for name, reason in _without_effect_on_sync(sync):
         if getattr(sync, name) not in (None, type(sync).model_fields[name].default):

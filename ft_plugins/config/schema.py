@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
@@ -147,12 +148,19 @@ class Config(Block):
 
     @property
     def capture(self) -> ReftConfig | None:
-        """How snapshots are taken for REFT or BAFT, with `redundancy` filled in; None if neither is on."""
+        """How snapshots are taken for REFT or BAFT, with `redundancy` filled in; None if neither is on.
+
+        With local SGD the interval is a multiple of tau, at least as long as the given one, unless snapshots are taken
+        between synchronisations too.
+        """
         if self.reft is None and self.baft is None:
             return None
         reft = self.reft or ReftConfig()
         default = "raim5" if self.baft is None else "neighbour"
-        return reft.model_copy(update={"redundancy": reft.redundancy or default})
+        interval = reft.interval
+        if self.sync is not None and reft.versions != "every":
+            interval = math.ceil(interval / self.sync.tau) * self.sync.tau
+        return reft.model_copy(update={"redundancy": reft.redundancy or default, "interval": interval})
 
     @property
     def protects(self) -> bool:

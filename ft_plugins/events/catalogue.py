@@ -410,6 +410,14 @@ REPLICAS_AVERAGED = EventType(
     sigma=Field("float", "estimated noise of one parameter", optional=True),
     signal=Field("float", "norm of the last step"), nonfinite=Field("list", "ranks with non-finite parameters"),
 )  # fmt: skip
+REPLICAS_SYNCHRONISED = EventType(
+    "replicas.synchronised", NOTICE, "Replicas that had trained on their own were synchronised (local SGD).",
+    iteration=_ITERATION, round=Field("int", "number of the synchronisation, from 1"),
+    policy=Field("str", "policy of local SGD"), waited_seconds=Field("float", "time for which training waited", "s"),
+    left_out=Field("dict", "replicas that the penalty left out, by module"),
+    rolled_back=Field("list", "modules that went back to the last synchronisation: all replicas were outliers"),
+    clipped=Field("dict", "factor by which the mean change was scaled down, by module"),
+)  # fmt: skip
 NONFINITE_DETECTED = EventType(
     "nonfinite.detected", ALARM, "Parameters of some ranks were infinite or NaN when replicas were averaged.",
     "Look at the loss; if it is always the same rank, drain its device.", once=True,

@@ -36,6 +36,7 @@ class Role(str, Enum):
     MAIN_PARAMETER = "main_parameter"  # the optimizer's fp32 copy, or a shard of it
     MOMENT = "moment"
     BUFFER = "buffer"
+    OUTER = "outer"  # of local SGD: last synchronised parameters, momentum of the outer optimizer
     COPY = "copy"  # derived: cast or gathered from what an optimizer holds; never captured
 
 

@@ -103,3 +103,13 @@ def _all_finite(values: torch.Tensor, how: Aggregate, trim: int) -> torch.Tensor
         cut = trim if how is Aggregate.TRIMMED else (len(wide) - 1) // 2
         result = ordered[cut : len(wide) - cut].mean(0)
     return torch.where((values == values[0]).all(0), values[0], result.to(values.dtype))
+
+
+def weighted(values: torch.Tensor, weights: Sequence[float]) -> torch.Tensor:
+    """(M, n) -> (n,) float64: the sum of the replicas' values times their weights, which add up to 1. A replica of
+    weight 0 is left out, so that its values may be non-finite. Summed in rank order."""
+    result = torch.zeros_like(values[0], dtype=torch.float64)
+    for row, weight in zip(values, weights, strict=True):
+        if weight:
+            result.add_(row.double(), alpha=weight)
+    return result

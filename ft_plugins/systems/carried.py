@@ -1,51 +1,62 @@
-"""A host whose snapshots also carry the state of PAFT, and hold each replica whole if replicas may diverge.
+"""Wrap a host so that its snapshots also carry the state of the synchronizer: tensors and small values.
 
-Invariant: the host never sees the carried state. A snapshot with it can be restored with PAFT off, and one without it
-with PAFT on: then `carried` is None. Replicas that may diverge are each captured whole, because neither one of them nor
-a combination of parts can replace the others.
+Invariant: the host never sees the carried state. Small state without it can be restored with a synchronizer
+(`restored_state` is None then), and small state with it without one, if the layout is the same: a synchronizer that
+lets replicas differ, or has tensors of its own, changes the layout. Replicas that may differ at a version point are
+each captured whole, because neither one of them nor a combination of parts can replace the others.
 
-In: a host, the system's state. Out: a host.
+In: a host, a `Synchronizer`. Out: a host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import torch
 
 from ..model.host import Host
 from ..model.inventory import Inventory
+from .synchronizer import Synchronizer
 
-_ENTRY = "ft_plugins.paft"  # in the small state
+_PREFIX = "ft_plugins."  # of the carried state's entry in the small state
 
 
 class CarryingHost:
-    """`host`, except for its small state and, if replicas may diverge, its inventory."""
+    """`host`, except for its inventory, tensors and small state. Without a synchronizer nothing is added."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
-        self.state: Callable[[], dict[str, Any]] | None = None  # returns the state to carry; None: nothing is carried
-        self.carried: Mapping[str, Any] | None = None  # by the restored snapshot
-        self.diverges = False  # whether replicas may differ at a version point
+        self.synchronizer: Synchronizer | None = None  # what is carried is known once it is connected
+        self.restored_state: Mapping[str, Any] | None = None  # carried by the restored snapshot
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._host, name)
 
     def inventory(self) -> Inventory:
-        """The host's inventory; if replicas may diverge, every item belongs to this rank alone."""
-        inventory = self._host.inventory()
-        if not self.diverges:
+        """The host's items as the synchronizer has them captured, and its own."""
+        inventory, synchronizer = self._host.inventory(), self.synchronizer
+        if synchronizer is None:
             return inventory
-        return Inventory.of(inventory.rank, (replace(item, replicas=(inventory.rank,)) for item in inventory.items))
+        items = [synchronizer.captured(item) for item in inventory.items]
+        return Inventory.of(inventory.rank, [*items, *synchronizer.items()])
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """The live tensors of all items."""
+        tensors = self._host.tensors()
+        return tensors if self.synchronizer is None else {**tensors, **self.synchronizer.tensors()}
 
     def small_state(self) -> dict[str, Any]:
         """The host's small state, with the carried state."""
         small = self._host.small_state()
-        return small if self.state is None else {**small, _ENTRY: self.state()}
+        if self.synchronizer is None:
+            return small
+        return {**small, _PREFIX + self.synchronizer.name: self.synchronizer.state()}
 
     def restore(self, small: Mapping[str, Any]) -> None:
-        """Restore the host, and keep the carried state."""
-        self.carried = small.get(_ENTRY)
+        """Restore the host, and put the carried state in `restored_state`."""
+        name = None if self.synchronizer is None else _PREFIX + self.synchronizer.name
+        self.restored_state = None if name is None else small.get(name)
         self._host.restore(_without(small))
 
     def restore_position(self, small: Mapping[str, Any]) -> None:
@@ -58,4 +69,4 @@ class CarryingHost:
 
 
 def _without(small: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in small.items() if key != _ENTRY}
+    return {key: value for key, value in small.items() if not key.startswith(_PREFIX)}

@@ -17,7 +17,8 @@ flight included.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -29,7 +30,7 @@ from ..config import PaftConfig
 from ..errors import ReplicaError, UnsupportedError
 from ..events import Events, catalogue
 from ..model.host import Host, ReplicaOperations
-from ..model.inventory import Inventory
+from ..model.inventory import Inventory, Item
 from ..snapshot.slots import Mark
 from ..sync.aggregate import Aggregate, describe_cost, require_enough
 from ..sync.audit import OnCorruption, promise
@@ -46,7 +47,9 @@ from .injection import FaultInjector
 
 
 class Paft:
-    """PAFT on one rank. Call `connect`, then `begin`, then the hooks."""
+    """PAFT on one rank, as a `Synchronizer`. Call `connect`, then `begin`, then the hooks."""
+
+    name = "paft"
 
     def __init__(self, host: Host, config: PaftConfig, events: Events) -> None:
         """Plan, without communication. Raises ConfigError; UnsupportedError if PAFT is impossible or useless here."""
@@ -54,6 +57,7 @@ class Paft:
             raise UnsupportedError(
                 f"{host.framework}: parameters cannot be changed between two updates here; drop --paft"
             )
+        self.on_complete: Callable[[], None] = lambda: None  # never called: no version is deferred
         self._host: Host = host
         self._operations: ReplicaOperations = host
         self._config, self._events = config, events
@@ -123,6 +127,17 @@ class Paft:
 
     # ---- state that a snapshot carries ----
 
+    def captured(self, item: Item) -> Item:
+        """If replicas may diverge, every item belongs to this rank alone."""
+        return replace(item, replicas=(self._host.rank,)) if self.diverges else item
+
+    def items(self) -> Sequence[Item]:
+        """None: no tensors are carried."""
+        return ()
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        return {}
+
     def state(self) -> dict[str, Any]:
         """The state of this rank at a version point, as plain values."""
         return {
@@ -168,6 +183,13 @@ class Paft:
         return min((iteration for iteration in (since, nonfinite) if iteration is not None), default=None)
 
     # ---- hooks ----
+
+    def defers(self, step: int) -> bool:
+        """False: averages are applied after the capture."""
+        return False
+
+    def complete(self, step: int) -> None:
+        """Does nothing: see `before_update`."""
 
     @property
     def waits_at_begin(self) -> bool:

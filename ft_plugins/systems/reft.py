@@ -140,15 +140,20 @@ class Reft:
 
     # ---- hooks ----
 
-    def iteration_end(self, step: int) -> None:
-        """The version point: start a capture at the interval. Raises PeerDegraded."""
+    def iteration_end(self, step: int, small: bytes | None = None) -> None:
+        """The version point: start a capture at the interval. `small` is the small state at that point, if it was taken
+        before. Raises PeerDegraded."""
         self.record_completed(step)
         if self._peer_degraded:
             raise PeerDegraded("another rank lost protection: the versions that all ranks hold stay, none is added")
-        if self._capture is not None and step % self._interval == 0:
-            small = self.plan.small()
+        small = self.small(step) if small is None else small
+        if self._capture is not None and small is not None:
             self._small_bytes = len(small)
             self._capture.start(Version(self._lineage, step), small)
+
+    def small(self, step: int) -> bytes | None:
+        """The small state now, at the version point of iteration `step`; None if that is not captured."""
+        return self.plan.small() if self._capture is not None and step % self._interval == 0 else None
 
     def before_update(self, step: int) -> float:
         """The fence: the running capture is sealed when this returns. Returns the seconds waited."""

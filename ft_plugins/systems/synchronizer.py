@@ -2,9 +2,11 @@
 
     begin(k, state)         resume after iteration k
     iteration_begin(k)
+    complete(k)             before the fence: end what still has to end before the next version can be captured
     before_update(k)        a fence; the capture of the previous version is sealed
     after_update(k)
-    allows(k), mark(k)      may a version of iteration k be taken, and what is known of its replicas
+    defers(k)               at the version point: whether its tensors are captured later, when `on_complete` is called
+    mark(k)                 what is known of the replicas of version k
 
 Invariant: every rank does the same at the same iteration. What a synchronizer keeps is restored with the version that
 it belongs to: small values by `state`, tensors as state items (`items`, `tensors`).
@@ -20,14 +22,21 @@ from typing import Any, Protocol
 import torch
 
 from ..collective import Collective
+from ..config import Config
+from ..errors import ConfigError
+from ..events import Events
+from ..model.host import Host
 from ..model.inventory import Item
 from ..snapshot.slots import Mark
+from .local_sgd import LocalSgd
+from .paft import Paft
 
 
 class Synchronizer(Protocol):
     """One way to keep replicas together. `name` is the key of its state in snapshots."""
 
     name: str
+    on_complete: Callable[[], None]  # set by the session; called when the tensors of a deferred version are final
 
     def connect(self, collective: Collective) -> None:
         """Create process groups and claim memory. Every rank of the job calls."""
@@ -61,8 +70,8 @@ class Synchronizer(Protocol):
 
     # ---- versions ----
 
-    def allows(self, step: int) -> bool:
-        """Whether a version of iteration `step` may be taken."""
+    def defers(self, step: int) -> bool:
+        """Whether the tensors of version `step` are still to be changed, during the next iteration."""
         ...
 
     def mark(self, step: int) -> Mark:
@@ -81,9 +90,21 @@ class Synchronizer(Protocol):
         ...
 
     def iteration_begin(self, step: int, wait_for_capture: Callable[[], None]) -> None: ...
+    def complete(self, step: int) -> None: ...
     def before_update(self, step: int) -> None: ...
     def after_update(self, step: int) -> None: ...
 
     def shutdown(self) -> None:
         """The orderly end. Idempotent."""
         ...
+
+
+def synchronizer_of(host: Host, config: Config, events: Events) -> Synchronizer:
+    """The configured synchronizer, not connected yet. Raises ConfigError, UnsupportedError."""
+    if config.sync is not None:
+        return LocalSgd(
+            host, config.sync, events, every=config.capture is not None and config.capture.versions == "every"
+        )
+    if config.paft is not None:
+        return Paft(host, config.paft, events)
+    raise ConfigError("no system that keeps replicas together is configured")

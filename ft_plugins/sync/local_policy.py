@@ -1,0 +1,110 @@
+"""Policies of local SGD: when replicas are synchronised, what is averaged, and when the result is applied. Pure.
+
+    post_local_sgd   the mean of the parameters every tau iterations                     (Lin et al., 2019)
+    diloco           the same mean, through an outer optimizer                           (Douillard et al., 2023)
+    edit             the mean of what passes the penalty, through an outer optimizer     (EDiT, Algorithms 1 and 2)
+
+Iterations up to `warmup` are ordinary data parallelism. Later ones are local, and replicas are synchronised after the
+update of every multiple of tau: the first local period may be shorter. So synchronisations are at the multiples at
+which snapshots are taken.
+
+Invariant: a policy gives the same answers on all ranks, because it uses the iteration alone.
+
+In: the configuration. Out: answers for an iteration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from ..config import SyncConfig
+from ..errors import ConfigError
+from ..model.reduction import ReducedOver
+from .outer import OuterRules
+from .penalty import PenaltyRules
+
+
+class Apply(str, Enum):
+    """When a synchronisation that began after an update ends."""
+
+    WAIT = "wait"  # at once, while training waits
+    FORWARD = "forward"  # just before the next forward of each module
+    UPDATE = "update"  # before the next update, whose gradients were computed with unsynchronised parameters
+
+
+@dataclass(frozen=True)
+class LocalSgdPolicy:
+    """`penalty` is None if replicas are not judged. Raises ConfigError."""
+
+    name: str
+    tau: int
+    warmup: int
+    apply: Apply
+    outer: OuterRules
+    penalty: PenaltyRules | None = None
+
+    def __post_init__(self) -> None:
+        if self.tau < 1 or self.warmup < 0:
+            raise ConfigError(
+                f"local SGD with tau {self.tau} and {self.warmup} iterations of warm-up: expected at least 1 and 0"
+            )
+
+    def reduced_over(self, step: int) -> ReducedOver:
+        """Over which replicas gradients of iteration `step` are averaged."""
+        return ReducedOver.ALL if step <= self.warmup else ReducedOver.LOCAL
+
+    def due(self, step: int) -> bool:
+        """Whether replicas are synchronised after the update of iteration `step`."""
+        return step > self.warmup and step % self.tau == 0
+
+    def anchors(self, step: int) -> bool:
+        """Whether the parameters after iteration `step` are the first ones that replicas start from together."""
+        return step == self.warmup
+
+    def in_flight(self, step: int) -> bool:
+        """Whether the version of iteration `step` is taken before its synchronisation is applied."""
+        return self.due(step) and self.apply is Apply.UPDATE
+
+    def identical(self, step: int) -> bool:
+        """Whether replicas have equal parameters at the version point of iteration `step`."""
+        return step <= self.warmup or (self.due(step) and not self.in_flight(step))
+
+    @property
+    def previous_anchor_is_needed(self) -> bool:
+        """Whether a version at a synchronisation needs the parameters of the synchronisation before."""
+        return self.apply is Apply.UPDATE
+
+
+_OUTER = {"diloco": (0.7, 0.9), "edit": (0.8, 0.85), "post_local_sgd": (1.0, 0.0)}  # learning rate and momentum
+
+
+def policy_of(config: SyncConfig, apply: Apply) -> LocalSgdPolicy:
+    """The configured policy. Raises ConfigError."""
+    rate, momentum = _OUTER[config.policy]
+    outer = OuterRules(
+        lr=rate if config.outer_lr is None else config.outer_lr,
+        momentum=momentum if config.outer_momentum is None else config.outer_momentum,
+    )
+    penalty = None
+    if config.policy == "edit" and config.penalty is not False:
+        penalty = PenaltyRules(config.alpha, config.threshold, config.penalty_warmup, config.clip)
+    return LocalSgdPolicy(config.policy, config.tau, config.warmup, apply, outer, penalty)
+
+
+def chosen_apply(config: SyncConfig, follows_modules: bool, has_masters: bool) -> Apply:
+    """When synchronisations end. `follows_modules`: whether the host announces the forward of each module;
+    `has_masters`: whether the optimizer updates copies that forward and backward do not read.
+
+    Raises ConfigError for a choice that is impossible here."""
+    if config.apply == "forward" and not follows_modules:
+        raise ConfigError(
+            "--sync-apply forward: the forward of each module cannot be followed here, or parameters are gathered from "
+            "shards; choose update or wait"
+        )
+    if config.apply != "auto":
+        return Apply(config.apply)
+    if config.policy != "edit":
+        return Apply.WAIT
+    if has_masters:
+        return Apply.UPDATE
+    return Apply.FORWARD if follows_modules else Apply.WAIT

@@ -1,0 +1,125 @@
+"""Divide what local SGD synchronises into modules, and the ranks into replicas and groups. Pure.
+
+A module (the embedding, a layer, the head) is judged and synchronised as a whole, although its parameters may be
+divided over several ranks of a replica: over tensor-parallel ranks, over ZeRO or FSDP shards, a tied embedding over two
+pipeline stages. Ranks that hold the same parameters on different replicas form a sync group. All ranks at the same
+place of their sync groups form a replica.
+
+Invariant: all ranks of a sync group derive the same modules with the same buckets in the same order, because they
+follow from the inventory; groups are derived from what all ranks reported, so all ranks derive the same ones.
+
+In: an inventory, the host's names of modules; the reports of all ranks. Out: `ModulePlan`s, `GroupPlan`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..errors import UnsupportedError
+from ..model.inventory import Inventory, Item
+from .buckets import FLOATING, PARAMETERS, ReplicaBucket, plan_buckets
+
+Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ModulePlan:
+    """The part of one module that this rank holds, in buckets of bounded size."""
+
+    name: str
+    items: tuple[Item, ...]
+    buckets: tuple[ReplicaBucket, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its parameters on this rank."""
+        return sum(bucket.nbytes for bucket in self.buckets)
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """The groups of one rank. `replica`: all ranks of its copy of the model; `holders`: by module, the ranks of its
+    replica that hold a part of it; `modules`: the names of all modules, on any rank, in one order; `order`: those of
+    this rank, in the order in which they are exchanged; `spanning`: those that ranks with other modules hold too."""
+
+    position: int  # of this rank's replica among the replicas
+    replica: Ranks
+    holders: Mapping[str, Ranks]
+    modules: tuple[str, ...]
+    order: tuple[str, ...]
+    spanning: frozenset[str]
+
+
+def synchronised(inventory: Inventory) -> tuple[Item, ...]:
+    """The items that local SGD averages: what the optimizer updates. Raises UnsupportedError for one that has no
+    replica to be averaged with, or whose values cannot be averaged."""
+    items = tuple(item for item in inventory.items if item.role in PARAMETERS and item.changed_by and item.nbytes)
+    for item in items:
+        if not item.background:
+            raise UnsupportedError(
+                f"rank {inventory.rank}: parameter '{item.name}' may change at any time, not in the update alone: local "
+                "SGD cannot synchronise it; give it to the optimizer, or drop --sync"
+            )
+        if item.dtype not in FLOATING:
+            raise UnsupportedError(
+                f"rank {inventory.rank}: parameter '{item.name}' is {item.dtype}, whose mean has no meaning; drop --sync"
+            )
+    return items
+
+
+def require_replicas(items: Sequence[Item], rank: int, framework: str) -> Ranks:
+    """The sync group of a rank. Raises UnsupportedError if its items have no replicas, or different ones."""
+    sets = {item.replicas for item in items}
+    if not sets:
+        return (rank,)
+    if len(sets) > 1:
+        raise UnsupportedError(
+            f"{framework}: rank {rank} holds parameters with different replicas, {sorted(sets)[:2]} (experts of a "
+            "mixture, or shared ones): local SGD does not support that; drop --sync"
+        )
+    (members,) = sets
+    if len(members) == 1:
+        raise UnsupportedError(
+            f"{framework}: rank {rank} holds parameters of which there is no other replica, so that there is nothing to "
+            "synchronise: raise the data-parallel size above the shards (--sync-shard-ranks, "
+            "--num-distributed-optimizer-instances), or drop --sync"
+        )
+    return members
+
+
+def plan_modules(inventory: Inventory, modules: Mapping[str, str], bucket_bytes: int) -> tuple[ModulePlan, ...]:
+    """The modules of a rank, in the order of `modules`, which names the module of each item."""
+    items = synchronised(inventory)
+    order = list(dict.fromkeys(modules.values()))
+    plans = []
+    for name in order:
+        own = tuple(item for item in items if modules[item.name] == name)
+        if own:
+            buckets = plan_buckets(Inventory.of(inventory.rank, own), bucket_bytes)
+            plans.append(ModulePlan(name, own, buckets.all))
+    return tuple(plans)
+
+
+def plan_groups(rank: int, groups: Sequence[Ranks], modules: Sequence[Sequence[str]]) -> GroupPlan:
+    """The groups of `rank`, from the sync group and the modules of each rank of the job. Raises UnsupportedError if
+    sync groups differ in size."""
+    sizes = {len(group) for group in groups}
+    if len(sizes) > 1:
+        raise UnsupportedError(f"local SGD: expected sync groups of one size, found sizes {sorted(sizes)}; drop --sync")
+    positions = [group.index(number) for number, group in enumerate(groups)]
+    replica = tuple(number for number, position in enumerate(positions) if position == positions[rank])
+    holders: dict[str, list[int]] = {}
+    for number in replica:
+        for name in modules[number]:
+            holders.setdefault(name, []).append(number)
+    own = list(modules[rank])
+    spanning = frozenset(name for name in own if any(list(modules[number]) != own for number in holders[name]))
+    return GroupPlan(
+        position=positions[rank],
+        replica=replica,
+        holders={name: tuple(ranks) for name, ranks in holders.items()},
+        modules=tuple(sorted({name for names in modules for name in names})),
+        # spanning ones first, by name: ranks that have several of them in common exchange them in one order
+        order=(*sorted(spanning), *(name for name in own if name not in spanning)),
+        spanning=spanning,
+    )

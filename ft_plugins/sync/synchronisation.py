@@ -1,0 +1,231 @@
+"""Synchronise replicas module by module. Carries out a policy's rules; decides nothing by itself.
+
+    remember          live -> anchors: the values that replicas start from together
+    judge             norms of every module's change on every replica -> one `Judgement` per module    (collective)
+    exchange          live values of all replicas -> the target of one module                          (collective)
+    apply             outer step from anchor to target; the result becomes live
+
+Each rank of a sync group owns 1/M of the coordinates of a bucket: it receives the others' values of its part, combines
+them, and sends the result to all. The clip factor is derived from the squares of those parts, which all members receive
+in rank order.
+
+Invariant: after `apply` all replicas hold the same bits, whatever they held before, and so do anchors and momentum.
+Only `apply` writes live tensors, anchors and momentum; the rest may run behind forward and backward.
+
+In: modules, live tensors, rules. Out: changed tensors; what was judged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import ceil, sqrt
+
+import torch
+
+from .aggregate import Aggregate, aggregate, weighted
+from .averager import LiveTensors, flat, read, write
+from .buckets import ItemPiece, ReplicaBucket
+from .links import Links
+from .modules import GroupPlan, ModulePlan, Ranks
+from .outer import OuterRules, outer_step
+from .penalty import Judgement, NormStatistics, PenaltyRules, clip_factor, judge
+
+
+@dataclass
+class ModuleState:
+    """The anchors and the outer momentum of one module, by item, flat, in fp32 (float64 for float64 parameters)."""
+
+    anchors: dict[str, torch.Tensor]
+    momentum: dict[str, torch.Tensor]
+    statistics: list[NormStatistics] = field(default_factory=list)  # by member of the sync group
+
+
+@dataclass(frozen=True)
+class SynchronisationRules:
+    """How replicas are combined. `clips`: whether the norm of a module's mean change is bounded."""
+
+    outer: OuterRules
+    penalty: PenaltyRules | None
+
+    @property
+    def clips(self) -> bool:
+        return self.penalty is not None and self.penalty.clip != float("inf")
+
+
+class Synchronisation:
+    """The modules of one rank. `offload`: anchors and momentum are in host memory, and on the device only while their
+    module is exchanged and applied."""
+
+    def __init__(
+        self, modules: Sequence[ModulePlan], groups: GroupPlan, links: Links, replica: Links, tensors: LiveTensors,
+        rules: SynchronisationRules, offload: bool = False,
+    ) -> None:  # fmt: skip
+        """Claim memory. `links`: within the sync group; `replica`: within this rank's copy of the model."""
+        self._modules = {module.name: module for module in modules}
+        self._groups, self._links, self._replica = groups, links, replica
+        self._tensors, self._rules = tensors, rules
+        self._targets: dict[str, _Target] = {}
+        self._judgements: dict[str, Judgement] = {}
+        live = tensors()
+        self.states: dict[str, ModuleState] = {}
+        for module in modules:
+            anchors = {item.name: _anchor_of(live[item.name], offload) for item in module.items}
+            momentum = {name: torch.zeros_like(one) for name, one in anchors.items()} if rules.outer.has_buffer else {}
+            statistics = [NormStatistics() for _ in self._members(module)] if rules.penalty else []
+            self.states[module.name] = ModuleState(anchors, momentum, statistics)
+
+    @staticmethod
+    def _members(module: ModulePlan) -> Ranks:
+        return module.items[0].replicas
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that is held permanently."""
+        held = [each for state in self.states.values() for each in (*state.anchors.values(), *state.momentum.values())]
+        return sum(tensor.nbytes for tensor in held)
+
+    def remember(self) -> None:
+        """Take the live values as anchors: replicas are identical now."""
+        live = self._tensors()
+        for state in self.states.values():
+            for name, anchor in state.anchors.items():
+                anchor.copy_(flat(name, live[name]))
+
+    # ---- collectives ----
+
+    def judge(self) -> None:
+        """Compare the changes of all replicas, module by module, if there is a penalty. A collective of all ranks."""
+        penalty, names, live = self._rules.penalty, self._groups.modules, self._tensors()
+        if penalty is None or not self._modules:
+            return
+        squares = dict.fromkeys(names, 0.0)
+        for name, module in self._modules.items():
+            anchors = _on_device(self.states[name].anchors, self._links.device)
+            for bucket in module.buckets:
+                if bucket.in_norm:
+                    squares[name] += _change(read(bucket, live), bucket, anchors).square().sum().item()
+        table = self._replica.gather_job([squares[name] for name in names])
+        total = torch.from_numpy(sum(table)).to(self._links.device)  # summed in rank order: the same bits on all ranks
+        members = self._members(next(iter(self._modules.values())))
+        norms = self._links.all_gather(members, total.sqrt()).cpu()
+        for name in self._modules:
+            column = norms[:, names.index(name)].tolist()
+            self._judgements[name] = judge(column, self.states[name].statistics, penalty)
+
+    def exchange(self, name: str) -> float:
+        """Combine the values of all replicas of one module into its target. Returns the factor by which its change is
+        clipped. A collective of the ranks that hold a part of the module, on all replicas."""
+        module, live, judgement = self._modules[name], self._tensors(), self._judgements.get(name)
+        target = _Target(_on_device(self.states[name].anchors, self._links.device))
+        self._targets[name] = target
+        if judgement is not None and judgement.rollback:
+            return 1.0
+        squares = 0.0
+        for bucket in module.buckets:
+            mean = self._mean(bucket, read(bucket, live), judgement)
+            target.values.append(mean)
+            if self._rules.clips and bucket.in_norm:
+                squares += _change(mean, bucket, target.anchors)[self._own_part(bucket)].square().sum().item()
+        factor = self._clip_factor(name, squares) if self._rules.clips else 1.0
+        if factor != 1.0:
+            for bucket, value in zip(module.buckets, target.values, strict=True):
+                anchor = _read_flat(target.anchors, bucket).double()
+                value.copy_(anchor + factor * (value.double() - anchor))
+        return factor
+
+    def _mean(self, bucket: ReplicaBucket, own: torch.Tensor, judgement: Judgement | None) -> torch.Tensor:
+        """The mean of a bucket over its replicas, weighted as judged."""
+        part = _part(bucket)
+        rows = torch.zeros(len(bucket.replicas) * part, dtype=own.dtype, device=own.device)
+        rows[: len(own)] = own
+        received = self._links.all_to_all(bucket.replicas, rows.view(-1, part))
+        if judgement is None or judgement.weights_are_equal:
+            chosen = [place for place, weight in enumerate(judgement.weights) if weight] if judgement else slice(None)
+            combined = aggregate(received[chosen], Aggregate.MEAN)
+        else:
+            combined = weighted(received, judgement.weights).to(own.dtype)
+        return self._links.all_gather(bucket.replicas, combined).view(-1)[: len(own)]
+
+    def _own_part(self, bucket: ReplicaBucket) -> slice:
+        """The coordinates that this rank combines."""
+        start = bucket.replicas.index(self._links.rank) * _part(bucket)
+        return slice(start, start + _part(bucket))
+
+    def _clip_factor(self, name: str, squares: float) -> float:
+        """The factor for a module's mean change, from the squares of the parts of all its ranks, in rank order."""
+        assert self._rules.penalty is not None
+        members, holders = self._members(self._modules[name]), self._groups.holders[name]
+        total = sum(self._gathered(self._links, members, squares))
+        if len(holders) > 1:
+            total = sum(self._gathered(self._replica, holders, total))
+        return clip_factor(sqrt(total), self._rules.penalty.clip)
+
+    def _gathered(self, links: Links, ranks: Ranks, value: float) -> list[float]:
+        own = torch.tensor([value], dtype=torch.float64, device=links.device)
+        return [float(each) for each in links.all_gather(ranks, own).view(-1).cpu()]
+
+    # ---- training thread ----
+
+    @torch.no_grad()
+    def apply(self, name: str) -> Judgement | None:
+        """Make the target of a module live, through the outer optimizer. Returns its judgement, if there is one."""
+        module, state, live = self._modules[name], self.states[name], self._tensors()
+        target = self._targets.pop(name)
+        momentum = _on_device(state.momentum, self._links.device)
+        for bucket, values in zip(module.buckets, target.values, strict=False):  # none, after a rollback
+            pieces = values.split([piece.stop - piece.start for piece in bucket.pieces])
+            for piece, value in zip(bucket.pieces, pieces, strict=True):
+                anchor = _piece(target.anchors, piece)
+                buffer = _piece(momentum, piece) if momentum else None
+                outer_step(anchor, value.to(anchor.dtype), buffer, self._rules.outer)
+        for bucket in module.buckets:
+            write(bucket, live, _read_flat(target.anchors, bucket))
+        for held, used in ((state.anchors, target.anchors), (state.momentum, momentum)):
+            for item, tensor in held.items():
+                if tensor is not used[item]:
+                    tensor.copy_(used[item])
+        judgement = self._judgements.pop(name, None)
+        if judgement is not None:
+            state.statistics = list(judgement.statistics)
+        return judgement
+
+
+@dataclass
+class _Target:
+    """What a module moves to: the anchors to start from, on the device, and the combined values by bucket; no values if
+    the module is rolled back."""
+
+    anchors: Mapping[str, torch.Tensor]
+    values: list[torch.Tensor] = field(default_factory=list)
+
+
+def _anchor_of(live: torch.Tensor, offload: bool) -> torch.Tensor:
+    """A flat copy of a parameter in fp32 or wider; pinned if it is in host memory and the parameter on a device."""
+    dtype = live.dtype if live.dtype is torch.float64 else torch.float32
+    device = torch.device("cpu") if offload else live.device
+    anchor = torch.empty(live.numel(), dtype=dtype, device=device, pin_memory=offload and live.is_cuda)
+    return anchor.copy_(flat("a parameter", live))
+
+
+def _on_device(tensors: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    """The tensors themselves where they are there already, else copies."""
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+
+
+def _part(bucket: ReplicaBucket) -> int:
+    """How many coordinates of a bucket each replica combines."""
+    return ceil(bucket.elements / len(bucket.replicas))
+
+
+def _piece(tensors: Mapping[str, torch.Tensor], piece: ItemPiece) -> torch.Tensor:
+    return tensors[piece.item][piece.start : piece.stop]
+
+
+def _read_flat(tensors: Mapping[str, torch.Tensor], bucket: ReplicaBucket) -> torch.Tensor:
+    """A bucket out of flat tensors."""
+    return torch.cat([_piece(tensors, piece) for piece in bucket.pieces])
+
+
+def _change(values: torch.Tensor, bucket: ReplicaBucket, anchors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """`values` of a bucket minus their anchors, in float64."""
+    return values.double() - _read_flat(anchors, bucket).double()

@@ -1,0 +1,281 @@
+"""Local SGD: replicas train on their own and are synchronised every tau iterations.
+
+    after_update       at a synchronisation: judge and exchange, in the background (sync.synchronisation)
+                       apply WAIT: wait for all modules, and apply them
+    module forward     apply FORWARD: wait for this module and apply it, while the next one is exchanged (EDiT, 3.1)
+    before_update      apply UPDATE: apply all modules
+
+What is started runs on one thread, in one order on all ranks of a sync group. Modules that several pipeline stages hold
+(a tied embedding) come first: a stage that waits for another one's forward would wait for ever if that one waited for
+its part of such a module.
+
+Invariant: every rank does the same at the same iteration, because the policy is pure. An error here ends the rank:
+replicas that are treated differently are worse than none. Anchors and the outer momentum are equal on all replicas at
+every version point; parameters at those of `LocalSgdPolicy.identical`.
+
+In: a host with `ReplicaOperations` and `ReductionControl`. Out: changed tensors; events; state for snapshots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgpack
+import torch
+import torch.distributed as dist
+
+from ..collective import Collective
+from ..config import SyncConfig
+from ..errors import UnsupportedError
+from ..events import Events, catalogue
+from ..model.host import Host, ReplicaOperations
+from ..model.inventory import Item, Role
+from ..model.reduction import ReductionControl
+from ..snapshot.slots import Mark
+from ..sync.background import Background, BackgroundJob
+from ..sync.links import Links
+from ..sync.local_policy import Apply, LocalSgdPolicy, chosen_apply, policy_of
+from ..sync.modules import GroupPlan, plan_groups, plan_modules, require_replicas, synchronised
+from ..sync.penalty import NormStatistics
+from ..sync.synchronisation import Synchronisation, SynchronisationRules
+from .sync_items import OuterItems
+
+_BUCKET_BYTES = 16 << 20  # of parameters exchanged at once; temporary memory is about 8 times that
+
+
+class LocalSgd:
+    """Local SGD on one rank, as a `Synchronizer`. Call `connect`, then `begin`, then the hooks."""
+
+    name = "local_sgd"
+    waits_at_begin = False
+
+    def __init__(self, host: Host, config: SyncConfig, events: Events, every: bool) -> None:
+        """Plan, without communication. `every`: versions are also taken between synchronisations. Raises ConfigError;
+        UnsupportedError if local SGD is impossible here."""
+        self.on_complete: Callable[[], None] = lambda: None
+        if not (isinstance(host, ReplicaOperations) and isinstance(host, ReductionControl)):
+            raise UnsupportedError(
+                f"{host.framework}: the reduction of gradients cannot be controlled here; drop --sync"
+            )
+        self._host: Host = host
+        self._operations: ReplicaOperations = host
+        self._control: ReductionControl = host
+        self._events, self._config, self._every = events, config, every
+        inventory = host.inventory()
+        items = synchronised(inventory)
+        self._members = require_replicas(items, host.rank, host.framework)
+        self._modules = plan_modules(inventory, host.modules(), _BUCKET_BYTES)
+        masters = any(item.role is Role.MAIN_PARAMETER for item in items)
+        apply = chosen_apply(config, follows_modules=not masters and self._follows_modules(), has_masters=masters)
+        self._policy: LocalSgdPolicy = policy_of(config, apply)
+        self._under_way: dict[str, BackgroundJob[float] | None] = {}  # modules still to be applied; None: not started
+        self._judging: BackgroundJob[Any] | None = None
+        self._round = self._at = 0  # number of synchronisations; iteration of the last one
+        self._waited = 0.0
+        self._report: dict[str, Any] = {}
+        self._background: Background | None = None
+
+    def _follows_modules(self) -> bool:
+        """Have the host announce the forward of each module, if the policy may need that."""
+        if self._config.apply != "forward" and (self._config.apply, self._config.policy) != ("auto", "edit"):
+            return False
+        try:
+            self._control.before_modules(self._before_module)
+        except UnsupportedError:
+            return False
+        return True
+
+    def table(self) -> str:
+        """A message on what is synchronised when, and what it costs."""
+        policy, nbytes = self._policy, sum(module.nbytes for module in self._modules)
+        ends = {
+            Apply.WAIT: "training waits for it",
+            Apply.FORWARD: "each module just before its next forward",
+            Apply.UPDATE: "applied before the next update, behind a whole iteration",
+        }
+        lines = [
+            f"local SGD ({policy.name}): {len(self._members)} replicas, synchronised every {policy.tau} iterations"
+            + (f" after {policy.warmup} of warm-up" if policy.warmup else "")
+            + f"; {ends[policy.apply]}",
+            f"{len(self._modules)} modules of {nbytes} bytes on rank {self._host.rank}; "
+            f"{self._synchronisation.nbytes} bytes are held for the last synchronised parameters and outer momentum"
+            + (", in host memory" if self._config.offload else ""),
+        ]
+        return "\n  ".join(lines)
+
+    def connect(self, collective: Collective) -> None:
+        """Create process groups, claim memory, take control of the reduction. Every rank of the job calls."""
+        self._control.prepare_reduction()
+        names = [module.name for module in self._modules]
+        parts = collective.gather(msgpack.packb([list(self._members), names]))
+        reports = [msgpack.unpackb(part) for part in parts]
+        with collective.agreement():
+            groups = [tuple(members) for members, _ in reports]
+            plan = plan_groups(self._host.rank, groups, [names for _, names in reports])
+        live = self._host.tensors
+        device = next((tensor.device for tensor in live().values()), torch.device("cpu"))
+        self._background = Background(device)
+        self._order, self._spanning = plan.order, plan.spanning
+        links, replica = self._links(plan, device)
+        self._peers = links
+        rules = SynchronisationRules(self._policy.outer, self._policy.penalty)
+        self._synchronisation = Synchronisation(self._modules, plan, links, replica, live, rules, self._config.offload)
+        captures_anchors = self._every or self._policy.previous_anchor_is_needed
+        self._outer_items = OuterItems(self._modules, self._synchronisation.states, captures_anchors)
+
+    def _links(self, plan: GroupPlan, device: torch.device) -> tuple[Links, Links]:
+        """Links within the sync group, and within this rank's replica and those of its ranks that share a module.
+
+        Only members create a group, all in one order, so that none waits for a rank that waits for another group.
+        """
+        shared = {ranks for ranks in plan.holders.values() if len(ranks) > 1 and self._host.rank in ranks}
+        ranks_of = sorted({self._members, plan.replica, *shared})
+        made = {ranks: dist.new_group(list(ranks), use_local_synchronization=True) for ranks in ranks_of}
+        sync = Links(self._host.rank, {self._members: made[self._members]}, made[self._members], device)
+        return sync, Links(self._host.rank, made, made[plan.replica], device)
+
+    # ---- state that a snapshot carries ----
+
+    def captured(self, item: Item) -> Item:
+        """Parameters have their replicas only if versions are taken where these are identical; other tensors that
+        updates change belong to one replica."""
+        if not item.changed_by or len(item.replicas) == 1:
+            return item
+        parameter = item.role in (Role.PARAMETER, Role.MAIN_PARAMETER)
+        if parameter and not self._every and self._policy.apply is not Apply.UPDATE:
+            return item
+        own = set(self._control.shard_group()) & set(item.replicas)
+        return replace(item, replicas=tuple(sorted(own | {self._host.rank})))
+
+    def items(self) -> Sequence[Item]:
+        return self._outer_items.items
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        return self._outer_items.tensors()
+
+    def state(self) -> dict[str, Any]:
+        """Statistics of norms, and the number of synchronisations, as of the version point."""
+        states = self._synchronisation.states
+        statistics = {name: [one.values() for one in state.statistics] for name, state in states.items()}
+        return {"round": self._round, "statistics": statistics}
+
+    def begin(self, completed: int, state: Mapping[str, Any] | None = None) -> None:
+        states = self._synchronisation.states
+        if state is not None:
+            self._round = state["round"]
+            for name, values in state["statistics"].items():
+                states[name].statistics = [NormStatistics.from_values(one) for one in values]
+        if state is None or not self._outer_items.has_anchors:
+            self._synchronisation.remember()
+        self._control.reduce_over(self._policy.reduced_over(completed + 1))
+        if state is not None and self._policy.in_flight(completed):
+            self._start(completed)
+
+    def defers(self, step: int) -> bool:
+        return bool(self._under_way) and self._policy.apply is Apply.FORWARD and self._at == step
+
+    def mark(self, step: int) -> Mark:
+        return Mark.UNAUDITED if self._policy.identical(step) else Mark.DIVERGED
+
+    def tainted(self) -> int | None:
+        """None: replicas are allowed to differ."""
+        return None
+
+    # ---- hooks ----
+
+    def iteration_begin(self, step: int, wait_for_capture: Callable[[], None]) -> None:
+        """Does nothing."""
+
+    def complete(self, step: int) -> None:
+        """Apply the modules whose forward has not come, so that a deferred version can be captured."""
+        if self._policy.apply is Apply.FORWARD:
+            self._apply_all()
+
+    def before_update(self, step: int) -> None:
+        """Apply a synchronisation that ran behind the whole iteration. Between synchronisations, if versions are taken
+        there, wait for all replicas: a capture may overwrite the oldest version only when every rank has passed the
+        fence of the version between, and no reduction of gradients guarantees that now."""
+        if self._policy.apply is Apply.UPDATE:
+            self._apply_all()
+        if self._every and step - 1 > self._policy.warmup:
+            self._peers.gather_job([float(step)])
+
+    def after_update(self, step: int) -> None:
+        """Start a synchronisation if one is due; choose over which replicas the next iteration reduces."""
+        if self._policy.anchors(step):
+            self._synchronisation.remember()
+        if self._policy.due(step):
+            self._start(step)
+            if self._policy.apply is Apply.WAIT:
+                self._apply_all()
+        self._control.reduce_over(self._policy.reduced_over(step + 1))
+
+    def shutdown(self) -> None:
+        """The orderly end: apply what is under way. Idempotent."""
+        if self._background is None:
+            return
+        self._apply_all()
+        self._background.close()
+        self._background = None
+
+    # ---- one synchronisation ----
+
+    def _start(self, step: int) -> None:
+        assert self._background is not None
+        self._round, self._at, self._waited = self._round + 1, step, 0.0
+        self._report = {"left_out": {}, "rolled_back": [], "clipped": {}}
+        self._judging = self._background.start(self._synchronisation.judge)
+        self._under_way = dict.fromkeys(self._order)
+        at_once = self._policy.apply is not Apply.FORWARD
+        for place, name in enumerate(self._order):
+            if at_once or name in self._spanning or (place == 0 and self._config.prefetch):
+                self._exchange(name)
+
+    def _exchange(self, name: str) -> None:
+        """Start the exchange of a module, unless it is started."""
+        assert self._background is not None
+        if self._under_way.get(name, True) is None:
+            self._under_way[name] = self._background.start(lambda: self._synchronisation.exchange(name))
+
+    def _before_module(self, name: str) -> None:
+        """The forward of a module is about to begin."""
+        if name in self._under_way and self._policy.apply is Apply.FORWARD:
+            self._apply(name)
+
+    def _apply_all(self) -> None:
+        for name in self._order if self._under_way else ():
+            if name in self._under_way:
+                self._apply(name)
+
+    def _apply(self, name: str) -> None:
+        """Wait for a module's exchange, and apply it; with prefetch start that of the next one first."""
+        self._exchange(name)
+        if self._config.prefetch:
+            following = self._order[self._order.index(name) + 1 :]
+            if waiting := next((each for each in following if each in self._under_way), None):
+                self._exchange(waiting)
+        job = self._under_way.pop(name)
+        assert job is not None
+        factor = job.wait()
+        self._waited += job.waited
+        judgement = self._synchronisation.apply(name)
+        if judgement is not None and any(judgement.anomalous):
+            self._report["left_out"][name] = [
+                rank for rank, outlier in zip(self._members, judgement.anomalous, strict=True) if outlier
+            ]
+        if judgement is not None and judgement.rollback:
+            self._report["rolled_back"].append(name)
+        if factor != 1.0:
+            self._report["clipped"][name] = factor
+        if not self._under_way:
+            self._finish()
+
+    def _finish(self) -> None:
+        self._operations.derive()
+        self._events.emit(
+            catalogue.REPLICAS_SYNCHRONISED, iteration=self._at, round=self._round, policy=self._policy.name,
+            waited_seconds=self._waited, **self._report,
+        )  # fmt: skip
+        self.on_complete()
