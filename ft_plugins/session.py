@@ -61,7 +61,7 @@ class Session:
             )  # fmt: skip
         self._carrying = CarryingHost(host)
         self._sync: Synchronizer | None = None
-        self._deferred: tuple[int, bytes] | None = None  # iteration and small state of a version still to be captured
+        self._deferred: tuple[int, bytes] | None = None  # iteration and small state of a version to be captured later
         if config.paft is not None or config.sync is not None:
             self._start_synchronizer()
         if config.capture is not None:

@@ -57,12 +57,12 @@ def synchronised(inventory: Inventory) -> tuple[Item, ...]:
     for item in items:
         if not item.background:
             raise UnsupportedError(
-                f"rank {inventory.rank}: parameter '{item.name}' may change at any time, not in the update alone: local "
-                "SGD cannot synchronise it; give it to the optimizer, or drop --sync"
+                f"rank {inventory.rank}: parameter '{item.name}' may change at any time, not in the update alone: "
+                "local SGD cannot synchronise it; give it to the optimizer, or drop --sync"
             )
         if item.dtype not in FLOATING:
             raise UnsupportedError(
-                f"rank {inventory.rank}: parameter '{item.name}' is {item.dtype}, whose mean has no meaning; drop --sync"
+                f"rank {inventory.rank}: parameter '{item.name}' is {item.dtype}, of which there is no mean; drop --sync"
             )
     return items
 
@@ -80,7 +80,7 @@ def require_replicas(items: Sequence[Item], rank: int, framework: str) -> Ranks:
     (members,) = sets
     if len(members) == 1:
         raise UnsupportedError(
-            f"{framework}: rank {rank} holds parameters of which there is no other replica, so that there is nothing to "
+            f"{framework}: rank {rank} holds parameters of which there is no other replica, so there is nothing to "
             "synchronise: raise the data-parallel size above the shards (--sync-shard-ranks, "
             "--num-distributed-optimizer-instances), or drop --sync"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from ft_plugins.adapters.plain import PlainHost
 from ft_plugins.config import Config, LaunchContext
 from ft_plugins.errors import ConfigError, ReplicaError
+from ft_plugins.model.inventory import Item, Role
 from ft_plugins.session import Session, attach
 from ft_plugins.smp.client import Client
 from ft_plugins.smp.status import marks_in, newest_common
@@ -112,8 +114,8 @@ def _loaded_after(rank: int, world: int) -> tuple[int, int, bool]:
     """A restore from memory has carried a turn; then the framework's own checkpoint of 30 is loaded."""
     one = Incarnation(rank, world, {"paft": PAFT}, None, 0)
     turns = {"turn": [34, 6, ""], "diverged": True, "rates_squared": 1.0, "signal": None}
-    one.session._carrying.carried = {"turns": turns, "offences": {}}
-    return one.session.resume(30), one.session._paft._turns.turn.at, one.session._paft._turns.diverged
+    one.session._carrying.restored_state = {"turns": turns, "offences": {}}
+    return one.session.resume(30), one.session._sync._turns.turn.at, one.session._sync._turns.diverged
 
 
 def test_what_was_carried_before_is_none_of_a_checkpoint_that_is_loaded_later(ranks: Ranks) -> None:
@@ -320,18 +322,35 @@ def test_where_nothing_is_compared_there_is_no_slot_more_and_the_newest_is_resum
     assert [resumed for resumed, _ in ranks(_life, 2, block, node.run_dir, node.fence(), 6)] == [5, 5]
 
 
+class Carried:
+    """A synchronizer with a tensor and a number, whose replicas may differ."""
+
+    name = "carried"
+
+    def captured(self, item: Item) -> Item:
+        return replace(item, replicas=(0,))
+
+    def items(self) -> list[Item]:
+        return [Item("carried:w", "float32", (4,), 16, Role.OUTER, (0, 1))]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {"carried:w": torch.zeros(4)}
+
+    def state(self) -> dict[str, Any]:
+        return {"turn": 3}
+
+
 def test_what_is_carried_comes_back_and_the_host_does_not_see_it() -> None:
     seen: list[Any] = []
     host = PlainHost({"w": torch.zeros(4)}, world_size=2, replicated=True, set_state=lambda state: seen.append(state))
     carrying = CarryingHost(host)
     assert carrying.small_state().keys() == host.small_state().keys() and carrying.framework == host.framework
-    carrying.state = lambda: {"turn": 3}
+    carrying.synchronizer = Carried()
     small = carrying.small_state()
     carrying.restore(small)
-    assert carrying.carried == {"turn": 3} and seen == [{}]
+    assert carrying.restored_state == {"turn": 3} and seen == [{}]
     carrying.restore(host.small_state())
-    assert carrying.carried is None
+    assert carrying.restored_state is None
     assert carrying.merged([small]).keys() == host.small_state().keys()
-    assert carrying.inventory() == host.inventory()
-    carrying.diverges = True
-    assert [item.replicas for item in carrying.inventory().items] == [(0,)]
+    assert [(item.name, item.replicas) for item in carrying.inventory().items] == [("carried:w", (0, 1)), ("w", (0,))]
+    assert carrying.tensors().keys() == {"carried:w", "w"}
