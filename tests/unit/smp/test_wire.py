@@ -34,6 +34,7 @@ from ft_plugins.smp.protocol import FRAME_LIMIT
 from ft_plugins.smp.readers import PipelinedPeer
 from ft_plugins.smp.wire import SECRET_LIMIT, Peer, Server, read_secret
 from ft_plugins.snapshot.slots import Version
+from ft_plugins.testing.job_control import wait_until
 
 JOB = "a-job"
 SECRET = b"a secret of 32 bytes, all random"
@@ -534,7 +535,10 @@ def test_an_idle_connection_makes_room_first_the_oldest_of_the_same_node(
 
         def alive(known: Known) -> bool:
             known.say({"do": "echo", "value": 7})
-            return bool(known.hear()["echo"] == 7)
+            answered = bool(known.hear()["echo"] == 7)
+            open_ones = there.server._connections._open  # each becomes idle only after its reply has been sent
+            wait_until(lambda: not any(each.busy for each in [*open_ones]), SECONDS, lambda: f"busy: {[*open_ones]}")
+            return answered
 
         others, first, second = newer(other), newer(), newer()
         assert alive(first), "since then the second has been idle for longer"
