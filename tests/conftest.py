@@ -59,11 +59,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 class ByFile(LoadScopeScheduling):
     """Give each process of a parallel run whole files. Scenarios of one framework stay together, because they share a
-    fork server and golden runs. On two cores whole jobs run one at a time: two would starve each other's ranks."""
+    fork server and golden runs. On two cores (three processes) whole jobs run one at a time: two would starve each
+    other's ranks."""
 
     def _split_scope(self, nodeid: str) -> str:
         path = nodeid.partition("::")[0]
-        if nodeid.startswith(WHOLE_JOBS) and self.numnodes <= 2:
+        if nodeid.startswith(WHOLE_JOBS) and self.numnodes <= 3:
             return "whole jobs"
         if not path.startswith("tests/scenarios/"):
             return path

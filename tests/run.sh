@@ -5,13 +5,14 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/setup.sh
 
+workers=$(($(env -u OMP_NUM_THREADS nproc) + 1)) # one more than cores: unit tests mostly wait for sockets and processes
 # One thread per rank: a test runs many ranks on few cores. Nothing here compiles.
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 PYTHONUNBUFFERED=1
 
 segments() { find /dev/shm -maxdepth 1 -name 'ftp-*' | sort; }
 before=$(segments)
 code=0
-.venv/bin/python -m pytest -n logical --maxprocesses 8 "$@" </dev/null || code=$?
+.venv/bin/python -m pytest -n "$workers" --maxprocesses 8 "$@" </dev/null || code=$?
 left=$(comm -13 <(printf '%s\n' "$before") <(segments))
 if [ -n "$left" ]; then
     printf 'FAILED: the tests left segments behind in /dev/shm:\n%s\n' "$left"

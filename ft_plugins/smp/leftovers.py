@@ -67,12 +67,12 @@ def sweep(
 
 
 def _abandoned(job: str, node: str, seconds: float) -> bool:
-    """Whether neither an SMP nor a trainer has used a job's segments for that long. An SMP touches its lock file."""
-    lock = paths.lock_of(job, node)
-    files = paths.segments_of(job, node)
-    if liveness.held(lock) or time.time() - max(_touched(path) for path in [*files, lock]) < seconds:
+    """Whether neither an SMP nor a trainer has used a job's segments for that long, nor is one being made. An SMP
+    touches its lock file."""
+    youngest = max((_touched(path) for path in paths.files_of(job, node)), default=0.0)
+    if liveness.held(paths.lock_of(job, node)) or time.time() - youngest < seconds:
         return False
-    for path in files:
+    for path in paths.segments_of(job, node):
         try:
             segment = segments.Segment(path)
         except SegmentError:

@@ -61,6 +61,11 @@ def previous_segments_of(job: str, node: str) -> list[Path]:
     return sorted(path for path, rest in _files(job, node) if _PREVIOUS.fullmatch(rest))
 
 
+def files_of(job: str, node: str) -> list[Path]:
+    """All files of this user for a job on a node: segments, unfinished ones, the lock."""
+    return sorted(path for path, rest in _files(job, node) if _ANY.fullmatch(rest) and is_own(path))
+
+
 def jobs() -> list[tuple[str, str]]:
     """The (job, node) of every file of this user in shared memory: segments, unfinished ones, locks."""
     pairs = set()
@@ -90,9 +95,8 @@ def foreign_files(job: str, node: str) -> str:
 def remove(job: str, node: str) -> int:
     """Remove the files of a job on a node, unfinished ones included. Returns how many, without the lock file. Files of
     other users stay, and so does what cannot be unlinked, such as a folder."""
-    own = [path for path, rest in _files(job, node) if _ANY.fullmatch(rest) and is_own(path)]
     removed = 0
-    for path in own:
+    for path in files_of(job, node):
         with suppress(OSError):
             path.unlink(missing_ok=True)
             removed += path != lock_of(job, node)

@@ -229,6 +229,15 @@ def abandoned(base: Path, job: str, node: str) -> Path:
     return path
 
 
+def test_a_segment_that_is_being_made_is_young_although_it_is_no_segment_yet(memory: Path, tmp_path: Path) -> None:
+    unfinished = path_of("new", "a", 0).with_name(path_of("new", "a", 0).name + ".new")
+    unfinished.touch(mode=0o600)
+    assert sweep(tmp_path, 3600) == [] and unfinished.exists()
+    os.utime(unfinished, (0, 0))
+    sweep(tmp_path, 3600)
+    assert not unfinished.exists()
+
+
 def test_the_sweep_takes_segments_that_nobody_owns_and_says_which(memory: Path, job: str, tmp_path: Path) -> None:
     left = [abandoned(tmp_path, job, node) for node in ("a", "b")]
     assert sweep(tmp_path, 0) == left
