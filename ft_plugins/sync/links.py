@@ -23,17 +23,20 @@ class Links:
     """One rank's end of the collectives."""
 
     def __init__(
-        self, rank: int, groups: Mapping[Ranks, dist.ProcessGroup], job: dist.ProcessGroup, device: torch.device
+        self, rank: int, groups: Mapping[Ranks, dist.ProcessGroup], job: dist.ProcessGroup | None, device: torch.device
     ) -> None:
-        """`groups` by the ascending ranks of a set. `device`: that of the tensors to send."""
+        """`groups` by the ascending ranks of a set. `job`: the group of `gather_job`; None for this rank alone.
+        `device`: that of the tensors to send."""
         self.rank = rank
         self.device = device
         self._groups = dict(groups)
         self._job = job
 
     def gather_job(self, row: Sequence[float]) -> Table:
-        """Gather a row of numbers from all ranks of the job: (ranks, len(row)) float64."""
+        """Gather a row of numbers from all ranks of `job`: (ranks, len(row)) float64."""
         own = torch.tensor(row, dtype=torch.float64, device=self.device)
+        if self._job is None:
+            return own.unsqueeze(0).cpu().numpy()
         rows = [torch.empty_like(own) for _ in range(self._job.size())]
         dist.all_gather(rows, own, group=self._job)
         return torch.stack(rows).cpu().numpy()

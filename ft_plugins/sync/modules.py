@@ -100,26 +100,53 @@ def plan_modules(inventory: Inventory, modules: Mapping[str, str], bucket_bytes:
     return tuple(plans)
 
 
-def plan_groups(rank: int, groups: Sequence[Ranks], modules: Sequence[Sequence[str]]) -> GroupPlan:
-    """The groups of `rank`, from the sync group and the modules of each rank of the job. Raises UnsupportedError if
-    sync groups differ in size."""
-    sizes = {len(group) for group in groups}
+@dataclass(frozen=True)
+class JobGroups:
+    """The groups of a job: `sync` and `modules` are the sync group and the modules of each rank, as reported;
+    `replicas` are the ranks of each replica; `holders` those of its ranks that hold a part of a module."""
+
+    sync: tuple[Ranks, ...]
+    modules: tuple[tuple[str, ...], ...]
+    replicas: tuple[Ranks, ...]
+    holders: tuple[Mapping[str, Ranks], ...]  # by replica
+
+    def all(self) -> tuple[Ranks, ...]:
+        """Every group of more than one rank, ascending."""
+        shared = {ranks for by_module in self.holders for ranks in by_module.values()}
+        return tuple(sorted(ranks for ranks in {*self.sync, *self.replicas, *shared} if len(ranks) > 1))
+
+    def of(self, rank: int) -> GroupPlan:
+        """Those of one rank."""
+        position, own = self.sync[rank].index(rank), self.modules[rank]
+        holders = self.holders[position]
+        spanning = frozenset(name for name in own if any(self.modules[number] != own for number in holders[name]))
+        return GroupPlan(
+            position=position,
+            replica=self.replicas[position],
+            holders=holders,
+            modules=tuple(sorted({name for names in self.modules for name in names})),
+            # spanning ones first, by name: ranks that have several of them in common exchange them in one order
+            order=(*sorted(spanning), *(name for name in own if name not in spanning)),
+            spanning=spanning,
+        )
+
+
+def plan_groups(sync: Sequence[Ranks], modules: Sequence[Sequence[str]]) -> JobGroups:
+    """The groups of the job, from the sync group and the modules that each rank reports. One pass over the ranks.
+    Raises UnsupportedError if sync groups differ in size."""
+    sizes = {len(group) for group in sync}
     if len(sizes) > 1:
         raise UnsupportedError(f"local SGD: expected sync groups of one size, found sizes {sorted(sizes)}; drop --sync")
-    positions = [group.index(number) for number, group in enumerate(groups)]
-    replica = tuple(number for number, position in enumerate(positions) if position == positions[rank])
-    holders: dict[str, list[int]] = {}
-    for number in replica:
-        for name in modules[number]:
-            holders.setdefault(name, []).append(number)
-    own = list(modules[rank])
-    spanning = frozenset(name for name in own if any(list(modules[number]) != own for number in holders[name]))
-    return GroupPlan(
-        position=positions[rank],
-        replica=replica,
-        holders={name: tuple(ranks) for name, ranks in holders.items()},
-        modules=tuple(sorted({name for names in modules for name in names})),
-        # spanning ones first, by name: ranks that have several of them in common exchange them in one order
-        order=(*sorted(spanning), *(name for name in own if name not in spanning)),
-        spanning=spanning,
+    replicas: list[list[int]] = [[] for _ in range(max(sizes))]
+    holders: list[dict[str, list[int]]] = [{} for _ in replicas]
+    for rank, group in enumerate(sync):
+        position = group.index(rank)
+        replicas[position].append(rank)
+        for name in modules[rank]:
+            holders[position].setdefault(name, []).append(rank)
+    return JobGroups(
+        sync=tuple(sync),
+        modules=tuple(tuple(names) for names in modules),
+        replicas=tuple(map(tuple, replicas)),
+        holders=tuple({name: tuple(ranks) for name, ranks in by_module.items()} for by_module in holders),
     )

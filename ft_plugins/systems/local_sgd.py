@@ -37,7 +37,7 @@ from ..snapshot.slots import Mark
 from ..sync.background import Background, BackgroundJob
 from ..sync.links import Links
 from ..sync.local_policy import Apply, LocalSgdPolicy, chosen_apply, policy_of
-from ..sync.modules import GroupPlan, plan_groups, plan_modules, require_replicas, synchronised
+from ..sync.modules import plan_groups, plan_modules, require_replicas, synchronised
 from ..sync.penalty import NormStatistics
 from ..sync.synchronisation import Synchronisation, SynchronisationRules
 from .sync_items import OuterItems
@@ -112,29 +112,19 @@ class LocalSgd:
         parts = collective.gather(msgpack.packb([list(self._members), names]))
         reports = [msgpack.unpackb(part) for part in parts]
         with collective.agreement():
-            groups = [tuple(members) for members, _ in reports]
-            plan = plan_groups(self._host.rank, groups, [names for _, names in reports])
+            groups = plan_groups([tuple(members) for members, _ in reports], [names for _, names in reports])
+        plan = groups.of(self._host.rank)
         live = self._host.tensors
         device = next((tensor.device for tensor in live().values()), torch.device("cpu"))
         self._background = Background(device)
         self._order, self._spanning = plan.order, plan.spanning
-        links, replica = self._links(plan, device)
-        self._peers = links
+        made = {ranks: dist.new_group(list(ranks)) for ranks in groups.all()}
+        links = self._peers = Links(self._host.rank, made, made.get(self._members), device)
+        replica = Links(self._host.rank, made, made.get(plan.replica), device)
         rules = SynchronisationRules(self._policy.outer, self._policy.penalty)
         self._synchronisation = Synchronisation(self._modules, plan, links, replica, live, rules, self._config.offload)
         captures_anchors = self._every or self._policy.previous_anchor_is_needed
         self._outer_items = OuterItems(self._modules, self._synchronisation.states, captures_anchors)
-
-    def _links(self, plan: GroupPlan, device: torch.device) -> tuple[Links, Links]:
-        """Links within the sync group, and within this rank's replica and those of its ranks that share a module.
-
-        Only members create a group, all in one order, so that none waits for a rank that waits for another group.
-        """
-        shared = {ranks for ranks in plan.holders.values() if len(ranks) > 1 and self._host.rank in ranks}
-        ranks_of = sorted({self._members, plan.replica, *shared})
-        made = {ranks: dist.new_group(list(ranks), use_local_synchronization=True) for ranks in ranks_of}
-        sync = Links(self._host.rank, {self._members: made[self._members]}, made[self._members], device)
-        return sync, Links(self._host.rank, made, made[plan.replica], device)
 
     # ---- state that a snapshot carries ----
 

@@ -114,7 +114,7 @@ class Simulation:
         self.optimizers = [optimizer_of(model, kind) for model in self.models]
         self.bad = bad
         self.anchors = self.modules(0)
-        self.momentum = {name: np.zeros_like(values) for name, values in self.anchors.items()}
+        self.outer_optimizers: dict[str, tuple[torch.nn.Parameter, torch.optim.SGD]] = {}
 
     def modules(self, replica: int) -> dict[str, np.ndarray]:
         """Flat parameters of one replica by layer."""
@@ -156,10 +156,16 @@ class Simulation:
         return (sum(rows) / len(rows)).astype(np.float32)
 
     def outer(self, name: str, target: np.ndarray, rate: float, momentum: float) -> np.ndarray:
-        """Nesterov on the pseudo-gradient, as DiLoCo has it."""
-        step = self.anchors[name] - target
-        self.momentum[name] = np.float32(momentum) * self.momentum[name] + step
-        return self.anchors[name] - np.float32(rate) * (step + np.float32(momentum) * self.momentum[name])
+        """torch's Nesterov SGD on the pseudo-gradient, as DiLoCo has it."""
+        if name not in self.outer_optimizers:
+            anchor = torch.nn.Parameter(torch.from_numpy(self.anchors[name].copy()))
+            optimizer = torch.optim.SGD([anchor], lr=rate, momentum=momentum, nesterov=True)
+            self.outer_optimizers[name] = anchor, optimizer
+        anchor, optimizer = self.outer_optimizers[name]
+        anchor.data.copy_(torch.from_numpy(self.anchors[name]))
+        anchor.grad = torch.from_numpy(self.anchors[name] - target)
+        optimizer.step()
+        return anchor.detach().numpy().copy()
 
     def digests(self) -> list[str]:
         """Of the parameters of each replica, as `LocalTraining.digest(moments=False)`."""
