@@ -127,7 +127,9 @@ class Synchronisation:
             if self._rules.clips and bucket.in_norm:
                 squares += _change(mean, bucket, target.anchors)[self._own_part(bucket)].square().sum().item()
         factor = self._clip_factor(name, squares) if self._rules.clips else 1.0
-        if factor != 1.0:
+        if factor == 0.0:  # the mean change is not finite, although each replica's is
+            target.values.clear()
+        elif factor != 1.0:
             for bucket, value in zip(module.buckets, target.values, strict=True):
                 anchor = _read_flat(target.anchors, bucket).double()
                 value.copy_(anchor + factor * (value.double() - anchor))
