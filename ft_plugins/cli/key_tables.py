@@ -24,9 +24,12 @@ This page is the output of `ft-plugins config --format markdown`; a test compare
 
 
 def all_defaults() -> Config:
-    """A configuration with every key at its default; unset keys without a default stay unset."""
+    """A configuration with every key at its default; unset keys without a default stay unset. Without local SGD, which
+    cannot be on together with PAFT."""
     block: dict[str, Any] = {}
     for key in keys():
+        if key.path[0] == "sync":
+            continue
         if key.system:
             block[key.path[0]] = {}
         elif key.default is not None:

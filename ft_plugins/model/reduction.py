@@ -52,6 +52,6 @@ class ReductionControl(Protocol):
         ...
 
     def before_modules(self, call: Callable[[str], None]) -> None:
-        """From now on call `call(module)` right before the forward of each of this rank's modules, in every forward of
-        training, recomputations included. Raises UnsupportedError, by name, if forwards cannot be followed."""
+        """From now on call `call(module)` right before each forward of each of this rank's modules, recomputations and
+        evaluations included. Raises UnsupportedError, by name, if forwards cannot be followed."""
         ...

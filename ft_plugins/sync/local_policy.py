@@ -24,7 +24,7 @@ from .outer import OuterRules
 from .penalty import PenaltyRules
 
 
-class Apply(str, Enum):
+class AppliedAt(str, Enum):
     """When a synchronisation that began after an update ends."""
 
     WAIT = "wait"  # at once, while training waits
@@ -39,7 +39,7 @@ class LocalSgdPolicy:
     name: str
     tau: int
     warmup: int
-    apply: Apply
+    apply: AppliedAt
     outer: OuterRules
     penalty: PenaltyRules | None = None
 
@@ -63,7 +63,7 @@ class LocalSgdPolicy:
 
     def in_flight(self, step: int) -> bool:
         """Whether the version of iteration `step` is taken before its synchronisation is applied."""
-        return self.due(step) and self.apply is Apply.UPDATE
+        return self.due(step) and self.apply is AppliedAt.UPDATE
 
     def identical(self, step: int) -> bool:
         """Whether replicas have equal parameters at the version point of iteration `step`."""
@@ -72,13 +72,13 @@ class LocalSgdPolicy:
     @property
     def previous_anchor_is_needed(self) -> bool:
         """Whether a version at a synchronisation needs the parameters of the synchronisation before."""
-        return self.apply is Apply.UPDATE
+        return self.apply is AppliedAt.UPDATE
 
 
 _OUTER = {"diloco": (0.7, 0.9), "edit": (0.8, 0.85), "post_local_sgd": (1.0, 0.0)}  # learning rate and momentum
 
 
-def policy_of(config: SyncConfig, apply: Apply) -> LocalSgdPolicy:
+def policy_of(config: SyncConfig, apply: AppliedAt) -> LocalSgdPolicy:
     """The configured policy. Raises ConfigError."""
     rate, momentum = _OUTER[config.policy]
     outer = OuterRules(
@@ -91,7 +91,7 @@ def policy_of(config: SyncConfig, apply: Apply) -> LocalSgdPolicy:
     return LocalSgdPolicy(config.policy, config.tau, config.warmup, apply, outer, penalty)
 
 
-def chosen_apply(config: SyncConfig, follows_modules: bool, has_masters: bool) -> Apply:
+def chosen_apply(config: SyncConfig, follows_modules: bool, has_masters: bool) -> AppliedAt:
     """When synchronisations end. `follows_modules`: whether the host announces the forward of each module;
     `has_masters`: whether the optimizer updates copies that forward and backward do not read.
 
@@ -102,9 +102,9 @@ def chosen_apply(config: SyncConfig, follows_modules: bool, has_masters: bool) -
             "shards; choose update or wait"
         )
     if config.apply != "auto":
-        return Apply(config.apply)
+        return AppliedAt(config.apply)
     if config.policy != "edit":
-        return Apply.WAIT
+        return AppliedAt.WAIT
     if has_masters:
-        return Apply.UPDATE
-    return Apply.FORWARD if follows_modules else Apply.WAIT
+        return AppliedAt.UPDATE
+    return AppliedAt.FORWARD if follows_modules else AppliedAt.WAIT

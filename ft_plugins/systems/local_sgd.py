@@ -36,7 +36,7 @@ from ..model.reduction import ReductionControl
 from ..snapshot.slots import Mark
 from ..sync.background import Background, BackgroundJob
 from ..sync.links import Links
-from ..sync.local_policy import Apply, LocalSgdPolicy, chosen_apply, policy_of
+from ..sync.local_policy import AppliedAt, LocalSgdPolicy, chosen_apply, policy_of
 from ..sync.modules import plan_groups, plan_modules, require_replicas, synchronised
 from ..sync.penalty import NormStatistics
 from ..sync.synchronisation import Synchronisation, SynchronisationRules
@@ -91,9 +91,9 @@ class LocalSgd:
         """A message on what is synchronised when, and what it costs."""
         policy, nbytes = self._policy, sum(module.nbytes for module in self._modules)
         ends = {
-            Apply.WAIT: "training waits for it",
-            Apply.FORWARD: "each module just before its next forward",
-            Apply.UPDATE: "applied before the next update, behind a whole iteration",
+            AppliedAt.WAIT: "training waits for it",
+            AppliedAt.FORWARD: "each module just before its next forward",
+            AppliedAt.UPDATE: "applied before the next update, behind a whole iteration",
         }
         lines = [
             f"local SGD ({policy.name}): {len(self._members)} replicas, synchronised every {policy.tau} iterations"
@@ -134,7 +134,7 @@ class LocalSgd:
         if not item.changed_by or len(item.replicas) == 1:
             return item
         parameter = item.role in (Role.PARAMETER, Role.MAIN_PARAMETER)
-        if parameter and not self._every and self._policy.apply is not Apply.UPDATE:
+        if parameter and not self._every and self._policy.apply is not AppliedAt.UPDATE:
             return item
         own = set(self._control.shard_group()) & set(item.replicas)
         return replace(item, replicas=tuple(sorted(own | {self._host.rank})))
@@ -164,7 +164,7 @@ class LocalSgd:
             self._start(completed)
 
     def defers(self, step: int) -> bool:
-        return bool(self._under_way) and self._policy.apply is Apply.FORWARD and self._at == step
+        return bool(self._under_way) and self._policy.apply is AppliedAt.FORWARD and self._at == step
 
     def mark(self, step: int) -> Mark:
         return Mark.UNAUDITED if self._policy.identical(step) else Mark.DIVERGED
@@ -179,15 +179,15 @@ class LocalSgd:
         """Does nothing."""
 
     def complete(self, step: int) -> None:
-        """Apply the modules whose forward has not come, so that a deferred version can be captured."""
-        if self._policy.apply is Apply.FORWARD:
+        """AppliedAt the modules whose forward has not come, so that a deferred version can be captured."""
+        if self._policy.apply is AppliedAt.FORWARD:
             self._apply_all()
 
     def before_update(self, step: int) -> None:
-        """Apply a synchronisation that ran behind the whole iteration. Between synchronisations, if versions are taken
+        """AppliedAt a synchronisation that ran behind the whole iteration. Between synchronisations, if versions are taken
         there, wait for all replicas: a capture may overwrite the oldest version only when every rank has passed the
         fence of the version between, and no reduction of gradients guarantees that now."""
-        if self._policy.apply is Apply.UPDATE:
+        if self._policy.apply is AppliedAt.UPDATE:
             self._apply_all()
         if self._every and step - 1 > self._policy.warmup:
             self._peers.gather_job([float(step)])
@@ -198,7 +198,7 @@ class LocalSgd:
             self._synchronisation.remember()
         if self._policy.due(step):
             self._start(step)
-            if self._policy.apply is Apply.WAIT:
+            if self._policy.apply is AppliedAt.WAIT:
                 self._apply_all()
         self._control.reduce_over(self._policy.reduced_over(step + 1))
 
@@ -218,7 +218,7 @@ class LocalSgd:
         self._report = {"left_out": {}, "rolled_back": [], "clipped": {}}
         self._judging = self._background.start(self._synchronisation.judge)
         self._under_way = dict.fromkeys(self._order)
-        at_once = self._policy.apply is not Apply.FORWARD
+        at_once = self._policy.apply is not AppliedAt.FORWARD
         for place, name in enumerate(self._order):
             if at_once or name in self._spanning or (place == 0 and self._config.prefetch):
                 self._exchange(name)
@@ -231,7 +231,7 @@ class LocalSgd:
 
     def _before_module(self, name: str) -> None:
         """The forward of a module is about to begin."""
-        if name in self._under_way and self._policy.apply is Apply.FORWARD:
+        if name in self._under_way and self._policy.apply is AppliedAt.FORWARD:
             self._apply(name)
 
     def _apply_all(self) -> None:
