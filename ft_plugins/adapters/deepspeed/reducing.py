@@ -65,6 +65,8 @@ class DeepSpeedReduction:
         if not self._averages_shards:
             replace(engine, "_reduce_non_expert_gradients", self._reducing)
             replace(engine, "clip_fp32_gradients", self._clipping)
+        if type(engine.optimizer).__name__ == _STAGE3 and self._shards.inner[0] != self._shards.whole[0]:
+            replace(engine, "_save_checkpoint", _leave_to_first_replica)
 
     def reduce_over(self, replicas: ReducedOver) -> None:
         """Raises UnsupportedError for ALL after LOCAL in fp16, if loss scales may differ."""
@@ -131,6 +133,14 @@ class DeepSpeedReduction:
                 return original()
 
         return clip_fp32_gradients
+
+
+def _leave_to_first_replica(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _save_checkpoint(*args: Any, **kwargs: Any) -> None:
+        """Of another replica: with ZeRO-3 it would write the first one's files, too."""
+
+    return _save_checkpoint
 
 
 @contextmanager

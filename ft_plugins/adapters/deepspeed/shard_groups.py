@@ -11,7 +11,7 @@ Invariant: only the group over which DeepSpeed shards is replaced, and only whil
 
 What DeepSpeed knows of batches comes from `_get_data_parallel_group`, which still has all data-parallel ranks:
 `engine.dp_world_size`, `train_batch_size()`, accumulation steps and the samples that a rank reads. Each average is
-divided by the size of the group that it was summed over.
+divided by the size of the group that it was summed over. DeepSpeed's own checkpoints contain the first replica.
 
 In: the number of ranks of a replica, before `deepspeed.initialize`. Out: an engine, and its `ShardGroups`.
 """
@@ -83,6 +83,15 @@ def _own_group(sets: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], Any]:
     """Create a group for each set of ranks; returns this rank's."""
     created = [(ranks, dist.new_group(list(ranks))) for ranks in sets]  # all ranks create all, in the same order
     return next((ranks, group) for ranks, group in created if dist.get_rank() in ranks)
+
+
+def require_known_early(early: Any, late: Any) -> None:
+    """Raises ConfigError unless the keys of local SGD were known before the engine was built."""
+    if early != late:
+        raise ConfigError(
+            "ft_plugins.sync: the DeepSpeed configuration is an encoded text, so that this block is known only after "
+            "the engine was built; pass a file or a dictionary to deepspeed.initialize, or give --sync to ft-run"
+        )
 
 
 def require_divisible(model: Any) -> None:

@@ -35,7 +35,7 @@ from ...events import say
 from ...session import Session, attach
 from ..script_hooks import replace_in_deepspeed as replace
 from .position import Positions
-from .shard_groups import ReplicaBuild, ShardGroups, require_divisible
+from .shard_groups import ReplicaBuild, ShardGroups, require_divisible, require_known_early
 
 Leave = Callable[[], None]
 Join = Callable[[Config, LaunchContext], tuple[LaunchContext, Leave]]
@@ -85,6 +85,7 @@ class EngineHooks:
                 built = original(*args, **kwargs)
             engine = built[0]
             config = resolve(engine._config._param_dict, context)
+            require_known_early(known.sync, config.sync)
             if not config.systems:
                 return built
             if self.loop is not None:
