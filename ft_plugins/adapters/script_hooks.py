@@ -20,7 +20,8 @@ import functools
 import importlib.abc
 import importlib.machinery
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
@@ -125,6 +126,20 @@ def replace(
 
 replace_in_deepspeed = functools.partial(replace, framework="DeepSpeed", tested="0.16.9, 0.18.9 or 0.19.8")
 replace_in_megatron = functools.partial(replace, framework="Megatron-LM", tested=f"one of {', '.join(MEGATRON)}")
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """`owner.name` is `value` within this context."""
+    own = vars(owner).get(name, replaced)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if own is replaced:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
 
 
 def follow_end(frame: FrameType) -> Callable[[], bool]:

@@ -31,7 +31,9 @@ from ...snapshot import codec
 from ..host_parts import StateItem, StateItems, groups, restore_groups
 from . import naming, state
 from .position import Positions
+from .reducing import DeepSpeedReduction
 from .replay import restore_rng, rng_state
+from .shard_groups import ShardGroups
 from .stepping import DeepSpeedStepping, rates
 from .support import require_supported
 
@@ -44,23 +46,25 @@ _OWN_SCHEDULER = (
 _SETTINGS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping", "zero_optimization_stage")
 
 
-class DeepSpeedHost(DeepSpeedStepping, StateItems):
+class DeepSpeedHost(DeepSpeedReduction, DeepSpeedStepping, StateItems):
     """One rank of a DeepSpeed job. Raises UnsupportedError, TopologyError or InventoryError for what is not supported.
 
-    Without `positions` the caller restores the data position.
+    Without `positions` the caller restores the data position. `shards`: the groups that the engine was built over, if
+    not all data-parallel ranks.
     """
 
-    def __init__(self, engine: Any, positions: Positions | None = None) -> None:
+    def __init__(self, engine: Any, positions: Positions | None = None, shards: ShardGroups | None = None) -> None:
         self.framework = f"DeepSpeed {deepspeed.__version__}"
         self.rank = torch.distributed.get_rank()
         self.engine = engine
         self._positions = positions
+        self._shards = shards
         self._rates: list[float] | None = None  # learning rates at the previous version point
         self._scheduler_reported = False
         self.restored = False  # whether the engine holds a restored version, whose data position comes next
         self.silent = False  # whether iterations have updates without a forward in training mode
         require_supported(engine, self.rank)
-        self._topology = topology(engine)
+        self._topology = topology(engine, shards)
         self._require_deepspeeds_layout()
         require_encodable_scheduler(engine.lr_scheduler, self.rank)
 
@@ -74,13 +78,14 @@ class DeepSpeedHost(DeepSpeedStepping, StateItems):
     @cached_property
     def _state_items(self) -> list[StateItem]:
         state.create_optimizer_state(self.engine.optimizer)
-        topology = self._topology
+        topology, sharers = self._topology, () if self._shards is None else self._shards.sync
         replicas, first = topology.replicas(self.rank), topology.coords(self.rank).tp == 0
-        return state.state_items(self.engine, self.rank, replicas, first)
+        return state.state_items(self.engine, self.rank, replicas, first, sharers)
 
     def _require_deepspeeds_layout(self) -> None:
         """Raises TopologyError unless an item's replica set is the group over which DeepSpeed reduces gradients."""
         group = tuple(sorted(torch.distributed.get_process_group_ranks(self.engine.seq_data_parallel_group)))
+        group = group if self._shards is None else self._shards.whole
         expected = self._topology.replicas(self.rank)
         if group != expected:
             raise TopologyError(
@@ -96,11 +101,12 @@ class DeepSpeedHost(DeepSpeedStepping, StateItems):
         """What must match for captured state to belong to this job; equal on all ranks."""
         engine, topology = self.engine, self._topology
         model, accumulated = engine.get_data_types()
+        sharded = {} if self._shards is None else {"shard_ranks": len(self._shards.inner)}
         return {
             "framework": "deepspeed",
             "architecture": _architecture(engine.module),
             "precision": [_dtype_name(model), _dtype_name(accumulated)],
-            "parallel": {axis: getattr(topology, axis) for axis in ("tp", "pp", "dp", "order")},
+            "parallel": {axis: getattr(topology, axis) for axis in ("tp", "pp", "dp", "order")} | sharded,
             "optimizer": sorted({type(engine.optimizer).__name__, type(state.inner(engine.optimizer)).__name__}),
             "settings": {name: getattr(engine, name)() for name in _SETTINGS},
         }
@@ -188,6 +194,7 @@ class DeepSpeedHost(DeepSpeedStepping, StateItems):
 
         def _take_model_step(*args: Any, **kwargs: Any) -> Any:
             iteration = self.engine.global_steps + 1
+            self.complete_reduction()
             hooks.before_update(iteration)
             faults.reach("update.begin", iteration=iteration)
             outcome = original(*args, **kwargs)
@@ -214,11 +221,12 @@ class DeepSpeedHost(DeepSpeedStepping, StateItems):
         state.inner(self.engine.optimizer).register_step_post_hook(inner_stepped)
 
 
-def topology(engine: Any) -> Topology:
+def topology(engine: Any, shards: ShardGroups | None = None) -> Topology:
     """The job's topology: that of a PipelineModule, else replicas of a model that may be sharded."""
     grid = getattr(engine.module, "_topo", None)
     if grid is None:
-        replicas = torch.distributed.get_world_size(engine.seq_data_parallel_group)
+        group = engine.seq_data_parallel_group
+        replicas = torch.distributed.get_world_size(group) if shards is None else len(shards.whole)
         return Topology(tp=torch.distributed.get_world_size() // replicas, pp=1, dp=replicas)
     axes = grid.get_axis_names()
     unknown = [axis for axis in axes if axis not in _AXES and grid.get_dim(axis) > 1]

@@ -16,8 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import deepspeed
@@ -25,6 +24,7 @@ import torch
 
 from ...errors import UnsupportedError
 from ..host_parts import StateItem
+from ..script_hooks import replaced
 from ..values import TAG, Unknown, to_plain
 from . import state
 
@@ -74,26 +74,13 @@ class _RecordingEngine:
 def _saved(engine: Any) -> dict[str, Any]:
     """The files that this rank would save, by path."""
     recorder = _RecordingEngine()
-    engine_replaced = _replaced(engine, "checkpoint_engine", recorder)
-    with engine_replaced, _replaced(engine, "_copy_recovery_script", lambda path: None):
-        with _replaced(deepspeed.runtime.pipe.module, _CLONE, lambda tensors, *args, **kwargs: tensors):
+    engine_replaced = replaced(engine, "checkpoint_engine", recorder)
+    with engine_replaced, replaced(engine, "_copy_recovery_script", lambda path: None):
+        with replaced(deepspeed.runtime.pipe.module, _CLONE, lambda tensors, *args, **kwargs: tensors):
             engine._save_checkpoint("", FOLDER)
         if engine.save_zero_checkpoint:
             engine._save_zero_checkpoint("", FOLDER)
     return recorder.files
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    own = vars(owner).get(name, _replaced)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if own is _replaced:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, own)
 
 
 class _TensorIndex:

@@ -163,8 +163,12 @@ def create_optimizer_state(optimizer: Any) -> None:
         created["exp_avg_sq"] = torch.zeros_like(main.detach(), memory_format=torch.preserve_format)
 
 
-def state_items(engine: Any, rank: int, replicas: tuple[int, ...], first: bool = True) -> list[StateItem]:
+def state_items(
+    engine: Any, rank: int, replicas: tuple[int, ...], first: bool = True, sharers: tuple[int, ...] = ()
+) -> list[StateItem]:
     """Every item of this rank. Raises InventoryError for state of none of the kinds above.
+
+    `sharers`: the ranks that hold the same shards, if not this rank alone.
 
     `first`: whether this is the first tensor-parallel rank, the only one whose norm counts parameters that all of them
     hold whole, as in DeepSpeed.
@@ -180,7 +184,7 @@ def state_items(engine: Any, rank: int, replicas: tuple[int, ...], first: bool =
                 "does not have: build the optimizer from engine.module.parameters()"
             )
         updated.add(one.parameter)
-        own_replicas = (rank,) if one.sharded else replicas
+        own_replicas = (sharers or (rank,)) if one.sharded else replicas
         items.extend(_of_fragment(one, names[one.parameter], inner(optimizer), own_replicas, first))
     elsewhere = set(derived(optimizer))  # may have all elements on other ranks
     for parameter, name in names.items():
@@ -191,7 +195,7 @@ def state_items(engine: Any, rank: int, replicas: tuple[int, ...], first: bool =
                 f"rank {rank}: parameter '{name}' requires a gradient, but no optimizer updates it: "
                 "freeze it, or give it to the optimizer"
             )
-        items.append(_frozen(name, parameter, rank, replicas, first))
+        items.append(_frozen(name, parameter, sharers or (rank,), replicas, first))
     return [*items, *_buffers(engine.module, rank)]
 
 
@@ -226,11 +230,11 @@ def _in_norm(parameter: Any, first: bool) -> bool:
     return (first or sharded) and not getattr(parameter, "ds_pipe_replicated", False)
 
 
-def _frozen(name: str, parameter: Any, rank: int, replicas: tuple[int, ...], first: bool) -> StateItem:
+def _frozen(name: str, parameter: Any, sharers: tuple[int, ...], replicas: tuple[int, ...], first: bool) -> StateItem:
     layer, in_norm = layer_of(name), _in_norm(parameter, first)
     if hasattr(parameter, "ds_tensor"):  # partitioned by ZeRO-3, padding included
         read = lambda: parameter.ds_tensor.detach()  # noqa: E731
-        return state_item(name, Role.PARAMETER, (rank,), layer, NEVER, read, in_norm=in_norm)
+        return state_item(name, Role.PARAMETER, sharers, layer, NEVER, read, in_norm=in_norm)
     return state_item(name, Role.PARAMETER, replicas, layer, NEVER, parameter.detach, in_norm=in_norm)
 
 

@@ -47,6 +47,7 @@ class DeepSpeedStepping(Recompute[DeepSpeedReplay]):
     _topology: Topology
     _restore_optimizer: Callable[[Mapping[str, Any]], None]
     small_state: Callable[[], dict[str, Any]]
+    complete_reduction: Callable[[], None]
 
     @property
     def clips_together(self) -> str:  # type: ignore[override]
@@ -66,6 +67,7 @@ class DeepSpeedStepping(Recompute[DeepSpeedReplay]):
     def recompute(self, step: int) -> None:
         """Recompute the gradients of the current iteration `step`. A collective of the job."""
         self._required_replay().run()
+        self.complete_reduction()
 
     def learning_rate(self) -> float:
         """The largest of the parameter groups, which is that of the coming update: DeepSpeed steps the scheduler after

@@ -7,7 +7,8 @@ version point is right before the next iteration begins, or the orderly end: wha
 (evaluation, its own random numbers) belongs to it. If nothing shows that an iteration begins, its update does, and its
 version point is right after that.
 
-    deepspeed.initialize     checks the block first; builds host and session, restores
+    deepspeed.initialize     checks the block first; builds the engine (with local SGD over replicas), host and
+                             session; restores
     engine.train_batch       PipelineEngine: the end of the previous iteration, then iteration_begin
     engine.forward, step     DeepSpeedEngine: the same at the first read or forward after an update
     engine.load_checkpoint   the larger iteration wins
@@ -21,6 +22,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,6 +35,7 @@ from ...events import say
 from ...session import Session, attach
 from ..script_hooks import replace_in_deepspeed as replace
 from .position import Positions
+from .shard_groups import ReplicaBuild, ShardGroups, require_divisible, require_known_early
 
 Leave = Callable[[], None]
 Join = Callable[[Config, LaunchContext], tuple[LaunchContext, Leave]]
@@ -76,10 +79,13 @@ class EngineHooks:
         def initialize(*args: Any, **kwargs: Any) -> Any:
             context = launch_context()
             bound = signature.bind_partial(*args, **kwargs)
-            resolve(configuration_argument(bound.arguments), context)  # before DeepSpeed acts on it
-            built = original(*args, **kwargs)
+            known = resolve(configuration_argument(bound.arguments), context)  # before DeepSpeed acts on it
+            build = replica_build(known, bound.arguments.get("model"))
+            with nullcontext() if build is None else build.active():
+                built = original(*args, **kwargs)
             engine = built[0]
             config = resolve(engine._config._param_dict, context)
+            require_known_early(known.sync, config.sync)
             if not config.systems:
                 return built
             if self.loop is not None:
@@ -89,7 +95,8 @@ class EngineHooks:
                 require_several_ranks()
                 if self._join is not None and context.run_dir is None:
                     context, leave = self._join(config, context)
-            self.loop = DeepSpeedLoop(engine, config, context, self.positions, leave)
+            shards = None if build is None else build.groups
+            self.loop = DeepSpeedLoop(engine, config, context, self.positions, leave, shards)
             self.loop.resume()
             return built
 
@@ -105,7 +112,10 @@ class EngineHooks:
 class DeepSpeedLoop:
     """One protected engine: session, host, and the progress of the script."""
 
-    def __init__(self, engine: Any, config: Config, context: LaunchContext, positions: Positions, leave: Leave) -> None:
+    def __init__(
+        self, engine: Any, config: Config, context: LaunchContext, positions: Positions, leave: Leave,
+        shards: ShardGroups | None = None,
+    ) -> None:  # fmt: skip
         """Build host and session. A collective. Raises what `attach` raises. `leave` is called after the end."""
         from .core import DeepSpeedHost  # imports DeepSpeed, which is imported by now
 
@@ -119,7 +129,7 @@ class DeepSpeedLoop:
         self._first: Callable[[], Any] | None = None  # the source that was read first for training
         self._forward = False  # whether anything was computed since
         self._tracked = False  # whether training data were read from a tracked loader
-        self._host = DeepSpeedHost(engine, positions)
+        self._host = DeepSpeedHost(engine, positions, shards)
         self._session: Session = attach(self._host, config, context)
         self._pipeline = hasattr(engine, "train_batch")
         (self._follow_pipeline if self._pipeline else self._follow_engine)()
@@ -309,6 +319,14 @@ def require_several_ranks() -> None:
             "ft_plugins.reft: the job has a single rank, with no other rank to share state with: start it with "
             "ft-run --nproc-per-node N, or remove the block"
         )
+
+
+def replica_build(config: Config, model: Any) -> ReplicaBuild | None:
+    """How DeepSpeed builds the engine of a job with local SGD; None for other jobs. Raises UnsupportedError."""
+    if config.sync is None:
+        return None
+    require_divisible(model)
+    return ReplicaBuild(config.sync.shard_ranks or 1)
 
 
 def configuration_argument(arguments: Mapping[str, Any]) -> Any:

@@ -1,0 +1,206 @@
+"""Local SGD under DeepSpeed, without a job: modules and their forwards, refusals, and how an engine is built."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("deepspeed")
+
+from ft_plugins.adapters.deepspeed import module_names, reducing, training  # noqa: E402
+from ft_plugins.adapters.deepspeed.reducing import DeepSpeedReduction, require_local_gradients  # noqa: E402
+from ft_plugins.adapters.deepspeed.shard_groups import (  # noqa: E402
+    ShardGroups,
+    counterparts,
+    replicas_of,
+    require_divisible,
+)
+from ft_plugins.config import Config  # noqa: E402
+from ft_plugins.errors import ConfigError, UnsupportedError  # noqa: E402
+from ft_plugins.model.reduction import ReducedOver  # noqa: E402
+
+ALL, LOCAL = ReducedOver.ALL, ReducedOver.LOCAL
+
+# ---- modules ----
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.scales = nn.Linear(2, 2), nn.ParameterList([nn.Parameter(torch.ones(2))])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.attention(x) * self.scales[0]
+
+
+class Transformer(nn.Module):
+    def __init__(self, nested: bool = False) -> None:
+        super().__init__()
+        blocks = [nn.ModuleList([Block()]), nn.ModuleList([Block()])] if nested else [Block(), Block()]
+        self.h = nn.ModuleList(blocks)
+        self.embed, self.head = nn.Linear(2, 2), nn.Linear(2, 1)
+        self.gains = nn.ParameterList([nn.Parameter(torch.ones(2))])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x) * self.gains[0]
+        for block in self.h:
+            x = block(x)
+        return self.head(x)
+
+
+def test_what_is_in_no_numbered_part_is_one_module_and_the_first() -> None:
+    model = Transformer()
+    modules = {name: module_names.module_of(model, name) for name, _ in model.named_parameters()}
+    assert {modules[name] for name in modules if not name.startswith("h.")} == {""}
+    assert modules["h.1.attention.weight"] == modules["h.1.scales.0"] == "h.1"
+    assert module_names.in_forward_order(model, modules.values()) == ["", "h.0", "h.1"]
+
+
+def test_forwards_are_announced_in_training_mode_only() -> None:
+    model, calls = Transformer(), []
+    module_names.follow_forwards(model, ["h.1", "", "h.0", "h.1"], calls.append)
+    model(torch.ones(1, 2))
+    assert calls == ["", "h.0", "h.1"]
+    model.eval()(torch.ones(1, 2))
+    assert len(calls) == 3
+
+
+def test_a_recomputed_forward_is_announced_again() -> None:
+    model, calls = Block(), []
+    holder = nn.Sequential(model)
+    module_names.follow_forwards(holder, ["0"], calls.append)
+    from torch.utils.checkpoint import checkpoint
+
+    checkpoint(holder, torch.ones(1, 2, requires_grad=True), use_reentrant=False).sum().backward()
+    assert calls == ["0", "0"]
+
+
+def test_a_container_without_a_forward_is_refused() -> None:
+    model = Transformer(nested=True)
+    with pytest.raises(UnsupportedError, match="'h.0' is a ModuleList"):
+        module_names.follow_forwards(model, ["h.0"], lambda name: None)
+
+
+# ---- refusals ----
+
+
+def control(**facts: Any) -> Any:
+    """A host with an engine of these facts."""
+    host = DeepSpeedReduction()
+    kind = facts.pop("kind", "SGD")
+    host.rank, host._shards = 3, facts.pop("shards", None)
+    usual = {
+        "optimizer": type(kind, (), facts.pop("optimizer", {}))(), "mpu": None, "sequence_parallel_size": 1,
+        "gradient_average": True, "zero_quantized_gradients": lambda: False, "fp16_enabled": lambda: False,
+    }  # fmt: skip
+    host.engine = SimpleNamespace(**usual | facts)
+    return host
+
+
+def test_what_is_in_the_way_of_local_gradients_is_refused_by_name() -> None:
+    host = control(
+        kind="BF16_Optimizer", sequence_parallel_size=2, gradient_average=False, zero_quantized_gradients=lambda: True
+    )
+    with pytest.raises(UnsupportedError, match="rank 3: local SGD") as error:
+        host.prepare_reduction()
+    for words in ("sequence parallelism", "'sum'", "zero_quantized_gradients", "BF16_Optimizer was built over all"):
+        assert words in str(error.value)
+
+
+def test_shards_over_other_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reducing.dist, "get_process_group_ranks", lambda group: group)
+    shards = ShardGroups((0, 1, 2, 3), (2, 3), (1, 3), None, None)
+    parts = [[SimpleNamespace(ds_process_group=(2, 3)), SimpleNamespace(ds_process_group=(0, 1, 2, 3))]]
+    optimizer = {"dp_process_group": (2, 3), "fp16_groups": parts}
+    host = control(kind="DeepSpeedZeroOptimizer_Stage3", optimizer=optimizer)
+    with pytest.raises(UnsupportedError, match=r"shards over other ranks than \[2, 3\]"):
+        require_local_gradients(host.engine, 3, shards)
+    parts[0].pop()
+    require_local_gradients(host.engine, 3, shards)
+
+
+def test_fp16_cannot_return_to_all_replicas_once_loss_scales_may_differ() -> None:
+    for dynamic in (True, False):
+        host = control(fp16_enabled=lambda: True, dynamic_loss_scale=lambda dynamic=dynamic: dynamic)
+        host.reduce_over(ALL)
+        host.reduce_over(LOCAL)
+        host.reduce_over(LOCAL)
+        if dynamic:
+            with pytest.raises(UnsupportedError, match="own loss scale"):
+                host.reduce_over(ALL)
+        else:
+            host.reduce_over(ALL)
+
+
+def test_forwards_are_not_followed_where_an_optimizer_holds_masters() -> None:
+    with pytest.raises(UnsupportedError, match="FP16_Optimizer holds fp32 masters"):
+        control(kind="FP16_Optimizer").before_modules(lambda name: None)
+
+
+def test_ranks_are_divided_into_replicas_of_equal_size() -> None:
+    assert replicas_of((1, 3, 5, 7), 2) == [(1, 3), (5, 7)]
+    assert counterparts([(1, 3), (5, 7)]) == [(1, 5), (3, 7)]
+    assert replicas_of((1, 3), 1) == [(1,), (3,)] and counterparts([(1,), (3,)]) == [(1, 3)]
+    for size in (3, 8):
+        with pytest.raises(ConfigError, match=rf"shard_ranks is {size}, but there are 4 .*\(1, 3, 5, 7\)"):
+            replicas_of((1, 3, 5, 7), size)
+
+
+def test_a_model_that_is_partitioned_already_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    require_divisible(model)
+    model.weight.ds_id = 0  # type: ignore[attr-defined]
+    with pytest.raises(UnsupportedError, match="deepspeed.zero.Init"):
+        require_divisible(model)
+
+
+# ---- deepspeed.initialize ----
+
+
+@pytest.mark.parametrize(("block", "size"), [({}, None), ({"sync": {}}, 1), ({"sync": {"shard_ranks": 2}}, 2)])
+def test_only_with_local_sgd_deepspeed_builds_over_replicas(
+    monkeypatch: pytest.MonkeyPatch, block: dict[str, Any], size: int | None
+) -> None:
+    made: list[Any] = []
+
+    class Build:
+        def __init__(self, size: int) -> None:
+            self.groups = f"replicas of {size}"
+
+        def active(self) -> Any:
+            made.append("built")
+            return nullcontext()
+
+    class Loop:
+        def __init__(self, *args: Any) -> None:
+            made.append(args[-1])
+
+        def resume(self) -> None: ...
+
+    monkeypatch.setattr(training, "ReplicaBuild", Build)
+    monkeypatch.setattr(training, "DeepSpeedLoop", Loop)
+    context = SimpleNamespace(config=Config(), run_dir=None)
+    monkeypatch.setattr(training, "launch_context", lambda: context)
+    settings = {"ft_plugins": block}
+    engine = SimpleNamespace(_config=SimpleNamespace(_param_dict=settings))
+
+    def initialize(model: Any = None, config: Any = None) -> Any:
+        return (engine,)
+
+    training.EngineHooks()._initializing(initialize)(model=nn.Linear(1, 1), config=settings)
+    assert made == ([] if size is None else ["built", f"replicas of {size}"])
+
+
+def test_local_sgd_that_is_known_only_from_an_encoded_configuration_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed decodes it while it builds the engine, which is too late to divide ranks."""
+    monkeypatch.setattr(training, "launch_context", lambda: SimpleNamespace(config=Config(), run_dir=None))
+    settings = {"ft_plugins": {"sync": {"shard_ranks": 2}}}
+    engine = SimpleNamespace(_config=SimpleNamespace(_param_dict=settings))
+    initialize = training.EngineHooks()._initializing(lambda model=None, config=None: (engine,))
+    with pytest.raises(ConfigError, match="pass a file or a dictionary"):
+        initialize(config="eyJmdF9wbHVnaW5zIjoge319")
