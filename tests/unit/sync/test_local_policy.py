@@ -1,0 +1,68 @@
+"""When replicas train on their own, when they are synchronised, and when that is applied."""
+
+from __future__ import annotations
+
+import pytest
+
+from ft_plugins.config import Config, SyncConfig
+from ft_plugins.errors import ConfigError
+from ft_plugins.model.reduction import ReducedOver
+from ft_plugins.sync.local_policy import AppliedAt, chosen_apply, policy_of
+
+
+def test_a_warm_up_is_data_parallelism_and_every_multiple_of_tau_after_it_a_synchronisation() -> None:
+    policy = policy_of(SyncConfig(tau=4, warmup=6), AppliedAt.WAIT)
+    over = [policy.reduced_over(step) for step in range(1, 10)]
+    assert over == [ReducedOver.ALL] * 6 + [ReducedOver.LOCAL] * 3
+    assert [step for step in range(1, 21) if policy.due(step)] == [8, 12, 16, 20]
+    assert [step for step in range(21) if policy.anchors(step)] == [6]
+    assert [step for step in range(1, 14) if policy.identical(step)] == [*range(1, 7), 8, 12]
+
+
+def test_a_synchronisation_that_is_applied_at_the_next_update_is_in_flight_in_its_version() -> None:
+    policy = policy_of(SyncConfig(tau=4), AppliedAt.UPDATE)
+    assert [step for step in range(1, 10) if policy.in_flight(step)] == [4, 8]
+    assert not any(policy.identical(step) for step in range(1, 10))
+    assert policy.previous_anchor_is_needed and not policy_of(SyncConfig(), AppliedAt.WAIT).previous_anchor_is_needed
+
+
+@pytest.mark.parametrize(
+    ("policy", "masters", "follows", "chosen"),
+    [
+        ("edit", True, False, AppliedAt.UPDATE),
+        ("edit", False, True, AppliedAt.FORWARD),
+        ("edit", False, False, AppliedAt.WAIT),
+        ("diloco", True, False, AppliedAt.WAIT),
+        ("post_local_sgd", False, True, AppliedAt.WAIT),
+    ],
+)
+def test_what_auto_chooses(policy: str, masters: bool, follows: bool, chosen: AppliedAt) -> None:
+    assert chosen_apply(SyncConfig.model_validate({"policy": policy}), follows, masters) is chosen
+
+
+def test_forward_is_refused_where_modules_cannot_be_followed() -> None:
+    with pytest.raises(ConfigError, match="--sync-apply forward: .* choose update or wait"):
+        chosen_apply(SyncConfig(apply="forward"), follows_modules=False, has_masters=True)
+    assert chosen_apply(SyncConfig(apply="update"), follows_modules=True, has_masters=False) is AppliedAt.UPDATE
+
+
+def test_each_policy_has_the_outer_optimizer_and_the_penalty_of_its_paper() -> None:
+    plain, diloco, edit = (
+        policy_of(SyncConfig.model_validate({"policy": name}), AppliedAt.WAIT)
+        for name in ("post_local_sgd", "diloco", "edit")
+    )
+    assert plain.outer.takes_target and plain.penalty is None
+    assert (diloco.outer.lr, diloco.outer.momentum, diloco.penalty) == (0.7, 0.9, None)
+    assert (edit.outer.lr, edit.outer.momentum) == (0.8, 0.85) and edit.penalty is not None
+    assert (edit.penalty.alpha, edit.penalty.threshold, edit.penalty.clip) == (0.02, 3.0, 10.0)
+    assert policy_of(SyncConfig(penalty=False, outer_lr=1.0, outer_momentum=0.0), AppliedAt.WAIT).outer.takes_target
+
+
+def test_snapshots_are_taken_at_synchronisations_unless_all_are_asked_for() -> None:
+    def interval(given: int, **more: object) -> int:
+        capture = Config.from_json({"sync": {"tau": 8}, "reft": {"interval": given, **more}}).capture
+        assert capture is not None
+        return capture.interval
+
+    assert [interval(given) for given in (1, 8, 9, 20)] == [8, 8, 16, 24]
+    assert interval(3, versions="every") == 3
