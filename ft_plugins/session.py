@@ -90,7 +90,7 @@ class Session:
             self._reft = claimed
 
     def resume(self, loaded: int = 0, last: int | None = None) -> int:
-        """Restore state, also the synchronizer's. Returns the last completed iteration, `loaded` if nothing newer exists.
+        """Restore all state. Returns the last completed iteration, `loaded` if nothing newer exists.
 
         `loaded` is the iteration of the framework's own checkpoint, 0 for none. `last` is the iteration at which
         training ends, if known: if it is reached already, data position and RNG are restored at once. May be called
@@ -99,7 +99,7 @@ class Session:
         self._carrying.restored_state = None
         done = self._restore(loaded, last)
         if self._sync is not None:
-            self._sync.begin(done, self._carrying.restored_state)
+            self._sync.begin(done, self._carrying.restored_state, last)
         return done
 
     def _restore(self, loaded: int, last: int | None) -> int:
@@ -198,10 +198,8 @@ class Session:
 
     def _version_point(self, step: int) -> None:
         if self._reft is not None:
-            if self._sync is not None and self._sync.defers(step):
-                self._guarded(lambda reft: self._defer(reft, step))
-            else:
-                self._guarded(lambda reft: reft.iteration_end(step))
+            defers = self._sync is not None and self._sync.defers(step)
+            self._guarded(lambda reft: self._defer(reft, step) if defers else reft.iteration_end(step))
             return
         if self._degraded is not None:
             self._degraded.record_completed(step)
@@ -209,15 +207,13 @@ class Session:
 
     def _defer(self, reft: Reft, step: int) -> None:
         """Take the small state of version `step` now; its tensors are captured when they are final."""
-        small = reft.small(step)
-        self._deferred = None if small is None else (step, small)
+        self._deferred = step, reft.small(step)
 
     def _capture_deferred(self) -> None:
         """The tensors of the deferred version are final."""
         if self._deferred is not None and self._reft is not None:
-            step, small = self._deferred
-            self._guarded(lambda reft: reft.iteration_end(step, small))
-        self._deferred = None
+            deferred, self._deferred = self._deferred, None
+            self._guarded(lambda reft: reft.iteration_end(*deferred))
 
     def shutdown(self) -> None:
         """The orderly end of training; a lost SMP does not fail it. Idempotent."""

@@ -57,6 +57,14 @@ class LocalSgdPolicy:
         """Whether replicas are synchronised after the update of iteration `step`."""
         return step > self.warmup and step % self.tau == 0
 
+    def require_synchronisation(self, last: int) -> None:
+        """Raises ConfigError if training ends at iteration `last` before its first synchronisation."""
+        if not self.due(last - last % self.tau):
+            raise ConfigError(
+                f"--sync-warmup {self.warmup} with --sync-tau {self.tau}: training ends at iteration {last}, before "
+                "the first synchronisation; shorten one of the two, or drop --sync"
+            )
+
     def anchors(self, step: int) -> bool:
         """Whether the parameters after iteration `step` are the first ones that replicas start from together."""
         return step == self.warmup

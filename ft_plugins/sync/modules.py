@@ -62,7 +62,7 @@ def synchronised(inventory: Inventory) -> tuple[Item, ...]:
             )
         if item.dtype not in FLOATING:
             raise UnsupportedError(
-                f"rank {inventory.rank}: parameter '{item.name}' is {item.dtype}, of which there is no mean; drop --sync"
+                f"rank {inventory.rank}: parameter '{item.name}' is {item.dtype}, which has no mean; drop --sync"
             )
     return items
 

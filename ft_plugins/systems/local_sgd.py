@@ -151,7 +151,9 @@ class LocalSgd:
         statistics = {name: [one.values() for one in state.statistics] for name, state in states.items()}
         return {"round": self._round, "statistics": statistics}
 
-    def begin(self, completed: int, state: Mapping[str, Any] | None = None) -> None:
+    def begin(self, completed: int, state: Mapping[str, Any] | None = None, last: int | None = None) -> None:
+        if last is not None:
+            self._policy.require_synchronisation(last)
         states = self._synchronisation.states
         if state is not None:
             self._round = state["round"]
@@ -184,7 +186,7 @@ class LocalSgd:
             self._apply_all()
 
     def before_update(self, step: int) -> None:
-        """AppliedAt a synchronisation that ran behind the whole iteration. Between synchronisations, if versions are taken
+        """Apply a synchronisation that ran behind the whole iteration. Between synchronisations, if versions are taken
         there, wait for all replicas: a capture may overwrite the oldest version only when every rank has passed the
         fence of the version between, and no reduction of gradients guarantees that now."""
         if self._policy.apply is AppliedAt.UPDATE:

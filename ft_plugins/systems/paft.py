@@ -145,7 +145,7 @@ class Paft:
             "offences": {} if self._verdicts is None else self._verdicts.state(),
         }
 
-    def begin(self, completed: int, state: Mapping[str, Any] | None = None) -> None:
+    def begin(self, completed: int, state: Mapping[str, Any] | None = None, last: int | None = None) -> None:
         """Continue after `completed` iterations from the `state` of that version; None if it carries none."""
         if self._verdicts is not None:
             self._verdicts.begin(completed, {} if state is None else state["offences"])

@@ -92,8 +92,7 @@ class Reft:
         rank = self._host.rank
         fingerprint = dict(self._host.fingerprint())
         if self.plan.storage is not None:
-            names = self._host.names()
-            if names and names.get("problem"):
+            if (names := self._host.names()) and names.get("problem"):
                 self._reports.not_exportable(names["problem"])
             index.stage(self._run_dir, self.plan.index(names))
         faults.reach("attach.before")
@@ -117,7 +116,6 @@ class Reft:
 
     def resume(self, mode: str, loaded: int) -> tuple[RecoveryPlan, dict[str, Any] | None]:
         """Restore the newest version that all ranks can have, subject to `mode` (`--ftp-resume`) and `loaded`.
-
         `loaded` is the iteration of the framework's own checkpoint, 0 for none. Every rank has opened the new lineage
         before any captures. Returns the plan and the small state, None if nothing was restored. Raises ResumeError, on
         all ranks and before any version becomes void.
@@ -141,19 +139,17 @@ class Reft:
     # ---- hooks ----
 
     def iteration_end(self, step: int, small: bytes | None = None) -> None:
-        """The version point: start a capture at the interval. `small` is the small state at that point, if it was taken
-        before. Raises PeerDegraded."""
+        """The version point, or later if `small` was taken there: start a capture. Raises PeerDegraded."""
         self.record_completed(step)
         if self._peer_degraded:
             raise PeerDegraded("another rank lost protection: the versions that all ranks hold stay, none is added")
-        small = self.small(step) if small is None else small
-        if self._capture is not None and small is not None:
+        if self._capture is not None and (small := small or self.small(step)):
             self._small_bytes = len(small)
             self._capture.start(Version(self._lineage, step), small)
 
-    def small(self, step: int) -> bytes | None:
-        """The small state now, at the version point of iteration `step`; None if that is not captured."""
-        return self.plan.small() if self._capture is not None and step % self._interval == 0 else None
+    def small(self, step: int) -> bytes:
+        """The small state now, at the version point of iteration `step`; b'' if that is not captured."""
+        return self.plan.small() if self._capture is not None and step % self._interval == 0 else b""
 
     def before_update(self, step: int) -> float:
         """The fence: the running capture is sealed when this returns. Returns the seconds waited."""
@@ -182,7 +178,6 @@ class Reft:
 
     def void(self, since: int) -> None:
         """Discard the versions captured after iteration `since`, which hold a wrong replica. No capture is running.
-
         A pinned version, which is being sent or written, is marked instead: it is never restored, and an incomplete
         checkpoint of it is withdrawn. A complete checkpoint stays; its manifest says that it is not certified, and
         certified ones are preferred.
@@ -249,7 +244,7 @@ class Reft:
         """Check whether another rank has stopped capturing. Called after the update, so before the next capture.
 
         A rank whose capture failed announces that at its fence, before its update, and this rank needs the gradients of
-        that rank for its own update. So the last version that all ranks hold is not overwritten.
+        that rank for its own. So the last version that all ranks hold is not overwritten.
         """
         self._peer_degraded = self._collective.announced(DEGRADED)
         self._reports.print_alarms()

@@ -64,8 +64,9 @@ class Synchronizer(Protocol):
         """Its other state at a version point, as plain values."""
         ...
 
-    def begin(self, completed: int, state: Mapping[str, Any] | None = None) -> None:
-        """Continue after `completed` iterations from the `state` of that version; None if it carries none."""
+    def begin(self, completed: int, state: Mapping[str, Any] | None = None, last: int | None = None) -> None:
+        """Continue after `completed` iterations from the `state` of that version; None if it carries none. `last`: the
+        iteration at which training ends, if known. Raises ConfigError if that makes no sense."""
         ...
 
     # ---- versions ----

@@ -66,3 +66,11 @@ def test_snapshots_are_taken_at_synchronisations_unless_all_are_asked_for() -> N
 
     assert [interval(given) for given in (1, 8, 9, 20)] == [8, 8, 16, 24]
     assert interval(3, versions="every") == 3
+
+
+def test_a_run_that_ends_before_its_first_synchronisation_is_refused_in_one_line() -> None:
+    policy = policy_of(SyncConfig(tau=8, warmup=20), AppliedAt.WAIT)
+    policy.require_synchronisation(24)
+    for last in (7, 20, 23):
+        with pytest.raises(ConfigError, match=f"ends at iteration {last}, before the first synchronisation"):
+            policy.require_synchronisation(last)
