@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ import numpy as np
 import pytest
 
 from ft_plugins import cli
+from ft_plugins.cli import status_table
 from ft_plugins.config import Config, keys, run_directory
 from ft_plugins.events import Events, catalogue, file_sink
 from ft_plugins.smp import client as smp
@@ -89,6 +92,32 @@ def test_status_shows_the_smp_and_what_it_holds(ft_plugins: Command, job: str) -
     assert [segment["path"] for segment in report["segments"]] == [str(path)]
     table = ft_plugins("status")
     assert job in table and f"pid {report['pid']}" in table and "none yet" in table and "gone" in table
+
+
+def test_a_hung_smp_is_shown_with_the_reason_and_hides_no_other_job(
+    ft_plugins: Command, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hung = f"a-{job}"  # the first in order
+    run_dir = run_directory(hung, "n")
+    pid = smp.ensure(run_dir, hung, "n", orphan_seconds=60)
+    monkeypatch.setattr(status_table, "ASK_SECONDS", 1.0)
+    try:
+        os.kill(pid, signal.SIGSTOP)
+        deadline = time.monotonic() + 10
+        while not liveness.is_stopped(pid, liveness.started(pid)):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        found = [json.loads(line) for line in ft_plugins("status", "--json").splitlines()]
+        assert [(report["job"], report["alive"]) for report in found] == [(hung, False), (job, True)]
+        said = f"the SMP of {run_dir} did not answer 'status' in time"
+        assert found[0]["error"] == said and "error" not in found[1]
+        table = ft_plugins("status")
+        assert "no answer" in table and "OFFLINE" in table and f"\njob {hung} on node n: {said}\n" in table
+        assert f"pid {found[1]['pid']}" in table
+    finally:
+        os.kill(pid, signal.SIGCONT)
+        with smp.Client(run_dir) as client:
+            client.end()
 
 
 def test_status_shows_the_last_alarm_that_nothing_has_ended(ft_plugins: Command, job: str) -> None:
