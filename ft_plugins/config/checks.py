@@ -37,7 +37,7 @@ def require_no_contradiction(config: Config, spell: Spell) -> None:
         )
 
 
-def require_sense_of_paft(config: Config, spell: Spell) -> None:
+def require_consistent_paft(config: Config, spell: Spell) -> None:
     """Raises ConfigError for a key of PAFT that has no effect, contradicts another one, or needs one that is missing.
 
     The configuration is whole: all sources are merged."""

@@ -101,7 +101,7 @@ class SeenNodes:
                 inventory["plan"],
                 dict(inventory["completed"]),
                 inventory["lineage"],
-                Version(*inventory["counted"]) if inventory["counted"] else None,
+                Version(*inventory["committed"]) if inventory["committed"] else None,
                 inventory["released"],
                 read_marks(inventory["marks"]),
             )
@@ -233,7 +233,7 @@ class JobNodes(LinkedNodes):
         Raises BudgetError, on all ranks, if they are not resident.
         """
         committed = newest_committed(self.facts(), base, self.exchange, self.digest)
-        protection = replace(self._protection, lineage=lineage, base=base, counted=committed)
+        protection = replace(self._protection, lineage=lineage, base=base, committed=committed)
         answers = self.ask(lambda client: client.protect(self._collective.rank, self._config.token, protection))
         for name, answer in zip(self._names, answers, strict=True):
             if answer["resident_bytes"] < answer["bytes"]:

@@ -183,7 +183,7 @@ class NodeTier:
         with self._lock:
             return {
                 "parity": sorted(map(astuple, self._store.versions() if self._store else ())),
-                "counted": packed(self._pinned.committed),
+                "committed": packed(self._pinned.committed),
                 "position": self._protection.position if self._protection else None,
                 "plan": self._protection.digest if self._protection else 0,
                 "protection": self._protection.block() if self._protection else None,
@@ -220,7 +220,7 @@ class NodeTier:
             driver = self._driver
             return {
                 "nodes": list(driver.plan.nodes) if driver else [],
-                "counts": packed(self._pinned.committed),
+                "committed": packed(self._pinned.committed),
                 "exchange": packed(driver.expected) if driver else None,
                 **(driver.pace if driver else Pace(1, None)).status(),
                 "parity_bytes": self._store.nbytes if self._store else 0,

@@ -23,7 +23,7 @@ from .parity_store import ParityStore
 from .protection import Protection
 from .protocol import PackedVersion, packed
 
-_FILE = "counted.json"  # in the run directory
+_FILE = "committed.json"  # in the run directory
 _VERSION: TypeAdapter[Version] = TypeAdapter(PackedVersion)
 
 
@@ -42,7 +42,7 @@ class PinnedVersions:
     def resume(self, protection: Protection, store: ParityStore) -> bool:
         """Continue with the pins and the file as they are. False if the segment of a rank is missing."""
         self._ranks, self._store = protection.plan().ranks[protection.position], store
-        self._base, self._committed_before = protection.base, protection.counted
+        self._base, self._committed_before = protection.base, protection.committed
         whole = all(rank in self._segments for rank in self._ranks)
         self.committed = self._recorded() if whole else None
         return whole
@@ -52,16 +52,16 @@ class PinnedVersions:
 
         A node that was not yet notified of a commit still has that version pinned.
         """
-        keep = {version for version in (protection.base, protection.counted) if version is not None}
+        keep = {version for version in (protection.base, protection.committed) if version is not None}
         store.void_after(protection.base)
         for segment in self._segments.values():
             for version in keep:
                 segment.pin(version, Pin.NODE)
             for slot in segment.slots():
                 segment.unpin(slot.index, Pin.SOURCE if slot.version in keep else Pin.NODE | Pin.SOURCE)
-        if protection.counted is not None and protection.counted in store.versions():
-            store.pin(protection.counted)
-            files.write_json(self._path, packed(protection.counted))
+        if protection.committed is not None and protection.committed in store.versions():
+            store.pin(protection.committed)
+            files.write_json(self._path, packed(protection.committed))
         self.resume(protection, store)
 
     def _recorded(self) -> Version | None:

@@ -63,7 +63,7 @@ class Protection:
     both: Flag = False  # parity in addition to copies
     measure: Flag = False  # measure the links that copies use
     audited: Flag = False  # a version is committed only if its replicas were compared and agree
-    counted: MaybeVersion = None  # the newest version committed on any node: pinned on all until a newer one is
+    committed: MaybeVersion = None  # the newest version committed on any node: pinned on all until a newer one is
 
     def plan(self) -> ExchangePlan:
         """Who sends what to whom. Raises TopologyError."""
@@ -94,7 +94,7 @@ class Protection:
         block["shapes"] = [list(astuple(shape)) for shape in self.shapes]
         block["replicated"] = [[list(astuple(extent)) for extent in stream] for stream in self.replicated]
         block["base"] = list(astuple(self.base)) if self.base else None
-        block["counted"] = list(astuple(self.counted)) if self.counted else None
+        block["committed"] = list(astuple(self.committed)) if self.committed else None
         return block
 
     @classmethod

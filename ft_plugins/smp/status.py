@@ -48,7 +48,7 @@ def signal_of(segments: Collection[Segment], tier: Mapping[str, Any], trainers_w
         answers=True,
         trainers_work=trainers_work and all(liveness.started(pid) == began for pid, began in owners),
         on_its_way=bool(tier["exchange"]) or any(s.state is SlotState.DIRTY and s.version for s in slots),
-        complete=bool(tier["counts"]) if tier["nodes"] else clean,
+        complete=bool(tier["committed"]) if tier["nodes"] else clean,
     )
 
 

@@ -401,7 +401,7 @@ def test_ranks_on_two_nodes_resume_together_what_they_share_and_what_is_their_ow
 def until_counts(node: Node, iteration: int) -> None:
     """Wait until a version of that iteration counts for the node tier."""
     deadline = time.monotonic() + 20
-    while (node.status()["node_tier"]["counts"] or [0, 0])[1] != iteration:
+    while (node.status()["node_tier"]["committed"] or [0, 0])[1] != iteration:
         assert time.monotonic() < deadline, node.status()["node_tier"]
         time.sleep(0.01)
 
@@ -452,7 +452,7 @@ def test_the_ranks_of_a_lost_node_resume_on_another_one_from_parity(
     for node in three:
         until_counts(node, 4)
         told = json.loads((node.run_dir / "protection.json").read_text())
-        assert told["counted"] == told["base"] == [1, 4], "all are told what counts on any, the fresh one too"
+        assert told["committed"] == told["base"] == [1, 4], "all are told what counts on any, the fresh one too"
 
 
 def test_ranks_that_moved_to_other_nodes_take_their_slots_along_even_when_one_is_lost(

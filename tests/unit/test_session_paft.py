@@ -273,7 +273,7 @@ def _on_two_nodes(
         if rest:
             told("exchange")
             one.run(rest)
-            told("counts")
+            told("committed")
     one.run(until)
     one.session._reft.wait_for_capture()
     return one.resumed, one.versions

@@ -101,7 +101,7 @@ def _read_previous_size(world_size: int, reports: Sequence[Mapping[str, Any]], m
                 coordinates[rank] = (at[0], at[1])
         block = report["protection"]
         of_this_size = block is not None and len(block["nodes"]) == world_size
-        committed = Version(*report["counted"]) if of_this_size and report["counted"] else None
+        committed = Version(*report["committed"]) if of_this_size and report["committed"] else None
         parity = frozenset(Version(*version) for version in report["parity"]) if of_this_size else frozenset()
         if of_this_size and (protection is None or block["lineage"] > protection.lineage):
             protection = Protection.read(block)

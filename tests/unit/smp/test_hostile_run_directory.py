@@ -117,7 +117,7 @@ def left(job: str, tmp_path: Path, segments: None, secret: Path) -> Path:
     assert smp.ask("fence")["ok"] and smp.ask("attach", **attach(tmp_path / "ck"))["ok"]
     assert smp.ask("protect", protection=protection.block())["ok"]
     files.write_json(run_dir / "lost.json", {"token": 1, "lost": ["node m"]})
-    for name, value in (("counted", [1, 4]), ("released", 3), ("asked", 1), ("spares", [["127.0.0.1", 9]])):
+    for name, value in (("committed", [1, 4]), ("released", 3), ("asked", 1), ("spares", [["127.0.0.1", 9]])):
         files.write_json(run_dir / f"{name}.json", value)
     sizes.write(run_dir, sizes.SizeReport((2, 4), True))
     for name in ("smp.lock", "lock", paths.PATIENCE_FILE):

@@ -152,7 +152,7 @@ class Cluster:
 
     def until_counts(self, version: Version) -> None:
         named = [version.lineage, version.iteration]
-        wait(lambda: all(tier.status()["counts"] == named for tier in self.tiers))
+        wait(lambda: all(tier.status()["committed"] == named for tier in self.tiers))
 
     def train(self, version: Version, flip: int | None = None) -> None:
         """All ranks capture a version; a bit of the replica that rank `flip` holds flips before."""

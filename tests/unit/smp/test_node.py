@@ -150,10 +150,10 @@ class Cluster:
     def protect(self, lineage: int = 1, base: Version | None = None) -> None:
         names = tuple(self.nodes[rank // PER_NODE].name for rank in range(len(self.shapes)))
         endpoints = tuple(node.endpoint for node in self.nodes)
-        heard = [node.tier.inventory()["counted"] for node in self.nodes]
-        counted = max((Version(*version) for version in heard if version and base), default=None)
+        heard = [node.tier.inventory()["committed"] for node in self.nodes]
+        committed = max((Version(*version) for version in heard if version and base), default=None)
         self.protection = replace(
-            self.protection, lineage=lineage, base=base, nodes=names, endpoints=endpoints, counted=counted
+            self.protection, lineage=lineage, base=base, nodes=names, endpoints=endpoints, committed=committed
         )
         for node in self.nodes:
             node.tier.protect(replace(self.protection, position=node.position), lineage)
@@ -164,7 +164,7 @@ class Cluster:
             wait(lambda k=iteration: all(n.tier.status()["exchange"] == [lineage, k] for n in self.nodes))
             for node in self.nodes:
                 node.write(iteration, lineage)
-            wait(lambda k=iteration: all(n.tier.status()["counts"] == [lineage, k] for n in self.nodes))
+            wait(lambda k=iteration: all(n.tier.status()["committed"] == [lineage, k] for n in self.nodes))
 
     def substitute(self, *positions: int) -> list[Node]:
         """Destroy the nodes at `positions`; fresh ones take their places."""
@@ -228,7 +228,7 @@ def test_what_counts_is_rebuilt_on_fresh_nodes_and_protected_again(
             job.rebuild(node, rank, version, lost)
             assert node.holds(rank, version)
     job.protect(2, version)
-    wait(lambda: all(node.tier.status()["counts"] == [1, 3] for node in job.nodes))
+    wait(lambda: all(node.tier.status()["committed"] == [1, 3] for node in job.nodes))
     assert all(node.tier.inventory()["parity"] == [(1, 3)] for node in job.nodes), "the fresh ones keep parity too"
     job.train(4, 5, lineage=2)
     again = (lost[0] + 1) % count
@@ -257,7 +257,7 @@ def test_a_version_that_is_only_half_sent_leaves_the_one_before_to_be_rebuilt(
         for rank in job.ranks[node.position]:
             assert node.holds(rank, Version(1, 2)) and node.holds(rank, Version(2, 3))
             assert node.holds(rank, Version(2, 13)) and node.holds(rank, Version(2, 12))
-    assert all(node.tier.status()["counts"] == [1, 2] for node in job.nodes)
+    assert all(node.tier.status()["committed"] == [1, 2] for node in job.nodes)
     (fresh,) = job.substitute(2)
     with pytest.raises(FtError, match="is not here"):
         job.rebuild(fresh, 4, Version(2, 3), (2,))
@@ -292,7 +292,7 @@ def test_an_smp_that_is_replaced_in_the_middle_gathers_anew_and_loses_nothing(cl
         wait(lambda: all(node.seen[-1].name == "exchange.started" for node in job.nodes))
         job.nodes[position].replace_smp()
         assert job.nodes[position].tier.inventory()["parity"] == [(version.lineage - 1, version.iteration - 1)]
-        wait(lambda value=named: all(node.tier.status()["counts"] == value for node in job.nodes))
+        wait(lambda value=named: all(node.tier.status()["committed"] == value for node in job.nodes))
     (fresh,) = job.substitute(2)
     for rank in job.ranks[2]:
         job.rebuild(fresh, rank, version, (2,))
@@ -349,7 +349,7 @@ def test_corrupt_bytes_are_never_sent_nor_loaded(cluster: Callable[..., Cluster]
     victim.data(target)[12345] ^= 1
     job.nodes[1].tier._lock.release()
     wait(lambda: any(event.name == "slot.corrupted" for event in job.nodes[1].seen))
-    assert all(node.tier.status()["counts"] == [1, 1] for node in job.nodes), "the version never counts"
+    assert all(node.tier.status()["committed"] == [1, 1] for node in job.nodes), "the version never counts"
     wait(lambda: all(node.tier.status()["exchange"] == [1, 3] for node in job.nodes))  # nobody waits for it for ever
     (fresh,) = job.substitute(0)
     index = next(s.index for s in victim.slots() if s.version == Version(1, 1))
@@ -434,7 +434,7 @@ def test_a_copy_on_a_neighbour_counts_and_puts_a_lost_node_s_slots_together(
             job.rebuild(node, rank, version, lost)
             assert node.holds(rank, version)
     job.protect(2, version)
-    wait(lambda: all(node.tier.status()["counts"] == [1, 3] for node in job.nodes))
+    wait(lambda: all(node.tier.status()["committed"] == [1, 3] for node in job.nodes))
     job.train(4, 5, lineage=2)
     (node,) = job.substitute(1)
     job.rebuild(node, 3, Version(2, 5), (1,))
@@ -461,7 +461,7 @@ def test_with_parity_beside_copies_what_is_lost_with_its_copy_comes_from_parity(
             from_parity = plan.recovery_sections(rank, lost)[0].index >= len(job.shapes)  # type: ignore[index]
             assert from_parity == (lost in ((0, 2), (1, 3)))
     job.protect(2, version)
-    wait(lambda: all(node.tier.status()["counts"] == [1, 3] for node in job.nodes))
+    wait(lambda: all(node.tier.status()["committed"] == [1, 3] for node in job.nodes))
     job.train(4, 4, lineage=2)
 
 
@@ -490,10 +490,10 @@ def test_capture_finds_a_slot_however_long_a_copy_takes(cluster: Callable[..., C
     for iteration in range(3, 30):  # `choose` refuses where all slots are pinned
         for node in job.nodes:
             node.write(iteration)
-    assert all(node.tier.status()["counts"] == [1, 1] for node in job.nodes)
+    assert all(node.tier.status()["committed"] == [1, 1] for node in job.nodes)
     for gate in gates:
         gate.open([Grant(0, -1, 0.0, SECONDS, 1 << 30)], 0, time.monotonic_ns())
-    wait(lambda: all(node.tier.status()["counts"] == [1, 2] for node in job.nodes))
+    wait(lambda: all(node.tier.status()["committed"] == [1, 2] for node in job.nodes))
     assert all(node.holds(rank, Version(1, 2)) for node in job.nodes for rank in node.segments)
 
 
@@ -506,7 +506,7 @@ def test_what_the_links_carry_is_measured_where_it_is_wanted(cluster: Callable[.
     assert Protection.read(wanted.block()) == wanted
     ((target, rate),) = first.tier.protect(replace(wanted, position=0), 1)["links"]
     assert target == 1 and 1e6 < rate < 1e12, "a loopback"
-    assert second.tier.status()["counts"] is None and not second.tier.inventory()["parity"], "nothing of it is kept"
+    assert second.tier.status()["committed"] is None and not second.tier.inventory()["parity"], "nothing of it is kept"
     second.tier._endpoint.close()
     gone = replace(wanted, position=0, endpoints=(first.endpoint, ("127.0.0.1", 1)))
     assert first.tier.protect(gone, 1)["links"] == []
@@ -624,10 +624,10 @@ def test_copies_go_out_while_their_rank_s_gate_is_open_and_not_otherwise(cluster
     lanes = {0: (0, 1), 1: (2, 3)}
     sent = {at: sum(job.shapes[rank].nbytes for rank in ranks if rank != 3) for at, ranks in lanes.items()}
     wait(lambda: all(job.nodes[at].tier.status()["in_bubbles"] > nbytes for at, nbytes in sent.items()))
-    assert all(node.tier.status()["counts"] == [1, 1] for node in job.nodes), "rank 3 has not been allowed anything"
+    assert all(node.tier.status()["committed"] == [1, 1] for node in job.nodes), "rank 3 has not been allowed anything"
     assert job.nodes[1].tier.status()["in_bubbles"] < sent[1] + job.shapes[3].nbytes
     bubbles((3,), 1 << 30)
-    wait(lambda: all(node.tier.status()["counts"] == [1, 2] for node in job.nodes))
+    wait(lambda: all(node.tier.status()["committed"] == [1, 2] for node in job.nodes))
     assert all(node.tier.status()["late"] == 0 for node in job.nodes)
     for node, ranks in zip(job.nodes, lanes.values(), strict=True):
         told = next(event.fields for event in reversed(node.seen) if event.name == "version.committed")

@@ -125,9 +125,9 @@ class Job:
         """A new incarnation."""
         for node in self.nodes:
             node.tier.suspend()
-        heard = [node.tier.inventory()["counted"] for node in self.nodes]
-        counted = max((Version(*version) for version in heard if version), default=None)
-        self.told = replace(self.told, lineage=lineage, base=base, exchange_mbps=mbps, counted=counted)
+        heard = [node.tier.inventory()["committed"] for node in self.nodes]
+        committed = max((Version(*version) for version in heard if version), default=None)
+        self.told = replace(self.told, lineage=lineage, base=base, exchange_mbps=mbps, committed=committed)
         for node in self.nodes:
             node.tier.protect(replace(self.told, position=node.position), lineage)
 
@@ -140,7 +140,7 @@ class Job:
         """Iteration `iteration` is captured and counts on every node."""
         self.waits_for(iteration, lineage)
         self.write(iteration, iteration, lineage)
-        wait(lambda: all(node.status("counts") == [lineage, iteration] for node in self.nodes))
+        wait(lambda: all(node.status("committed") == [lineage, iteration] for node in self.nodes))
 
     def waits_for(self, iteration: int, lineage: int = 1) -> None:
         wait(lambda: all(node.status("exchange") == [lineage, iteration] for node in self.nodes))
@@ -227,7 +227,7 @@ def test_a_restored_version_does_not_count_before_every_node_has_it(make: Callab
     wait(lambda: time.monotonic() > beats)
     job.write(5, 9, 2)
     assert job.whole() == {Version(1, 1)}, "a lost node could not be rebuilt now"
-    assert all(node.status("counts") == [1, 1] for node in job.nodes)
+    assert all(node.status("committed") == [1, 1] for node in job.nodes)
 
 
 def test_recoveries_that_follow_each_other_leave_capture_its_slots(make: Callable[..., Job]) -> None:
@@ -263,7 +263,7 @@ def test_what_counts_on_one_node_is_kept_by_the_one_that_had_not_heard_of_it(mak
 
     deaf.driver._send = not_heard  # type: ignore[method-assign]
     job.write(2, 2)
-    wait(lambda: first.status("counts") == [1, 2])
+    wait(lambda: first.status("committed") == [1, 2])
     job.write(3, 4)
     for node in job.nodes:
         node.tier.suspend()
@@ -273,7 +273,7 @@ def test_what_counts_on_one_node_is_kept_by_the_one_that_had_not_heard_of_it(mak
     wait(lambda: all(node.status("exchange") == [1, 4] for node in job.nodes))
     job.write(5, 9, 2)
     assert job.whole() == {Version(1, 2)}, "a lost node could not be rebuilt now"
-    assert all(node.status("counts") == [1, 2] for node in job.nodes)
+    assert all(node.status("committed") == [1, 2] for node in job.nodes)
 
 
 def test_what_is_complete_on_two_nodes_of_three_does_not_count_however_often_an_smp_is_replaced(
@@ -295,7 +295,7 @@ def test_what_is_complete_on_two_nodes_of_three_does_not_count_however_often_an_
     job.write(3, 8)
     assert Version(1, 2) not in slow.whole()
     assert job.whole() == {Version(1, 1)}, "a lost node could not be rebuilt now"
-    assert all(node.status("counts") == [1, 1] for node in job.nodes)
+    assert all(node.status("committed") == [1, 1] for node in job.nodes)
 
 
 def test_versions_that_one_group_misses_again_and_again_leave_the_other_group_its_slots(
@@ -380,14 +380,14 @@ def test_where_replicas_are_compared_a_version_counts_when_they_were_found_to_ag
     assert all(node.encoded() is None for node in job.nodes)
     assert job.nodes[0].segment.mark(Version(1, 1), Mark.CERTIFIED)
     assert job.nodes[0].encoded() == Version(1, 1)
-    assert not any(node.status("counts") for node in job.nodes), "the ranks of one node have not heard of it"
+    assert not any(node.status("committed") for node in job.nodes), "the ranks of one node have not heard of it"
     job.nodes[1].segment.mark(Version(1, 1), Mark.CERTIFIED)
-    wait(lambda: all(node.status("counts") == [1, 1] for node in job.nodes))
+    wait(lambda: all(node.status("committed") == [1, 1] for node in job.nodes))
     job.begin(2)
     for node in job.nodes:
         node.segment.mark(Version(1, 2), Mark.MISMATCHED)
     job.waits_for(3)
-    assert all(node.status("counts") == [1, 1] for node in job.nodes)
+    assert all(node.status("committed") == [1, 1] for node in job.nodes)
 
 
 def test_what_was_restored_counts_whatever_is_known_of_it(make: Callable[..., Job]) -> None:
@@ -395,4 +395,4 @@ def test_what_was_restored_counts_whatever_is_known_of_it(make: Callable[..., Jo
     job.write(1, 1)
     job.told = replace(job.told, audited=True)
     job.protect(2, Version(1, 1))
-    wait(lambda: all(node.status("counts") == [1, 1] for node in job.nodes))
+    wait(lambda: all(node.status("committed") == [1, 1] for node in job.nodes))

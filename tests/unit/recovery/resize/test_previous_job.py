@@ -40,7 +40,7 @@ def answer(rank: int, lineage: int = 1, losses: int = 1) -> dict[str, Any]:
         "sizes": [[4, [[rank, [0, 0], lineage, 5, False, [[1, 4]]]]]],
         "fingerprints": [[4, PREVIOUS]],
         "parity": [[1, 4]],
-        "counted": [1, 4],
+        "committed": [1, 4],
         "position": rank,
         "plan": told.digest,
         "protection": told.block(),

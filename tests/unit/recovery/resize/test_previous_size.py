@@ -43,7 +43,7 @@ def answer(
         "sizes": [[size, held]] if held else [],
         "fingerprints": [],
         "parity": [[v.lineage, v.iteration] for v in parity or []],
-        "counted": [1, 4] if parity else None,
+        "committed": [1, 4] if parity else None,
         "position": position,
         "plan": told.digest if told else 0,
         "protection": told.block() if told else None,
