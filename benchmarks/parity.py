@@ -70,13 +70,13 @@ class Group:
         size = len(pool) // nodes // 64 * 64
         streams = [pool[size * node : size * (node + 1) - 1000 * node] for node in range(nodes)]
         placement = place_parity([stream.size for stream in streams], losses)
-        parity = [aligned(placement.parity_bytes(node)) for node in range(nodes)]
+        parity = [aligned(len(placement.parities_on(node)) * placement.block) for node in range(nodes)]
         return cls(placement, streams, parity, {})
 
     def parity_of(self, stripe: int, which: int) -> Bytes:
         """The memory of a parity."""
-        node, block = self.placement.stripes[stripe].parity[which], self.placement.block
-        at = self.placement.kept_on(node).index((stripe, which)) * block
+        node, block = self.placement.stripes[stripe].parity_nodes[which], self.placement.block
+        at = self.placement.parities_on(node).index((stripe, which)) * block
         return self.parity[node][at : at + block]
 
     def bytes_of(self, stripe: Stripe, kind: str, which: int) -> Bytes:
@@ -90,18 +90,18 @@ class Group:
         """Encode all parities."""
         for stripe in self.placement.stripes:
             pieces = [self.streams[piece.node][piece.start : piece.stop] for piece in stripe.data]
-            parities = [self.parity_of(stripe.index, which) for which in range(len(stripe.parity))]
+            parities = [self.parity_of(stripe.index, which) for which in range(len(stripe.parity_nodes))]
             if len(parities) == 1:
                 kernels.xor_many_into(*parities, pieces, overwrite=True, loops=loops)
             else:
-                exponents = [piece.coefficient for piece in stripe.data]
+                exponents = [piece.exponent for piece in stripe.data]
                 kernels.pq_into(*parities, pieces, exponents, overwrite=True, loops=loops)
 
     def digest(self) -> None:
         """Compute the digests of everything that decoding can read."""
         for stripe in self.placement.stripes:
             sources = [("data", piece.node) for piece in stripe.data]
-            for kind, which in sources + [("parity", which) for which in range(len(stripe.parity))]:
+            for kind, which in sources + [("parity", which) for which in range(len(stripe.parity_nodes))]:
                 memory = self.bytes_of(stripe, kind, which)
                 self.digests[stripe.index, kind, which] = [
                     xxhash.xxh3_64_intdigest(memory[at : at + FRAME_BYTES].data)

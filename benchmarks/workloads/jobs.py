@@ -108,7 +108,7 @@ class TrainingJob:
         """The times of the passes and messages of a pipeline."""
         tokens = self.micro_batch * self.sequence
         head = float(self.vocabulary * self.hidden)
-        parameters = [(self.parameters - head) / pipeline.stages] * pipeline.stages
+        parameters = [(self.parameters - head) / pipeline.virtual_stages] * pipeline.virtual_stages
         parameters[-1] += head
         forward = tuple(2 * part * tokens / (self.machine.flops * self.tp) for part in parameters)
         backward = tuple(2 * seconds for seconds in forward)

@@ -1,16 +1,17 @@
 """Plan how many bytes of its copy each rank sends in which bubble: BAFT's Algorithms 1 and 2. Pure.
 
-    windows   times in which sender and receiver are both idle, less the reserve for regular communication    (windows)
-    rates     each sender's part of the link between two nodes, in each window                                (share)
-    filling   window by window: bytes exactly (Algorithm 1), or the layers that fit best (Algorithm 2; layers)
-    period    if one iteration's bubbles are not enough, the next one's too: a checkpoint every n iterations
+    windows   times in which sender and receiver are both idle, less the reserve for regular communication  (windows.py)
+    rates     each sender's part of the link between two nodes, in each window                                (share.py)
+    filling   per window: bytes exactly (Algorithm 1), or the layers that fit best (Algorithm 2) (filling.py, layers.py)
+    period    if one iteration's bubbles are not enough, the next one's too: a version every n iterations
 
 If a node sends to several others, or receives from several, its link is divided among them by their bytes, so the rates
 on a link never add up to more than its capacity.
 
-Invariant: every byte of every copy is in one grant; no grant extends beyond a window, or carries more than the sender's
-rate times its length. Every iteration offers the same grants (`every`), so late bytes go out in later bubbles. A sender
-without shared bubbles is paced by a rate instead, with the reason; training never waits for it.
+Invariant: of a copy that is sent in bubbles, every byte is in exactly one grant of `iterations`; no grant extends
+beyond a window, or carries more than the sender's rate times its length. Every iteration offers the grants in `every`,
+so late bytes go out in later bubbles. A sender whose bubbles cannot carry its copy is paced by a rate instead, with the
+reason; training never waits for it.
 
 In: `Transfer`s, bubbles of each rank by one clock, bytes per second of each node. Out: `BubblePlan`.
 """
@@ -28,9 +29,9 @@ from .filling import Grant, Grants, Granularity, Transfer, offers
 from .messages import Traffic
 from .windows import Reserve
 
-MOST_ITERATIONS = 100  # per checkpoint; a sender that needs more is treated as without bubbles
+MOST_ITERATIONS = 100  # per version; a sender that needs more is treated as without bubbles
 LARGEST_RATE_DUTY = 0.5  # largest part of the time in which a link carries copies outside bubbles
-LEAST_PART = 0.1  # of an equal part of LARGEST_RATE_DUTY: the least for a rank that sends almost nothing
+LEAST_PART = 0.1  # of the mean bytes of a node's ranks: the fewest bytes that `rate_duties` assumes for a rank
 TABLE_SENDERS = 64
 
 
@@ -39,8 +40,8 @@ class SenderPlan:
     """What one rank may send: `iterations[i]` are its grants in the i-th iteration of a period, `every` those that any
     iteration offers.
 
-    `reason`: why it is not paced by bubbles, '' if it is. `bytes_per_second`: the rate that paces it then, at which it
-    keeps up with the other senders.
+    `reason`: why it is sent at a rate instead of in bubbles, '' if in bubbles. `bytes_per_second`: that rate, which
+    sends the copy in as many iterations as the slowest sender needs; 0 in bubbles.
     """
 
     transfer: Transfer
@@ -51,7 +52,7 @@ class SenderPlan:
     reason: str = ""
     bytes_per_second: float = 0.0
 
-    def after(self, iteration: int, span: int) -> Grants:
+    def grants_after(self, iteration: int, span: int) -> Grants:
         """The grants of the bubble after compute span `span`, in `iteration` of a period (from 0). Beyond the planned
         iterations: what the bubble offers, for late bytes."""
         planned = self._by_span[iteration] if iteration < len(self.iterations) else self._by_span[-1]
@@ -70,11 +71,12 @@ class SenderPlan:
 
 @dataclass(frozen=True)
 class BubblePlan:
-    """The plans of all `senders`. A checkpoint takes `iterations` of `seconds` each, for these senders, or `in_step`
-    with others.
+    """The plans of all `senders`. A version takes `iterations` iterations of `seconds` each to send; see `slowed_to`
+    for a job whose other senders need more.
 
     `fill_bytes`, `fill_layers`: share of the windows that is used, up to the last window needed, filled by bytes or by
-    layers (of senders with known layers); None if there are none, or nothing is sent in bubbles.
+    layers (of senders with known layers). None if nothing is sent in bubbles or, for `fill_layers`, if no sender's
+    layers are known.
     """
 
     senders: tuple[SenderPlan, ...]
@@ -89,9 +91,9 @@ class BubblePlan:
         """The senders that do not use bubbles."""
         return tuple(sender for sender in self.senders if sender.reason)
 
-    def in_step(self, iterations: int) -> BubblePlan:
-        """This plan in a job whose checkpoints take `iterations`, at least as many as here, because other senders need
-        them; rates are lowered accordingly."""
+    def slowed_to(self, iterations: int) -> BubblePlan:
+        """This plan with `iterations` per version, at least as many as here, because other senders need them; rates are
+        lowered accordingly."""
         senders = (
             replace(one, bytes_per_second=one.transfer.nbytes / (iterations * self.seconds)) if one.reason else one
             for one in self.senders
@@ -107,17 +109,17 @@ class BubblePlan:
             if share is not None
         ]
         lines = [
-            f"a checkpoint every {self.iterations} iteration(s) of {self.seconds:.3f} s, bubbles filled by {by}"
+            f"a version every {self.iterations} iteration(s) of {self.seconds:.3f} s, bubbles filled by {by}"
             + (f" ({', '.join(fills)})" if fills else "")
         ]
         lines.append(f"{'rank':>6} {'to':>6} {'bytes':>14} {'idle':>6} {'shared':>6} {'bubbles':>8} {'n':>4}")
         for one in self.senders[:TABLE_SENDERS]:
             idle, both = (seconds / self.seconds for seconds in (one.idle_seconds, one.shared_seconds))
             bubbles = len({grant.bubble for grant in one.every})
-            turns = str(len(one.iterations)) if not one.reason else "-"
+            iterations = str(len(one.iterations)) if not one.reason else "-"
             lines.append(
                 f"{one.transfer.sender:>6} {one.transfer.receiver:>6} {one.transfer.nbytes:>14} {idle:>6.1%} "
-                f"{both:>6.1%} {bubbles:>8} {turns:>4}"
+                f"{both:>6.1%} {bubbles:>8} {iterations:>4}"
             )
         if len(self.senders) > TABLE_SENDERS:
             lines.append(f"  ... and {len(self.senders) - TABLE_SENDERS} more senders")
@@ -143,10 +145,11 @@ def plan_bubbles(
     """The plan of a job, or of a set of nodes that share no links with others, from one iteration of each rank.
 
     `bytes_per_second`: of the link of each position's node, each way; or of every node. `ready_seconds`: time in the
-    first iteration until the version to be sent is captured. `least_bytes`: windows that carry less, and not all of the
-    copy, are not used, unless all are like that. `messages`: by rank, messages between stages, reserved if they take
-    longer than `reserve`. Times of all ranks have one origin: ranks begin an iteration together, because they meet
-    before each update. Raises ConfigError for a rank without timeline or layers.
+    first iteration until the version to be sent is captured. `least_bytes`: windows that carry fewer bytes than this
+    (or than the copy, if that is smaller) are not used, unless all are that small. `messages`: by rank, messages
+    between stages; their time is reserved instead of `reserve` where it is longer. Times of all ranks have one origin:
+    ranks begin an iteration together, because they meet before each update. Raises ConfigError for a rank without
+    timeline or layers.
     """
     if not transfers:
         raise ConfigError("nothing to send: expected a transfer for each rank")
@@ -162,26 +165,27 @@ def plan_bubbles(
         messages or {},
     )
     planned = [offer.plan(granularity) for offer in offered]
-    rates = [one.link_seconds / LARGEST_RATE_DUTY for one, (_, why) in zip(offered, planned, strict=True) if why]
-    slowest = max(1, *(len(grants) for grants, _ in planned), *(ceil(one / seconds) for one in rates))
+    rate_seconds = [one.link_seconds / LARGEST_RATE_DUTY for one, (_, why) in zip(offered, planned, strict=True) if why]
+    iterations = max(1, *(len(grants) for grants, _ in planned), *(ceil(one / seconds) for one in rate_seconds))
     senders = []
     for offer, (grants, reason) in zip(offered, planned, strict=True):
         one = offer.transfer
         idle = sum(bubble.end - bubble.begin for bubble in offer.own)
-        rate = one.nbytes / (slowest * seconds) if reason else 0.0
+        rate = one.nbytes / (iterations * seconds) if reason else 0.0
         every = () if reason or not one.nbytes else offer.offered(granularity)
         senders.append(SenderPlan(one, grants, every, idle, offer.windows.seconds, reason, rate))
-    carried = [
+    in_bubbles = [
         offer for offer, (_, reason) in zip(offered, planned, strict=True) if not reason and offer.transfer.nbytes
     ]
-    by_bytes = _share([offer.filled(offer.by_bytes) for offer in carried])
-    by_layers = _share([offer.filled(offer.by_layers) for offer in carried if offer.transfer.layers])
-    return BubblePlan(tuple(senders), slowest, seconds, granularity, by_bytes, by_layers)
+    by_bytes = _share([offer.filled(offer.by_bytes) for offer in in_bubbles])
+    by_layers = _share([offer.filled(offer.by_layers) for offer in in_bubbles if offer.transfer.layers])
+    return BubblePlan(tuple(senders), iterations, seconds, granularity, by_bytes, by_layers)
 
 
 def rate_duties(nbytes: Mapping[int, int]) -> dict[int, float]:
     """Part of the time for rate-limited sends, by rank of a node: LARGEST_RATE_DUTY, divided in proportion to `nbytes`,
-    but at least LEAST_PART of an equal part, or a rank with an empty slot could never send its small state."""
+    where each rank is assumed to send at least LEAST_PART of the mean: otherwise a rank with an empty slot could never
+    send its small state."""
     least = max(1.0, LEAST_PART * sum(nbytes.values()) / len(nbytes))
     parts = {rank: max(least, sent) for rank, sent in nbytes.items()}
     whole = sum(parts.values())

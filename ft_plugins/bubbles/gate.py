@@ -210,7 +210,7 @@ class Gatekeeper:
             self._is_open = False
 
     def _open(self) -> None:
-        grants = self._plan.after(self._iteration, self._span)
+        grants = self._plan.grants_after(self._iteration, self._span)
         if grants:
             now = self._clock_ns()
             fits = abs((now - self._began_ns) / 1e9 - grants[0].edge) <= self._tolerance

@@ -77,6 +77,8 @@ def status(
         table.add_row(*status_table.row(report))
     _console().print(table if reports else "no job is known here")
     for report in reports:
+        if error := report.get("error"):
+            print(f"job {report['job']} on node {report['node']}: {error}")
         if alarm := report["alarm"]:
             print(f"last alarm of job {report['job']}, {alarm['time']}: {alarm['text']}")
 

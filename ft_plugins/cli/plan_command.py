@@ -52,9 +52,9 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object, for programs")] = False,
 ) -> None:
     """Show how long state in memory survives and how often to save it, from failure rates and the cost of saving.
-    With a pipeline: its bubbles, how often a checkpoint fits into them, and goodput under every protection."""
+    With a pipeline: its bubbles, how often a version fits into them, and goodput under every protection."""
     cluster = Cluster(nodes, group_nodes, hw_rate, sw_rate, shape)
-    costs = Costs.given(
+    costs = Costs.from_options(
         {
             "state_gib": state_gib,
             "iteration_seconds": iteration_seconds,
@@ -66,7 +66,7 @@ def plan(
             "checkpoint_seconds": checkpoint_seconds,
         }
     )
-    planned = PlannedPipeline.given(
+    planned = PlannedPipeline.from_options(
         {
             "stages": stages,
             "microbatches": microbatches,

@@ -1,6 +1,6 @@
 """What `ft-plugins status` shows: a report for each run directory, as JSON and as a row of a table.
 
-In: run directories, the replies of their SMPs. Out: reports, rows of text. Raises FtError.
+In: run directories, the replies of their SMPs. Out: reports, rows of text. Raises ConfigError.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from ..config import run_root
+from ..errors import FtError
 from ..events import standing_alarm
 from ..smp import client as smp
 from ..smp import liveness
-from ..smp.pace import in_words
+from ..smp.pace import pace_text
 from ..smp.status import Signal, marks_in, newest_common
 from ..snapshot.slots import Mark, Version
 
-ASK_SECONDS = 5.0  # a live SMP answers within milliseconds
+ASK_SECONDS = 5.0  # timeout for an SMP's answer; a live one answers within milliseconds
 
 
 def run_directories(job: str | None, node: str | None) -> list[Path]:
@@ -28,12 +29,16 @@ def run_directories(job: str | None, node: str | None) -> list[Path]:
 
 
 def reports(job: str | None, node: str | None) -> Iterator[dict[str, Any]]:
-    """The status of each SMP; for a run directory without one, `alive` is false."""
+    """The status of each SMP. For a run directory without one, `alive` is false; so it is if the SMP does not answer or
+    refuses, with the `error`."""
     for run_dir in run_directories(job, node):
         report: dict[str, Any] = {"job": run_dir.parent.name, "node": run_dir.name, "alive": False}
         if liveness.held(run_dir / "smp.lock"):
-            with smp.Client(run_dir, ASK_SECONDS) as client:
-                report |= {**client.status(), "alive": True}
+            try:
+                with smp.Client(run_dir, ASK_SECONDS) as client:
+                    report |= {**client.status(), "alive": True}
+            except FtError as error:  # one hung SMP must not hide the other jobs
+                report["error"] = str(error)
         yield report | {
             "run_dir": str(run_dir), "ft_run_alive": liveness.held(run_dir / "lock"), "alarm": _alarm(run_dir),
         }  # fmt: skip
@@ -52,7 +57,8 @@ def row(report: Mapping[str, Any]) -> list[str]:
     """One row of the table of `status`."""
     ft_run = "running" if report["ft_run_alive"] else "gone"
     if not report["alive"]:
-        return [report["job"], report["node"], "gone", ft_run, Signal.OFFLINE.value, *[""] * 7]
+        answer = "no answer" if "error" in report else "gone"
+        return [report["job"], report["node"], answer, ft_run, Signal.OFFLINE.value, *[""] * 7]
     segments, newest = report["segments"], newest_common(report)
     return [
         report["job"],
@@ -76,10 +82,10 @@ def _version(version: Version, mark: Mark) -> str:
 
 
 def _on_nodes(tier: Mapping[str, Any]) -> str:
-    """The version that survives the loss of another node."""
+    """The committed version, and the pace at which versions are committed; 'no' if nodes do not protect each other."""
     if not tier or not tier["nodes"]:
         return "no"
-    pace = in_words(tier)
+    pace = pace_text(tier)
     if not tier["committed"]:
         return pace or "not yet"
     return f"iteration {tier['committed'][1]}, lineage {tier['committed'][0]}" + (f"; {pace}" if pace else "")

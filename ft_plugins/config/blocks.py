@@ -38,7 +38,7 @@ def _readable_faults(specification: str) -> str:
 
 
 Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN)]
-Folder = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
+NonEmptyText = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
 Faults = Annotated[str, AfterValidator(_readable_faults)]
 
 
@@ -104,7 +104,7 @@ class ReftConfig(SystemConfig):
         "fewer",
         json_schema_extra=more("seconds"),
     )
-    checkpoint_dir: Folder | None = Field(
+    checkpoint_dir: NonEmptyText | None = Field(
         None,
         description="write snapshots to storage as checkpoints here, and resume from them if memory has none; unset: "
         "none",

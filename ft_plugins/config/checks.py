@@ -37,7 +37,7 @@ def require_no_contradiction(config: Config, spell: Spell) -> None:
         )
 
 
-def require_sense_of_paft(config: Config, spell: Spell) -> None:
+def require_consistent_paft(config: Config, spell: Spell) -> None:
     """Raises ConfigError for a key of PAFT that has no effect, contradicts another one, or needs one that is missing.
 
     The configuration is whole: all sources are merged."""
@@ -81,7 +81,7 @@ def _without_effect(paft: Any) -> Iterator[tuple[str, str]]:
         yield from ((name, "while audit_interval is 0") for name in ("on_corruption", "audit_at"))
 
 
-def require_sense_of_sync(config: Config, spell: Spell) -> None:
+def require_consistent_sync(config: Config, spell: Spell) -> None:
     """Raises ConfigError for a key of local SGD that has no effect or contradicts another one. The configuration is
     whole."""
     sync = config.sync

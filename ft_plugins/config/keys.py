@@ -38,7 +38,7 @@ class Key:
     expected: str  # 'an integer >= 1'
     switch: bool  # the flag has no value
     system: bool  # switches a system on
-    needs_system: bool  # no effect unless a system is on
+    needs_system: bool  # no effect unless a system that protects state is on
     needs: str  # a key of the same block without which it has no effect, '' for none
     switches: bool = False  # giving it switches its system on
 

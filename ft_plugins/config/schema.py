@@ -3,8 +3,8 @@
 Invariant: a `Config` is valid and frozen, and knows which of its keys were given, so that merging two sources never
 silently drops a value of one.
 
-A system is one optional field of `Config`: its flags follow (`--<system>` switches it on, `--<system>-<key>` sets a
-key; general keys are `--ftp-<key>`), and so do JSON, environment and documentation.
+Each system is one optional field of `Config`. Its flags (`--<system>` switches it on, `--<system>-<key>` sets a key;
+general keys are `--ftp-<key>`), JSON keys, environment and documentation are derived from that field.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pydantic import Field, PrivateAttr, ValidationError
 from ..errors import ConfigError
 from ..intake import Unfit, require_shallow
 from . import checks, sources
-from .blocks import NAME_RULE, BaftConfig, Block, Faults, Folder, Name, PaftConfig, ReftConfig, SyncConfig, more
+from .blocks import NAME_RULE, BaftConfig, Block, Faults, Name, NonEmptyText, PaftConfig, ReftConfig, SyncConfig, more
 from .keys import Key, KeyPath, derive
 
 _JSON = "ft_plugins"  # name of the block in a DeepSpeed JSON file
@@ -52,7 +52,7 @@ class Config(Block):
         description="end the job if it cannot be protected, instead of training on",
         json_schema_extra=more(needs_system=True),
     )
-    secret_file: Folder | None = Field(
+    secret_file: NonEmptyText | None = Field(
         None,
         description="file of mode 0600 with the secret by which the nodes of a job authenticate, the same on all nodes",
         json_schema_extra=more(expected="a file", needs_system=True),
@@ -63,7 +63,7 @@ class Config(Block):
         "only authenticated; the same on all nodes",
         json_schema_extra=more(needs_system=True, needs="secret_file"),
     )
-    interface: Folder | None = Field(
+    interface: NonEmptyText | None = Field(
         None,
         description="address or network device for traffic between nodes; unset: the one towards rank 0",
         json_schema_extra=more(expected="an address or a device", needs_system=True),
@@ -102,7 +102,7 @@ class Config(Block):
     baft: BaftConfig | None = Field(
         None,
         description="switch on BAFT: snapshots copied to the node of a neighbouring pipeline stage, sent in the "
-        "bubbles of the pipeline; keys of --reft also apply to its snapshots",
+        "bubbles of the pipeline; to set their interval, storage and so on, give --reft too",
     )
     paft: PaftConfig | None = Field(
         None,
@@ -172,7 +172,8 @@ class Config(Block):
         return {path: value for path, (value, given) in self._values().items() if given} | self._waiting
 
     def block(self) -> dict[str, Any]:
-        """The values that were given, as a JSON block: `from_json(config.block())` equals `config`."""
+        """The values that were given, as a JSON block: `from_json(config.block())` equals `config` if the configuration
+        is whole."""
         return self.model_dump(exclude_unset=True)
 
     def flags(self) -> list[str]:
@@ -186,7 +187,7 @@ class Config(Block):
         """The effective configuration for people, one key per line."""
         given = self.given()
         values = self.model_copy(update={"reft": self.capture})._values()  # keys of REFT apply to BAFT too
-        values["reft",] = (self.reft is not None, self.reft is not None)
+        values[("reft",)] = (self.reft is not None, ("reft",) in given)  # the switch itself, as given
         rows = [
             (key.flag, f"{key.shown(values[key.path][0])} {key.unit}".strip(), "" if key.path in given else "default")
             for key in keys()
@@ -251,7 +252,7 @@ def _build(values: sources.Values, spell: Spelling, whole: bool) -> Config:
     values = {**values, **switched_on}
     nested: dict[str, Any] = {}
     waiting: dict[KeyPath, Any] = {}
-    for path in sorted(values, key=len):
+    for path in sorted(values, key=len):  # a system's switch before its keys
         key = known[path]
         if key.system:
             nested[path[0]] = {} if values[path] is True else None
@@ -271,15 +272,16 @@ def _build(values: sources.Values, spell: Spelling, whole: bool) -> Config:
         raise ConfigError(f"{_JSON}: {error}") from error
     except ValidationError as error:
         problem = error.errors()[0]
-        key = known[tuple(str(step) for step in problem["loc"][: 2 if problem["loc"][:2] in known else 1])]
+        loc = tuple(map(str, problem["loc"]))
+        key = known[loc[:2] if loc[:2] in known else loc[:1]]
         raise ConfigError(f"{spell(key)}: {key.complaint(problem)}") from error
     config._waiting.update(waiting)
     by_path = checks.speller(keys(), spell)
     checks.require_no_contradiction(config, by_path)
     if whole:
         _require_effect(config, spell)
-        checks.require_sense_of_paft(config, by_path)
-        checks.require_sense_of_sync(config, by_path)
+        checks.require_consistent_paft(config, by_path)
+        checks.require_consistent_sync(config, by_path)
     return config
 
 
@@ -287,13 +289,17 @@ def _require_effect(config: Config, spell: Spelling) -> None:
     for key in keys():
         if key.needs_system and not config.protects and config.given().get(key.path, key.default) != key.default:
             switches = " or ".join(key.flag for key in keys() if key.system and _protects(key))
-            raise ConfigError(f"{spell(key)}: has no effect while no system is on; add {switches} or drop it")
+            raise ConfigError(
+                f"{spell(key)}: has no effect while no system that protects state is on; add {switches}, or drop it"
+            )
         if not key.needs or key.path not in config.given():
             continue
         block = config if len(key.path) == 1 else getattr(config, key.path[0])
         if block is not None and not getattr(block, key.needs) and getattr(block, key.path[-1]) != key.default:
             (needed,) = (each for each in keys() if each.path == (*key.path[:-1], key.needs))
-            raise ConfigError(f"{spell(key)}: has no effect while {spell(needed)} is unset; add it or drop this one")
+            raise ConfigError(
+                f"{spell(key)}: has no effect while {spell(needed)} is unset; give {spell(needed)} or drop {spell(key)}"
+            )
 
 
 def _protects(key: Key) -> bool:

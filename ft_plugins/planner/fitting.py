@@ -1,4 +1,4 @@
-"""Predict how many iterations a checkpoint takes in the bubbles of a pipeline, from simulated timelines. Pure.
+"""Predict how many iterations it takes to send a version in the bubbles of a pipeline, from simulated timelines. Pure.
 
 The plan is the one that a job makes from its own profile (`bubbles.bubble_plan`): bubbles shared by sender and
 receiver, less the reserve for messages at both ends, the link of a node divided among its ranks, by bytes or by whole
@@ -44,7 +44,7 @@ class CopyPlacement(Enum):
 
 
 class Fit(Protocol):
-    """A function that returns how many iterations a checkpoint takes in bubbles."""
+    """A function that returns how many iterations it takes to send a version in bubbles."""
 
     def __call__(self, timelines: Sequence[Timeline], nbytes: float, bandwidth: float) -> int | None:
         """Iterations to send `nbytes` from each rank at `bandwidth`; None: not in bubbles."""
@@ -117,6 +117,6 @@ def fit(
     reserved: float = 0.0,
     placement: CopyPlacement = CopyPlacement.PAIRS,
 ) -> int | None:
-    """A `Fit`: iterations of a checkpoint; None if some rank is paced by a rate."""
+    """A `Fit`: iterations per version; None if some rank is paced by a rate."""
     bubble_plan = plan(timelines, nbytes, bandwidth, per_node=per_node, reserved=reserved, placement=placement)
     return None if bubble_plan is None or bubble_plan.paced_by_rate else bubble_plan.iterations

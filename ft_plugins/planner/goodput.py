@@ -79,14 +79,14 @@ class Upkeep:
 
 @dataclass(frozen=True)
 class GoodputPlan:
-    """The plan for one size of a job. `iterations_per_checkpoint` is BAFT's n; None: some rank's shared bubbles do not
+    """The plan for one size of a job. `iterations_per_version` is BAFT's n; None: some rank's shared bubbles do not
     carry its copy, and all send at the link's rate as REFT does."""
 
     nodes: int
     failures: float  # per day
     iteration_seconds: float
     bubble_share: float
-    iterations_per_checkpoint: int | None
+    iterations_per_version: int | None
     upkeeps: tuple[Upkeep, ...]
 
     def of(self, protection: ProtectionKind) -> Upkeep:
@@ -165,7 +165,7 @@ def table(plans: Sequence[GoodputPlan]) -> str:
             rows.append((one.protection.title, *first, every, *spent, f"{one.goodput:.2%}"))
             first = ("", "")
     notes = []
-    if plans[0].iterations_per_checkpoint is None:
+    if plans[0].iterations_per_version is None:
         why = "a rank and its destination share no bubbles, or too few"
         notes.append(f"  {why}: BAFT sends at the link's rate, as REFT does")
     return "\n".join([head, *columns(rows), *notes])

@@ -130,7 +130,7 @@ class Interleaved:
         """The messages sent after the k-th forward pass."""
         microbatch, chunk = self._table[k]
         stage = chunk * self._pipeline.ranks + self._rank
-        return (self._pipeline.activation(stage, microbatch),) if stage < self._pipeline.stages - 1 else ()
+        return (self._pipeline.activation(stage, microbatch),) if stage < self._pipeline.virtual_stages - 1 else ()
 
     def _made_backward(self, k: int) -> Messages:
         """The messages sent after the k-th backward pass."""

@@ -63,15 +63,15 @@ class Costs:
                 demand(name, value, "from 0 to 1e9", 0 <= value <= 1e9)
 
     @classmethod
-    def given(cls, values: Mapping[str, float | None]) -> Costs | None:
+    def from_options(cls, values: Mapping[str, float | None]) -> Costs | None:
         """The costs in `values`, where None means not given; None if none is given. Raises ConfigError if only some of
         the required ones are."""
         present = {name: value for name, value in values.items() if value is not None}
         missing = [part.name for part in fields(cls) if part.default is MISSING and part.name not in present]
         if present and missing:
             raise ConfigError(
-                f"{', '.join(present)}: without effect; intervals can be chosen when {', '.join(missing)} "
-                f"{'is' if len(missing) == 1 else 'are'} given too"
+                f"{', '.join(present)}: no effect without {', '.join(missing)}; give "
+                f"{'it' if len(missing) == 1 else 'them'} too"
             )
         return cls(**present) if present else None
 

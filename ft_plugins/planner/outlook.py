@@ -1,4 +1,5 @@
-"""The part of `ft-plugins plan` about a pipeline: bubbles by schedule, iterations of a checkpoint, goodput. Pure.
+"""The part of `ft-plugins plan` about a pipeline: bubbles by schedule, how many iterations it takes to send a version
+in bubbles, goodput. Pure.
 
 The unit of time is a forward pass of a rank through all of its chunks; a backward pass takes two units, one of them for
 weights. `Costs` has the length of an iteration in seconds.
@@ -9,7 +10,7 @@ In: sizes as given, `Cluster`, `Costs` or none. Out: `PipelineOutlook`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -34,10 +35,10 @@ class PlannedPipeline:
 
     pipeline: Pipeline
     message_share: float = 0.0
-    restart_seconds: float = RESTART_SECONDS
+    restart_seconds: float | None = None  # None: RESTART_SECONDS
 
     @classmethod
-    def given(cls, values: Mapping[str, Any]) -> PlannedPipeline | None:
+    def from_options(cls, values: Mapping[str, Any]) -> PlannedPipeline | None:
         """The pipeline in `values` (schedule, stages, microbatches, chunks, message_share, restart_seconds), where None
         means not given; None if none is given. Raises ConfigError if only some of the required ones are."""
         present = {name: value for name, value in values.items() if value is not None}
@@ -46,8 +47,8 @@ class PlannedPipeline:
             return None
         if missing:
             raise ConfigError(
-                f"{', '.join(present)}: without effect; a pipeline can be simulated when {', '.join(missing)} "
-                f"{'is' if len(missing) == 1 else 'are'} given too"
+                f"{', '.join(present)}: no effect without {', '.join(missing)}; give "
+                f"{'it' if len(missing) == 1 else 'them'} too"
             )
         schedule = PipelineSchedule(present.get("schedule", PipelineSchedule.ONE_F_ONE_B.value))
         chunks = present.get("chunks", CHUNKS if schedule is PipelineSchedule.INTERLEAVED else 1)
@@ -55,20 +56,21 @@ class PlannedPipeline:
         share = present.get("message_share", 0.0)
         demand("message_share", share, "from 0 to 100", 0 <= share <= 100)
         pipeline = Pipeline(schedule, present["stages"], present["microbatches"], chunks, overlap=overlap)
-        return cls(pipeline, share, present.get("restart_seconds", RESTART_SECONDS))
+        return cls(pipeline, share, present.get("restart_seconds"))
 
     def simulate(self, pipeline: Pipeline) -> tuple[Timeline, ...]:
-        """An iteration of `pipeline`, which is this one or the same with another schedule."""
+        """The timelines of one iteration of `pipeline`: this pipeline, or the same with another schedule."""
         unit = 1 / pipeline.chunks
         return simulate(pipeline, Times((unit,), (2 * unit,), (unit,), links=(PipelineLink(self.message_share),)))
 
 
 @dataclass(frozen=True)
 class PipelineOutlook:
-    """`shares`: share of bubbles by schedule, for schedules that fit the pipeline. With costs: `iterations` of a
-    checkpoint by placement (None: some rank is paced by a rate), and `plans` for the growing job, placed in pairs."""
+    """`shares`: share of bubbles by schedule, for the schedules that accept these sizes. With costs: `iterations` whose
+    bubbles carry one version, by placement (None: there is only one rank, or some rank is paced by a rate); `plans`:
+    goodput as the job grows, with copies placed in pairs."""
 
-    wanted: PlannedPipeline
+    planned: PlannedPipeline
     timelines: tuple[Timeline, ...]
     shares: dict[PipelineSchedule, float]
     iterations: dict[CopyPlacement, int | None]
@@ -76,9 +78,9 @@ class PipelineOutlook:
 
     def table(self) -> str:
         """The outlook as a table."""
-        pipeline = self.wanted.pipeline
+        pipeline = self.planned.pipeline
         head = f"bubbles: {pipeline.ranks} stages, {pipeline.microbatches} microbatches, "
-        head += f"a message takes {self.wanted.message_share:.2g} of a forward pass"
+        head += f"a message takes {self.planned.message_share:.2g} forward passes"
         rows = [("", "of an iteration")] + [
             (schedule.value + (" *" if schedule is pipeline.schedule else ""), f"{share:.1%}")
             for schedule, share in self.shares.items()
@@ -86,47 +88,53 @@ class PipelineOutlook:
         lines = [head, *columns(rows), "  * the schedule of this plan"]
         if self.plans:
             by_placement = (
-                f"{'of no' if one is None else f'of {one}'} iteration{'s' * (one != 1)} as {to.value}"
-                for to, one in self.iterations.items()
+                f"{to.value}: {'does not fit' if one is None else one}" for to, one in self.iterations.items()
             )
-            lines.append(f"  a checkpoint fits into the bubbles {', '.join(by_placement)}")
+            lines.append(f"  iterations whose bubbles carry one version: {', '.join(by_placement)}")
             lines += ["", goodput.table(self.plans)]
         return "\n".join(lines)
 
     def block(self) -> dict[str, Any]:
         """The outlook as JSON."""
-        pipeline = asdict(self.wanted.pipeline) | {"schedule": self.wanted.pipeline.schedule.value}
+        pipeline = asdict(self.planned.pipeline) | {"schedule": self.planned.pipeline.schedule.value}
         return {
-            "pipeline": pipeline | {"message_share": self.wanted.message_share},
+            "pipeline": pipeline | {"message_share": self.planned.message_share},
             "bubble_shares": {schedule.value: share for schedule, share in self.shares.items()},
-            "by_stage": fitting.bubble_shares(self.timelines),
-            "iterations_per_checkpoint": {to.value: one for to, one in self.iterations.items()},
+            "bubble_shares_by_stage": fitting.bubble_shares(self.timelines),
+            "iterations_per_version": {to.value: one for to, one in self.iterations.items()},
             "goodput": [plan.block() for plan in self.plans],
         }
 
 
-def plan_pipeline(wanted: PlannedPipeline, cluster: Cluster, costs: Costs | None) -> PipelineOutlook:
-    """The outlook of a pipeline: its bubbles; with costs, also what fits into them, and goodput as the job grows."""
-    pipeline = wanted.pipeline
-    timelines = wanted.simulate(pipeline)
+def plan_pipeline(planned: PlannedPipeline, cluster: Cluster, costs: Costs | None) -> PipelineOutlook:
+    """The outlook of a pipeline: its bubbles; with costs, also what fits into them, and goodput as the job grows.
+
+    Raises ConfigError if `restart_seconds`, which only goodput depends on, is given without costs.
+    """
+    if costs is None and planned.restart_seconds is not None:
+        needed = ", ".join(part.name for part in fields(Costs) if part.default is MISSING)
+        raise ConfigError(f"restart_seconds: no effect without {needed}; give them too")
+    pipeline = planned.pipeline
+    timelines = planned.simulate(pipeline)
     shares = {}
     for schedule in PipelineSchedule:
-        other = _in(pipeline, schedule)
+        other = _with_schedule(pipeline, schedule)
         if other is not None:
-            shares[schedule] = fitting.bubble_share(timelines if other == pipeline else wanted.simulate(other))
+            shares[schedule] = fitting.bubble_share(timelines if other == pipeline else planned.simulate(other))
     if costs is None:
-        return PipelineOutlook(wanted, timelines, shares, {}, ())
-    fit = partial(fitting.fit, reserved=wanted.message_share)
-    plans = plan_growth(cluster, costs, timelines, wanted.restart_seconds, fit)
+        return PipelineOutlook(planned, timelines, shares, {}, ())
+    fit = partial(fitting.fit, reserved=planned.message_share)
+    restart_seconds = RESTART_SECONDS if planned.restart_seconds is None else planned.restart_seconds
+    plans = plan_growth(cluster, costs, timelines, restart_seconds, fit)
     iterations = {
-        to: plan_goodput(cluster, costs, timelines, fit=partial(fit, placement=to)).iterations_per_checkpoint
+        to: plan_goodput(cluster, costs, timelines, fit=partial(fit, placement=to)).iterations_per_version
         for to in CopyPlacement
     }
-    return PipelineOutlook(wanted, timelines, shares, iterations, plans)
+    return PipelineOutlook(planned, timelines, shares, iterations, plans)
 
 
-def _in(pipeline: Pipeline, schedule: PipelineSchedule) -> Pipeline | None:
-    """`pipeline` with another schedule; None if it does not fit."""
+def _with_schedule(pipeline: Pipeline, schedule: PipelineSchedule) -> Pipeline | None:
+    """`pipeline` with another schedule; None if that schedule does not accept these sizes."""
     if schedule is pipeline.schedule:
         return pipeline
     chunks = CHUNKS if schedule is PipelineSchedule.INTERLEAVED else 1

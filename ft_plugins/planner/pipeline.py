@@ -109,14 +109,14 @@ class Pipeline:
         return self.group or self.ranks
 
     @property
-    def stages(self) -> int:
-        """Stages of the model, on all ranks."""
+    def virtual_stages(self) -> int:
+        """Stages of the model, on all ranks: a rank has as many as it has chunks."""
         return self.ranks * self.chunks
 
     @property
     def messages(self) -> int:
         """The bound of message numbers."""
-        return 2 * self.stages * self.microbatches
+        return 2 * self.virtual_stages * self.microbatches
 
     def activation(self, stage: int, microbatch: int) -> int:
         """The message from `stage` to the one after it."""

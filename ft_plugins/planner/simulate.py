@@ -200,11 +200,11 @@ class _Run:
 
 def _pass_seconds(pipeline: Pipeline, times: Times) -> dict[Pass, tuple[float, ...]]:
     """Seconds by pass and stage."""
-    forward = spread("forward", times.forward, pipeline.stages)
-    backward = spread("backward", times.backward, pipeline.stages)
+    forward = spread("forward", times.forward, pipeline.virtual_stages)
+    backward = spread("backward", times.backward, pipeline.virtual_stages)
     if pipeline.schedule is not PipelineSchedule.ZERO_BUBBLE:
         return {Pass.FORWARD: forward, Pass.BACKWARD: backward}
-    weight = spread("weight", times.weight, pipeline.stages)
+    weight = spread("weight", times.weight, pipeline.virtual_stages)
     rest = tuple(whole - part for whole, part in zip(backward, weight, strict=True))
     if min(rest) < 0:
         raise ConfigError(f"weight: expected at most backward, found {weight} of {backward}")
@@ -214,4 +214,6 @@ def _pass_seconds(pipeline: Pipeline, times: Times) -> dict[Pass, tuple[float, .
 def _message_seconds(pipeline: Pipeline, times: Times) -> list[float]:
     """Seconds of a message, by 2 x the stage that makes it + 1 for a gradient."""
     hops = [link.seconds(times.message_bytes) for link in spread("links", times.links, pipeline.ranks)]
-    return [hops[(stage - gradient) % pipeline.ranks] for stage in range(pipeline.stages) for gradient in (0, 1)]
+    return [
+        hops[(stage - gradient) % pipeline.ranks] for stage in range(pipeline.virtual_stages) for gradient in (0, 1)
+    ]

@@ -91,7 +91,7 @@ class ExchangePlan:
         areas: list[list[Area]] = [[] for _ in self.nodes]
         for section in self.encoded(Encoding.EXCHANGED):
             for node, position in enumerate(section.positions):
-                for stripe, which in section.placement.kept_on(node):
+                for stripe, which in section.placement.parities_on(node):
                     offset = areas[position][-1].offset + areas[position][-1].nbytes if areas[position] else 0
                     block = section.placement.block
                     areas[position].append(Area(section.index, stripe, which, position, offset, block))
@@ -122,7 +122,7 @@ class ExchangePlan:
         )
 
     def _send(self, section: Section, stripe: int, which: int, piece: StripePiece) -> Send:
-        exponent = piece.coefficient if which else 0
+        exponent = piece.exponent if which else 0
         return Send(self.area_of[section.index, stripe, which], piece.node, piece.start, piece.stop, exponent)
 
     def sends_to(self, position: int) -> Iterator[Send]:

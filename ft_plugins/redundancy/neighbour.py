@@ -54,14 +54,14 @@ class Mirror(Placement):
         """The one stripe."""
         return OnDemand(1, self._stripe)
 
-    def _parity_of(self, stripe: int) -> tuple[int, ...]:
+    def _parity_nodes(self, stripe: int) -> tuple[int, ...]:
         return (1,)
 
     def piece(self, stripe: int, node: int) -> StripePiece | None:
         """The whole stream of node 0; None for everything else."""
         return StripePiece(0, 0, self.sizes[0], 0) if (stripe, node) == (0, 0) else None
 
-    def kept_on(self, node: int) -> tuple[tuple[int, int], ...]:
+    def parities_on(self, node: int) -> tuple[tuple[int, int], ...]:
         """The P of the one stripe, on node 1."""
         return ((0, 0),) if node == 1 else ()
 

@@ -4,6 +4,7 @@ A group has n nodes (failure domains); node i holds a stream of sizes[i] bytes. 
 one piece from a node, and its parity is stored on nodes that give it none (REFT, section 4.2). With L losses:
 
     node x + k (mod n), k < L,  stores parity k of stripe x:  P = sum_j D_j,  Q = sum_j 2**j D_j  over GF(256)
+                                (j: place of the piece among the stripe's data, from 0; not the node)
     node i gives stripe x its block number (x - i - 1) mod n; it stores the parity of the L stripes for which that
     number is >= n - L
 
@@ -58,13 +59,13 @@ class OnDemand(Sequence[T]):
 class StripePiece:
     """The bytes `start .. stop` of a node's stream, as data of a stripe; fewer than a block at the stream's end.
 
-    It enters Q multiplied by 2**coefficient: its place in the stripe's data, from 0.
+    In Q it is multiplied by 2**exponent; the exponent is its place in the stripe's data, from 0.
     """
 
     node: int
     start: int
     stop: int
-    coefficient: int
+    exponent: int
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Stripe:
     """Data pieces, at most one per node, and the nodes that store their P (and Q)."""
 
     index: int
-    parity: tuple[int, ...]
+    parity_nodes: tuple[int, ...]
     data: tuple[StripePiece, ...]
 
 
@@ -91,26 +92,23 @@ class Placement:
 
     def _stripe(self, index: int) -> Stripe:
         pieces = (self.piece(index, node) for node in range(len(self.sizes)))
-        return Stripe(index, self._parity_of(index), tuple(piece for piece in pieces if piece is not None))
+        return Stripe(index, self._parity_nodes(index), tuple(piece for piece in pieces if piece is not None))
 
-    def _parity_of(self, stripe: int) -> tuple[int, ...]:
+    def _parity_nodes(self, stripe: int) -> tuple[int, ...]:
         return tuple((stripe + which) % len(self.sizes) for which in range(self.losses))
 
     def piece(self, stripe: int, node: int) -> StripePiece | None:
         """The piece that `node` gives to a stripe; None if it stores the stripe's parity."""
-        parity = self._parity_of(stripe)
-        if node in parity:
+        parity_nodes = self._parity_nodes(stripe)
+        if node in parity_nodes:
             return None
         start = min((stripe - node - 1) % len(self.sizes) * self.block, self.sizes[node])
         stop = min(start + self.block, self.sizes[node])
-        return StripePiece(node, start, stop, node - sum(keeper < node for keeper in parity))
+        return StripePiece(node, start, stop, node - sum(keeper < node for keeper in parity_nodes))
 
-    def parity_bytes(self, node: int) -> int:
-        """Bytes of parity that `node` stores."""
-        return len(self.kept_on(node)) * self.block
-
-    def kept_on(self, node: int) -> tuple[tuple[int, int], ...]:
-        """The parities that `node` stores, as (stripe, 0 for P or 1 for Q), in the order of its parity area."""
+    def parities_on(self, node: int) -> tuple[tuple[int, int], ...]:
+        """The parities that `node` stores, as (stripe, 0 for P or 1 for Q), P before Q; its parity store has the same
+        order."""
         nodes = len(self.sizes)
         if not 0 <= node < nodes:
             raise TopologyError(f"node {node} is not in this group of {nodes} (0 to {nodes - 1})")
@@ -122,7 +120,8 @@ class StripeRebuild:
     """One lost member of a stripe: `wanted`, which was on `node`, is the sum of factor * source over GF(256).
 
     A member is ("data", node) or ("parity", 0 for P or 1 for Q). A source is a member and its factor, 1 for plain XOR.
-    The first bytes of each source are needed, as many as were wanted. Empty pieces have no sources and are not sources.
+    Only the first n bytes of each source are needed, n being the size of `wanted`; a shorter source is padded with
+    zeros. Empty pieces have no sources and are not sources.
     """
 
     stripe: int
@@ -152,12 +151,13 @@ def place_parity(sizes: Sequence[int], losses: int = 1) -> Placement:
 def _check(sizes: Sequence[int], losses: int) -> None:
     nodes = len(sizes)
     if losses not in (1, 2):
-        raise TopologyError(f"no parity survives {losses} lost nodes: expected 1 (RAIM5) or 2 (RAIM6)")
+        raise TopologyError(f"parity against {losses} lost nodes is not supported: expected 1 (RAIM5) or 2 (RAIM6)")
     if nodes < 2:
         raise TopologyError(f"a group of {nodes} node(s) cannot be protected: parity needs at least 2 nodes")
     if losses == 2 and nodes < 4:
         raise TopologyError(
-            f"RAIM6 (2 losses) needs at least 4 nodes in a group, found {nodes}: make the groups larger, or ask for 1"
+            f"RAIM6 (2 losses) needs at least 4 nodes in a group, found {nodes}: make the groups larger, or use RAIM5, "
+            "which needs 2"
         )
     if losses == 2 and nodes - losses > ORDER:
         raise TopologyError(
@@ -172,7 +172,8 @@ def _check(sizes: Sequence[int], losses: int) -> None:
 def plan_decode(placement: Placement, lost: Collection[int]) -> tuple[StripeRebuild, ...]:
     """How to compute everything that was on the `lost` nodes from what survived, by stripe, data before parity.
 
-    Raises ResumeError if more nodes are lost than the placement survives.
+    Raises ResumeError if more nodes are lost than the placement survives, TopologyError for a node that is not in the
+    group.
     """
     nodes = sorted(set(lost))
     unknown = [node for node in nodes if not 0 <= node < len(placement.sizes)]
@@ -187,20 +188,22 @@ def plan_decode(placement: Placement, lost: Collection[int]) -> tuple[StripeRebu
 
 
 def _rebuilds(stripe: Stripe, lost_nodes: set[int]) -> list[StripeRebuild]:
-    """What the stripe lost, from as many parities as it lost data pieces; P first, because its factors are 1.
+    """The members that the stripe lost.
 
-    The row of a wanted member is sum_k c[k] * (row of parity k) + (the factors of the surviving data). At the lost
-    pieces the second term is 0, which gives c; at the others it is the remainder. Empty pieces are zeros.
+    Every member is a row: its factor for each data piece, empty ones left out. A lost row is written as
+    sum_k c[k] * (row of parity k) + d, where d is 0 at the lost pieces: those columns give c, the other columns then
+    give d, the factors of the surviving data. As many parities are used as pieces were lost, P first, because its
+    factors are 1.
     """
     lost = [piece for piece in stripe.data if piece.node in lost_nodes and piece.stop > piece.start]
     alive = [piece for piece in stripe.data if piece.node not in lost_nodes and piece.stop > piece.start]
-    parities = [which for which, node in enumerate(stripe.parity) if node not in lost_nodes][: len(lost)]
+    parities = [which for which, node in enumerate(stripe.parity_nodes) if node not in lost_nodes][: len(lost)]
 
     def row(wanted: tuple[str, int], pieces: Sequence[StripePiece]) -> list[int]:
         kind, which = wanted
         if kind == "data":
             return [int(piece.node == which) for piece in pieces]
-        return [power(which * piece.coefficient) for piece in pieces]
+        return [power(which * piece.exponent) for piece in pieces]
 
     at_lost = [row(("parity", which), lost) for which in parities]
     at_alive = [row(("parity", which), alive) for which in parities]
@@ -222,7 +225,7 @@ def _rebuilds(stripe: Stripe, lost_nodes: set[int]) -> list[StripeRebuild]:
         for piece in stripe.data
         if piece.node in lost_nodes
     ]
-    for which, node in enumerate(stripe.parity):
+    for which, node in enumerate(stripe.parity_nodes):
         if node in lost_nodes:
             rebuilds.append(StripeRebuild(stripe.index, ("parity", which), node, sources(("parity", which))))
     return rebuilds

@@ -128,7 +128,7 @@ def lay_out(sections: Iterable[Section], data_nbytes: Mapping[int, int]) -> Iter
     ends = dict(data_nbytes)
     for section in sections:
         for node in range(len(section.positions)):
-            ((stripe, _),) = section.placement.kept_on(node)  # one loss: P (XOR) alone, of one stripe
+            ((stripe, _),) = section.placement.parities_on(node)  # one loss: P (XOR) alone, of one stripe
             members = section.members(node)
             for rank, (start, stop) in zip(members, cut(section.placement.block, len(members)), strict=True):
                 if rank in ends and start < stop:

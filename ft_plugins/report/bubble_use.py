@@ -1,4 +1,4 @@
-"""Report how a job used its bubbles: their share of an iteration, the checkpoint interval, the bytes sent.
+"""Report how a job used its bubbles: their share of an iteration, iterations per version, the bytes sent.
 
 Invariant: everything comes from the job's events: `timeline.recorded` and `bubbles.planned` of each rank,
 `version.committed` of each node. Of several plans, the one with the most committed versions is used. The first of these
@@ -27,7 +27,7 @@ class CopyTraffic:
     """Bytes of copies sent between two committed versions that are `versions` and `iterations` apart."""
 
     idle_share: float  # bubbles, as a share of an iteration, over all ranks
-    planned_iterations: int  # per checkpoint
+    planned_iterations: int  # per version
     versions: int
     iterations: int
     in_bubbles: int
@@ -46,17 +46,17 @@ class CopyTraffic:
 
     @property
     def every(self) -> float | None:
-        """Iterations from one checkpoint to the next; None for fewer than two."""
+        """Iterations from one committed version to the next; None for fewer than two."""
         return self.iterations / self.versions if self.versions else None
 
     def line(self) -> str:
         """A summary in one sentence."""
         text = f"Bubbles are {self.idle_share:.0%} of an iteration"
         if self.every is None or self.in_bubble_share is None:
-            return f"{text}; planned: a checkpoint every {self.planned_iterations}; fewer than two were committed since"
+            return f"{text}; planned: a version every {self.planned_iterations}; fewer than two were committed since"
         late, rate = (each / self.nbytes for each in (self.late, self.by_rate))
         return (
-            f"{text}; a checkpoint every {self.every:.1f} iterations (planned: {self.planned_iterations}); "
+            f"{text}; a version every {self.every:.1f} iterations (planned: {self.planned_iterations}); "
             f"{self.in_bubble_share:.0%} of its bytes sent in their bubble, {late:.0%} late, {rate:.0%} rate-limited"
         )
 
@@ -148,7 +148,7 @@ def _committed(events: Sequence[Event], node: str, since: float) -> list[Event]:
 
 
 def _planned(events: Sequence[Event], plans: Mapping[int, Event]) -> int:
-    """Planned iterations per checkpoint, from the summary that a rank emits right before its timeline."""
+    """Planned iterations per version, from the summary that a rank emits right before its timeline."""
     rank, plan = min(plans.items())
     before = [
         event.fields["iterations"]

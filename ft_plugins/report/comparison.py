@@ -80,6 +80,7 @@ class RunComparison:
     differing: tuple[str, ...]  # parts of the final state that differ or that only one run has
     losses_identical: bool
     iterations: int
+    iterations_unfailed: int
     iterations_lost: int | None
     restores: int
     scratch_restarts: int  # starts from the beginning after the kill
@@ -145,6 +146,7 @@ def compare_runs(failed: RunRecord, unfailed: RunRecord) -> RunComparison:
         differing=differing,
         losses_identical=losses_identical,
         iterations=failed.losses[-1].iteration,
+        iterations_unfailed=unfailed.losses[-1].iteration,
         iterations_lost=_lost(failed.events, kills, source),
         restores=restores,
         scratch_restarts=scratch_restarts,
@@ -154,7 +156,7 @@ def compare_runs(failed: RunRecord, unfailed: RunRecord) -> RunComparison:
         snapshot_stall_seconds=stall(failed.events),
         snapshot_stall_seconds_unfailed=stall(unfailed.events),
         snapshot_seconds=_median(_numbers(failed.events, catalogue.SNAPSHOT_SEALED.name, "seconds")),
-        snapshots=len(committed(failed.events)),
+        snapshots=len(sealed_by_all(failed.events)),
         host_memory_bytes=_total(failed.events, catalogue.RANK_ATTACHED.name, "resident_bytes"),
         captured_bytes=_total(failed.events, catalogue.RANK_ATTACHED.name, "share_bytes"),
         final_loss=failed.losses[-1].loss,
@@ -263,7 +265,7 @@ def stall(events: Iterable[Event]) -> float | None:
     return _median(list(waits.values()))
 
 
-def committed(events: Iterable[Event]) -> list[tuple[float, int]]:
+def sealed_by_all(events: Iterable[Event]) -> list[tuple[float, int]]:
     """(time, iteration) of every version that all ranks sealed; the time is that of the last rank."""
     events = list(events)
     ranks = _ranks(events)

@@ -23,12 +23,12 @@ def table(report: RunComparison) -> Table:
     seconds, source = report.seconds, report.restored_from
     restored = "-" if source is None else f"iteration {source.iteration} (lineage {source.lineage}, {source.tier} tier)"
     for row in (
-        ("iterations", str(report.iterations), str(report.iterations)),
+        ("iterations", str(report.iterations_unfailed), str(report.iterations)),
         ("loss at the end", f"{report.final_loss_unfailed:.6f}", f"{report.final_loss:.6f}"),
         ("wall time", _s(report.wall_seconds_unfailed), _s(report.wall_seconds)),
         ("snapshot stall per iteration", _s(report.snapshot_stall_seconds_unfailed), _s(report.snapshot_stall_seconds)),
-        ("snapshot committed after", "", _s(report.snapshot_seconds)),
-        ("snapshots of all ranks", "", str(report.snapshots)),
+        ("snapshot sealed after", "", _s(report.snapshot_seconds)),
+        ("versions sealed by all ranks", "", str(report.snapshots)),
         ("host memory for snapshots", "", _memory(report)),
         ("restored from", "", restored),
         ("iterations lost", "", "-" if report.iterations_lost is None else str(report.iterations_lost)),
@@ -51,9 +51,7 @@ def verdict(report: RunComparison) -> str:
             f"{report.victim} and one restore from memory."
         )
     if report.identical:
-        return (
-            "Both runs ended in identical parameters, but survival is not proven: " + "; ".join(report.unproven) + "."
-        )
+        return "Both runs ended in identical state, but survival is not proven: " + "; ".join(report.unproven) + "."
     return "The two runs did NOT end in identical state: " + "; ".join(report.unproven) + "."
 
 
@@ -66,16 +64,16 @@ def _bubble_rows(report: RunComparison) -> Iterable[tuple[str, str, str]]:
         left, right = ("-" if one is None else show(one) for one in both)
         return name, left, right
 
-    yield row("bubbles, of an iteration", lambda one: f"{one.idle_share:.0%}")
-    yield row("a checkpoint on another node every", lambda one: "-" if one.every is None else f"{one.every:.1f} iter.")
+    yield row("bubbles, share of an iteration", lambda one: f"{one.idle_share:.0%}")
+    yield row("a version committed every", lambda one: "-" if one.every is None else f"{one.every:.1f} iter.")
     yield row(
-        "of its bytes, sent in their bubble",
+        "copy bytes sent in their bubble",
         lambda one: "-" if one.in_bubble_share is None else f"{one.in_bubble_share:.0%}",
     )
 
 
 def _s(value: float | None) -> str:
-    """Seconds with about three significant digits, in s or ms."""
+    """Seconds as text, in s or ms; '-' for None."""
     if value is None:
         return "-"
     return f"{value:.1f} s" if value >= 10 else f"{value:.2f} s" if value >= 1 else f"{value * 1000:.2f} ms"

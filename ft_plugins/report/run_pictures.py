@@ -24,7 +24,7 @@ from ..events import catalogue
 from ..model.timeline import Kind
 from .bubble_use import BubbleUse
 from .canvas import MAX_RANKS, SPANS, new_figure
-from .comparison import Loss, RunComparison, RunRecord, committed
+from .comparison import Loss, RunComparison, RunRecord, sealed_by_all
 
 UNFAILED, FAILED, FAILURE = "#7a8794", "#0b6fb8", "#c8322b"
 IDLE, WINDOW, INK = "#e9edf1", "#d98e04", "#1c1f22"
@@ -98,7 +98,7 @@ def _draw_failure(axes: Any, failed: RunRecord, report: RunComparison, killed: f
 
 
 def _draw_snapshots(axes: Any, failed: RunRecord, unfailed: RunRecord, killed: float | None) -> None:
-    rows = [[time - run.began for time, _ in committed(run.events)] for run in (unfailed, failed)]
+    rows = [[time - run.began for time, _ in sealed_by_all(run.events)] for run in (unfailed, failed)]
     axes.eventplot(rows, colors=[UNFAILED, FAILED], lineoffsets=[1, 0], linelengths=0.7, linewidths=1.0)
     if killed is not None:
         axes.axvline(killed - failed.began, color=FAILURE, linewidth=1.4)

@@ -165,7 +165,7 @@ def _parts(
     stripe = section.placement.stripes[rebuild.stripe]
     for kind, which, factor in rebuild.sources:
         if kind == "parity":
-            position = section.positions[stripe.parity[which]]
+            position = section.positions[stripe.parity_nodes[which]]
             if section.encoding is Encoding.EXCHANGED:
                 yield Part(position, Parity((section.index, stripe.index, which), version, at, nbytes), factor, 0)
                 continue

@@ -127,7 +127,7 @@ class Pace:
         return {**self.fields(), "waits": self.waits, "share_in_bubbles": share, "rarer": self.rarer, "copies": ranks}
 
 
-def in_words(tier: Mapping[str, Any]) -> str:
+def pace_text(tier: Mapping[str, Any]) -> str:
     """A short text from the status of a node tier; '' if there is nothing to report."""
     if not tier.get("iterations") and not tier.get("rarer"):
         return ""

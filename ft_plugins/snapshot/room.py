@@ -1,7 +1,7 @@
 """Check that memory is available before it is claimed: in the mount, and within the limits of the control groups.
 
 A claim that does not fit is rejected here, with the figure and its source; otherwise the kernel would end the process
-later, by SIGBUS or the OOM killer. Memory that the kernel reclaims under pressure (pages of files) is free.
+later, by SIGBUS or the OOM killer. Page cache is treated as free: the kernel reclaims it under pressure.
 
 In: bytes, files of the kernel. Out: nothing, or a BudgetError.
 """
@@ -18,23 +18,24 @@ from ..errors import BudgetError
 SHM = Path("/dev/shm")
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
-_UNLIMITED = 1 << 62  # bytes; control groups of version 1 have no other mark for no limit
+_UNLIMITED = 1 << 62  # bytes; cgroup v1 reports no limit as a number just below 1 << 63
 
 
-def check_room(nbytes: int, who: str, mount: Path = SHM) -> None:
-    """Raises BudgetError if `mount` or a control group of this process has fewer than `nbytes` free for `who`."""
+def check_room(nbytes: int, claim: str, mount: Path = SHM) -> None:
+    """Raises BudgetError if `mount` or a control group of this process has fewer than `nbytes` free for `claim`, which
+    the message names."""
     stat = os.statvfs(mount)
     available = stat.f_bavail * stat.f_frsize
     if available < nbytes:
         raise BudgetError(
-            f"{who} needs {nbytes} bytes in {mount}, but only {available} are free; enlarge that mount "
+            f"{claim} needs {nbytes} bytes in {mount}, but only {available} are free; enlarge that mount "
             f"(docker: --shm-size, Kubernetes: an emptyDir with medium Memory and a sizeLimit) "
             f"or remove stale segments with 'ft-plugins sweep'"
         )
     for file, limit, used in _limits():
         if limit - used < nbytes:
             raise BudgetError(
-                f"{who} needs {nbytes} bytes, but {file} allows {limit}, of which {used} are in use: only "
+                f"{claim} needs {nbytes} bytes, but {file} allows {limit}, of which {used} are in use: only "
                 f"{max(0, limit - used)} are free; raise that limit (docker: --memory, Kubernetes: "
                 "resources.limits.memory, Slurm: --mem) or remove stale segments with 'ft-plugins sweep'"
             )
@@ -44,16 +45,17 @@ def _limits() -> Iterator[tuple[Path, int, int]]:
     """Each memory limit of this process: its file, its bytes, and the bytes in use that cannot be reclaimed."""
     with suppress(OSError):  # no control groups
         for line in OWN_CGROUPS.read_text().splitlines():
-            number, kinds, path = line.split(":", 2)
-            if number == "0":
+            hierarchy, controllers, path = line.split(":", 2)
+            if hierarchy == "0":  # cgroup v2
                 yield from _upwards(CGROUPS, path, "memory.max", "memory.current", "")
-            elif "memory" in kinds.split(","):
+            elif "memory" in controllers.split(","):
                 mount = CGROUPS / "memory"
                 yield from _upwards(mount, path, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
 
 
 def _upwards(mount: Path, path: str, limit: str, usage: str, prefix: str) -> Iterator[tuple[Path, int, int]]:
-    """The limits of a group and its parents. In a container the path may be the host's; missing files are skipped."""
+    """The limits of a group and its parents. In a container the path may be that outside the container; missing files
+    are skipped."""
     group = mount / path.lstrip("/")
     for folder in (group, *group.parents):
         with suppress(OSError, ValueError):  # missing, or 'max'

@@ -1,1 +1,1 @@
-"""Compare, repair and average replicas that should be identical, behind the next iteration's compute (loop 2)."""
+"""Compare, repair and average replicas that should be identical, behind the next iteration's compute."""

@@ -19,7 +19,7 @@ from typing import Any
 
 from ..events import Events, catalogue
 from .averager import Averaging
-from .background import Background, BackgroundJob
+from .background import Background, BackgroundTask
 from .links import Links
 from .noise import NoiseMeasurement, NoisePart, combine
 from .policy import Policy
@@ -36,7 +36,7 @@ class AveragingOutcome:
 
 
 class SyncTurns:
-    """Runs one rank's averaging. Owns the jobs in flight."""
+    """Runs one rank's averaging. Owns the tasks in flight."""
 
     def __init__(
         self, policy: Policy, schedule: SyncSchedule, averaging: Averaging, links: Links, background: Background,
@@ -48,15 +48,15 @@ class SyncTurns:
         self.diverged = False  # whether the last measurement found a divergence
         self._rate = 0.0
         self._rates_squared = 0.0  # sum of lr^2 since the replicas were equal
-        self._signal: BackgroundJob[NoisePart] | None = None  # length of the step; until its turn is over
-        self._average: BackgroundJob[NoiseMeasurement] | None = None
+        self._signal: BackgroundTask[NoisePart] | None = None  # length of the step; until its turn is over
+        self._average: BackgroundTask[NoiseMeasurement] | None = None
         self._stale = False  # whether its input was repaired since it started
-        self._save: BackgroundJob[None] | None = None
+        self._save: BackgroundTask[None] | None = None
         self._saved_for = -1  # parameters are saved as they are before the update of this iteration
 
     def begin(self, completed: int, state: Mapping[str, Any] | None) -> None:
         """Continue after `completed` iterations from the `state` of that version; restart an averaging in flight."""
-        self._signal = self._average = self._save = None  # jobs of the abandoned version
+        self._signal = self._average = self._save = None  # tasks of the abandoned version
         self._stale, self._saved_for = False, -1
         self.turn, self.diverged, self._rates_squared = self._schedule.first(completed), False, 0.0
         if state is None:
@@ -93,13 +93,13 @@ class SyncTurns:
 
     def measure(self, step: int) -> None:
         """Start measuring the length of the update of `step`, if that is a turn. A version point waits for it, and for
-        all jobs started before it, so call this first; otherwise `after` does."""
+        all tasks started before it, so call this first; otherwise `after` does."""
         if self._signal is None and self._policy.actions(step, self.turn).average:
             rate = self._rate
             self._signal = self._background.start(lambda: self._averaging.measure(rate))
 
     def after(self, step: int) -> bool:
-        """Start the jobs that are due. Returns whether live tensors were changed."""
+        """Start the tasks that are due. Returns whether live tensors were changed."""
         self._rates_squared += self._rate**2
         actions = self._policy.actions(step, self.turn)
         if actions.average:
@@ -113,10 +113,10 @@ class SyncTurns:
         return actions.waits
 
     def fence(self) -> None:
-        """Wait for all jobs that read live tensors."""
-        for job in (self._save, self._average):
-            if job is not None:
-                job.wait()
+        """Wait for all tasks that read live tensors."""
+        for task in (self._save, self._average):
+            if task is not None:
+                task.wait()
         self._save = None
 
     def replicas_agreed(self, changed: bool) -> None:
@@ -139,9 +139,9 @@ class SyncTurns:
     def _finish(self, step: int) -> AveragingOutcome:
         """Apply the averages before the update of `step`, and derive the next turn."""
         assert self._average is not None
-        job, self._average, self._signal = self._average, None, None
+        task, self._average, self._signal = self._average, None, None
         stale, self._stale = self._stale, False
-        measured, turn = job.wait(), self.turn
+        measured, turn = task.wait(), self.turn
         self.turn = self._schedule.following(turn, measured)
         self._saved_for = -1
         if not stale:
@@ -149,7 +149,7 @@ class SyncTurns:
             self._rates_squared, self._saved_for = 0.0, step
             self.diverged = measured.divergence != 0
         self._events.emit(
-            catalogue.REPLICAS_AVERAGED, iteration=turn.at, applied=not stale, waited_seconds=job.waited,
+            catalogue.REPLICAS_AVERAGED, iteration=turn.at, applied=not stale, waited_seconds=task.waited,
             next=self.turn.at, interval=self.turn.interval, reason=self.turn.reason,
             divergence=measured.divergence, sigma=measured.sigma, signal=measured.signal,
             nonfinite=list(measured.nonfinite),

@@ -14,7 +14,7 @@ from typing import Any
 from ..errors import ReplicaError
 from ..events import Events, catalogue
 from .audit import REPEATED, Audit, Offences
-from .background import Background, BackgroundJob
+from .background import Background, BackgroundTask
 from .compare import Auditing, AuditOutcome
 
 SHOWN = 4  # buckets named in a report
@@ -25,7 +25,7 @@ class Verdicts:
 
     def __init__(self, rank: int, auditing: Auditing, background: Background, events: Events) -> None:
         self._rank, self._auditing, self._background, self._events = rank, auditing, background, events
-        self.under_way: BackgroundJob[AuditOutcome] | None = None
+        self.under_way: BackgroundTask[AuditOutcome] | None = None
         self.last: AuditOutcome | None = None
         self.offences = Offences()
         self._agreed_at = 0
@@ -50,10 +50,10 @@ class Verdicts:
     def await_(self) -> AuditOutcome:
         """The fence: wait for the audit in flight and report it. Changes no tensor."""
         assert self.under_way is not None
-        job, self.under_way = self.under_way, None
-        self.last = job.wait()
+        task, self.under_way = self.under_way, None
+        self.last = task.wait()
         for audit in self.last.audits:
-            self._report(audit, job.waited)
+            self._report(audit, task.waited)
         self.offences = self.offences.after(*self.last.audits)
         self._report_repeated(self.last.audits)
         if self.last.state_agreed:

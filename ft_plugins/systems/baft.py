@@ -129,7 +129,7 @@ class Baft:
         """Follow the last plan from now on, with `iterations` per version on all ranks. None if there is no plan."""
         if self._gate is None or self._planned is None:
             return None
-        plan, self._planned = self._planned.in_step(iterations), None
+        plan, self._planned = self._planned.slowed_to(iterations), None
         (own,) = (sender for sender in plan.senders if sender.transfer.sender == self._rank)
         by_rate, speeds = bool(own.reason), self._link_speeds()
         self._keeper = Gatekeeper(

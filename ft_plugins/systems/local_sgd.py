@@ -34,7 +34,7 @@ from ..model.host import Host, ReplicaOperations
 from ..model.inventory import Item, Role
 from ..model.reduction import ReductionControl
 from ..snapshot.slots import Mark
-from ..sync.background import Background, BackgroundJob
+from ..sync.background import Background, BackgroundTask
 from ..sync.links import Links
 from ..sync.local_policy import AppliedAt, LocalSgdPolicy, chosen_apply, policy_of
 from ..sync.modules import plan_groups, plan_modules, require_replicas, synchronised
@@ -70,8 +70,8 @@ class LocalSgd:
         masters = any(item.role is Role.MAIN_PARAMETER for item in items)
         apply = chosen_apply(config, follows_modules=not masters and self._follows_modules(), has_masters=masters)
         self._policy: LocalSgdPolicy = policy_of(config, apply)
-        self._under_way: dict[str, BackgroundJob[float] | None] = {}  # modules still to be applied; None: not started
-        self._judging: BackgroundJob[Any] | None = None
+        self._under_way: dict[str, BackgroundTask[float] | None] = {}  # modules still to be applied; None: not started
+        self._judging: BackgroundTask[Any] | None = None
         self._round = self._at = 0  # number of synchronisations; iteration of the last one
         self._waited = 0.0
         self._report: dict[str, Any] = {}
@@ -181,7 +181,7 @@ class LocalSgd:
         """Does nothing."""
 
     def complete(self, step: int) -> None:
-        """AppliedAt the modules whose forward has not come, so that a deferred version can be captured."""
+        """Apply the modules whose forward has not come, so that a deferred version can be captured."""
         if self._policy.apply is AppliedAt.FORWARD:
             self._apply_all()
 
@@ -248,10 +248,10 @@ class LocalSgd:
             following = self._order[self._order.index(name) + 1 :]
             if waiting := next((each for each in following if each in self._under_way), None):
                 self._exchange(waiting)
-        job = self._under_way.pop(name)
-        assert job is not None
-        factor = job.wait()
-        self._waited += job.waited
+        exchange = self._under_way.pop(name)
+        assert exchange is not None
+        factor = exchange.wait()
+        self._waited += exchange.waited
         judgement = self._synchronisation.apply(name)
         if judgement is not None and any(judgement.anomalous):
             self._report["left_out"][name] = [

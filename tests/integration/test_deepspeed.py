@@ -159,7 +159,7 @@ def test_a_job_builds_nothing_and_needs_no_compiler(short: Path) -> None:
         (TORCHRUN, LINE, {"reft": {}}, "ft_plugins.reft: the job has a single rank", 1),
         (TORCHRUN, LINE, {"reft": 3}, "ft_plugins.reft: expected", 2),
         (TORCHRUN, LINE, {"paft": {}}, "--paft: has no effect with one data-parallel replica", 1),
-        (TORCHRUN, LINE, {"resume": "memory"}, "has no effect while no system is on", 1),
+        (TORCHRUN, LINE, {"resume": "memory"}, "has no effect while no system that protects state is on", 1),
     ],
 )
 def test_what_cannot_be_is_one_clear_line(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ import numpy as np
 import pytest
 
 from ft_plugins import cli
+from ft_plugins.cli import status_table
 from ft_plugins.config import Config, keys, run_directory
 from ft_plugins.events import Events, catalogue, file_sink
 from ft_plugins.smp import client as smp
@@ -89,6 +92,32 @@ def test_status_shows_the_smp_and_what_it_holds(ft_plugins: Command, job: str) -
     assert [segment["path"] for segment in report["segments"]] == [str(path)]
     table = ft_plugins("status")
     assert job in table and f"pid {report['pid']}" in table and "none yet" in table and "gone" in table
+
+
+def test_a_hung_smp_is_shown_with_the_reason_and_hides_no_other_job(
+    ft_plugins: Command, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hung = f"a-{job}"  # the first in order
+    run_dir = run_directory(hung, "n")
+    pid = smp.ensure(run_dir, hung, "n", orphan_seconds=60)
+    monkeypatch.setattr(status_table, "ASK_SECONDS", 1.0)
+    try:
+        os.kill(pid, signal.SIGSTOP)
+        deadline = time.monotonic() + 10
+        while not liveness.is_stopped(pid, liveness.started(pid)):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        found = [json.loads(line) for line in ft_plugins("status", "--json").splitlines()]
+        assert [(report["job"], report["alive"]) for report in found] == [(hung, False), (job, True)]
+        said = f"the SMP of {run_dir} did not answer 'status' in time"
+        assert found[0]["error"] == said and "error" not in found[1]
+        table = ft_plugins("status")
+        assert "no answer" in table and "OFFLINE" in table and f"\njob {hung} on node n: {said}\n" in table
+        assert f"pid {found[1]['pid']}" in table
+    finally:
+        os.kill(pid, signal.SIGCONT)
+        with smp.Client(run_dir) as client:
+            client.end()
 
 
 def test_status_shows_the_last_alarm_that_nothing_has_ended(ft_plugins: Command, job: str) -> None:
@@ -269,9 +298,10 @@ def test_plan_prints_bubbles_and_with_what_saving_takes_goodput(ft_plugins: Comm
     assert "1f1b *" in bubbles and "zero-bubble" in bubbles and "goodput" not in bubbles
     whole = ft_plugins(*PAPER, *SAVING, *PIPELINE, "--schedule", "interleaved", "--chunks", "4")
     assert "interleaved *" in whole and whole.count("\n  BAFT ") == 4
-    assert "a checkpoint fits into the bubbles" in whole
+    assert "\n  iterations whose bubbles carry one version: ring: does not fit, pairs: 19\n" in whole
     found = json.loads(ft_plugins(*PAPER, *SAVING, *PIPELINE, "--restart-seconds", "60", "--json"))["pipeline"]
-    assert found["pipeline"]["schedule"] == "1f1b" and len(found["by_stage"]) == 8
+    assert found["pipeline"]["schedule"] == "1f1b" and len(found["bubble_shares_by_stage"]) == 8
+    assert found["iterations_per_version"].keys() == {"ring", "pairs"}
     assert [plan["nodes"] for plan in found["goodput"]] == [3072, 12288, 49152, 196608]
     assert found["goodput"][0]["upkeeps"]["baft"]["restart_seconds"] == pytest.approx(60 + 60 / 20, rel=1e-3)
     assert json.loads(ft_plugins(*PAPER, *PIPELINE, "--json"))["pipeline"]["goodput"] == []
@@ -291,9 +321,11 @@ def test_plan_draws_the_pipeline(ft_plugins: Command, tmp_path: Path) -> None:
     [
         (("--nodes", "3071"), "nodes: expected a multiple of group_nodes (6), found 3071"),
         (("--threshold", "1.5"), "threshold: expected a number above 0 and below 1, found 1.5"),
-        (("--max-overhead", "0.02"), "max_overhead: without effect; intervals can be chosen when state_gib, "),
-        (("--chunks", "2"), "chunks: without effect; a pipeline can be simulated when stages, microbatches "),
+        (("--max-overhead", "0.02"), "max_overhead: no effect without state_gib, iteration_seconds, snapshot_"),
+        (("--chunks", "2"), "chunks: no effect without stages, microbatches; give them too"),
         ((*PIPELINE, "--schedule", "gpipe", "--chunks", "2"), "chunks, group, overlap: without effect in the schedule"),
+        (("--restart-seconds", "60"), "restart_seconds: no effect without stages, microbatches; give them too"),
+        ((*PIPELINE, "--restart-seconds", "60"), "restart_seconds: no effect without state_gib, iteration_seconds, "),
         ((*PIPELINE, "--message-share", "-1"), "message_share: expected a number from 0 to 100, found -1.0"),
         ((*PIPELINE, "--plot-bubbles", "p.svg"), "--plot-bubbles: has no effect without --stages, --microbatches and "),
         ((*PIPELINE, *SAVING, "--plot-bubbles", "p.gif"), "p.gif: expected a name that ends in one of .png"),

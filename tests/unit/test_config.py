@@ -85,7 +85,7 @@ def test_general_keys_are_ftp_flags_and_a_systems_keys_carry_its_name() -> None:
 
 
 def test_encryption_without_a_secret_is_refused() -> None:
-    with pytest.raises(ConfigError, match="^--ftp-encrypt: has no effect while --ftp-secret-file is unset; add it or"):
+    with pytest.raises(ConfigError, match="^--ftp-encrypt: has no effect while --ftp-secret-file is unset; give --"):
         Config.from_flags(["--reft", "--ftp-encrypt"])
     with pytest.raises(ConfigError, match=r"^ft_plugins\.encrypt: has no effect while ft_plugins\.secret_file is"):
         Config.from_json({"reft": True, "encrypt": True})
@@ -168,7 +168,8 @@ STORAGE_KEYS = {"checkpoint_interval": 5, "checkpoint_keep": 3, "checkpoint_seco
 def test_a_key_of_storage_without_a_folder_has_no_effect_and_says_so(name: str) -> None:
     flag = f"--reft-{name.replace('_', '-')}"
     line = refusal(Config.from_flags, ["--reft", flag, str(STORAGE_KEYS[name])])
-    assert line == f"{flag}: has no effect while --reft-checkpoint-dir is unset; add it or drop this one"
+    needed = "--reft-checkpoint-dir"
+    assert line == f"{flag}: has no effect while {needed} is unset; give {needed} or drop {flag}"
     line = refusal(Config.from_json, {"reft": {name: STORAGE_KEYS[name]}})
     assert line.startswith(f"ft_plugins.reft.{name}: has no effect while ft_plugins.reft.checkpoint_dir is unset")
     block = {"reft": {"checkpoint_dir": "/ck", name: STORAGE_KEYS[name]}}
@@ -208,7 +209,8 @@ def test_what_a_key_of_storage_expects_is_named(words: list[str], expected: str)
         ({"reft": 3}, "ft_plugins.reft: expected an object, true or false, found 3"),
         ({"reft": {}, "resume": "disk"}, "ft_plugins.resume: expected one of auto, memory, storage, fresh, found"),
         ({"reft": {}, "orphan_seconds": 1e999}, "ft_plugins.orphan_seconds: expected a number >= 0, found inf"),
-        ({"resume": "memory"}, "ft_plugins.resume: has no effect while no system is on; add --reft or --baft or"),
+        ({"resume": "memory"}, "ft_plugins.resume: has no effect while no system that protects state is on; add --ref"),
+        ({"paft": True, "resume": "memory"}, "ft_plugins.resume: has no effect while no system that protects state is"),
         ({"reft": False, "max_unprotected_steps": 5}, "ft_plugins.max_unprotected_steps: has no effect while no"),
         ([], "ft_plugins: expected an object, found []"),
     ],
@@ -292,7 +294,7 @@ def test_a_text_that_only_begins_like_a_flag_of_ours_belongs_to_the_script() -> 
     ("words", "line"),
     [
         ("--reft-interval 2", "--reft-interval: has no effect while --reft is off; add --reft or drop it"),
-        ("--ftp-require-protection t.py", "--ftp-require-protection: has no effect while no system is on; add --reft"),
+        ("--ftp-require-protection t.py", "--ftp-require-protection: has no effect while no system that "),
         ("--reft --reft-intervl 2", "--reft-intervl: unknown flag; did you mean --reft-interval?"),
         ("--reft --reft-intervl=2", "--reft-intervl: unknown flag; did you mean --reft-interval?"),
         ("--reft --reft_interval 2", "--reft_interval: unknown flag; did you mean --reft-interval?"),

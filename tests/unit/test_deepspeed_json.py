@@ -134,7 +134,7 @@ def test_a_key_on_the_command_line_has_effect_where_the_block_switches_its_syste
 def test_a_key_beside_no_system_has_no_effect_and_says_so(tmp_path: Path) -> None:
     name = write(tmp_path, '{"ft_plugins": {"resume": "memory"}}')
     (tmp_path / "train.py").write_text("")
-    with pytest.raises(ConfigError, match="--ftp-resume: has no effect while no system is on"):
+    with pytest.raises(ConfigError, match="--ftp-resume: has no effect while no system that protects state is on"):
         command.plan(["train.py", "--deepspeed_config", name], 1, str(tmp_path), "host")
 
 

@@ -125,7 +125,7 @@ def test_where_nobody_knows_what_links_carry_one_line_says_what_is_assumed(
 
 
 def _apart(rank: int, world: int, run_dir: Path, faultless: bool = True) -> tuple[int, list[int]]:
-    """Iterations of a checkpoint, and whose plans this rank knows, where ranks 0 and 2 share no links with 1 and 3."""
+    """Iterations of a version, and whose plans this rank knows, where ranks 0 and 2 share no links with 1 and 3."""
     host = Telling({"w": torch.zeros(4)}, rank=rank, world_size=world)
     session = attach(host, Config(), LaunchContext(None, run_dir, 0, None, rank, rank, world, world, 0, 0), SETTINGS)
     assert (measured := session.measured) is not None
@@ -144,7 +144,7 @@ def test_all_ranks_go_by_the_iterations_of_the_slowest_and_one_says_which_it_is(
     assert together == ([0, 2], [1, 3], [0, 2], [1, 3])
     assert len(set(planned)) == 1 and planned[0] > 100, "10 GB at 1 GB/s, in iterations of less than 0.1 s"
     printed, told = capfd.readouterr()
-    assert printed.count(f"a checkpoint every {planned[0]} iteration(s)") == 1, "by one rank"
+    assert printed.count(f"a version every {planned[0]} iteration(s)") == 1, "by one rank"
     assert "2 ranks share no links with these" in printed and "not be planned" not in told
     most = f"The ranks that share links with rank 1 need the most iterations, {planned[0]}"
     assert printed.rstrip().endswith(most), "the first of the nodes that rank 3 shares links with"

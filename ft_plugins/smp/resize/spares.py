@@ -1,16 +1,17 @@
 """Restore state from spares: nodes that hold state of a previous size and take no part in the job at its current size.
 
 Invariant: a spare keeps its state as long as the job may need it, and drops it only when the job reports that a newer
-lineage is safe without it. A node with live trainers is not a spare: it reports nothing and drops nothing. Nor does it
-drop anything if an incarnation has begun on it since it was asked. Once asked, a spare exchanges and commits nothing
-more. It remembers the lineage that released it, so that no lineage is opened twice and no job silently starts from
-nothing.
+lineage is safe without it. A node with live trainers is not a spare: it reports nothing and drops nothing. A node on
+which an incarnation has begun since it was asked drops nothing either. Once asked, a spare exchanges and commits
+nothing more. It remembers the lineage that released it, so that no lineage is opened twice and no job silently starts
+from nothing.
 
     spare    report your state of sizes other than this one
     release  the job is safe in this lineage: drop what is older
 
-In: requests from SMPs of other nodes; there, the spares' endpoints (`spares.json` in the run directory, for a
-replacement SMP). Out: reports; memory freed; `spare.queried`, `spare.released`, `release.failed` events.
+In: on a spare, requests of other nodes' SMPs; on a node of the job, the spares' endpoints, kept in `spares.json` of the
+run directory for a replacement SMP. Out: reports; memory freed; `spare.queried`, `spare.released`, `release.failed`
+events.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from ..requests import HostPort, ReleaseSpare, SpareState
 from ..wire import Peer
 from .context import ResizeContext
 
-_ASKED = "spares.json"  # in the run directory: endpoints of the spares that this node has to release
-_ASKED_UNDER = "asked.json"  # in the run directory: the token under which this node was asked as a spare
+_TO_RELEASE_FILE = "spares.json"  # in the run directory: endpoints of the spares that this node has to release
+_ASKED_TOKEN_FILE = "asked.json"  # in the run directory: this node's fencing token when it was asked as a spare
 _RETRY_SECONDS = 0.2  # between two calls to a spare whose SMP is being replaced
 _TOKEN, _ENDPOINTS = TypeAdapter(Count), TypeAdapter(tuple[HostPort, ...])
 _RELEASE_TRIES, _RELEASE_PAUSE_SECONDS = 10, 3.0
@@ -48,7 +49,7 @@ class SpareServer:
     """Answers for this node while it is a spare."""
 
     def __init__(self, run_dir: Path, node: str, smp: ResizeContext) -> None:
-        self._asked_under_file = run_dir / _ASKED_UNDER
+        self._asked_token_file = run_dir / _ASKED_TOKEN_FILE
         self._node = node
         self._smp = smp
 
@@ -67,7 +68,7 @@ class SpareServer:
     def _report(self, world_size: int) -> dict[str, Any]:
         smp = self._smp
         smp.tier.suspend()
-        files.write_json(self._asked_under_file, smp.token)
+        files.write_json(self._asked_token_file, smp.token)
         own = smp.segments_of_other_sizes(world_size)
         reported = [*own, *smp.previous.all()]
         smp.events.emit(catalogue.SPARE_QUERIED, ranks=world_size, segments=len(reported))
@@ -80,16 +81,16 @@ class SpareServer:
     def _release(self, lineage: int) -> dict[str, Any]:
         smp = self._smp
         newest = max([smp.previous.lineage, *(segment.newest_lineage for segment in smp.segments.values())])
-        if newest >= lineage or self._asked_under() != smp.token:
-            return {"dropped": 0}  # this node takes part in the job again
-        left = sorted(smp.segments)
-        smp.persister.release(left)
-        for rank in left:
+        if newest >= lineage or self._asked_token() != smp.token:
+            return {"dropped": 0}  # it takes part in the job again, or was released already
+        ranks = sorted(smp.segments)
+        smp.persister.release(ranks)
+        for rank in ranks:
             segment = smp.segments.pop(rank)
             segment.path.unlink(missing_ok=True)
             segment.close()
         smp.previous_storage.stop()
-        dropped = len(left) + smp.previous.drop()
+        dropped = len(ranks) + smp.previous.drop()
         smp.tier.release(lineage)
         self.forget()
         if dropped:
@@ -98,11 +99,11 @@ class SpareServer:
 
     def forget(self) -> None:
         """Remove the file in which this node remembers that it was asked."""
-        self._asked_under_file.unlink(missing_ok=True)
+        self._asked_token_file.unlink(missing_ok=True)
 
-    def _asked_under(self) -> int | None:
+    def _asked_token(self) -> int | None:
         try:
-            return read_json(self._asked_under_file, _TOKEN)
+            return read_json(self._asked_token_file, _TOKEN)
         except (OSError, ValueError):
             return None
 
@@ -113,11 +114,11 @@ def _has_trainer(segment: Segment) -> bool:
 
 
 class SpareClient:
-    """Asks spares for their state, and releases those that the job has restored from."""
+    """Asks spares for their state, and releases them once the job no longer needs it."""
 
     def __init__(self, run_dir: Path, tier: NodeTier, events: Events) -> None:
         """Continue with the spares that an earlier SMP of this node had to release."""
-        self._path = run_dir / _ASKED
+        self._path = run_dir / _TO_RELEASE_FILE
         self._tier = tier
         self._events = events
         self._lock = threading.Lock()
@@ -127,14 +128,16 @@ class SpareClient:
         except (OSError, ValueError):
             self._to_release = set()
 
-    def __bool__(self) -> bool:
+    @property
+    def has_unreleased(self) -> bool:
+        """Whether there are spares for which `release` was not called yet."""
         return bool(self._to_release)
 
     def ask(self, node: str, where: Endpoint, world_size: int, timeout: float) -> dict[str, Any]:
         """The report of the SMP of `node` at `where` on sizes other than `world_size`, or `busy`.
 
-        Retries for `timeout` seconds while that SMP cannot be reached. Raises ProtocolError, or the error with which
-        it refused."""
+        Retries for `timeout` seconds while that SMP refuses or resets the connection: it is being replaced. Raises
+        ProtocolError, or the error with which it refused."""
         deadline = time.monotonic() + timeout
         while True:
             try:
@@ -154,9 +157,9 @@ class SpareClient:
 
     def _remember(self) -> None:
         """Write the spares still to be released, for a replacement SMP."""
-        left = self._to_release | self._releasing
-        if left:
-            files.write_json(self._path, sorted(left))
+        unreleased = self._to_release | self._releasing
+        if unreleased:
+            files.write_json(self._path, sorted(unreleased))
         else:
             self._path.unlink(missing_ok=True)
 
@@ -172,7 +175,7 @@ class SpareClient:
 
     def _release(self, endpoints: Sequence[Endpoint], lineage: int, timeout: float) -> None:
         """The thread. A spare that cannot be reached keeps its state until it takes part in the job again, or ends."""
-        done, reason = set(endpoints), ""
+        handled, reason = set(endpoints), ""
         for _ in range(_RELEASE_TRIES):
             unreached = []
             for endpoint in endpoints:
@@ -190,7 +193,7 @@ class SpareClient:
         else:
             self._events.emit(catalogue.RELEASE_FAILED, spares=[list(one) for one in endpoints], reason=reason)
         with self._lock:
-            self._releasing -= done
+            self._releasing -= handled
             self._remember()
 
     def forget(self) -> None:

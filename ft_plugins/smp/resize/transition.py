@@ -61,7 +61,7 @@ class ResizeTransition:
         Where nodes protect each other, that is when a version is committed. Otherwise it is when every rank of this
         node holds two versions of this incarnation: all ranks of the job have the older one."""
         smp = self._smp
-        if not (smp.previous or self._spares) or self._safe_version() is None:
+        if not (smp.previous or self._spares.has_unreleased) or self._safe_version() is None:
             return
         smp.previous_storage.stop()
         with smp.lock:

@@ -61,22 +61,22 @@ def test_the_tables_name_every_job() -> None:
             < one.shares[PipelineSchedule.ONE_F_ONE_B]
             < one.shares[PipelineSchedule.GPIPE] + 1e-9
         )
-        assert one.plan.iterations_per_checkpoint == one.pairs
+        assert one.plan.iterations_per_version == one.pairs
         disk, baft = (one.plan.of(protection).goodput for protection in (ProtectionKind.DISK, ProtectionKind.BAFT))
         assert disk < baft < 1
 
 
 def test_a_pipeline_as_given() -> None:
-    assert PlannedPipeline.given({"stages": None, "microbatches": None}) is None
-    found = PlannedPipeline.given({"stages": 4, "microbatches": 8, "schedule": "interleaved"})
+    assert PlannedPipeline.from_options({"stages": None, "microbatches": None}) is None
+    found = PlannedPipeline.from_options({"stages": 4, "microbatches": 8, "schedule": "interleaved"})
     assert found and found.pipeline == Pipeline(PipelineSchedule.INTERLEAVED, 4, 8, 2, overlap=True)
-    with pytest.raises(ConfigError, match="stages: without effect; .* when microbatches is given too"):
-        PlannedPipeline.given({"stages": 4})
+    with pytest.raises(ConfigError, match="^stages: no effect without microbatches; give it too$"):
+        PlannedPipeline.from_options({"stages": 4})
 
 
 def test_a_schedule_that_cannot_be_run_is_left_out() -> None:
-    wanted = PlannedPipeline(Pipeline(PipelineSchedule.ONE_F_ONE_B, 4, 3))  # fewer microbatches than ranks
-    outlook = plan_pipeline(wanted, Cluster(8, 2, 0.1, 0.1), None)
+    planned = PlannedPipeline(Pipeline(PipelineSchedule.ONE_F_ONE_B, 4, 3))  # fewer microbatches than ranks
+    outlook = plan_pipeline(planned, Cluster(8, 2, 0.1, 0.1), None)
     assert set(outlook.shares) == set(PipelineSchedule) - {PipelineSchedule.INTERLEAVED}
     assert outlook.shares[PipelineSchedule.ONE_F_ONE_B] == pytest.approx(3 / 6)
     assert outlook.iterations == {} and outlook.plans == ()

@@ -393,18 +393,18 @@ def planned(ready: float = 0.0, need: int = 250) -> tuple[BubblePlan, SenderPlan
 
 def test_a_bubble_in_which_the_receiver_computes_has_two_grants_and_counts_from_its_begin() -> None:
     _, sender = planned()
-    first, second, third = sender.after(0, 0) + sender.after(0, 5)
+    first, second, third = sender.grants_after(0, 0) + sender.grants_after(0, 5)
     assert (first.bubble, first.begin, first.deadline, first.nbytes) == pytest.approx((0, 0.1, 0.9, 80))
     assert (second.bubble, second.begin, second.deadline, second.nbytes) == pytest.approx((1, 0.1, 0.4, 30))
     assert (third.begin, third.deadline, third.nbytes) == pytest.approx((1.1, 1.9, 80))
-    assert sender.after(0, 3) == ()
+    assert sender.grants_after(0, 3) == ()
 
 
 def test_a_bubble_behind_a_reduction_counts_from_the_span_before_the_reduction() -> None:
     """Both bubbles begin after the same compute span: its end is what a trainer can tell."""
     bubbles = {0: (Bubble(0, 1.0, 2.0, 0), Bubble(1, 5.0, 6.0, 0)), 1: (Bubble(0, 0.0, 9.0, -1),)}
     plan = plan_bubbles([Transfer(0, 0, 1, 1, 150)], around(bubbles, 10.0), bubbles, 100.0, Reserve(0, 0))
-    found = [(grant.bubble, grant.begin, grant.deadline) for grant in plan.senders[0].after(0, 0)]
+    found = [(grant.bubble, grant.begin, grant.deadline) for grant in plan.senders[0].grants_after(0, 0)]
     assert found == [(0, 0.0, 1.0), (1, 4.0, 5.0)]
 
 
@@ -412,7 +412,7 @@ def test_what_is_left_goes_in_the_next_iteration_and_after_that_all_bubbles_are_
     plan, sender = planned()
     assert plan.iterations == 2
     assert [[grant.nbytes for grant in turn] for turn in sender.iterations] == [[80, 30, 80], [60]]
-    assert sender.after(1, 5) == () and sender.after(2, 5) == sender.after(0, 5)
+    assert sender.grants_after(1, 5) == () and sender.grants_after(2, 5) == sender.grants_after(0, 5)
 
 
 def test_nothing_is_planned_before_the_version_is_there() -> None:
@@ -461,7 +461,7 @@ def test_a_schedule_without_bubbles_says_so_and_is_paced_by_a_rate() -> None:
     plan = plan_bubbles([Transfer(0, 0, 1, 1, 1000)], timelines, {0: (), 1: ()}, 1e4, Reserve(0, 0))
     assert plan.senders[0].reason == "its schedule has no bubbles" and plan.paced_by_rate == plan.senders
     assert plan.iterations == 1 and plan.senders[0].bytes_per_second == 500
-    assert plan.fill_bytes is None and plan.senders[0].after(0, -1) == ()
+    assert plan.fill_bytes is None and plan.senders[0].grants_after(0, -1) == ()
     assert "rank 0 is paced by a rate, 500 bytes/s: its schedule has no bubbles" in plan.table()
 
 
@@ -511,7 +511,7 @@ def test_64_stages_512_microbatches_96_layers_are_planned_in_a_second(granularit
 def test_the_table_says_who_sends_what_when() -> None:
     plan, _ = planned()
     assert plan.table().splitlines() == [
-        "a checkpoint every 2 iteration(s) of 10.000 s, bubbles filled by bytes (100.0% by bytes)",
+        "a version every 2 iteration(s) of 10.000 s, bubbles filled by bytes (100.0% by bytes)",
         "  rank     to          bytes   idle shared  bubbles    n",
         "     0      1            250  30.0%  19.0%        2    2",
     ]

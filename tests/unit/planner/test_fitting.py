@@ -1,4 +1,4 @@
-"""Within how many iterations a checkpoint fits: by hand, for every schedule, and as a job itself would plan it."""
+"""Within how many iterations a version fits: by hand, for every schedule, and as a job itself would plan it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def shared(timelines: tuple[Timeline, ...], placement: CopyPlacement = CopyPlace
     return [one.shared_seconds for one in found.senders]
 
 
-def test_the_slowest_rank_decides_how_many_iterations_a_checkpoint_takes() -> None:
+def test_the_slowest_rank_decides_how_many_iterations_a_version_takes() -> None:
     timelines = timeline(0, frozenset(range(0, 16))), timeline(1, frozenset(range(2, 16)))  # both idle 16-20
     assert shared(timelines) == [4.0, 4.0]
     assert [fitting.fit(timelines, nbytes, 100.0) for nbytes in (1, 400, 400.5, 401, 1200)] == [1, 1, 2, 2, 3]

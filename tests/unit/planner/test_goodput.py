@@ -60,7 +60,7 @@ def test_goodput_is_that_of_a_job_played_out(protection: ProtectionKind, wait: f
     cluster = replace(CLUSTER, hw_rate=0.04, sw_rate=0.01)
     plan = plan_goodput(cluster, COSTS, TIMELINES, restart_seconds=120)
     found = plan.of(protection)
-    assert plan.iterations_per_checkpoint == 2 and found.every is not None
+    assert plan.iterations_per_version == 2 and found.every is not None
     every = found.every * COSTS.iteration_seconds
     seen = played_out(every, wait, lag, plan.failures / DAY, found.restart_seconds, useful=4e7)
     # 1,500 failures at random, 2 %; and of second order up to 5 % for the longest interval, a twentieth of the time
@@ -102,7 +102,7 @@ def test_baft_by_hand_with_a_planner_of_ones_own() -> None:
     assert TIMELINES[0].seconds == 33
     assert asked == [(10 * GIB, pytest.approx(5 * GIB * 10 / 33))]
     found = plan.of(ProtectionKind.BAFT)
-    assert plan.iterations_per_checkpoint == found.every == 3
+    assert plan.iterations_per_version == found.every == 3
     assert found.lost_seconds == 15 + 30  # half an interval, and the three iterations of sending
     assert found.restart_seconds == 120 + 10 / 5 and found.save_share == 0
     assert found.goodput == pytest.approx(1 - 64 * 0.001 / DAY * (45 + 122))
@@ -110,7 +110,7 @@ def test_baft_by_hand_with_a_planner_of_ones_own() -> None:
 
 def test_without_shared_bubbles_baft_sends_at_the_links_rate() -> None:
     plan = plan_goodput(CLUSTER, COSTS, TIMELINES[:1])
-    assert plan.iterations_per_checkpoint is None and plan.bubble_share == pytest.approx(3 / 11)
+    assert plan.iterations_per_version is None and plan.bubble_share == pytest.approx(3 / 11)
     baft, reft = plan.of(ProtectionKind.BAFT), plan.of(ProtectionKind.REFT)
     assert baft.every == reft.every and "share no bubbles" in table([plan])
 
@@ -142,7 +142,7 @@ def test_more_replicas_have_less_to_send_each_and_fail_more_often() -> None:
     plans = plan_growth(CLUSTER, COSTS, TIMELINES)
     assert [plan.nodes for plan in plans] == [64, 256, 1024, 4096]
     assert [plan.failures for plan in plans] == pytest.approx([0.32, 1.28, 5.12, 20.48])
-    numbers = [plan.iterations_per_checkpoint for plan in plans]
+    numbers = [plan.iterations_per_version for plan in plans]
     assert numbers == sorted(numbers, reverse=True, key=lambda n: n or 0) and numbers[-1] == 1
     goodputs = [plan.of(ProtectionKind.BAFT).goodput for plan in plans]
     assert goodputs == sorted(goodputs, reverse=True)

@@ -220,13 +220,13 @@ def test_where_nothing_fails_nothing_is_written_and_nothing_lost() -> None:
 
 
 def test_costs_are_given_whole_or_not_at_all() -> None:
-    assert Costs.given({"state_gib": None, "max_overhead": None}) is None
+    assert Costs.from_options({"state_gib": None, "max_overhead": None}) is None
     whole = {"state_gib": 60, "iteration_seconds": 10, "snapshot_seconds": 0.05, "link_gib_per_second": 20}
-    with pytest.raises(ConfigError, match="when storage_gib_per_second is given too"):
-        Costs.given(whole)
-    with pytest.raises(ConfigError, match="^max_overhead: without effect; .* when state_gib, iteration_s"):
-        Costs.given({"max_overhead": 0.02})
-    assert Costs.given({**whole, "storage_gib_per_second": 50, "replace_seconds": None}) == COSTS
+    with pytest.raises(ConfigError, match="no effect without storage_gib_per_second; give it too$"):
+        Costs.from_options(whole)
+    with pytest.raises(ConfigError, match="^max_overhead: no effect without state_gib, iteration_s.*; give them too$"):
+        Costs.from_options({"max_overhead": 0.02})
+    assert Costs.from_options({**whole, "storage_gib_per_second": 50, "replace_seconds": None}) == COSTS
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,8 @@ def test_each_pass_begins_when_it_does_in_the_frameworks(ask: Ask, data: st.Data
     def several(count: int) -> list[float]:
         return data.draw(st.lists(st.integers(0, 40).map(float), min_size=count, max_size=count))  # sums are exact
 
-    forward, backward, hops = several(pipeline.stages), several(pipeline.stages), several(pipeline.ranks)
+    forward, backward = (several(pipeline.virtual_stages) for _ in range(2))
+    hops = several(pipeline.ranks)
     eager = data.draw(st.booleans())
     framework = "deepspeed" if pipeline.schedule is PipelineSchedule.DEEPSPEED else "megatron"
     if framework == "deepspeed" and find_spec("deepspeed") is None:
@@ -184,8 +185,8 @@ def test_every_pass_is_there_once_and_every_message_has_two_ends(pipeline: Pipel
         message(stage, microbatch)
         for microbatch in range(pipeline.microbatches)
         for message, stages in (
-            (pipeline.activation, range(pipeline.stages - 1)),
-            (pipeline.gradient, range(1, pipeline.stages)),
+            (pipeline.activation, range(pipeline.virtual_stages - 1)),
+            (pipeline.gradient, range(1, pipeline.virtual_stages)),
         )
         for stage in stages
     }

@@ -41,9 +41,9 @@ def uneven(draw: st.DrawFn) -> tuple[Pipeline, Times]:
     def several(least: float, count: int) -> tuple[float, ...]:
         return tuple(draw(st.lists(st.floats(least, 5), min_size=count, max_size=count)))
 
-    backward = several(0.1, pipeline.stages)
+    backward = several(0.1, pipeline.virtual_stages)
     times = Times(
-        forward=several(0.1, pipeline.stages),
+        forward=several(0.1, pipeline.virtual_stages),
         backward=backward,
         weight=tuple(draw(st.floats(0, 1)) * whole for whole in backward),
         reduce=several(0, pipeline.ranks),
@@ -125,7 +125,7 @@ def test_no_pass_begins_before_its_input_is_there_and_no_rank_does_two_things(
         if kind is Kind.FORWARD and stage:
             (before,) = at[Kind.FORWARD, microbatch, stage - 1]
             assert spans[0].begin >= before.end + hops[(stage - 1) % pipeline.ranks]
-        if kind is Kind.BACKWARD and stage < pipeline.stages - 1:
+        if kind is Kind.BACKWARD and stage < pipeline.virtual_stages - 1:
             before = at[Kind.BACKWARD, microbatch, stage + 1][0]
             assert spans[0].begin >= before.end + hops[stage % pipeline.ranks]
         if kind is Kind.BACKWARD:

@@ -54,9 +54,9 @@ def test_no_two_pieces_of_a_stripe_are_on_one_node_and_each_node_takes_part_once
     placement = place_parity(sizes, losses)
     assert [stripe.index for stripe in placement.stripes] == list(range(len(sizes)))
     for stripe in placement.stripes:
-        assert sorted([*stripe.parity, *(piece.node for piece in stripe.data)]) == list(range(len(sizes)))
-        assert stripe.parity == tuple((stripe.index + which) % len(sizes) for which in range(losses))
-        assert [piece.coefficient for piece in stripe.data] == list(range(len(stripe.data)))
+        assert sorted([*stripe.parity_nodes, *(piece.node for piece in stripe.data)]) == list(range(len(sizes)))
+        assert stripe.parity_nodes == tuple((stripe.index + which) % len(sizes) for which in range(losses))
+        assert [piece.exponent for piece in stripe.data] == list(range(len(stripe.data)))
 
 
 @settings(max_examples=200, deadline=None)
@@ -68,11 +68,11 @@ def test_each_node_keeps_as_much_parity_as_the_others_and_every_parity_is_kept_o
     placement = place_parity(sizes, losses)
     cuts = len(sizes) - losses
     assert placement.block % ALIGNMENT == 0 and 0 <= placement.block * cuts - max(sizes) < ALIGNMENT * cuts
-    kept = [(thing, node) for node in range(len(sizes)) for thing in placement.kept_on(node)]
+    kept = [(thing, node) for node in range(len(sizes)) for thing in placement.parities_on(node)]
     expected = {(stripe.index, which) for stripe in placement.stripes for which in range(losses)}
     assert {thing for thing, _ in kept} == expected and len(kept) == len(expected)
-    assert all(placement.stripes[stripe].parity[which] == node for (stripe, which), node in kept)
-    assert {placement.parity_bytes(node) for node in range(len(sizes))} == {losses * placement.block}
+    assert all(placement.stripes[stripe].parity_nodes[which] == node for (stripe, which), node in kept)
+    assert {len(placement.parities_on(node)) for node in range(len(sizes))} == {losses}
 
 
 def test_a_node_gives_its_blocks_to_the_stripes_behind_it() -> None:
@@ -80,13 +80,13 @@ def test_a_node_gives_its_blocks_to_the_stripes_behind_it() -> None:
     assert placement.block == 128
     node_2 = {stripe.index: (p.start, p.stop) for stripe in placement.stripes for p in stripe.data if p.node == 2}
     assert node_2 == {3: (0, 128), 0: (128, 250), 1: (250, 250)}
-    assert place_parity([300] * 4, 2).kept_on(0) == ((0, 0), (3, 1))
+    assert place_parity([300] * 4, 2).parities_on(0) == ((0, 0), (3, 1))
     assert place_parity([300] * 4, 2).block == 192
 
 
 def test_with_two_nodes_parity_is_a_mirror() -> None:
     placement = place_parity([100, 70])
-    assert [(stripe.parity, *stripe.data) for stripe in placement.stripes] == [
+    assert [(stripe.parity_nodes, *stripe.data) for stripe in placement.stripes] == [
         ((0,), StripePiece(1, 0, 70, 0)),
         ((1,), StripePiece(0, 0, 100, 0)),
     ]
@@ -98,9 +98,9 @@ def test_with_two_nodes_parity_is_a_mirror() -> None:
         ([], 1, "a group of 0 node"),
         ([100], 1, "a group of 1 node.* cannot be protected"),
         ([100], 2, "cannot be protected"),
-        ([100] * 3, 2, "at least 4 nodes in a group, found 3"),
-        ([100] * 4, 0, "no parity survives 0 lost nodes: expected 1 .* or 2"),
-        ([100] * 8, 3, "survives 3 lost nodes"),
+        ([100] * 3, 2, "at least 4 nodes in a group, found 3: .* or use RAIM5, which needs 2"),
+        ([100] * 4, 0, "parity against 0 lost nodes is not supported: expected 1 .* or 2"),
+        ([100] * 8, 3, "against 3 lost nodes"),
         ([100, -1], 1, "node 1: its stream has -1 bytes"),
         ([1] * 258, 2, "at most 257 nodes in a group, found 258"),
     ],
@@ -118,7 +118,7 @@ def test_a_group_of_hundreds_of_nodes_is_placed_and_decoded_at_once(nodes: int, 
     found = plan_decode(placement, range(losses))
     assert time.process_time() - started < 10
     assert len(found) == losses * nodes
-    exponents = {piece.coefficient for stripe in placement.stripes for piece in stripe.data}
+    exponents = {piece.exponent for stripe in placement.stripes for piece in stripe.data}
     assert losses == 1 or len({power(exponent) for exponent in exponents}) == nodes - 2
 
 
@@ -135,11 +135,11 @@ def encode(placement: Placement, streams: list[Bytes]) -> dict[tuple[int, int], 
     found = {}
     for stripe in placement.stripes:
         pieces = [streams[piece.node][piece.start : piece.stop] for piece in stripe.data]
-        parities = [np.zeros(placement.block, dtype=np.uint8) for _ in stripe.parity]
+        parities = [np.zeros(placement.block, dtype=np.uint8) for _ in stripe.parity_nodes]
         if len(parities) == 1:
             kernels.xor_many_into(parities[0], pieces, loops=blocked)
         else:
-            kernels.pq_into(*parities, pieces, [piece.coefficient for piece in stripe.data], loops=blocked)
+            kernels.pq_into(*parities, pieces, [piece.exponent for piece in stripe.data], loops=blocked)
         found.update({(stripe.index, which): parity for which, parity in enumerate(parities)})
     return found
 
@@ -162,7 +162,7 @@ def check_undone(placement: Placement, lost: Collection[int]) -> None:
         original = thing(stripe, *rebuild.wanted, streams, parities)
         found = np.zeros_like(original)
         for kind, which, factor in rebuild.sources:
-            holder = which if kind == "data" else stripe.parity[which]
+            holder = which if kind == "data" else stripe.parity_nodes[which]
             assert holder not in lost, f"{rebuild} reads from a lost node"
             source = thing(stripe, kind, which, streams, parities)
             assert source.size and 1 <= factor <= 255
@@ -170,7 +170,7 @@ def check_undone(placement: Placement, lost: Collection[int]) -> None:
         assert np.array_equal(found, original), f"{rebuild} of {placement.sizes}"
         wanted[rebuild.stripe, rebuild.wanted, rebuild.node] += 1
     data = {(s.index, ("data", p.node), p.node) for s in placement.stripes for p in s.data if p.node in lost}
-    parity = {(s, ("parity", which), node) for node in lost for s, which in placement.kept_on(node)}
+    parity = {(s, ("parity", which), node) for node in lost for s, which in placement.parities_on(node)}
     assert wanted == Counter(data | parity)
 
 
@@ -216,7 +216,7 @@ def test_a_node_outside_of_the_group_cannot_be_lost_and_keeps_nothing() -> None:
     with pytest.raises(TopologyError, match=r"nodes \[3\] are not in this group of 3"):
         plan_decode(placement, [3])
     with pytest.raises(TopologyError, match="node -1 is not in this group of 3"):
-        placement.kept_on(-1)
+        placement.parities_on(-1)
 
 
 @pytest.mark.parametrize("losses", [1, 2])
@@ -225,7 +225,7 @@ def test_one_lost_node_is_made_up_for_by_plain_xor_wherever_p_is_left(losses: in
     for node in range(6):
         for rebuild in plan_decode(placement, [node]):
             stripe = placement.stripes[rebuild.stripe]
-            if rebuild.wanted != ("parity", 1) and stripe.parity[0] != node:
+            if rebuild.wanted != ("parity", 1) and stripe.parity_nodes[0] != node:
                 assert {factor for _, _, factor in rebuild.sources} == {1}
                 assert ("parity", 1) not in {source[:2] for source in rebuild.sources}
 

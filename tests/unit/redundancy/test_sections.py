@@ -107,7 +107,7 @@ def test_nothing_of_a_stripe_lies_with_anything_else_of_it_and_all_of_it_on_node
         for position, stream in zip(section.positions, section.streams, strict=True):
             assert {plan.position_of_rank[extent.rank] for extent in stream} == {position}
         for stripe in section.placement.stripes:
-            on = [piece.node for piece in stripe.data] + list(stripe.parity)
+            on = [piece.node for piece in stripe.data] + list(stripe.parity_nodes)
             assert len(set(on)) == len(on)
 
 
@@ -119,7 +119,7 @@ def test_the_parity_of_a_stripe_lies_once_in_slots_of_its_node_behind_the_data(j
         end = job.nbytes[rank]
         for part in parts:
             section = plan.sections[part.section]
-            (kept,) = section.placement.stripes[part.stripe].parity
+            (kept,) = section.placement.stripes[part.stripe].parity_nodes
             assert part.rank == rank and part.offset == end and part.start < part.stop and part.start % LINE == 0
             assert section.positions[kept] == plan.position_of_rank[rank] and rank in section.members(kept)
             end += part.stop - part.start

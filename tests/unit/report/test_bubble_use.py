@@ -67,7 +67,7 @@ def test_what_went_before_there_was_a_plan_is_left_out() -> None:
     assert use.sent == {rank: {0: 900} for rank in RANKS} and use.bytes_per_iteration(3, 0) == 225
     assert use.nodes == {0: "node0", 1: "node0", 2: "node1", 3: "node1"}
     line = sending.line()
-    assert line.startswith("Bubbles are 50% of an iteration; a checkpoint every 2.0 iterations (planned: 2); 90% of")
+    assert line.startswith("Bubbles are 50% of an iteration; a version every 2.0 iterations (planned: 2); 90% of")
     assert line.endswith("2% late, 8% rate-limited")
 
 
@@ -89,7 +89,7 @@ def test_without_a_plan_there_is_nothing_to_say() -> None:
 def test_a_plan_under_which_no_two_versions_counted_says_so() -> None:
     sending = used(planned(10, iterations=3), counted(11, 8, 100)).sending
     assert sending.every is None and sending.in_bubble_share is None
-    assert "planned: a checkpoint every 3; fewer than two" in sending.line()
+    assert "planned: a version every 3; fewer than two" in sending.line()
 
 
 def told(bytes_by_bubble: dict[int, int]) -> list[list[int]]:

@@ -18,10 +18,10 @@ from ft_plugins.report.comparison import (
     RestoredVersion,
     RunComparison,
     RunRecord,
-    committed,
     compare_runs,
     read_losses,
     same_losses,
+    sealed_by_all,
     stall,
 )
 from ft_plugins.report.comparison_text import table, verdict
@@ -94,7 +94,7 @@ def report(**changes: Any) -> RunComparison:
 def test_a_kill_that_left_no_trace_is_proven_with_its_figures() -> None:
     found = report()
     assert found.proven and found.identical and found.losses_identical and found.unproven == ()
-    assert found.iterations == 12
+    assert found.iterations == found.iterations_unfailed == 12
     assert found.iterations_lost == 1
     assert found.restores == 1
     assert found.restored_from == RestoredVersion("process", 1, 7)
@@ -120,8 +120,8 @@ def test_the_stall_is_the_median_over_fences_of_the_slowest_rank() -> None:
     assert stall([]) is None
 
 
-def test_a_version_counts_as_a_snapshot_when_every_rank_has_committed_it() -> None:
-    found = committed(failed_run().events)
+def test_a_version_counts_as_a_snapshot_when_every_rank_has_sealed_it() -> None:
+    found = sealed_by_all(failed_run().events)
     assert [k for _, k in found] == [*range(1, 8), *range(8, 13)]
     assert found[0][0] == pytest.approx(1031.03)  # when the last of the four had it
 
@@ -188,7 +188,7 @@ def test_what_went_in_bubbles_stands_in_the_table_where_any_were_planned() -> No
     assert json.loads(found.json())["bubbles_unfailed"]["in_bubbles"] == 180
     text = io.StringIO()
     Console(file=text, width=120).print(table(found))
-    for name, value in (("bubbles, of", "40%"), ("a checkpoint on another node", "3.0"), ("bytes, sent", "90%")):
+    for name, value in (("bubbles, share of", "40%"), ("a version committed every", "3.0"), ("bytes sent", "90%")):
         (line,) = [line for line in text.getvalue().splitlines() if name in line]
         assert value in line
     assert "bubbles" not in str([column._cells for column in table(report()).columns])
@@ -248,6 +248,10 @@ def test_the_table_shows_every_figure() -> None:
         "identical",
     ):
         assert shown in text.getvalue()
+    text = io.StringIO()
+    Console(file=text, width=120).print(table(report(losses=losses(1030.0, range(1, 12)))))
+    (line,) = [line for line in text.getvalue().splitlines() if "iterations  " in line]
+    assert [word for word in line.split() if word.isdigit()] == ["12", "11"], "the failed run logged one less"
     text = io.StringIO()
     Console(file=text, width=120).print(table(report(digests={"rank 0 / weight": ""})))
     assert "8 PARTS DIFFER" in text.getvalue()

@@ -9,7 +9,7 @@ import pytest
 
 from ft_plugins.bubbles.gate import GATE_BYTES, Gate
 from ft_plugins.bubbles.gate_pacer import GatePacer
-from ft_plugins.smp.pace import Pace, in_words
+from ft_plugins.smp.pace import Pace, pace_text
 from ft_plugins.snapshot.slots import Version
 
 FIRST = Version(1, 0)
@@ -101,9 +101,9 @@ def test_without_a_plan_nothing_is_rarer_than_it() -> None:
 def test_a_status_says_it_in_words() -> None:
     def said(**more: Any) -> str:
         nothing = {"iterations": 1, "planned": None, "share_in_bubbles": None, "rarer": False, "waits": 0}
-        return in_words(nothing | more)
+        return pace_text(nothing | more)
 
-    assert said(iterations=None) == in_words({}) == ""
+    assert said(iterations=None) == pace_text({}) == ""
     none = "none in 40 iterations, planned 2: rarer than planned"
     assert said(iterations=None, planned=2, rarer=True, waits=40) == none
     assert said(iterations=2, planned=2, rarer=True, waits=40) == none, "not every 2, as it was before"
@@ -123,7 +123,7 @@ def test_of_a_plan_that_is_given_up_nothing_is_rarer_any_more() -> None:
         (pacer,) = pace.pacers.values()
         pacer._gate.plan(0, 0.0)
         assert not (pace.committed(Version(1, 41)) if counts else pace.captured(Version(1, 41)))
-        assert not pace.rarer and "rarer" not in in_words(pace.status())
+        assert not pace.rarer and "rarer" not in pace_text(pace.status())
 
 
 def test_the_alarm_when_the_pace_changes() -> None:

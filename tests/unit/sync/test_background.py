@@ -12,7 +12,7 @@ from ft_plugins.sync.background import Background
 CPU = torch.device("cpu")
 
 
-def test_jobs_run_one_after_another_on_one_thread_and_give_what_they_found() -> None:
+def test_tasks_run_one_after_another_on_one_thread_and_give_what_they_found() -> None:
     background, order = Background(CPU), []
     go = threading.Event()
 
@@ -38,9 +38,9 @@ def test_an_error_is_raised_where_it_is_waited_for_and_nothing_runs_after_it() -
 
     bad = background.start(fails)
     after = background.start(lambda: done.append(1))
-    for job in (bad, after):
+    for task in (bad, after):
         with pytest.raises(ValueError, match="a peer is gone"):
-            job.wait()
+            task.wait()
     with pytest.raises(ValueError, match="a peer is gone"):
         background.start(lambda: done.append(1)).wait()
     assert done == []

@@ -49,7 +49,7 @@ class Job:
     ) -> None:
         chunks = 2 if schedule is PipelineSchedule.INTERLEAVED else 1
         pipeline = Pipeline(schedule, stages, 2 * stages, chunks)
-        forward = tuple(0.01 + 0.002 * (stage % 2) for stage in range(pipeline.stages))
+        forward = tuple(0.01 + 0.002 * (stage % 2) for stage in range(pipeline.virtual_stages))
         links = tuple(PipelineLink(0.001 * (1 + stage % 4)) for stage in range(stages))
         times = Times(forward, (0.02,), (0.005,), links=links)
         played = simulate(pipeline, times, eager=True)
