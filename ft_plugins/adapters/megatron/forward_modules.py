@@ -7,8 +7,8 @@
 Invariant: a name follows from the parameter's path and Megatron's mark of tied embeddings alone, so all ranks agree.
 Modules are in the order of the forward; on a last stage with a copy of the embedding that one comes last.
 
-In: parameters by name, model chunks. Out: names, places for forward pre-hooks. Raises UnsupportedError for a model whose
-order cannot be read from the order in which it registers modules.
+In: parameters by name, model chunks. Out: names, places for forward pre-hooks. Raises UnsupportedError for a model
+whose order cannot be read from the order in which it registers modules.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def places(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[torch.nn.Module,
             owner, module = _owner(index, name, parameter, layers)
             if last == HEAD and module.startswith("layer"):
                 raise UnsupportedError(
-                    f"chunk {index}: '{name}' of {module} comes after parameters that belong neither to an embedding nor "
-                    "to a layer, so that the order of the forward is unknown; synchronise with --sync-apply wait"
+                    f"chunk {index}: '{name}' of {module} comes after parameters that belong neither to an embedding "
+                    "nor to a layer, so that the order of the forward is unknown; synchronise with --sync-apply wait"
                 )
             if module != HEAD or last != HEAD:
                 submodule = chunk.get_submodule(owner)

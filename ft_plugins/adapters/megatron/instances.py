@@ -69,6 +69,7 @@ def require_megatrons_instances(
         if expected[place] != {ranks}:
             wanted = " and ".join(str(list(one)) for one in sorted(expected[place]))
             raise TopologyError(
-                f"rank {rank}: with {number} distributed optimizer instances Megatron's group {place} is {list(ranks)}, "
-                f"expected {wanted}: drop --num-distributed-optimizer-instances, or use the order tp-cp-ep-dp-pp"
+                f"rank {rank}: with {number} distributed optimizer instances Megatron's group {place} is "
+                f"{list(ranks)}, expected {wanted}: drop --num-distributed-optimizer-instances, or use the order "
+                "tp-cp-ep-dp-pp"
             )

@@ -70,7 +70,9 @@ def unsuitable(placement: ReplicaPlacement) -> Iterator[str]:
         )
         return
     if not placement.replica.issuperset(placement.context):
-        more = " in an instance" if placement.distributed else ", except inside an instance of the distributed optimizer"
+        more = (
+            " in an instance" if placement.distributed else ", except inside an instance of the distributed optimizer"
+        )
         yield f"context parallelism (--context-parallel-size) over more ranks than a replica has{more}"
     if not placement.replica.issuperset(placement.experts):
         yield "experts divided over the ranks of several replicas (--expert-model-parallel-size)"

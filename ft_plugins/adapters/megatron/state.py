@@ -148,7 +148,9 @@ def state_items(
     items: list[StateItem] = []
     for optimizer in optimizers:
         for one in trained(optimizer, names):
-            items.extend(_of_trained(one, shard_replicas(one.parameter) if one.sharded else replicas(one.parameter), layers))
+            items.extend(
+                _of_trained(one, shard_replicas(one.parameter) if one.sharded else replicas(one.parameter), layers)
+            )
     covered_by_trained = {parameter for optimizer in optimizers for parameter in covered(optimizer)}
     for parameter, name in names.items():
         if parameter in covered_by_trained:

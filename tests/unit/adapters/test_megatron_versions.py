@@ -237,7 +237,9 @@ def test_graphs_of_a_whole_iteration_are_refused_and_smaller_ones_are_not(versio
 @pytest.mark.parametrize(
     ("options", "refuse"),
     [
-        (OF_MODEL, refusals.of_model), (OF_DDP, refusals.of_ddp), (OF_OPTIMIZER, refusals.of_optimizer),
+        (OF_MODEL, refusals.of_model),
+        (OF_DDP, refusals.of_ddp),
+        (OF_OPTIMIZER, refusals.of_optimizer),
         (OF_LOCAL_STEPS, refusals.of_local_steps),
     ],
     ids=["model", "ddp", "optimizer", "local steps"],
