@@ -37,7 +37,7 @@ from ... import faults
 from ...errors import ResumeError, TopologyError
 from ...model.host import Edges, Hooks
 from ...model.topology import Topology
-from ..host_parts import StateItems, groups, restore_groups
+from ..host_parts import groups, restore_groups
 from . import instances, naming, state
 from .reducing import MegatronReduction
 from .replay import restore_rng, rng_state
@@ -63,7 +63,7 @@ class StateEntry:
     write: Callable[[Any], None]
 
 
-class MegatronCoreHost(MegatronStepping, MegatronReduction, StateItems):
+class MegatronCoreHost(MegatronStepping, MegatronReduction):
     """One rank of a Megatron job. Raises UnsupportedError, TopologyError or InventoryError if it is not supported.
 
     `completed()` is the number of completed iterations. A restore sets `counters` before the scheduler, and `position`

@@ -18,7 +18,7 @@ With the distributed optimizer `before_modules` is refused: what is synchronised
 reads, and the parameters gathered from them are complete only after the last one. They are synchronised behind an
 iteration and gathered once (`derive`).
 
-In: the attributes of the host. Out: `model.reduction.ReductionControl`, for a host that is a `StateItems`.
+In: the attributes of the host. Out: `model.reduction.ReductionControl`.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ from megatron.core.distributed import finalize_model_grads
 from ...errors import UnsupportedError
 from ...model.inventory import Role
 from ...model.reduction import ReducedOver
-from ...model.topology import Topology
-from ..host_parts import StateItem
+from ..host_parts import StateItems
 from ..script_hooks import is_within
 from . import forward_modules, instances, refusals
 
@@ -132,18 +131,16 @@ class BucketReduction:
             bucket.gradient_scaling_factor = factor
 
 
-class MegatronReduction:
+class MegatronReduction(StateItems):
     """The part of a Megatron host that implements `model.reduction.ReductionControl`."""
 
-    rank: int
     chunks: tuple[Any, ...]
     optimizers: tuple[Any, ...]
-    _topology: Topology
     _instances: int
     _names: Mapping[torch.nn.Parameter, str]
-    _state_items: Sequence[StateItem]
     _reductions: tuple[BucketReduction, ...] | None = None  # None: not prepared
     _reduced_over = ReducedOver.ALL
+    _tokens_over: Any = None  # the group whose tokens divide gradients under LOCAL
     _finalize: Any = None  # the wrapper in the configuration that counts tokens
 
     @property
@@ -185,7 +182,8 @@ class MegatronReduction:
 
     def _placement(self) -> ReplicaPlacement:
         topology, rank = self._topology, self.rank
-        dense, experts, divided = topology.replicas(rank), topology.replicas(rank), (rank,)
+        dense = experts = topology.replicas(rank)
+        divided: tuple[int, ...] = (rank,)
         if instances.has_experts(self._names):
             experts, divided = topology.expert_replicas(rank), topology.group("ep", rank)
         agreeing: set[int] = set()
