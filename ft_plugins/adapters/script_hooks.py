@@ -106,6 +106,13 @@ class _CallingLoader(importlib.abc.Loader):
 REPLACED = "__ft_replaced__"
 
 
+def is_within(inner: Any, outer: Any) -> bool:
+    """Whether `inner` is `outer`, or a function that `outer` wraps (`functools.wraps`)."""
+    while outer is not inner and hasattr(outer, "__wrapped__"):
+        outer = outer.__wrapped__
+    return outer is inner
+
+
 def replace(
     owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]], *, framework: str, tested: str
 ) -> None:

@@ -70,8 +70,9 @@ class Job:
     def _init_parallel(self, context: LaunchContext) -> None:
         args, virtual = self.args, self.args.virtual_stages
         parallel_state.initialize_model_parallel(
-            args.tp, args.pp, virtual if virtual > 1 else None, order=args.order, create_gloo_process_groups=False
-        )
+            args.tp, args.pp, virtual if virtual > 1 else None, order=args.order, create_gloo_process_groups=False,
+            num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
+        )  # fmt: skip
         self.dp = parallel_state.get_data_parallel_world_size()
         init_num_microbatches_calculator(context.rank, None, args.global_batch, args.micro_batch, self.dp, False)
         seed = args.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
@@ -106,6 +107,7 @@ class Job:
         )
         ddp = DistributedDataParallelConfig(
             use_distributed_optimizer=args.distributed_optimizer,
+            num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
             overlap_grad_reduce=args.overlap_grad_reduce,
             overlap_param_gather=args.overlap_param_gather,
             grad_reduce_in_fp32=True,

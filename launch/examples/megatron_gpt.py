@@ -53,6 +53,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         ("--warmup", 2, "iterations of linear learning rate warm-up"),
         ("--seed", 1234, "of weights, dropout and data order"),
         ("--bucket-size", 50_000, "parameters per gradient bucket, with overlapped communication"),
+        ("--num-distributed-optimizer-instances", 1, "parts of the data-parallel ranks, each with the whole optimizer"),
     ):
         add(flag, default=default, help=f"{meaning} (default {default})")
     parser.add_argument("--order", default="tp-cp-ep-dp-pp", help="of the parallel dimensions over the ranks")
@@ -73,6 +74,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("--overlap-param-gather needs --distributed-optimizer; otherwise there is nothing to gather")
     if args.sequence_parallel and not any(map(find_spec, ("apex", "transformer_engine"))):
         parser.error("--sequence-parallel needs the LayerNorm of NVIDIA's apex or Transformer Engine, not torch's")
+    if args.num_distributed_optimizer_instances > 1 and not args.distributed_optimizer:
+        parser.error("--num-distributed-optimizer-instances needs --distributed-optimizer")
     args.overlap_grad_reduce |= args.overlap_param_gather
     return args
 

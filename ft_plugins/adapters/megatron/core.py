@@ -37,8 +37,9 @@ from ... import faults
 from ...errors import ResumeError, TopologyError
 from ...model.host import Edges, Hooks
 from ...model.topology import Topology
-from ..host_parts import StateItems, groups, restore_groups
-from . import naming, state
+from ..host_parts import groups, restore_groups
+from . import instances, naming, state
+from .reducing import MegatronReduction
 from .replay import restore_rng, rng_state
 from .stepping import MegatronStepping
 from .support import flat, is_stub, require_supported
@@ -62,7 +63,7 @@ class StateEntry:
     write: Callable[[Any], None]
 
 
-class MegatronCoreHost(MegatronStepping, StateItems):
+class MegatronCoreHost(MegatronStepping, MegatronReduction):
     """One rank of a Megatron job. Raises UnsupportedError, TopologyError or InventoryError if it is not supported.
 
     `completed()` is the number of completed iterations. A restore sets `counters` before the scheduler, and `position`
@@ -95,6 +96,7 @@ class MegatronCoreHost(MegatronStepping, StateItems):
         self._counters, self._position, self._identity = dict(counters), dict(position), dict(identity)
         self._arguments = arguments
         self._names = state.parameter_names(self.chunks)
+        self._instances = instances.number_of(self.chunks)
         require_supported(self.chunks, self.optimizers, self.rank)
         self._require_megatrons_layout()
 
@@ -112,12 +114,16 @@ class MegatronCoreHost(MegatronStepping, StateItems):
     @cached_property
     def _state_items(self) -> list[state.StateItem]:
         _ = self._checkpoint_names  # first: making its sharded state, a bf16 model converts its routers' biases to fp32
-        return state.state_items(self.chunks, self.optimizers, self.rank, self._replicas)
+        return state.state_items(self.chunks, self.optimizers, self.rank, self._replicas, self._same_shard)
 
     def _replicas(self, parameter: torch.nn.Parameter) -> tuple[int, ...]:
         """The replica set of `parameter`. Megatron marks parameters of experts by `allreduce = False`."""
         is_expert = not getattr(parameter, "allreduce", True)
         return self._topology.expert_replicas(self.rank) if is_expert else self._topology.replicas(self.rank)
+
+    def _same_shard(self, parameter: torch.nn.Parameter) -> tuple[int, ...]:
+        """The ranks that hold this rank's shard of `parameter`, one in each instance of the distributed optimizer."""
+        return instances.same_shard(self.rank, self._replicas(parameter), self._instances)
 
     def _require_megatrons_layout(self) -> None:
         """Raises TopologyError if the replica sets are not the groups over which Megatron reduces gradients."""
@@ -131,6 +137,7 @@ class MegatronCoreHost(MegatronStepping, StateItems):
                 f"{sorted(experts)}, but the given topology says {list(named[0])} and {list(named[1])}: "
                 "build the topology from Megatron's sizes and order"
             )
+        instances.require_megatrons_instances(self.rank, self._instances, *named, self._names)
 
     def names(self) -> Mapping[str, Any]:
         """See `naming`; only `problem` if the model's sharded state cannot be described."""
@@ -140,6 +147,8 @@ class MegatronCoreHost(MegatronStepping, StateItems):
         config, chunk, topology = self.chunks[0].config, self.chunks[0], self._topology
         known = {field.name for field in fields(config)}
         sizes = {axis: getattr(topology, axis) for axis in ("tp", "pp", "dp", "cp", "ep", "vpp", "expert_tp", "order")}
+        if self._instances > 1:  # left out if there is one, as in state captured by older versions
+            sizes["optimizer_instances"] = self._instances
         kinds = {type(optimizer).__name__ for optimizer in self.optimizers}
         inner = {type(optimizer.optimizer).__name__ for optimizer in self.optimizers if not is_stub(optimizer)}
         return {
@@ -170,7 +179,10 @@ class MegatronCoreHost(MegatronStepping, StateItems):
         return {**parts[0], "scalars": scalars}
 
     def admits(self, replicas: int) -> bool:
-        """Whether the global batch divides by `replicas`, as Megatron's microbatch calculator requires."""
+        """Whether the global batch divides by `replicas`, as Megatron's microbatch calculator requires, and they by the
+        instances of the distributed optimizer."""
+        if replicas * self._topology.cp % self._instances:
+            return False
         batch = get_current_global_batch_size()
         return batch is None or batch % (get_micro_batch_size() * replicas) == 0
 
@@ -306,8 +318,8 @@ class MegatronCoreHost(MegatronStepping, StateItems):
     def _set_infinite_gradient(self) -> None:
         """Make the gradient of the first parameter that this rank updates infinite.
 
-        Without the distributed optimizer, Megatron checks for infinities over the model-parallel group only: to skip
-        the update on all replicas, arm the fault on all of them.
+        Without the distributed optimizer, Megatron checks for infinities over the model-parallel group only, and with
+        several instances of it inside an instance: to skip the update on all replicas, arm the fault on all of them.
         """
         for optimizer in self.optimizers:
             for one in state.trained(optimizer, self._names):

@@ -60,8 +60,17 @@ def of_ddp(config: Any) -> Iterator[str]:
     """Unsupported options of a DistributedDataParallelConfig."""
     if getattr(config, "use_megatron_fsdp", False):
         yield "Megatron FSDP (--use-megatron-fsdp) has no contiguous buffers to gather from"
-    if getattr(config, "num_distributed_optimizer_instances", 1) > 1:
-        yield "several distributed optimizer instances (--num-distributed-optimizer-instances)"
+
+
+def of_local_steps(config: Any) -> Iterator[str]:
+    """Options of a TransformerConfig with which replicas cannot train on their own."""
+    if getattr(config, "moe_router_enable_expert_bias", False):
+        yield "the router's bias (--moe-router-enable-expert-bias) follows the tokens of all replicas in each iteration"
+    balancing = getattr(config, "moe_router_load_balancing_type", None) or ()
+    if "global_aux_loss" in ([balancing] if isinstance(balancing, str) else balancing):
+        yield "the global auxiliary loss (--moe-router-load-balancing-type) reads all replicas in each forward"
+    if getattr(config, "mtp_num_layers", None):
+        yield "multi-token prediction (--mtp-num-layers) numbers its layers as the decoder does"
 
 
 def of_optimizer(config: Any) -> Iterator[str]:

@@ -25,7 +25,7 @@ from megatron.core.pipeline_parallel import p2p_communication, schedules
 from ...errors import UnsupportedError
 from ...model.host import Edges
 from ...model.timeline import Kind
-from ..script_hooks import REPLACED
+from ..script_hooks import REPLACED, is_within
 from ..script_hooks import replace_in_megatron as replace
 from ..update_spans import wrap_span, wrap_update
 
@@ -69,7 +69,7 @@ class _Spans:
             if chunk is None or not torch.is_grad_enabled():
                 return original(*args, **kwargs)
             config = args[_CONFIG] if len(args) > _CONFIG else kwargs["config"]
-            if config.finalize_model_grads_func is not self._finalize:
+            if not is_within(self._finalize, config.finalize_model_grads_func):
                 self._follow_reduction(config)
             microbatch = kwargs.get("current_microbatch")
             place = (-1 if microbatch is None else int(microbatch), chunk)

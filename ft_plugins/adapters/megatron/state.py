@@ -6,8 +6,8 @@ that it gathers (the shard of the owning rank is the item). Gradients are zeroed
 
     FP32Optimizer                   parameter, moments                replicated over DP x CP (experts: expert DP)
     Float16Optimizer...             fp32 master, moments              the same
-    DistributedOptimizer            shard of the fp32 master or of    not replicated
-                                    the fp32 parameter, moments
+    DistributedOptimizer            shard of the fp32 master or of    over its instances; not replicated if there
+                                    the fp32 parameter, moments       is one (see `instances`)
     no optimizer updates it         parameter (frozen)                replicated over DP x CP (experts: expert DP)
     buffers                         may change at any time            not replicated
 
@@ -15,7 +15,8 @@ Names are `chunk<i>.<parameter>`, with `:main` for a master and `:<key>` for opt
 with dimensions that the inner optimizer keeps per parameter, FusedAdam's as well as torch Adam's; those without
 dimensions ('step') are small state.
 
-In: model chunks, optimizers, a function from a parameter to its replica set. Out: `StateItem`, `TrainedParameter`.
+In: model chunks, optimizers, functions from a parameter to its replica set and to that of its shard. Out: `StateItem`,
+`TrainedParameter`.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def parameter_names(chunks: Sequence[torch.nn.Module]) -> dict[torch.nn.Paramete
     names: dict[torch.nn.Parameter, str] = {}
     for index, chunk in enumerate(chunks):
         for name, parameter in chunk.named_parameters():
-            names.setdefault(parameter, f"chunk{index}.{_unwrapped(name)}")
+            names.setdefault(parameter, f"chunk{index}.{unwrapped(name)}")
     return names
 
 
@@ -134,14 +135,22 @@ def covered(optimizer: Any) -> Iterator[torch.nn.Parameter]:
 
 
 def state_items(
-    chunks: Sequence[torch.nn.Module], optimizers: Sequence[Any], rank: int, replicas: Replicas
+    chunks: Sequence[torch.nn.Module],
+    optimizers: Sequence[Any],
+    rank: int,
+    replicas: Replicas,
+    same_shard: Replicas | None = None,
 ) -> list[StateItem]:
-    """Every item of this rank. Raises InventoryError for state that belongs to none of the kinds above."""
-    names, layers = parameter_names(chunks), _layers(chunks)
+    """Every item of this rank. `same_shard`: the ranks that hold its shard of a parameter; None: no other rank does.
+    Raises InventoryError for state that belongs to none of the kinds above."""
+    shard_replicas = same_shard or (lambda parameter: (rank,))
+    names, layers = parameter_names(chunks), layers_by_module(chunks)
     items: list[StateItem] = []
     for optimizer in optimizers:
         for one in trained(optimizer, names):
-            items.extend(_of_trained(one, (rank,) if one.sharded else replicas(one.parameter), layers))
+            items.extend(
+                _of_trained(one, shard_replicas(one.parameter) if one.sharded else replicas(one.parameter), layers)
+            )
     covered_by_trained = {parameter for optimizer in optimizers for parameter in covered(optimizer)}
     for parameter, name in names.items():
         if parameter in covered_by_trained:
@@ -160,12 +169,12 @@ def state_items(
 
 def buffers(chunks: Sequence[torch.nn.Module], rank: int) -> Iterator[StateItem]:
     """The buffers of this rank."""
-    layers = _layers(chunks)
+    layers = layers_by_module(chunks)
     for index, chunk in enumerate(chunks):
         for name, buffer in chunk.named_buffers():
             owner, _, key = name.rpartition(".")
             module = chunk.get_submodule(owner)
-            name = f"chunk{index}.{_unwrapped(name)}"
+            name = f"chunk{index}.{unwrapped(name)}"
             if isinstance(buffer, torch.Tensor):
                 read = lambda module=module, key=key: module._buffers[key]  # noqa: E731  (the model may replace it)
                 yield state_item(name, Role.BUFFER, (rank,), _layer_of(name, layers), ANYWHERE, read)
@@ -189,7 +198,7 @@ def _in_norm(parameter: torch.nn.Parameter) -> bool:
 def copies(chunks: Sequence[torch.nn.Module], optimizers: Sequence[Any], replicas: Replicas) -> Iterator[StateItem]:
     """The working copies that forward reads, derived from items. Role COPY; but PARAMETER for fp32 parameters of the
     distributed optimizer, whose shards are views of them, so that every rank holds all shards."""
-    names, layers = parameter_names(chunks), _layers(chunks)
+    names, layers = parameter_names(chunks), layers_by_module(chunks)
     for optimizer in optimizers:
         items = {one.parameter for one in trained(optimizer, names) if one.main is one.parameter}
         for parameter in covered(optimizer):
@@ -226,20 +235,21 @@ def restore_scalars(
 # names
 
 
-def _unwrapped(name: str) -> str:
+def unwrapped(name: str) -> str:
+    """The name of a module or parameter without the wrappers around the model."""
     while name.startswith("module."):
         name = name.removeprefix("module.")
     return name
 
 
-def _layers(chunks: Sequence[torch.nn.Module]) -> dict[str, int]:
+def layers_by_module(chunks: Sequence[torch.nn.Module]) -> dict[str, int]:
     """Global layer number, from 1, by the name of each module that has one."""
     layers = {}
     for index, chunk in enumerate(chunks):
         for name, module in chunk.named_modules():
             number = getattr(module, "layer_number", None)
             if name and isinstance(number, int):
-                layers[f"chunk{index}.{_unwrapped(name)}"] = number
+                layers[f"chunk{index}.{unwrapped(name)}"] = number
     return layers
 
 

@@ -40,6 +40,7 @@ class MegatronStepping(Recompute[MegatronReplay]):
     chunks: tuple[Any, ...]
     optimizer: Any
     optimizers: tuple[Any, ...]
+    _instances: int
     _names: Mapping[torch.nn.Parameter, str]
     _completed: Callable[[], int]
     _replicas: Callable[[torch.nn.Parameter], tuple[int, ...]]
@@ -49,6 +50,7 @@ class MegatronStepping(Recompute[MegatronReplay]):
     _skipping = False  # whether the loop skips the batch of the present iteration
 
     def keep_iterations(self) -> None:
+        self._require_one_instance()
         buffers = list(state.buffers(self.chunks, self.rank))
         self._start_replay(lambda: MegatronReplay(self.chunks, self.optimizer, buffers, self._completed))
 
@@ -110,8 +112,18 @@ class MegatronStepping(Recompute[MegatronReplay]):
 
         first.finish_grad_sync = finish_grad_sync
 
+    def _require_one_instance(self) -> None:
+        if self._instances > 1:
+            raise UnsupportedError(
+                f"rank {self.rank}: with --num-distributed-optimizer-instances {self._instances} each instance decides "
+                "alone whether to skip an update, so that instances that disagree cannot be repaired; drop it, or drop "
+                "--paft"
+            )
+
     def copies(self) -> Inventory:
-        """See above. Raises UnsupportedError if parameters are gathered during the next forward."""
+        """See above. Raises UnsupportedError if parameters are gathered during the next forward, and if the distributed
+        optimizer has several instances."""
+        self._require_one_instance()
         return Inventory.of(self.rank, (one.item for one in self._copies))
 
     def copy_tensors(self) -> Mapping[str, torch.Tensor]:

@@ -58,10 +58,21 @@ OF_OBJECTS = {
     },
     "distributed.distributed_data_parallel": {
         *("start_param_sync", "finish_grad_sync", "zero_grad_buffer", "ddp_config"),
+        *("bucket_groups", "expert_parallel_bucket_groups"),
     },
-    "distributed.param_and_grad_buffer": {"params"},
-    "distributed.distributed_data_parallel_config": {"overlap_grad_reduce", "overlap_param_gather", "bucket_size"},
+    "distributed.param_and_grad_buffer": {
+        *("params", "buckets", "gradient_scaling_factor", "data_parallel_group"),
+        "inter_distributed_optimizer_instance_group",
+    },
+    "distributed.distributed_data_parallel_config": {
+        *("overlap_grad_reduce", "overlap_param_gather", "bucket_size", "use_distributed_optimizer"),
+        *("num_distributed_optimizer_instances", "average_in_collective"),
+    },
     "model_parallel_config": {"finalize_model_grads_func"},
+    "parallel_state": {
+        *("get_data_parallel_group", "get_expert_data_parallel_group", "get_context_parallel_group"),
+        *("get_tensor_model_parallel_group", "get_inter_distributed_optimizer_instance_group"),
+    },
     "pipeline_parallel.p2p_communication": {"P2PCommunicator", "_communicate", "config"},
     "rerun_state_machine": {
         *("large_value_counts", "max_values", "current_iteration", "state", "rerun_requested", "validation_counts"),
@@ -102,15 +113,17 @@ OF_MODEL = (
     Option("fp4", "0.15", "e2m1", "fp4 parameters"),
     Option("qk_clip", "0.16", True, "QK clipping"),
 )
-OF_DDP = (
-    Option("use_megatron_fsdp", "0.14", True, "Megatron FSDP"),
-    Option("num_distributed_optimizer_instances", "0.14", 2, "several distributed optimizer instances"),
+OF_DDP = (Option("use_megatron_fsdp", "0.14", True, "Megatron FSDP"),)
+OF_LOCAL_STEPS = (
+    Option("moe_router_enable_expert_bias", "0.14", True, "--moe-router-enable-expert-bias"),
+    Option("moe_router_load_balancing_type", "0.14", ["aux_loss", "global_aux_loss"], "global auxiliary loss"),
+    Option("mtp_num_layers", "0.14", 1, "--mtp-num-layers"),
 )
 OF_OPTIMIZER = (
     Option("use_precision_aware_optimizer", "0.14", True, "precision-aware optimizer"),
     Option("optimizer_cpu_offload", "0.14", True, "optimizer CPU offload"),
 )
-USUAL = {"dataloader_type": "single", "num_distributed_optimizer_instances": 1, "error_injection_rate": 0}
+USUAL = {"dataloader_type": "single", "moe_router_load_balancing_type": "aux_loss", "error_injection_rate": 0}
 
 
 class Scope(enum.Enum):
@@ -223,8 +236,13 @@ def test_graphs_of_a_whole_iteration_are_refused_and_smaller_ones_are_not(versio
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize(
     ("options", "refuse"),
-    [(OF_MODEL, refusals.of_model), (OF_DDP, refusals.of_ddp), (OF_OPTIMIZER, refusals.of_optimizer)],
-    ids=["model", "ddp", "optimizer"],
+    [
+        (OF_MODEL, refusals.of_model),
+        (OF_DDP, refusals.of_ddp),
+        (OF_OPTIMIZER, refusals.of_optimizer),
+        (OF_LOCAL_STEPS, refusals.of_local_steps),
+    ],
+    ids=["model", "ddp", "optimizer", "local steps"],
 )
 def test_each_field_of_a_configuration_is_refused_by_name(
     version: str, options: tuple[Option, ...], refuse: Any
@@ -263,7 +281,9 @@ def test_the_tables_are_what_the_sources_say(checkout: Path) -> None:
         {name for config in configs for name in sources.fields(checkout, config)}
         for configs in (sources.CONFIGS[:2], sources.CONFIGS[3:], sources.CONFIGS[2:3])
     )
-    for options, known in ((ARGUMENTS, named), (OF_MODEL, model), (OF_DDP, ddp), (OF_OPTIMIZER, optimizer)):
+    for options, known in (
+        (ARGUMENTS, named), (OF_MODEL, model), (OF_DDP, ddp), (OF_OPTIMIZER, optimizer), (OF_LOCAL_STEPS, model),
+    ):  # fmt: skip
         assert {option.name: option.within(version) for option in options} == {
             option.name: option.name in known for option in options
         }

@@ -1,0 +1,106 @@
+"""Stories about the modules of a Megatron job that local SGD synchronises; see `gang_stories`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron_gangs import INTERLEAVED, SHARDED, differing, gang_job, refused
+
+from ft_plugins.errors import UnsupportedError
+from ft_plugins.model.inventory import Role
+from ft_plugins.testing.gang import gang
+
+# ---- modules
+
+
+def _modules(rank: int, world: int, flags: list[str], tied: bool) -> list[str]:
+    with gang_job(rank, world, *flags, gpt={"share_embeddings_and_output_weights": tied}) as job:
+        host = job.host()
+        modules = host.modules()
+        items = [one for one in host.inventory().items if one.role in (Role.PARAMETER, Role.MAIN_PARAMETER)]
+        assert set(modules) == {one.name for one in items}
+        assert all(modules[one.name] == f"layer {one.layer}" for one in items if one.layer is not None)
+        return list(dict.fromkeys(modules.values()))
+
+
+def it_names_modules_in_the_order_of_the_forward() -> None:
+    (alone,) = gang(_modules, 1, ["--bf16"], True, seconds=60.0)
+    assert alone == ["embedding", "layer 1", "layer 2", "head"]
+    first, last = gang(_modules, 2, INTERLEAVED, True, seconds=60.0)
+    assert first == ["embedding", "layer 1", "layer 3"]
+    assert last == ["layer 2", "layer 4", "head", "embedding"], (
+        "its copy of a tied embedding is read by the output layer"
+    )
+    first, last = gang(_modules, 2, INTERLEAVED, False, seconds=60.0)
+    assert (first, last) == (["embedding", "layer 1", "layer 3"], ["layer 2", "layer 4", "head"])
+
+
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def _calls(rank: int, world: int, flags: list[str], tied: bool, config: dict[str, Any]) -> list[str]:
+    """What was called in an iteration of two micro-batches. Its first calls change the parameters of their module; the
+    gradients are those of a job whose parameters were changed before."""
+    flags = [*flags, "--global-batch", str(2 * world // (2 if "--pp" in flags else 1))]
+    model: dict[str, Any] = {"gpt": {"share_embeddings_and_output_weights": tied}, **config}
+    with gang_job(rank, world, *flags, **model) as job:
+        with torch.no_grad():
+            for parameter in {one for chunk in job.chunks for one in chunk.parameters()}:
+                parameter.mul_(1.5)
+        wanted = job.reduced()
+    with gang_job(rank, world, *flags, **model) as job:
+        host, calls = job.host(), []
+        tensors, modules = host.tensors(), host.modules()
+
+        @torch.no_grad()
+        def call(module: str) -> None:
+            if module not in calls:
+                for name, one in modules.items():
+                    if one == module:
+                        tensors[name].mul_(1.5)
+            calls.append(module)
+
+        host.before_modules(call)
+        assert differing(job.reduced(), wanted) == []
+        seen = list(calls)
+        job.evaluate()
+        assert calls == seen, "in training only"
+        return seen
+
+
+def it_calls_before_the_forward_of_each_module() -> None:
+    (alone,) = gang(_calls, 1, [], True, {}, seconds=60.0)
+    assert alone == ["embedding", "layer 1", "layer 2", "head"] * 2
+    (again,) = gang(_calls, 1, [], True, RECOMPUTED, seconds=60.0)
+    assert again == ["embedding", "layer 1", "layer 2", "head", "layer 2", "layer 1"] * 2
+    for tied in (True, False):
+        first, last = gang(_calls, 2, INTERLEAVED, tied, {}, seconds=60.0)
+        assert sorted(first) == sorted(["embedding", "layer 1", "layer 3"] * 2) and first[:2] == [
+            "embedding",
+            "layer 1",
+        ]
+        of_last = ["layer 4", "head", *(["embedding"] if tied else [])]
+        assert [one for one in last if one != "layer 2"] == of_last * 2 and last.count("layer 2") == 2
+
+
+def _refuses_to_follow(rank: int, world: int) -> None:
+    with gang_job(rank, world, "--bf16", *SHARDED, "2") as job:
+        message = refused(UnsupportedError, lambda: job.host().before_modules(lambda module: None))
+        assert "distributed optimizer" in message and "--sync-apply" in message, message
+    with gang_job(rank, world) as job:
+        host = job.host()
+        job.config.cuda_graph_impl = "local"
+        assert "CUDA graphs (local)" in refused(UnsupportedError, lambda: host.before_modules(lambda module: None))
+    with gang_job(rank, world) as job:
+        decoder = job.chunks[0].module.decoder
+        decoder.layers, norm = decoder.layers, decoder.final_layernorm
+        layers = decoder._modules.pop("layers")
+        decoder._modules["layers"] = layers  # registered after the layernorm
+        assert decoder.final_layernorm is norm
+        message = refused(UnsupportedError, lambda: job.host().before_modules(lambda module: None))
+        assert "the order of the forward is unknown" in message, message
+
+
+def it_refuses_by_name_where_modules_cannot_be_followed() -> None:
+    gang(_refuses_to_follow, 2, seconds=60.0)
