@@ -8,7 +8,7 @@
 Invariant: names follow from the model's description alone, so they are equal on all ranks. Modules are in the order of
 this rank's forward, the rest first: a plain model begins with its embedding.
 
-In: names of parameters, a model. Out: names of modules; calls right before their forward in training mode.
+In: names of parameters, a model. Out: names of modules; calls right before each of their forwards.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ def in_forward_order(model: Any, modules: Iterable[str]) -> list[str]:
 
 
 def follow_forwards(model: Any, modules: Iterable[str], call: Callable[[str], None]) -> None:
-    """Call `call(module)` right before each forward of one of `modules` while `model` is in training mode.
+    """Call `call(module)` right before each forward of one of `modules`, evaluations included.
 
     The rest is called at the beginning of the model's forward. Raises UnsupportedError for a module without a forward.
     """
     wanted = set(modules)
     if REST in wanted:
-        _before(model, model, functools.partial(call, REST))
+        _before(model, functools.partial(call, REST))
     if hasattr(model, "_layer_specs"):
         _follow_layers(model, wanted, call)
         return
@@ -61,7 +61,7 @@ def follow_forwards(model: Any, modules: Iterable[str], call: Callable[[str], No
                 f"the module '{name}' is a {type(part).__name__}, whose parts the model calls one by one: their "
                 "forwards cannot be followed; use --sync-apply wait"
             )
-        _before(model, part, functools.partial(call, name))
+        _before(part, functools.partial(call, name))
 
 
 def _follow_layers(model: Any, wanted: set[str], call: Callable[[str], None]) -> None:
@@ -70,24 +70,22 @@ def _follow_layers(model: Any, wanted: set[str], call: Callable[[str], None]) ->
         if name not in wanted:
             continue
         if not isinstance(layer, torch.nn.Module):  # `forward_fn` of a tied layer, which need not call its module
-            model.forward_funcs[at] = _announced(model, layer, functools.partial(call, name))
+            model.forward_funcs[at] = _announced(layer, functools.partial(call, name))
         elif id(layer) not in hooked:
             hooked.add(id(layer))
-            _before(model, layer, functools.partial(call, name))
+            _before(layer, functools.partial(call, name))
 
 
-def _before(model: torch.nn.Module, part: torch.nn.Module, call: Callable[[], None]) -> None:
+def _before(part: torch.nn.Module, call: Callable[[], None]) -> None:
     def pre_hook(*args: Any) -> None:
-        if model.training:
-            call()
+        call()
 
     part.register_forward_pre_hook(pre_hook, prepend=True)
 
 
-def _announced(model: torch.nn.Module, layer: Callable[..., Any], call: Callable[[], None]) -> Callable[..., Any]:
+def _announced(layer: Callable[..., Any], call: Callable[[], None]) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if model.training:
-            call()
+        call()
         return layer(*args, **kwargs)
 
     return forward

@@ -153,10 +153,14 @@ def job(rank: int, world: int, mode: Mode, over: ReducedOver | None, replica: in
         calls.clear()
         train_once(engine, batches(place + replica * mode.inner, step, next(engine.module.parameters()).dtype))
         norms.append(float(engine.get_global_grad_norm() or 0.0))
-    trained = parameters(engine)
+    trained, trained_calls = parameters(engine), list(calls)
     host.derive()
+    derived = parameters(engine)
+    calls.clear()
+    if over is not None and mode[:2] == (0, "fp32"):
+        evaluate_once(engine, batches(0, 0, torch.float32))
     return {
-        "trained": trained, "derived": parameters(engine), "norms": norms, "calls": list(calls),
+        "trained": trained, "derived": derived, "norms": norms, "calls": trained_calls, "evaluated": list(calls),
         "skipped": engine.skipped_steps, "files": sorted((host.names() or {}).get("files", {})),
         "items": {item.name: (item.role.value, item.replicas, item.piece) for item in host.inventory().items},
         "modules": dict(host.modules()), "shard_group": host.shard_group(),
@@ -173,6 +177,15 @@ def train_once(engine: Any, read: Iterator[Any]) -> None:
     for inputs, labels in read:
         engine.backward(weighted(engine(inputs), labels))
         engine.step()
+
+
+def evaluate_once(engine: Any, read: Iterator[Any]) -> None:
+    if hasattr(engine, "eval_batch"):
+        engine.eval_batch(read)
+        return
+    engine.eval()
+    for inputs, _ in read:
+        engine(inputs)
 
 
 def parameters(engine: Any) -> dict[str, Any]:
@@ -356,4 +369,4 @@ def test_modules_are_layers_in_the_order_of_the_forward(trained: Jobs, name: str
 def test_each_module_is_announced_before_its_forward(trained: Jobs, name: str) -> None:
     for rank, one in enumerate(trained.of(name, LOCAL)):
         expected = ["0", "2", "4"] if name in PLAIN else ["0", "1"] if rank < 2 else ["3", "0", "5"]
-        assert one["calls"] == expected * ACCUMULATED
+        assert one["calls"] == one["evaluated"] == expected * ACCUMULATED

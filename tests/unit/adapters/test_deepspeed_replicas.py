@@ -61,13 +61,13 @@ def test_what_is_in_no_numbered_part_is_one_module_and_the_first() -> None:
     assert module_names.in_forward_order(model, modules.values()) == ["", "h.0", "h.1"]
 
 
-def test_forwards_are_announced_in_training_mode_only() -> None:
+def test_every_forward_is_announced_once_also_in_an_evaluation() -> None:
     model, calls = Transformer(), []
     module_names.follow_forwards(model, ["h.1", "", "h.0", "h.1"], calls.append)
-    model(torch.ones(1, 2))
-    assert calls == ["", "h.0", "h.1"]
-    model.eval()(torch.ones(1, 2))
-    assert len(calls) == 3
+    for mode in (True, False):
+        calls.clear()
+        model.train(mode)(torch.ones(1, 2))
+        assert calls == ["", "h.0", "h.1"]
 
 
 def test_a_recomputed_forward_is_announced_again() -> None:
