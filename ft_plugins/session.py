@@ -61,7 +61,7 @@ class Session:
             )  # fmt: skip
         self._carrying = CarryingHost(host)
         self._sync: Synchronizer | None = None
-        self._deferred: tuple[int, bytes] | None = None  # iteration and small state of a version to be captured later
+        self._deferred = 0  # the iteration of a version whose tensors are captured during the next one
         if config.paft is not None or config.sync is not None:
             self._start_synchronizer()
         if config.capture is not None:
@@ -198,22 +198,22 @@ class Session:
 
     def _version_point(self, step: int) -> None:
         if self._reft is not None:
-            defers = self._sync is not None and self._sync.defers(step)
-            self._guarded(lambda reft: self._defer(reft, step) if defers else reft.iteration_end(step))
+            if self._sync is not None and self._sync.defers(step):
+                self._deferred = step
+                self._carrying.hold()
+            else:
+                self._guarded(lambda reft: reft.iteration_end(step))
             return
         if self._degraded is not None:
             self._degraded.record_completed(step)
         self._loss.count(self._host.rank, step)
 
-    def _defer(self, reft: Reft, step: int) -> None:
-        """Take the small state of version `step` now; its tensors are captured when they are final."""
-        self._deferred = step, reft.small(step)
-
     def _capture_deferred(self) -> None:
-        """The tensors of the deferred version are final."""
-        if self._deferred is not None and self._reft is not None:
-            deferred, self._deferred = self._deferred, None
-            self._guarded(lambda reft: reft.iteration_end(*deferred))
+        """The tensors and the synchronizer's state of the deferred version are final."""
+        step, self._deferred = self._deferred, 0
+        if step and self._reft is not None:
+            with self._carrying.held():
+                self._guarded(lambda reft: reft.iteration_end(step))
 
     def shutdown(self) -> None:
         """The orderly end of training; a lost SMP does not fail it. Idempotent."""

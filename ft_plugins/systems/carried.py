@@ -10,13 +10,15 @@ In: a host, a `Synchronizer`. Out: a host.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from ..model.host import Host
 from ..model.inventory import Inventory
+from ..snapshot import codec
 from .synchronizer import Synchronizer
 
 _PREFIX = "ft_plugins."  # of the carried state's entry in the small state
@@ -29,6 +31,8 @@ class CarryingHost:
         self._host = host
         self.synchronizer: Synchronizer | None = None  # what is carried is known once it is connected
         self.restored_state: Mapping[str, Any] | None = None  # carried by the restored snapshot
+        self._held: bytes | None = None  # the host's small state at an earlier version point
+        self._uses_held = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._host, name)
@@ -48,10 +52,24 @@ class CarryingHost:
 
     def small_state(self) -> dict[str, Any]:
         """The host's small state, with the carried state."""
-        small = self._host.small_state()
+        held = self._held if self._uses_held else None
+        small = self._host.small_state() if held is None else codec.decode(held)
         if self.synchronizer is None:
             return small
         return {**small, _PREFIX + self.synchronizer.name: self.synchronizer.state()}
+
+    def hold(self) -> None:
+        """Keep the host's small state of this version point, for a version whose other state is not final yet."""
+        self._held = codec.encode(self._host.small_state())
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Within it, `small_state` has the kept state of the host and the present state of the synchronizer."""
+        self._uses_held = True
+        try:
+            yield
+        finally:
+            self._uses_held, self._held = False, None
 
     def restore(self, small: Mapping[str, Any]) -> None:
         """Restore the host, and put the carried state in `restored_state`."""

@@ -138,18 +138,15 @@ class Reft:
 
     # ---- hooks ----
 
-    def iteration_end(self, step: int, small: bytes | None = None) -> None:
-        """The version point, or later if `small` was taken there: start a capture. Raises PeerDegraded."""
+    def iteration_end(self, step: int) -> None:
+        """The version point: start a capture at the interval. Raises PeerDegraded."""
         self.record_completed(step)
         if self._peer_degraded:
             raise PeerDegraded("another rank lost protection: the versions that all ranks hold stay, none is added")
-        if self._capture is not None and (small := small or self.small(step)):
+        if self._capture is not None and step % self._interval == 0:
+            small = self.plan.small()
             self._small_bytes = len(small)
             self._capture.start(Version(self._lineage, step), small)
-
-    def small(self, step: int) -> bytes:
-        """The small state now, at the version point of iteration `step`; b'' if that is not captured."""
-        return self.plan.small() if self._capture is not None and step % self._interval == 0 else b""
 
     def before_update(self, step: int) -> float:
         """The fence: the running capture is sealed when this returns. Returns the seconds waited."""

@@ -354,6 +354,22 @@ def test_a_job_that_ends_between_two_synchronisations_continues_bit_for_bit(
     assert set(marks) <= ({6, 9, 12} if versions == "sync" else {10, 11, 12, 13})
 
 
+def test_a_version_that_is_captured_during_a_forward_has_the_statistics_of_its_synchronisation(
+    node: Node, ranks: Ranks
+) -> None:
+    """Replica 1 trains on garbage after the version from which the job is resumed: what is an outlier then follows from
+    the norms of all synchronisations before."""
+    block = {"sync": {**PENALTY, "tau": 2, "penalty_warmup": 3, "apply": "forward"}}  # judged from iteration 8 on
+    bad = {1: (7, 8)}
+    whole = ranks(_life, 2, block, 9, "sgd", bad)
+    node.start()
+    protected = {**block, "reft": {}, "node_name": "n"}
+    ranks(_life, 2, protected, 7, "sgd", bad, node.run_dir, node.fence(), False)
+    second = ranks(_life, 2, protected, 9, "sgd", bad, node.run_dir, node.fence())
+    assert second[0]["resumed"] == 6 and second[0]["events"][0]["left_out"] == whole[0]["events"][3]["left_out"]
+    assert whole[0]["events"][3]["left_out"] == {name: [1] for name in ("0", "2", "4")}
+
+
 def test_a_job_that_ends_at_a_synchronisation_continues_bit_for_bit(node: Node, ranks: Ranks) -> None:
     """With apply update, the synchronisation of iteration 6 is in flight when its version is taken."""
     for apply in ("wait", "update"):

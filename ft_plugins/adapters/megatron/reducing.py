@@ -268,11 +268,7 @@ class MegatronReduction(StateItems):
             )
 
         def hook(name: str) -> Callable[..., None]:
-            def before(module: torch.nn.Module, args: Any) -> None:
-                if module.training:
-                    call(name)
-
-            return before
+            return lambda module, args: call(name)
 
         for module, name in list(forward_modules.places(self.chunks)):
             module.register_forward_pre_hook(hook(name))
