@@ -7,6 +7,7 @@ synchronised; with apply update the synchronisation of iteration 4 is in flight.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -89,7 +90,5 @@ def test_replicas_differ_between_synchronisations_and_are_equal_after_the_last(
 
 def parameters(run: MegatronRun, rank: int) -> dict[str, object]:
     """Digests of a rank's parameters at the end, by name."""
-    import json
-
-    state = json.loads(Path(f"{run.digests}{rank}.json").read_text())
+    state = json.loads(Path(f"{run.digests}{rank:05d}.json").read_text())
     return {name: digest for name, digest in state["items"].items() if ":" not in name}
