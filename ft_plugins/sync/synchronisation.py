@@ -12,7 +12,9 @@ in rank order.
 Invariant: after `apply` all replicas hold the same bits, whatever they held before, and so do anchors and momentum.
 Only `apply` writes live tensors, anchors and momentum; the rest may run behind forward and backward.
 
-In: modules, live tensors, rules. Out: changed tensors; what was judged."""
+In: modules, live tensors, rules. Out: changed tensors; what was judged. Fault points, each with the module:
+
+    sync.exchange   its exchange begins     sync.apply   anchors and momentum have moved, parameters have not"""
 
 from __future__ import annotations
 
@@ -22,6 +24,7 @@ from math import ceil, sqrt
 
 import torch
 
+from .. import faults
 from .aggregate import Aggregate, aggregate, weighted
 from .averager import LiveTensors, flat, read, write
 from .buckets import ItemPiece, ReplicaBucket
@@ -91,6 +94,12 @@ class Synchronisation:
             for name, anchor in state.anchors.items():
                 anchor.copy_(flat(name, live[name]))
 
+    def statistics(self, judged: bool) -> dict[str, list[NormStatistics]]:
+        """By module; with `judged`, which needs the end of `judge`, as they will be once every module is applied."""
+        found = {name: state.statistics for name, state in self.states.items()}
+        pending = self._judgements.items() if judged else ()
+        return found | {name: list(judgement.statistics) for name, judgement in pending}
+
     # ---- collectives ----
 
     def judge(self) -> None:
@@ -116,6 +125,7 @@ class Synchronisation:
         """Combine the values of all replicas of one module into its target. Returns the factor by which its change is
         clipped. A collective of the ranks that hold a part of the module, on all replicas."""
         module, live, judgement = self._modules[name], self._tensors(), self._judgements.get(name)
+        faults.reach("sync.exchange", module=name)
         target = _Target(_on_device(self.states[name].anchors, self._links.device))
         self._targets[name] = target
         if judgement is not None and judgement.rollback:
@@ -180,6 +190,7 @@ class Synchronisation:
                 anchor = _piece(target.anchors, piece)
                 buffer = _piece(momentum, piece) if momentum else None
                 outer_step(anchor, value.to(anchor.dtype), buffer, self._rules.outer)
+        faults.reach("sync.apply", module=name)
         for bucket in module.buckets:
             write(bucket, live, _read_flat(target.anchors, bucket))
         for held, used in ((state.anchors, target.anchors), (state.momentum, momentum)):

@@ -89,6 +89,7 @@ def _life(
         "versions": one.versions,
         "end": one.training.digest(moments=False),
         "events": one.synchronised(),
+        "state": one.session._sync.state(),
     }
 
 
@@ -350,6 +351,7 @@ def test_a_job_that_ends_between_two_synchronisations_continues_bit_for_bit(
         assert (first[rank]["resumed"], second[rank]["resumed"]) == (0, 6 if versions == "sync" else 8)
         assert {**first[rank]["fenced"], **second[rank]["fenced"]} == whole[rank]["fenced"]
         assert second[rank]["end"] == whole[rank]["end"]
+        assert second[rank]["state"] == whole[rank]["state"], "norms so far, and the number of synchronisations"
     marks = {slot["iteration"]: slot.get("mark") for slot in node.status()["segments"][0]["slots"]}
     assert set(marks) <= ({6, 9, 12} if versions == "sync" else {10, 11, 12, 13})
 
@@ -383,6 +385,7 @@ def test_a_job_that_ends_at_a_synchronisation_continues_bit_for_bit(node: Node, 
             assert second[rank]["resumed"] == 6
             assert second[rank]["fenced"].items() <= whole[rank]["fenced"].items()
             assert second[rank]["end"] == whole[rank]["end"]
+            assert second[rank]["state"] == whole[rank]["state"], "norms so far, and the number of synchronisations"
         node.end()
 
 

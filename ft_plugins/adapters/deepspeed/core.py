@@ -33,7 +33,7 @@ from . import naming, state
 from .position import Positions
 from .reducing import DeepSpeedReduction
 from .replay import restore_rng, rng_state
-from .shard_groups import ShardGroups
+from .shard_groups import ShardGroups, built_over
 from .stepping import DeepSpeedStepping, rates
 from .support import require_supported
 
@@ -49,8 +49,8 @@ _SETTINGS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_cli
 class DeepSpeedHost(DeepSpeedReduction, DeepSpeedStepping, StateItems):
     """One rank of a DeepSpeed job. Raises UnsupportedError, TopologyError or InventoryError for what is not supported.
 
-    Without `positions` the caller restores the data position. `shards`: the groups that the engine was built over, if
-    not all data-parallel ranks.
+    Without `positions` the caller restores the data position. `shards`: the groups that the engine was built over;
+    None: those that the engine remembers.
     """
 
     def __init__(self, engine: Any, positions: Positions | None = None, shards: ShardGroups | None = None) -> None:
@@ -58,13 +58,13 @@ class DeepSpeedHost(DeepSpeedReduction, DeepSpeedStepping, StateItems):
         self.rank = torch.distributed.get_rank()
         self.engine = engine
         self._positions = positions
-        self._shards = shards
+        self._shards = built_over(engine) if shards is None else shards
         self._rates: list[float] | None = None  # learning rates at the previous version point
         self._scheduler_reported = False
         self.restored = False  # whether the engine holds a restored version, whose data position comes next
         self.silent = False  # whether iterations have updates without a forward in training mode
         require_supported(engine, self.rank)
-        self._topology = topology(engine, shards)
+        self._topology = topology(engine, self._shards)
         self._require_deepspeeds_layout()
         require_encodable_scheduler(engine.lr_scheduler, self.rank)
 

@@ -29,6 +29,7 @@ from ...errors import ConfigError, UnsupportedError
 from ..script_hooks import replaced
 
 _SHARDING_GROUP = "_get_sequence_data_parallel_group"
+_REMEMBERED = "_ft_plugins_shard_groups"  # attribute of an engine that was built over replicas
 _ZERO_INIT = (
     "the model was built under deepspeed.zero.Init, which partitions parameters over all data-parallel ranks: build it "
     "without, or drop --sync"
@@ -100,6 +101,12 @@ def require_divisible(model: Any) -> None:
         raise UnsupportedError(_ZERO_INIT)
 
 
+def built_over(engine: Any) -> ShardGroups | None:
+    """The groups that an engine was built over; None: all data-parallel ranks."""
+    found: ShardGroups | None = getattr(engine, _REMEMBERED, None)
+    return found
+
+
 class ReplicaBuild:
     """Builds an engine over replicas of `size` data-parallel ranks; `groups` are known afterwards."""
 
@@ -127,6 +134,7 @@ class ReplicaBuild:
 
         def _broadcast_model(engine: Any) -> None:
             inner, engine.seq_data_parallel_group = engine.seq_data_parallel_group, sharding_group()
+            setattr(engine, _REMEMBERED, self.groups)
             with replaced(groups, _SHARDING_GROUP, sharding_group):
                 broadcast_model(engine)
             engine.seq_data_parallel_group = inner

@@ -113,9 +113,8 @@ def batches(place: int, step: int, dtype: torch.dtype) -> Iterator[Any]:
         yield inputs.to(dtype), labels * (1e9 if overflows else 1.0)
 
 
-def jobs(rank: int, world: int, runs: list[tuple[str, ReducedOver | None, int]]) -> list[Any]:
-    """Train each (mode, over, replica) from the start: an ordinary job without `over`. `replica`: whose data are read,
-    if the job is a single replica."""
+def start(rank: int, world: int) -> None:
+    """Import and initialise DeepSpeed on this rank."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     prepare()
@@ -123,6 +122,12 @@ def jobs(rank: int, world: int, runs: list[tuple[str, ReducedOver | None, int]])
 
     deepspeed.init_distributed("gloo")
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True  # slow on a CPU, but the same code
+
+
+def jobs(rank: int, world: int, runs: list[tuple[str, ReducedOver | None, int]]) -> list[Any]:
+    """Train each (mode, over, replica) from the start: an ordinary job without `over`. `replica`: whose data are read,
+    if the job is a single replica."""
+    start(rank, world)
     return [job(rank, world, MODES[name], over, replica) for name, over, replica in runs]
 
 

@@ -1,0 +1,117 @@
+"""A killed and resumed job under local SGD equals an unfailed one with the same keys, bit for bit.
+
+Golden runs have the same block `sync` and no snapshots. Every comparison is over all inventory items, all small state,
+all parameters, all losses (evaluations included), and what each synchronisation left out and clipped: the penalty's
+statistics decide that, so it differs after a resume without them. Anchors and outer momentum are in the parameters of
+the synchronisations that follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ft_plugins.testing.deepspeed_runs import DeepSpeedConfiguration, DeepSpeedRun
+from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
+from ft_plugins.testing.golden import assert_identical
+
+Spec = Callable[..., JobSpec]
+Golden = Callable[[str], tuple[DeepSpeedRun, dict[Any, Any]]]
+BOUND = 280  # seconds for one run; far more than it takes on an idle machine
+ITERATIONS = 9  # one after the synchronisation of iteration 8, whose result is in its forward or its update
+
+pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the extra [deepspeed]")
+
+# after two norms the third one of a replica is an outlier if it is above the mean: statistics matter early
+EDIT = {"policy": "edit", "tau": 2, "penalty_warmup": 1, "alpha": 0.3, "threshold": 0.1, "clip": 0.02}
+PIPELINE, SHARDED = "pipeline", "zero2"
+CONFIGURATIONS = {
+    PIPELINE: (DeepSpeedConfiguration(4, 0, bf16=False, pp=2), EDIT),  # applied in forwards
+    SHARDED: (DeepSpeedConfiguration(4, 2, bf16=False), {**EDIT, "shard_ranks": 2}),  # behind the next iteration
+}
+
+
+def finish(server: ForkServer, run: DeepSpeedRun, spec: JobSpec) -> RunningJob:
+    job = server.start(spec)
+    outcome = job.wait(BOUND)
+    assert outcome["status"] == "succeeded", f"{outcome}\n{job.tail()}"
+    return job
+
+
+def synchronisations(job: RunningJob) -> dict[Any, Any]:
+    """What each rank reports of the last synchronisation of each iteration, time excluded."""
+    return {
+        (event.rank, event.fields["iteration"]): {
+            key: value for key, value in event.fields.items() if key != "waited_seconds"
+        }
+        for event in job.events("replicas.synchronised")
+    }
+
+
+@pytest.fixture(scope="module")
+def golden(deepspeed_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Golden:
+    """The unfailed run of a configuration, and what it synchronised; made once."""
+    made: dict[str, tuple[DeepSpeedRun, dict[Any, Any]]] = {}
+
+    def run(name: str) -> tuple[DeepSpeedRun, dict[Any, Any]]:
+        if name not in made:
+            configuration, sync = CONFIGURATIONS[name]
+            one = DeepSpeedRun(
+                "golden", tmp_path_factory.mktemp("golden"), configuration, {"sync": sync}, iterations=ITERATIONS
+            )
+            made[name] = one, synchronisations(finish(deepspeed_server, one, one.spec()))
+        return made[name]
+
+    return run
+
+
+def restored(job: RunningJob) -> list[int]:
+    """The iteration of each restore, the same on all ranks."""
+    tokens = {event.pid: event.fields["token"] for event in job.events("rank.attached")}
+    by_incarnation: dict[int, set[int]] = {}
+    for event in job.events("state.restored"):
+        by_incarnation.setdefault(tokens[event.pid], set()).add(event.fields["iteration"])
+    assert all(len(versions) == 1 for versions in by_incarnation.values()), "every rank restores the same version"
+    return [next(iter(versions)) for _, versions in sorted(by_incarnation.items())]
+
+
+BETWEEN = "iteration.forward@iteration=4,rank=3,restart=0:kill"
+# A rank exchanges or applies its modules one after another, in the same order in each synchronisation. Rank 3 of the
+# pipeline has three, rank 0 two; with ZeRO-2 rank 3 has two, rank 0 three. What follows names the first kill after each.
+IN_THE_MIDDLE = {
+    PIPELINE: "sync.exchange@rank=3,hit=5,restart=1:kill;sync.apply@rank=0,hit=3,restart=2:kill",
+    SHARDED: "sync.exchange@rank=3,hit=6,restart=1:kill;sync.apply@rank=0,hit=5,restart=2:kill",
+}
+RESTORED = {  # what may be sealed when the rank dies
+    (PIPELINE, "sync"): [{2}, {4}, {6}],
+    (PIPELINE, "every"): [{2, 3}, {5}, {7}],
+    (SHARDED, "sync"): [{2}, {2, 4, 6}, {4, 6, 8}],
+    (SHARDED, "every"): [{2, 3}, {3, 4, 5, 6}, {4, 5, 6, 7, 8}],
+}
+
+
+@pytest.mark.parametrize("versions", ["sync", "every"])
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_a_deepspeed_job_killed_between_and_within_synchronisations_ends_as_the_unfailed_one(
+    deepspeed_server: ForkServer, golden: Golden, jobs: Spec, tmp_path: Path, name: str, versions: str
+) -> None:
+    """Three kills: between two synchronisations, in the middle of an exchange, and in the middle of applying one. The
+    block comes from the DeepSpeed configuration, which names the ranks of a replica before the engine is built."""
+    configuration, sync = CONFIGURATIONS[name]
+    unfailed, expected = golden(name)
+    kills = f"{BETWEEN};{IN_THE_MIDDLE[name]}"
+    block = {"sync": sync, "reft": {"versions": versions}, "faults": kills}
+    run = DeepSpeedRun("protected", tmp_path, configuration, block, iterations=ITERATIONS)
+    job = finish(deepspeed_server, run, jobs(**{**vars(run.spec()), "name": f"l{hash(tmp_path) % 10**6}"}))
+    found = restored(job)
+    assert len(found) == 3
+    for iteration, possible in zip(found, RESTORED[name, versions], strict=True):
+        assert iteration in possible, found
+    assert_identical(run, unfailed, configuration.ranks)
+    assert synchronisations(job) == expected
+    assert {iteration for _, iteration in expected} >= {2, 4, 6, 8}
+    assert any(one["left_out"] for one in expected.values()) and any(one["clipped"] for one in expected.values())

@@ -1,0 +1,238 @@
+"""Local SGD in a session on real DeepSpeed engines, against a simulation of its replicas one after another.
+
+The reference has no session: its ranks are those of one replica, and each holds an engine for every replica, built as
+a job of that replica alone. After an iteration that is a multiple of tau it combines them by its own formula: NumPy's
+mean, and torch's SGD as outer optimizer. With two replicas the mean does not depend on an order, so all comparisons
+are bit for bit.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("deepspeed")
+
+from ft_plugins.sync import synchronisation  # noqa: E402
+from ft_plugins.systems import local_sgd  # noqa: E402
+from ft_plugins.testing.gang import gang  # noqa: E402
+
+_spec = importlib.util.spec_from_file_location("reduced", Path(__file__).parent / "test_deepspeed_reduction.py")
+assert _spec is not None and _spec.loader is not None
+reduced = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(reduced)
+
+WORLD, REPLICAS, TAU, STEPS = 4, 2, 2, 7  # three synchronisations, and an iteration behind the last one
+EDIT, POST = {"policy": "edit", "penalty": False}, {"policy": "post_local_sgd"}
+
+
+class Case(NamedTuple):
+    """A job of four ranks with two replicas. `wrong`: what is broken on purpose."""
+
+    pp: int
+    stage: int
+    keys: dict[str, Any]
+    apply: str
+    wrong: str = ""
+
+    @property
+    def mode(self) -> Any:
+        return reduced.Mode(self.stage, "fp32", WORLD // REPLICAS // max(self.pp, 1), True, pp=self.pp)
+
+
+CASES = {
+    "pipeline, edit, forward": Case(2, 0, EDIT, "forward"),
+    "pipeline, post local sgd, wait": Case(2, 0, POST, "wait"),
+    "zero2, edit, update": Case(0, 2, EDIT, "update"),
+    "zero2, edit, wait": Case(0, 2, EDIT, "wait"),
+}
+WRONG = {
+    "divided by another size": Case(2, 0, EDIT, "forward", "divided"),
+    "a parameter left out": Case(2, 0, EDIT, "forward", "left out"),
+    "gradients over all replicas": Case(0, 2, EDIT, "wait", "gradients"),
+}
+
+
+# ---- the job ----
+
+
+def trained(rank: int, world: int, cases: list[Case]) -> list[Any]:
+    """Parameters after each iteration, and at the end, of a session that reads its keys from DeepSpeed's dictionary."""
+    reduced.start(rank, world)
+    return [_trained(rank, world, case) for case in cases]
+
+
+def _trained(rank: int, world: int, case: Case) -> Any:
+    import deepspeed
+
+    from ft_plugins.adapters.deepspeed.training import EngineHooks
+
+    mode = case.mode
+    stage, place = divmod(rank, world // max(mode.pp, 1))
+    model, optimizer = _seeded(mode, stage, place)
+    sync = {**case.keys, "tau": TAU, "apply": case.apply, "shard_ranks": mode.inner}
+    config = {**reduced.configuration(mode), "ft_plugins": {"sync": sync}}
+    hooks = EngineHooks()
+    with pytest.MonkeyPatch.context() as patch:
+        _break(patch, case.wrong)
+        engine = hooks._initializing(deepspeed.initialize)(model=model, optimizer=optimizer, config=config)[0]
+        assert hooks.loop is not None
+        after = []
+        for step in range(1, STEPS + 1):
+            reduced.weight[0] = reduced.WEIGHTS[step % 2]
+            reduced.train_once(engine, reduced.batches(place, step, torch.float32))
+            after.append(reduced.parameters(engine))
+        hooks.finish()
+    return after, reduced.parameters(engine)
+
+
+def _seeded(mode: Any, stage: int, place: int) -> tuple[Any, torch.optim.Optimizer]:
+    torch.manual_seed(7 + stage + 100 * place)
+    model = reduced.layers(mode.pp)
+    return model, torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
+
+
+def _break(patch: pytest.MonkeyPatch, wrong: str) -> None:
+    aggregate, plan, over = synchronisation.aggregate, local_sgd.plan_modules, local_sgd.LocalSgdPolicy.reduced_over
+    if wrong == "divided":  # by the ranks of the job instead of the replicas
+        patch.setattr(synchronisation, "aggregate", lambda values, how: aggregate(values, how) * (REPLICAS / WORLD))
+    elif wrong == "left out":
+        patch.setattr(local_sgd, "plan_modules", lambda *given: plan(*given)[:-1])
+    elif wrong == "gradients":
+        patch.setattr(local_sgd.LocalSgdPolicy, "reduced_over", lambda policy, step: over(policy, 0))
+
+
+# ---- the reference ----
+
+
+def simulated(rank: int, world: int, cases: list[Case]) -> list[Any]:
+    """The same for every replica, by the ranks of one replica."""
+    reduced.start(rank, world)
+    return [Simulated(rank, world, case).run() for case in cases]
+
+
+class Simulated:
+    """This rank's part of all replicas."""
+
+    def __init__(self, rank: int, world: int, case: Case) -> None:
+        import deepspeed
+
+        from ft_plugins.adapters.deepspeed.core import DeepSpeedHost
+
+        self._case, mode = case, case.mode
+        stage, self._place = divmod(rank, mode.inner)
+        self._engines, self._hosts = [], []
+        for _ in range(REPLICAS):
+            model, optimizer = _seeded(mode, stage, self._place)
+            engine = deepspeed.initialize(model=model, optimizer=optimizer, config=reduced.configuration(mode))[0]
+            host = DeepSpeedHost(engine)
+            late = lambda step, host=host: self._write(host) if case.apply == "update" else None  # noqa: E731
+            host.install(SimpleNamespace(before_update=late, after_update=lambda step: None))
+            self._engines.append(engine)
+            self._hosts.append(host)
+        self._anchors = {name: torch.nn.Parameter(one.clone()) for name, one in self._synchronised(0).items()}
+        outer = {"lr": 0.8, "momentum": 0.85, "nesterov": True} if case.keys is EDIT else None
+        self._outer = None if outer is None else torch.optim.SGD(self._anchors.values(), **outer)
+        self._pending: set[int] = set()
+
+    def _synchronised(self, replica: int) -> dict[str, torch.Tensor]:
+        host = self._hosts[replica]
+        roles = {item.name: item.role.value for item in host.inventory().items}
+        return {name: one for name, one in host.tensors().items() if roles[name] in ("parameter", "main_parameter")}
+
+    def run(self) -> Any:
+        after: list[list[Any]] = [[] for _ in self._engines]
+        for step in range(1, STEPS + 1):
+            reduced.weight[0] = reduced.WEIGHTS[step % 2]
+            for replica, engine in enumerate(self._engines):
+                if self._case.apply == "forward":
+                    self._write(self._hosts[replica])
+                place = self._place + replica * self._case.mode.inner
+                reduced.train_once(engine, reduced.batches(place, step, torch.float32))
+            if step % TAU == 0:
+                self._combine()
+            for replica, engine in enumerate(self._engines):
+                if self._case.apply == "wait":
+                    self._write(self._hosts[replica])
+                after[replica].append(reduced.parameters(engine))
+        for host in self._hosts:
+            self._write(host)
+        return [(one, reduced.parameters(engine)) for one, engine in zip(after, self._engines, strict=True)]
+
+    def _combine(self) -> None:
+        replicas = [self._synchronised(replica) for replica in range(REPLICAS)]
+        for name, anchor in self._anchors.items():
+            values = np.stack([one[name].detach().numpy().astype(np.float64) for one in replicas])
+            mean = torch.from_numpy(values.mean(0).astype(np.float32))
+            if self._outer is None:
+                anchor.data.copy_(mean)
+            else:
+                anchor.grad = anchor.data - mean
+        if self._outer is not None:
+            self._outer.step()
+        self._pending = set(range(REPLICAS))
+
+    def _write(self, host: Any) -> None:
+        replica = self._hosts.index(host)
+        if replica in self._pending:
+            self._pending.remove(replica)
+            for name, one in self._synchronised(replica).items():
+                one.copy_(self._anchors[name].detach())
+            host.derive()
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[Any]]:
+    """By case, the results of all ranks."""
+    cases = CASES | WRONG
+    return dict(zip(cases, zip(*gang(trained, WORLD, list(cases.values())), strict=True), strict=True))  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, list[Any]]:
+    """By case, the results of all ranks of one replica, by replica."""
+    results = zip(*gang(simulated, WORLD // REPLICAS, list(CASES.values())), strict=True)
+    return dict(zip(CASES, results, strict=True))  # type: ignore[arg-type]
+
+
+def of_rank(expected: list[Any], rank: int, case: Case) -> Any:
+    """What a rank of the job should have."""
+    stage, place = divmod(rank, WORLD // max(case.pp, 1))
+    replica, at = divmod(place, case.mode.inner)
+    return expected[stage * case.mode.inner + at][replica]
+
+
+def first_difference(found: list[Any], expected: list[Any], case: Case) -> tuple[int, int] | None:
+    """The iteration and rank of the first parameter that differs in any bit; the end counts as an iteration."""
+    for step in range(STEPS + 1):
+        for rank in range(WORLD):
+            ours, theirs = (
+                (after[step] if step < STEPS else end) for after, end in (found[rank], of_rank(expected, rank, case))
+            )
+            if not reduced.equal(ours, theirs):
+                return step + 1, rank
+    return None
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_job_equals_its_replicas_simulated_one_after_another(
+    found: dict[str, list[Any]], expected: dict[str, list[Any]], name: str
+) -> None:
+    case = CASES[name]
+    assert first_difference(found[name], expected[name], case) is None
+    local = [after[TAU - 2] for after, _ in found[name]]  # after the first iteration
+    assert not reduced.equal(local[0], local[case.mode.inner]), "replicas have data of their own"
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_reduction_is_seen(found: dict[str, list[Any]], expected: dict[str, list[Any]], name: str) -> None:
+    case = WRONG[name]
+    right = next(each for each, one in CASES.items() if one == case._replace(wrong=""))
+    difference = first_difference(found[name], expected[right], case)
+    assert difference is not None and difference[0] <= TAU + 1, "at the first synchronisation at the latest"
