@@ -94,12 +94,6 @@ class Synchronisation:
             for name, anchor in state.anchors.items():
                 anchor.copy_(flat(name, live[name]))
 
-    def statistics(self, judged: bool) -> dict[str, list[NormStatistics]]:
-        """By module; with `judged`, which needs the end of `judge`, as they will be once every module is applied."""
-        found = {name: state.statistics for name, state in self.states.items()}
-        pending = self._judgements.items() if judged else ()
-        return found | {name: list(judgement.statistics) for name, judgement in pending}
-
     # ---- collectives ----
 
     def judge(self) -> None:

@@ -146,15 +146,10 @@ class LocalSgd:
         return self._outer_items.tensors()
 
     def state(self) -> dict[str, Any]:
-        """Statistics of norms, and the number of synchronisations that they and the captured tensors contain: those of
-        a deferred version contain the one under way, of which only the judging is waited for."""
-        deferred = self.defers(self._at)
-        if deferred and self._judging is not None:
-            self._judging.wait()
-        statistics = self._synchronisation.statistics(judged=deferred)
-        contained = self._round - 1 if self._under_way and not deferred else self._round
-        values = {name: [one.values() for one in members] for name, members in statistics.items()}
-        return {"round": contained, "statistics": values}
+        """Statistics of norms, and the number of synchronisations that they and the tensors contain now."""
+        states = self._synchronisation.states
+        statistics = {name: [one.values() for one in state.statistics] for name, state in states.items()}
+        return {"round": self._round - 1 if self._under_way else self._round, "statistics": statistics}
 
     def begin(self, completed: int, state: Mapping[str, Any] | None = None, last: int | None = None) -> None:
         if last is not None:
