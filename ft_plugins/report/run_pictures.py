@@ -26,7 +26,7 @@ from .bubble_use import BubbleUse
 from .canvas import MAX_RANKS, SPANS, new_figure
 from .comparison import Loss, RunComparison, RunRecord, sealed_by_all
 
-UNFAILED, FAILED, FAILURE = "#7a8794", "#0b6fb8", "#c8322b"
+UNFAILED, FAILED, FAILURE, SYNCHRONISED = "#7a8794", "#0b6fb8", "#c8322b", "#2f8f4e"
 IDLE, WINDOW, INK = "#e9edf1", "#d98e04", "#1c1f22"
 UNREPORTED = ":"
 _HEIGHT = 0.78  # of a row; rows are one unit apart
@@ -41,6 +41,7 @@ def draw_comparison(failed: RunRecord, unfailed: RunRecord, report: RunCompariso
     _draw_losses(losses, failed, unfailed, killed)
     if killed is not None:
         _draw_failure(losses, failed, report, killed)
+    _draw_synchronisations(losses, failed)
     _draw_snapshots(snapshots, failed, unfailed, killed)
     losses.set_title(_title(report), loc="left", fontsize=12, fontweight="bold")
     losses.set_ylabel("loss (nats per byte)")
@@ -95,6 +96,14 @@ def _draw_failure(axes: Any, failed: RunRecord, report: RunComparison, killed: f
         text, (at, 0.98), xycoords=("data", "axes fraction"), xytext=(6, 0), textcoords="offset points",
         color=FAILURE, fontsize=9, va="top", ha="left",
     )  # fmt: skip
+
+
+def _draw_synchronisations(axes: Any, failed: RunRecord) -> None:
+    """Mark when the first rank had synchronised its replica under local SGD."""
+    times = [e.time - failed.began for e in failed.events if e.type is catalogue.REPLICAS_SYNCHRONISED and e.rank == 0]
+    for number, time in enumerate(times):
+        label = None if number else "replicas synchronised"
+        axes.axvline(time, color=SYNCHRONISED, linewidth=0.8, linestyle=(0, (1, 2)), label=label)
 
 
 def _draw_snapshots(axes: Any, failed: RunRecord, unfailed: RunRecord, killed: float | None) -> None:

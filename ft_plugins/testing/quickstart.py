@@ -2,6 +2,7 @@
 
     python -m ft_plugins.testing.quickstart [--framework megatron|deepspeed] [--data FILE] [--iterations N] [--out DIR]
                                         [--baft]    on two emulated nodes; kills a whole node
+                                        [--policy edit|diloco|post_local_sgd]    local SGD
 
 Invariant: the exit status is 0 only if the killed run restored exactly once, from memory, and its final state is
 bit-identical to that of the other run. Both runs use `ft-run` as users do; the kill comes from outside. Whatever
@@ -44,6 +45,8 @@ REPORT, PICTURE, BUBBLES, SETTINGS = "report.json", "report.png", "bubbles.png",
 BAFT_NODES = 2
 LINK_MBPS = 200.0  # link rate for planning bubbles: the share of a cluster's links for a model of this size
 PROFILED = 4  # iterations to plan bubbles from
+POLICIES = ("edit", "diloco", "post_local_sgd")
+LONGEST_TAU = 8  # iterations between two synchronisations, so that a short run has several
 _KILLED_RANK = 5
 _POLL_SECONDS = 0.2
 _WRITTEN = ("output.log", "loss.jsonl", "events*.jsonl", "smp.log", "state-*.json")
@@ -67,6 +70,7 @@ class QuickstartPlan:
     framework: str = "megatron"
     settings: dict[str, Any] | None = None
     nodes: int = 1  # above 1: with BAFT
+    sync: tuple[str, ...] = ()  # flags of local SGD
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -84,6 +88,7 @@ class QuickstartPlan:
         if self.settings is None and self.nodes > 1:
             block = Config.from_json({"baft": baft_block()})
             flags += block.flags()
+        flags += self.sync
         words = ["--nproc-per-node", str(RANKS // self.nodes), *flags, str(self.example), *self.job]
         words += ["--deepspeed_config", str(self.out / SETTINGS)] if self.settings is not None else []
         words += ["--iterations", str(self.iterations)]
@@ -112,6 +117,9 @@ def parse(argv: Sequence[str]) -> QuickstartPlan:
         type=int,
         help=f"rank to kill (default {_KILLED_RANK}; with --baft: a whole node with its memory)",
     )
+    parser.add_argument(
+        "--policy", choices=POLICIES, help="let the replicas train on their own and synchronise them by this policy"
+    )
     parser.add_argument("--out", type=Path, default=Path("quickstart-out"), help="folder (default %(default)s)")
     parser.add_argument(
         "--patience", type=float, default=240.0, help="abort a run after this many seconds without progress"
@@ -130,6 +138,12 @@ def parse(argv: Sequence[str]) -> QuickstartPlan:
             f"--data {options.data}: expected a text file that is not empty; omit it for the default text"
         )
     deepspeed = options.framework == "deepspeed"
+    if options.policy and options.baft:
+        raise ConfigError("--policy: local SGD and --baft exclude each other; drop one of the two")
+    sync = {"policy": options.policy, "tau": max(1, min(LONGEST_TAU, kill_at // 2))} if options.policy else None
+    job = (deepspeed_flags if deepspeed else job_flags)(options.quick, *(WITH_BAFT if options.baft else USUAL))
+    if sync and not deepspeed:  # an instance is one replica
+        job += ("--num-distributed-optimizer-instances", str(USUAL[2]))
     plan = QuickstartPlan(
         data=options.data.resolve() if options.data else None,
         out=options.out.resolve(),
@@ -137,10 +151,11 @@ def parse(argv: Sequence[str]) -> QuickstartPlan:
         kill_at=kill_at,
         rank=rank,
         patience=options.patience,
-        job=(deepspeed_flags if deepspeed else job_flags)(options.quick, *(WITH_BAFT if options.baft else USUAL)),
+        job=job,
         framework=options.framework,
-        settings=deepspeed_settings(options.quick, options.baft) if deepspeed else None,
+        settings=deepspeed_settings(options.quick, options.baft, sync) if deepspeed else None,
         nodes=BAFT_NODES if options.baft else 1,
+        sync=tuple(Config.from_json({"sync": sync}).flags()) if sync and not deepspeed else (),
     )
     if not plan.example.is_file():
         raise ConfigError(f"{plan.example} is missing: the quickstart runs from a checkout of the project")
@@ -158,10 +173,11 @@ def baft_block() -> dict[str, Any]:
     return {"link_mbps": LINK_MBPS, "profile_iterations": PROFILED}
 
 
-def deepspeed_settings(quick: bool, baft: bool) -> dict[str, Any]:
-    """DeepSpeed's configuration: bf16 with ZeRO-1, and the block of ft_plugins."""
+def deepspeed_settings(quick: bool, baft: bool, sync: dict[str, Any] | None = None) -> dict[str, Any]:
+    """DeepSpeed's configuration: bf16 with ZeRO-1, and the block of ft_plugins. `sync`: keys of local SGD."""
     block: dict[str, Any] = {"reft": {"interval": 1}, "orphan_seconds": 60.0}
     block |= {"baft": baft_block()} if baft else {}
+    block |= {"sync": {**sync, "shard_ranks": 1}} if sync else {}
     batch, micro = (16, 2) if quick else (64, 8)
     return {
         "train_batch_size": batch,

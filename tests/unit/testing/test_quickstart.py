@@ -51,6 +51,19 @@ def test_with_baft_the_stages_are_on_two_nodes_and_one_of_them_is_killed(tmp_pat
     assert block.baft == config.baft and block.reft == config.reft
 
 
+def test_with_a_policy_replicas_are_synchronised_before_the_kill(tmp_path: Path) -> None:
+    plan = parse(["--policy", "edit", "--quick", "--out", str(tmp_path)])
+    config, rest = Config.from_flags(plan.arguments(tmp_path / "one"))
+    assert config.sync is not None and config.sync.policy == "edit" and config.sync.tau == 3 <= plan.kill_at
+    assert rest[rest.index("--num-distributed-optimizer-instances") + 1] == "2", "an instance is one replica"
+    assert parse(["--policy", "edit"]).sync == ("--sync", "--sync-policy=edit", "--sync-tau=8")
+    settings = parse(["--policy", "diloco", "--framework", "deepspeed"]).settings
+    assert settings is not None
+    block = Config.from_json(settings["ft_plugins"])
+    assert block.sync is not None and (block.sync.policy, block.sync.shard_ranks) == ("diloco", 1)
+    assert parse([]).sync == ()
+
+
 def test_with_baft_a_quick_run_is_long_enough_for_a_plan_before_the_kill_and_after_it() -> None:
     plan = parse(["--baft", "--quick"])
     planned_at = Profiling().warmup + PROFILED + 3  # messages take three iterations
@@ -71,6 +84,7 @@ def test_the_given_text_is_what_both_runs_learn_from(tmp_path: Path) -> None:
         (["--data", "/dev/null"], "--data /dev/null: expected a text file"),
         (["--iterations", "10", "--kill-at", "9"], "--kill-at 9: expected 2 to 8, of 10 iterations"),
         (["--iterations", "3"], "--kill-at 1: expected 2 to 1"),
+        (["--policy", "edit", "--baft"], "--policy: local SGD and --baft exclude each other"),
         (["--kill-rank", "8"], "--kill-rank 8: expected 0 to 7"),
         (["--out", "/dev/null/out"], "--out /dev/null/out: Not a directory; name a writable folder"),
     ],
