@@ -45,10 +45,10 @@ class Item:
     """One tensor of the training state as this rank holds it.
 
     `replicas`: the global ranks that hold identical bytes under the same name, this one included, ascending. A tensor
-    that data parallelism shards is unique: a set of one. `layer`: the global layer number, if any. `piece`, of a shard:
-    its elements in the whole, flattened tensor as (start, stop, total), by which a job of another data-parallel size
-    takes it over. `in_norm` is False if a rank of another TP or PP index holds the same item: a norm over the whole
-    model includes it once.
+    that data parallelism shards is unique, a set of one, unless several groups of ranks shard it in the same way.
+    `layer`: the global layer number, if any. `piece`, of a shard: its elements in the whole, flattened tensor as
+    (start, stop, total), by which a job of another data-parallel size takes it over. `in_norm` is False if a rank of
+    another TP or PP index holds the same item: a norm over the whole model includes it once.
     """
 
     name: str

@@ -37,12 +37,12 @@ def _same(left: list[tuple[Any, ...]], right: list[tuple[Any, ...]]) -> bool:
 # ---- replicas of one rank or of several stages
 
 
-def _keeps_them_local(rank: int, world: int, variants: list[list[str]]) -> None:
+def _keeps_them_local(rank: int, world: int, variants: list[list[str]], ddp: Any = None) -> None:
     """Warm-up, two local iterations, warm-up again; no update, so that an ordinary job has the same parameters."""
     for flags in variants:
-        with gang_job(rank, world, *flags) as job:
+        with gang_job(rank, world, *flags, ddp=ddp) as job:
             ordinary = [job.reduced() for _ in range(4)]
-        with gang_job(rank, world, *flags) as job:
+        with gang_job(rank, world, *flags, ddp=ddp) as job:
             host = job.host()
             assert isinstance(host, ReductionControl)
             original = _objects(job)
@@ -63,6 +63,7 @@ def _keeps_them_local(rank: int, world: int, variants: list[list[str]]) -> None:
 
 def it_keeps_gradients_of_two_replicas_local_and_reduces_them_again() -> None:
     gang(_keeps_them_local, 2, [[], OVERLAPPED, ["--bf16", *OVERLAPPED]], seconds=100.0)
+    gang(_keeps_them_local, 2, [["--bf16", *OVERLAPPED]], {"grad_reduce_in_fp32": False}, seconds=60.0)
 
 
 def it_keeps_gradients_of_every_chunk_local_and_those_of_a_tied_embedding_equal() -> None:

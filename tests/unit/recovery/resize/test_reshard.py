@@ -20,21 +20,25 @@ WIDTH = 4  # bytes of an element
 Tensors = dict[str, np.ndarray]
 
 
-def inventory(rank: int, size: int, whole: dict[str, int], sharded: set[str], padding: int) -> Inventory:
-    """`whole` elements by name. Sharded tensors lie in one flat buffer, padded to the size, cut in equal parts."""
+def inventory(
+    rank: int, size: int, whole: dict[str, int], sharded: set[str], padding: int, instances: int = 1
+) -> Inventory:
+    """`whole` elements by name. Sharded tensors lie in one flat buffer, padded to the size of an instance, cut in equal
+    parts; each part is in all instances."""
     items = []
     flat = sum(whole[name] for name in sharded)
-    step = -(-(flat + padding) // size)
+    members = size // instances
+    step, part = -(-(flat + padding) // members), rank % members
     at = 0
     for name, elements in whole.items():
         if name in sharded:
-            start = min(max(rank * step - at, 0), elements)
-            stop = min(max((rank + 1) * step - at, 0), elements)
+            start = min(max(part * step - at, 0), elements)
+            stop = min(max((part + 1) * step - at, 0), elements)
             at += elements
             if stop > start:
                 items.append(
-                    Item(name, "float32", (stop - start,), (stop - start) * WIDTH, Role.MOMENT, (rank,),
-                         piece=(start, stop, elements))
+                    Item(name, "float32", (stop - start,), (stop - start) * WIDTH, Role.MOMENT,
+                         tuple(range(part, size, members)), piece=(start, stop, elements))
                 )  # fmt: skip
         else:
             items.append(
@@ -55,9 +59,12 @@ def slot(layout: Layout, tensors: Tensors) -> np.ndarray:
     return data
 
 
-def job(size: int, nodes: int, whole: dict[str, int], sharded: set[str], padding: int) -> list[tuple[Layout, Manifest]]:
+def job(
+    size: int, nodes: int, whole: dict[str, int], sharded: set[str], padding: int, instances: int = 1
+) -> list[tuple[Layout, Manifest]]:
     names = [f"n{rank * nodes // size}" for rank in range(size)]
-    layouts = [plan_layout(inventory(rank, size, whole, sharded, padding), names, 256) for rank in range(size)]
+    inventories = [inventory(rank, size, whole, sharded, padding, instances) for rank in range(size)]
+    layouts = [plan_layout(one, names, 256) for one in inventories]
     return [(layout, manifest.read(manifest.write(manifest_of(layout, size, (0, 0))))) for layout in layouts]
 
 
@@ -75,9 +82,10 @@ def test_every_byte_of_a_slot_comes_from_where_it_was(
     generator = np.random.default_rng(7)
     tensors = {name: generator.integers(0, 256, count * WIDTH, dtype=np.uint8) for name, count in whole.items()}
     tensors["buffer"] = generator.integers(0, 256, 5, dtype=np.uint8)
-    previous = job(before, data.draw(st.integers(1, before)), whole, sharded, padding)
+    instances = data.draw(st.sampled_from([one for one in range(1, before + 1) if before % one == now % one == 0]))
+    previous = job(before, data.draw(st.integers(1, before)), whole, sharded, padding, instances)
     slots = {found.rank: slot(layout, tensors) for layout, found in previous}
-    for layout, mine in job(now, data.draw(st.integers(1, now)), whole, sharded, other_padding):
+    for layout, mine in job(now, data.draw(st.integers(1, now)), whole, sharded, other_padding, instances):
         made = np.zeros(layout.nbytes, dtype=np.uint8)
         moves = plan_moves([found for _, found in previous], mine)
         for move in moves:
