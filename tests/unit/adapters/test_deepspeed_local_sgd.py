@@ -95,7 +95,7 @@ def _trained(rank: int, world: int, case: Case) -> Any:
 def _seeded(mode: Any, stage: int, place: int) -> tuple[Any, torch.optim.Optimizer]:
     torch.manual_seed(7 + stage + 100 * place)
     model = reduced.layers(mode.pp)
-    return model, torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
 def _break(patch: pytest.MonkeyPatch, wrong: str) -> None:
@@ -187,18 +187,25 @@ class Simulated:
             host.derive()
 
 
+def by_case(function: Any, world: int, cases: dict[str, Case]) -> dict[str, list[Any]]:
+    """The results of all ranks. After a pipeline, DeepSpeed cannot build a plain engine in the same process."""
+    results = {}
+    for pp in {case.pp for case in cases.values()}:
+        own = {name: case for name, case in cases.items() if case.pp == pp}
+        results |= dict(zip(own, zip(*gang(function, world, list(own.values())), strict=True), strict=True))
+    return results  # type: ignore[return-value]
+
+
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[Any]]:
     """By case, the results of all ranks."""
-    cases = CASES | WRONG
-    return dict(zip(cases, zip(*gang(trained, WORLD, list(cases.values())), strict=True), strict=True))  # type: ignore[arg-type]
+    return by_case(trained, WORLD, CASES | WRONG)
 
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, list[Any]]:
     """By case, the results of all ranks of one replica, by replica."""
-    results = zip(*gang(simulated, WORLD // REPLICAS, list(CASES.values())), strict=True)
-    return dict(zip(CASES, results, strict=True))  # type: ignore[arg-type]
+    return by_case(simulated, WORLD // REPLICAS, CASES)
 
 
 def of_rank(expected: list[Any], rank: int, case: Case) -> Any:
