@@ -184,12 +184,12 @@ class LocalSgd:
         """Does nothing."""
 
     def complete(self, step: int) -> None:
-        """AppliedAt the modules whose forward has not come, so that a deferred version can be captured."""
+        """Apply the modules whose forward has not come, so that a deferred version can be captured."""
         if self._policy.apply is AppliedAt.FORWARD:
             self._apply_all()
 
     def before_update(self, step: int) -> None:
-        """AppliedAt a synchronisation that ran behind the whole iteration. Between synchronisations, if versions are taken
+        """Apply a synchronisation that ran behind the whole iteration. Between synchronisations, if versions are taken
         there, wait for all replicas: a capture may overwrite the oldest version only when every rank has passed the
         fence of the version between, and no reduction of gradients guarantees that now."""
         if self._policy.apply is AppliedAt.UPDATE:

@@ -80,8 +80,7 @@ def restored(job: RunningJob) -> list[int]:
 
 
 BETWEEN = "iteration.forward@iteration=4,rank=3,restart=0:kill"
-# A rank exchanges or applies its modules one after another, in the same order in each synchronisation. Rank 3 of the
-# pipeline has three, rank 0 two; with ZeRO-2 rank 3 has two, rank 0 three. What follows names the first kill after each.
+# A rank exchanges and applies its modules one after another: rank 3 of the pipeline three of them, rank 0 two.
 IN_THE_MIDDLE = {
     PIPELINE: "sync.exchange@rank=3,hit=5,restart=1:kill;sync.apply@rank=0,hit=3,restart=2:kill",
     SHARDED: "sync.exchange@rank=3,hit=6,restart=1:kill;sync.apply@rank=0,hit=5,restart=2:kill",
