@@ -26,8 +26,8 @@ ITERATIONS = 9  # one after the synchronisation of iteration 8, whose result is 
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the extra [deepspeed]")
 
-# after two norms the third one of a replica is an outlier if it is above the mean: statistics matter early
-EDIT = {"policy": "edit", "tau": 2, "penalty_warmup": 1, "alpha": 0.3, "threshold": 0.1, "clip": 0.02}
+# norms grow with the learning rate: those of iteration 6 are outliers, those of 8 are not all, because of those of 6
+EDIT = {"policy": "edit", "tau": 2, "penalty_warmup": 1, "alpha": 0.3, "threshold": 1.5, "clip": 0.02}
 PIPELINE, SHARDED = "pipeline", "zero2"
 CONFIGURATIONS = {
     PIPELINE: (DeepSpeedConfiguration(4, 0, bf16=False, pp=2), EDIT),  # applied in forwards
@@ -80,16 +80,19 @@ def restored(job: RunningJob) -> list[int]:
 
 
 BETWEEN = "iteration.forward@iteration=4,rank=3,restart=0:kill"
-# A rank exchanges and applies its modules one after another: rank 3 of the pipeline three of them, rank 0 two.
-IN_THE_MIDDLE = {
-    PIPELINE: "sync.exchange@rank=3,hit=5,restart=1:kill;sync.apply@rank=0,hit=3,restart=2:kill",
-    SHARDED: "sync.exchange@rank=3,hit=6,restart=1:kill;sync.apply@rank=0,hit=5,restart=2:kill",
+# A rank exchanges and applies its modules one after another: rank 3 three of them, rank 0 two. What is restored depends
+# on what other ranks have sealed when a rank dies. A version of ZeRO-2 at a synchronisation starts with that once more.
+LATER = {
+    (PIPELINE, "sync"): ("sync.exchange@rank=3,hit=5", "sync.apply@rank=0,hit=3"),
+    (PIPELINE, "every"): ("sync.exchange@rank=3,hit=5", "sync.apply@rank=0,hit=3"),
+    (SHARDED, "sync"): ("sync.exchange@rank=3,hit=8", "sync.apply@rank=0,hit=4"),
+    (SHARDED, "every"): ("sync.exchange@rank=3,hit=5", "sync.apply@rank=0,hit=2"),
 }
-RESTORED = {  # what may be sealed when the rank dies
+RESTORED = {
     (PIPELINE, "sync"): [{2}, {4}, {6}],
-    (PIPELINE, "every"): [{2, 3}, {5}, {7}],
-    (SHARDED, "sync"): [{2}, {2, 4, 6}, {4, 6, 8}],
-    (SHARDED, "every"): [{2, 3}, {3, 4, 5, 6}, {4, 5, 6, 7, 8}],
+    (PIPELINE, "every"): [{2, 3}, {4, 5}, {6, 7}],
+    (SHARDED, "sync"): [{2}, {4, 6}, {4, 6, 8}],
+    (SHARDED, "every"): [{2, 3}, {2, 3, 4, 5, 6}, {2, 3, 4, 5, 6}],
 }
 
 
@@ -102,7 +105,7 @@ def test_a_deepspeed_job_killed_between_and_within_synchronisations_ends_as_the_
     block comes from the DeepSpeed configuration, which names the ranks of a replica before the engine is built."""
     configuration, sync = CONFIGURATIONS[name]
     unfailed, expected = golden(name)
-    kills = f"{BETWEEN};{IN_THE_MIDDLE[name]}"
+    kills = ";".join([BETWEEN, *(f"{at},restart={life}:kill" for life, at in enumerate(LATER[name, versions], 1))])
     block = {"sync": sync, "reft": {"versions": versions}, "faults": kills}
     run = DeepSpeedRun("protected", tmp_path, configuration, block, iterations=ITERATIONS)
     job = finish(deepspeed_server, run, jobs(**{**vars(run.spec()), "name": f"l{hash(tmp_path) % 10**6}"}))
