@@ -8,6 +8,7 @@ the synchronisations that follow.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,7 +36,7 @@ CONFIGURATIONS = {
 }
 
 
-def finish(server: ForkServer, run: DeepSpeedRun, spec: JobSpec) -> RunningJob:
+def finish(server: ForkServer, spec: JobSpec) -> RunningJob:
     job = server.start(spec)
     outcome = job.wait(BOUND)
     assert outcome["status"] == "succeeded", f"{outcome}\n{job.tail()}"
@@ -53,20 +54,32 @@ def synchronisations(job: RunningJob) -> dict[Any, Any]:
 
 
 @pytest.fixture(scope="module")
-def golden(deepspeed_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Golden:
+def unfailed() -> dict[str, tuple[DeepSpeedRun, dict[Any, Any]]]:
+    """The golden runs so far."""
+    return {}
+
+
+@pytest.fixture
+def golden(
+    deepspeed_server: ForkServer, jobs: Spec, tmp_path_factory: pytest.TempPathFactory,
+    unfailed: dict[str, tuple[DeepSpeedRun, dict[Any, Any]]],
+) -> Golden:  # fmt: skip
     """The unfailed run of a configuration, and what it synchronised; made once."""
-    made: dict[str, tuple[DeepSpeedRun, dict[Any, Any]]] = {}
 
     def run(name: str) -> tuple[DeepSpeedRun, dict[Any, Any]]:
-        if name not in made:
+        if name not in unfailed:
             configuration, sync = CONFIGURATIONS[name]
-            one = DeepSpeedRun(
-                "golden", tmp_path_factory.mktemp("golden"), configuration, {"sync": sync}, iterations=ITERATIONS
-            )
-            made[name] = one, synchronisations(finish(deepspeed_server, one, one.spec()))
-        return made[name]
+            folder = tmp_path_factory.mktemp("golden")
+            one = DeepSpeedRun("golden", folder, configuration, {"sync": sync}, iterations=ITERATIONS)
+            unfailed[name] = one, synchronisations(finish(deepspeed_server, named(jobs, one)))
+        return unfailed[name]
 
     return run
+
+
+def named(jobs: Spec, run: DeepSpeedRun) -> JobSpec:
+    """The job of a run, with a name that no other job has: jobs with local SGD have a snapshot process, too."""
+    return jobs(**{**vars(run.spec()), "name": f"l{os.getpid()}-{abs(hash(run.folder)) % 10**6}"})
 
 
 def restored(job: RunningJob) -> list[int]:
@@ -104,16 +117,16 @@ def test_a_deepspeed_job_killed_between_and_within_synchronisations_ends_as_the_
     """Three kills: between two synchronisations, in the middle of an exchange, and in the middle of applying one. The
     block comes from the DeepSpeed configuration, which names the ranks of a replica before the engine is built."""
     configuration, sync = CONFIGURATIONS[name]
-    unfailed, expected = golden(name)
+    whole, expected = golden(name)
     kills = ";".join([BETWEEN, *(f"{at},restart={life}:kill" for life, at in enumerate(LATER[name, versions], 1))])
     block = {"sync": sync, "reft": {"versions": versions}, "faults": kills}
     run = DeepSpeedRun("protected", tmp_path, configuration, block, iterations=ITERATIONS)
-    job = finish(deepspeed_server, run, jobs(**{**vars(run.spec()), "name": f"l{hash(tmp_path) % 10**6}"}))
+    job = finish(deepspeed_server, named(jobs, run))
     found = restored(job)
     assert len(found) == 3
     for iteration, possible in zip(found, RESTORED[name, versions], strict=True):
         assert iteration in possible, found
-    assert_identical(run, unfailed, configuration.ranks)
+    assert_identical(run, whole, configuration.ranks)
     assert synchronisations(job) == expected
     assert {iteration for _, iteration in expected} >= {2, 4, 6, 8}
     assert any(one["left_out"] for one in expected.values()) and any(one["clipped"] for one in expected.values())

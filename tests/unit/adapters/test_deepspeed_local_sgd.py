@@ -9,6 +9,8 @@ are bit for bit.
 from __future__ import annotations
 
 import importlib.util
+import json
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -62,13 +64,14 @@ WRONG = {
 # ---- the job ----
 
 
-def trained(rank: int, world: int, cases: list[Case]) -> list[Any]:
-    """Parameters after each iteration, and at the end, of a session that reads its keys from DeepSpeed's dictionary."""
+def trained(rank: int, world: int, cases: list[Case], folder: str) -> list[Any]:
+    """Parameters after each iteration, and at the end, of a session whose keys are in DeepSpeed's configuration alone:
+    a dictionary for pipelines, a file for ZeRO, whose engine is built over `shard_ranks`."""
     reduced.start(rank, world)
-    return [_trained(rank, world, case) for case in cases]
+    return [_trained(rank, world, case, folder) for case in cases]
 
 
-def _trained(rank: int, world: int, case: Case) -> Any:
+def _trained(rank: int, world: int, case: Case, folder: str) -> Any:
     import deepspeed
 
     from ft_plugins.adapters.deepspeed.training import EngineHooks
@@ -77,7 +80,11 @@ def _trained(rank: int, world: int, case: Case) -> Any:
     stage, place = divmod(rank, world // max(mode.pp, 1))
     model, optimizer = _seeded(mode, stage, place)
     sync = {**case.keys, "tau": TAU, "apply": case.apply, "shard_ranks": mode.inner}
-    config = {**reduced.configuration(mode), "ft_plugins": {"sync": sync}}
+    config: Any = {**reduced.configuration(mode), "ft_plugins": {"sync": sync}}
+    if case.stage:
+        path = Path(tempfile.mkstemp(suffix=".json", dir=folder)[1])
+        path.write_text(json.dumps(config))
+        config = str(path)
     hooks = EngineHooks()
     with pytest.MonkeyPatch.context() as patch:
         _break(patch, case.wrong)
@@ -187,19 +194,19 @@ class Simulated:
             host.derive()
 
 
-def by_case(function: Any, world: int, cases: dict[str, Case]) -> dict[str, list[Any]]:
+def by_case(function: Any, world: int, cases: dict[str, Case], *more: Any) -> dict[str, list[Any]]:
     """The results of all ranks. After a pipeline, DeepSpeed cannot build a plain engine in the same process."""
     results = {}
     for pp in {case.pp for case in cases.values()}:
         own = {name: case for name, case in cases.items() if case.pp == pp}
-        results |= dict(zip(own, zip(*gang(function, world, list(own.values())), strict=True), strict=True))
+        results |= dict(zip(own, zip(*gang(function, world, list(own.values()), *more), strict=True), strict=True))
     return results  # type: ignore[return-value]
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, list[Any]]:
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """By case, the results of all ranks."""
-    return by_case(trained, WORLD, CASES | WRONG)
+    return by_case(trained, WORLD, CASES | WRONG, str(tmp_path_factory.mktemp("ds")))
 
 
 @pytest.fixture(scope="module")
