@@ -115,7 +115,7 @@ def batches(place: int, step: int, dtype: torch.dtype) -> Iterator[Any]:
 
 def start(rank: int, world: int) -> None:
     """Import and initialise DeepSpeed on this rank."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     prepare()
     import deepspeed
