@@ -8,8 +8,7 @@
     for step in ft_plugins.attach(host).iterations(1000): ...
 
     sharded parameters, and their tensors in the optimizer    items are local shards, equal on the replicas of a shard
-    whole tensors (DTensors) in the optimizer                 equal on all ranks
-    parameters that fully_shard left as they were             each rank's own
+    parameters that fully_shard left whole                    each rank's own
     all else                                                  as in `torch_loop.TorchHost`
 
 Invariant: between two iterations the module's parameters are the shards. What was gathered (by an evaluation, or where
@@ -63,7 +62,7 @@ class FsdpHost(TorchHost):
         fingerprint: Mapping[str, Any] | None = None,
     ) -> None:
         """Raises ConfigError, InventoryError or UnsupportedError."""
-        self._mesh, self._layout = mesh, ShardLayout((), (), (), (), 0, None, False)  # until parameters are checked
+        self._mesh, self._layout = mesh, ShardLayout((), (), (), 0, None, False)  # until parameters are checked
         super().__init__(
             model, optimizer, scheduler, sampler, get_state=get_state, set_state=set_state, fingerprint=fingerprint
         )
@@ -105,12 +104,11 @@ class FsdpHost(TorchHost):
             return (self.rank,), None
         placements: Any = tensor.placements  # type: ignore[attr-defined]
         dimensions = sharded_dimensions(tensor)
-        if not dimensions:
-            return self._layout.ranks, None
-        if len(dimensions) > 1 or not placements[dimensions[0]].is_shard():
+        if len(dimensions) != 1 or not placements[dimensions[0]].is_shard():
             raise UnsupportedError(
-                f"rank {self.rank}: a tensor of shape {tuple(tensor.shape)} in the optimizer's state is placed by "
-                f"{placements}, but only shards and whole tensors can be captured: use another optimizer"
+                f"rank {self.rank}: {type(self._optimizer).__name__} keeps a tensor of shape {tuple(tensor.shape)} "
+                f"placed by {placements}, but only tensors that are sharded as their parameters are can be captured: "
+                "use another optimizer"
             )
         piece = self._layout.piece(tensor.shape) if placements[dimensions[0]].is_shard(0) else None
         if piece is not None and piece[1] - piece[0] != local_part(tensor).numel():

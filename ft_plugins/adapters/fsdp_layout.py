@@ -26,13 +26,12 @@ _PASS_MESH = "pass FsdpHost the whole mesh: FsdpHost(model, optimizer, ..., mesh
 class ShardLayout:
     """The place of one rank.
 
-    `sizes` and `ranks` are those of the mesh. `shards` are the ranks of this replica in the order of their shards, this
-    rank at `index`; `replicas` those with the same shard, ascending. `sync_dimension` is the dimension of the mesh over
+    `sizes` are those of the mesh. `shards` are the ranks of this replica in the order of their shards, this rank at
+    `index`; `replicas` those with the same shard, ascending. `sync_dimension` is the dimension of the mesh over
     `replicas`, None without one. `hybrid`: the parameters themselves are replicated by `fully_shard` (HSDP).
     """
 
     sizes: tuple[int, ...]
-    ranks: tuple[int, ...]
     shards: tuple[int, ...]
     replicas: tuple[int, ...]
     index: int
@@ -64,7 +63,6 @@ def placed(grid: npt.NDArray[Any], shards: Sequence[int], rank: int, hybrid: boo
             others = [rank] if sync is None else grid.take(at[dimension], axis=dimension)
             return ShardLayout(
                 sizes=tuple(grid.shape),
-                ranks=tuple(sorted(int(one) for one in grid.reshape(-1))),
                 shards=tuple(line),
                 replicas=tuple(sorted(int(one) for one in others)),
                 index=at[dimension],
