@@ -1,7 +1,7 @@
 """Fault tolerance for large-model pretraining, switched on by flags: in-memory snapshots that outlive training.
 
-`attach(host, config)` protects a training loop; `TorchHost` is the host for plain torch. Scripts of Megatron-LM and
-DeepSpeed need not call it: `ft-run` installs the hooks.
+`attach(host, config)` protects a training loop; `TorchHost` is the host for plain torch, `FsdpHost` for models that
+torch's `fully_shard` has sharded. Scripts of Megatron-LM and DeepSpeed need not call it: `ft-run` installs the hooks.
 """
 
 from __future__ import annotations
@@ -9,15 +9,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .adapters.fsdp import FsdpHost
     from .adapters.torch_loop import TorchHost
     from .session import Session, attach
 
 __version__ = "0.1.0"
-__all__ = ["Session", "TorchHost", "attach"]
+__all__ = ["FsdpHost", "Session", "TorchHost", "attach"]
 
 
 def __getattr__(name: str) -> Any:
     """Import torch only when it is needed; the SMP and the command line do not need it."""
+    if name == "FsdpHost":
+        from .adapters import fsdp
+
+        return fsdp.FsdpHost
     if name == "TorchHost":
         from .adapters import torch_loop
 

@@ -77,6 +77,11 @@ def state_item(
     return StateItem(Item(name, dtype, shape, nbytes, role, replicas, layer, changed_by, piece, in_norm), read)
 
 
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of `tensor`: the live local tensor of a DTensor; any other tensor itself."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
 def is_item(value: Any) -> bool:
     """Whether a value of an optimizer's state is an item; tensors without dimensions ('step') are small state."""
     return isinstance(value, torch.Tensor) and value.dim() > 0

@@ -40,8 +40,9 @@ from ..errors import ConfigError, ResumeError, StateChangedError
 from ..events import say
 from ..model.host import Hooks
 from ..model.inventory import Inventory, Item, Role
+from ..model.reduction import ReductionControl
 from ..snapshot import codec
-from .host_parts import ANYWHERE, UPDATE, groups, is_item, own_copy, restore_groups, scalars_of
+from .host_parts import ANYWHERE, UPDATE, groups, is_item, local_part, own_copy, restore_groups, scalars_of
 from .loader_position import DataPosition, position_of
 from .optimizer_state import create_state
 from .plain import PlainHost
@@ -50,12 +51,14 @@ from .torch_module import (
     read_modes,
     require_encodable,
     require_equal_replicas,
+    require_known_parameters,
     require_types,
     require_whole_parameters,
     stray_tensors,
     write_modes,
 )
-from .torch_watch import ChangeWatch, set_zero_gradients, with_gradient
+from .torch_reduction import DdpReduction, ReducingHost
+from .torch_watch import ChangeWatch, changed_since, identity, set_zero_gradients, with_gradient
 
 _SCHEDULED = ("_wrapped_by_lr_sched", "_with_counter")  # set on `step` by torch's schedulers; older ones the second
 _COMMUTES = 2  # replicas whose sum does not depend on the order of the summands
@@ -68,13 +71,9 @@ _NO_POSITION = (
     "no sampler was given, so that the data position is not captured: derive the batches from the iteration, or pass "
     "TorchHost the loader"
 )
-_REMEDY = (
-    "build the whole model and optimizer, all parameters and groups, before TorchHost, and change tensors in place; or "
-    "end the job before the change and start another one (--ftp-job) after it"
-)
 
 
-class TorchHost(PlainHost):
+class TorchHost(PlainHost, ReducingHost):
     """A model and its optimizer, with all state that training depends on. All ranks of the job build it together.
 
     `sampler` gives the data position: the torch DataLoader of the training data (also with a DistributedSampler, whose
@@ -109,7 +108,8 @@ class TorchHost(PlainHost):
         started = dist.is_initialized()
         rank = dist.get_rank() if started else context.rank
         self.rank = rank
-        require_whole_parameters(self._module, optimizer, f"rank {rank}")
+        self._require_parameters(f"rank {rank}")
+        require_known_parameters(self._module, optimizer, f"rank {rank}")
         self._require_scheduler()
         require_encodable(self._module, f"rank {rank}")
         create_state(optimizer)
@@ -125,13 +125,13 @@ class TorchHost(PlainHost):
             dict(self._module.named_parameters()),
             f"rank {rank}",
         )
-        self._identities = {name: _identity(tensor) for name, (_, tensor) in self._known.items()}
+        self._identities = {name: identity(tensor) for name, (_, tensor) in self._known.items()}
         self._groups = self._group_members()
         self._position: DataPosition | None = None
         if sampler is not None:
             self._position = position_of(sampler, lambda: self._hooks is not None and self._hooks.iteration > 0)
         super().__init__(
-            {name: tensor.detach() for name, (_, tensor) in self._known.items()},
+            {name: local_part(tensor).detach() for name, (_, tensor) in self._known.items()},
             rank=rank,
             world_size=dist.get_world_size() if started else context.world_size,
             replicated=True,
@@ -142,8 +142,8 @@ class TorchHost(PlainHost):
             gradients=self._live_gradients,
         )
         if started:
-            shared = {name: tensor for name, (role, tensor) in self._known.items() if role is not Role.BUFFER}
-            require_equal_replicas(rank, shared)
+            shared = {name: one for name, one in self._known.items() if one[0] is not Role.BUFFER}
+            self._require_equal({name: (local_part(one[1]), self._placed(*one)[0][0]) for name, one in shared.items()})
         self._say()
 
     # ---- facts ----
@@ -153,10 +153,15 @@ class TorchHost(PlainHost):
         return Inventory.of(self.rank, (self._item(name, *one) for name, one in self._known.items()))
 
     def _item(self, name: str, role: Role, tensor: torch.Tensor) -> Item:
+        replicas, piece = self._placed(role, tensor)
+        tensor = local_part(tensor)
         dtype, nbytes = str(tensor.dtype).removeprefix("torch."), tensor.numel() * tensor.element_size()
-        replicas = (self.rank,) if role is Role.BUFFER else self._replicas
         spans = UPDATE if name in self._background else ANYWHERE
-        return Item(name, dtype, tuple(tensor.shape), nbytes, role, replicas, changed_by=spans)
+        return Item(name, dtype, tuple(tensor.shape), nbytes, role, replicas, changed_by=spans, piece=piece)
+
+    def _placed(self, role: Role, tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, int, int] | None]:
+        """The ranks that hold replicas of an item, and its piece of the whole tensor."""
+        return (self.rank,) if role is Role.BUFFER else self._replicas, None
 
     def admits(self, replicas: int) -> bool:
         """Only the present number: the data position depends on how the data is divided."""
@@ -188,23 +193,19 @@ class TorchHost(PlainHost):
 
     # ---- checks ----
 
+    def _require_parameters(self, place: str) -> None:
+        """Raises UnsupportedError for parameters that are sharded."""
+        require_whole_parameters(self._module, place)
+
+    def _require_equal(self, replicas: Mapping[str, tuple[torch.Tensor, int]]) -> None:
+        require_equal_replicas(self.rank, replicas, type(self).__name__)
+
     def _require_unchanged(self) -> None:
         """Raises StateChangedError if tensors were added, removed or replaced since the host was built."""
-        identities = {name: _identity(tensor) for name, (_, tensor) in self._present()}
-        if identities == self._identities and self._group_members() == self._groups:
-            return
-        added, gone = identities.keys() - self._known.keys(), self._known.keys() - identities.keys()
-        replaced = [name for name in identities.keys() - added if identities[name] != self._identities[name]]
-        for names, what in (
-            (gone, "was removed after TorchHost was built"),
-            (added, "was added after TorchHost was built and would be missing from snapshots"),
-            (replaced, "was replaced by another tensor, or has other memory or shape, since TorchHost was built"),
-            (["the optimizer's groups"], "have other parameters than when TorchHost was built"),
-        ):
-            for name in sorted(names)[:1]:
-                at = self._hooks.iteration if self._hooks is not None else 0
-                more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-                raise StateChangedError(f"rank {self.rank}: iteration {at}: '{name}'{more} {what}: {_REMEDY}")
+        present = {name: identity(tensor) for name, (_, tensor) in self._present()}
+        if present != self._identities or self._group_members() != self._groups:
+            at = self._hooks.iteration if self._hooks is not None else 0
+            raise changed_since(self._identities, present, f"rank {self.rank}: iteration {at}", type(self).__name__)
 
     def _require_scheduler(self) -> None:
         """Raises StateChangedError if a torch scheduler that the host was not given sets the learning rate."""
@@ -333,9 +334,10 @@ class TorchHost(PlainHost):
         hooks.after_update(hooks.iteration)
 
     def _live_gradients(self) -> dict[str, torch.Tensor]:
-        return {name: one.grad for one, name in self._names().items() if one.grad is not None}
+        return {name: local_part(one.grad) for one, name in self._names().items() if one.grad is not None}
 
+    # ---- local SGD ----
 
-def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What stays equal while a tensor is changed in place."""
-    return id(tensor), tensor.data_ptr(), tensor.shape, tensor.dtype
+    def _make_control(self) -> ReductionControl:
+        names = [name for name, (role, _) in self._known.items() if role is Role.PARAMETER]
+        return DdpReduction(self.rank, self._world_size, self._module, self._parallel, names)

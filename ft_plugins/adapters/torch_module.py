@@ -22,8 +22,10 @@ from ..collective import Collective
 from ..errors import ConfigError, InventoryError, UnsupportedError
 from ..snapshot import codec
 from ..snapshot.copiers import flat_bytes
+from .host_parts import local_part
 
 _DEPTH = 3  # of the attributes searched for schedulers
+_EQUAL = "wrap the model in DistributedDataParallel, or build it from the same seed on all ranks"
 
 
 def read_modes(module: torch.nn.Module) -> dict[str, Any]:
@@ -67,7 +69,7 @@ def _with_extra_state(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.M
 
 def stray_tensors(module: torch.nn.Module) -> list[str]:
     """Names of tensors that are attributes of modules, but neither parameters nor buffers nor views of them."""
-    known = {one.untyped_storage().data_ptr() for one in (*module.parameters(), *module.buffers())}
+    known = {local_part(one).untyped_storage().data_ptr() for one in (*module.parameters(), *module.buffers())}
     return [
         f"{name}.{key}" if name else key
         for name, part in module.named_modules()
@@ -109,16 +111,29 @@ def require_types(model: Any, optimizer: Any, scheduler: Any) -> None:
         )
 
 
-def require_whole_parameters(module: torch.nn.Module, optimizer: torch.optim.Optimizer, place: str) -> None:
-    """Raises UnsupportedError for sharded parameters, InventoryError if `optimizer` updates other parameters."""
-    names = {parameter: name for name, parameter in module.named_parameters()}
-    kinds = {type(part).__name__ for part in module.modules()}
-    sharded = [name for one, name in names.items() if type(one.data).__name__ == "DTensor"]
-    if "FullyShardedDataParallel" in kinds or sharded:
+def require_whole_parameters(module: torch.nn.Module, place: str) -> None:
+    """Raises UnsupportedError for sharded parameters."""
+    require_no_fsdp1(module, place)
+    for name, one in module.named_parameters():
+        if local_part(one) is not one:
+            raise UnsupportedError(
+                f"{place}: parameters are sharded ({name}), but TorchHost supports replicas only: if fully_shard did "
+                "it, use ft_plugins.FsdpHost(model, optimizer, ..., mesh=mesh)"
+            )
+
+
+def require_no_fsdp1(module: torch.nn.Module, place: str) -> None:
+    """Raises UnsupportedError for a model with torch's older FSDP."""
+    if any(type(part).__name__ == "FullyShardedDataParallel" for part in module.modules()):
         raise UnsupportedError(
-            f"{place}: parameters are sharded ({sharded[0] if sharded else 'FullyShardedDataParallel'}), but TorchHost "
-            "supports replicas only: use DistributedDataParallel, DeepSpeed or Megatron"
+            f"{place}: parameters are sharded by FullyShardedDataParallel, which is not supported: use fully_shard "
+            "(FSDP2) with ft_plugins.FsdpHost, DistributedDataParallel, DeepSpeed or Megatron"
         )
+
+
+def require_known_parameters(module: torch.nn.Module, optimizer: torch.optim.Optimizer, place: str) -> None:
+    """Raises InventoryError if `optimizer` updates parameters that are not in `module`."""
+    names = {parameter: name for name, parameter in module.named_parameters()}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if parameter not in names:
@@ -129,18 +144,24 @@ def require_whole_parameters(module: torch.nn.Module, optimizer: torch.optim.Opt
                 )
 
 
-def require_equal_replicas(rank: int, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raises InventoryError if the bytes of a tensor differ between ranks. A collective."""
-    digests = {name: _digest(name, tensor) for name, tensor in tensors.items()}
-    gathered = [msgpack.unpackb(part) for part in Collective().gather(msgpack.packb(digests))]
+def require_equal_replicas(
+    rank: int, replicas: Mapping[str, tuple[torch.Tensor, int]], host: str, remedy: str = _EQUAL
+) -> None:
+    """Raises InventoryError if the bytes of a tensor differ between ranks that hold replicas of it. A collective.
+
+    `replicas`: by name, this rank's tensor and the lowest rank that holds a replica of it. `host` and `remedy` are for
+    messages.
+    """
+    own = {name: (_digest(name, tensor), first) for name, (tensor, first) in replicas.items()}
+    gathered = [msgpack.unpackb(part) for part in Collective().gather(msgpack.packb(own))]
     for other, theirs in enumerate(gathered):
         names = theirs.keys() | gathered[0].keys()
-        differing = sorted(name for name in names if theirs.get(name) != gathered[0].get(name))
+        firsts = {name: theirs[name][1] if name in theirs else 0 for name in names}
+        differing = sorted(name for name in names if theirs.get(name) != gathered[firsts[name]].get(name))
         if differing:
             error = InventoryError(
-                f"rank {other}: '{differing[0]}' differs from rank 0's ({len(differing)} of {len(theirs)} tensors do), "
-                "but TorchHost needs equal replicas: wrap the model in DistributedDataParallel, or build it "
-                "from the same seed on all ranks"
+                f"rank {other}: '{differing[0]}' differs from rank {firsts[differing[0]]}'s ({len(differing)} of "
+                f"{len(theirs)} tensors do), but {host} needs equal replicas: {remedy}"
             )
             error.echo = rank != other
             raise error

@@ -3,20 +3,25 @@
 Parameters that the optimizer updates, and its state of them, are copied in the background until `optimizer.step()`: a
 change before it would tear the snapshot. Gradients are not captured, so a backward must not add to gradients that
 existed at the version point. Both raise StateChangedError before the update. Detection relies on `tensor._version`,
-which counts every change in place (also under no_grad), except those through `tensor.data`.
+which counts every change in place (also under no_grad), except those through `tensor.data`. An operation on a DTensor
+increments the DTensor's, one on its local tensor the local tensor's; torch's `_foreach` operations on DTensors neither.
 
-In: live tensors by name, parameters by name. Out: nothing, or StateChangedError.
+In: live tensors by name, parameters by name; identities of tensors. Out: nothing, or StateChangedError.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..errors import ConfigError, StateChangedError
+from .host_parts import local_part
+
+_Versions = tuple[int, int]  # of a tensor and of its local part
 
 
 class ChangeWatch:
@@ -27,8 +32,10 @@ class ChangeWatch:
     ) -> None:
         """`background` are the tensors that only the update changes; `place` begins every message ('rank 0')."""
         self._background, self._parameters, self._place = background, parameters, place
-        self._versions: dict[str, int] | None = None  # of `background` at the version point; None: not watching
-        self._gradients: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}  # at the version point, with versions
+        self._versions: dict[str, _Versions] | None = None  # of `background` at the version point; None: not watching
+        self._gradients: dict[str, tuple[weakref.ref[torch.Tensor], _Versions]] = {}  # at the version point
+        self._sharded = {name for name, one in parameters.items() if local_part(one) is not one}
+        self._non_zero: dict[str, torch.Tensor] = {}  # whether gradients of `_sharded` were, at the version point
         self._accumulated: dict[str, torch.Tensor | None] = {}  # by backwards since: whether the old one was non-zero
 
     def install(self, optimizer: torch.optim.Optimizer, known: Mapping[str, torch.Tensor]) -> None:
@@ -36,9 +43,14 @@ class ChangeWatch:
         for name, parameter in self._parameters.items():
             trained = parameter.requires_grad
             parameter.requires_grad_()  # required to register a hook; the parameter may be trained later
-            parameter.register_hook(lambda gradient, name=name: self._before_accumulation(name))
+            if (
+                name in self._sharded
+            ):  # FSDP writes its gradient after the backward of its module, then calls such hooks
+                parameter.register_post_accumulate_grad_hook(lambda one, name=name: self._after_accumulation(name))
+            else:
+                parameter.register_hook(lambda gradient, name=name: self._before_accumulation(name))
             parameter.requires_grad_(trained)
-        storages = {_storage(tensor): name for name, tensor in known.items() if tensor.numel()}
+        storages = {_storage(tensor): name for name, tensor in known.items() if local_part(tensor).numel()}
         ours, place = weakref.ref(optimizer), self._place
 
         def refuse(other: torch.optim.Optimizer, *call: object) -> None:
@@ -46,7 +58,7 @@ class ChangeWatch:
                 return
             for group in other.param_groups:
                 for parameter in group["params"]:
-                    if parameter.numel() and _storage(parameter) in storages:
+                    if local_part(parameter).numel() and _storage(parameter) in storages:
                         raise ConfigError(
                             f"{place}: another optimizer ({type(other).__name__}) updates "
                             f"'{storages[_storage(parameter)]}', which TorchHost captures: its state would be lost; "
@@ -60,25 +72,37 @@ class ChangeWatch:
         if self._versions is not None and name not in self._accumulated:
             self._accumulated[name] = None if gradient is None else _any(gradient)  # stays on its device: no wait
 
+    def _after_accumulation(self, name: str) -> None:
+        gradient = self._parameters[name].grad
+        if self._versions is None or name in self._accumulated or gradient is None:
+            return
+        before, (version, _) = self._gradients.get(name, (lambda: None, (0, 0)))
+        added = before() is gradient and version == gradient._version  # added to it, without zeroing it first
+        self._accumulated[name] = self._non_zero[name] if added else None
+
     def mark(self, iteration: int) -> None:
         """Start watching at the version point. Raises StateChangedError if gradients were accumulated across it."""
         self._require_none_accumulated(iteration)
         self._gradients = {
-            name: (weakref.ref(one.grad), one.grad._version)
+            name: (weakref.ref(one.grad), _versions(one.grad))
             for name, one in self._parameters.items()
             if one.grad is not None
+        }
+        graded = self._gradients.keys() & self._sharded
+        self._non_zero = {
+            name: _any(gradient) for name in graded if (gradient := self._parameters[name].grad) is not None
         }
         self.written()
 
     def written(self) -> None:
         """Accept the present tensors: they were changed after the snapshot was complete."""
-        self._versions = {name: tensor._version for name, tensor in self._background.items()}
+        self._versions = {name: _versions(tensor) for name, tensor in self._background.items()}
 
     def check(self, iteration: int, updates: bool) -> None:
         """Stop watching before the update, or where it is skipped. Raises StateChangedError, naming what changed."""
         versions, self._versions = self._versions, None
         for name, version in (versions or {}).items():
-            if self._background[name]._version != version:
+            if _versions(self._background[name]) != version:
                 raise StateChangedError(
                     f"{self._place}: iteration {iteration}: '{name}' was changed after the version point and before "
                     "optimizer.step(), while its snapshot was being copied: change parameters right after "
@@ -87,7 +111,8 @@ class ChangeWatch:
         if updates and versions is not None:
             for name, (gradient, version) in self._gradients.items():
                 now = self._parameters[name].grad
-                if name not in self._accumulated and now is not None and now is gradient() and now._version == version:
+                unused = name not in self._accumulated and now is not None and now is gradient()
+                if unused and now is not None and _versions(now) == version:
                     self._accumulated[name] = _any(now)
         self._require_none_accumulated(iteration)
 
@@ -113,10 +138,41 @@ def set_zero_gradients(parameters: Mapping[str, torch.nn.Parameter], names: list
         one.grad = torch.zeros_like(one) if name in names else None
 
 
+def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What stays equal while a tensor is changed in place."""
+    return id(tensor), local_part(tensor).data_ptr(), local_part(tensor).shape, tensor.dtype
+
+
+def changed_since(
+    known: Mapping[str, tuple[Any, ...]], present: Mapping[str, tuple[Any, ...]], place: str, host: str
+) -> StateChangedError:
+    """The error that names one of the tensors that were added, removed or replaced since `host` was built, or else the
+    optimizer's groups. By identities."""
+    added, gone = present.keys() - known.keys(), known.keys() - present.keys()
+    replaced = {name for name in present.keys() - added if present[name] != known[name]}
+    cases: tuple[tuple[set[str], str], ...] = (
+        (gone, f"was removed after {host} was built"),
+        (added, f"was added after {host} was built and would be missing from snapshots"),
+        (replaced, f"was replaced by another tensor, or has other memory or shape, since {host} was built"),
+        ({"the optimizer's groups"}, f"have other parameters than when {host} was built"),
+    )
+    names, what = next(case for case in cases if case[0])
+    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+    return StateChangedError(
+        f"{place}: '{min(names)}'{more} {what}: build the whole model and optimizer, all parameters and groups, before "
+        f"{host}, and change tensors in place; or end the job before the change and start another one (--ftp-job) "
+        "after it"
+    )
+
+
+def _versions(tensor: torch.Tensor) -> _Versions:
+    return tensor._version, local_part(tensor)._version
+
+
 def _any(gradient: torch.Tensor) -> torch.Tensor:
-    gradient = gradient.detach()
+    gradient = local_part(gradient).detach()
     return (gradient.coalesce().values() if gradient.is_sparse else gradient).any()
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    return local_part(tensor).untyped_storage().data_ptr()

@@ -1,0 +1,281 @@
+"""Local SGD under fully_shard: over which ranks gradients are averaged, and calls before parameters are gathered.
+
+Four ranks are two replicas of two shards. Parameters, inputs and losses are small integers, so that means over 2 or 4
+ranks are exact in any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from ft_plugins.adapters.fsdp import FsdpHost
+from ft_plugins.config import Config, LaunchContext
+from ft_plugins.errors import UnsupportedError
+from ft_plugins.model.reduction import ReducedOver, ReductionControl
+from ft_plugins.session import attach
+from ft_plugins.testing.gang import gang
+
+SECONDS = 100.0
+ALL, LOCAL = ReducedOver.ALL, ReducedOver.LOCAL
+
+
+class Net(torch.nn.Module):
+    """An embedding tied to the head, layers, a parameter of the root that is smaller than the number of shards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(7, 3)
+        self.shift = torch.nn.Parameter(torch.ones(1))
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(3, 3) for _ in range(3))
+        self.layers[1].bias.requires_grad_(False)
+        self.head = torch.nn.Linear(3, 7, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        numbers = self.embedding(tokens) + self.shift
+        for layer in self.layers:
+            numbers = layer(numbers)
+        return self.head(numbers)
+
+
+def whole() -> Net:
+    """The same small integers on every rank."""
+    model, generator = Net(), torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for one in model.parameters():
+            one.copy_(torch.randint(-1, 2, one.shape, generator=generator))
+    return model
+
+
+def shard(mesh: DeviceMesh, model: Net | None = None, layers: bool = True, **settings: Any) -> Any:
+    model = model or whole()
+    for layer in model.layers if layers else ():
+        fully_shard(layer, mesh=mesh, **settings)
+    return fully_shard(model, mesh=mesh, **settings)
+
+
+def meshes(shape: tuple[int, ...]) -> tuple[DeviceMesh, DeviceMesh]:
+    """The whole mesh, and the one for fully_shard."""
+    names = ("sync", "shard")[-len(shape) :]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    return mesh, mesh["shard"] if len(shape) == 2 else mesh
+
+
+def host_of(model: Any, mesh: DeviceMesh | None) -> FsdpHost:
+    host = FsdpHost(model, torch.optim.SGD(model.parameters(), 1.0), mesh=mesh)
+    assert isinstance(host, ReductionControl)
+    return host
+
+
+def tokens(rank: int, number: int) -> torch.Tensor:
+    return torch.randint(7, (3,), generator=torch.Generator().manual_seed(100 * number + rank))
+
+
+def expected(rank: int, numbers: tuple[int, ...], group: Any) -> dict[str, torch.Tensor]:
+    """The mean over `group` of the gradients of the batches `numbers`, which accumulate."""
+    model = whole()
+    for number in numbers:
+        model(tokens(rank, number)).sum().backward()
+    gradients = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    for one in gradients.values():
+        dist.all_reduce(one, group=group)
+        one /= dist.get_world_size(group)
+    return gradients
+
+
+def _reduced(rank: int, world: int, shape: tuple[int, ...], reduce_dtype: torch.dtype | None) -> tuple[int, ...]:
+    """Warm-up, local, and back; batches are accumulated after reducing each, or before reducing once."""
+    mesh, inner = meshes(shape)
+    model = shard(inner, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
+    host = host_of(model, mesh)
+    host.prepare_reduction()
+    number = 0
+    for over in (ALL, LOCAL, LOCAL, ALL, LOCAL, ALL):
+        host.reduce_over(over)
+        for accumulate in ("", "reduced", "unreduced"):
+            model.zero_grad()
+            numbers = (number + 1, number + 2) if accumulate else (number + 2,)
+            number += 2
+            for one in numbers:
+                model.set_requires_gradient_sync(accumulate != "unreduced" or one == number)
+                model(tokens(rank, one)).sum().backward()
+            wanted = expected(rank, numbers, None if over is ALL else inner.get_group())
+            found = {name: one.grad.full_tensor() for name, one in model.named_parameters() if one.grad is not None}
+            assert found.keys() == wanted.keys() and "layers.1.bias" not in found
+            for name, one in wanted.items():
+                assert torch.equal(found[name], one), (over, accumulate, name, found[name], one)
+    assert ALL != LOCAL and number == 36
+    return host.shard_group()
+
+
+@pytest.mark.parametrize(
+    "shape, reduce_dtype", [((2, 2), None), ((4, 1), None), ((1, 4), None), ((4,), None), ((2, 2), torch.float64)]
+)
+def test_gradients_are_averaged_over_all_ranks_or_over_the_shards(
+    shape: tuple[int, ...], reduce_dtype: torch.dtype | None
+) -> None:
+    found = gang(_reduced, 4, shape, reduce_dtype, seconds=SECONDS)
+    width = shape[-1]
+    assert found == [tuple(range(rank - rank % width, rank - rank % width + width)) for rank in range(4)]
+
+
+def _without_api(model: Any, mesh: DeviceMesh) -> None:
+    api = FSDPModule.set_all_reduce_hook
+    del FSDPModule.set_all_reduce_hook
+    try:
+        host_of(model, mesh).prepare_reduction()
+    finally:
+        FSDPModule.set_all_reduce_hook = api  # type: ignore[method-assign]
+
+
+def _refused(rank: int, world: int) -> dict[str, str]:
+    mesh, inner = meshes((2, 2))
+    own = shard(inner)
+    own.layers[2].set_all_reduce_hook(lambda reduced: None)
+    part = whole()
+    for layer in part.layers:
+        fully_shard(layer, mesh=inner)
+    cases: dict[str, Callable[[], object]] = {
+        "hybrid": lambda: host_of(shard(mesh), mesh).prepare_reduction(),
+        "own hook": lambda: host_of(own, mesh).prepare_reduction(),
+        "part": lambda: host_of(part, mesh).prepare_reduction(),
+        "old torch": lambda: _without_api(shard(inner), mesh),
+    }
+    words = {}
+    for name, run in cases.items():
+        with pytest.raises(UnsupportedError) as caught:
+            run()
+        words[name] = str(caught.value)
+    return words
+
+
+def test_what_cannot_be_kept_local_is_refused_by_name() -> None:
+    for rank, words in enumerate(gang(_refused, 4, seconds=SECONDS)):
+        assert all(one.startswith(f"rank {rank}: local SGD is not supported here: ") for one in words.values())
+        assert "(HSDP)" in words["hybrid"] and "fully_shard(..., mesh=mesh['shard'])" in words["hybrid"]
+        assert "'layers.2' has an all-reduce hook of the training script" in words["own hook"]
+        assert "'shift' is not sharded by fully_shard" in words["part"]
+        assert f"torch {torch.__version__} has no FSDPModule.set_all_reduce_hook" in words["old torch"]
+
+
+# ---- calls before modules ----
+
+
+def _of_root(model: Any, mesh: DeviceMesh) -> None:
+    fully_shard(model, mesh=mesh)
+
+
+def _by_layer(model: Any, mesh: DeviceMesh) -> None:
+    shard(mesh, model)
+
+
+def _in_two_units(model: Any, mesh: DeviceMesh) -> None:
+    fully_shard([model.layers[0], model.layers[1]], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def _root_without(model: Any, mesh: DeviceMesh) -> None:
+    """Nothing is left for the root; the embedding and the head, which are tied, are one unit."""
+    model.shift.requires_grad_(False)
+    fully_shard([model.embedding, model.head], mesh=mesh)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh, ignored_params={model.shift})
+
+
+def _prefetching(model: Any, mesh: DeviceMesh) -> None:
+    shard(mesh, model)
+    model.set_modules_to_forward_prefetch([model.layers[0], model.layers[1]])
+    model.layers[0].set_modules_to_forward_prefetch([model.layers[2]])
+
+
+LAYERS = ["layers.0", "layers.1", "layers.2"]
+CALLED: dict[Callable[[Any, DeviceMesh], None], list[str]] = {
+    _by_layer: ["", *LAYERS],
+    _of_root: ["", *LAYERS],
+    _in_two_units: ["", "layers.2", "layers.0", "layers.1", "layers.0", "layers.1"],  # the last one is in the root's
+    _root_without: ["", *LAYERS],
+    _prefetching: ["", "layers.0", "layers.1", "layers.0", "layers.2", "layers.1", "layers.2"],
+}
+
+
+def _called(rank: int, world: int, wrap: Callable[[Any, DeviceMesh], None]) -> None:
+    """Each call adds to the shards of a module; the forward computes with the sum, whatever was gathered before."""
+    mesh, inner = meshes((2, 2))
+    model: Any = whole()
+    wrap(model, inner)
+    host = host_of(model, mesh)
+    modules, called, stepped = host.modules(), [], set()
+    assert list(dict.fromkeys(modules.values())) == ["", *LAYERS]
+
+    def call(module: str) -> None:
+        called.append(module)
+        if module not in stepped:  # a synchronisation is applied once
+            stepped.add(module)
+            with torch.no_grad():
+                for name, tensor in host.tensors().items():
+                    if modules[name] == module:
+                        tensor += 1
+
+    host.before_modules(call)
+    session = attach(host, Config(), LaunchContext(None, None, 0, None, rank, rank, world, world, 0, 0))
+    reference = whole()
+    for step in session.iterations(5):
+        if step == 2:  # gathers before the forward
+            for one in (model, model.layers[2]):
+                if isinstance(one, FSDPModule):
+                    one.unshard()
+        if step == 4:
+            for one in (model, model.layers[1]):
+                if isinstance(one, FSDPModule):
+                    one.unshard(async_op=True)
+        called.clear()
+        stepped.clear()
+        scores = model(tokens(rank, step))
+        assert called == CALLED[wrap], called
+        with torch.no_grad():
+            for parameter in reference.parameters():
+                parameter += 1
+        assert torch.equal(scores, reference(tokens(rank, step))), step
+        called.clear()
+        model.eval()
+        with torch.no_grad():  # the root stays gathered
+            assert torch.equal(model(tokens(rank, step)), scores)
+        model.train()
+        assert called == []
+
+
+@pytest.mark.parametrize("wrap", CALLED)
+def test_calls_come_before_parameters_are_gathered(wrap: Callable[[Any, DeviceMesh], None]) -> None:
+    gang(_called, 4, wrap, seconds=SECONDS)
+
+
+def _trained(rank: int, world: int) -> None:
+    """With calls that do nothing, and gradients over all replicas, training is that without the package."""
+    mesh, inner = meshes((2, 2))
+    states = []
+    for controlled in (False, True):
+        model = shard(inner if controlled else mesh)  # HSDP, and what stands for it
+        optimizer = torch.optim.SGD(model.parameters(), 0.125, momentum=0.5)
+        if controlled:
+            host = FsdpHost(model, optimizer, mesh=mesh)
+            host.prepare_reduction()
+            host.before_modules(lambda module: None)
+        for step in range(4):
+            (model(tokens(rank, step)).sum() / 64).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        states.append([one.full_tensor() for one in model.parameters()])
+    for one, other in zip(*states, strict=True):
+        assert torch.equal(one, other)  # sums of two replicas and of two shards do not depend on the order
+
+
+def test_training_over_all_replicas_is_that_of_hsdp() -> None:
+    gang(_trained, 4, seconds=SECONDS)
