@@ -149,7 +149,7 @@ class FsdpReduction(ModuleCalls):
     # ---- modules ----
 
     def before_modules(self, call: Callable[[str], None]) -> None:
-        """Call right before the parameters of each module are gathered while the model is in training mode."""
+        """Call right before the parameters of each module are gathered, also in evaluations."""
         self._require_hooks()
         held = [self._modules_of(unit) for unit in self._units]
         places = self._places(held)
@@ -185,8 +185,6 @@ class FsdpReduction(ModuleCalls):
         numbers = {id(unit.state): other for other, unit in enumerate(self._units)}
 
         def before(module: Any, inputs: Any) -> None:
-            if not self._root.training:
-                return
             self._refresh(number)
             modules = dict.fromkeys(called[path])
             for state in getattr(self._units[number].state, "_states_to_forward_prefetch", ()):

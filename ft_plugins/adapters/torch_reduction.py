@@ -91,7 +91,7 @@ class ModuleCalls:
         return members
 
     def before_modules(self, call: Callable[[str], None]) -> None:
-        """Call right before the forward of each module while the model is in training mode."""
+        """Call right before each forward of each module, evaluations included."""
         self._require_hooks()
         modules_at: dict[str, list[str]] = {}
         for module, parameters in self._members().items():
@@ -113,9 +113,8 @@ class ModuleCalls:
         """Call `call` with each of `modules` before the forward of `part`."""
 
         def before(module: torch.nn.Module, inputs: Any) -> None:
-            if self._root.training:
-                for name in modules:
-                    call(name)
+            for name in modules:
+                call(name)
 
         part.register_forward_pre_hook(before, prepend=True)
 

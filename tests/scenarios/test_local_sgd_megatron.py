@@ -8,6 +8,7 @@ synchronised; with apply update the synchronisation of iteration 4 is in flight.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -54,7 +55,7 @@ def test_killed_between_synchronisations_and_in_one_it_ends_as_the_unfailed_run(
     flags = (*EDIT, *sync)
     (tmp_path / "golden").mkdir()
     golden = MegatronRun("golden", tmp_path / "golden", configuration, flags=flags, argv=argv)
-    unfailed = megatron_server.start(golden.spec())
+    unfailed = megatron_server.start(golden.spec(name=f"golden-{os.getpid()}"))
     assert unfailed.wait(BOUND)["status"] == "succeeded", unfailed.tail()
 
     protected = (*flags, "--reft-versions", versions)
@@ -80,7 +81,7 @@ def test_replicas_differ_between_synchronisations_and_are_equal_after_the_last(
         (tmp_path / name).mkdir()
         flags = (*EDIT, "--sync-apply", "wait")
         run = MegatronRun(name, tmp_path / name, FP32, flags=flags, iterations=iterations)
-        job = megatron_server.start(run.spec())
+        job = megatron_server.start(run.spec(name=f"{name}-{os.getpid()}"))
         assert job.wait(BOUND)["status"] == "succeeded", job.tail()
         ends[name] = run
     assert parameters(ends["equal"], 0) == parameters(ends["equal"], 2), "TP and PP index of ranks 0 and 2 are equal"
