@@ -1,9 +1,11 @@
-"""The collective operations of protection, over gloo, at start and recovery; only `start_gather` never waits.
+"""The collective operations of protection, over gloo: at start, at recovery and at the end. `start_gather` does not
+wait, and may be called during training.
 
-Invariant: no pickle. A job of one process needs no process group. Every rank of the job calls in the same order. Any
-process that reaches the job's store can write to it, and gloo takes its addresses from there, so an announcement in the
-store or data from another rank is accepted only with a proof made with the key of this incarnation. Ranks agree on the
-key over the process group; it is never stored.
+Invariant: no pickle. A job of one process needs no process group. The ranks that take part in an operation (all of the
+job, unless it says otherwise) call in the same order. Any process that reaches the
+job's store can write to it, and gloo takes its addresses from there, so an announcement in the store or data from
+another rank is accepted only with a proof made with the key of this incarnation. Ranks agree on the key over the
+process group; it is never stored.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ _ANSWER_SECONDS = 2.0  # timeout of a look-up in the job's store
 _RETRY_SECONDS = 60.0  # until a store that did not answer is asked again
 _NONCE = 32  # bytes
 _SIZE = 8  # bytes of the length in front of a payload
-ROUND_BYTES = 32 << 20  # per member and round of a share exchange: bounds the memory of a restore
+ROUND_BYTES = 32 << 20  # per member and all-gather of a share exchange: bounds the memory of a restore
 
 _TO_ALL = "to all ranks"
 
@@ -84,7 +86,7 @@ class PendingGather:
 
 @dataclass
 class Agreement:
-    """How the block of `Collective.agreement` ended on this rank if no rank raised: `tolerated` is its own error."""
+    """What `Collective.agreement` yields. `tolerated`: the error that ended this rank's block, if it was tolerated."""
 
     tolerated: FtError | None = None
 
@@ -100,7 +102,7 @@ class Collective:
     def __init__(self, secret: bytes = b"") -> None:
         """Use the default process group if it is gloo, else create a gloo group. Every rank of the job calls.
 
-        `secret` is the job's, if it has one: then traffic between ranks alone does not suffice to forge a proof. Raises
+        `secret` is the job's, if it has one; with it, a process that only reads traffic cannot forge a proof. Raises
         ConfigError, on all ranks, when their secrets differ.
         """
         self._alone = not dist.is_initialized() or dist.get_world_size() == 1
@@ -285,7 +287,7 @@ class Collective:
     def exchange_shares(
         self, replicas: Sequence[int], shares: Sequence[tuple[int, int]], own: Bytes
     ) -> Iterator[tuple[int, Bytes]]:
-        """All-gather a replica set's byte stream from its members' shares, in rounds of bounded memory.
+        """All-gather a replica set's byte stream from its members' shares, in all-gathers of bounded size.
 
         `shares[i]` is the range (start, stop) that `replicas[i]` holds, `own` this rank's bytes. Yields (offset in
         the stream, bytes) until all of it has been received. Members of the set call together, after `connect`. Raises

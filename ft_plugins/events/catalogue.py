@@ -81,7 +81,7 @@ RANK_ATTACHED = EventType(
     budget_bytes=Field("int", "claimed by this rank", "bytes"),
     resident_bytes=Field("int", "resident, by the kernel's figure", "bytes"),
 )  # fmt: skip
-RANK_ENDED = EventType("rank.ended", NOTICE, "A rank finished training in order.")
+RANK_ENDED = EventType("rank.ended", NOTICE, "A rank's training came to its orderly end.")
 
 # ---- snapshots, and protection on the own node ----
 
@@ -117,7 +117,7 @@ VERSION_TAINTED = EventType(
     "See audit.failed.", iterations=Field("list", "iterations of these snapshots"), reason=_REASON,
 )  # fmt: skip
 SLOT_CORRUPTED = EventType(
-    "slot.corrupted", ALARM, "A snapshot failed its digest; another version or tier is used.",
+    "slot.corrupted", ALARM, "A snapshot failed its digest: it is neither restored nor sent.",
     "If it repeats on one node, check its memory and drain it.", reason=_REASON,
 )  # fmt: skip
 SLOT_LOST = EventType(
@@ -126,7 +126,7 @@ SLOT_LOST = EventType(
 )  # fmt: skip
 SLOT_REBUILT = EventType(
     "slot.rebuilt", NOTICE, "A lost snapshot was rebuilt from other nodes.", about=_ABOUT, **_VERSION,
-    decoded=Field("bool", "from parity; else from a copy"), bytes=_BYTES,
+    decoded=Field("bool", "from parity or a copy; else from the rank's previous node"), bytes=_BYTES,
     read_bytes=Field("int", "received from other nodes", "bytes"), seconds=_SECONDS,
 )  # fmt: skip
 SEGMENT_CORRUPTED = EventType(
@@ -190,7 +190,8 @@ SWEEP_FAILED = EventType(
 EXCHANGE_STARTED = EventType("exchange.started", ROUTINE, "A node began to send a version to other nodes.", **_VERSION)
 EXCHANGE_SENT = EventType(
     "exchange.sent", ROUTINE, "A node sent its part of a version.", **_VERSION, bytes=_BYTES,
-    inside=Field("int", "sent within bubbles", "bytes"), late=Field("int", "sent only after their bubble", "bytes"),
+    inside=Field("int", "sent within bubbles", "bytes"),
+    late=Field("int", "sent in windows that closed before the data had arrived", "bytes"),
     compared=Field("int", "ranges of replicas compared with other nodes"), seconds=_SECONDS,
 )  # fmt: skip
 EXCHANGE_RETRIED = EventType(
@@ -412,7 +413,7 @@ REPLICAS_AVERAGED = EventType(
 )  # fmt: skip
 REPLICAS_SYNCHRONISED = EventType(
     "replicas.synchronised", NOTICE, "Replicas that had trained on their own were synchronised (local SGD).",
-    iteration=_ITERATION, round=Field("int", "number of the synchronisation, from 1"),
+    iteration=_ITERATION, number=Field("int", "number of the synchronisation, from 1"),
     policy=Field("str", "policy of local SGD"), waited_seconds=Field("float", "time for which training waited", "s"),
     left_out=Field("dict", "replicas that the penalty left out, by module"),
     rolled_back=Field("list", "modules that went back to the last synchronisation: all replicas were outliers"),

@@ -75,7 +75,8 @@ class NodeService:
         self._in_order = False
         self._awake = float("-inf")
         self._stepped = 0.0
-        self._connections: dict[int, str] = {}  # token of the last request on each; of one token, the newest connection
+        # by connection: the token of its last request; a token is at the connection that used it last
+        self._connections: dict[int, str] = {}
 
     # ---- for this node ----
 
@@ -136,7 +137,8 @@ class NodeService:
         return generation - self._generation <= _AHEAD
 
     def take_lead(self, leader: Leader, last: Roster | None) -> bool:
-        """Become the leader, after all nodes have consented; False if this node consented to another one meanwhile."""
+        """Become the leader, after every node that was reached has consented. False if this node has consented to
+        another one meanwhile, or heard of a newer generation."""
         with self._lock:
             if self._elected is None or self._elected.token != self.me.token or self._generation != leader.generation:
                 return False

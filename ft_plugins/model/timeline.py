@@ -1,8 +1,8 @@
-"""The spans of a rank in one iteration, and its bubbles: the idle time between them (BAFT 4.1). Pure.
+"""The spans of a rank in one iteration, and its bubbles: the time in which it does not compute (BAFT 4.1). Pure.
 
 Order and length of the spans repeat from iteration to iteration, so the next iteration's bubbles are known in advance.
 Times are in seconds since the rank's own iteration began. A bubble is time not covered by compute (forward, backward,
-update): a receive that waits, a send, a gap between two commands, and the part of a gradient reduction that only waits.
+update): a receive that waits, a send, a gap of at least LEAST, and the part of a gradient reduction that only waits.
 
 All ranks leave a collective together, and the last to enter does not wait. So the length of a reduction on that rank,
 the shortest of all, is the work, at the end of every rank's span; the rest of a longer span is waiting, at its begin.
@@ -68,18 +68,19 @@ class Timeline:
     seconds: float  # of the whole iteration
     spans: tuple[Span, ...]
     memory: tuple[int, ...] = ()  # bytes in use at each span's begin; empty if unknown
-    # seconds by which the host is ahead of the device: at begin and end of the iteration, then of each span; empty: 0
+    # seconds by which the thread is ahead of the device: at begin and end of the iteration, then of each span; empty: 0
     leads: tuple[float, ...] = ()
 
     def opens_at(self, after: int) -> float:
-        """When the host reports the end of span `after`, -1 for the begin of the iteration; seconds since that began.
-        A host ahead of its device reports it before it happens."""
+        """When the gate of the bubble after span `after` (-1: before the first) can open: when the host reports the end
+        of that span, or the begin of the iteration; seconds since that began. A thread ahead of its device reports it
+        before it happens."""
         if after < 0:
             return -self.leads[0] if self.leads else 0.0
         return self.spans[after].end - (self.leads[3 + 2 * after] if self.leads else 0.0)
 
     def closes_at(self, after: int) -> float:
-        """When the host reports the begin of the next compute span after `after`, or the end of the iteration."""
+        """When that gate closes: when the host reports the begin of the next compute span, or the iteration's end."""
         for index in range(after + 1, len(self.spans)):
             if self.spans[index].kind in COMPUTE:
                 return self.spans[index].begin - (self.leads[2 + 2 * index] if self.leads else 0.0)

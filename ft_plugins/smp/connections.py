@@ -1,4 +1,4 @@
-"""Bound the connections of a server: their number, idle ones that make room, and events about rejected ones.
+"""Bound the connections of a server: limit their number, let idle ones make room, limit events about rejected ones.
 
 Invariant: connections never take the last RESERVE descriptors of a process, which are for segments, locks, logs and
 child processes. A connection makes room only between requests, never while a request is received, carried out or
@@ -29,7 +29,8 @@ _OTHERS = "others"
 
 
 def raise_limit() -> int:
-    """Raise the soft limit on descriptors of this process and its future children to the hard limit or ENOUGH.
+    """Raise the soft limit on descriptors of this process and its future children, to the hard limit or to ENOUGH if
+    that is lower.
 
     Returns the limit afterwards. Never lowers it; if the system refuses, the limit stays, without an error.
     """
@@ -56,7 +57,7 @@ class OpenConnection:
     """A connection of a server."""
 
     connection: socket.socket
-    name: str
+    name: str  # of the peer's node; one name for all connections on a local socket
     busy: bool = False
 
 

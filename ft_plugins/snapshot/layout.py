@@ -3,7 +3,7 @@
 Invariant: the shares of a replica set are disjoint and cover its bytes once (REFT, section 4.1); the ranks of a set
 compute the same cuts without communicating. A set is cut in two levels: every node receives an equal part, then the
 ranks of a node divide its part. So a lost node takes the same amount of state with it whatever its number of ranks.
-Unique items (a set of one) belong to their holder whole.
+Unique items (a set of one) belong whole to the rank that has them.
 
 Parity may follow the data, computed from this rank's replicas of other nodes' shares: see `double`.
 
@@ -68,7 +68,7 @@ class ParityBucket:
 
 @dataclass(frozen=True)
 class Share:
-    """The part `start .. stop` of a replica set's byte stream that `rank` captures."""
+    """The part `start .. stop` of a `ReplicaStream` that `rank` captures."""
 
     rank: int
     start: int
@@ -77,7 +77,7 @@ class Share:
 
 @dataclass(frozen=True)
 class ReplicaStream:
-    """The items of one replica set as one byte stream, each item starting on a multiple of ALIGNMENT.
+    """The items of one replica set with equal `background` as one byte stream, each on a multiple of ALIGNMENT.
 
     `offsets[i]` is where item i starts; `slot_offset` is where this rank's share starts in the slot's data area.
     """
@@ -107,7 +107,7 @@ class ReplicaStream:
 
 @dataclass(frozen=True)
 class Layout:
-    """A rank's slot: `synchronous` buckets are copied at the version point, `background` ones during the next step.
+    """A rank's slot: `synchronous` buckets are copied at the version point, `background` ones in the next iteration.
 
     `parity` buckets follow `nbytes` of data. Buckets are numbered in this order. Digest i belongs to bucket i; the
     digests of the parity buckets' sources follow, in order.
@@ -240,8 +240,8 @@ def _buckets(pieces: Sequence[SlotPiece], bucket_bytes: int) -> tuple[CaptureBuc
 
 
 def layout_digest(layout: Layout, bucket_mib: int, kinds: Sequence[tuple[str, str, tuple[int, ...]]]) -> int:
-    """Digest of the data buckets and of each item's name, dtype and shape: different layouts never share a segment or a
-    checkpoint.
+    """Digest of the data buckets, of `bucket_mib`, and of each item's name, dtype and shape (`kinds`): different
+    layouts never share a segment or a checkpoint.
 
     The digested text is part of both formats: it must not change, even if the classes here are renamed.
     """

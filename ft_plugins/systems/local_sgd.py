@@ -267,7 +267,7 @@ class LocalSgd:
     def _finish(self) -> None:
         self._operations.derive()
         self._events.emit(
-            catalogue.REPLICAS_SYNCHRONISED, iteration=self._at, round=self._round, policy=self._policy.name,
+            catalogue.REPLICAS_SYNCHRONISED, iteration=self._at, number=self._round, policy=self._policy.name,
             waited_seconds=self._waited, **self._report,
         )  # fmt: skip
         self.on_complete()

@@ -3,7 +3,7 @@
     spans of the host -> recorder -> profiler -> profile -> plan of BAFT -> agreed iterations -> gate
 
 Invariant: an error in measuring or planning does not stop training: it becomes an event, an earlier plan is dropped,
-and copies are sent at a fixed rate; all ranks stay in step (bubbles.profile).
+and copies are rate-limited; all ranks stay in step (bubbles.profile).
 
 In: a host's spans, begin and end of its iterations, facts about the copies that this rank sends. Out: `profile`; gates
 opened by a plan; events `profile.completed`, `profile.lost`, `bubbles.planned`, `timeline.recorded`; a table of an
@@ -122,7 +122,7 @@ class Measurement:
         self._planning(follow)
 
     def _planning(self, call: Callable[[Baft], int]) -> int:
-        """Call a step of planning. After an error training continues, and copies are sent at a fixed rate."""
+        """Call a step of planning. After an error training continues, and copies are rate-limited."""
         if self.baft is None:
             return 0
         try:
@@ -130,7 +130,7 @@ class Measurement:
         except Exception as error:
             self.baft.drop_plan()
             self._lost(
-                f"bubbles could not be planned: {type(error).__name__}: {error}; copies are sent at a fixed rate until "
+                f"bubbles could not be planned: {type(error).__name__}: {error}; copies are rate-limited until "
                 "the next profile"
             )
             return 0
@@ -140,7 +140,7 @@ class Measurement:
         if self.baft is not None:
             self.baft.drop_plan()
             reason = (
-                f"{reason}; copies are sent at a fixed rate from now on, up to half of the time and concurrently with "
+                f"{reason}; copies are rate-limited from now on, up to half of the time and concurrently with "
                 "training's messages; restart the job to use bubbles again"
             )
         self._lost(reason)
@@ -169,7 +169,7 @@ class Measurement:
         unplanned = [rank for rank, count in enumerate(iterations) if not count]
         if unplanned:
             self._lost(
-                f"bubbles of {len(unplanned)} ranks could not be planned, their copies are sent at a fixed rate; see "
+                f"bubbles of {len(unplanned)} ranks could not be planned, their copies are rate-limited; see "
                 f"the event {catalogue.PROFILE_LOST.name} of each for the reason, the first is rank {unplanned[0]}"
             )
 

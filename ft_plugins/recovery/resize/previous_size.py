@@ -1,8 +1,8 @@
 """Decide which version of the job at a previous size to restore, and on which nodes to gather its state. Pure; no I/O.
 
 Invariant: the same reports give the same plan on every rank. A version is chosen only if every rank of the previous job
-has it, in a slot or rebuilt from parity. Spares are sources like other nodes, but the plan puts all state on nodes of
-the job as it is now.
+has it, in a slot, or rebuilt from parity or a copy. Spares are sources like other nodes, but the plan puts all state on
+nodes of the job as it is now.
 
 In: reports of the nodes' SMPs and of spares (`PreviousSegments.report`, with the parity that belongs to it). Out:
 `PreviousSize`s, a `RecoveryPlan` for each, a node for each rank of the previous job.
@@ -26,7 +26,7 @@ Coordinates = tuple[int, int]  # in the model: pipeline stage, tensor rank
 
 @dataclass(frozen=True)
 class PreviousSize:
-    """The job when it had `world_size` ranks: what is left of its state, by node as it stands now, then by spare.
+    """The job when it had `world_size` ranks: what is left of its state, first on the nodes of the job as numbered now.
 
     The first `members` of `nodes` take part in the job now, the others are spares. `protection` is the newest that any
     of them reports.
@@ -53,7 +53,7 @@ class PreviousSize:
 class ResizePlan:
     """`version` of the job of `world_size` ranks becomes version `now` of the current size.
 
-    `holders[rank]` is the node, as it stands now, that has the state of a rank of the previous job; `coordinates[rank]`
+    `holders[rank]` is the number, in the job now, of the node with the state of a previous rank; `coordinates[rank]`
     the part of the model that it held. `completed` is the last iteration that all of them completed; `mark` the result
     of comparing the replicas of `version`.
     """
@@ -148,7 +148,7 @@ def assign_nodes(size: PreviousSize, plan: RecoveryPlan, rebuilt: Mapping[tuple[
     nodes: dict[int, int] = {}
     for rank, source in enumerate(plan.sources):
         holder = size.holder(rank, plan.version)
-        if source.way is Way.DECODE:  # not on the node of a corrupt slot, whose older versions stay
+        if source.way is Way.DECODE:  # not where a slot is corrupt: rebuilding there would remove its older versions
             holder = rebuilt.get((rank, plan.version), _another_node(holder, rank, size.members))
         elif holder is not None and holder >= size.members:
             holder = rebuilt.get((rank, plan.version), rank % size.members)
@@ -158,5 +158,5 @@ def assign_nodes(size: PreviousSize, plan: RecoveryPlan, rebuilt: Mapping[tuple[
 
 
 def _another_node(node: int | None, rank: int, nodes: int) -> int:
-    """A node other than `node`, chosen by rank to spread the lost ranks over all nodes."""
+    """A node other than `node` if there is one, chosen by rank to spread the lost ranks over all nodes."""
     return rank % nodes if rank % nodes != node else (rank + 1) % nodes
