@@ -43,8 +43,11 @@ _FIRST = 64 << 10  # bytes of the first frame
 
 
 def step_back() -> None:
-    """Lower the priority of this thread permanently. Idempotent."""
+    """Lower the priority of this thread permanently. Idempotent. Not that of the process's first thread, from which it
+    is measured and which new threads inherit."""
     thread = threading.get_native_id()
+    if thread == os.getpid():
+        return
     with contextlib.suppress(OSError):  # on Linux, threads have priorities; the first one's is the process's
         wanted = min(os.getpriority(os.PRIO_PROCESS, os.getpid()) + NICE, LEAST)
         if os.getpriority(os.PRIO_PROCESS, thread) < wanted:

@@ -32,6 +32,13 @@ def test_one_thread_steps_back_and_the_others_stay() -> None:
     assert _niceness() == before
 
 
+def test_the_first_thread_keeps_its_priority() -> None:
+    before = _niceness()
+    for _ in range(2):
+        traffic.step_back()
+    assert _niceness() == before
+
+
 def test_who_has_stepped_back_further_stays_there() -> None:
     found = []
 
