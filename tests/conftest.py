@@ -19,6 +19,9 @@ from ft_plugins.events import Events
 
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
+# dlrover, of the extra [bench], brings a package at whose import torch warns; scripts of tests expect a clean stderr
+PYNVML = "ignore:The pynvml package is deprecated:FutureWarning"
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run all tests, not only those in headlines.txt")
@@ -92,6 +95,7 @@ def own_environment() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="ft-", dir="/tmp"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_RUNTIME_DIR", str(folder))
+        patch.setenv("PYTHONWARNINGS", PYNVML)
         for name in list(os.environ):
             if name in LAUNCHER or name.startswith(("FTP_", "TORCHELASTIC_")):
                 patch.delenv(name)
