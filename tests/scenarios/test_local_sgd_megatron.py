@@ -33,6 +33,11 @@ SHARDED = MegatronConfiguration(bf16=True, distributed_optimizer=True, interleav
 GATHERED = MegatronConfiguration(bf16=True, distributed_optimizer=True, interleaved=True, overlap_param_gather=True)
 
 
+def named(jobs: Spec, run: MegatronRun) -> JobSpec:
+    """The job of a run, with a name and a run directory of its own: with local SGD it has a snapshot process, too."""
+    return jobs(**{**vars(run.spec()), "name": f"m{os.getpid()}-{abs(hash(run.folder)) % 10**6}"})
+
+
 @pytest.mark.parametrize(
     ("configuration", "sync", "argv"),
     [
@@ -55,12 +60,12 @@ def test_killed_between_synchronisations_and_in_one_it_ends_as_the_unfailed_run(
     flags = (*EDIT, *sync)
     (tmp_path / "golden").mkdir()
     golden = MegatronRun("golden", tmp_path / "golden", configuration, flags=flags, argv=argv)
-    unfailed = megatron_server.start(golden.spec(name=f"golden-{os.getpid()}"))
+    unfailed = megatron_server.start(named(jobs, golden))
     assert unfailed.wait(BOUND)["status"] == "succeeded", unfailed.tail()
 
     protected = (*flags, "--reft-versions", versions)
     run = MegatronRun("local", tmp_path, configuration, protected=True, kills=KILLS, flags=protected, argv=argv)
-    job = megatron_server.start(jobs(**{key: value for key, value in vars(run.spec()).items() if key != "name"}))
+    job = megatron_server.start(named(jobs, run))
     outcome = job.wait(BOUND)
     assert outcome["status"] == "succeeded", f"{outcome}\n{job.tail()}"
     assert outcome["restarts"] == 3
@@ -73,7 +78,7 @@ def test_killed_between_synchronisations_and_in_one_it_ends_as_the_unfailed_run(
 
 
 def test_replicas_differ_between_synchronisations_and_are_equal_after_the_last(
-    megatron_server: ForkServer, tmp_path: Path
+    megatron_server: ForkServer, jobs: Spec, tmp_path: Path
 ) -> None:
     """Else the tests above would compare runs that never trained on their own."""
     ends = {}
@@ -81,7 +86,7 @@ def test_replicas_differ_between_synchronisations_and_are_equal_after_the_last(
         (tmp_path / name).mkdir()
         flags = (*EDIT, "--sync-apply", "wait")
         run = MegatronRun(name, tmp_path / name, FP32, flags=flags, iterations=iterations)
-        job = megatron_server.start(run.spec(name=f"{name}-{os.getpid()}"))
+        job = megatron_server.start(named(jobs, run))
         assert job.wait(BOUND)["status"] == "succeeded", job.tail()
         ends[name] = run
     assert parameters(ends["equal"], 0) == parameters(ends["equal"], 2), "TP and PP index of ranks 0 and 2 are equal"

@@ -65,7 +65,7 @@ def _calls(rank: int, world: int, flags: list[str], tied: bool, config: dict[str
         assert differing(job.reduced(), wanted) == []
         seen = list(calls)
         job.evaluate()
-        assert calls == seen, "in training only"
+        assert set(calls[len(seen) :]) == set(seen), "an evaluation uses what was synchronised, too"
         return seen
 
 
