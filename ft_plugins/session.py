@@ -174,8 +174,8 @@ class Session:
             self._guarded(lambda reft: reft.wait_for_capture())
 
     def _synchronize(self, sync: Synchronizer, call: Callable[[Synchronizer], None]) -> None:
-        """Call a hook of the synchronizer, then void snapshots that hold a wrong replica, on all ranks, also if the
-        hook raises: snapshots left on some ranks alone would look like lost state."""
+        """Call a hook, then void snapshots that hold a wrong replica, on all ranks, also if the hook raises: snapshots
+        left on some ranks alone would look like lost state."""
         try:
             call(sync)
         finally:
@@ -199,14 +199,18 @@ class Session:
     def _version_point(self, step: int) -> None:
         if self._reft is not None:
             if self._sync is not None and self._sync.defers(step):
-                self._deferred = step
-                self._carrying.hold()
+                self._guarded(lambda reft: self._defer(reft, step))
             else:
                 self._guarded(lambda reft: reft.iteration_end(step))
             return
         if self._degraded is not None:
             self._degraded.record_completed(step)
         self._loss.count(self._host.rank, step)
+
+    def _defer(self, reft: Reft, step: int) -> None:
+        reft.record_completed(step)
+        self._carrying.hold()
+        self._deferred = step
 
     def _capture_deferred(self) -> None:
         """The tensors and the synchronizer's state of the deferred version are final."""
@@ -218,6 +222,7 @@ class Session:
     def shutdown(self) -> None:
         """The orderly end of training; a lost SMP does not fail it. Idempotent."""
         if self._sync is not None:
+            self._wait_for_capture()  # the synchronizer may change tensors
             self._sync.shutdown()
         if self._reft is not None:
             self._guarded(lambda reft: reft.close(in_order=True), over=True)

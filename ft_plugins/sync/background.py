@@ -1,4 +1,4 @@
-"""Run audits and averagings on one background thread, in the order in which they were started.
+"""Run audits, averagings and synchronisations on one background thread, in the order in which they were started.
 
 Invariant: tasks run one at a time in start order, so collectives have the same order on all ranks if all ranks start
 the same tasks in the same order. An error in a task is raised where the task is waited for; later tasks do not run and

@@ -1,4 +1,4 @@
-"""The collectives of audits and averagings: within a replica set, and over the whole job.
+"""The collectives of audits, averagings and synchronisations: within a replica set, and over the whole job.
 
 Invariant: they use groups of their own, so they never mix with training's collectives; all ranks call in the same
 order. Payloads are sent as bytes, so any dtype passes unconverted. Results are in rank order, so every rank computes

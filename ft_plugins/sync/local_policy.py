@@ -77,6 +77,15 @@ class LocalSgdPolicy:
         """Whether replicas have equal parameters at the version point of iteration `step`."""
         return step <= self.warmup or (self.due(step) and not self.in_flight(step))
 
+    def waits_for_all(self, step: int, every: bool) -> bool:
+        """Whether all replicas wait for each other before the update of iteration `step`. `every`: versions are also
+        taken between synchronisations.
+
+        A version may be captured after that update only when every rank has passed the fence before it. A reduction of
+        gradients over all replicas ensures that, and so does a synchronisation that ends before the version point.
+        """
+        return self.reduced_over(step) is ReducedOver.LOCAL and (every or self.in_flight(step))
+
     @property
     def previous_anchor_is_needed(self) -> bool:
         """Whether a version at a synchronisation needs the parameters of the synchronisation before."""
@@ -99,15 +108,20 @@ def policy_of(config: SyncConfig, apply: AppliedAt) -> LocalSgdPolicy:
     return LocalSgdPolicy(config.policy, config.tau, config.warmup, apply, outer, penalty)
 
 
-def chosen_apply(config: SyncConfig, follows_modules: bool, has_masters: bool) -> AppliedAt:
-    """When synchronisations end. `follows_modules`: whether the host announces the forward of each module;
-    `has_masters`: whether the optimizer updates copies that forward and backward do not read.
+def wants_modules(config: SyncConfig, has_masters: bool) -> bool:
+    """Whether the host has to announce the forward of each module, if it can."""
+    return not has_masters and (config.apply == "forward" or (config.apply == "auto" and config.policy == "edit"))
+
+
+def chosen_apply(config: SyncConfig, follows_modules: bool, has_masters: bool, reason: str = "") -> AppliedAt:
+    """When synchronisations end. `follows_modules`: whether the host announces the forward of each module, and the
+    `reason` if it does not; `has_masters`: whether the optimizer updates copies that forward and backward do not read.
 
     Raises ConfigError for a choice that is impossible here."""
     if config.apply == "forward" and not follows_modules:
+        reason = "forwards read copies of fp32 master parameters" if has_masters else reason
         raise ConfigError(
-            "--sync-apply forward: the forward of each module cannot be followed here, or parameters are gathered from "
-            "shards; choose update or wait"
+            f"--sync-apply forward: {reason or 'forwards cannot be followed here'}; choose update or wait"
         )
     if config.apply != "auto":
         return AppliedAt(config.apply)

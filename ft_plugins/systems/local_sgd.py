@@ -36,7 +36,7 @@ from ..model.reduction import ReductionControl
 from ..snapshot.slots import Mark
 from ..sync.background import Background, BackgroundTask
 from ..sync.links import Links
-from ..sync.local_policy import AppliedAt, LocalSgdPolicy, chosen_apply, policy_of
+from ..sync.local_policy import AppliedAt, LocalSgdPolicy, chosen_apply, policy_of, wants_modules
 from ..sync.modules import plan_groups, plan_modules, require_replicas, synchronised
 from ..sync.penalty import NormStatistics
 from ..sync.synchronisation import Synchronisation, SynchronisationRules
@@ -68,24 +68,24 @@ class LocalSgd:
         self._members = require_replicas(items, host.rank, host.framework)
         self._modules = plan_modules(inventory, host.modules(), _BUCKET_BYTES)
         masters = any(item.role is Role.MAIN_PARAMETER for item in items)
-        apply = chosen_apply(config, follows_modules=not masters and self._follows_modules(), has_masters=masters)
+        follows, reason = self._followed(masters)
+        apply = chosen_apply(config, follows, masters, reason)
         self._policy: LocalSgdPolicy = policy_of(config, apply)
-        self._under_way: dict[str, BackgroundTask[float] | None] = {}  # modules still to be applied; None: not started
-        self._judging: BackgroundTask[Any] | None = None
-        self._round = self._at = 0  # number of synchronisations; iteration of the last one
+        self._under_way: dict[str, BackgroundTask[float] | None] = {}  # to be applied; None: not started
+        self._number = self._at = 0  # number of synchronisations; iteration of the last one
         self._waited = 0.0
         self._report: dict[str, Any] = {}
         self._background: Background | None = None
 
-    def _follows_modules(self) -> bool:
-        """Have the host announce the forward of each module, if the policy may need that."""
-        if self._config.apply != "forward" and (self._config.apply, self._config.policy) != ("auto", "edit"):
-            return False
+    def _followed(self, masters: bool) -> tuple[bool, str]:
+        """Have the host announce the forward of each module, if the policy wants that. Whether it does, else why not."""
+        if not wants_modules(self._config, masters):
+            return False, ""
         try:
             self._control.before_modules(self._before_module)
-        except UnsupportedError:
-            return False
-        return True
+        except UnsupportedError as error:
+            return False, str(error)
+        return True, ""
 
     def table(self) -> str:
         """A message on what is synchronised when, and what it costs."""
@@ -107,7 +107,8 @@ class LocalSgd:
 
     def connect(self, collective: Collective) -> None:
         """Create process groups, claim memory, take control of the reduction. Every rank of the job calls."""
-        self._control.prepare_reduction()
+        with collective.agreement():
+            self._control.prepare_reduction()
         names = [module.name for module in self._modules]
         parts = collective.gather(msgpack.packb([list(self._members), names]))
         reports = [msgpack.unpackb(part) for part in parts]
@@ -149,14 +150,14 @@ class LocalSgd:
         """Statistics of norms, and the number of synchronisations that they and the tensors contain now."""
         states = self._synchronisation.states
         statistics = {name: [one.values() for one in state.statistics] for name, state in states.items()}
-        return {"round": self._round - 1 if self._under_way else self._round, "statistics": statistics}
+        return {"number": self._number - 1 if self._under_way else self._number, "statistics": statistics}
 
     def begin(self, completed: int, state: Mapping[str, Any] | None = None, last: int | None = None) -> None:
         if last is not None:
             self._policy.require_synchronisation(last)
         states = self._synchronisation.states
         if state is not None:
-            self._round = state["round"]
+            self._number = state["number"]
             for name, values in state["statistics"].items():
                 states[name].statistics = [NormStatistics.from_values(one) for one in values]
         if state is None or not self._outer_items.has_anchors:
@@ -186,12 +187,11 @@ class LocalSgd:
             self._apply_all()
 
     def before_update(self, step: int) -> None:
-        """Apply a synchronisation that ran behind the whole iteration. Between synchronisations, if versions are taken
-        there, wait for all replicas: a capture may overwrite the oldest version only when every rank has passed the
-        fence of the version between, and no reduction of gradients guarantees that now."""
+        """Apply a synchronisation that ran behind the whole iteration; wait for the other replicas where a version
+        depends on it (`LocalSgdPolicy.waits_for_all`)."""
         if self._policy.apply is AppliedAt.UPDATE:
             self._apply_all()
-        if self._every and step - 1 > self._policy.warmup:
+        if self._policy.waits_for_all(step, self._every):
             self._peers.gather_job([float(step)])
 
     def after_update(self, step: int) -> None:
@@ -216,9 +216,9 @@ class LocalSgd:
 
     def _start(self, step: int) -> None:
         assert self._background is not None
-        self._round, self._at, self._waited = self._round + 1, step, 0.0
+        self._number, self._at, self._waited = self._number + 1, step, 0.0
         self._report = {"left_out": {}, "rolled_back": [], "clipped": {}}
-        self._judging = self._background.start(self._synchronisation.judge)
+        self._background.start(self._synchronisation.judge)  # if it fails, so do the exchanges that follow
         self._under_way = dict.fromkeys(self._order)
         at_once = self._policy.apply is not AppliedAt.FORWARD
         for place, name in enumerate(self._order):
@@ -267,7 +267,7 @@ class LocalSgd:
     def _finish(self) -> None:
         self._operations.derive()
         self._events.emit(
-            catalogue.REPLICAS_SYNCHRONISED, iteration=self._at, number=self._round, policy=self._policy.name,
+            catalogue.REPLICAS_SYNCHRONISED, iteration=self._at, number=self._number, policy=self._policy.name,
             waited_seconds=self._waited, **self._report,
         )  # fmt: skip
         self.on_complete()

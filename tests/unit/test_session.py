@@ -452,7 +452,7 @@ def test_the_ranks_of_a_lost_node_resume_on_another_one_from_parity(
     for node in three:
         until_counts(node, 4)
         told = json.loads((node.run_dir / "protection.json").read_text())
-        assert told["committed"] == told["base"] == [1, 4], "all are told what counts on any, the fresh one too"
+        assert told["committed"] == told["base"] == [1, 4], "on every node, the fresh one too"
 
 
 def test_ranks_that_moved_to_other_nodes_take_their_slots_along_even_when_one_is_lost(

@@ -373,13 +373,14 @@ def test_a_version_that_is_captured_during_a_forward_has_the_statistics_of_its_s
 
 
 def test_a_job_that_ends_at_a_synchronisation_continues_bit_for_bit(node: Node, ranks: Ranks) -> None:
-    """With apply update, the synchronisation of iteration 6 is in flight when its version is taken."""
-    for apply in ("wait", "update"):
+    """Also after an orderly end, which applies what is under way. With apply update, the synchronisation of iteration 6
+    is in flight when its version is taken."""
+    for apply, ends in (("wait", False), ("update", False), ("update", True), ("forward", True)):
         block = {"sync": {**PENALTY, "tau": 3, "apply": apply}}
         whole = ranks(_life, 2, block, 10, "adam")
         node.start()
         protected = {**block, "reft": {}, "node_name": "n"}
-        ranks(_life, 2, protected, 6, "adam", None, node.run_dir, node.fence(), False)
+        ranks(_life, 2, protected, 6, "adam", None, node.run_dir, node.fence(), ends)
         second = ranks(_life, 2, protected, 10, "adam", None, node.run_dir, node.fence())
         for rank in range(2):
             assert second[rank]["resumed"] == 6

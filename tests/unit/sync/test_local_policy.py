@@ -40,6 +40,14 @@ def test_what_auto_chooses(policy: str, masters: bool, follows: bool, chosen: Ap
     assert chosen_apply(SyncConfig.model_validate({"policy": policy}), follows, masters) is chosen
 
 
+def test_replicas_wait_for_each_other_where_no_reduction_makes_them() -> None:
+    """Also in the first local iteration: the version after it may replace one that another rank still needs."""
+    wait, update = (policy_of(SyncConfig(tau=4, warmup=2), apply) for apply in (AppliedAt.WAIT, AppliedAt.UPDATE))
+    assert [step for step in range(1, 9) if wait.waits_for_all(step, every=True)] == [3, 4, 5, 6, 7, 8]
+    assert not any(wait.waits_for_all(step, every=False) for step in range(1, 9))
+    assert [step for step in range(1, 9) if update.waits_for_all(step, every=False)] == [4, 8]
+
+
 def test_forward_is_refused_where_modules_cannot_be_followed() -> None:
     with pytest.raises(ConfigError, match="--sync-apply forward: .* choose update or wait"):
         chosen_apply(SyncConfig(apply="forward"), follows_modules=False, has_masters=True)
