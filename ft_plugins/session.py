@@ -70,10 +70,8 @@ class Session:
     def _start_synchronizer(self) -> None:
         """Start PAFT or local SGD on every rank or on none. Raises what it raises, on all ranks."""
         require_one_job(self._host, self._config, self._collective)
-        sync: Synchronizer | None = None
         with self._collective.agreement():
             sync = synchronizer_of(self._host, self._config, self._events)
-        assert sync is not None
         sync.connect(self._collective)
         sync.on_complete = self._capture_deferred
         self._sync = self._carrying.synchronizer = sync
@@ -198,10 +196,8 @@ class Session:
 
     def _version_point(self, step: int) -> None:
         if self._reft is not None:
-            if self._sync is not None and self._sync.defers(step):
-                self._guarded(lambda reft: self._defer(reft, step))
-            else:
-                self._guarded(lambda reft: reft.iteration_end(step))
+            defers = self._sync is not None and self._sync.defers(step)
+            self._guarded(lambda reft: self._defer(reft, step) if defers else reft.iteration_end(step))
             return
         if self._degraded is not None:
             self._degraded.record_completed(step)

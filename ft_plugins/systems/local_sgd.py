@@ -78,7 +78,7 @@ class LocalSgd:
         self._background: Background | None = None
 
     def _followed(self, masters: bool) -> tuple[bool, str]:
-        """Have the host announce the forward of each module, if the policy wants that. Whether it does, else why not."""
+        """Have the host announce the forward of each module, if the policy wants that. Whether it does, else why."""
         if not wants_modules(self._config, masters):
             return False, ""
         try:
