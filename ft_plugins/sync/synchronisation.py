@@ -96,8 +96,9 @@ class Synchronisation:
 
     # ---- collectives ----
 
-    def judge(self) -> None:
-        """Compare the changes of all replicas, module by module, if there is a penalty. A collective of all ranks."""
+    def judge(self, factors: Sequence[float] | None = None) -> None:
+        """Compare the changes of all replicas, module by module, if there is a penalty. A collective of all ranks.
+        `factors`: a further factor of each replica's weight, if there is a penalty."""
         penalty, names, live = self._rules.penalty, self._groups.modules, self._tensors()
         if penalty is None or not self._modules:
             return
@@ -113,7 +114,7 @@ class Synchronisation:
         norms = self._links.all_gather(members, total.sqrt()).cpu()
         for name in self._modules:
             column = norms[:, names.index(name)].tolist()
-            self._judgements[name] = judge(column, self.states[name].statistics, penalty)
+            self._judgements[name] = judge(column, self.states[name].statistics, penalty, factors)
 
     def exchange(self, name: str) -> float:
         """Combine the values of all replicas of one module into its target. Returns the factor by which its change is
