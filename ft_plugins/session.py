@@ -90,9 +90,9 @@ class Session:
     def resume(self, loaded: int = 0, last: int | None = None) -> int:
         """Restore all state. Returns the last completed iteration, `loaded` if nothing newer exists.
 
-        `loaded` is the iteration of the framework's own checkpoint, 0 for none. `last` is the iteration at which
-        training ends, if known: if it is reached already, data position and RNG are restored at once. May be called
-        again when the framework has loaded a checkpoint. Raises ResumeError if what was asked for is missing.
+        `loaded` is the iteration of the framework's own checkpoint, 0 for none; `last` that at which training ends, if
+        known: if it is reached, data position and RNG are restored at once. May be called again when the framework has
+        loaded a checkpoint. Raises ResumeError if what was asked for is missing, ConfigError if `last` makes no sense.
         """
         self._carrying.restored_state = None
         done = self._restore(loaded)
@@ -137,8 +137,7 @@ class Session:
         replicas train at their own pace, until they have done the work of `last` iterations of each.
 
         The version point is the end of the loop's body. `loaded` as in `resume`. After the last iteration protection
-        ends in order; an iteration left by `break` or an exception is not captured. Raises what `resume` and the hooks
-        raise.
+        ends in order; an iteration left by `break` or an exception is not captured. Raises what the hooks raise.
         """
         step = self.resume(loaded, last)
         while self._continues(step, last):
@@ -173,8 +172,7 @@ class Session:
             self._guarded(lambda reft: reft.before_update(step))
         if (sync := self._sync) is not None:
             self._synchronize(sync, lambda sync: sync.before_update(step))
-            if self._reft is not None and (version := self._version(step - 1)):
-                # it is sealed, and its verdict is known
+            if self._reft is not None and (version := self._version(step - 1)):  # it is sealed, its verdict known
                 self._guarded(lambda reft: reft.mark(version, sync.mark(step - 1)))
 
     def _wait_for_capture(self) -> None:
@@ -207,9 +205,9 @@ class Session:
     def _version_point(self, step: int) -> None:
         version = self._version(step)
         if self._reft is not None:
-            defers = self._sync is not None and self._sync.defers(step)
+            later = self._sync is not None and self._sync.defers(step)
             if version:
-                self._guarded(lambda reft: self._defer(reft, version) if defers else reft.iteration_end(version))
+                self._guarded(lambda reft: self._defer(reft, version) if later else reft.iteration_end(version))
             return
         if self._degraded is not None and version:
             self._degraded.record_completed(version)

@@ -226,8 +226,8 @@ class SyncConfig(SystemConfig):
     policy: Literal["post_local_sgd", "diloco", "edit", "a_edit"] = Field(
         "edit",
         description="how replicas are synchronised: their mean (post_local_sgd); the mean, through an outer optimizer "
-        "(diloco); the mean of what passes EDiT's penalty, through an outer optimizer (edit); or the same after a time, "
-        "in which each replica makes as many iterations as it can (a_edit; own training loops only)",
+        "(diloco); the mean of what passes EDiT's penalty, through an outer optimizer (edit); or the same by time, "
+        "each replica making as many iterations as it can (a_edit; in a training loop of your own only)",
         json_schema_extra=more(switches=True),
     )
     tau: int = Field(

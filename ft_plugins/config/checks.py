@@ -118,13 +118,13 @@ def _require_clocked(config: Config, spell: Spell) -> None:
     assert config.sync is not None
     if config.sync.apply == "update":
         raise ConfigError(
-            f"{spell(('sync', 'apply'))}: update is impossible with a_edit, whose replicas are in different iterations; "
-            "choose forward or wait"
+            f"{spell(('sync', 'apply'))}: update is impossible with a_edit, whose replicas are in different "
+            "iterations; choose forward or wait"
         )
     if config.reft is not None and config.reft.versions == "every":
         raise ConfigError(
-            f"{spell(('reft', 'versions'))}: every is impossible with a_edit: between synchronisations its replicas are "
-            "in different iterations, so no version could hold all of them; drop it"
+            f"{spell(('reft', 'versions'))}: every is impossible with a_edit: between synchronisations its replicas "
+            "are in different iterations, so no version could hold all of them; drop it"
         )
 
 

@@ -81,8 +81,8 @@ class DeepSpeedReduction:
     def require_own_pace(self) -> None:
         """DeepSpeed couples replicas: always raises."""
         raise UnsupportedError(
-            "--sync-policy a_edit is not supported with DeepSpeed, which lets replicas agree in each iteration (the loss "
-            "of a pipeline, overflows, the norm for clipping in fp32) and counts one iteration for all: choose "
+            "--sync-policy a_edit is not supported with DeepSpeed, whose replicas agree in each iteration (the loss "
+            "of a pipeline, overflows, the norm for clipping in fp32) and have one iteration in common: choose "
             "--sync-policy edit, or a loop of plain torch with fully_shard"
         )
 

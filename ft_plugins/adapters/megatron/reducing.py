@@ -257,9 +257,9 @@ class MegatronReduction(StateItems):
     def require_own_pace(self) -> None:
         """Megatron-LM couples replicas: always raises."""
         raise UnsupportedError(
-            "--sync-policy a_edit is not supported with Megatron, which lets replicas agree in each iteration (the logged "
-            "loss, timers, exit conditions) and counts one iteration for all (data, learning rate, evaluations): choose "
-            "--sync-policy edit, or a loop of plain torch with fully_shard"
+            "--sync-policy a_edit is not supported with Megatron, whose replicas agree in each iteration (the logged "
+            "loss, timers, exit conditions) and have one iteration in common (data, learning rate, evaluations): "
+            "choose --sync-policy edit, or a loop of plain torch with fully_shard"
         )
 
     def before_modules(self, call: Callable[[str], None]) -> None:
