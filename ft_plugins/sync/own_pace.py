@@ -8,7 +8,7 @@ The paper has each replica wait at the end of its period. Here it waits only for
 last replica becomes ready.
 
 Invariant: a replica joins every synchronisation once, in order, because it announces each of them once and joins only
-when all replicas have announced it. Nobody waits for longer than the longest iteration of a replica. So there is no
+when all replicas have announced it. None waits for longer than the longest iteration of another one. So there is no
 deadlock as long as every replica goes on training.
 
 In: a clock, the announcements of the other replicas. Out: whether a replica joins; the next period; shares of the work.
@@ -34,18 +34,18 @@ class Readiness(Protocol):
 
 
 @dataclass(frozen=True)
-class Progress:
+class WorkDone:
     """What all replicas have done, equal on all ranks. `steps`: iterations of each replica since the start of training;
     `number`: of synchronisations."""
 
     number: int
     steps: tuple[int, ...]
 
-    def after(self, steps: Sequence[int]) -> Progress:
+    def after(self, steps: Sequence[int]) -> WorkDone:
         """With one more synchronisation, at which replicas have made `steps` iterations."""
-        return Progress(self.number + 1, tuple(steps))
+        return WorkDone(self.number + 1, tuple(steps))
 
-    def since(self, before: Progress) -> tuple[int, ...]:
+    def since(self, before: WorkDone) -> tuple[int, ...]:
         """Iterations of each replica since `before`."""
         return tuple(now - then for now, then in zip(self.steps, before.steps, strict=True))
 
@@ -54,7 +54,7 @@ class Progress:
         return sum(self.steps) >= last * len(self.steps)
 
 
-def next_period(seconds: float, progress: Progress, done: Sequence[int], elapsed: float, last: int) -> float:
+def next_period(seconds: float, progress: WorkDone, done: Sequence[int], elapsed: float, last: int) -> float:
     """How long replicas train until the next synchronisation: `seconds`, or less if the work that is left needs less at
     the speed of the last period, in which they made `done` iterations in `elapsed` seconds."""
     left = last * len(progress.steps) - sum(progress.steps)

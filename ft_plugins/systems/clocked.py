@@ -8,7 +8,7 @@ The first rank of each replica keeps its time, announces that it is ready, and l
 the replica get its decision from it after every iteration, so all of them join at the same one. That costs a gather of
 one number in the replica, between processors; nothing between replicas.
 
-Invariant: `Progress` is equal on all ranks of the job after each synchronisation, so all of them end at the same one.
+Invariant: `WorkDone` is equal on all ranks of the job after each synchronisation, so all of them end at the same one.
 
 In: links between the first ranks, within the replica, within the sync group. Out: answers to LocalSgd; events' fields.
 """
@@ -24,7 +24,7 @@ from ..errors import ConfigError
 from ..sync.background import Background, BackgroundTask
 from ..sync.links import Links
 from ..sync.local_policy import LocalSgdPolicy
-from ..sync.own_pace import Progress, Timekeeper, next_period
+from ..sync.own_pace import Timekeeper, WorkDone, next_period
 
 _GRACE_SECONDS = 0.02  # for which the last replica that is ready waits for the answer that all are
 
@@ -61,7 +61,7 @@ class ClockedReplica:
         self._last = 0  # iterations asked for, of each replica on average
         self._base = 0  # versions before the first synchronisation
         self._at = 0  # this replica's iteration at the last synchronisation, or at the start
-        self._progress = Progress(0, ())
+        self._progress = WorkDone(0, ())
         self.done: tuple[int, ...] = ()  # iterations of each replica in the period before the last synchronisation
 
     # ---- resume ----
@@ -78,9 +78,9 @@ class ClockedReplica:
             )
         self._last = last
         if state is None:
-            self._progress = Progress(0, (version,) * members)
+            self._progress = WorkDone(0, (version,) * members)
         else:
-            self._progress = Progress(state["number"], tuple(state["steps"]))
+            self._progress = WorkDone(state["number"], tuple(state["steps"]))
         self._base = max(self._warmup, version - self._progress.number)
         self._at = self._progress.steps[self._place]
         if self._keeper is not None:
@@ -104,7 +104,7 @@ class ClockedReplica:
     def warmed_up(self, step: int) -> None:
         """Iteration `step` was the last one of the warm-up: the first period begins."""
         self._at = step
-        self._progress = Progress(0, (step,) * len(self._progress.steps))
+        self._progress = WorkDone(0, (step,) * len(self._progress.steps))
         if self._keeper is not None:
             self._keeper.begin(self._seconds)
 

@@ -31,13 +31,6 @@ POLICY = {"policy": "a_edit", "seconds": SECONDS, "warmup": WARMUP, "penalty": F
 PROTECTED = {"reft": {}, "sync": {**POLICY, "apply": "forward"}, "node_name": "n"}
 
 
-class OwnPace(local.ReducedHost):
-    """Nothing couples its replicas in an iteration."""
-
-    def require_own_pace(self) -> None:
-        pass
-
-
 def _context(rank: int, world: int, run_dir: Path | None, token: int) -> LaunchContext:
     return LaunchContext(None, run_dir, token, None, rank, rank, world, world, 0, 0)
 
@@ -48,7 +41,6 @@ def life(
 ) -> dict[str, Any]:  # fmt: skip
     """One incarnation. `ends_in`: a number of synchronisations after which it is left in mid-period."""
     training = local.LocalTraining(rank, world, kind)
-    training.host.__class__ = OwnPace
     completed = {"completed": 0}
     training.host._get_state, training.host._set_state = lambda: dict(completed), completed.update
     events: list[dict[str, Any]] = []
@@ -138,7 +130,6 @@ def test_weights_by_tokens_are_the_shares_of_the_iterations(ranks: Ranks) -> Non
 def _weighted(rank: int, world: int, block: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
     """Parameters before and after the first synchronisation."""
     training = local.LocalTraining(rank, world)
-    training.host.__class__ = OwnPace
     events: list[Any] = []
     session = attach(training.host, Config.from_json(block), _context(rank, world, None, 0))
     session._events.subscribe(lambda event: events.append(event.fields))
@@ -220,14 +211,13 @@ def _refusals(rank: int, world: int) -> tuple[str, str, str]:
         lambda session: session.resume(0, 9),  # ends in the warm-up
     ):
         training = local.LocalTraining(rank, world)
-        training.host.__class__ = OwnPace
         session = attach(training.host, Config.from_json(block), _context(rank, world, None, 0))
         with pytest.raises(ConfigError) as refused:
             trial(session)
         names.append(type(refused.value).__name__)
         session.shutdown()
 
-    class Coupled(OwnPace):
+    class Coupled(local.ReducedHost):
         def require_own_pace(self) -> None:
             raise UnsupportedError("its replicas agree in each iteration")
 

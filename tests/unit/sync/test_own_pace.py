@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ft_plugins.sync.own_pace import Progress, Timekeeper, next_period
+from ft_plugins.sync.own_pace import Timekeeper, WorkDone, next_period
 
 
 @dataclass
@@ -103,9 +103,9 @@ def test_replicas_train_on_until_the_last_one_is_ready() -> None:
 
 
 def test_progress_counts_the_work_of_all_replicas() -> None:
-    one = Progress(2, (10, 4))
+    one = WorkDone(2, (10, 4))
     after = one.after([14, 6])
-    assert after == Progress(3, (14, 6)) and after.since(one) == (4, 2)
+    assert after == WorkDone(3, (14, 6)) and after.since(one) == (4, 2)
     assert after.reaches(10) and not after.reaches(11)
 
 
@@ -121,8 +121,8 @@ def test_progress_counts_the_work_of_all_replicas() -> None:
 def test_the_last_period_is_as_long_as_the_work_that_is_left(
     done: tuple[int, ...], elapsed: float, expected: float
 ) -> None:
-    assert next_period(20.0, Progress(1, (100, 100)), done, elapsed, 150) == pytest.approx(expected)
+    assert next_period(20.0, WorkDone(1, (100, 100)), done, elapsed, 150) == pytest.approx(expected)
 
 
 def test_no_work_left_is_no_negative_period() -> None:
-    assert next_period(20.0, Progress(1, (100, 100)), (10, 10), 10.0, 90) == 0.0
+    assert next_period(20.0, WorkDone(1, (100, 100)), (10, 10), 10.0, 90) == 0.0
