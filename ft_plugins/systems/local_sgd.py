@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from ..collective import Collective
 from ..config import SyncConfig
-from ..errors import UnsupportedError
+from ..errors import ConfigError, UnsupportedError
 from ..events import Events, catalogue
 from ..model.host import Host, ReplicaOperations
 from ..model.inventory import Item, Role
@@ -109,6 +109,7 @@ class LocalSgd:
         """Create process groups, claim memory, take control of the reduction. Every rank of the job calls."""
         with collective.agreement():
             self._control.prepare_reduction()
+            self._require_shard_ranks()
         names = [module.name for module in self._modules]
         parts = collective.gather(msgpack.packb([list(self._members), names]))
         reports = [msgpack.unpackb(part) for part in parts]
@@ -126,6 +127,15 @@ class LocalSgd:
         self._synchronisation = Synchronisation(self._modules, plan, links, replica, live, rules, self._config.offload)
         captures_anchors = self._every or self._policy.previous_anchor_is_needed
         self._outer_items = OuterItems(self._modules, self._synchronisation.states, captures_anchors)
+
+    def _require_shard_ranks(self) -> None:
+        """Raises ConfigError if a replica shards over another number of ranks than configured."""
+        ranks, configured = self._control.shard_group(), self._config.shard_ranks
+        if configured not in (None, len(ranks)):
+            raise ConfigError(
+                f"--sync-shard-ranks {configured}: expected {len(ranks)}, because rank {self._host.rank} shares its "
+                f"gradients with ranks {list(ranks)} in every iteration; change one of the two, or drop this flag"
+            )
 
     # ---- state that a snapshot carries ----
 
