@@ -140,7 +140,7 @@ class FsdpReduction(ModuleCalls):
             if trained and not any(_all_reduce_hook(group) for group in unit.groups):
                 raise ConfigError(
                     f"rank {self._rank}: fully_shard was given one dimension of the mesh, so that gradients are not "
-                    f"averaged over the replicas on ranks {list(layout.replicas)}, and their snapshots, which they share, "
+                    f"averaged over the replicas on ranks {list(layout.replicas)}, and snapshots, which they share, "
                     "would mix them: give fully_shard the whole mesh (HSDP), or switch local SGD on (--sync-policy); a "
                     "script that averages gradients itself does so in set_all_reduce_hook"
                 )

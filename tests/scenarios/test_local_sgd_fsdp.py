@@ -143,7 +143,9 @@ def parameters(run: FsdpRun, rank: int) -> dict[str, object]:
     return {name: digest for name, digest in state["items"].items() if ":" not in name}
 
 
-@pytest.mark.parametrize("argv", [("--shards", "2"), ("--shards", "4", "--bf16", "--untied")], ids=["hybrid", "sharded"])
+@pytest.mark.parametrize(
+    "argv", [("--shards", "2"), ("--shards", "4", "--bf16", "--untied")], ids=["hybrid", "sharded"]
+)
 def test_reft_alone_protects_a_job_that_is_killed_around_an_update(
     fsdp_server: ForkServer, jobs: Spec, tmp_path: Path, argv: tuple[str, ...]
 ) -> None:
@@ -163,8 +165,8 @@ def test_a_node_that_is_lost_in_a_synchronisation_is_rebuilt_from_parity(
     fsdp_server: ForkServer, golden: Golden, jobs: Spec, tmp_path: Path, nodes: int
 ) -> None:
     """Each replica on a node of its own, or each shard. RAIM5, version at a synchronisation: parameters and outer
-    momentum have a replica elsewhere, the inner optimizer's state has none. The ranks of the node stop in the outer step
-    of iteration 6, in the forward of 7; then it is destroyed."""
+    momentum have a replica elsewhere, the inner optimizer's state has none. The ranks of the node stop in the outer
+    step of iteration 6, in the forward of 7; then it is destroyed."""
     argv, flags = CONFIGURATIONS[FORWARD]
     whole, expected = golden(FORWARD)
     run = FsdpRun("lost", tmp_path, argv, ("--reft", "--reft-redundancy", "raim5", *flags, DETECT, "15"))

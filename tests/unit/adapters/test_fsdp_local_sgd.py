@@ -193,6 +193,10 @@ def simulated(rank: int, world: int, cases: list[Case]) -> list[Any]:
     return [Simulation(case).run() for case in cases]
 
 
+def flat(arrays: Arrays, names: list[str]) -> np.ndarray:
+    return np.concatenate([arrays[name].reshape(-1) for name in names])
+
+
 class Simulation:
     """All replicas in one process."""
 
@@ -262,8 +266,8 @@ class Simulation:
         for name in self.anchors:
             modules.setdefault(module_of(name), []).append(name)
         for module, names in modules.items():
-            anchor = np.concatenate([self.anchors[name].detach().numpy().reshape(-1) for name in names])
-            values = np.stack([np.concatenate([self.arrays(r)[n].reshape(-1) for n in names]) for r in range(self.size)])
+            anchor = flat({name: one.detach().numpy() for name, one in self.anchors.items()}, names)
+            values = np.stack([flat(self.arrays(replica), names) for replica in range(self.size)])
             if "clip" in self.case.keys:
                 target = self.penalised(step, module, values.astype(np.float64), anchor.astype(np.float64))
             else:
