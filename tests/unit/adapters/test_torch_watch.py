@@ -144,3 +144,19 @@ def test_gradients_of_zero_are_there_again() -> None:
         iterate(second, step)
     for name, tensor in golden.host.tensors().items():
         assert torch.equal(second.host.tensors()[name], tensor), name
+
+
+def test_a_synchronizer_that_writes_in_the_update_of_an_iteration_without_a_snapshot_is_no_change() -> None:
+    """As local SGD with apply update does, where nothing is captured between two synchronisations."""
+    small = Small()
+    before = small.session.before_update
+
+    def synchronised(step: int) -> None:
+        before(step)
+        small.host.derive()
+
+    small.session.before_update = synchronised  # type: ignore[method-assign]
+    for _ in small.session.iterations(4):
+        small.backward()
+        small.optimizer.step()
+        small.optimizer.zero_grad()
