@@ -20,6 +20,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import msgpack
@@ -35,6 +37,7 @@ from ..model.inventory import Item, Role
 from ..model.reduction import ReductionControl
 from ..snapshot.slots import Mark
 from ..sync.background import Background, BackgroundTask
+from ..sync.late_peers import PeerWait
 from ..sync.links import Links
 from ..sync.local_policy import AppliedAt, LocalSgdPolicy, chosen_apply, policy_of, wants_modules
 from ..sync.modules import plan_groups, plan_modules, require_replicas, synchronised
@@ -119,7 +122,9 @@ class LocalSgd:
         device = next((tensor.device for tensor in live().values()), torch.device("cpu"))
         self._background = Background(device)
         self._order, self._spanning = plan.order, plan.spanning
-        made = {ranks: dist.new_group(list(ranks)) for ranks in groups.all()}
+        self._wait = PeerWait(self._host.rank, self._members, plan.replica, self._config.timeout)
+        timeout = timedelta(seconds=self._config.timeout)
+        made = {ranks: dist.new_group(list(ranks), timeout=timeout) for ranks in groups.all()}
         links = self._peers = Links(self._host.rank, made, made.get(self._members), device)
         replica = Links(self._host.rank, made, made.get(plan.replica), device)
         rules = SynchronisationRules(self._policy.outer, self._policy.penalty)
@@ -192,7 +197,7 @@ class LocalSgd:
         if self._policy.apply is AppliedAt.UPDATE:
             self._apply_all()
         if self._policy.waits_for_all(step, self._every):
-            self._peers.gather_job([float(step)])
+            self._wait.within(step, "the update", lambda: self._peers.gather_job([float(step)]))
 
     def after_update(self, step: int) -> None:
         """Start a synchronisation if one is due; choose over which replicas the next iteration reduces."""
@@ -218,7 +223,8 @@ class LocalSgd:
         assert self._background is not None
         self._number, self._at, self._waited = self._number + 1, step, 0.0
         self._report = {"left_out": {}, "rolled_back": [], "clipped": {}}
-        self._background.start(self._synchronisation.judge)  # if it fails, so do the exchanges that follow
+        judge = self._synchronisation.judge  # if it fails, so do the exchanges that follow
+        self._background.start(partial(self._wait.within, step, "the comparison of replicas", judge))
         self._under_way = dict.fromkeys(self._order)
         at_once = self._policy.apply is not AppliedAt.FORWARD
         for place, name in enumerate(self._order):
@@ -229,7 +235,9 @@ class LocalSgd:
         """Start the exchange of a module, unless it is started."""
         assert self._background is not None
         if self._under_way.get(name, True) is None:
-            self._under_way[name] = self._background.start(lambda: self._synchronisation.exchange(name))
+            exchange = partial(self._synchronisation.exchange, name)
+            work = partial(self._wait.within, self._at, f"module '{name}'", exchange)
+            self._under_way[name] = self._background.start(work)
 
     def _before_module(self, name: str) -> None:
         """The forward of a module is about to begin."""
@@ -266,8 +274,13 @@ class LocalSgd:
 
     def _finish(self) -> None:
         self._operations.derive()
+        nonfinite = self._synchronisation.nonfinite
         self._events.emit(
             catalogue.REPLICAS_SYNCHRONISED, iteration=self._at, number=self._number, policy=self._policy.name,
-            waited_seconds=self._waited, **self._report,
+            waited_seconds=self._waited, **self._report, nonfinite=nonfinite,
         )  # fmt: skip
+        if nonfinite:
+            ranks = ", ".join(map(str, sorted({rank for those in nonfinite.values() for rank in those})))
+            reason = f"non-finite parameters on ranks {ranks} after iteration {self._at}, in {', '.join(nonfinite)}"
+            self._events.emit(catalogue.NONFINITE_DETECTED, iteration=self._at, ranks=ranks, reason=reason)
         self.on_complete()
