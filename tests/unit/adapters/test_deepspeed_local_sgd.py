@@ -41,23 +41,35 @@ class Case(NamedTuple):
     stage: int
     keys: dict[str, Any]
     apply: str
+    dtype: str = "fp32"
+    accumulate: str = ""
     wrong: str = ""
 
     @property
     def mode(self) -> Any:
-        return reduced.Mode(self.stage, "fp32", WORLD // REPLICAS // max(self.pp, 1), True, pp=self.pp)
+        inner = WORLD // REPLICAS // max(self.pp, 1)
+        return reduced.Mode(self.stage, self.dtype, inner, True, self.accumulate, pp=self.pp)
 
 
 CASES = {
     "pipeline, edit, forward": Case(2, 0, EDIT, "forward"),
     "pipeline, post local sgd, wait": Case(2, 0, POST, "wait"),
+    "pipeline, zero1, edit, update": Case(2, 1, EDIT, "update"),
+    "pipeline, bf16, edit, update": Case(2, 0, EDIT, "update", "bf16", "bf16"),
+    "engine, edit, forward": Case(0, 0, EDIT, "forward"),
+    "engine, bf16, edit, update": Case(0, 0, EDIT, "update", "bf16", "bf16"),
+    "zero1, post local sgd, wait": Case(0, 1, POST, "wait"),
+    "zero1, bf16, edit, update": Case(0, 1, EDIT, "update", "bf16", "fp32"),
     "zero2, edit, update": Case(0, 2, EDIT, "update"),
     "zero2, edit, wait": Case(0, 2, EDIT, "wait"),
+    "zero3, edit, update": Case(0, 3, EDIT, "update"),
+    "zero3, post local sgd, wait": Case(0, 3, POST, "wait"),
 }
 WRONG = {
-    "divided by another size": Case(2, 0, EDIT, "forward", "divided"),
-    "a parameter left out": Case(2, 0, EDIT, "forward", "left out"),
-    "gradients over all replicas": Case(0, 2, EDIT, "wait", "gradients"),
+    "divided by another size": Case(2, 0, EDIT, "forward", wrong="divided"),
+    "a parameter left out": Case(2, 0, EDIT, "forward", wrong="left out"),
+    "gradients over all replicas": Case(0, 2, EDIT, "wait", wrong="gradients"),
+    "gradients of a tied embedding skipped": Case(2, 0, EDIT, "forward", wrong="tied"),
 }
 
 
@@ -66,7 +78,7 @@ WRONG = {
 
 def trained(rank: int, world: int, cases: list[Case], folder: str) -> list[Any]:
     """Parameters after each iteration, and at the end, of a session whose keys are in DeepSpeed's configuration alone:
-    a dictionary for pipelines, a file for ZeRO, whose engine is built over `shard_ranks`."""
+    a dictionary, or a file where the engine is built over `shard_ranks`."""
     reduced.start(rank, world)
     return [_trained(rank, world, case, folder) for case in cases]
 
@@ -81,7 +93,7 @@ def _trained(rank: int, world: int, case: Case, folder: str) -> Any:
     model, optimizer = _seeded(mode, stage, place)
     sync = {**case.keys, "tau": TAU, "apply": case.apply, "shard_ranks": mode.inner}
     config: Any = {**reduced.configuration(mode), "ft_plugins": {"sync": sync}}
-    if case.stage:
+    if case.stage or case.dtype != "fp32":
         path = Path(tempfile.mkstemp(suffix=".json", dir=folder)[1])
         path.write_text(json.dumps(config))
         config = str(path)
@@ -93,7 +105,7 @@ def _trained(rank: int, world: int, case: Case, folder: str) -> Any:
         after = []
         for step in range(1, STEPS + 1):
             reduced.weight[0] = reduced.WEIGHTS[step % 2]
-            reduced.train_once(engine, reduced.batches(place, step, torch.float32))
+            reduced.train_once(engine, reduced.batches(place, step, next(engine.module.parameters()).dtype))
             after.append(reduced.parameters(engine))
         hooks.finish()
     return after, reduced.parameters(engine)
@@ -113,6 +125,10 @@ def _break(patch: pytest.MonkeyPatch, wrong: str) -> None:
         patch.setattr(local_sgd, "plan_modules", lambda *given: plan(*given)[:-1])
     elif wrong == "gradients":
         patch.setattr(local_sgd.LocalSgdPolicy, "reduced_over", lambda policy, step: over(policy, 0))
+    elif wrong == "tied":
+        from deepspeed.pipe import PipelineModule
+
+        patch.setattr(PipelineModule, "get_tied_weights_and_groups", lambda module: [])
 
 
 # ---- the reference ----
@@ -161,7 +177,7 @@ class Simulated:
                 if self._case.apply == "forward":
                     self._write(self._hosts[replica])
                 place = self._place + replica * self._case.mode.inner
-                reduced.train_once(engine, reduced.batches(place, step, torch.float32))
+                reduced.train_once(engine, reduced.batches(place, step, next(engine.module.parameters()).dtype))
             if step % TAU == 0:
                 self._combine()
             for replica, engine in enumerate(self._engines):
