@@ -289,7 +289,7 @@ class SyncConfig(SystemConfig):
     )
     timeout: float = Field(
         1800.0,
-        gt=0,
+        ge=1,
         description="how long a rank waits for another replica in a synchronisation before it ends, so that the job "
         "restarts; a replica may lawfully be late by as much as it is slower over tau iterations",
         json_schema_extra=more("seconds"),

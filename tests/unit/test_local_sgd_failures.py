@@ -183,5 +183,5 @@ def test_another_error_passes_unchanged() -> None:
 def test_the_time_to_wait_is_a_key() -> None:
     config, _ = Config.from_flags(["--sync", "--sync-timeout", "60"])
     assert config.sync is not None and config.sync.timeout == 60 and Config.from_json({"sync": {}}).sync.timeout == 1800  # type: ignore[union-attr]
-    with pytest.raises(ConfigError, match="sync.timeout: expected a number > 0"):
+    with pytest.raises(ConfigError, match="sync.timeout: expected a number >= 1"):
         Config.from_json({"sync": {"timeout": 0}})

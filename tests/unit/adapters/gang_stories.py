@@ -34,11 +34,11 @@ def stories(*files: str) -> list[Any]:
     ]
 
 
-def selected(items: Sequence[Any], path: Path) -> dict[str, str | None]:
+def selected(items: Sequence[Any], path: Path, seconds: float = SECONDS) -> dict[str, str | None]:
     """The outcomes of the stories that tests of the file `path` name, among all tests of the session."""
     names = list(dict.fromkeys(item.callspec.params["name"] for item in items if item.path == path))
     command = [sys.executable, str(Path(__file__)), *names]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, str | None] = json.loads(done.stdout.splitlines()[-1])
     return found

@@ -8,9 +8,11 @@ are bit for bit.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -53,17 +55,19 @@ class Case(NamedTuple):
 
 CASES = {
     "pipeline, edit, forward": Case(2, 0, EDIT, "forward"),
-    "pipeline, post local sgd, wait": Case(2, 0, POST, "wait"),
     "pipeline, zero1, edit, update": Case(2, 1, EDIT, "update"),
-    "pipeline, bf16, edit, update": Case(2, 0, EDIT, "update", "bf16", "bf16"),
     "engine, edit, forward": Case(0, 0, EDIT, "forward"),
     "engine, bf16, edit, update": Case(0, 0, EDIT, "update", "bf16", "bf16"),
+    "zero2, edit, wait": Case(0, 2, EDIT, "wait"),
+    "zero3, post local sgd, wait": Case(0, 3, POST, "wait"),
+}
+MORE = {
+    "pipeline, post local sgd, wait": Case(2, 0, POST, "wait"),
+    "pipeline, bf16, edit, update": Case(2, 0, EDIT, "update", "bf16", "bf16"),
     "zero1, post local sgd, wait": Case(0, 1, POST, "wait"),
     "zero1, bf16, edit, update": Case(0, 1, EDIT, "update", "bf16", "fp32"),
     "zero2, edit, update": Case(0, 2, EDIT, "update"),
-    "zero2, edit, wait": Case(0, 2, EDIT, "wait"),
     "zero3, edit, update": Case(0, 3, EDIT, "update"),
-    "zero3, post local sgd, wait": Case(0, 3, POST, "wait"),
 }
 WRONG = {
     "divided by another size": Case(2, 0, EDIT, "forward", wrong="divided"),
@@ -219,16 +223,28 @@ def by_case(function: Any, world: int, cases: dict[str, Case], *more: Any) -> di
     return results  # type: ignore[return-value]
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """By case, the results of all ranks."""
-    return by_case(trained, WORLD, CASES | WRONG, str(tmp_path_factory.mktemp("ds")))
+Results = dict[str, tuple[list[Any], list[Any]]]
 
 
 @pytest.fixture(scope="module")
-def expected() -> dict[str, list[Any]]:
-    """By case, the results of all ranks of one replica, by replica."""
-    return by_case(simulated, WORLD // REPLICAS, CASES)
+def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Results]:
+    """By case of the tier to which a name belongs: the results of all ranks of the job, and by rank of one replica
+    those of all replicas. Each tier is run once."""
+    folder = str(tmp_path_factory.mktemp("ds"))
+
+    @functools.cache
+    def run(more: bool) -> Results:
+        cases = MORE if more else CASES
+        found = by_case(trained, WORLD, cases if more else cases | WRONG, folder)
+        expected = by_case(simulated, WORLD // REPLICAS, cases)
+        return {name: (one, expected[name if name in cases else right(name)]) for name, one in found.items()}
+
+    return lambda name: run(name in MORE)
+
+
+def right(name: str) -> str:
+    """The case of which `name` is a wrong variant."""
+    return next(each for each, one in CASES.items() if one == WRONG[name]._replace(wrong=""))
 
 
 def of_rank(expected: list[Any], rank: int, case: Case) -> Any:
@@ -250,19 +266,16 @@ def first_difference(found: list[Any], expected: list[Any], case: Case) -> tuple
     return None
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_job_equals_its_replicas_simulated_one_after_another(
-    found: dict[str, list[Any]], expected: dict[str, list[Any]], name: str
-) -> None:
-    case = CASES[name]
-    assert first_difference(found[name], expected[name], case) is None
-    local = [after[TAU - 2] for after, _ in found[name]]  # after the first iteration
+@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.all_configurations) for name in MORE)])
+def test_a_job_equals_its_replicas_simulated_one_after_another(results: Callable[[str], Results], name: str) -> None:
+    case, (found, expected) = (CASES | MORE)[name], results(name)[name]
+    assert first_difference(found, expected, case) is None
+    local = [after[TAU - 2] for after, _ in found]  # after the first iteration
     assert not reduced.equal(local[0], local[case.mode.inner]), "replicas have data of their own"
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_reduction_is_seen(found: dict[str, list[Any]], expected: dict[str, list[Any]], name: str) -> None:
-    case = WRONG[name]
-    right = next(each for each, one in CASES.items() if one == case._replace(wrong=""))
-    difference = first_difference(found[name], expected[right], case)
+def test_a_wrong_reduction_is_seen(results: Callable[[str], Results], name: str) -> None:
+    found, expected = results(name)[name]
+    difference = first_difference(found, expected, WRONG[name])
     assert difference is not None and difference[0] <= TAU + 1, "at the first synchronisation at the latest"

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="needs the
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest) -> dict[str, str | None]:
     """The traceback of each story that was selected, None if it held."""
-    return gang_stories.selected(request.session.items, Path(__file__))  # type: ignore[no-any-return]
+    return gang_stories.selected(request.session.items, Path(__file__), 500)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("name", gang_stories.stories("megatron_local_sgd_stories"))
