@@ -415,14 +415,16 @@ REPLICAS_SYNCHRONISED = EventType(
     "replicas.synchronised", NOTICE, "Replicas that had trained on their own were synchronised (local SGD).",
     iteration=_ITERATION, number=Field("int", "number of the synchronisation, from 1"),
     policy=Field("str", "policy of local SGD"), waited_seconds=Field("float", "time for which training waited", "s"),
-    left_out=Field("dict", "replicas that the penalty left out, by module"),
-    rolled_back=Field("list", "modules that went back to the last synchronisation: all replicas were outliers"),
+    left_out=Field("dict", "replicas that were left out, as outliers or non-finite, by module"),
+    rolled_back=Field("list", "modules that went back to the last synchronisation: all replicas were left out"),
     clipped=Field("dict", "factor by which the mean change was scaled down, by module"),
     iterations=Field("list", "those of each replica since the last synchronisation (a_edit)", optional=True),
+    nonfinite=Field("dict", "ranks whose parameters were infinite or NaN, by module"),
 )  # fmt: skip
 NONFINITE_DETECTED = EventType(
-    "nonfinite.detected", ALARM, "Parameters of some ranks were infinite or NaN when replicas were averaged.",
-    "Look at the loss; if it is always the same rank, drain its device.", once=True,
+    "nonfinite.detected", ALARM, "Parameters of some ranks were infinite or NaN when replicas were combined.",
+    "Look at the loss; if it is always the same rank, drain its device. Under local SGD, if it "
+    "repeats, the optimizer's moments there are non-finite too: go back to an earlier version.", once=True,
     iteration=_ITERATION, ranks=Field("str", "those ranks"), reason=_REASON,
 )  # fmt: skip
 

@@ -22,6 +22,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import msgpack
@@ -37,6 +39,7 @@ from ..model.inventory import Item, Role
 from ..model.reduction import ReductionControl
 from ..snapshot.slots import Mark
 from ..sync.background import Background, BackgroundTask
+from ..sync.late_peers import PeerWait
 from ..sync.links import Links
 from ..sync.local_policy import AppliedAt, LocalSgdPolicy, chosen_apply, policy_of, wants_modules
 from ..sync.modules import GroupPlan, JobGroups, plan_groups, plan_modules, require_replicas, synchronised
@@ -128,7 +131,9 @@ class LocalSgd:
         device = next((tensor.device for tensor in live().values()), torch.device("cpu"))
         self._background = Background(device)
         self._order, self._spanning = plan.order, plan.spanning
-        made = {ranks: dist.new_group(list(ranks)) for ranks in groups.all()}
+        self._wait = PeerWait(self._host.rank, self._members, plan.replica, self._config.timeout)
+        timeout = timedelta(seconds=self._config.timeout)
+        made = {ranks: dist.new_group(list(ranks), timeout=timeout) for ranks in groups.all()}
         links = self._peers = Links(self._host.rank, made, made.get(self._members), device)
         replica = Links(self._host.rank, made, made.get(plan.replica), device)
         rules = SynchronisationRules(self._policy.outer, self._policy.penalty)
@@ -143,7 +148,8 @@ class LocalSgd:
         first_ranks = tuple(ranks[0] for ranks in groups.replicas)
         cpu = torch.device("cpu")
         shared = [first_ranks, *(ranks for ranks in groups.replicas if len(ranks) > 1)]
-        made = {ranks: dist.new_group(list(ranks), backend="gloo") for ranks in shared}
+        timeout = timedelta(seconds=self._config.timeout)
+        made = {ranks: dist.new_group(list(ranks), timeout, backend="gloo") for ranks in shared}
         keeper = None
         if self._host.rank == plan.replica[0]:
             self._readiness = Background(cpu)
@@ -243,7 +249,7 @@ class LocalSgd:
         if self._policy.apply is AppliedAt.UPDATE:
             self._apply_all()
         if self._policy.waits_for_all(step, self._every):
-            self._peers.gather_job([float(step)])
+            self._wait.within(step, "the update", lambda: self._peers.gather_job([float(step)]))
 
     def after_update(self, step: int) -> None:
         """Start a synchronisation if one is due; choose over which replicas the next iteration reduces."""
@@ -261,7 +267,7 @@ class LocalSgd:
         """Whether replicas are synchronised after the update of iteration `step`."""
         if self._clocked is None or step <= self._policy.warmup:
             return self._policy.due(step)
-        return self._clocked.joins(step)
+        return self._wait.within(step, "the agreement on a synchronisation", partial(self._clocked.joins, step))
 
     def shutdown(self) -> None:
         """The orderly end: apply what is under way. Idempotent."""
@@ -281,10 +287,10 @@ class LocalSgd:
         self._report = {"left_out": {}, "rolled_back": [], "clipped": {}}
         factors = None
         if self._clocked is not None:
-            factors = self._clocked.join(step)
+            factors = self._wait.within(step, "the count of iterations", partial(self._clocked.join, step))
             self._report["iterations"] = list(self._clocked.done)
-        # if it fails, so do the exchanges that follow
-        self._background.start(lambda: self._synchronisation.judge(factors))
+        judge = partial(self._synchronisation.judge, factors)  # if it fails, so do the exchanges that follow
+        self._background.start(partial(self._wait.within, step, "the comparison of replicas", judge))
         self._under_way = dict.fromkeys(self._order)
         at_once = self._policy.apply is not AppliedAt.FORWARD
         for place, name in enumerate(self._order):
@@ -295,7 +301,9 @@ class LocalSgd:
         """Start the exchange of a module, unless it is started."""
         assert self._background is not None
         if self._under_way.get(name, True) is None:
-            self._under_way[name] = self._background.start(lambda: self._synchronisation.exchange(name))
+            exchange = partial(self._synchronisation.exchange, name)
+            work = partial(self._wait.within, self._at, f"module '{name}'", exchange)
+            self._under_way[name] = self._background.start(work)
 
     def _before_module(self, name: str) -> None:
         """The forward of a module is about to begin."""
@@ -332,8 +340,13 @@ class LocalSgd:
 
     def _finish(self) -> None:
         self._operations.derive()
+        nonfinite = self._synchronisation.nonfinite
         self._events.emit(
             catalogue.REPLICAS_SYNCHRONISED, iteration=self._at, number=self._number, policy=self._policy.name,
-            waited_seconds=self._waited, **self._report,
+            waited_seconds=self._waited, **self._report, nonfinite=nonfinite,
         )  # fmt: skip
+        if nonfinite:
+            ranks = ", ".join(map(str, sorted({rank for those in nonfinite.values() for rank in those})))
+            reason = f"non-finite parameters on ranks {ranks} after iteration {self._at}, in {', '.join(nonfinite)}"
+            self._events.emit(catalogue.NONFINITE_DETECTED, iteration=self._at, ranks=ranks, reason=reason)
         self.on_complete()
