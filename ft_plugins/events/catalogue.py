@@ -437,8 +437,8 @@ ROUTINE_SUMMED = EventType(
 )  # fmt: skip
 FAULT_INJECTED = EventType(
     "fault.injected", NOTICE, "A test altered numbers on purpose.", iteration=_ITERATION,
-    point=Field("str", "where"), word=Field("str", "how"), item=Field("str", "tensor, if it was one coordinate"),
-    index=Field("int", "that coordinate, else -1"), bit=Field("int", "its bit, else -1"),
+    point=Field("str", "where"), action=Field("str", "how"), item=Field("str", "tensor, if it was one coordinate"),
+    index=Field("int", "that coordinate in memory order, else -1"), bit=Field("int", "its bit, else -1"),
 )  # fmt: skip
 SIGNAL_SENT = EventType(
     "signal.sent", NOTICE, "A test driver is about to kill a rank or a node.",
