@@ -8,11 +8,11 @@ import pytest
 
 from ft_plugins.testing.story import (
     EVERY,
+    BeingExchanged,
     CheckpointNotStored,
     CheckpointsIntact,
     CheckpointStored,
     DeclaredLost,
-    BeingExchanged,
     IterationCaptured,
     JobEnd,
     JobEnds,

@@ -116,7 +116,7 @@ EVERY_6 = "every node restored from storage, iteration >= 6"
         (EVERY_6, [stored(6), LAST], [stored(6), NODE]),
         ("n1 was declared lost", [lost("node n1")], []),
         ("n1 was declared lost", [lost("node n1"), lost("node n1")], [lost("node n1"), lost("node n0")]),
-        ("the reason contains: parts of rank", [restored("storage", 6, reason="the parts of ranks 2, 3 are gone")], [LAST]),
+        ("the reason contains: parts of rank", [restored("storage", 6, reason="the parts of ranks 2, 3 go")], [LAST]),
         ("s restored from node, iteration = 4", [NODE, NODE], [restored("node", 5)] * 2),
         (COUNTED, [*AT_4, HALF, NODE], [*AT_4, NODE]),
         (COUNTED, [*AT_4, HALF, NODE], [*AT_4, HALF, restored("node", 8)]),
