@@ -190,7 +190,7 @@ SWEEP_FAILED = EventType(
 EXCHANGE_STARTED = EventType("exchange.started", ROUTINE, "A node began to send a version to other nodes.", **_VERSION)
 EXCHANGE_SENT = EventType(
     "exchange.sent", ROUTINE, "A node sent its part of a version.", **_VERSION, bytes=_BYTES,
-    inside=Field("int", "sent within bubbles", "bytes"),
+    in_bubbles=Field("int", "sent within bubbles", "bytes"),
     late=Field("int", "sent in windows that closed before the data had arrived", "bytes"),
     compared=Field("int", "ranges of replicas compared with other nodes"), seconds=_SECONDS,
 )  # fmt: skip
@@ -373,6 +373,7 @@ BUBBLES_PLANNED = EventType(
 )  # fmt: skip
 TIMELINE_RECORDED = EventType(
     "timeline.recorded", NOTICE, "One iteration of a rank and what is planned in it, for pictures.",
+    iteration=Field("int", "iteration at whose end all ranks adopted the plan"),
     seconds=Field("float", "of one iteration", "s"), spans=Field("list", "kind, begin and end of each span", "s"),
     bubbles=Field("list", "index, begin and end of each bubble", "s"),
     windows=Field("list", "bubble, begin, end and bytes of each window", "s, bytes"),
@@ -439,8 +440,8 @@ ROUTINE_SUMMED = EventType(
 )  # fmt: skip
 FAULT_INJECTED = EventType(
     "fault.injected", NOTICE, "A test altered numbers on purpose.", iteration=_ITERATION,
-    point=Field("str", "where"), word=Field("str", "how"), item=Field("str", "tensor, if it was one coordinate"),
-    index=Field("int", "that coordinate, else -1"), bit=Field("int", "its bit, else -1"),
+    point=Field("str", "where"), action=Field("str", "how"), item=Field("str", "tensor, if it was one coordinate"),
+    index=Field("int", "that coordinate in memory order, else -1"), bit=Field("int", "its bit, else -1"),
 )  # fmt: skip
 SIGNAL_SENT = EventType(
     "signal.sent", NOTICE, "A test driver is about to kill a rank or a node.",
