@@ -92,11 +92,15 @@ class ChangeWatch:
         self._non_zero = {
             name: _any(gradient) for name in graded if (gradient := self._parameters[name].grad) is not None
         }
-        self.written()
+        self._versions = self._present()
 
     def written(self) -> None:
-        """Accept the present tensors: they were changed after the snapshot was complete."""
-        self._versions = {name: _versions(tensor) for name, tensor in self._background.items()}
+        """Accept the present tensors, if it watches: they were changed after the snapshot was complete."""
+        if self._versions is not None:
+            self._versions = self._present()
+
+    def _present(self) -> dict[str, _Versions]:
+        return {name: _versions(tensor) for name, tensor in self._background.items()}
 
     def check(self, iteration: int, updates: bool) -> None:
         """Stop watching before the update, or where it is skipped. Raises StateChangedError, naming what changed."""
