@@ -42,7 +42,7 @@ import signal
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from figures import ProcessorUse, line
@@ -58,18 +58,15 @@ from workloads.local_scenarios import (
     EDIT,
     FULL,
     LAG_OF_PLAIN,
-    MODEL,
-    PLAIN_OF_COMPUTE,
     POLICIES,
     POST_LOCAL,
     QUICK,
     REPLICAS,
-    TRAFFIC_OF_PLAIN,
+    LinkSetting,
     LocalScenario,
-    configured,
-    plain_block,
-)  # fmt: skip
-from workloads.sleeping_replica import FORWARD
+    model_of,
+    sync_block,
+)
 
 WITHIN, TRIES = 0.01, 6  # of a calibration
 CALIBRATION = 8  # iterations
@@ -77,6 +74,19 @@ STALL_MOST, STRAGGLER_LEAST, RANDOM_LEAST, TRAFFIC_LEAST, OF_BOUND = 0.125, 1.8,
 MEGABIT = 1e6 / 8
 BOUND = 400.0  # seconds for one round
 Figures = dict[str, float | bool]
+
+
+@dataclass(frozen=True)
+class CalibratedLink:
+    """The rate of a link, and the seconds of a plain iteration on it, without stragglers."""
+
+    mbps: float
+    plain: float
+
+    def load(self, compute: float) -> LinkLoad:
+        """What one exchange of all parameters is to the link."""
+        model = model_of(compute)
+        return LinkLoad(model.layers, model.sent(REPLICAS) / (self.mbps * MEGABIT), model.forward)
 
 
 class ScenarioResult:
@@ -112,35 +122,35 @@ class ScenarioResult:
 
 def known_policies() -> list[str]:
     """The policies that the installed package has; says which ones it lacks."""
-    known = []
-    for policy in POLICIES:
+    known = [PLAIN]
+    for policy in POLICIES.keys() - {PLAIN}:
         try:
-            Config.from_json({"sync": configured(policy, 5)} if policy != PLAIN else {})
+            Config.from_json({"sync": sync_block(policy, 5, 1.0)})
             known.append(policy)
         except ConfigError as error:
             print(f"{policy}: left out, because this version of ft_plugins does not have it: {error}", flush=True)
     return known
 
 
-def calibrate(
-    name: str, hosts: Sequence[EmulatedHost], mbps: float, floor: float, target: float
-) -> tuple[float, float]:
-    """The rate in Mbit/s at which a plain iteration takes `target` seconds, and what it takes at that rate."""
-    arguments = (plain_block(CALIBRATION), mbps, floor, target, WITHIN, TRIES, hosts)
+def calibrate(setting: LinkSetting, hosts: Sequence[EmulatedHost], mbps: float) -> CalibratedLink:
+    """Find the rate at which a plain iteration takes what it is to take; begin with `mbps`."""
+    arguments = (setting.block(CALIBRATION), mbps, setting.floor, setting.target, WITHIN, TRIES, hosts)
     tried = gang(sleeping_replica.calibrate_link, REPLICAS, *arguments, hosts=hosts, seconds=BOUND)[0]
+    link = "slow" if setting.slow else "normal"
     for rate, seconds in tried:
-        print(f"calibration, {name} link: {rate:7.1f} Mbit/s   plain {1000 * seconds:6.1f} ms", flush=True)
-    return min(tried, key=lambda each: abs(each[1] / target - 1))
+        share = f"{seconds / setting.compute:.3f} of the compute, wanted {setting.target / setting.compute:.3f}"
+        print(f"calibration, {link} link: {rate:7.1f} Mbit/s   plain {1000 * seconds:6.1f} ms, {share}", flush=True)
+    return CalibratedLink(*min(tried, key=lambda each: abs(each[1] / setting.target - 1)))
 
 
 def measure(
-    scenario: LocalScenario, policies: Sequence[str], hosts: Sequence[EmulatedHost], mbps: float, lag: float, seed: int
+    scenario: LocalScenario, known: Sequence[str], hosts: Sequence[EmulatedHost], mbps: float, lag: float, seed: int
 ) -> ScenarioResult:
     """Run all rounds of one scenario."""
     result, order = ScenarioResult(scenario), random.Random(seed)
     for number in range(scenario.rounds):
-        chosen = [policy for policy in policies if number == 0 or policy in scenario.repeated]
-        blocks = scenario.blocks(order.sample(chosen, len(chosen)), lag, seed, records=number == 0)
+        chosen = [policy for policy in scenario.chosen(number) if policy in known]
+        blocks = [scenario.block(policy, lag, seed, number == 0) for policy in order.sample(chosen, len(chosen))]
         logs = gang(sleeping_replica.run_blocks, REPLICAS, blocks, mbps, hosts, hosts=hosts, seconds=BOUND)
         by_block = zip(*logs, strict=True)
         result.add({block.policy: list(each) for block, each in zip(blocks, by_block, strict=True)})
@@ -149,57 +159,77 @@ def measure(
     return result
 
 
-def claims(results: Mapping[str, ScenarioResult], plain: float, slow_plain: float, rates: Mapping[bool, float],
-           lag: float, seed: int) -> Figures:  # fmt: skip
-    """The figures that claims are about, with their bounds. `plain`, `slow_plain`: seconds of a plain iteration on the
-    normal and on the slow link, without stragglers."""
-    values: Figures = {}
-    compute, sent = MODEL.compute, MODEL.sent(REPLICAS)
-    loads = {slow: LinkLoad(MODEL.layers, sent / (mbps * MEGABIT), MODEL.forward) for slow, mbps in rates.items()}
+def bound_of(name: str, scenario: LocalScenario, links: Mapping[LinkSetting, CalibratedLink], seed: int) -> float:
+    """What the setting of a scenario allows for a figure."""
+    compute, tau, link = scenario.compute, scenario.tau, links[scenario.link]
+    stall, periods = link.load(compute).layered_stall, scenario.lagging(seed)
+    if name == "edit_stall_x":
+        return link.load(compute).stall_ratio
+    lag = LAG_OF_PLAIN * link.plain
+    if name.startswith("edit"):
+        return periodic_gain(compute, link.plain, lag, periods, tau, stall)
+    shares = [sum(counts) / (tau * len(periods)) for counts in zip(*periods, strict=True)]
+    return own_pace_gain(compute, link.plain, lag, shares, stall / (tau * compute + stall))
 
-    def add(name: str, value: PolicyFigure, bound: float, holds: bool) -> None:
+
+def claims(results: Mapping[str, ScenarioResult], links: Mapping[LinkSetting, CalibratedLink], seed: int) -> Figures:
+    """The figures that claims are about, with their bounds, and those of A-EDiT next to EDiT's."""
+    values: Figures = {}
+
+    def add(name: str, scenario: str, value: PolicyFigure | None, wanted: float) -> None:
+        if value is None:
+            return
+        bound = bound_of(name, results[scenario].scenario, links, seed)
+        holds = value.value <= wanted if name == "edit_stall_x" else value.value >= max(wanted, OF_BOUND * bound)
         values[name], values[f"{name}_low"], values[f"{name}_high"] = value.value, value.low, value.high
         values[f"{name}_bound"], values[f"{name}_of_bound"] = bound, value.value / bound
-        values[f"{name}_holds"] = holds
-        print(f"{name}: {value}   bound {bound:.4g}   of bound {value.value / bound:.3f}   holds {holds}", flush=True)
-
-    def add_gain(name: str, scenario: str, policy: str, least: float, bound: float) -> None:
-        gain = results[scenario].gain(policy) if scenario in results else None
-        if gain is not None:
-            add(name, gain, bound, gain.value >= least and gain.value >= OF_BOUND * bound)
+        if wanted:
+            values[f"{name}_holds"] = holds
+        print(f"{name}: {value}   bound {bound:.4g}, measured {value.value / bound:.3f} of it", flush=True)
 
     if "even" in results:
         rows = results["even"].stalls
-        ratio = PolicyFigure.of([row[EDIT] / row[POST_LOCAL] for row in rows])
-        add("edit_stall_x", ratio, loads[False].stall_ratio, ratio.value <= STALL_MOST)
         values |= {f"{policy}_stall_ms": 1000 * results["even"].middle(policy, rows) for policy in rows[0]}
-    if "consistent" in results:
-        shares = [0.0] * (REPLICAS - 1) + [1.0]
-        add_gain(
-            "a_edit_straggler_x", "consistent", A_EDIT, STRAGGLER_LEAST, own_pace_gain(compute, plain, lag, shares)
-        )
-    if "random" in results:
-        scenario = results["random"].scenario
-        periods = scenario.lagging(seed)
-        bound = periodic_gain(compute, plain, lag, periods, scenario.tau, loads[False].layered_stall)
-        add_gain("edit_random_straggler_x", "random", EDIT, RANDOM_LEAST, bound)
-        shares = [sum(counts) / (scenario.tau * len(periods)) for counts in zip(*periods, strict=True)]
-        bound = own_pace_gain(compute, plain, lag, shares)
-        add_gain("a_edit_random_straggler_x", "random", A_EDIT, 0.0, bound)
-    if "traffic" in results:
-        tau = results["traffic"].scenario.tau
-        stall = loads[True].layered_stall
-        bound = periodic_gain(compute, slow_plain, 0.0, [[0]], tau, stall)
-        add_gain("edit_traffic_x", "traffic", EDIT, TRAFFIC_LEAST, bound)
-        bound = own_pace_gain(compute, slow_plain, 0.0, [0.0], stall / (tau * compute + stall))
-        add_gain("a_edit_traffic_x", "traffic", A_EDIT, 0.0, bound)
+        add("edit_stall_x", "even", PolicyFigure.of([row[EDIT] / row[POST_LOCAL] for row in rows]), STALL_MOST)
+    for name, scenario, policy, wanted in (
+        ("a_edit_straggler_x", "consistent", A_EDIT, STRAGGLER_LEAST),
+        ("edit_straggler_x", "consistent", EDIT, 0.0),
+        ("edit_random_straggler_x", "random", EDIT, RANDOM_LEAST),
+        ("a_edit_random_straggler_x", "random", A_EDIT, 0.0),
+        ("edit_traffic_x", "traffic", EDIT, TRAFFIC_LEAST),
+        ("a_edit_traffic_x", "traffic", A_EDIT, 0.0),
+    ):
+        if scenario in results:
+            add(name, scenario, results[scenario].gain(policy), wanted)
     return values
 
 
+def run(
+    scenarios: Sequence[LocalScenario], known: Sequence[str], hosts: Sequence[EmulatedHost], seed: int
+) -> tuple[dict[str, ScenarioResult], Figures]:
+    """Calibrate the links, and run all scenarios."""
+    links: dict[LinkSetting, CalibratedLink] = {}
+    results: dict[str, ScenarioResult] = {}
+    values: Figures = {}
+    for scenario in scenarios:
+        setting = scenario.link
+        if setting not in links:
+            scaled = [one.mbps * known_as.compute / setting.compute for known_as, one in links.items()
+                      if known_as.slow == setting.slow]  # fmt: skip
+            links[setting] = calibrate(setting, hosts, scaled[0] if scaled else setting.first_rate / MEGABIT)
+        link = links[setting]
+        result = results[scenario.name] = measure(scenario, known, hosts, link.mbps, LAG_OF_PLAIN * link.plain, seed)
+        facts = {"compute_ms": 1000 * scenario.compute, "calibrated_plain_ms": 1000 * link.plain, "mbps": link.mbps}
+        facts |= {f"{policy}_ms": 1000 * result.middle(policy) for policy in result.policies}
+        values |= {f"{scenario.name}_{fact}": value for fact, value in facts.items()}
+    return results, values | claims(results, links, seed)
+
+
 def main() -> None:
+    names = [scenario.name for scenario in FULL]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one round of short blocks, to see that it works")
-    parser.add_argument("--scenarios", nargs="+", choices=[one.name for one in FULL], default=[o.name for o in FULL])
+    parser.add_argument("--scenarios", nargs="+", choices=names, default=names)
     parser.add_argument("--rounds", type=int, help="rounds of each scenario")
     parser.add_argument("--seed", type=int, default=1, help="of the order of blocks and of random stragglers")
     parser.add_argument("--output", type=Path, help="folder for pictures and local_sgd.json")
@@ -207,55 +237,26 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the network is removed
     scenarios = [one for one in (QUICK if args.quick else FULL) if one.name in args.scenarios]
-    policies, use = known_policies(), ProcessorUse()
+    if args.rounds is not None:
+        scenarios = [replace(one, rounds=args.rounds) for one in scenarios]
+    known, use = known_policies(), ProcessorUse()
     try:
         with network(range(1, REPLICAS + 1)) as hosts:
             if not all(host.namespace for host in hosts):
                 raise FtError("cannot throttle links without network namespaces; run as root or with CAP_NET_ADMIN")
-            results, values = run(scenarios, policies, hosts, args.seed, args.rounds)
+            results, values = run(scenarios, known, hosts, args.seed)
     except FtError as error:
         sys.exit(f"local_sgd: {error}")
-    values |= use.figures()
-    text = line("local_sgd", values)
+    text = line("local_sgd", values | use.figures())
     if args.output is not None:
         from workloads.local_pictures import draw_iterations, draw_timeline
 
         args.output.mkdir(parents=True, exist_ok=True)
+        (args.output / "local_sgd.json").write_text(text + "\n")
         draw_iterations({name: one.seconds for name, one in results.items()}, args.output / "iterations.png")
         if "even" in results:
             draw_timeline(results["even"].logs, args.output / "synchronisation.png")
-        (args.output / "local_sgd.json").write_text(text + "\n")
     print(text)
-
-
-def run(
-    scenarios: Sequence[LocalScenario], policies: Sequence[str], hosts: Sequence[EmulatedHost], seed: int,
-    rounds: int | None,
-) -> tuple[dict[str, ScenarioResult], Figures]:  # fmt: skip
-    """Calibrate both links, and run all scenarios."""
-    sent = MODEL.sent(REPLICAS)
-    target = PLAIN_OF_COMPUTE * MODEL.compute
-    rates, plains = {}, {}
-    for slow, wanted in ((False, target), (True, TRAFFIC_OF_PLAIN * target)):
-        if slow and not any(scenario.slow for scenario in scenarios):
-            continue
-        hidden = (
-            MODEL.compute if not slow else MODEL.compute * (FORWARD + (1 - FORWARD) * MODEL.bucketed / MODEL.layers)
-        )
-        guess = sent / (0.2 * MODEL.compute if not slow else wanted - hidden) / MEGABIT
-        rates[slow], plains[slow] = calibrate("slow" if slow else "normal", hosts, guess, hidden, wanted)
-    lag = LAG_OF_PLAIN * plains[False]
-    results = {}
-    for scenario in scenarios:
-        if rounds is not None:
-            scenario = replace(scenario, rounds=rounds)
-        results[scenario.name] = measure(scenario, policies, hosts, rates[scenario.slow], lag, seed)
-    values: Figures = {"plain_seconds": plains[False], "normal_mbps": rates[False], "lag_seconds": lag}
-    if True in rates:
-        values |= {"slow_plain_seconds": plains[True], "slow_mbps": rates[True]}
-    for name, result in results.items():
-        values |= {f"{name}_{policy}_ms": 1000 * result.middle(policy) for policy in result.policies}
-    return results, values | claims(results, plains[False], plains.get(True, 0.0), rates, lag, seed)
 
 
 if __name__ == "__main__":

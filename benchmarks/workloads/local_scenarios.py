@@ -18,7 +18,6 @@ from workloads.local_bounds import Stragglers, lagging
 from workloads.sleeping_replica import SETTLE, LocalBlock, SleepingModel
 
 REPLICAS = 8
-MODEL = SleepingModel(layers=16, width=32768, bucketed=4, compute=0.19)
 PLAIN_OF_COMPUTE = 237.45 / 225.75  # A-EDiT over plain, lag 0
 LAG_OF_PLAIN = 0.95
 TRAFFIC_OF_PLAIN = 225.75 / 85.18  # plain, 40 times the traffic
@@ -31,21 +30,28 @@ POLICIES: dict[str, dict[str, Any]] = {  # the `sync` block, without the interva
     EDIT: {"policy": "edit", "apply": "forward"},
     A_EDIT: {"policy": "a_edit", "apply": "forward"},
 }
+TABLE = (PLAIN, EDIT, A_EDIT)  # what table 6 has
 
 
-def configured(policy: str, tau: int) -> dict[str, Any]:
-    """The `sync` block of a policy; empty for plain. By the clock the interval is the compute of `tau` iterations."""
+def model_of(compute: float) -> SleepingModel:
+    """The emulated model, with that many seconds of compute in an iteration."""
+    return SleepingModel(layers=16, width=32768, bucketed=4, compute=compute)
+
+
+def sync_block(policy: str, tau: int, compute: float) -> dict[str, Any]:
+    """The `sync` block of a policy; empty for plain. By the clock, the interval is the compute of `tau` iterations."""
     if policy == PLAIN:
         return {}
-    return POLICIES[policy] | ({"seconds": tau * MODEL.compute} if policy == A_EDIT else {"tau": tau})
+    return POLICIES[policy] | ({"seconds": tau * compute} if policy == A_EDIT else {"tau": tau})
 
 
 @dataclass(frozen=True)
 class LocalScenario:
-    """A block has `periods` of `tau` iterations, with plain `iterations`, at their own pace `paced` periods.
-    `repeated`: the policies of later rounds."""
+    """One setting. `compute`: seconds of an iteration, `tau` iterations of a period. A block has `periods` of them, at
+    their own pace `paced` periods, plain `iterations`. `later`: the policies of later rounds; None: all."""
 
     name: str
+    compute: float
     tau: int
     periods: int
     paced: int
@@ -53,22 +59,30 @@ class LocalScenario:
     rounds: int
     stragglers: Stragglers = Stragglers.NONE
     slow: bool = False
-    repeated: tuple[str, ...] = tuple(POLICIES)
+    policies: tuple[str, ...] = TABLE
+    later: tuple[str, ...] | None = None
 
-    def blocks(self, policies: Sequence[str], lag: float, seed: int, records: bool = False) -> list[LocalBlock]:
-        """A block for each policy. Blocks of policies that keep in step begin before the synchronisation at tau; what
-        is measured begins after iteration tau with all policies."""
-        made = []
-        for policy in policies:
-            first, last = self.tau - SETTLE + 1, self.tau * (self.periods + 1) + 2
-            if policy == PLAIN:
-                last = self.tau + self.iterations + 1
-            if policy == A_EDIT:
-                first, last = self.tau + 1, self.tau * (self.paced + 1)
-            block = configured(policy, self.tau)
-            config = json.dumps(block) if block else ""
-            made.append(LocalBlock(policy, config, first, last, MODEL, self.stragglers, lag, seed, records))
-        return made
+    @property
+    def link(self) -> LinkSetting:
+        return LinkSetting(self.compute, self.slow)
+
+    def chosen(self, number: int) -> tuple[str, ...]:
+        """The policies of a round."""
+        return self.policies if self.later is None or number == 0 else self.later
+
+    def block(self, policy: str, lag: float, seed: int, records: bool = False) -> LocalBlock:
+        """The block of a policy. Blocks of policies that keep in step begin before the synchronisation at tau; what is
+        measured begins after iteration tau with all policies."""
+        first, last = self.tau - SETTLE + 1, self.tau * (self.periods + 1) + 2
+        if policy == PLAIN:
+            last = self.tau + self.iterations + 1
+        if policy == A_EDIT:
+            first, last = self.tau + 1, self.tau * (self.paced + 1)
+        config = sync_block(policy, self.tau, self.compute)
+        return LocalBlock(
+            policy, json.dumps(config) if config else "", first, last, model_of(self.compute), self.stragglers, lag,
+            seed, records,
+        )  # fmt: skip
 
     def seconds(self, policy: str, logs: Sequence[StepLog]) -> float:
         """Seconds of an iteration of all replicas, from the logs of a block."""
@@ -83,20 +97,45 @@ class LocalScenario:
         return [lagging(self.stragglers, range(start, start + self.tau), REPLICAS, seed) for start in starts]
 
 
-def plain_block(iterations: int) -> LocalBlock:
-    """A block that calibrates a link."""
-    return LocalBlock(PLAIN, "", 1, SETTLE + iterations + 1, MODEL, Stragglers.NONE, 0.0, 0)
+@dataclass(frozen=True)
+class LinkSetting:
+    """A link to be calibrated: to a plain iteration's seconds, on the normal or on the slow link."""
+
+    compute: float
+    slow: bool
+
+    @property
+    def target(self) -> float:
+        """Seconds that a plain iteration is to take."""
+        return self.compute * PLAIN_OF_COMPUTE * (TRAFFIC_OF_PLAIN if self.slow else 1.0)
+
+    @property
+    def floor(self) -> float:
+        """Seconds that it would take if the reduction took none; on the slow link, those before the first bucket is
+        reduced, as the link is busy from then on."""
+        model = model_of(self.compute)
+        return model.forward + (self.compute - model.forward) * (model.bucketed / model.layers if self.slow else 1.0)
+
+    @property
+    def first_rate(self) -> float:
+        """Bytes per second to begin with."""
+        return model_of(self.compute).sent(REPLICAS) / (self.target - self.floor if self.slow else 0.2 * self.compute)
+
+    def block(self, iterations: int) -> LocalBlock:
+        """What is measured for a calibration."""
+        last = SETTLE + iterations + 1
+        return LocalBlock(PLAIN, "", 1, last, model_of(self.compute), Stragglers.NONE, 0.0, 0)
 
 
 FULL = (
-    LocalScenario("even", 5, 4, 4, 20, 4),
-    LocalScenario("consistent", 64, 1, 2, 16, 2, Stragglers.CONSISTENT, repeated=(PLAIN, A_EDIT)),
-    LocalScenario("random", 64, 1, 2, 16, 2, Stragglers.RANDOM, repeated=(PLAIN, EDIT, A_EDIT)),
-    LocalScenario("traffic", 64, 1, 2, 12, 2, slow=True, repeated=(PLAIN, EDIT, A_EDIT)),
+    LocalScenario("even", 0.57, 5, 3, 3, 15, 3, policies=tuple(POLICIES)),
+    LocalScenario("consistent", 0.285, 64, 1, 2, 16, 2, Stragglers.CONSISTENT, later=(PLAIN, A_EDIT)),
+    LocalScenario("random", 0.285, 64, 1, 1, 16, 2, Stragglers.RANDOM),
+    LocalScenario("traffic", 0.285, 64, 1, 1, 12, 2, slow=True),
 )
 QUICK = (
-    LocalScenario("even", 5, 1, 1, 5, 1),
-    LocalScenario("consistent", 8, 1, 1, 5, 1, Stragglers.CONSISTENT),
-    LocalScenario("random", 8, 1, 1, 5, 1, Stragglers.RANDOM),
-    LocalScenario("traffic", 8, 1, 1, 5, 1, slow=True),
+    LocalScenario("even", 0.285, 5, 1, 1, 5, 1, policies=tuple(POLICIES)),
+    LocalScenario("consistent", 0.285, 8, 1, 1, 5, 1, Stragglers.CONSISTENT),
+    LocalScenario("random", 0.285, 8, 1, 1, 5, 1, Stragglers.RANDOM),
+    LocalScenario("traffic", 0.285, 8, 1, 1, 5, 1, slow=True),
 )

@@ -2,8 +2,8 @@
 
 Real: DistributedDataParallel with its buckets, overlapped with the backward; `ft_plugins.attach` with the policy; the
 update (SGD with momentum); the link, whose outgoing rate `tc tbf` limits in a network namespace of each rank. Emulated:
-the forward and the backward of each layer are a sleep, so that ranks need no core each; gradients are a constant vector
-of the replica; a straggler sleeps before its forward.
+the forward and the backward of each layer are a sleep, so that ranks need no core each, and the time of the update is
+taken off the next sleep; gradients are a constant vector of the replica; a straggler sleeps before its forward.
 
 Each block has its own model, optimizer and session, and begins shortly before a synchronisation, so that all of a
 window has the state of training under way.
@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -39,7 +39,7 @@ from workloads.local_bounds import Stragglers, laggard, next_link_rate
 RATE, MOMENTUM = 1e-6, 0.9  # so small that no change is clipped
 FORWARD = 1 / 3  # of the compute of an iteration
 SETTLE = 3  # iterations of a block before its first synchronisation
-BURST_BYTES = 16 << 10
+BURST_BYTES = 64 << 10
 QUEUE_MS = 5000  # longer than any wait of a packet: none is dropped
 MAX_MBPS = 10_000.0  # a higher rate does not throttle
 COMPUTE, EXCHANGE, LAG = "compute", "exchange", "lag"  # lanes
@@ -47,7 +47,7 @@ COMPUTE, EXCHANGE, LAG = "compute", "exchange", "lag"  # lanes
 
 @dataclass(frozen=True)
 class SleepingModel:
-    """The emulated model: `layers` of `width` float32 parameters, of which `bucketed` are reduced together; `compute`
+    """The emulated model: `layers` of `width` float32 parameters, of which `bucketed` are reduced together; `compute`:
     seconds of an iteration."""
 
     layers: int
@@ -82,6 +82,31 @@ class LocalBlock:
     lag: float
     seed: int
     records: bool = False  # the timeline
+
+
+class EmulatedDevice(Sleeper):
+    """Sleeps instead of computing. The update is part of the compute: what it takes of a core that all ranks share is
+    taken off the next sleep, as far as nothing was waited for in between."""
+
+    def update(self, work: Callable[[], Any]) -> Any:
+        """Do the work of an update."""
+        began = self._clock()
+        try:
+            return work()
+        finally:
+            self._ended = self._clock()
+            self._excess += self._ended - began
+
+
+class EmulatedSgd(torch.optim.SGD):
+    """SGD with momentum, whose time is part of the emulated compute."""
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], device: EmulatedDevice) -> None:
+        super().__init__(parameters, lr=RATE, momentum=MOMENTUM)
+        self.device = device
+
+    def step(self, closure: Any = None) -> Any:
+        return self.device.update(super().step)
 
 
 class _Recorder:
@@ -173,11 +198,11 @@ def run_block(rank: int, world: int, block: LocalBlock) -> StepLog:
     """Run one block together with all ranks."""
     torch.manual_seed(1)
     model, recorder = block.model, _Recorder(block.records)
-    sleeper = Sleeper(StageSpec(0.0, 0.0, 0), rank)
+    sleeper = EmulatedDevice(StageSpec(0.0, 0.0, 0), rank)
     stack = SleepingStack(model, sleeper, recorder, rank)
     megabytes = model.bucketed * model.width * 4 / (1 << 20)
     parallel = DistributedDataParallel(stack, bucket_cap_mb=megabytes)  # type: ignore[arg-type]
-    optimizer = torch.optim.SGD(stack.parameters(), lr=RATE, momentum=MOMENTUM)
+    optimizer = EmulatedSgd(stack.parameters(), sleeper)
     config = Config.from_json({"sync": json.loads(block.config)}) if block.config else Config()
     context = LaunchContext(None, None, 0, None, rank, rank, world, world, 0, 0)
     session = attach(TorchHost(parallel, optimizer), config, context)

@@ -144,3 +144,25 @@ def test_gradients_of_zero_are_there_again() -> None:
         iterate(second, step)
     for name, tensor in golden.host.tensors().items():
         assert torch.equal(second.host.tensors()[name], tensor), name
+
+
+@pytest.mark.parametrize("captured", [1, 3], ids=["every iteration", "every third"])
+def test_what_is_applied_before_the_update_is_accepted_and_so_is_the_update(captured: int) -> None:
+    """As a synchronisation that ends before an update: the host is notified, then the update changes the parameters."""
+    small = Small()
+    original = small.session.before_update
+
+    def applied(step: int) -> None:
+        original(step)
+        _halve(small)
+        small.host.derive()
+
+    def body(step: int) -> None:
+        small.backward()
+        small.optimizer.step()
+        small.optimizer.zero_grad()
+
+    small.session.before_update = applied  # type: ignore[method-assign]
+    small.session.iteration_end = lambda step: None if step % captured else small.host.small_state()  # type: ignore
+    for step in small.session.iterations(6):
+        body(step)
