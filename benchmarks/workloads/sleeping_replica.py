@@ -137,11 +137,11 @@ class _Recorder:
                 with self.span(EXCHANGE, name):
                     return exchange(one, name)
 
-            Synchronisation.judge, Synchronisation.exchange = judge_recorded, exchange_recorded  # type: ignore[method-assign]
+            Synchronisation.judge, Synchronisation.exchange = judge_recorded, exchange_recorded  # type: ignore[method-assign, assignment]
         try:
             yield
         finally:
-            Synchronisation.judge, Synchronisation.exchange = judge, exchange  # type: ignore[method-assign]
+            Synchronisation.judge, Synchronisation.exchange = judge, exchange  # type: ignore[method-assign, assignment]
 
 
 class _Pass(torch.autograd.Function):
