@@ -67,8 +67,8 @@ def synchronised(inventory: Inventory) -> tuple[Item, ...]:
     return items
 
 
-def require_replicas(items: Sequence[Item], rank: int, framework: str) -> Ranks:
-    """The sync group of a rank. Raises UnsupportedError if its items have no replicas, or different ones."""
+def sync_group(items: Sequence[Item], rank: int, framework: str) -> Ranks:
+    """The sync group of a rank. Raises UnsupportedError if its items have different replicas."""
     sets = {item.replicas for item in items}
     if not sets:
         return (rank,)
@@ -78,13 +78,17 @@ def require_replicas(items: Sequence[Item], rank: int, framework: str) -> Ranks:
             "mixture, or shared ones): local SGD does not support that; drop --sync"
         )
     (members,) = sets
+    return members
+
+
+def require_replicas(members: Ranks, rank: int, framework: str) -> None:
+    """Raises UnsupportedError for a sync group of one rank."""
     if len(members) == 1:
         raise UnsupportedError(
             f"{framework}: rank {rank} holds parameters of which there is no other replica, so there is nothing to "
             "synchronise: raise the data-parallel size above the shards (--sync-shard-ranks, "
             "--num-distributed-optimizer-instances), or drop --sync"
         )
-    return members
 
 
 def plan_modules(inventory: Inventory, modules: Mapping[str, str], bucket_bytes: int) -> tuple[ModulePlan, ...]:

@@ -29,15 +29,16 @@ import torch.distributed as dist
 from ..collective import Collective
 from ..config import SyncConfig
 from ..errors import UnsupportedError
-from ..events import Events, catalogue
+from ..events import Events, catalogue, say
 from ..model.host import Host, ReplicaOperations
 from ..model.inventory import Item, Role
 from ..model.reduction import ReductionControl
 from ..snapshot.slots import Mark
+from ..sync import inheritance
 from ..sync.background import Background, BackgroundTask
 from ..sync.links import Links
 from ..sync.local_policy import AppliedAt, LocalSgdPolicy, chosen_apply, policy_of, wants_modules
-from ..sync.modules import plan_groups, plan_modules, require_replicas, synchronised
+from ..sync.modules import plan_groups, plan_modules, require_replicas, sync_group, synchronised
 from ..sync.penalty import NormStatistics
 from ..sync.synchronisation import Synchronisation, SynchronisationRules
 from .sync_items import OuterItems
@@ -65,7 +66,8 @@ class LocalSgd:
         self._events, self._config, self._every = events, config, every
         inventory = host.inventory()
         items = synchronised(inventory)
-        self._members = require_replicas(items, host.rank, host.framework)
+        self._members = sync_group(items, host.rank, host.framework)
+        self._place = inheritance.ReplicaPlace(self._members.index(host.rank), len(self._members))
         self._modules = plan_modules(inventory, host.modules(), _BUCKET_BYTES)
         masters = any(item.role is Role.MAIN_PARAMETER for item in items)
         follows, reason = self._followed(masters)
@@ -73,6 +75,7 @@ class LocalSgd:
         self._policy: LocalSgdPolicy = policy_of(config, apply)
         self._under_way: dict[str, BackgroundTask[float] | None] = {}  # to be applied; None: not started
         self._number = self._at = 0  # number of synchronisations; iteration of the last one
+        self._updated = 0  # the last iteration with an update
         self._waited = 0.0
         self._report: dict[str, Any] = {}
         self._background: Background | None = None
@@ -147,24 +150,44 @@ class LocalSgd:
         return self._outer_items.tensors()
 
     def state(self) -> dict[str, Any]:
-        """Statistics of norms, and the number of synchronisations that they and the tensors contain now."""
+        """Statistics of norms, the number of synchronisations that they and the tensors contain now, which replica this
+        is, and whether its parameters are those of all replicas."""
         states = self._synchronisation.states
         statistics = {name: [one.values() for one in state.statistics] for name, state in states.items()}
-        return {"number": self._number - 1 if self._under_way else self._number, "statistics": statistics}
+        return {
+            "number": self._number - 1 if self._under_way else self._number,
+            "statistics": statistics,
+            inheritance.PLACE: self._place.values(),
+            "identical": self._policy.identical(self._updated),
+        }
+
+    def inherited(self, previous: Sequence[Mapping[str, Any] | None]) -> Sequence[int] | None:
+        return inheritance.inherited(self._place, previous)
+
+    def continued(self, taken_over: Sequence[Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
+        return inheritance.continued(self._place, [carried for carried in taken_over if carried is not None])
 
     def begin(self, completed: int, state: Mapping[str, Any] | None = None, last: int | None = None) -> None:
         if last is not None:
             self._policy.require_synchronisation(last)
-        states = self._synchronisation.states
-        if state is not None:
+        states, self._updated = self._synchronisation.states, completed
+        if state is None:
+            require_replicas(self._members, self._host.rank, self._host.framework)
+        else:
             self._number = state["number"]
-            for name, values in state["statistics"].items():
-                states[name].statistics = [NormStatistics.from_values(one) for one in values]
+            for name in states.keys() & state["statistics"].keys():
+                states[name].statistics = [NormStatistics.from_values(one) for one in state["statistics"][name]]
+            self._describe(inheritance.ReplicaPlace.of(state))
         if state is None or not self._outer_items.has_anchors:
             self._synchronisation.remember()
         self._control.reduce_over(self._policy.reduced_over(completed + 1))
         if state is not None and self._policy.in_flight(completed):
             self._start(completed)
+
+    def _describe(self, before: inheritance.ReplicaPlace) -> None:
+        has_momentum = any(state.momentum for state in self._synchronisation.states.values())
+        if self._host.rank == 0 and (message := inheritance.described(self._place, before, has_momentum)):
+            say(message)
 
     def defers(self, step: int) -> bool:
         return bool(self._under_way) and self._policy.apply is AppliedAt.FORWARD and self._at == step
@@ -196,6 +219,7 @@ class LocalSgd:
 
     def after_update(self, step: int) -> None:
         """Start a synchronisation if one is due; choose over which replicas the next iteration reduces."""
+        self._updated = step
         if self._policy.anchors(step):
             self._synchronisation.remember()
         if self._policy.due(step):
