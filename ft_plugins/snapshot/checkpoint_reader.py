@@ -5,8 +5,8 @@ tensor, at most CACHE_BYTES of verified buckets (or one bucket, if that is large
 rank's file; names are read again on each request.
 
 The parts of a replicated item are in the files of its replicas. An item that data parallelism shards is in pieces of
-the flattened whole, each in its owner's file. Both are returned as the bytes of the whole tensor. Where replicas differ,
-`chosen` are the ranks of one of them: what they have whole is read from their files alone.
+the flattened whole, each in its owner's file. Both are returned as the bytes of the whole tensor. Where replicas
+differ, `chosen` are the ranks of one of them: what they have whole is read from their files alone.
 
 In: a checkpoint's folder. Out: indices, small state, bytes of tensors. Raises StorageError for incomplete or damaged
 files.

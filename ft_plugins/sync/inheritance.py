@@ -1,14 +1,14 @@
-"""Decide which replica's own state a replica of local SGD continues with when the number of replicas has changed. Pure.
+"""Decide whose own state a replica of local SGD continues with when the number of replicas has changed. Pure.
 
-What all replicas have in common (parameters of the last synchronisation, anchors, outer momentum) is re-partitioned like
-any replicated state. What each has of its own (inner optimizer's state, generators, loss scale; parameters too where
-replicas differ) follows this rule: replica i continues with that of replica i of the previous size, and a replica that
-joins with that of replica i modulo their number. So the result depends on the two sizes alone, not on which node was
-lost.
+What all replicas have in common (parameters of the last synchronisation, anchors, outer momentum) is re-partitioned
+like any replicated state. What each has of its own (inner optimizer's state, generators, loss scale; parameters too
+where replicas differ) follows this rule: replica i continues with that of replica i of the previous size, and a replica
+that joins with that of replica i modulo their number. So the result depends on the two sizes alone, not on which node
+was lost.
 
 Statistics of the penalty are kept if the number of replicas is the same (a Megatron instance that lost some of its
-ranks). Otherwise they start anew: the members are other ones, and so is each one's part of the global batch, on which
-norms depend.
+ranks). Otherwise they start again from nothing: the members are other ones, and so is each one's part of the global
+batch, on which norms depend.
 
 In: what the ranks of the previous size carried. Out: which of them this rank takes over; the state to continue from."""
 
@@ -78,7 +78,7 @@ def described(place: ReplicaPlace, before: ReplicaPlace, momentum: bool) -> str:
         lines.append(
             f"local SGD: {before.count} replicas became {place.count}; parameters"
             + (" and outer momentum" if momentum else "")
-            + " of the last synchronisation continue on all of them, statistics of norms start anew"
+            + " of the last synchronisation continue on all of them, statistics of norms start again from nothing"
         )
     if place.count == 1:
         lines.append(

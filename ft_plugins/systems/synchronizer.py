@@ -72,7 +72,7 @@ class Synchronizer(Protocol):
 
     def continued(self, taken_over: Sequence[Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
         """After a resize, the state to begin from, given that of the ranks that `inherited` names, or of all; None to
-        start anew."""
+        start from nothing."""
         ...
 
     def begin(self, completed: int, state: Mapping[str, Any] | None = None, last: int | None = None) -> None:

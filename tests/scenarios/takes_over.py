@@ -1,4 +1,4 @@
-"""One rank of an example under local SGD that writes all its state at an iteration and ends, or goes on from such state.
+"""One rank of an example under local SGD that writes all its state at an iteration and ends, or continues from it.
 
     <deepspeed | megatron> [--give-at K --give FOLDER] [--take FOLDER --replica-ranks OLD NEW --replicas M]
     <flags of the example>
@@ -71,7 +71,9 @@ def take(own: argparse.Namespace) -> None:
         given = [torch.load(own.take / f"{rank}.pt", weights_only=False) for rank in ranks]
         with torch.no_grad():
             for item in host.inventory().items:
-                parts = [(tensors[item.name], pieces[item.name]) for _, tensors, pieces, _ in given if item.name in tensors]
+                parts = [
+                    (tensors[item.name], pieces[item.name]) for _, tensors, pieces, _ in given if item.name in tensors
+                ]
                 host.tensors()[item.name].copy_(taken(item, parts))
         smalls = [codec.decode(small) for *_, small in given]
         small = dict(smalls[0])

@@ -111,7 +111,7 @@ def stopping(mode: Mode, fault: str) -> tuple[tuple[str, ...], dict[str, str]]:
 
 
 def wait_until_rank_stops(job: RunningJob, rank: int, starts: int) -> None:
-    """Wait until `rank` of a node has stopped itself, in the incarnation in which it attached for the `starts`th time."""
+    """Wait until `rank` of a node has stopped itself, in the incarnation in which it attached the `starts`th time."""
     attached = lambda lines: [e for e in lines if e["name"] == "rank.attached" and e["rank"] == rank]  # noqa: E731
     found = until(job, lambda lines: len(attached(lines)) >= starts, BOUND)
     wait_until_stopped(attached(found)[-1]["pid"], BOUND)
@@ -158,8 +158,8 @@ def test_a_node_lost_between_synchronisations_and_one_right_after_one_are_rebuil
 def reference(
     jobs: Spec, server: ForkServer, mode: Mode, name: str, folder: Path, ranks: int, iterations: int, *words: object
 ) -> ExampleRun:
-    """A run without snapshots, whose state `takes_over` writes and reads. `ranks`: of the job; its configuration is that
-    of the job that is resized."""
+    """A run without snapshots, whose state `takes_over` writes and reads. `ranks`: of the job; its configuration is
+    that of the job that is resized."""
     run = mode.run(name, folder, mode.ranks, False, iterations, mode.batch)
     spec = run.spec()
     argv = (mode.framework, *map(str, words), *spec.argv)

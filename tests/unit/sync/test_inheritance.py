@@ -43,7 +43,7 @@ def test_all_ranks_of_a_replica_are_taken_over_also_if_the_replica_has_fewer_now
     assert inherited(ReplicaPlace(1, 2), scattered) == (1, 3), "by what they carry, not by the order of the ranks"
 
 
-def test_statistics_start_anew_unless_the_replicas_are_the_same() -> None:
+def test_statistics_start_again_unless_the_replicas_are_the_same() -> None:
     parts = [carried(0, 2, a=[[1.0, 0.5, 3.0]]), carried(0, 2, b=[[2.0, 0.5, 3.0]])]
     fewer = continued(ReplicaPlace(0, 1), parts)
     assert fewer == {"number": 7, "statistics": {}, "replica": [0, 2], "identical": True}
@@ -54,7 +54,7 @@ def test_statistics_start_anew_unless_the_replicas_are_the_same() -> None:
 def test_what_becomes_of_the_replicas_is_said_once_and_a_replica_alone_is_a_warning() -> None:
     assert described(ReplicaPlace(0, 2), ReplicaPlace(0, 2), momentum=True) == ""
     fewer = described(ReplicaPlace(0, 2), ReplicaPlace(0, 3), momentum=True)
-    assert "3 replicas became 2" in fewer and "outer momentum" in fewer and "start anew" in fewer
+    assert "3 replicas became 2" in fewer and "outer momentum" in fewer and "start again from nothing" in fewer
     assert "momentum" not in described(ReplicaPlace(0, 2), ReplicaPlace(0, 3), momentum=False)
     alone = described(ReplicaPlace(0, 1), ReplicaPlace(0, 2), momentum=True).splitlines()
     assert len(alone) == 2 and "WARNING" in alone[1]
