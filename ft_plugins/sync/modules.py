@@ -99,7 +99,7 @@ def plan_modules(inventory: Inventory, modules: Mapping[str, str], bucket_bytes:
     for name in order:
         own = tuple(item for item in items if modules[item.name] == name)
         if own:
-            buckets = plan_buckets(Inventory.of(inventory.rank, own), bucket_bytes)
+            buckets = plan_buckets(Inventory.of(inventory.rank, own), bucket_bytes, alone=True)
             plans.append(ModulePlan(name, own, buckets.all))
     return tuple(plans)
 

@@ -181,6 +181,7 @@ def test_the_last_replica_continues_through_the_outer_optimizer_alone_and_others
     assert alone["resumed"] == 3 and all(alone["fenced"][step] == fenced[step][0] for step in fenced)
     (again,) = job.live(1, 8)
     assert again["resumed"] == 6, "alone from the beginning of this incarnation"
+    assert again["fenced"][7] == alone["fenced"][7] == expected.simulation.digests()[0]
     expected.resize(3)
     found = job.live(3, 10, ends=True)
     fenced, end = expected.run(10), expected.end()
