@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -15,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from ft_plugins.model.digest import tensor_digest
 from ft_plugins.testing.deepspeed_runs import DeepSpeedConfiguration, DeepSpeedRun
 from ft_plugins.testing.emulated_nodes import EmulatedHost, network
 from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
@@ -30,6 +34,7 @@ TAU, ITERATIONS = 3, 10
 EDIT = {"policy": "edit", "tau": TAU, "penalty_warmup": 1, "alpha": 0.3, "threshold": 1.5, "clip": 0.02}
 PER_NODE = 2
 REFERENCE = f"{Path(__file__).with_name('takes_over.py')}:main"
+LOADER = f"{Path(__file__).with_name('loads_export.py')}:main"
 DATA_LAST = ("--order", "tp-cp-ep-pp-dp")  # Megatron: a node is a replica
 FP32 = MegatronConfiguration(bf16=False, distributed_optimizer=False, interleaved=False)
 SHARDED = MegatronConfiguration(bf16=True, distributed_optimizer=True, interleaved=False)
@@ -256,3 +261,104 @@ def test_the_last_replica_trains_on_alone_and_another_one_joins_it(
     reference(jobs, server, mode, "r2", folder, 2, last, *words)
     whole = reference(jobs, server, mode, "r3", folder, 4, last, "--take", one, *taking, 1)
     assert_continues(run, whole, 4, since=2 * TAU)
+
+
+# export
+
+
+def written(jobs: Spec, server: ForkServer, mode: Mode, folder: Path, iteration: int) -> tuple[ExampleRun, Path]:
+    """A protected run of two replicas that ends at `iteration`, and the checkpoint of that iteration."""
+    run = mode.run("written", folder, 2 * PER_NODE, True, iteration)
+    spec = run.spec()
+    flags = (*spec.flags, "--reft-checkpoint-dir", str(folder / "ck"), "--reft-checkpoint-interval", str(iteration))
+    alone(jobs, server, run, flags=flags)
+    (found,) = (folder / "ck").glob(f"*/v1-{iteration}")
+    return run, found
+
+
+def export(checkpoint: Path, target: Path) -> str:
+    """`ft-plugins export` as a user gives it. Returns what it prints."""
+    command = [Path(sys.executable).with_name("ft-plugins"), "export", checkpoint, "--to", target]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=BOUND)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    return done.stdout
+
+
+def tensors_in(folder: Path) -> list[Any]:
+    """Digests of all tensors in the files of a DeepSpeed checkpoint."""
+    found: list[Any] = []
+
+    def visit(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            found.append(tensor_digest(value.detach()))
+        for part in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ():
+            visit(part)
+
+    for path in folder.rglob("*.pt"):
+        visit(torch.load(path, weights_only=False))
+    return found
+
+
+def moments(run: ExampleRun, rank: int) -> dict[str, Any]:
+    """Digests of a rank's first moments at the end, by item."""
+    items = json.loads(Path(f"{run.digests}{rank:05d}.json").read_text())["items"]
+    return {name: digest for name, digest in items.items() if name.endswith("exp_avg")}
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("mode", [pytest.param(PIPELINE, id="deepspeed-pipeline")])
+def test_an_export_has_the_synchronised_parameters_and_the_moments_of_the_first_replica(
+    mode: Mode, server: ForkServer, jobs: Spec, tmp_path: Path
+) -> None:
+    run, checkpoint = written(jobs, server, mode, tmp_path / "run", 2 * TAU)
+    said = export(checkpoint, tmp_path / "exported")
+    assert f"iteration {2 * TAU}" in said and "replica" not in said
+    found = tensors_in(tmp_path / "exported")
+    for rank in range(PER_NODE):
+        assert parameters(run, rank) == parameters(run, rank + PER_NODE)
+        owned = [name for name in parameters(run, rank) if not name.startswith("tied_modules") or rank == 0]
+        assert owned and all(parameters(run, rank)[name] in found for name in owned)
+        first, second = moments(run, rank), moments(run, rank + PER_NODE)
+        kept = [name for name in first if not name.startswith("tied_modules") or rank == 0]
+        assert kept and all(first[name] in found and second[name] not in found for name in kept)
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("mode", [pytest.param(ZERO2, id="deepspeed-zero2-in-flight")])
+def test_an_export_of_replicas_that_differ_is_the_first_one_and_says_so(
+    mode: Mode, server: ForkServer, jobs: Spec, tmp_path: Path
+) -> None:
+    """Its synchronisation was in flight: what the first replica had then is what it has without one."""
+    _, checkpoint = written(jobs, server, mode, tmp_path / "run", TAU)
+    said = export(checkpoint, tmp_path / "exported")
+    assert "this is replica 0 of 2" in said and f"at iteration {TAU} replicas had different parameters" in said
+    apart = replace(mode, block={**mode.block, "tau": 100}).run("apart", tmp_path / "apart", 4, False, TAU)
+    alone(jobs, server, apart)
+    found = tensors_in(tmp_path / "exported")
+    own, other = parameters(apart, 0), parameters(apart, PER_NODE)
+    assert own and all(digest in found for digest in own.values())
+    assert own == parameters(apart, 1) and any(digest not in found for digest in other.values())
+
+
+@pytest.mark.parametrize(
+    "mode", [pytest.param(REPLICATED, id="megatron"), pytest.param(DISTOPT, id="megatron-distopt")]
+)
+def test_an_export_loads_into_megatron_with_the_synchronised_parameters(
+    mode: Mode, server: ForkServer, jobs: Spec, tmp_path: Path
+) -> None:
+    """All replicas of the job that loads it hold what the first one had, bit for bit."""
+    run, checkpoint = written(jobs, server, mode, tmp_path / "run", 2 * TAU)
+    said = export(checkpoint, tmp_path / "exported")
+    assert f"iteration {2 * TAU}" in said and "replica" not in said
+    folder = tmp_path / "loaded"
+    folder.mkdir()
+    iteration = tmp_path / "exported" / f"iter_{2 * TAU:07d}"
+    argv = (str(iteration), str(folder / "state-"), *mode.megatron.argv(), *run.argv)  # type: ignore[attr-defined]
+    spec = JobSpec(LOADER, argv, f"l{os.getpid()}", str(folder), 4, environment={"OMP_NUM_THREADS": "1"})
+    job = server.start(spec)
+    assert job.wait(BOUND)["status"] == "succeeded", job.tail(60)
+    loaded = replace(run, folder=folder)  # type: ignore[type-var]
+    for rank in range(2 * PER_NODE):
+        first = rank % PER_NODE
+        assert parameters(loaded, rank) == parameters(run, first) == parameters(run, first + PER_NODE)
+        assert moments(loaded, rank) == moments(run, first) != moments(run, first + PER_NODE)
