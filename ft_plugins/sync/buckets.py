@@ -129,8 +129,9 @@ class Buckets:
 
 
 def plan_buckets(inventory: Inventory, bucket_bytes: int, alone: bool = False) -> Buckets:
-    """Divide an inventory into buckets; `alone`: also what a single rank holds. Raises ConfigError if a bucket would not
-    hold an element."""
+    """Divide an inventory into buckets; `alone`: also what a single rank holds.
+
+    Raises ConfigError if a bucket would not hold an element."""
     if bucket_bytes < 8:
         raise ConfigError(f"buckets of {bucket_bytes} bytes hold no element: expected at least 8")
     groups: dict[tuple[tuple[int, ...], int, str, str, bool, bool], list[Item]] = {}
