@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,7 +25,7 @@ from ft_plugins.testing.deepspeed_runs import DeepSpeedConfiguration, DeepSpeedR
 from ft_plugins.testing.emulated_nodes import EmulatedHost, network
 from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
 from ft_plugins.testing.golden import assert_identical, explain, losses, state_differences
-from ft_plugins.testing.job_control import wait_until_stopped
+from ft_plugins.testing.job_control import Entry
 from ft_plugins.testing.megatron_runs import MegatronConfiguration, MegatronRun
 from ft_plugins.testing.multinode import ExampleRun, MultiNodeJob, until
 
@@ -117,9 +118,15 @@ def stopping(mode: Mode, fault: str) -> tuple[tuple[str, ...], dict[str, str]]:
 
 def wait_until_rank_stops(job: RunningJob, rank: int, starts: int) -> None:
     """Wait until `rank` of a node has stopped itself, in the incarnation in which it attached the `starts`th time."""
-    attached = lambda lines: [e for e in lines if e["name"] == "rank.attached" and e["rank"] == rank]  # noqa: E731
-    found = until(job, lambda lines: len(attached(lines)) >= starts, BOUND)
-    wait_until_stopped(attached(found)[-1]["pid"], BOUND)
+
+    def stopped(lines: list[Entry]) -> bool:
+        attached = dict.fromkeys(e["pid"] for e in lines if e["name"] == "rank.attached" and e["rank"] == rank)
+        with suppress(FileNotFoundError):  # it has ended: another one attaches next
+            state = Path(f"/proc/{[*attached, 0][len(attached) - 1]}/stat").read_text().rsplit(")", 1)[1].split()[0]
+            return len(attached) >= starts and state == "T"
+        return False
+
+    until(job, stopped, BOUND)
 
 
 def restored(job: RunningJob) -> list[tuple[str, int]]:

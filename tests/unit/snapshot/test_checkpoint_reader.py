@@ -43,8 +43,8 @@ def written(
     base: Path, tensors: dict[str, torch.Tensor], cuts: dict[str, list[int]], nodes: tuple[str, ...], bucket_bytes: int,
     replicas: int = 1,
 ) -> Path:  # fmt: skip
-    """A checkpoint of as many ranks as there are nodes: each tensor replicated over all of them, or cut into pieces. With
-    several replicas each has its own of what is cut, larger by its number, and `cuts` of its own."""
+    """A checkpoint of as many ranks as there are nodes: each tensor replicated over all of them, or cut into pieces.
+    With several replicas each has its own of what is cut, larger by its number, and `cuts` of its own."""
     world = len(nodes)
     size = world // replicas
     origin = Origin("job", world, {"seed": 1})
