@@ -79,8 +79,9 @@ def take(own: argparse.Namespace) -> None:
         small = dict(smalls[0])
         if isinstance(small.get("scalars"), dict):  # Megatron's, by parameter
             small["scalars"] = {name: value for one in smalls for name, value in one["scalars"].items()}
-        if own.replicas != dist.get_world_size() // now:
-            small[CARRIED] = {**small[CARRIED], "statistics": {}}
+        same = own.replicas == dist.get_world_size() // now
+        statistics = {name: value for one in smalls for name, value in one[CARRIED]["statistics"].items()}
+        small[CARRIED] = {**small[CARRIED], "statistics": statistics if same else {}}
         host.restore(small)
         session._pending = small
         return int(given[0][0])

@@ -121,9 +121,10 @@ def wait_until_rank_stops(job: RunningJob, rank: int, starts: int) -> None:
 
     def stopped(lines: list[Entry]) -> bool:
         attached = dict.fromkeys(e["pid"] for e in lines if e["name"] == "rank.attached" and e["rank"] == rank)
+        if len(attached) < starts:
+            return False
         with suppress(FileNotFoundError):  # it has ended: another one attaches next
-            state = Path(f"/proc/{[*attached, 0][len(attached) - 1]}/stat").read_text().rsplit(")", 1)[1].split()[0]
-            return len(attached) >= starts and state == "T"
+            return Path(f"/proc/{[*attached][-1]}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
         return False
 
     until(job, stopped, BOUND)
@@ -228,6 +229,32 @@ def test_a_job_goes_on_with_two_replicas_of_three_and_again_with_three(
     assert_continues(run, whole, 6, since=2 * TAU)
     for rank in range(PER_NODE):
         assert parameters(run, rank) == parameters(run, rank + PER_NODE) == parameters(run, rank + 2 * PER_NODE)
+
+
+def test_instances_of_the_distributed_optimizer_continue_with_fewer_ranks_each(
+    megatron_server: ForkServer, jobs: Spec, tmp_path: Path, places: list[EmulatedHost]
+) -> None:
+    """Four nodes of one rank, two instances; one node is lost, another one is a spare. The replicas stay the same ones,
+    so statistics of norms do too: they decide what is left out and clipped."""
+    mode, last = replace(DISTOPT, ranks=4, batch=24), 3 * TAU
+    run = mode.run("instances", tmp_path / "instances", 4, True, last, mode.batch)
+    endpoint = ",".join(f"{place.address}:29490" for place in places[:4])
+    job = MultiNodeJob(megatron_server, jobs, run, 4, 4, endpoint, "--reft-wait-seconds", "1", min_nodes=2)
+    for number in range(4):
+        fault = f"iteration.forward@iteration={TAU + 2},rank=1:stop" if number == 1 else ""
+        job.start(f"n{number}", places[number], faults=fault)
+    wait_until_rank_stops(job.nodes["n1"], 1, 1)
+    job.until_committed(TAU)
+    job.destroy("n1")
+    job.wait()
+    assert {event.fields["iteration"] for event in job.nodes["n0"].events("state.resharded")} == {TAU}
+    assert "replicas became" not in job.nodes["n0"].tail(2000)
+
+    folder, four = tmp_path / "reference", tmp_path / "four"
+    reference(jobs, megatron_server, mode, "r1", folder, 4, last, "--give-at", TAU, "--give", four)
+    taking = ("--take", four, "--replica-ranks", 2, 1, "--replicas", 2)
+    whole = reference(jobs, megatron_server, mode, "r2", folder, 2, last, *taking)
+    assert_continues(run, whole, 2, since=TAU)
 
 
 def assert_continues(run: ExampleRun, whole: ExampleRun, ranks: int, since: int) -> None:
