@@ -69,8 +69,8 @@ def synchronised(inventory: Inventory) -> tuple[Item, ...]:
     return items
 
 
-def require_replicas(items: Sequence[Item], rank: int, framework: str) -> Ranks:
-    """The sync group of a rank. Raises UnsupportedError if its items have no replicas, or different ones."""
+def sync_group(items: Sequence[Item], rank: int, framework: str) -> Ranks:
+    """The sync group of a rank. Raises UnsupportedError if its items have different replicas."""
     sets = {item.replicas for item in items}
     if not sets:
         return (rank,)
@@ -80,13 +80,17 @@ def require_replicas(items: Sequence[Item], rank: int, framework: str) -> Ranks:
             "mixture, or shared ones): local SGD does not support that; drop --sync"
         )
     (members,) = sets
+    return members
+
+
+def require_replicas(members: Ranks, rank: int, framework: str) -> None:
+    """Raises UnsupportedError for a sync group of one rank."""
     if len(members) == 1:
         raise UnsupportedError(
             f"{framework}: rank {rank} holds parameters of which there is no other replica, so there is nothing to "
             "synchronise: raise the data-parallel size above the shards (--sync-shard-ranks, "
             "--num-distributed-optimizer-instances), or drop --sync"
         )
-    return members
 
 
 def plan_modules(inventory: Inventory, modules: Mapping[str, str], bucket_bytes: int) -> tuple[ModulePlan, ...]:
@@ -97,7 +101,7 @@ def plan_modules(inventory: Inventory, modules: Mapping[str, str], bucket_bytes:
     for name in order:
         own = tuple(item for item in items if modules[item.name] == name)
         if own:
-            buckets = plan_buckets(Inventory.of(inventory.rank, own), bucket_bytes)
+            buckets = plan_buckets(Inventory.of(inventory.rank, own), bucket_bytes, alone=True)
             plans.append(ModulePlan(name, own, buckets.all))
     return tuple(plans)
 

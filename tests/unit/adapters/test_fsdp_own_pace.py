@@ -24,8 +24,8 @@ fsdp = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(fsdp)
 
 LAST = 20
-PACE = (0.01, 0.04)  # seconds of an iteration, by replica
-SYNC = {"policy": "a_edit", "seconds": 0.15, "penalty": False, "apply": "forward"}
+PACE = (0.0, 0.1)  # seconds of an iteration, by replica
+SYNC = {"policy": "a_edit", "seconds": 0.4, "penalty": False, "apply": "forward"}
 CASE = fsdp.Case(fsdp.DILOCO, "forward", tied=False)
 
 
@@ -99,7 +99,7 @@ def test_replicas_of_different_speed_equal_their_simulation_bit_for_bit() -> Non
     assert all(one["periods"] == periods for one in found), "all ranks of the job count the same"
     assert found[0]["at"] == found[1]["at"] and found[2]["at"] == found[3]["at"], "ranks of a replica join together"
     fast, slow = (sum(period[place] for period in periods) for place in range(2))
-    assert fast + slow >= 2 * LAST and fast > 1.5 * slow
+    assert fast + slow >= 2 * LAST and fast > slow, "each at its own pace"
     (expected,) = gang(simulated, 1, periods, seconds=fsdp.SECONDS)
     for rank, one in enumerate(found):
         place, index = divmod(rank, CASE.mesh[1])
