@@ -150,7 +150,8 @@ class Measurement:
     def _report(self, plan: BubblePlan, profile: Profile, iterations: Sequence[int], links_known: bool) -> None:
         (own,) = (sender for sender in plan.senders if sender.transfer.sender == self._rank)
         self._events.emit(
-            catalogue.TIMELINE_RECORDED, iteration=self._ended_iteration,
+            catalogue.TIMELINE_RECORDED,
+            iteration=self._ended_iteration,
             **shown(profile.timelines[self._rank], profile.bubbles(self._rank), own),
         )
         if self._rank != 0:

@@ -63,7 +63,7 @@ def test_a_file_with_comments_is_read_as_deepspeed_reads_it(tmp_path: Path) -> N
 @pytest.mark.parametrize("depth", [40, 100_000])
 def test_a_file_with_comments_that_is_nested_too_deeply_is_refused_for_that(tmp_path: Path, depth: int) -> None:
     pytest.importorskip("hjson")
-    path = tmp_path / write(tmp_path, "{\n  // deep\n  \"x\": " + "[" * depth + "]" * depth + "}")
+    path = tmp_path / write(tmp_path, '{\n  // deep\n  "x": ' + "[" * depth + "]" * depth + "}")
     with pytest.raises(ConfigError, match="ds.json: it is nested more than 32 deep"):
         deepspeed_json.from_file(path)
 
