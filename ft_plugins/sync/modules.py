@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..errors import UnsupportedError
+from ..errors import ConfigError, UnsupportedError
 from ..model.inventory import Inventory, Item
 from .buckets import FLOATING, PARAMETERS, ReplicaBucket, plan_buckets
 
@@ -85,6 +85,15 @@ def require_replicas(items: Sequence[Item], rank: int, framework: str) -> Ranks:
             "--num-distributed-optimizer-instances), or drop --sync"
         )
     return members
+
+
+def require_shard_ranks(rank: int, group: Ranks, configured: int | None) -> None:
+    """Raises ConfigError if a replica shards over `group`, but is configured to shard over another number of ranks."""
+    if configured not in (None, len(group)):
+        raise ConfigError(
+            f"--sync-shard-ranks {configured}: expected {len(group)}, because rank {rank} shares its gradients with "
+            f"ranks {list(group)} in every iteration; change one of the two, or drop this flag"
+        )
 
 
 def plan_modules(inventory: Inventory, modules: Mapping[str, str], bucket_bytes: int) -> tuple[ModulePlan, ...]:
