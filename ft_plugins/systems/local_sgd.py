@@ -40,8 +40,14 @@ from ..sync.background import Background, BackgroundTask
 from ..sync.links import Links
 from ..sync.local_policy import AppliedAt, LocalSgdPolicy, chosen_apply, policy_of, wants_modules
 from ..sync.modules import (
-    GroupPlan, JobGroups, plan_groups, plan_modules, require_replicas, require_shard_ranks, synchronised,
-)  # fmt: skip
+    GroupPlan,
+    JobGroups,
+    plan_groups,
+    plan_modules,
+    require_replicas,
+    require_shard_ranks,
+    synchronised,
+)
 from ..sync.penalty import NormStatistics
 from ..sync.synchronisation import Synchronisation, SynchronisationRules
 from .clocked import ClockedReplica, timekeeper
