@@ -151,6 +151,8 @@ def _trained(rank: int, world: int, case: Case, more: Mapping[str, Any]) -> tupl
     events: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
         break_on_purpose(patch, case.wrong)
+        if more.get("offload"):  # tensors are in host memory anyway: copies of them stand for those on a device
+            patch.setattr(synchronisation, "_on_device", lambda tensors, device: copies(tensors))
         host = FsdpHost(model, optimizer, mesh=mesh)
         session = attach(host, Config.from_json({"sync": {**sync, "shard_ranks": case.mesh[1]}}), context(rank, world))
         session._events.subscribe(events.append)
@@ -162,6 +164,10 @@ def _trained(rank: int, world: int, case: Case, more: Mapping[str, Any]) -> tupl
             optimizer.zero_grad()
         used.append(shards_of(model))
     return used, [event.fields for event in events if event.name == "replicas.synchronised"]
+
+
+def copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def context(rank: int, world: int) -> LaunchContext:
