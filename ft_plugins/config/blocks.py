@@ -313,7 +313,8 @@ class SyncConfig(SystemConfig):
         None,
         ge=1,
         description="data-parallel ranks that form one replica and reduce gradients in every iteration (ZeRO and FSDP "
-        "shards); unset: one; Megatron has --num-distributed-optimizer-instances instead",
+        "shards); unset: one; FSDP2 has its mesh instead, Megatron --num-distributed-optimizer-instances, and another "
+        "number is refused",
         json_schema_extra=more("ranks", "an integer >= 1"),
     )
 

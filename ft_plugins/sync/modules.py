@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..errors import UnsupportedError
+from ..errors import ConfigError, UnsupportedError
 from ..model.inventory import Inventory, Item
 from .buckets import FLOATING, PARAMETERS, ReplicaBucket, plan_buckets
 
@@ -90,6 +90,15 @@ def require_replicas(members: Ranks, rank: int, framework: str) -> None:
             f"{framework}: rank {rank} holds parameters of which there is no other replica, so there is nothing to "
             "synchronise: raise the data-parallel size above the shards (--sync-shard-ranks, "
             "--num-distributed-optimizer-instances), or drop --sync"
+        )
+
+
+def require_shard_ranks(rank: int, group: Ranks, configured: int | None) -> None:
+    """Raises ConfigError if a replica shards over `group`, but is configured to shard over another number of ranks."""
+    if configured not in (None, len(group)):
+        raise ConfigError(
+            f"--sync-shard-ranks {configured}: expected {len(group)}, because rank {rank} shares its gradients with "
+            f"ranks {list(group)} in every iteration; change one of the two, or drop this flag"
         )
 
 

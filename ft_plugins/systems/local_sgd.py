@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from ..collective import Collective
 from ..config import SyncConfig
-from ..errors import ConfigError, ResumeError, UnsupportedError
+from ..errors import ResumeError, UnsupportedError
 from ..events import Events, catalogue, say
 from ..model.host import Host, ReplicaOperations
 from ..model.inventory import Item, Role
@@ -45,6 +45,7 @@ from ..sync.modules import (
     plan_groups,
     plan_modules,
     require_replicas,
+    require_shard_ranks,
     sync_group,
     synchronised,
 )
@@ -123,9 +124,9 @@ class LocalSgd:
         """Create process groups, claim memory, take control of the reduction. Every rank of the job calls."""
         with collective.agreement():
             self._control.prepare_reduction()
+            require_shard_ranks(self._host.rank, self._control.shard_group(), self._config.shard_ranks)
             if self._policy.seconds is not None:
                 self._control.require_own_pace()
-            self._require_shard_ranks()
         names = [module.name for module in self._modules]
         parts = collective.gather(msgpack.packb([list(self._members), names]))
         reports = [msgpack.unpackb(part) for part in parts]
@@ -162,15 +163,6 @@ class LocalSgd:
             keeper = timekeeper(Links(self._host.rank, {}, made[first_ranks], cpu), self._readiness)
         replica = Links(self._host.rank, {}, made.get(plan.replica), cpu)
         self._clocked = ClockedReplica(self._policy, plan.position, self._peers, replica, keeper)
-
-    def _require_shard_ranks(self) -> None:
-        """Raises ConfigError if a replica shards over another number of ranks than configured."""
-        ranks, configured = self._control.shard_group(), self._config.shard_ranks
-        if configured not in (None, len(ranks)):
-            raise ConfigError(
-                f"--sync-shard-ranks {configured}: expected {len(ranks)}, because rank {self._host.rank} shares its "
-                f"gradients with ranks {list(ranks)} in every iteration; change one of the two, or drop this flag"
-            )
 
     # ---- state that a snapshot carries ----
 

@@ -168,6 +168,18 @@ def test_reft_alone_protects_a_job_that_is_killed_around_an_update(
     assert_identical(run, whole, RANKS)
 
 
+def test_replicas_that_nothing_keeps_together_are_refused_at_start(
+    fsdp_server: ForkServer, jobs: Spec, tmp_path: Path
+) -> None:
+    """Their snapshots would take parts of each. The flag of the script is that of local SGD, which is not on."""
+    job = fsdp_server.start(
+        jobs(**{**vars(FsdpRun("apart", tmp_path, LOCAL, ("--reft",)).spec()), "name": f"f{os.getpid()}-apart"})
+    )
+    outcome = job.wait(SECONDS)
+    assert outcome["status"] == "refused", outcome
+    assert "gradients are not averaged over the replicas" in outcome["reason"]
+
+
 @pytest.mark.parametrize("nodes", [2, 4])
 def test_a_node_that_is_lost_in_a_synchronisation_is_rebuilt_from_parity(
     fsdp_server: ForkServer, golden: Golden, jobs: Spec, tmp_path: Path, nodes: int

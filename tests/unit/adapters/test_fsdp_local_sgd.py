@@ -10,7 +10,7 @@ Sizes do not divide: shards are uneven, and one is empty.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,6 +32,7 @@ WORLD, TAU, STEPS = 4, 2, 7  # three synchronisations, and an iteration behind t
 SECONDS = 200.0
 WORDS = 7
 Arrays = dict[str, np.ndarray]
+Verdict = tuple[int, str, str, int]  # iteration, what happened, module, replica (0 for all)
 
 POST = {"policy": "post_local_sgd"}
 DILOCO = {"policy": "diloco"}
@@ -150,6 +151,8 @@ def _trained(rank: int, world: int, case: Case, more: Mapping[str, Any]) -> tupl
     events: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
         break_on_purpose(patch, case.wrong)
+        if more.get("offload"):  # tensors are in host memory anyway: copies of them stand for those on a device
+            patch.setattr(synchronisation, "_on_device", lambda tensors, device: copies(tensors))
         host = FsdpHost(model, optimizer, mesh=mesh)
         session = attach(host, Config.from_json({"sync": {**sync, "shard_ranks": case.mesh[1]}}), context(rank, world))
         session._events.subscribe(events.append)
@@ -161,6 +164,10 @@ def _trained(rank: int, world: int, case: Case, more: Mapping[str, Any]) -> tupl
             optimizer.zero_grad()
         used.append(shards_of(model))
     return used, [event.fields for event in events if event.name == "replicas.synchronised"]
+
+
+def copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def context(rank: int, world: int) -> LaunchContext:
@@ -190,7 +197,7 @@ def break_on_purpose(patch: pytest.MonkeyPatch, wrong: str) -> None:
 
 
 def simulated(rank: int, world: int, cases: list[Case]) -> list[Any]:
-    """For each case, by replica: its parameters in each iteration and at the end. And who was left out."""
+    """For each case, by replica: its parameters in each iteration and at the end. And what was judged."""
     return [Simulation(case).run() for case in cases]
 
 
@@ -208,8 +215,7 @@ class Simulation:
         self.optimizers = [optimizer_of(model, case.optimizer) for model in self.models]
         self.used: list[list[Arrays]] = [[] for _ in self.models]
         self.statistics: dict[tuple[str, int], tuple[float, float, int]] = {}
-        self.left_out: list[tuple[int, str, int]] = []
-        self.clipped: list[tuple[int, str]] = []
+        self.judged: list[Verdict] = []
         self.remember()
 
     def parameters(self, replica: int) -> dict[str, torch.nn.Parameter]:
@@ -253,7 +259,7 @@ class Simulation:
             self.write()
         for replica, used in enumerate(self.used):
             used.append(self.arrays(replica))
-        return self.used, self.left_out, self.clipped
+        return self.used, self.judged
 
     def reduce(self) -> None:
         for same in zip(*(model.parameters() for model in self.models), strict=True):
@@ -273,6 +279,10 @@ class Simulation:
                 target = self.penalised(step, module, values.astype(np.float64), anchor.astype(np.float64))
             else:
                 target = values.astype(np.float64).mean(0)
+            if target is None:
+                for name in names:
+                    self.anchors[name].grad = None
+                continue
             parts = np.split(target.astype(np.float32), np.cumsum([self.anchors[name].numel() for name in names])[:-1])
             for name, part in zip(names, parts, strict=True):
                 mean = torch.from_numpy(part.copy()).view_as(self.anchors[name])
@@ -287,27 +297,31 @@ class Simulation:
     def size(self) -> int:
         return len(self.models)
 
-    def penalised(self, step: int, module: str, values: np.ndarray, anchor: np.ndarray) -> np.ndarray:
-        """EDiT's Algorithm 2, for a module of which at least one replica is sound."""
-        changes = values - anchor
+    def penalised(self, step: int, module: str, values: np.ndarray, anchor: np.ndarray) -> np.ndarray | None:
+        """EDiT's Algorithm 2; None if the module is rolled back."""
+        keys, changes = self.case.keys, values - anchor
         norms = np.sqrt(np.square(changes).sum(1)).tolist()
+        known = [self.statistics.get((module, replica), (norm, 0.0, 0)) for replica, norm in enumerate(norms)]
         sound = []
-        for replica, norm in enumerate(norms):
-            mean, deviation, count = self.statistics.get((module, replica), (norm, 0.0, 0))
-            if count >= self.case.keys["penalty_warmup"] and (norm - mean) / deviation > self.case.keys["threshold"]:
-                self.left_out.append((step, module, replica))
-                continue
-            sound.append(replica)
-            alpha = self.case.keys["alpha"]
-            new = alpha * norm + (1 - alpha) * mean
-            variance = (1 - alpha) * deviation**2 + alpha * (norm - new) ** 2
+        for replica, (mean, deviation, count) in enumerate(known):
+            if count >= keys["penalty_warmup"] and (norms[replica] - mean) / deviation > keys["threshold"]:
+                self.judged.append((step, "left out", module, replica))
+            else:
+                sound.append(replica)
+        for replica in sound or range(self.size):
+            mean, deviation, count = known[replica]
+            new = keys["alpha"] * norms[replica] + (1 - keys["alpha"]) * mean
+            variance = (1 - keys["alpha"]) * deviation**2 + keys["alpha"] * (norms[replica] - new) ** 2
             self.statistics[module, replica] = (new, float(np.sqrt(variance)), count + 1)
+        if not sound:
+            self.judged.append((step, "rolled back", module, 0))
+            return None
         powers = np.exp([-norms[replica] for replica in sound])
         mean = anchor + (powers / powers.sum()) @ changes[sound]
         change = mean.astype(np.float32) - anchor  # rounded as it is exchanged
-        factor = self.case.keys["clip"] / (np.sqrt(np.square(change).sum()) + 1e-6)
+        factor = keys["clip"] / (np.sqrt(np.square(change).sum()) + 1e-6)
         if factor < 1:
-            self.clipped.append((step, module))
+            self.judged.append((step, "clipped", module, 0))
         return anchor + min(1.0, factor) * change
 
     def write(self) -> None:
@@ -379,21 +393,26 @@ def test_under_the_penalty_a_job_equals_its_simulation(
 ) -> None:
     """To the order of reductions: the reference sums a norm over a whole module, the job over each shard; a weight that
     differs in its last bit of float64 may round a parameter to the next float32 now and then."""
-    case, (_, left_out, clipped) = CASES[name], expected[name]
+    case, (_, judged) = CASES[name], expected[name]
     assert first_difference(found[name], expected[name], case, close) is None
-    shards = case.mesh[1]
     for used, events in found[name]:
         held = {module_of(parameter) for parameter, one in used[0].items() if one.size}
-        seen = [
-            (event["iteration"], module, rank // shards)
-            for event in events
-            for module, ranks in event["left_out"].items()
-            for rank in ranks
-        ]
-        assert sorted(seen) == sorted(one for one in left_out if one[1] in held)
-        cut = sorted((event["iteration"], module) for event in events for module in event["clipped"])
-        assert cut == sorted(one for one in clipped if one[1] in held)
-    assert case.bad in {replica for _, _, replica in left_out} and clipped
+        assert sorted(verdicts(events, case.mesh[1])) == sorted(one for one in judged if one[2] in held)
+    assert {what for _, what, _, _ in judged} >= {"left out", "clipped"}
+    assert case.bad in {replica for _, what, _, replica in judged if what == "left out"}
+
+
+def verdicts(events: list[dict[str, Any]], shards: int) -> Iterator[Verdict]:
+    """What a rank reports, as the reference does."""
+    for event in events:
+        for module, ranks in event["left_out"].items():
+            yield from ((event["iteration"], "left out", module, rank // shards) for rank in ranks)
+        yield from ((event["iteration"], "rolled back", module, 0) for module in event["rolled_back"])
+        yield from ((event["iteration"], "clipped", module, 0) for module in event["clipped"])
+
+
+def test_a_module_is_rolled_back_in_one_of_the_cases(expected: dict[str, Any]) -> None:
+    assert "rolled back" in {what for _, judged in expected.values() for _, what, _, _ in judged}
 
 
 @pytest.mark.parametrize("name", CHANGES_NOTHING)
