@@ -34,6 +34,7 @@ class ExchangeEpoch:
 class NodeReport:
     """The state of one node. `begun` is the newest iteration that one of its ranks has begun to capture.
 
+    `exchange`: the version that this node sends, or waits to send because it was announced.
     `encoded`: all receivers have taken what this node sent of that version, and what it stores of it is complete.
     """
 

@@ -200,7 +200,11 @@ def step(state: NodeState, event: Event) -> tuple[NodeState, tuple[Action, ...]]
 
 
 def _report(state: NodeState, seen: Observation) -> tuple[NodeState, tuple[Action, ...]]:
-    """Report a version as missed if it differs, is corrupt or failed its audit: it can never be committed."""
+    """Report a version as missed if it differs, is corrupt or failed its audit: it can never be committed.
+
+    A version that this node still waits for is reported too: a replaced coordinator has no other way to know that it
+    was announced, once ranks have begun to capture it.
+    """
     sending, missed = seen.sending, state.missed
     encoded = sending if seen.complete else None
     alarms: tuple[Action, ...] = ()
@@ -213,7 +217,7 @@ def _report(state: NodeState, seen: Observation) -> tuple[NodeState, tuple[Actio
         if seen.mark in (Mark.UNAUDITED, Mark.MISMATCHED):
             missed = sending
         encoded = encoded if seen.mark.preferred else None
-    report = NodeReport(seen.begun, sending, missed, encoded, seen.committed)
+    report = NodeReport(seen.begun, sending or state.decision.exchange, missed, encoded, seen.committed)
     state = replace(state, committed=seen.committed, sending=sending, missed=missed)
     return state, (*alarms, SendHeartbeat(report))
 

@@ -143,9 +143,8 @@ class Node:
         begun = [s.version.iteration for memory in self.ranks.values() for s in memory.slots
                  if s.version and s.version.lineage == lineage]  # fmt: skip
         ready = self.running is not None and not self.done and self.running in self.vault.clean()
-        return NodeReport(
-            max(begun, default=0), self.running, self.missed, self.running if ready else None, self.counted
-        )
+        exchange = self.running or self.directive.exchange
+        return NodeReport(max(begun, default=0), exchange, self.missed, self.running if ready else None, self.counted)
 
     def follow(self, directive: ExchangeDecision) -> None:
         if directive.committed is not None and directive.committed != self.counted:

@@ -283,6 +283,32 @@ def test_a_coordinator_that_is_replaced_decides_the_same_from_reports_alone() ->
     assert job.committed() == {v(2)}
 
 
+def test_a_coordinator_that_is_replaced_while_ranks_capture_the_announced_version_keeps_it() -> None:
+    """No node sends it yet, and it is too late to announce it: what the nodes wait for is in their reports."""
+    job = SimulatedJob(8)
+    job.round()
+    epoch = job.coordinator.epoch
+    job.coordinator = Coordinator.start(epoch, DETECT, job.now)
+    job.nodes[0] = Simulated(NodeState(epoch, 0, False, DETECT, job.now))
+    for node in job.nodes:
+        node.captured = 1  # begun, not sealed
+    job.round()
+    assert job.coordinator.decision.exchange == v(1) and {node.state.awaited for node in job.nodes} == {v(1)}
+    for node in job.nodes:
+        node.feed(SealChecked(True))
+    job.round()
+    assert job.committed() == {v(1)}
+
+
+def test_a_node_that_the_replaced_coordinator_hears_first_goes_on_waiting_for_the_announced_version() -> None:
+    state, _ = run(FRESH, Switched(ExchangeDecision(v(4))))
+    _, heartbeat = reported(state, Observation(3))
+    assert heartbeat.report.exchange == v(4) and heartbeat.report.encoded is None
+    decision = Coordinator.start(FRESH.epoch, DETECT, 100.0).receive(1, heartbeat.report, 101.0).decision
+    state, actions = run(state, HeartbeatAnswered(101.0, decision))
+    assert actions == [] and state.awaited == v(4)
+
+
 def test_the_coordinator_sees_the_silent_and_refuses_unknown_positions() -> None:
     job = SimulatedJob(3)
     job.round()
