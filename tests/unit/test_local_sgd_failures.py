@@ -123,7 +123,7 @@ def _stalled(rank: int, world: int, keys: dict[str, Any], where: str) -> str:
     if rank == 1 and where == "exchange":
         faults.arm("sync.exchange@hit=2:stop")
     if rank == 1 and where == "update":
-        one.training.optimizer.register_step_post_hook(lambda *given: one.completed or os.kill(pids[1], signal.SIGSTOP))
+        hook = one.training.optimizer.register_step_post_hook(lambda *given: _stop_once(hook))
     try:
         one.run(4)
     except ProtocolError as error:
@@ -132,6 +132,11 @@ def _stalled(rank: int, world: int, keys: dict[str, Any], where: str) -> str:
         if rank == 0:
             os.kill(pids[1], signal.SIGCONT)
     return ""
+
+
+def _stop_once(hook: Any) -> None:
+    hook.remove()
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 @pytest.mark.parametrize(
