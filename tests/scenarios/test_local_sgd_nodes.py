@@ -6,6 +6,7 @@ only a synchronisation joins them. Golden runs have the same policy and no snaps
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -30,6 +31,7 @@ from ft_plugins.testing.megatron_runs import MegatronConfiguration, MegatronRun
 from ft_plugins.testing.multinode import ExampleRun, MultiNodeJob, until
 
 Spec = Callable[..., JobSpec]
+_numbers = itertools.count()
 BOUND = 280  # seconds for one run or one wait; far more than it takes on an idle machine
 TAU, ITERATIONS = 3, 10
 EDIT = {"policy": "edit", "tau": TAU, "penalty_warmup": 1, "alpha": 0.3, "threshold": 1.5, "clip": 0.02}
@@ -102,7 +104,7 @@ def server(request: pytest.FixtureRequest) -> ForkServer:
 
 def alone(jobs: Spec, server: ForkServer, run: ExampleRun, **fields: object) -> RunningJob:
     """Run on one node to its end, under a name of its own: jobs with local SGD have a snapshot process, too."""
-    name = f"n{os.getpid()}-{abs(hash(run.folder)) % 10**6}"
+    name = f"n{os.getpid()}-{next(_numbers)}"
     job = server.start(jobs(**{**vars(run.spec(**fields)), "name": name}))
     outcome = job.wait(BOUND)
     assert outcome["status"] == "succeeded", f"{outcome}\n{job.tail()}"
