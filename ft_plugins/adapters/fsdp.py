@@ -13,8 +13,9 @@
 
 Invariant: between two iterations the module's parameters are the shards. What was gathered (by an evaluation, or where
 `reshard_after_backward` is off) is forgotten at every version point and whenever shards are written, so that the next
-forward gathers the present ones. `fully_shard` may replace local tensors in its first forward, to pad them; the host
-causes that when it is built, so that items stay in place.
+forward gathers the present ones; what a running forward has gathered are the present ones already. `fully_shard` may
+replace local tensors in its first forward, to pad them; the host causes that when it is built, so that items stay in
+place.
 
 In: model, optimizer, scheduler, data loader, device mesh. Out: a `model.host.Host` and `model.reduction`'s control.
 """

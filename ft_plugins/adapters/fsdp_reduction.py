@@ -48,8 +48,17 @@ class FsdpUnit:
         """The sharded parameters."""
         return [one.sharded_param for group in self.groups for one in group.fsdp_params]
 
+    @property
+    def in_forward(self) -> bool:
+        """Whether a forward is computing with its gathered parameters."""
+        states = [getattr(group, "_training_state", None) for group in self.groups]
+        return any(getattr(state, "name", "") == "FORWARD" for state in states)
+
     def reshard(self) -> None:
-        """Forget gathered parameters: the next forward gathers the present shards."""
+        """Forget gathered parameters: the next forward gathers the present shards. Not in a forward of the unit: what
+        that computes with was gathered after `call`."""
+        if self.in_forward:
+            return
         if any(getattr(group, "_all_gather_result", None) is not None for group in self.groups):
             self.modules[0].unshard()  # waits for a gather that was started
         for module in self.modules:

@@ -52,6 +52,7 @@ class Case(NamedTuple):
     mesh: tuple[int, int] = (2, 2)
     tied: bool = True
     tau: int = TAU
+    eager: bool = False  # the root is resharded after its forward, and gathers the first layers early
     wrong: str = ""
 
 
@@ -66,6 +67,7 @@ CASES = {
     "edit, update": Case(EDIT, "update", **PENALISED),
     "edit, forward, unsharded": Case(EDIT, "forward", mesh=(4, 1), **PENALISED),
     "diloco, forward, unsharded": Case(DILOCO, "forward", mesh=(4, 1)),
+    "diloco, forward, eager": Case(DILOCO, "forward", warmup=1, eager=True),
 }
 CHANGES_NOTHING = {
     "prefetch": {"prefetch": False},
@@ -145,7 +147,9 @@ def _trained(rank: int, world: int, case: Case, more: Mapping[str, Any]) -> tupl
     model: Any = Net(case.tied)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh["shard"])
-    fully_shard(model, mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"], reshard_after_forward=True if case.eager else None)
+    if case.eager:
+        model.set_modules_to_forward_prefetch([model.layers[0], model.layers[1]])
     optimizer = optimizer_of(model, case.optimizer)
     sync = {**case.keys, "tau": case.tau, "apply": case.apply, "warmup": case.warmup, **more}
     events: list[Any] = []
