@@ -1,4 +1,4 @@
-"""Two small models that really learn, for runs with corrupted gradients: model, data and score.
+"""Two small models that really learn, for runs with corrupted gradients and under local SGD: model, data and score.
 
     digits    a ResNet of 5 convolutions on scikit-learn's digits, SGD with momentum; score: test accuracy in %
     text      a GPT of 2 blocks on bytes of real text, Adam; score: validation loss in nats per byte. Gradients are of
@@ -34,17 +34,26 @@ BYTE_TEXT = Path(__file__).resolve().parents[2] / "launch" / "examples" / "byte_
 TEST_SHARE = 0.2
 WARM_UP = 0.1  # share of the iterations with a linearly rising learning rate, before a cosine decay
 _DIGITS_BATCH, _TEXT_BATCH = 32, 8  # per rank
+_CLASSES = 10
+_GARBAGE_SEED = 1 << 20  # is added to the seed
 _SEQUENCE, _VOCABULARY, _WIDTH, _HEADS, _BLOCKS = 24, 256, 48, 4, 2
-_TEXT_BYTES, _VALID_WINDOWS = 1 << 20, 64
+_TEXT_BYTES, _VALID_WINDOWS, _HELD_OUT_WINDOWS = 1 << 20, 64, 1024
 
 
 @dataclass(frozen=True)
 class Learner:
-    """One model with its data. `loss(model, iteration, rank)`: the loss of that rank's batch."""
+    """One model with its data.
+
+    `loss(model, iteration, rank)`: the loss of that rank's batch; `garbage`: of a batch with random labels or bytes.
+    `held_out(model, part, parts)`: the summed loss over a part of the held-out examples, which are the same for all
+    seeds, and how many these are.
+    """
 
     name: str
     model: nn.Module
     loss: Callable[[nn.Module, int, int], torch.Tensor]
+    garbage: Callable[[nn.Module, int, int], torch.Tensor]
+    held_out: Callable[[nn.Module, int, int], tuple[float, int]]
     score: Callable[[nn.Module], float]
     optimizer: str  # 'momentum' or 'adam'
     peak_rate: float
@@ -105,9 +114,9 @@ class _Residual(nn.Module):
 
 
 def _resnet() -> nn.Sequential:
-    """(N, 1, 8, 8) -> (N, 10)."""
+    """(N, 1, 8, 8) -> (N, classes)."""
     stem = nn.Sequential(nn.Conv2d(1, 16, 3, 1, 1, bias=False), nn.GroupNorm(4, 16), nn.ReLU())
-    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
+    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, _CLASSES))
     return nn.Sequential(stem, _Residual(16, 16, 1), _Residual(16, 32, 2), head)
 
 
@@ -130,12 +139,23 @@ def _digits(seed: int) -> Learner:
         chosen = train[_batch(seed, iteration, rank, len(train), _DIGITS_BATCH)]
         return functional.cross_entropy(model(images[chosen]), labels[chosen])
 
+    def garbage(model: nn.Module, iteration: int, rank: int) -> torch.Tensor:
+        chosen = train[_batch(seed, iteration, rank, len(train), _DIGITS_BATCH)]
+        wrong = _batch(_GARBAGE_SEED + seed, iteration, rank, _CLASSES, _DIGITS_BATCH)
+        return functional.cross_entropy(model(images[chosen]), wrong)
+
+    def held_out(model: nn.Module, part: int, parts: int) -> tuple[float, int]:
+        chosen = test[part::parts]
+        with torch.no_grad():
+            loss = functional.cross_entropy(model(images[chosen]), labels[chosen], reduction="sum")
+        return loss.item(), len(chosen)
+
     def score(model: nn.Module) -> float:
         with torch.no_grad():
             correct = model(images[test]).argmax(1) == labels[test]
         return 100 * correct.float().mean().item()
 
-    return Learner("digits", _resnet(), loss, score, "momentum", 0.03)
+    return Learner("digits", _resnet(), loss, garbage, held_out, score, "momentum", 0.03)
 
 
 # text
@@ -174,26 +194,38 @@ class _Gpt(nn.Module):
 
 
 @functools.cache
-def _read_text() -> torch.Tensor:
-    """(windows, length + 1) bytes."""
+def _read_text() -> tuple[torch.Tensor, torch.Tensor]:
+    """(windows, length + 1) bytes to learn from, and held-out ones, spread evenly over the text that follows."""
     text: Any = load(f"{BYTE_TEXT}:Text").read(None)
-    content = torch.from_numpy(np.array(text.content[:_TEXT_BYTES])).long()
-    return content[: len(content) // (_SEQUENCE + 1) * (_SEQUENCE + 1)].view(-1, _SEQUENCE + 1)
+    content = torch.from_numpy(np.array(text.content)).long()
+    content = content[: len(content) // (_SEQUENCE + 1) * (_SEQUENCE + 1)].view(-1, _SEQUENCE + 1)
+    first, rest = content.split([cut := _TEXT_BYTES // (_SEQUENCE + 1), len(content) - cut])
+    return first, rest[:: max(1, len(rest) // _HELD_OUT_WINDOWS)][:_HELD_OUT_WINDOWS]
 
 
 def _text(seed: int) -> Learner:
-    windows = _read_text()
+    windows, others = _read_text()
     order = torch.from_numpy(np.random.default_rng(0).permutation(len(windows)))
     valid, train = windows[order[:_VALID_WINDOWS]], windows[order[_VALID_WINDOWS:]]
 
-    def mean_loss(model: nn.Module, chosen: torch.Tensor) -> torch.Tensor:
-        return functional.cross_entropy(model(chosen[:, :-1]).flatten(0, 1), chosen[:, 1:].flatten())
+    def loss_of(model: nn.Module, chosen: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
+        logits, following = model(chosen[:, :-1]).flatten(0, 1), chosen[:, 1:].flatten()
+        return functional.cross_entropy(logits, following, reduction=reduction)
 
     def loss(model: nn.Module, iteration: int, rank: int) -> torch.Tensor:
-        return _SEQUENCE * mean_loss(model, train[_batch(seed, iteration, rank, len(train), _TEXT_BATCH)])
+        return _SEQUENCE * loss_of(model, train[_batch(seed, iteration, rank, len(train), _TEXT_BATCH)])
+
+    def garbage(model: nn.Module, iteration: int, rank: int) -> torch.Tensor:
+        numbers = _batch(_GARBAGE_SEED + seed, iteration, rank, _VOCABULARY, _TEXT_BATCH * (_SEQUENCE + 1))
+        return _SEQUENCE * loss_of(model, numbers.view(_TEXT_BATCH, -1))
+
+    def held_out(model: nn.Module, part: int, parts: int) -> tuple[float, int]:
+        chosen = others[part::parts]
+        with torch.no_grad():
+            return loss_of(model, chosen, "sum").item(), len(chosen) * _SEQUENCE
 
     def score(model: nn.Module) -> float:
         with torch.no_grad():
-            return mean_loss(model, valid).item()
+            return loss_of(model, valid).item()
 
-    return Learner("text", _Gpt(), loss, score, "adam", 0.012)
+    return Learner("text", _Gpt(), loss, garbage, held_out, score, "adam", 0.012)
