@@ -3,21 +3,24 @@
 Settings, few and the same for all policies:
 
     tau           16 iterations, the smallest interval that EDiT's authors searched (their table 4)
-    iterations    1600: 90 synchronisations after the warm-up, so that the outer momentum and the statistics of norms
-                  settle; the paper has 700
+    iterations    1280 or 640: 72 or 36 synchronisations after the warm-up. The paper has 700
     warm-up       10%, in which the learning rate rises too. EDiT's authors give no figure; DiLoCo's begin after 27%,
                   those of Post Local SGD after 50%: less is harder
-    inner rate    for all policies the best one of plain training (`learners`): a rate too low for plain training would
-                  flatter the policies, whose outer optimizer takes longer steps
+    inner rate    for all policies the best one of plain training, of 3 or 4 that differ by factors of 2 (`learners`): a
+                  rate too low for plain training would flatter policies whose outer optimizer takes longer steps
     the rest      the defaults of `--sync-policy`
-    garbage       for 10% of the iterations, from 60% on, rank 1 trains on random labels or bytes
+    garbage       for 10% of the iterations, from 60% on, one rank trains on random bytes, or on images that are not
+                  scaled and have random labels
 
-The loss of a run is that of all held-out examples, measured right after a synchronisation, when replicas are equal;
-its final loss the mean of the last 3 of 50 evaluations, the last 6% of the iterations.
+`edit_low_rate` is EDiT with a quarter of the inner rate. EDiT's authors searched the rate of each method, and trained
+with half of the baseline's: the outer optimizer goes lr / (1 - momentum) = 5.3 times as far as replicas agree.
+
+The loss of a run is that of all held-out examples, measured right after a synchronisation, when replicas are equal; its
+final loss is the mean of the last 3 evaluations, at most the last 10% of the iterations.
 
 Invariant: runs of one learner and seed start from the same model and read the same data in the same order.
 
-In: learner, seed. Out: `QualityRun`s; from `QualityOutcome`s ratios, paired by seed, and their medians over seeds.
+In: learner, seed. Out: `QualityRun`s; from `QualityOutcome`s ratios, paired by seed.
 """
 
 from __future__ import annotations
@@ -29,13 +32,15 @@ from typing import Any
 
 RANKS = 4
 GARBAGE_RANK = 1
-PLAIN, POST, DILOCO, EDIT = "plain", "post_local_sgd", "diloco", "edit"
+PLAIN, POST, DILOCO, EDIT, EDIT_LOW = "plain", "post_local_sgd", "diloco", "edit", "edit_low_rate"
 POLICIES: Mapping[str, Mapping[str, Any]] = {
     PLAIN: {},
     POST: {"policy": "post_local_sgd"},
     DILOCO: {"policy": "diloco"},
     EDIT: {"policy": "edit"},
+    EDIT_LOW: {"policy": "edit"},
 }
+LOW_RATE = 0.25  # of the inner rate of the others
 STRUCK = (POST, DILOCO, EDIT)  # policies that also have a run with garbage
 WARM_UP, GARBAGE_FROM, GARBAGE_FOR = 0.1, 0.6, 0.1  # shares of the iterations
 LAST = 3  # evaluations in the final loss
@@ -43,11 +48,13 @@ LAST = 3  # evaluations in the final loss
 
 @dataclass(frozen=True)
 class QualityScale:
-    """How long a run is. `iterations` are a multiple of `tau`, and so are the iterations between two evaluations."""
+    """How long a run is. `tau` divides `iterations` and the iterations between two evaluations. `alpha`: of EDiT's
+    penalty, None for the default."""
 
     iterations: int
     tau: int
     evaluations: int
+    alpha: float | None = None
 
     @property
     def warmup(self) -> int:
@@ -61,20 +68,21 @@ class QualityScale:
         return first * self.tau + 1, (first + max(1, round(GARBAGE_FOR * periods))) * self.tau
 
 
-FULL = QualityScale(1600, 16, 50)
-QUICK = QualityScale(120, 4, 10)
+FULL = {"noisy_digits": QualityScale(1280, 16, 40), "text": QualityScale(640, 16, 20)}
+QUICK = QualityScale(120, 4, 10, alpha=0.2)  # 27 synchronisations: the default is a mean over 50
 
 
 @dataclass(frozen=True)
 class QualityRun:
-    """One run. `sync`: the policy's JSON block, empty for plain data parallelism; `garbage`: the first and the last
-    iteration in which one rank trains on garbage."""
+    """One run. `sync`: the policy's JSON block, empty for plain data parallelism; `rate`: by which the learner's rate
+    is multiplied; `garbage`: the first and the last iteration in which one rank trains on garbage."""
 
     learner: str
     seed: int
     policy: str
     scale: QualityScale
     sync: Mapping[str, Any]
+    rate: float = 1.0
     garbage: tuple[int, int] | None = None
 
     def is_garbage(self, iteration: int, rank: int) -> bool:
@@ -87,8 +95,11 @@ class QualityRun:
 
 def run_of(learner: str, seed: int, policy: str, scale: QualityScale, garbage: bool = False) -> QualityRun:
     """One run of a policy."""
-    sync = {**POLICIES[policy], "tau": scale.tau, "warmup": scale.warmup} if POLICIES[policy] else {}
-    return QualityRun(learner, seed, policy, scale, sync, scale.garbage if garbage else None)
+    sync: dict[str, Any] = {**POLICIES[policy], "tau": scale.tau, "warmup": scale.warmup} if POLICIES[policy] else {}
+    if scale.alpha is not None and policy in (EDIT, EDIT_LOW):
+        sync["alpha"] = scale.alpha
+    rate = LOW_RATE if policy == EDIT_LOW else 1.0
+    return QualityRun(learner, seed, policy, scale, sync, rate, scale.garbage if garbage else None)
 
 
 def runs(learner: str, seed: int, scale: QualityScale) -> list[QualityRun]:

@@ -59,7 +59,7 @@ def _train(rank: int, world: int, run: QualityRun, run_dir: str) -> tuple[Losses
     losses = []
     for iteration in _iterations(rank, world, run, model, optimizer, run_dir):
         for group in optimizer.param_groups:
-            group["lr"] = one.rate(iteration, run.scale.iterations)
+            group["lr"] = run.rate * one.rate(iteration, run.scale.iterations)
         optimizer.zero_grad()
         loss = one.garbage if run.is_garbage(iteration, rank) else one.loss
         loss(model, iteration, rank).backward()
