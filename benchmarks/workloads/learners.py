@@ -75,8 +75,7 @@ class Learner:
 def learner(name: str, seed: int) -> Learner:
     """The learner `name` before its first iteration."""
     torch.manual_seed(seed)
-    made = {"digits": _digits, "noisy_digits": functools.partial(_digits, noisy=True), "text": _text}
-    return made[name](seed)
+    return {"digits": _digits, "noisy_digits": _noisy_digits, "text": _text}[name](seed)
 
 
 def prepare(names: Sequence[str]) -> None:
@@ -183,6 +182,10 @@ def _digits(seed: int, noisy: bool = False) -> Learner:
     made = (_network, 0.4) if noisy else (_resnet, 0.03)
     model, peak_rate = made[0](), made[1]
     return Learner("noisy_digits" if noisy else "digits", model, loss, garbage, held_out, score, "momentum", peak_rate)
+
+
+def _noisy_digits(seed: int) -> Learner:
+    return _digits(seed, noisy=True)
 
 
 # text

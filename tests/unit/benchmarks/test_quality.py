@@ -14,6 +14,7 @@ from ft_plugins.config import SyncConfig
 from local_sgd_quality import learner_figures
 from workloads.quality_runs import (
     EDIT,
+    EDIT_LOW,
     FULL,
     GARBAGE_RANK,
     PLAIN,
@@ -31,6 +32,7 @@ from workloads.quality_runs import (
 )
 from workloads.quality_training import from_line, to_line
 
+SCALE = FULL["noisy_digits"]
 RATIOS = {f"{policy}_loss_x" for policy in POLICIES if policy != PLAIN}
 RATIOS |= {f"{policy}_garbage{peak}_x" for policy in STRUCK for peak in ("", "_peak")}
 SHARES = {"garbage_left_out", "sound_left_out"}
@@ -49,6 +51,7 @@ def test_the_quick_form_trains_every_policy_and_edit_leaves_the_replica_with_gar
     assert all(math.isfinite(value) for value in figures.values())
     assert figures["text_garbage_left_out"] > 0.5 > figures["text_sound_left_out"]
     lines = (tmp_path / "quality.jsonl").read_text()
+    assert len(lines.splitlines()) == len(POLICIES) + len(STRUCK)
     done = by_policy([from_line(line) for line in lines.splitlines()], "text")
     clean, struck = done[EDIT, False][1], done[EDIT, True][1]
     first, last = QUICK.garbage
@@ -59,7 +62,8 @@ def test_the_quick_form_trains_every_policy_and_edit_leaves_the_replica_with_gar
     assert before == [one for one in struck.synchronisations if one.iteration < first], "the same until the garbage"
     losses = {policy: dict(done[policy, False][1].losses) for policy in POLICIES}
     in_warmup = [at for at in losses[PLAIN] if at <= QUICK.warmup]
-    assert in_warmup and all(losses[policy][at] == losses[PLAIN][at] for policy in POLICIES for at in in_warmup)
+    same = [policy for policy in POLICIES if policy != EDIT_LOW]  # whose rate is another one
+    assert in_warmup and all(losses[policy][at] == losses[PLAIN][at] for policy in same for at in in_warmup)
     assert len({losses[policy][QUICK.iterations] for policy in POLICIES}) == len(POLICIES)
 
     local_sgd_quality.main()  # everything is in the folder already
@@ -68,7 +72,7 @@ def test_the_quick_form_trains_every_policy_and_edit_leaves_the_replica_with_gar
     assert (tmp_path / "quality_text.png").stat().st_size
 
 
-@pytest.mark.parametrize("scale", [FULL, QUICK])
+@pytest.mark.parametrize("scale", [*FULL.values(), QUICK])
 def test_losses_are_taken_right_after_synchronisations_and_garbage_comes_when_replicas_are_judged(
     scale: QualityScale,
 ) -> None:
@@ -80,17 +84,18 @@ def test_losses_are_taken_right_after_synchronisations_and_garbage_comes_when_re
 
 
 def test_the_runs_of_a_seed_differ_in_nothing_but_policy_and_garbage() -> None:
-    made = runs("text", 3, FULL)
+    made = runs("text", 3, SCALE)
     assert len({(one.learner, one.seed, one.scale) for one in made}) == 1
     assert [(one.policy, bool(one.garbage)) for one in made] == [
         *((policy, False) for policy in POLICIES), *((policy, True) for policy in STRUCK)
     ]  # fmt: skip
-    assert {one.sync["tau"] for one in made if one.sync} == {FULL.tau}
-    assert {one.sync["warmup"] for one in made if one.sync} == {FULL.warmup}
-    bad = made[-1]
-    assert [rank for rank in range(4) if bad.is_garbage(FULL.garbage[0], rank)] == [GARBAGE_RANK]
-    assert not bad.is_garbage(FULL.garbage[0] - 1, 1) and not bad.is_garbage(FULL.garbage[1] + 1, 1)
-    assert not any(one.is_garbage(FULL.garbage[0], GARBAGE_RANK) for one in made if one.garbage is None)
+    assert {one.sync["tau"] for one in made if one.sync} == {SCALE.tau}
+    assert {one.sync["warmup"] for one in made if one.sync} == {SCALE.warmup}
+    assert [one.policy for one in made if one.rate != 1] == ["edit_low_rate"]
+    bad, (first, last) = made[-1], SCALE.garbage
+    assert [rank for rank in range(4) if bad.is_garbage(first, rank)] == [GARBAGE_RANK]
+    assert not bad.is_garbage(first - 1, GARBAGE_RANK) and not bad.is_garbage(last + 1, GARBAGE_RANK)
+    assert not any(one.is_garbage(SCALE.garbage[0], GARBAGE_RANK) for one in made if one.garbage is None)
 
 
 def outcome(
@@ -100,11 +105,11 @@ def outcome(
     garbage: bool = False,
     left_out: dict[str, list[int]] | None = None,
 ) -> QualityOutcome:
-    run = run_of("digits", seed, policy, FULL, garbage)
+    run = run_of("digits", seed, policy, SCALE, garbage)
     points = tuple((32 * number, loss) for number, loss in enumerate(losses, 1))
     records = (
-        SynchronisationRecord(FULL.garbage[0] + FULL.tau - 1, left_out or {}, [], {"0": 0.5}),
-        SynchronisationRecord(FULL.iterations, {}, ["1"], {}),
+        SynchronisationRecord(SCALE.garbage[0] + SCALE.tau - 1, left_out or {}, [], {"0": 0.5}),
+        SynchronisationRecord(SCALE.iterations, {}, ["1"], {}),
     )
     return QualityOutcome(run, points, 2, records if policy == EDIT else ())
 
@@ -123,8 +128,8 @@ def test_ratios_are_of_the_same_seed_and_of_the_mean_of_the_last_losses() -> Non
 
 
 def test_the_peak_is_that_since_the_garbage_began() -> None:
-    count = FULL.evaluations
-    before, after = FULL.garbage[0] // 32, count - FULL.garbage[0] // 32
+    count = SCALE.evaluations
+    before, after = SCALE.garbage[0] // 32, count - SCALE.garbage[0] // 32
     clean = outcome(EDIT, 1, (1.0,) * count)
     struck = outcome(EDIT, 1, (7.0,) * before + (3.0,) + (1.0,) * (after - 1), garbage=True)
     assert worst(by_policy([clean, struck], "digits"), EDIT) == [3.0]
@@ -155,10 +160,10 @@ def test_the_claims_follow_from_medians(
     for seed, other in ((1, 1.0), (2, 0.01), (3, 100.0)):  # whose median is that of seed 1
         final = {PLAIN: 2.0, EDIT: 2.0 * edit * other}
         for policy in POLICIES:
-            made.append(outcome(policy, seed, (final.get(policy, 2.0),) * FULL.evaluations))
+            made.append(outcome(policy, seed, (final.get(policy, 2.0),) * SCALE.evaluations))
         for policy, ratio in (("post_local_sgd", 1.0), ("diloco", diloco_garbage), (EDIT, edit_garbage)):
             loss = final.get(policy, 2.0) * (ratio if seed == 1 else other * ratio)
-            made.append(outcome(policy, seed, (loss,) * FULL.evaluations, garbage=True))
+            made.append(outcome(policy, seed, (loss,) * SCALE.evaluations, garbage=True))
     values = learner_figures(by_policy(made, "digits"))
     assert values["edit_loss_x"] == pytest.approx(edit)
     assert (values["edit_holds"], values["garbage_holds"]) == holds
