@@ -1,6 +1,9 @@
-"""Two small models that really learn, for runs with corrupted gradients: model, data and score.
+"""Small models that really learn, for runs with corrupted gradients and under local SGD: model, data and score.
 
     digits    a ResNet of 5 convolutions on scikit-learn's digits, SGD with momentum; score: test accuracy in %
+    noisy_digits
+              an MLP on the same images with new noise in each batch: the loss stays far from 0, and images cannot be
+              learnt by heart, so losses can be compared
     text      a GPT of 2 blocks on bytes of real text, Adam; score: validation loss in nats per byte. Gradients are of
               the loss summed over the bytes of a window, so that their ratio to noise of one variance is about that of
               the digits
@@ -33,18 +36,30 @@ from ft_plugins.testing.forkserver import load
 BYTE_TEXT = Path(__file__).resolve().parents[2] / "launch" / "examples" / "byte_text.py"
 TEST_SHARE = 0.2
 WARM_UP = 0.1  # share of the iterations with a linearly rising learning rate, before a cosine decay
-_DIGITS_BATCH, _TEXT_BATCH = 32, 8  # per rank
+_DIGITS_BATCH, _NOISY_BATCH, _TEXT_BATCH = 32, 256, 8  # per rank
+_CLASSES = 10
+_NOISE, _NOISE_SEED = 0.6, 1  # its deviation, where that of the images is 0.4
+_NOISY_COPIES = 8  # of each test image
+_UNSCALED = 16  # times as large: the range of scikit-learn's images
+_GARBAGE_SEED = 1 << 20  # is added to the seed
 _SEQUENCE, _VOCABULARY, _WIDTH, _HEADS, _BLOCKS = 24, 256, 48, 4, 2
-_TEXT_BYTES, _VALID_WINDOWS = 1 << 20, 64
+_TEXT_BYTES, _VALID_WINDOWS, _HELD_OUT_WINDOWS = 1 << 20, 64, 512
 
 
 @dataclass(frozen=True)
 class Learner:
-    """One model with its data. `loss(model, iteration, rank)`: the loss of that rank's batch."""
+    """One model with its data.
+
+    `loss(model, iteration, rank)`: the loss of that rank's batch. `garbage`: of a batch without meaning: random bytes,
+    or images that are not scaled, with random labels. `held_out(model, part, parts)`: the summed loss over a part of
+    the held-out examples, which are the same for all seeds, and how many these are.
+    """
 
     name: str
     model: nn.Module
     loss: Callable[[nn.Module, int, int], torch.Tensor]
+    garbage: Callable[[nn.Module, int, int], torch.Tensor]
+    held_out: Callable[[nn.Module, int, int], tuple[float, int]]
     score: Callable[[nn.Module], float]
     optimizer: str  # 'momentum' or 'adam'
     peak_rate: float
@@ -60,7 +75,7 @@ class Learner:
 def learner(name: str, seed: int) -> Learner:
     """The learner `name` before its first iteration."""
     torch.manual_seed(seed)
-    return {"digits": _digits, "text": _text}[name](seed)
+    return {"digits": _digits, "noisy_digits": _noisy_digits, "text": _text}[name](seed)
 
 
 def prepare(names: Sequence[str]) -> None:
@@ -69,7 +84,7 @@ def prepare(names: Sequence[str]) -> None:
     Raises ConfigError if scikit-learn is needed and not installed.
     """
     torch.set_num_threads(1)  # nothing parallel before the fork
-    if "digits" in names:
+    if any("digits" in name for name in names):
         if importlib.util.find_spec("sklearn") is None:
             raise ConfigError("the digits need scikit-learn, which is not installed: pip install 'ft_plugins[bench]'")
         _read_digits()
@@ -83,6 +98,11 @@ def prepare(names: Sequence[str]) -> None:
 def _batch(seed: int, iteration: int, rank: int, high: int, count: int) -> torch.Tensor:
     generator = np.random.Generator(np.random.PCG64([seed, iteration, rank]))
     return torch.from_numpy(generator.integers(0, high, count))
+
+
+def _noisy(images: torch.Tensor, *source: int) -> torch.Tensor:
+    generator = np.random.Generator(np.random.PCG64([*source, _NOISE_SEED]))
+    return images + _NOISE * torch.from_numpy(generator.standard_normal(images.shape, dtype=np.float32))
 
 
 # digits
@@ -105,9 +125,9 @@ class _Residual(nn.Module):
 
 
 def _resnet() -> nn.Sequential:
-    """(N, 1, 8, 8) -> (N, 10)."""
+    """(N, 1, 8, 8) -> (N, classes)."""
     stem = nn.Sequential(nn.Conv2d(1, 16, 3, 1, 1, bias=False), nn.GroupNorm(4, 16), nn.ReLU())
-    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
+    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, _CLASSES))
     return nn.Sequential(stem, _Residual(16, 16, 1), _Residual(16, 32, 2), head)
 
 
@@ -120,22 +140,52 @@ def _read_digits() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.from_numpy(data.images).float().unsqueeze(1) / 16 - 0.3, torch.from_numpy(data.target)
 
 
-def _digits(seed: int) -> Learner:
+def _network() -> nn.Sequential:
+    """(N, 1, 8, 8) -> (N, classes)."""
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, _CLASSES)
+    )
+
+
+def _digits(seed: int, noisy: bool = False) -> Learner:
     images, labels = _read_digits()
     order = torch.from_numpy(np.random.default_rng(0).permutation(len(labels)))  # the same split for all seeds
     cut = round(len(order) * TEST_SHARE)
     test, train = order[:cut], order[cut:]
+    test = test.repeat(_NOISY_COPIES) if noisy else test
+    shown = _noisy(images[test], 0) if noisy else images[test]
+
+    count = _NOISY_BATCH if noisy else _DIGITS_BATCH
+
+    def batch(iteration: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        chosen = train[_batch(seed, iteration, rank, len(train), count)]
+        return _noisy(images[chosen], seed, iteration, rank) if noisy else images[chosen], labels[chosen]
 
     def loss(model: nn.Module, iteration: int, rank: int) -> torch.Tensor:
-        chosen = train[_batch(seed, iteration, rank, len(train), _DIGITS_BATCH)]
-        return functional.cross_entropy(model(images[chosen]), labels[chosen])
+        inputs, right = batch(iteration, rank)
+        return functional.cross_entropy(model(inputs), right)
+
+    def garbage(model: nn.Module, iteration: int, rank: int) -> torch.Tensor:
+        wrong = _batch(_GARBAGE_SEED + seed, iteration, rank, _CLASSES, count)
+        return functional.cross_entropy(model(_UNSCALED * batch(iteration, rank)[0]), wrong)
+
+    def held_out(model: nn.Module, part: int, parts: int) -> tuple[float, int]:
+        inputs, right = shown[part::parts], labels[test][part::parts]
+        with torch.no_grad():
+            return functional.cross_entropy(model(inputs), right, reduction="sum").item(), len(inputs)
 
     def score(model: nn.Module) -> float:
         with torch.no_grad():
-            correct = model(images[test]).argmax(1) == labels[test]
+            correct = model(shown).argmax(1) == labels[test]
         return 100 * correct.float().mean().item()
 
-    return Learner("digits", _resnet(), loss, score, "momentum", 0.03)
+    made = (_network, 0.4) if noisy else (_resnet, 0.03)
+    model, peak_rate = made[0](), made[1]
+    return Learner("noisy_digits" if noisy else "digits", model, loss, garbage, held_out, score, "momentum", peak_rate)
+
+
+def _noisy_digits(seed: int) -> Learner:
+    return _digits(seed, noisy=True)
 
 
 # text
@@ -174,26 +224,38 @@ class _Gpt(nn.Module):
 
 
 @functools.cache
-def _read_text() -> torch.Tensor:
-    """(windows, length + 1) bytes."""
+def _read_text() -> tuple[torch.Tensor, torch.Tensor]:
+    """(windows, length + 1) bytes to learn from, and held-out ones, spread evenly over the text that follows."""
     text: Any = load(f"{BYTE_TEXT}:Text").read(None)
-    content = torch.from_numpy(np.array(text.content[:_TEXT_BYTES])).long()
-    return content[: len(content) // (_SEQUENCE + 1) * (_SEQUENCE + 1)].view(-1, _SEQUENCE + 1)
+    content = torch.from_numpy(np.array(text.content)).long()
+    content = content[: len(content) // (_SEQUENCE + 1) * (_SEQUENCE + 1)].view(-1, _SEQUENCE + 1)
+    first, rest = content.split([cut := _TEXT_BYTES // (_SEQUENCE + 1), len(content) - cut])
+    return first, rest[:: max(1, len(rest) // _HELD_OUT_WINDOWS)][:_HELD_OUT_WINDOWS]
 
 
 def _text(seed: int) -> Learner:
-    windows = _read_text()
+    windows, others = _read_text()
     order = torch.from_numpy(np.random.default_rng(0).permutation(len(windows)))
     valid, train = windows[order[:_VALID_WINDOWS]], windows[order[_VALID_WINDOWS:]]
 
-    def mean_loss(model: nn.Module, chosen: torch.Tensor) -> torch.Tensor:
-        return functional.cross_entropy(model(chosen[:, :-1]).flatten(0, 1), chosen[:, 1:].flatten())
+    def loss_of(model: nn.Module, chosen: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
+        logits, following = model(chosen[:, :-1]).flatten(0, 1), chosen[:, 1:].flatten()
+        return functional.cross_entropy(logits, following, reduction=reduction)
 
     def loss(model: nn.Module, iteration: int, rank: int) -> torch.Tensor:
-        return _SEQUENCE * mean_loss(model, train[_batch(seed, iteration, rank, len(train), _TEXT_BATCH)])
+        return _SEQUENCE * loss_of(model, train[_batch(seed, iteration, rank, len(train), _TEXT_BATCH)])
+
+    def garbage(model: nn.Module, iteration: int, rank: int) -> torch.Tensor:
+        numbers = _batch(_GARBAGE_SEED + seed, iteration, rank, _VOCABULARY, _TEXT_BATCH * (_SEQUENCE + 1))
+        return _SEQUENCE * loss_of(model, numbers.view(_TEXT_BATCH, -1))
+
+    def held_out(model: nn.Module, part: int, parts: int) -> tuple[float, int]:
+        chosen = others[part::parts]
+        with torch.no_grad():
+            return loss_of(model, chosen, "sum").item(), len(chosen) * _SEQUENCE
 
     def score(model: nn.Module) -> float:
         with torch.no_grad():
-            return mean_loss(model, valid).item()
+            return loss_of(model, valid).item()
 
-    return Learner("text", _Gpt(), loss, score, "adam", 0.012)
+    return Learner("text", _Gpt(), loss, garbage, held_out, score, "adam", 0.012)

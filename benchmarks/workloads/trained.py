@@ -100,7 +100,7 @@ class Replica:
         self.parameters = dict(self._model.named_parameters())
         kind = run.optimizer or self._learner.optimizer
         self._peak = run.peak_rate or self._learner.peak_rate
-        self._optimizer = _optimizer(kind, list(self.parameters.values()))
+        self._optimizer = optimizer_of(kind, list(self.parameters.values()))
         self._tensors, roles, layers = _state(self.parameters, self._optimizer, kind)
         self._session: Session | None = None
         if run.paft is not None:
@@ -174,7 +174,8 @@ class Replica:
         return digest.hexdigest()
 
 
-def _optimizer(kind: str, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+def optimizer_of(kind: str, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """An optimizer of learners, before its learning rate is set."""
     match kind:
         case "adam":
             return torch.optim.Adam(parameters, lr=0.0, betas=BETAS)

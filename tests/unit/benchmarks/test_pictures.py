@@ -14,6 +14,8 @@ from ft_plugins.planner.goodput import ProtectionKind  # noqa: E402
 from ft_plugins.planner.pipeline import PipelineSchedule  # noqa: E402
 from workloads import pictures  # noqa: E402
 from workloads.jobs import FAMILY, PAPER  # noqa: E402
+from workloads.quality_pictures import draw_quality  # noqa: E402
+from workloads.quality_runs import POLICIES, QualityOutcome, QualityScale, by_policy, runs  # noqa: E402
 from workloads.study import study_scale, study_shape  # noqa: E402
 
 
@@ -35,3 +37,17 @@ def test_every_picture_names_what_it_shows(tmp_path: Path) -> None:
         assert not [label for label in labels if f"<!-- {label}" not in text], draw.__name__
     with pytest.raises(ConfigError, match=r"picture.gif: expected a name that ends in one of .png, .svg, .pdf"):
         pictures.draw_shapes(shapes, tmp_path / "picture.gif")
+
+
+def test_losses_are_drawn_by_policy_with_and_without_garbage(tmp_path: Path) -> None:
+    scale = QualityScale(40, 4, 10)
+    made = [
+        QualityOutcome(run, tuple((4 * at, 3.0 / at) for at in range(1, 11)), 2)
+        for seed in (1, 2)
+        for run in runs("text", seed, scale)
+    ]
+    path = tmp_path / "quality.svg"
+    draw_quality("text", by_policy(made, "text"), path)
+    text = path.read_text()
+    labels = [*POLICIES, "text: replicas with sound data", "one of four fed garbage (grey)"]
+    assert not [label for label in labels if f"<!-- {label}" not in text]

@@ -1,0 +1,97 @@
+"""Train replicas of a learner with DistributedDataParallel, under a session with local SGD or without one.
+
+The loop is a user's own: `TorchHost`, `attach`, `session.iterations`. Each rank evaluates its share of the held-out
+examples right after a synchronisation, whose forward also ends it where it is applied module by module.
+
+Invariant: a run of plain data parallelism calls nothing of the package.
+
+In: `QualityRun`. Out: `QualityOutcome`; it is also what a line of a file of results holds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from ft_plugins.adapters.torch_loop import TorchHost
+from ft_plugins.adapters.torch_reduction import module_of
+from ft_plugins.config import Config, LaunchContext
+from ft_plugins.events import catalogue, read
+from ft_plugins.session import attach
+from ft_plugins.testing.gang import gang
+from workloads.learners import Learner, learner
+from workloads.quality_runs import RANKS, QualityOutcome, QualityRun, QualityScale, SynchronisationRecord
+from workloads.trained import evaluated_at, optimizer_of
+
+Losses = tuple[tuple[int, float], ...]
+
+
+def _iterations(
+    rank: int, world: int, run: QualityRun, model: torch.nn.Module, optimizer: torch.optim.Optimizer, run_dir: str
+) -> Iterable[int]:
+    if not run.sync:
+        return range(1, run.scale.iterations + 1)
+    context = LaunchContext(None, Path(run_dir), 0, None, rank, rank, world, world, 0, 0)
+    session = attach(TorchHost(model, optimizer), Config.from_json({"sync": dict(run.sync)}), context)
+    return session.iterations(run.scale.iterations)
+
+
+def _held_out(one: Learner, rank: int, world: int) -> float:
+    """The mean loss over all held-out examples, if replicas are equal."""
+    sums = torch.tensor(one.held_out(one.model, rank, world), dtype=torch.float64)
+    dist.all_reduce(sums)
+    return (sums[0] / sums[1]).item()
+
+
+def _train(rank: int, world: int, run: QualityRun, run_dir: str) -> tuple[Losses, int]:
+    """The losses, and the number of modules."""
+    one = learner(run.learner, run.seed)
+    model = DistributedDataParallel(one.model)
+    optimizer = optimizer_of(one.optimizer, list(one.model.parameters()))
+    points = evaluated_at(run.scale.iterations, run.scale.evaluations)
+    losses = []
+    for iteration in _iterations(rank, world, run, model, optimizer, run_dir):
+        for group in optimizer.param_groups:
+            group["lr"] = run.rate * one.rate(iteration, run.scale.iterations)
+        optimizer.zero_grad()
+        loss = one.garbage if run.is_garbage(iteration, rank) else one.loss
+        loss(model, iteration, rank).backward()
+        optimizer.step()
+        if iteration in points:
+            losses.append((iteration, _held_out(one, rank, world)))
+    return tuple(losses), len({module_of(name) for name, _ in one.model.named_parameters()})
+
+
+def train_quality(run: QualityRun, run_dir: Path, seconds: float = 240.0) -> QualityOutcome:
+    """Train on forked ranks. Raises RankError, TimeoutError."""
+    run_dir.mkdir(parents=True)
+    results: Sequence[tuple[Losses, int]] = gang(_train, RANKS, run, str(run_dir), seconds=seconds)
+    losses, modules = results[0]
+    records = [
+        SynchronisationRecord(*(event.fields[name] for name in ("iteration", "left_out", "rolled_back", "clipped")))
+        for event in read(run_dir / "events.jsonl")
+        if event.name == catalogue.REPLICAS_SYNCHRONISED.name and event.rank == 0
+    ]
+    return QualityOutcome(run, losses, modules, tuple(records))
+
+
+def to_line(outcome: QualityOutcome) -> str:
+    """A line of a file of results."""
+    return json.dumps(asdict(outcome))
+
+
+def from_line(line: str) -> QualityOutcome:
+    """The inverse of `to_line`."""
+    fields: dict[str, Any] = json.loads(line)
+    run = fields["run"]
+    run |= {"scale": QualityScale(**run["scale"]), "garbage": tuple(run["garbage"]) if run["garbage"] else None}
+    records = tuple(SynchronisationRecord(**one) for one in fields["synchronisations"])
+    losses = tuple((at, loss) for at, loss in fields["losses"])
+    return QualityOutcome(QualityRun(**run), losses, fields["modules"], records)
