@@ -129,13 +129,13 @@ class _Recorder:
         judge, exchange = Synchronisation.judge, Synchronisation.exchange
         if self.on:
 
-            def judge_recorded(one: Synchronisation) -> None:
+            def judge_recorded(one: Synchronisation, *given: Any) -> None:
                 with self.span(EXCHANGE, "judge"):
-                    judge(one)
+                    judge(one, *given)
 
-            def exchange_recorded(one: Synchronisation, name: str) -> float:
+            def exchange_recorded(one: Synchronisation, name: str, *given: Any) -> float:
                 with self.span(EXCHANGE, name):
-                    return exchange(one, name)
+                    return exchange(one, name, *given)
 
             Synchronisation.judge, Synchronisation.exchange = judge_recorded, exchange_recorded  # type: ignore[method-assign]
         try:
