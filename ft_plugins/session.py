@@ -22,7 +22,7 @@ from .events import Events, catalogue, file_sink, log_sink, say
 from .model.host import Host, Skipping
 from .model.timeline import SenderFacts
 from .systems.carried import CarryingHost
-from .systems.claim import LossRecord, claim_memory, join_ranks, require_one_job
+from .systems.claim import LossRecord, claim_memory, join_ranks, require_arguments, require_one_job
 from .systems.measured import Measurement
 from .systems.reft import DEGRADED, PeerDegraded, Reft
 from .systems.synchronizer import Synchronizer, synchronizer_of
@@ -61,7 +61,7 @@ class Session:
             )  # fmt: skip
         self._carrying = CarryingHost(host)
         self._sync: Synchronizer | None = None
-        self._deferred = 0  # the iteration of a version whose tensors are captured during the next one
+        self._deferred = 0  # the version whose tensors are captured during the next one
         if config.paft is not None or config.sync is not None:
             self._start_synchronizer()
         if config.capture is not None:
@@ -90,17 +90,20 @@ class Session:
     def resume(self, loaded: int = 0, last: int | None = None) -> int:
         """Restore all state. Returns the last completed iteration, `loaded` if nothing newer exists.
 
-        `loaded` is the iteration of the framework's own checkpoint, 0 for none. `last` is the iteration at which
-        training ends, if known: if it is reached already, data position and RNG are restored at once. May be called
-        again when the framework has loaded a checkpoint. Raises ResumeError if what was asked for is missing.
+        `loaded` is the iteration of the framework's own checkpoint, 0 for none; `last` that at which training ends, if
+        known: if it is reached, data position and RNG are restored at once. May be called again when the framework has
+        loaded a checkpoint. Raises ResumeError if what was asked for is missing, ConfigError if `last` makes no sense.
         """
         self._carrying.restored_state = None
-        done = self._restore(loaded, last)
+        done = self._restore(loaded)
         if self._sync is not None:
-            self._sync.begin(done, self._carrying.restored_state, last)
+            done = self._sync.begin(done, self._carrying.restored_state, last)
+        if last is not None and not self._continues(done, last):
+            self._restore_position()
         return done
 
-    def _restore(self, loaded: int, last: int | None) -> int:
+    def _restore(self, loaded: int) -> int:
+        """Returns the version that was restored, `loaded` if none was."""
         if self._reft is None:
             if self._config.capture is not None and self._config.resume == "memory":  # no rank is protected
                 error = ResumeError("--ftp-resume memory was asked for, but the job is not protected")
@@ -115,25 +118,30 @@ class Session:
         exchange = self._reft.exchange
         if self.measured is not None and exchange.copies is not None:
             self.measured.use_gate(self._reft.gate, exchange.copies, exchange.links)
-        done = plan.version.iteration if plan.version else loaded
-        if last is not None and done >= last:
-            self._restore_position()
-        return done
+        return plan.version.iteration if plan.version else loaded
 
     def _restore_position(self) -> None:
         if self._pending is not None:
             self._carrying.restore_position(self._pending)
             self._pending = None
 
+    def _continues(self, step: int, last: int) -> bool:
+        return step < last if self._sync is None else self._sync.continues(step, last)
+
+    def _version(self, step: int) -> int:
+        """The number of the version at the end of iteration `step`; 0 if none may be taken there."""
+        return step if self._sync is None else self._sync.version(step)
+
     def iterations(self, last: int, loaded: int = 0) -> Iterator[int]:
-        """For a custom training loop: resume, then yield each remaining iteration up to `last` inclusive.
+        """For a custom training loop: resume, then yield each remaining iteration up to `last` inclusive; where
+        replicas train at their own pace, until they have done the work of `last` iterations of each.
 
         The version point is the end of the loop's body. `loaded` as in `resume`. After the last iteration protection
-        ends in order; an iteration left by `break` or an exception is not captured. Raises what `resume` and the hooks
-        raise.
+        ends in order; an iteration left by `break` or an exception is not captured. Raises what the hooks raise.
         """
-        done = self.resume(loaded, last)
-        for step in range(done + 1, last + 1):
+        step = self.resume(loaded, last)
+        while self._continues(step, last):
+            step += 1
             self.iteration_begin(step)
             yield step
             if self._fenced != step:  # the update was skipped, as a GradScaler does
@@ -164,8 +172,8 @@ class Session:
             self._guarded(lambda reft: reft.before_update(step))
         if (sync := self._sync) is not None:
             self._synchronize(sync, lambda sync: sync.before_update(step))
-            if self._reft is not None:  # the previous version is sealed, and its verdict is known
-                self._guarded(lambda reft: reft.mark(step - 1, sync.mark(step - 1)))
+            if self._reft is not None and (version := self._version(step - 1)):  # it is sealed, its verdict known
+                self._guarded(lambda reft: reft.mark(version, sync.mark(step - 1)))
 
     def _wait_for_capture(self) -> None:
         if self._reft is not None:
@@ -195,25 +203,27 @@ class Session:
             self.measured.iteration_end(step)
 
     def _version_point(self, step: int) -> None:
+        version = self._version(step)
         if self._reft is not None:
-            defers = self._sync is not None and self._sync.defers(step)
-            self._guarded(lambda reft: self._defer(reft, step) if defers else reft.iteration_end(step))
+            later = self._sync is not None and self._sync.defers(step)
+            if version:
+                self._guarded(lambda reft: self._defer(reft, version) if later else reft.iteration_end(version))
             return
-        if self._degraded is not None:
-            self._degraded.record_completed(step)
+        if self._degraded is not None and version:
+            self._degraded.record_completed(version)
         self._loss.count(self._host.rank, step)
 
-    def _defer(self, reft: Reft, step: int) -> None:
-        reft.record_completed(step)
+    def _defer(self, reft: Reft, version: int) -> None:
+        reft.record_completed(version)
         self._carrying.hold()
-        self._deferred = step
+        self._deferred = version
 
     def _capture_deferred(self) -> None:
         """The tensors and the synchronizer's state of the deferred version are final."""
-        step, self._deferred = self._deferred, 0
-        if step and self._reft is not None:
+        version, self._deferred = self._deferred, 0
+        if version and self._reft is not None:
             with self._carrying.held():
-                self._guarded(lambda reft: reft.iteration_end(step))
+                self._guarded(lambda reft: reft.iteration_end(version))
 
     def shutdown(self) -> None:
         """The orderly end of training; a lost SMP does not fail it. Idempotent."""
@@ -275,7 +285,7 @@ def attach(
     the host's `install_edges` raise. The caller then iterates over `session.iterations`, or calls `resume` and the
     hooks that the host's `install` did not connect.
     """
-    _require_host(host, config)
+    require_arguments(host, config)
     context = context or launch_context()
     chosen = config or context.config
     if chosen is None or config is None and not chosen.systems:
@@ -288,14 +298,3 @@ def attach(
         host.install_edges(session.measured.edges)
     host.install(session)
     return session
-
-
-def _require_host(host: Any, config: Any) -> None:
-    """Raises ConfigError for arguments of the wrong type."""
-    call = "ft_plugins.attach(ft_plugins.TorchHost(model, optimizer, scheduler, loader))"
-    if not all(callable(getattr(host, name, None)) for name in ("topology", "inventory", "small_state", "install")):
-        raise ConfigError(f"ft_plugins.attach: expected a host, found a {type(host).__name__}: call {call}")
-    if not isinstance(config, Config | None):
-        raise ConfigError(
-            f"ft_plugins.attach: expected a Config after the host, found a {type(config).__name__}: call {call}"
-        )

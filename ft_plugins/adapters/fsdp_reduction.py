@@ -143,6 +143,9 @@ class FsdpReduction(ModuleCalls):
     def _refuse(self, reason: str, remedy: str) -> None:
         raise UnsupportedError(f"rank {self._rank}: local SGD is not supported here: {reason}; {remedy}")
 
+    def require_own_pace(self) -> None:
+        """Nothing couples replicas: units gather and scatter within a replica."""
+
     def reduce_over(self, replicas: ReducedOver) -> None:
         self._over = replicas
 

@@ -177,6 +177,12 @@ class DdpReduction(ModuleCalls):
     def _refuse(self, reason: str, remedy: str) -> None:
         raise UnsupportedError(f"rank {self._rank}: local SGD is not supported here: {reason}; {remedy}")
 
+    def require_own_pace(self) -> None:
+        """Raises UnsupportedError for layers that communicate in each forward."""
+        for name, part in self._root.named_modules():
+            if isinstance(part, torch.nn.SyncBatchNorm):
+                self._refuse(f"'{name}' is a SyncBatchNorm, which couples replicas in each forward", "use BatchNorm")
+
     def reduce_over(self, replicas: ReducedOver) -> None:
         if self._parallel is not None and replicas is not self._over:
             self._set_synced(replicas is ReducedOver.ALL)
@@ -208,6 +214,9 @@ class ReducingHost:
 
     def reduce_over(self, replicas: ReducedOver) -> None:
         self._control.reduce_over(replicas)
+
+    def require_own_pace(self) -> None:
+        self._control.require_own_pace()
 
     def shard_group(self) -> tuple[int, ...]:
         return self._control.shard_group()

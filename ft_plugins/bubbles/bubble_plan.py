@@ -161,7 +161,14 @@ def plan_bubbles(
         raise ConfigError(f"rank {bare[0]}: its layers are unknown; use granularity bytes, or give its layers")
     seconds = max(timeline.seconds for timeline in timelines.values())
     offered = offers(
-        transfers, timelines, bubbles, bytes_per_second, reserve, ready_seconds, least_bytes, most_iterations,
+        transfers,
+        timelines,
+        bubbles,
+        bytes_per_second,
+        reserve,
+        ready_seconds,
+        least_bytes,
+        most_iterations,
         messages or {},
     )
     planned = [offer.plan(granularity) for offer in offered]

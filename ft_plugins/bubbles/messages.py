@@ -117,9 +117,7 @@ def _of_pipeline(lines: Mapping[int, Timeline], wanted: Collection[int], stages:
     return by_place
 
 
-def _messages(
-    lines: Mapping[int, Timeline], wanted: Collection[int], stages: int
-) -> Iterator[tuple[_Message, float]]:
+def _messages(lines: Mapping[int, Timeline], wanted: Collection[int], stages: int) -> Iterator[tuple[_Message, float]]:
     """Each message from or to a `wanted` place, and how long its receiver was idle before."""
     chunks = 1 + max((span.chunk for line in lines.values() for span in line.spans), default=0)
     passes = {}

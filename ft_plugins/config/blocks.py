@@ -18,6 +18,7 @@ from ..errors import ConfigError
 from .keys import LARGEST
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,47}$"  # becomes part of paths and of names in shared memory
+_PERIOD_SECONDS = 600.0  # between synchronisations of A-EDiT, as in the paper's experiments
 NAME_RULE = "1 to 48 letters, digits, '.', '_' or '-', the first a letter or digit"
 
 
@@ -222,10 +223,11 @@ class SyncConfig(SystemConfig):
 
     protects: ClassVar[bool] = False
 
-    policy: Literal["post_local_sgd", "diloco", "edit"] = Field(
+    policy: Literal["post_local_sgd", "diloco", "edit", "a_edit"] = Field(
         "edit",
         description="how replicas are synchronised: their mean (post_local_sgd); the mean, through an outer optimizer "
-        "(diloco); or the mean of what passes EDiT's penalty, through an outer optimizer (edit)",
+        "(diloco); the mean of what passes EDiT's penalty, through an outer optimizer (edit); or the same by time, "
+        "each replica making as many iterations as it can (a_edit; in a training loop of your own only)",
         json_schema_extra=more(switches=True),
     )
     tau: int = Field(
@@ -233,6 +235,19 @@ class SyncConfig(SystemConfig):
         ge=1,
         description="local iterations between two synchronisations",
         json_schema_extra=more("iterations"),
+    )
+    seconds: float | None = Field(
+        None,
+        gt=0,
+        description="with a_edit, time between two synchronisations, in place of tau; unset: 600",
+        json_schema_extra=more("s", expected="a number > 0"),
+    )
+    weights: Literal["uniform", "tokens"] | None = Field(
+        None,
+        description="with a_edit, how replicas that made different numbers of iterations are weighted: the same "
+        "(uniform), or by the tokens that they have trained on, which are proportional to their iterations (tokens); "
+        "the penalty's weights are multiplied by it; unset: uniform",
+        json_schema_extra=more(expected="uniform or tokens"),
     )
     warmup: int = Field(
         0,
@@ -243,20 +258,20 @@ class SyncConfig(SystemConfig):
     outer_lr: float | None = Field(
         None,
         gt=0,
-        description="learning rate of the outer optimizer; unset: 0.8 with edit, 0.7 with diloco",
+        description="learning rate of the outer optimizer; unset: 0.8 with edit and a_edit, 0.7 with diloco",
         json_schema_extra=more(expected="a number > 0"),
     )
     outer_momentum: float | None = Field(
         None,
         ge=0,
         lt=1,
-        description="Nesterov momentum of the outer optimizer; unset: 0.85 with edit, 0.9 with diloco",
+        description="Nesterov momentum of the outer optimizer; unset: 0.85 with edit and a_edit, 0.9 with diloco",
         json_schema_extra=more(expected="a number >= 0 and < 1"),
     )
     penalty: bool | None = Field(
         None,
         description="judge replicas by the norms of their changes: leave out outliers, weight the others, clip the "
-        "mean; unset: true with edit, which alone has it",
+        "mean; unset: true with edit and a_edit, which alone have it",
         json_schema_extra=more(expected="true or false"),
     )
     alpha: float = Field(
@@ -294,3 +309,18 @@ class SyncConfig(SystemConfig):
         "shards); unset: one; Megatron has --num-distributed-optimizer-instances instead",
         json_schema_extra=more("ranks", "an integer >= 1"),
     )
+
+    @property
+    def is_edit(self) -> bool:
+        """Whether the policy is EDiT's, by iterations or by the clock."""
+        return self.policy in ("edit", "a_edit")
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether replicas are judged by the norms of their changes."""
+        return self.is_edit and self.penalty is not False
+
+    @property
+    def period(self) -> float | None:
+        """Seconds between synchronisations; None if they are counted in iterations."""
+        return (_PERIOD_SECONDS if self.seconds is None else self.seconds) if self.policy == "a_edit" else None

@@ -94,6 +94,8 @@ def require_consistent_sync(config: Config, spell: Spell) -> None:
     for name, reason in _without_effect_on_sync(sync):
         if getattr(sync, name) not in (None, type(sync).model_fields[name].default):
             raise ConfigError(f"{spell(('sync', name))}: has no effect {reason}; drop it")
+    if sync.policy == "a_edit":
+        _require_clocked(config, spell)
     if config.paft is not None and config.paft.mode != "audit":
         raise ConfigError(
             f"{spell(('sync', 'policy'))}: {sync.policy} contradicts {spell(('paft', 'mode'))} {config.paft.mode}: "
@@ -111,13 +113,32 @@ def require_consistent_sync(config: Config, spell: Spell) -> None:
         )
 
 
+def _require_clocked(config: Config, spell: Spell) -> None:
+    """What replicas that have no iteration in common rule out."""
+    assert config.sync is not None
+    if config.sync.apply == "update":
+        raise ConfigError(
+            f"{spell(('sync', 'apply'))}: update is impossible with a_edit, whose replicas are in different "
+            "iterations; choose forward or wait"
+        )
+    if config.reft is not None and config.reft.versions == "every":
+        raise ConfigError(
+            f"{spell(('reft', 'versions'))}: every is impossible with a_edit: between synchronisations its replicas "
+            "are in different iterations, so no version could hold all of them; drop it"
+        )
+
+
 def _without_effect_on_sync(sync: Any) -> Iterator[tuple[str, str]]:
     """Keys that nothing reads with this policy, and why."""
     if sync.policy == "post_local_sgd":
         yield from ((name, "with post_local_sgd, which takes the mean") for name in ("outer_lr", "outer_momentum"))
-    if sync.policy != "edit":
-        yield "penalty", f"with {sync.policy}: edit alone has it"
-    if sync.policy != "edit" or sync.penalty is False:
+    if sync.policy == "a_edit":
+        yield "tau", "with a_edit, which synchronises by the clock: --sync-seconds"
+    else:
+        yield from ((name, f"with {sync.policy}: a_edit alone has it") for name in ("seconds", "weights"))
+    if not sync.is_edit:
+        yield "penalty", f"with {sync.policy}: edit and a_edit alone have it"
+    if not sync.penalizes:
         for name in ("alpha", "threshold", "penalty_warmup", "clip"):
             yield name, "without the penalty of edit"
     if sync.apply in ("update", "wait"):

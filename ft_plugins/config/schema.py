@@ -151,14 +151,14 @@ class Config(Block):
         """How snapshots are taken for REFT or BAFT, with `redundancy` filled in; None if neither is on.
 
         With local SGD the interval is a multiple of tau, at least as long as the given one, unless snapshots are taken
-        between synchronisations too.
+        between synchronisations too. By the clock it is in synchronisations.
         """
         if self.reft is None and self.baft is None:
             return None
         reft = self.reft or ReftConfig()
         default = "raim5" if self.baft is None else "neighbour"
         interval = reft.interval
-        if self.sync is not None and reft.versions != "every":
+        if self.sync is not None and reft.versions != "every" and self.sync.period is None:
             interval = math.ceil(interval / self.sync.tau) * self.sync.tau
         return reft.model_copy(update={"redundancy": reft.redundancy or default, "interval": interval})
 

@@ -418,6 +418,7 @@ REPLICAS_SYNCHRONISED = EventType(
     left_out=Field("dict", "replicas that the penalty left out, by module"),
     rolled_back=Field("list", "modules that went back to the last synchronisation: all replicas were outliers"),
     clipped=Field("dict", "factor by which the mean change was scaled down, by module"),
+    iterations=Field("list", "those of each replica since the last synchronisation (a_edit)", optional=True),
 )  # fmt: skip
 NONFINITE_DETECTED = EventType(
     "nonfinite.detected", ALARM, "Parameters of some ranks were infinite or NaN when replicas were averaged.",

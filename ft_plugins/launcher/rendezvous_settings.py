@@ -1,17 +1,17 @@
 """The settings of the rendezvous on one node, read from torch's `RendezvousParameters`. Raises ConfigError.
 
-    --rdzv-endpoint host:port[,host:port...]    any nodes of the job; the same list on all
-    --rdzv-conf key=value[,key=value...]
-        node_name       name of this node; default: its host name
-        node_rank       the group rank it should have in a first round; default: by its name
-        sizes           allowed numbers of nodes, as 8/6/4; default: all that --nnodes allows
-        last_call_timeout, wait_seconds    see `Rules`; default: 30, last_call_timeout
-        join_timeout    seconds to complete a round, in addition to wait_seconds; default: 600
-        detect_seconds  a node that is silent for this long is lost; default: 10
-        run_dir         folder that stores the nodes of the last round; default: none
-        encrypt         true: encrypt the messages of this rendezvous, on all nodes; default: only authenticate them
-        secret_file     file of mode 0600 whose content authenticates nodes (ft-run: --ftp-secret-file); without it the
-                        endpoint must be a loopback address, and other users of this machine are rejected
+--rdzv-endpoint host:port[,host:port...]    any nodes of the job; the same list on all
+--rdzv-conf key=value[,key=value...]
+    node_name       name of this node; default: its host name
+    node_rank       the group rank it should have in a first round; default: by its name
+    sizes           allowed numbers of nodes, as 8/6/4; default: all that --nnodes allows
+    last_call_timeout, wait_seconds    see `Rules`; default: 30, last_call_timeout
+    join_timeout    seconds to complete a round, in addition to wait_seconds; default: 600
+    detect_seconds  a node that is silent for this long is lost; default: 10
+    run_dir         folder that stores the nodes of the last round; default: none
+    encrypt         true: encrypt the messages of this rendezvous, on all nodes; default: only authenticate them
+    secret_file     file of mode 0600 whose content authenticates nodes (ft-run: --ftp-secret-file); without it the
+                    endpoint must be a loopback address, and other users of this machine are rejected
 """
 
 from __future__ import annotations

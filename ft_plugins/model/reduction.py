@@ -42,6 +42,11 @@ class ReductionControl(Protocol):
         with the present value."""
         ...
 
+    def require_own_pace(self) -> None:
+        """Raises UnsupportedError, by name, if under LOCAL something still couples replicas in each iteration, so that
+        they cannot make different numbers of iterations."""
+        ...
+
     def shard_group(self) -> tuple[int, ...]:
         """The ranks over which LOCAL averages, ascending, this one included; this rank alone if there are none."""
         ...

@@ -246,8 +246,7 @@ class NodeDriver:
         if self.protection.stages and not self.pace.pacers:
             duties = rate_duties({rank: self.plan.nbytes[rank] for rank in ranks})
             self.pace.pacers = {
-                rank: GatePacer(Gate(self._segments[rank].gate), rate, rate_duty=duty)
-                for rank, duty in duties.items()
+                rank: GatePacer(Gate(self._segments[rank].gate), rate, rate_duty=duty) for rank, duty in duties.items()
             }
         pacers: dict[int, Any] = self.pace.pacers
         self._exchange = ExchangeSender(

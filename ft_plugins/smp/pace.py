@@ -119,7 +119,10 @@ class Pace:
         """For people and programs: `fields`, and bytes by rank."""
         ranks = [
             {
-                "rank": rank, "in_bubbles": pacer.inside_bytes, "late": pacer.late_bytes, "by_rate": pacer.rate_bytes,
+                "rank": rank,
+                "in_bubbles": pacer.inside_bytes,
+                "late": pacer.late_bytes,
+                "by_rate": pacer.rate_bytes,
             }  # fmt: skip
             for rank, pacer in sorted(self.pacers.items())
         ]

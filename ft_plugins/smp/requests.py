@@ -70,6 +70,7 @@ ProtectionField = Annotated[Protection, BeforeValidator(Protection.read)]
 
 # ---- from this node's trainers, ft-run and command line ----
 
+
 @dataclass(frozen=True)
 class WithoutFields:
     """`status`, `fence`, `end`, `inventory` and `previous_sizes`."""
@@ -200,6 +201,7 @@ def local(message: Mapping[str, Any]) -> Any:
 
 
 # ---- from other nodes' SMPs ----
+
 
 @dataclass(frozen=True)
 class Probe:
@@ -334,6 +336,7 @@ def _read(message: Mapping[str, Any], key: str, kinds: Mapping[str, type[Any]], 
 
 
 # ---- replies ----
+
 
 @dataclass(frozen=True)
 class HeartbeatReply:

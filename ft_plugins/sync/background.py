@@ -41,6 +41,10 @@ class BackgroundTask(Generic[T]):
             raise self._failure
         return self._result[0]
 
+    def ends_within(self, seconds: float) -> bool:
+        """Whether it is done, or is so within `seconds`."""
+        return self._done.wait(seconds)
+
     def run(self) -> None:
         """Do the work, on the thread."""
         self._result.append(self._work())

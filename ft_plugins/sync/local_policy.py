@@ -3,12 +3,14 @@
     post_local_sgd   the mean of the parameters every tau iterations                     (Lin et al., 2019)
     diloco           the same mean, through an outer optimizer                           (Douillard et al., 2023)
     edit             the mean of what passes the penalty, through an outer optimizer     (EDiT, Algorithms 1 and 2)
+    a_edit           edit, but after a time instead of tau iterations                    (EDiT, section 3.3; own_pace)
 
 Iterations up to `warmup` are ordinary data parallelism. Later ones are local, and replicas are synchronised after the
 update of every multiple of tau: the first local period may be shorter. So synchronisations are at the multiples at
 which snapshots are taken.
 
-Invariant: a policy gives the same answers on all ranks, because it uses the iteration alone.
+Invariant: a policy gives the same answers on all ranks, because it uses the iteration alone. It does not say when
+replicas are synchronised by the clock.
 
 In: the configuration. Out: answers for an iteration."""
 
@@ -16,12 +18,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Literal
 
 from ..config import SyncConfig
 from ..errors import ConfigError
 from ..model.reduction import ReducedOver
 from .outer import OuterRules
-from .penalty import PenaltyRules
+from .penalty import NO_PENALTY, PenaltyRules
 
 
 class AppliedAt(str, Enum):
@@ -34,7 +37,8 @@ class AppliedAt(str, Enum):
 
 @dataclass(frozen=True)
 class LocalSgdPolicy:
-    """`penalty` is None if replicas are not judged. Raises ConfigError."""
+    """`penalty` is None if replicas are not judged. `seconds`: time between synchronisations by the clock, else None.
+    `weights`: whether a replica counts by what it has trained on (a_edit). Raises ConfigError."""
 
     name: str
     tau: int
@@ -42,6 +46,8 @@ class LocalSgdPolicy:
     apply: AppliedAt
     outer: OuterRules
     penalty: PenaltyRules | None = None
+    seconds: float | None = None
+    weights: Literal["uniform", "tokens"] = "uniform"
 
     def __post_init__(self) -> None:
         if self.tau < 1 or self.warmup < 0:
@@ -54,12 +60,17 @@ class LocalSgdPolicy:
         return ReducedOver.ALL if step <= self.warmup else ReducedOver.LOCAL
 
     def due(self, step: int) -> bool:
-        """Whether replicas are synchronised after the update of iteration `step`."""
-        return step > self.warmup and step % self.tau == 0
+        """Whether replicas are synchronised after the update of iteration `step`; never if by the clock."""
+        return self.seconds is None and step > self.warmup and step % self.tau == 0
 
     def require_synchronisation(self, last: int) -> None:
         """Raises ConfigError if training ends at iteration `last` before its first synchronisation."""
-        if not self.due(last - last % self.tau):
+        if self.seconds is not None and last <= self.warmup:
+            raise ConfigError(
+                f"--sync-warmup {self.warmup}: training ends at iteration {last}, before the first synchronisation; "
+                "shorten the warm-up, or drop --sync"
+            )
+        if self.seconds is None and not self.due(last - last % self.tau):
             raise ConfigError(
                 f"--sync-warmup {self.warmup} with --sync-tau {self.tau}: training ends at iteration {last}, before "
                 "the first synchronisation; shorten one of the two, or drop --sync"
@@ -92,7 +103,9 @@ class LocalSgdPolicy:
         return self.apply is AppliedAt.UPDATE
 
 
-_OUTER = {"diloco": (0.7, 0.9), "edit": (0.8, 0.85), "post_local_sgd": (1.0, 0.0)}  # learning rate and momentum
+_OUTER = {  # learning rate and momentum
+    "diloco": (0.7, 0.9), "edit": (0.8, 0.85), "a_edit": (0.8, 0.85), "post_local_sgd": (1.0, 0.0),
+}  # fmt: skip
 
 
 def policy_of(config: SyncConfig, apply: AppliedAt) -> LocalSgdPolicy:
@@ -103,14 +116,18 @@ def policy_of(config: SyncConfig, apply: AppliedAt) -> LocalSgdPolicy:
         momentum=momentum if config.outer_momentum is None else config.outer_momentum,
     )
     penalty = None
-    if config.policy == "edit" and config.penalty is not False:
+    if config.penalizes:
         penalty = PenaltyRules(config.alpha, config.threshold, config.penalty_warmup, config.clip)
-    return LocalSgdPolicy(config.policy, config.tau, config.warmup, apply, outer, penalty)
+    elif config.weights == "tokens":
+        penalty = NO_PENALTY  # which takes factors of weights
+    return LocalSgdPolicy(
+        config.policy, config.tau, config.warmup, apply, outer, penalty, config.period, config.weights or "uniform"
+    )
 
 
 def wants_modules(config: SyncConfig, has_masters: bool) -> bool:
     """Whether the host has to announce the forward of each module, if it can."""
-    return not has_masters and (config.apply == "forward" or (config.apply == "auto" and config.policy == "edit"))
+    return not has_masters and (config.apply == "forward" or (config.apply == "auto" and config.is_edit))
 
 
 def chosen_apply(config: SyncConfig, follows_modules: bool, has_masters: bool, reason: str = "") -> AppliedAt:
@@ -125,8 +142,8 @@ def chosen_apply(config: SyncConfig, follows_modules: bool, has_masters: bool, r
         )
     if config.apply != "auto":
         return AppliedAt(config.apply)
-    if config.policy != "edit":
+    if not config.is_edit:
         return AppliedAt.WAIT
     if has_masters:
-        return AppliedAt.UPDATE
+        return AppliedAt.UPDATE if config.period is None else AppliedAt.WAIT
     return AppliedAt.FORWARD if follows_modules else AppliedAt.WAIT

@@ -1,18 +1,19 @@
 """Synchronise replicas module by module. Carries out a policy's rules; decides nothing by itself.
 
     remember          live -> anchors: the values that replicas start from together
-    judge             norms of every module's change on every replica -> one `Judgement` per module    (collective)
+    judge             norms of every module's change (its pseudo-gradient) on every replica -> `Judgement`  (collective)
     exchange          live values of all replicas -> the target of one module                          (collective)
     apply             outer step from anchor to target; the result becomes live
 
-Each rank of a sync group owns 1/M of the coordinates of a bucket: it receives the others' values of its part, combines
-them, and sends the result to all. The clip factor is derived from the squares of those parts, which all members receive
-in rank order.
+Each of the M ranks of a sync group owns 1/M of the coordinates of a bucket: it receives the others' values of its part,
+combines them, and sends the result to all. The clip factor is derived from the sums of squares of those parts, which
+all members receive in rank order.
 
 Invariant: after `apply` all replicas hold the same bits, whatever they held before, and so do anchors and momentum.
-Only `apply` writes live tensors, anchors and momentum; the rest may run behind forward and backward.
+Only `apply` writes live tensors and momentum; only `apply` and `remember` write anchors. `judge` and `exchange` may run
+behind forward and backward.
 
-In: modules, live tensors, rules. Out: changed tensors; what was judged. Fault points, each with the module:
+In: modules, live tensors, rules. Out: changed tensors; judgements. Fault points, each with the module:
 
     sync.exchange   its exchange begins     sync.apply   anchors and momentum have moved, parameters have not"""
 
@@ -56,8 +57,8 @@ class SynchronisationRules:
 
 
 class Synchronisation:
-    """The modules of one rank. `offload`: anchors and momentum are in host memory, and on the device only while their
-    module is exchanged and applied."""
+    """Synchronises the modules of one rank. `offload`: anchors and momentum are in host memory, and on the device only
+    while their module is exchanged and applied."""
 
     def __init__(
         self, modules: Sequence[ModulePlan], groups: GroupPlan, links: Links, replica: Links, tensors: LiveTensors,
@@ -73,7 +74,11 @@ class Synchronisation:
         self.states: dict[str, ModuleState] = {}
         for module in modules:
             anchors = {item.name: _anchor_of(live[item.name], offload) for item in module.items}
-            momentum = {name: torch.zeros_like(one) for name, one in anchors.items()} if rules.outer.has_buffer else {}
+            momentum = {
+                name: torch.zeros_like(one, pin_memory=one.is_pinned())
+                for name, one in anchors.items()
+                if rules.outer.has_buffer
+            }
             statistics = [NormStatistics() for _ in self._members(module)] if rules.penalty else []
             self.states[module.name] = ModuleState(anchors, momentum, statistics)
 
@@ -94,10 +99,11 @@ class Synchronisation:
             for name, anchor in state.anchors.items():
                 anchor.copy_(flat(name, live[name]))
 
-    # ---- collectives ----
+    # ---- background thread: collectives ----
 
-    def judge(self) -> None:
-        """Compare the changes of all replicas, module by module, if there is a penalty. A collective of all ranks."""
+    def judge(self, factors: Sequence[float] | None = None) -> None:
+        """Compare the changes of all replicas, module by module, if there is a penalty. A collective of all ranks.
+        `factors`: a further factor of each replica's weight, if there is a penalty."""
         penalty, names, live = self._rules.penalty, self._groups.modules, self._tensors()
         if penalty is None or not self._modules:
             return
@@ -113,11 +119,12 @@ class Synchronisation:
         norms = self._links.all_gather(members, total.sqrt()).cpu()
         for name in self._modules:
             column = norms[:, names.index(name)].tolist()
-            self._judgements[name] = judge(column, self.states[name].statistics, penalty)
+            self._judgements[name] = judge(column, self.states[name].statistics, penalty, factors)
 
     def exchange(self, name: str) -> float:
         """Combine the values of all replicas of one module into its target. Returns the factor by which its change is
-        clipped. A collective of the ranks that hold a part of the module, on all replicas."""
+        clipped: 1.0 if it is not, or if the module is rolled back as judged; 0.0 if the mean change is not finite,
+        which rolls it back too. A collective of the ranks that hold a part of the module, on all replicas."""
         module, live, judgement = self._modules[name], self._tensors(), self._judgements.get(name)
         faults.reach("sync.exchange", module=name)
         target = _Target(_on_device(self.states[name].anchors, self._links.device))
@@ -141,12 +148,14 @@ class Synchronisation:
 
     def _mean(self, bucket: ReplicaBucket, own: torch.Tensor, judgement: Judgement | None) -> torch.Tensor:
         """The mean of a bucket over its replicas, weighted as judged."""
-        part = _part(bucket)
+        part = _part_size(bucket)
         rows = torch.zeros(len(bucket.replicas) * part, dtype=own.dtype, device=own.device)
         rows[: len(own)] = own
         received = self._links.all_to_all(bucket.replicas, rows.view(-1, part))
-        if judgement is None or judgement.weights_are_equal:
-            chosen = [place for place, weight in enumerate(judgement.weights) if weight] if judgement else slice(None)
+        if judgement is None:
+            combined = aggregate(received, Aggregate.MEAN)
+        elif judgement.weights_are_equal:
+            chosen = [place for place, weight in enumerate(judgement.weights) if weight]
             combined = aggregate(received[chosen], Aggregate.MEAN)
         else:
             combined = weighted(received, judgement.weights).to(own.dtype)
@@ -154,8 +163,8 @@ class Synchronisation:
 
     def _own_part(self, bucket: ReplicaBucket) -> slice:
         """The coordinates that this rank combines."""
-        start = bucket.replicas.index(self._links.rank) * _part(bucket)
-        return slice(start, start + _part(bucket))
+        start = bucket.replicas.index(self._links.rank) * _part_size(bucket)
+        return slice(start, start + _part_size(bucket))
 
     def _clip_factor(self, name: str, squares: float) -> float:
         """The factor for a module's mean change, from the squares of the parts of all its ranks, in rank order."""
@@ -177,8 +186,11 @@ class Synchronisation:
         """Make the target of a module live, through the outer optimizer. Returns its judgement, if there is one."""
         module, state, live = self._modules[name], self.states[name], self._tensors()
         target = self._targets.pop(name)
+        for tensor in (*target.values, *target.anchors.values()):
+            if tensor.is_cuda:  # allocated on the background stream, which would reuse the memory before this has read
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
         momentum = _on_device(state.momentum, self._links.device)
-        for bucket, values in zip(module.buckets, target.values, strict=False):  # none, after a rollback
+        for bucket, values in zip(module.buckets, target.values, strict=False):  # no values after a rollback
             pieces = values.split([piece.stop - piece.start for piece in bucket.pieces])
             for piece, value in zip(bucket.pieces, pieces, strict=True):
                 anchor = _piece(target.anchors, piece)
@@ -219,7 +231,7 @@ def _on_device(tensors: Mapping[str, torch.Tensor], device: torch.device) -> dic
     return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
 
 
-def _part(bucket: ReplicaBucket) -> int:
+def _part_size(bucket: ReplicaBucket) -> int:
     """How many coordinates of a bucket each replica combines."""
     return ceil(bucket.elements / len(bucket.replicas))
 

@@ -14,6 +14,7 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import astuple
 from pathlib import Path
+from typing import Any
 
 import msgpack
 
@@ -47,6 +48,17 @@ def join_ranks(config: Config) -> Collective:
         return Collective(secret)
     except ConfigError as error:
         raise unread or error from None
+
+
+def require_arguments(host: Any, config: Any) -> None:
+    """Check what `attach` was called with. Raises ConfigError for arguments of the wrong type."""
+    call = "ft_plugins.attach(ft_plugins.TorchHost(model, optimizer, scheduler, loader))"
+    if not all(callable(getattr(host, name, None)) for name in ("topology", "inventory", "small_state", "install")):
+        raise ConfigError(f"ft_plugins.attach: expected a host, found a {type(host).__name__}: call {call}")
+    if not isinstance(config, Config | None):
+        raise ConfigError(
+            f"ft_plugins.attach: expected a Config after the host, found a {type(config).__name__}: call {call}"
+        )
 
 
 def require_one_job(host: Host, config: Config, collective: Collective) -> None:

@@ -2,6 +2,7 @@
 
     after_update       at a synchronisation: judge and exchange, in the background (sync.synchronisation)
                        apply WAIT: wait for all modules, and apply them
+                       by the clock (A-EDiT): all replicas have agreed that it is due (clocked)
     module forward     apply FORWARD: wait for this module and apply it, while the next one is exchanged (EDiT, 3.1)
     before_update      apply UPDATE: apply all modules
 
@@ -9,7 +10,8 @@ What is started runs on one thread, in one order on all ranks of a sync group. M
 (a tied embedding) come first: a stage that waits for another one's forward would wait for ever if that one waited for
 its part of such a module.
 
-Invariant: every rank does the same at the same iteration, because the policy is pure. An error here ends the rank:
+Invariant: every rank does the same at the same iteration, because the policy is pure; by the clock, every rank of a
+replica does, and all ranks do at the same synchronisation. An error here ends the rank:
 replicas that are treated differently are worse than none. Anchors and the outer momentum are equal on all replicas at
 every version point; parameters at those of `LocalSgdPolicy.identical`.
 
@@ -28,7 +30,7 @@ import torch.distributed as dist
 
 from ..collective import Collective
 from ..config import SyncConfig
-from ..errors import UnsupportedError
+from ..errors import ResumeError, UnsupportedError
 from ..events import Events, catalogue
 from ..model.host import Host, ReplicaOperations
 from ..model.inventory import Item, Role
@@ -37,9 +39,10 @@ from ..snapshot.slots import Mark
 from ..sync.background import Background, BackgroundTask
 from ..sync.links import Links
 from ..sync.local_policy import AppliedAt, LocalSgdPolicy, chosen_apply, policy_of, wants_modules
-from ..sync.modules import plan_groups, plan_modules, require_replicas, synchronised
+from ..sync.modules import GroupPlan, JobGroups, plan_groups, plan_modules, require_replicas, synchronised
 from ..sync.penalty import NormStatistics
 from ..sync.synchronisation import Synchronisation, SynchronisationRules
+from .clocked import ClockedReplica, timekeeper
 from .sync_items import OuterItems
 
 _BUCKET_BYTES = 16 << 20  # of parameters exchanged at once; temporary memory is about 8 times that
@@ -76,6 +79,8 @@ class LocalSgd:
         self._waited = 0.0
         self._report: dict[str, Any] = {}
         self._background: Background | None = None
+        self._clocked: ClockedReplica | None = None
+        self._readiness: Background | None = None
 
     def _followed(self, masters: bool) -> tuple[bool, str]:
         """Have the host announce the forward of each module, if the policy wants that. Whether it does, else why."""
@@ -96,7 +101,8 @@ class LocalSgd:
             AppliedAt.UPDATE: "applied before the next update, behind a whole iteration",
         }
         lines = [
-            f"local SGD ({policy.name}): {len(self._members)} replicas, synchronised every {policy.tau} iterations"
+            f"local SGD ({policy.name}): {len(self._members)} replicas, synchronised every "
+            + (f"{policy.tau} iterations" if policy.seconds is None else f"{policy.seconds:g} s, each at its own pace")
             + (f" after {policy.warmup} of warm-up" if policy.warmup else "")
             + f"; {ends[policy.apply]}",
             f"{len(self._modules)} modules of {nbytes} bytes on rank {self._host.rank}; "
@@ -109,6 +115,8 @@ class LocalSgd:
         """Create process groups, claim memory, take control of the reduction. Every rank of the job calls."""
         with collective.agreement():
             self._control.prepare_reduction()
+            if self._policy.seconds is not None:
+                self._control.require_own_pace()
         names = [module.name for module in self._modules]
         parts = collective.gather(msgpack.packb([list(self._members), names]))
         reports = [msgpack.unpackb(part) for part in parts]
@@ -126,6 +134,21 @@ class LocalSgd:
         self._synchronisation = Synchronisation(self._modules, plan, links, replica, live, rules, self._config.offload)
         captures_anchors = self._every or self._policy.previous_anchor_is_needed
         self._outer_items = OuterItems(self._modules, self._synchronisation.states, captures_anchors)
+        if self._policy.seconds is not None:
+            self._connect_clocked(groups, plan)
+
+    def _connect_clocked(self, groups: JobGroups, plan: GroupPlan) -> None:
+        """Create the groups by which replicas agree when to synchronise: on processors, so that no device waits."""
+        first_ranks = tuple(ranks[0] for ranks in groups.replicas)
+        cpu = torch.device("cpu")
+        shared = [first_ranks, *(ranks for ranks in groups.replicas if len(ranks) > 1)]
+        made = {ranks: dist.new_group(list(ranks), backend="gloo") for ranks in shared}
+        keeper = None
+        if self._host.rank == plan.replica[0]:
+            self._readiness = Background(cpu)
+            keeper = timekeeper(Links(self._host.rank, {}, made[first_ranks], cpu), self._readiness)
+        replica = Links(self._host.rank, {}, made.get(plan.replica), cpu)
+        self._clocked = ClockedReplica(self._policy, plan.position, self._peers, replica, keeper)
 
     # ---- state that a snapshot carries ----
 
@@ -150,9 +173,11 @@ class LocalSgd:
         """Statistics of norms, and the number of synchronisations that they and the tensors contain now."""
         states = self._synchronisation.states
         statistics = {name: [one.values() for one in state.statistics] for name, state in states.items()}
-        return {"number": self._number - 1 if self._under_way else self._number, "statistics": statistics}
+        clocked = None if self._clocked is None else self._clocked.state()
+        number = self._number - 1 if self._under_way else self._number
+        return {"number": number, "statistics": statistics, "clocked": clocked}
 
-    def begin(self, completed: int, state: Mapping[str, Any] | None = None, last: int | None = None) -> None:
+    def begin(self, completed: int, state: Mapping[str, Any] | None = None, last: int | None = None) -> int:
         if last is not None:
             self._policy.require_synchronisation(last)
         states = self._synchronisation.states
@@ -162,15 +187,31 @@ class LocalSgd:
                 states[name].statistics = [NormStatistics.from_values(one) for one in values]
         if state is None or not self._outer_items.has_anchors:
             self._synchronisation.remember()
+        before = None if state is None else state.get("clocked")
+        if self._clocked is not None:
+            completed = self._clocked.begin(completed, before, last, len(self._members))
+        elif before is not None:
+            raise ResumeError(
+                f"rank {self._host.rank}: the snapshot is of a job with --sync-policy a_edit, whose replicas are in "
+                f"different iterations: resume with a_edit, not {self._policy.name}, or start with --ftp-resume fresh"
+            )
         self._control.reduce_over(self._policy.reduced_over(completed + 1))
         if state is not None and self._policy.in_flight(completed):
             self._start(completed)
+        return completed
+
+    def continues(self, step: int, last: int) -> bool:
+        return step < last if self._clocked is None else self._clocked.continues(step)
+
+    def version(self, step: int) -> int:
+        return step if self._clocked is None else self._clocked.version(step)
 
     def defers(self, step: int) -> bool:
         return bool(self._under_way) and self._policy.apply is AppliedAt.FORWARD and self._at == step
 
     def mark(self, step: int) -> Mark:
-        return Mark.UNAUDITED if self._policy.identical(step) else Mark.DIVERGED
+        identical = self._policy.identical(step) or self._clocked is not None  # which has no other versions
+        return Mark.UNAUDITED if identical else Mark.DIVERGED
 
     def tainted(self) -> int | None:
         """None: replicas are allowed to differ."""
@@ -198,11 +239,19 @@ class LocalSgd:
         """Start a synchronisation if one is due; choose over which replicas the next iteration reduces."""
         if self._policy.anchors(step):
             self._synchronisation.remember()
-        if self._policy.due(step):
+            if self._clocked is not None:
+                self._clocked.warmed_up(step)
+        elif self._due(step):
             self._start(step)
             if self._policy.apply is AppliedAt.WAIT:
                 self._apply_all()
         self._control.reduce_over(self._policy.reduced_over(step + 1))
+
+    def _due(self, step: int) -> bool:
+        """Whether replicas are synchronised after the update of iteration `step`."""
+        if self._clocked is None or step <= self._policy.warmup:
+            return self._policy.due(step)
+        return self._clocked.joins(step)
 
     def shutdown(self) -> None:
         """The orderly end: apply what is under way. Idempotent."""
@@ -210,6 +259,8 @@ class LocalSgd:
             return
         self._apply_all()
         self._background.close()
+        if self._readiness is not None:
+            self._readiness.close()
         self._background = None
 
     # ---- one synchronisation ----
@@ -218,7 +269,12 @@ class LocalSgd:
         assert self._background is not None
         self._number, self._at, self._waited = self._number + 1, step, 0.0
         self._report = {"left_out": {}, "rolled_back": [], "clipped": {}}
-        self._background.start(self._synchronisation.judge)  # if it fails, so do the exchanges that follow
+        factors = None
+        if self._clocked is not None:
+            factors = self._clocked.join(step)
+            self._report["iterations"] = list(self._clocked.done)
+        # if it fails, so do the exchanges that follow
+        self._background.start(lambda: self._synchronisation.judge(factors))
         self._under_way = dict.fromkeys(self._order)
         at_once = self._policy.apply is not AppliedAt.FORWARD
         for place, name in enumerate(self._order):

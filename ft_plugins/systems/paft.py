@@ -145,7 +145,7 @@ class Paft:
             "offences": {} if self._verdicts is None else self._verdicts.state(),
         }
 
-    def begin(self, completed: int, state: Mapping[str, Any] | None = None, last: int | None = None) -> None:
+    def begin(self, completed: int, state: Mapping[str, Any] | None = None, last: int | None = None) -> int:
         """Continue after `completed` iterations from the `state` of that version; None if it carries none."""
         if self._verdicts is not None:
             self._verdicts.begin(completed, {} if state is None else state["offences"])
@@ -153,6 +153,13 @@ class Paft:
             self._verdicts.start(completed)
         if self._turns is not None:
             self._turns.begin(completed, None if state is None else state["turns"])
+        return completed
+
+    def continues(self, step: int, last: int) -> bool:
+        return step < last
+
+    def version(self, step: int) -> int:
+        return step
 
     def label(self, step: int) -> Label:
         """What is known now of the replicas of version `step`."""

@@ -64,12 +64,22 @@ class Synchronizer(Protocol):
         """Its other state at a version point, as plain values."""
         ...
 
-    def begin(self, completed: int, state: Mapping[str, Any] | None = None, last: int | None = None) -> None:
-        """Continue after `completed` iterations from the `state` of that version; None if it carries none. `last`: the
-        iteration at which training ends, if known. Raises ConfigError if that makes no sense."""
+    def begin(self, completed: int, state: Mapping[str, Any] | None = None, last: int | None = None) -> int:
+        """Continue after version `completed` from the `state` of that version; None if it carries none. `last`: the
+        iteration at which training ends, if known. Returns the last iteration that this rank completed. Raises
+        ConfigError if `last` makes no sense, ResumeError for a state of another policy."""
+        ...
+
+    def continues(self, step: int, last: int) -> bool:
+        """Whether this rank trains on after its iteration `step`, in a job of `last` iterations."""
         ...
 
     # ---- versions ----
+
+    def version(self, step: int) -> int:
+        """The number of the version at the end of this rank's iteration `step`; 0 if no version may be taken there.
+        The same number means the same state of the job on all ranks. Mostly it is the iteration itself."""
+        ...
 
     def defers(self, step: int) -> bool:
         """Whether the tensors of version `step` are still to be changed, during the next iteration."""

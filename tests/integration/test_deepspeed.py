@@ -111,9 +111,7 @@ def test_a_script_that_leaves_the_process_group_up_ends_in_order_too(short: Path
 def test_deepspeeds_own_launcher_given_the_same_command_again_resumes(short: Path) -> None:
     launcher = (*DEEPSPEED, "--num_gpus", "2", "--master_port", str(free_port()))
     run = DeepSpeedRun("l", short, SMALLEST, {"reft": {}, "orphan_seconds": 120.0})
-    killed = launched(
-        run.armed("update.middle@iteration=4,rank=1:kill"), launcher, LINE, DS_ACCELERATOR="cpu"
-    )
+    killed = launched(run.armed("update.middle@iteration=4,rank=1:kill"), launcher, LINE, DS_ACCELERATOR="cpu")
     assert killed.returncode != 0
     done = launched(run, launcher, LINE, DS_ACCELERATOR="cpu")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

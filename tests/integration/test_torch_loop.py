@@ -92,3 +92,22 @@ def test_a_loop_that_asks_for_protection_without_ft_run_does_not_train(folder: P
     assert done.returncode == EXIT_REFUSED and not run.loss_log.exists()
     [line] = done.stdout.splitlines()[-1:]
     assert line.startswith("ConfigError: ft_plugins.attach: no system is switched on") and "ft-run" in line
+
+
+def test_replicas_at_their_own_pace_go_on_from_their_last_synchronisation(folder: Path) -> None:
+    """Rank 1 is killed while its replicas apply their third synchronisation."""
+    run = Run(folder / "a")
+    fault = "--ftp-faults=sync.apply@rank=1,restart=0,hit=8:kill"  # the second of three modules
+    sync = ("--sync-policy", "a_edit", "--sync-seconds", "0.1", "--sync-warmup", "2", "--sync-penalty-warmup", "1")
+    done = run.start(
+        *FT_RUN, "--nproc-per-node", "2", "--reft", *sync, "--ftp-job", f"torch-{os.getpid()}", fault,
+        own=("--iterations", "120"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:]
+    synchronised = [event for event in run.events("replicas.synchronised") if event["rank"] == 0]
+    numbers = [event["number"] for event in synchronised]
+    assert numbers[:2] == [1, 2] and numbers[2:] == list(range(3, len(numbers) + 1)), "the third was made once more"
+    assert sum(sum(event["iterations"]) for event in synchronised) + 2 * 2 >= 2 * 120
+    assert [event["iteration"] for event in run.events("state.restored")] == [2 + 2] * 2  # warm-up and synchronisations
+    models = [json.loads(Path(f"{run.digests}{rank:05d}.json").read_text())["model"] for rank in range(2)]
+    assert models[0] == models[1], "replicas end with a synchronisation"

@@ -1,6 +1,6 @@
 """One rank of the DeepSpeed example that goes on from a checkpoint of DeepSpeed's own, without protection.
 
-    --load <folder> --samples <how many all replicas had read> <flags of the DeepSpeed example>
+--load <folder> --samples <how many all replicas had read> <flags of the DeepSpeed example>
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 Likewise where updates were skipped: versions count completed iterations, and counters and scheduler are restored.
 """
+
 from __future__ import annotations
 
 import json

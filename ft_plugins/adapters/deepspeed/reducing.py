@@ -78,6 +78,14 @@ class DeepSpeedReduction:
             )
         self._reduced_over = replicas
 
+    def require_own_pace(self) -> None:
+        """DeepSpeed couples replicas: always raises."""
+        raise UnsupportedError(
+            "--sync-policy a_edit is not supported with DeepSpeed, whose replicas agree in each iteration (the loss "
+            "of a pipeline, overflows, the norm for clipping in fp32) and have one iteration in common: choose "
+            "--sync-policy edit, or a loop of plain torch with fully_shard"
+        )
+
     def shard_group(self) -> tuple[int, ...]:
         """The ranks of this replica that share its part of the model."""
         return (self.rank,) if self._shards is None else self._shards.inner

@@ -254,6 +254,14 @@ class MegatronReduction(StateItems):
                 named[item.name] = forward_modules.module_of(name, item.layer, tied)
         return forward_modules.in_forward_order(named)
 
+    def require_own_pace(self) -> None:
+        """Megatron-LM couples replicas: always raises."""
+        raise UnsupportedError(
+            "--sync-policy a_edit is not supported with Megatron, whose replicas agree in each iteration (the logged "
+            "loss, timers, exit conditions) and have one iteration in common (data, learning rate, evaluations): "
+            "choose --sync-policy edit, or a loop of plain torch with fully_shard"
+        )
+
     def before_modules(self, call: Callable[[str], None]) -> None:
         """See above for the distributed optimizer. Raises UnsupportedError also with CUDA graphs, whose replay calls no
         hooks."""

@@ -165,8 +165,8 @@ class PreviousJob:
     ) -> dict[int, str]:
         """The result for each rank of the previous job, obtained by one rank of its node in `nodes`.
 
-            whole    its slot passed verification     corrupt  it did not
-            rebuilt  from parity or from a spare      failed   not decoded from parity     unread  not read from a spare
+        whole    its slot passed verification     corrupt  it did not
+        rebuilt  from parity or from a spare      failed   not decoded from parity     unread  not read from a spare
         """
         assert plan.version is not None
         own: list[list[Any]] = []

@@ -57,6 +57,9 @@ class ReducedHost(PlainHost):
     def reduce_over(self, replicas: ReducedOver) -> None:
         self.over = replicas
 
+    def require_own_pace(self) -> None:
+        """Nothing couples its replicas in an iteration."""
+
     def shard_group(self) -> tuple[int, ...]:
         return (self.rank,)
 

@@ -1,0 +1,90 @@
+"""Synchronise by the clock: A-EDiT (EDiT, section 3.3). Replicas make as many local iterations as their speed allows.
+
+    TRAINING    until the period is over by the replica's own clock
+    READY       it says so to the other replicas, and goes on training
+    joining     at the end of its first iteration after all replicas are ready
+
+The paper has each replica wait at the end of its period. Here it waits only for iterations that are under way when the
+last replica becomes ready.
+
+Invariant: a replica joins every synchronisation once, in order, because it announces each of them once and joins only
+when all replicas have announced it. None waits for longer than the longest iteration of another one. So there is no
+deadlock as long as every replica goes on training.
+
+In: a clock, the announcements of the other replicas. Out: whether a replica joins; the next period; shares of the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class Readiness(Protocol):
+    """The announcements of all replicas for one synchronisation after the other."""
+
+    def announce(self) -> None:
+        """This replica is ready for the next synchronisation. Does not wait."""
+        ...
+
+    def all_ready(self) -> bool:
+        """Whether every replica has announced the synchronisation that this one announced last."""
+        ...
+
+
+@dataclass(frozen=True)
+class WorkDone:
+    """What all replicas have done, equal on all ranks. `steps`: iterations of each replica since the start of training;
+    `number`: of synchronisations."""
+
+    number: int
+    steps: tuple[int, ...]
+
+    def after(self, steps: Sequence[int]) -> WorkDone:
+        """With one more synchronisation, at which replicas have made `steps` iterations."""
+        return WorkDone(self.number + 1, tuple(steps))
+
+    def since(self, before: WorkDone) -> tuple[int, ...]:
+        """Iterations of each replica since `before`."""
+        return tuple(now - then for now, then in zip(self.steps, before.steps, strict=True))
+
+    def reaches(self, last: int) -> bool:
+        """Whether replicas together have done the work of `last` iterations of each of them."""
+        return sum(self.steps) >= last * len(self.steps)
+
+
+def next_period(seconds: float, progress: WorkDone, done: Sequence[int], elapsed: float, last: int) -> float:
+    """How long replicas train until the next synchronisation: `seconds`, or less if the work that is left needs less at
+    the speed of the last period, in which they made `done` iterations in `elapsed` seconds."""
+    left = last * len(progress.steps) - sum(progress.steps)
+    if not sum(done) or elapsed <= 0:
+        return seconds
+    return min(seconds, max(0.0, left * elapsed / sum(done)))
+
+
+class Timekeeper:
+    """Decides for one replica when it joins a synchronisation."""
+
+    def __init__(self, readiness: Readiness, clock: Callable[[], float]) -> None:
+        """`clock` gives seconds, from any start."""
+        self._readiness, self._clock = readiness, clock
+        self._started = 0.0
+        self._period = float("inf")
+        self._announced = False
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds of the present period."""
+        return self._clock() - self._started
+
+    def begin(self, period: float) -> None:
+        """A period of that many seconds begins now."""
+        self._started, self._period, self._announced = self._clock(), period, False
+
+    def joins(self) -> bool:
+        """Whether the replica joins the synchronisation now, at the end of one of its iterations."""
+        if not self._announced and self.elapsed >= self._period:
+            self._readiness.announce()
+            self._announced = True
+        return self._announced and self._readiness.all_ready()
