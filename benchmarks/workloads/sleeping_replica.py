@@ -126,22 +126,21 @@ class _Recorder:
     @contextmanager
     def exchanges(self) -> Iterator[None]:
         """Record what runs on the thread of synchronisations."""
-        judge, exchange = Synchronisation.judge, Synchronisation.exchange
-        if self.on:
-
-            def judge_recorded(one: Synchronisation, *given: Any) -> None:
-                with self.span(EXCHANGE, "judge"):
-                    judge(one, *given)
-
-            def exchange_recorded(one: Synchronisation, name: str, *given: Any) -> float:
-                with self.span(EXCHANGE, name):
-                    return exchange(one, name, *given)
-
-            Synchronisation.judge, Synchronisation.exchange = judge_recorded, exchange_recorded  # type: ignore[method-assign]
+        originals = {name: getattr(Synchronisation, name) for name in ("judge", "exchange")}
+        for name, original in originals.items() if self.on else ():
+            setattr(Synchronisation, name, self._recorded(name, original))
         try:
             yield
         finally:
-            Synchronisation.judge, Synchronisation.exchange = judge, exchange  # type: ignore[method-assign]
+            for name, original in originals.items():
+                setattr(Synchronisation, name, original)
+
+    def _recorded(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(one: Synchronisation, *given: Any) -> Any:
+            with self.span(EXCHANGE, name if name == "judge" else given[0]):
+                return original(one, *given)
+
+        return call
 
 
 class _Pass(torch.autograd.Function):
@@ -192,6 +191,11 @@ class SleepingStack(torch.nn.Module):
         for layer in self.layers:
             hidden = layer(hidden)
         return hidden
+
+
+def preload() -> None:
+    """Import what DistributedDataParallel imports in every rank when it is built, before ranks are forked."""
+    import torch._dynamo  # noqa: F401
 
 
 def run_block(rank: int, world: int, block: LocalBlock) -> StepLog:
