@@ -37,15 +37,29 @@ class Links:
         own = torch.tensor(row, dtype=torch.float64, device=self.device)
         if self._job is None:
             return own.unsqueeze(0).cpu().numpy()
-        rows = [torch.empty_like(own) for _ in range(self._job.size())]
-        dist.all_gather(rows, own, group=self._job)
-        return torch.stack(rows).cpu().numpy()
+        return self._gather(self._job, own).cpu().numpy()
 
     def all_gather(self, replicas: Ranks, own: torch.Tensor) -> torch.Tensor:
         """Gather a tensor from each member: (M, ...), in rank order."""
-        gathered = torch.empty((len(replicas), *own.shape), dtype=own.dtype, device=own.device)
-        dist.all_gather([_bytes(part) for part in gathered], _bytes(own.contiguous()), group=self._groups[replicas])
+        return self._gather(self._groups[replicas], own)
+
+    def _gather(self, group: dist.ProcessGroup, own: torch.Tensor) -> torch.Tensor:
+        """On processors every member sends to every other one at once: gloo's own gather is a ring, which takes M - 1
+        steps one after another, each with a process to be woken."""
+        gathered = torch.empty((group.size(), *own.shape), dtype=own.dtype, device=own.device)
+        if self.device.type == "cpu":
+            dist.all_to_all_single(_bytes(gathered), _bytes(own.expand_as(gathered).contiguous()), group=group)
+        else:
+            dist.all_gather([_bytes(part) for part in gathered], _bytes(own.contiguous()), group=group)
         return gathered
+
+    def all_gather_with(
+        self, replicas: Ranks, own: torch.Tensor, number: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`all_gather` of a flat tensor and of one float64 in the same message: (M, n), and (M,) float64."""
+        gathered = self.all_gather(replicas, torch.cat([_bytes(own.contiguous()), _bytes(number)]))
+        parts, numbers = gathered[:, : own.nbytes].contiguous(), gathered[:, own.nbytes :].contiguous()
+        return parts.view(own.dtype), numbers.view(torch.float64).view(-1)
 
     def gather_words(self, replicas: Ranks, words: np.ndarray) -> np.ndarray:
         """Gather (n,) uint64 from each member: (M, n), in rank order."""

@@ -131,13 +131,12 @@ class Synchronisation:
         self._targets[name] = target
         if judgement is not None and judgement.rollback:
             return 1.0
-        squares = 0.0
+        squares = []  # by bucket, those of the parts of all ranks of the sync group
         for bucket in module.buckets:
-            mean = self._mean(bucket, read(bucket, live), judgement)
+            mean, parts = self._mean(bucket, read(bucket, live), judgement, target.anchors)
             target.values.append(mean)
-            if self._rules.clips and bucket.in_norm:
-                squares += _change(mean, bucket, target.anchors)[self._own_part(bucket)].square().sum().item()
-        factor = self._clip_factor(name, squares) if self._rules.clips else 1.0
+            squares.append(parts)
+        factor = self._clip_factor(name, torch.stack(squares).cpu()) if self._rules.clips else 1.0
         if factor == 0.0:  # the mean change is not finite, although each replica's is
             target.values.clear()
         elif factor != 1.0:
@@ -146,8 +145,11 @@ class Synchronisation:
                 value.copy_(anchor + factor * (value.double() - anchor))
         return factor
 
-    def _mean(self, bucket: ReplicaBucket, own: torch.Tensor, judgement: Judgement | None) -> torch.Tensor:
-        """The mean of a bucket over its replicas, weighted as judged."""
+    def _mean(
+        self, bucket: ReplicaBucket, own: torch.Tensor, judgement: Judgement | None, anchors: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The mean of a bucket over its replicas, weighted as judged; and, if changes are clipped, the squared norm of
+        its change in the part of each rank, which that rank sends with its part."""
         part = _part_size(bucket)
         rows = torch.zeros(len(bucket.replicas) * part, dtype=own.dtype, device=own.device)
         rows[: len(own)] = own
@@ -159,25 +161,24 @@ class Synchronisation:
             combined = aggregate(received[chosen], Aggregate.MEAN)
         else:
             combined = weighted(received, judgement.weights).to(own.dtype)
-        return self._links.all_gather(bucket.replicas, combined).view(-1)[: len(own)]
+        if not self._rules.clips:
+            return self._links.all_gather(bucket.replicas, combined).view(-1)[: len(own)], own.new_empty(0)
+        start = bucket.replicas.index(self._links.rank) * part
+        anchor = _read_flat(anchors, bucket)[start : start + part].double()  # shorter, or empty, at the bucket's end
+        squares = (combined[: len(anchor)].double() - anchor).square().sum().view(1)
+        means, parts = self._links.all_gather_with(bucket.replicas, combined, squares)
+        return means.view(-1)[: len(own)], parts if bucket.in_norm else torch.zeros_like(parts)
 
-    def _own_part(self, bucket: ReplicaBucket) -> slice:
-        """The coordinates that this rank combines."""
-        start = bucket.replicas.index(self._links.rank) * _part_size(bucket)
-        return slice(start, start + _part_size(bucket))
-
-    def _clip_factor(self, name: str, squares: float) -> float:
-        """The factor for a module's mean change, from the squares of the parts of all its ranks, in rank order."""
+    def _clip_factor(self, name: str, squares: torch.Tensor) -> float:
+        """The factor for a module's mean change, from the squares of its buckets (rows) in the parts of all ranks of
+        the sync group, in rank order."""
         assert self._rules.penalty is not None
-        members, holders = self._members(self._modules[name]), self._groups.holders[name]
-        total = sum(self._gathered(self._links, members, squares))
+        holders = self._groups.holders[name]
+        total: float = sum(sum(column) for column in squares.T.tolist())
         if len(holders) > 1:
-            total = sum(self._gathered(self._replica, holders, total))
+            own = torch.tensor([total], dtype=torch.float64, device=self._replica.device)
+            total = sum(self._replica.all_gather(holders, own).view(-1).tolist())
         return clip_factor(sqrt(total), self._rules.penalty.clip)
-
-    def _gathered(self, links: Links, ranks: Ranks, value: float) -> list[float]:
-        own = torch.tensor([value], dtype=torch.float64, device=links.device)
-        return [float(each) for each in links.all_gather(ranks, own).view(-1).cpu()]
 
     # ---- training thread ----
 
