@@ -19,8 +19,8 @@ which the slow link is calibrated.
     edit            module by module, each behind the forward of the one before
     a_edit          the same, synchronised by the clock; replicas at their own pace
 
-    even         no straggler, normal link, tau 5, all policies. Iterations are twice as long as elsewhere, so that the
-                 processor time of 8 ranks weighs less in a stall
+    even         no straggler, normal link, tau 4, all policies. Iterations are four times as long as elsewhere, so that
+                 the processor time of 8 ranks weighs less in a stall
     consistent   one replica lags in every iteration
     random       one replica, drawn for each iteration, lags
     traffic      no straggler, slow link

@@ -35,7 +35,7 @@ TABLE = (PLAIN, EDIT, A_EDIT)  # what table 6 has
 
 def model_of(compute: float) -> SleepingModel:
     """The emulated model, with that many seconds of compute in an iteration."""
-    return SleepingModel(layers=16, width=32768, bucketed=4, compute=compute)
+    return SleepingModel(layers=16, width=32768, bucketed=2, compute=compute)
 
 
 def sync_block(policy: str, tau: int, compute: float) -> dict[str, Any]:
@@ -114,12 +114,12 @@ class LinkSetting:
         """Seconds that it would take if the reduction took none; on the slow link, those before the first bucket is
         reduced, as the link is busy from then on."""
         model = model_of(self.compute)
-        return model.forward + (self.compute - model.forward) * (model.bucketed / model.layers if self.slow else 1.0)
+        return model.forward + model.update + model.backward * (model.bucketed / model.layers if self.slow else 1.0)
 
     @property
     def first_rate(self) -> float:
         """Bytes per second to begin with."""
-        return model_of(self.compute).sent(REPLICAS) / (self.target - self.floor if self.slow else 0.2 * self.compute)
+        return model_of(self.compute).sent(REPLICAS) / (self.target - self.floor if self.slow else 0.25 * self.compute)
 
     def block(self, iterations: int) -> LocalBlock:
         """What is measured for a calibration."""
@@ -128,13 +128,13 @@ class LinkSetting:
 
 
 FULL = (
-    LocalScenario("even", 0.57, 5, 3, 3, 15, 3, policies=tuple(POLICIES)),
+    LocalScenario("even", 1.14, 4, 2, 2, 8, 3, policies=tuple(POLICIES)),
     LocalScenario("consistent", 0.285, 64, 1, 2, 16, 2, Stragglers.CONSISTENT, later=(PLAIN, A_EDIT)),
     LocalScenario("random", 0.285, 64, 1, 1, 16, 2, Stragglers.RANDOM),
     LocalScenario("traffic", 0.285, 64, 1, 1, 12, 2, slow=True),
 )
 QUICK = (
-    LocalScenario("even", 0.285, 5, 1, 1, 5, 1, policies=tuple(POLICIES)),
+    LocalScenario("even", 0.285, 4, 1, 1, 4, 1, policies=tuple(POLICIES)),
     LocalScenario("consistent", 0.285, 8, 1, 1, 5, 1, Stragglers.CONSISTENT),
     LocalScenario("random", 0.285, 8, 1, 1, 5, 1, Stragglers.RANDOM),
     LocalScenario("traffic", 0.285, 8, 1, 1, 5, 1, slow=True),
