@@ -140,21 +140,18 @@ class _Recorder:
     @contextmanager
     def exchanges(self) -> Iterator[None]:
         """Record what runs on the thread of synchronisations."""
-        originals = {name: getattr(Synchronisation, name) for name in ("judge", "exchange")}
-        for name, original in originals.items() if self.on else ():
-            setattr(Synchronisation, name, self._recorded(name, original))
+        original = Synchronisation.exchange
+        if self.on:
+
+            def recorded(one: Synchronisation, name: str) -> float:
+                with self.span(EXCHANGE, name):
+                    return original(one, name)
+
+            Synchronisation.exchange = recorded  # type: ignore[method-assign]
         try:
             yield
         finally:
-            for name, original in originals.items():
-                setattr(Synchronisation, name, original)
-
-    def _recorded(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(one: Synchronisation, *given: Any) -> Any:
-            with self.span(EXCHANGE, name if name == "judge" else given[0]):
-                return original(one, *given)
-
-        return call
+            Synchronisation.exchange = original  # type: ignore[method-assign]
 
 
 class _Pass(torch.autograd.Function):

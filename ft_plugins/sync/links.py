@@ -58,8 +58,7 @@ class Links:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`all_gather` of a flat tensor and of one float64 in the same message: (M, n), and (M,) float64."""
         gathered = self.all_gather(replicas, torch.cat([_bytes(own.contiguous()), _bytes(number)]))
-        parts, numbers = gathered[:, : own.nbytes].contiguous(), gathered[:, own.nbytes :].contiguous()
-        return parts.view(own.dtype), numbers.view(torch.float64).view(-1)
+        return _split(gathered, own.nbytes, own.dtype)
 
     def gather_words(self, replicas: Ranks, words: np.ndarray) -> np.ndarray:
         """Gather (n,) uint64 from each member: (M, n), in rank order."""
@@ -71,6 +70,14 @@ class Links:
         received = torch.empty_like(rows)
         dist.all_to_all_single(_bytes(received), _bytes(rows), group=self._groups[replicas])
         return received
+
+    def all_to_all_with(
+        self, replicas: Ranks, rows: torch.Tensor, number: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`all_to_all`, with one float64 to all members in the same message: (M, n), and (M,) float64."""
+        numbers = _bytes(number).expand(len(rows), number.nbytes)
+        received = self.all_to_all(replicas, torch.cat([rows.contiguous().view(torch.uint8), numbers], 1))
+        return _split(received, rows.nbytes // len(rows), rows.dtype)
 
     def send(self, replicas: Ranks, to: int, tensor: torch.Tensor) -> None:
         """Send a tensor to `to`, a rank of the job."""
@@ -100,3 +107,8 @@ class Links:
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
+
+
+def _split(rows: torch.Tensor, nbytes: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of bytes: `nbytes` of `dtype`, then one float64."""
+    return rows[:, :nbytes].contiguous().view(dtype), rows[:, nbytes:].contiguous().view(torch.float64).view(-1)

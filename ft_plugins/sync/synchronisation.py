@@ -1,17 +1,17 @@
 """Synchronise replicas module by module. Carries out a policy's rules; decides nothing by itself.
 
     remember          live -> anchors: the values that replicas start from together
-    judge             norms of every module's change (its pseudo-gradient) on every replica -> `Judgement`  (collective)
     exchange          live values of all replicas -> the target of one module                          (collective)
     apply             outer step from anchor to target; the result becomes live
 
 Each of the M ranks of a sync group owns 1/M of the coordinates of a bucket: it receives the others' values of its part,
-combines them, and sends the result to all. The clip factor is derived from the sums of squares of those parts, which
-all members receive in rank order.
+combines them, and sends the result to all. Norms travel in the same messages, so that a module is two exchanges: with
+the values that of its replica's change (the pseudo-gradient), by which replicas are judged; with the result the sum of
+squares of its part, from which all members derive the clip factor, in rank order.
 
 Invariant: after `apply` all replicas hold the same bits, whatever they held before, and so do anchors and momentum.
-Only `apply` writes live tensors and momentum; only `apply` and `remember` write anchors. `judge` and `exchange` may run
-behind forward and backward.
+Only `apply` writes live tensors and momentum; only `apply` and `remember` write anchors. `exchange` may run behind
+forward and backward.
 
 In: modules, live tensors, rules. Out: changed tensors; judgements. Fault points, each with the module:
 
@@ -70,6 +70,7 @@ class Synchronisation:
         self._tensors, self._rules = tensors, rules
         self._targets: dict[str, _Target] = {}
         self._judgements: dict[str, Judgement] = {}
+        self._factors: Sequence[float] | None = None
         live = tensors()
         self.states: dict[str, ModuleState] = {}
         for module in modules:
@@ -99,41 +100,29 @@ class Synchronisation:
             for name, anchor in state.anchors.items():
                 anchor.copy_(flat(name, live[name]))
 
-    # ---- background thread: collectives ----
+    def begin(self, factors: Sequence[float] | None = None) -> None:
+        """A synchronisation begins, of which every module is to be exchanged and applied once. `factors`: a further
+        factor of each replica's weight, if there is a penalty."""
+        self._factors = factors
 
-    def judge(self, factors: Sequence[float] | None = None) -> None:
-        """Compare the changes of all replicas, module by module, if there is a penalty. A collective of all ranks.
-        `factors`: a further factor of each replica's weight, if there is a penalty."""
-        penalty, names, live = self._rules.penalty, self._groups.modules, self._tensors()
-        if penalty is None or not self._modules:
-            return
-        squares = dict.fromkeys(names, 0.0)
-        for name, module in self._modules.items():
-            anchors = _on_device(self.states[name].anchors, self._links.device)
-            for bucket in module.buckets:
-                if bucket.in_norm:
-                    squares[name] += _change(read(bucket, live), bucket, anchors).square().sum().item()
-        table = self._replica.gather_job([squares[name] for name in names])
-        total = torch.from_numpy(sum(table)).to(self._links.device)  # summed in rank order: the same bits on all ranks
-        members = self._members(next(iter(self._modules.values())))
-        norms = self._links.all_gather(members, total.sqrt()).cpu()
-        for name in self._modules:
-            column = norms[:, names.index(name)].tolist()
-            self._judgements[name] = judge(column, self.states[name].statistics, penalty, factors)
+    # ---- background thread: collectives ----
 
     def exchange(self, name: str) -> float:
         """Combine the values of all replicas of one module into its target. Returns the factor by which its change is
         clipped: 1.0 if it is not, or if the module is rolled back as judged; 0.0 if the mean change is not finite,
         which rolls it back too. A collective of the ranks that hold a part of the module, on all replicas."""
-        module, live, judgement = self._modules[name], self._tensors(), self._judgements.get(name)
+        module, live = self._modules[name], self._tensors()
         faults.reach("sync.exchange", module=name)
         target = _Target(_on_device(self.states[name].anchors, self._links.device))
         self._targets[name] = target
-        if judgement is not None and judgement.rollback:
-            return 1.0
+        norm = None if self._rules.penalty is None else self._norm(module, target.anchors)
         squares = []  # by bucket, those of the parts of all ranks of the sync group
-        for bucket in module.buckets:
-            mean, parts = self._mean(bucket, read(bucket, live), judgement, target.anchors)
+        for place, bucket in enumerate(module.buckets):
+            received = self._received(name, bucket, read(bucket, live), norm if place == 0 else None)
+            judgement = self._judgements.get(name)
+            if judgement is not None and judgement.rollback:
+                return 1.0
+            mean, parts = self._mean(bucket, received, judgement, target.anchors)
             target.values.append(mean)
             squares.append(parts)
         factor = self._clip_factor(name, torch.stack(squares).cpu()) if self._rules.clips else 1.0
@@ -145,29 +134,55 @@ class Synchronisation:
                 value.copy_(anchor + factor * (value.double() - anchor))
         return factor
 
-    def _mean(
-        self, bucket: ReplicaBucket, own: torch.Tensor, judgement: Judgement | None, anchors: Mapping[str, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The mean of a bucket over its replicas, weighted as judged; and, if changes are clipped, the squared norm of
-        its change in the part of each rank, which that rank sends with its part."""
+    def _norm(self, module: ModulePlan, anchors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The norm of this replica's change of a module: (1,) float64, equal on all its ranks."""
+        live, squares = self._tensors(), torch.zeros(1, dtype=torch.float64, device=self._links.device)
+        for bucket in module.buckets:
+            if bucket.in_norm:
+                squares += _change(read(bucket, live), bucket, anchors).square().sum()
+        holders = self._groups.holders[module.name]
+        if len(holders) > 1:
+            squares = sum(self._replica.all_gather(holders, squares))  # in rank order: the same bits on all ranks
+        return squares.sqrt()
+
+    def _received(self, name: str, bucket: ReplicaBucket, own: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
+        """The values of all replicas in the part of a bucket that this rank combines. With `norm`, that of the module's
+        change, the replicas are judged by the norms that all of them send in the same message."""
         part = _part_size(bucket)
         rows = torch.zeros(len(bucket.replicas) * part, dtype=own.dtype, device=own.device)
         rows[: len(own)] = own
-        received = self._links.all_to_all(bucket.replicas, rows.view(-1, part))
+        if norm is None:
+            return self._links.all_to_all(bucket.replicas, rows.view(-1, part))
+        received, norms = self._links.all_to_all_with(bucket.replicas, rows.view(-1, part), norm)
+        assert self._rules.penalty is not None
+        statistics = self.states[name].statistics
+        self._judgements[name] = judge(norms.tolist(), statistics, self._rules.penalty, self._factors)
+        return received
+
+    def _mean(
+        self,
+        bucket: ReplicaBucket,
+        received: torch.Tensor,
+        judgement: Judgement | None,
+        anchors: Mapping[str, torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The mean of a bucket over its replicas, weighted as judged; and, if changes are clipped, the squared norm of
+        its change in the part of each rank, which that rank sends with its part."""
         if judgement is None:
             combined = aggregate(received, Aggregate.MEAN)
         elif judgement.weights_are_equal:
             chosen = [place for place, weight in enumerate(judgement.weights) if weight]
             combined = aggregate(received[chosen], Aggregate.MEAN)
         else:
-            combined = weighted(received, judgement.weights).to(own.dtype)
+            combined = weighted(received, judgement.weights).to(received.dtype)
         if not self._rules.clips:
-            return self._links.all_gather(bucket.replicas, combined).view(-1)[: len(own)], own.new_empty(0)
-        start = bucket.replicas.index(self._links.rank) * part
-        anchor = _read_flat(anchors, bucket)[start : start + part].double()  # shorter, or empty, at the bucket's end
+            means = self._links.all_gather(bucket.replicas, combined)
+            return means.view(-1)[: bucket.elements], received.new_empty(0)
+        start = bucket.replicas.index(self._links.rank) * _part_size(bucket)
+        anchor = _read_flat(anchors, bucket)[start : start + len(combined)].double()  # shorter at the bucket's end
         squares = (combined[: len(anchor)].double() - anchor).square().sum().view(1)
         means, parts = self._links.all_gather_with(bucket.replicas, combined, squares)
-        return means.view(-1)[: len(own)], parts if bucket.in_norm else torch.zeros_like(parts)
+        return means.view(-1)[: bucket.elements], parts if bucket.in_norm else torch.zeros_like(parts)
 
     def _clip_factor(self, name: str, squares: torch.Tensor) -> float:
         """The factor for a module's mean change, from the squares of its buckets (rows) in the parts of all ranks of
@@ -177,7 +192,7 @@ class Synchronisation:
         total: float = sum(sum(column) for column in squares.T.tolist())
         if len(holders) > 1:
             own = torch.tensor([total], dtype=torch.float64, device=self._replica.device)
-            total = sum(self._replica.all_gather(holders, own).view(-1).tolist())
+            total = sum(self._replica.all_gather(holders, own).view(-1).tolist())  # in rank order
         return clip_factor(sqrt(total), self._rules.penalty.clip)
 
     # ---- training thread ----

@@ -273,8 +273,7 @@ class LocalSgd:
         if self._clocked is not None:
             factors = self._clocked.join(step)
             self._report["iterations"] = list(self._clocked.done)
-        # if it fails, so do the exchanges that follow
-        self._background.start(lambda: self._synchronisation.judge(factors))
+        self._synchronisation.begin(factors)
         self._under_way = dict.fromkeys(self._order)
         at_once = self._policy.apply is not AppliedAt.FORWARD
         for place, name in enumerate(self._order):
