@@ -35,7 +35,7 @@ TABLE = (PLAIN, EDIT, A_EDIT)  # what table 6 has
 
 def model_of(compute: float) -> SleepingModel:
     """The emulated model, with that many seconds of compute in an iteration."""
-    return SleepingModel(layers=16, width=32768, bucketed=2, compute=compute)
+    return SleepingModel(layers=16, width=32768, bucketed=4, compute=compute)
 
 
 def sync_block(policy: str, tau: int, compute: float) -> dict[str, Any]:
@@ -119,7 +119,7 @@ class LinkSetting:
     @property
     def first_rate(self) -> float:
         """Bytes per second to begin with."""
-        return model_of(self.compute).sent(REPLICAS) / (self.target - self.floor if self.slow else 0.25 * self.compute)
+        return model_of(self.compute).sent(REPLICAS) / (self.target - self.floor if self.slow else 0.2 * self.compute)
 
     def block(self, iterations: int) -> LocalBlock:
         """What is measured for a calibration."""
