@@ -147,7 +147,7 @@ class _Recorder:
                 with self.span(EXCHANGE, name):
                     return original(one, name)
 
-            Synchronisation.exchange = recorded  # type: ignore[method-assign]
+            Synchronisation.exchange = recorded  # type: ignore[assignment, method-assign]
         try:
             yield
         finally:

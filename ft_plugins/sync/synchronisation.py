@@ -142,7 +142,10 @@ class Synchronisation:
                 squares += _change(read(bucket, live), bucket, anchors).square().sum()
         holders = self._groups.holders[module.name]
         if len(holders) > 1:
-            squares = sum(self._replica.all_gather(holders, squares))  # in rank order: the same bits on all ranks
+            parts = self._replica.all_gather(holders, squares)
+            squares = torch.zeros_like(squares)
+            for part in parts:  # in rank order: the same bits on all ranks
+                squares += part
         return squares.sqrt()
 
     def _received(self, name: str, bucket: ReplicaBucket, own: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
