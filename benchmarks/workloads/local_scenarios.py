@@ -114,7 +114,7 @@ class LinkSetting:
         """Seconds that it would take if the reduction took none; on the slow link, those before the first bucket is
         reduced, as the link is busy from then on."""
         model = model_of(self.compute)
-        return model.forward + (self.compute - model.forward) * (model.bucketed / model.layers if self.slow else 1.0)
+        return model.forward + model.update + model.backward * (model.bucketed / model.layers if self.slow else 1.0)
 
     @property
     def first_rate(self) -> float:
@@ -128,13 +128,13 @@ class LinkSetting:
 
 
 FULL = (
-    LocalScenario("even", 0.57, 5, 3, 3, 15, 3, policies=tuple(POLICIES)),
+    LocalScenario("even", 1.14, 4, 2, 2, 8, 3, policies=tuple(POLICIES)),
     LocalScenario("consistent", 0.285, 64, 1, 2, 16, 2, Stragglers.CONSISTENT, later=(PLAIN, A_EDIT)),
     LocalScenario("random", 0.285, 64, 1, 1, 16, 2, Stragglers.RANDOM),
     LocalScenario("traffic", 0.285, 64, 1, 1, 12, 2, slow=True),
 )
 QUICK = (
-    LocalScenario("even", 0.285, 5, 1, 1, 5, 1, policies=tuple(POLICIES)),
+    LocalScenario("even", 0.285, 4, 1, 1, 4, 1, policies=tuple(POLICIES)),
     LocalScenario("consistent", 0.285, 8, 1, 1, 5, 1, Stragglers.CONSISTENT),
     LocalScenario("random", 0.285, 8, 1, 1, 5, 1, Stragglers.RANDOM),
     LocalScenario("traffic", 0.285, 8, 1, 1, 5, 1, slow=True),

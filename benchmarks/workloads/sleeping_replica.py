@@ -2,8 +2,8 @@
 
 Real: DistributedDataParallel with its buckets, overlapped with the backward; `ft_plugins.attach` with the policy; the
 update (SGD with momentum); the link, whose outgoing rate `tc tbf` limits in a network namespace of each rank. Emulated:
-the forward and the backward of each layer are a sleep, so that ranks need no core each, and the time of the update is
-taken off the next sleep; gradients are a constant vector of the replica; a straggler sleeps before its forward.
+the forward and the backward of each layer are a sleep, so that ranks need no core each; the update takes a given time;
+gradients are a constant vector of the replica; a straggler sleeps before its forward.
 
 Each block has its own model, optimizer and session, and begins shortly before a synchronisation, so that all of a
 window has the state of training under way.
@@ -37,7 +37,7 @@ from workloads.local_blocks import LaneSpan, StepLog
 from workloads.local_bounds import Stragglers, laggard, next_link_rate
 
 RATE, MOMENTUM = 1e-6, 0.9  # so small that no change is clipped
-FORWARD = 1 / 3  # of the compute of an iteration
+FORWARD, UPDATE = 1 / 3, 0.05  # of the compute of an iteration; the rest is the backward
 SETTLE = 3  # iterations of a block before its first synchronisation
 BURST_BYTES = 64 << 10
 QUEUE_MS = 5000  # longer than any wait of a packet: none is dropped
@@ -61,7 +61,18 @@ class SleepingModel:
 
     @property
     def forward(self) -> float:
+        """Seconds."""
         return FORWARD * self.compute
+
+    @property
+    def update(self) -> float:
+        """Seconds."""
+        return UPDATE * self.compute
+
+    @property
+    def backward(self) -> float:
+        """Seconds."""
+        return self.compute - self.forward - self.update
 
     def sent(self, replicas: int) -> float:
         """Bytes that a replica sends for one reduction of gradients, and for one exchange of parameters."""
@@ -85,28 +96,31 @@ class LocalBlock:
 
 
 class EmulatedDevice(Sleeper):
-    """Sleeps instead of computing. The update is part of the compute: what it takes of a core that all ranks share is
-    taken off the next sleep, as far as nothing was waited for in between."""
+    """Sleeps instead of computing."""
 
-    def update(self, work: Callable[[], Any]) -> Any:
-        """Do the work of an update."""
+    def update(self, work: Callable[[], Any], seconds: float) -> Any:
+        """An update that takes `seconds`, the work included. If that takes longer, because all ranks share a few cores,
+        the rest is taken off the next sleep."""
         began = self._clock()
+        excess = max(0.0, self._excess - (began - self._ended))
         try:
             return work()
         finally:
+            left = seconds - excess - (self._clock() - began)
+            self._sleep(max(0.0, left))
             self._ended = self._clock()
-            self._excess += self._ended - began
+            self._excess = max(0.0, -left)
 
 
 class EmulatedSgd(torch.optim.SGD):
-    """SGD with momentum, whose time is part of the emulated compute."""
+    """SGD with momentum, whose updates take the time of the emulated model's."""
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], device: EmulatedDevice) -> None:
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], device: EmulatedDevice, seconds: float) -> None:
         super().__init__(parameters, lr=RATE, momentum=MOMENTUM)
-        self.device = device
+        self.device, self.seconds = device, seconds
 
     def step(self, closure: Any = None) -> Any:
-        return self.device.update(super().step)
+        return self.device.update(super().step, self.seconds)
 
 
 class _Recorder:
@@ -126,22 +140,18 @@ class _Recorder:
     @contextmanager
     def exchanges(self) -> Iterator[None]:
         """Record what runs on the thread of synchronisations."""
-        judge, exchange = Synchronisation.judge, Synchronisation.exchange
+        original = Synchronisation.exchange
         if self.on:
 
-            def judge_recorded(one: Synchronisation, factors: Sequence[float] | None = None) -> None:
-                with self.span(EXCHANGE, "judge"):
-                    judge(one, factors)
-
-            def exchange_recorded(one: Synchronisation, name: str) -> float:
+            def recorded(one: Synchronisation, name: str) -> float:
                 with self.span(EXCHANGE, name):
-                    return exchange(one, name)
+                    return original(one, name)
 
-            Synchronisation.judge, Synchronisation.exchange = judge_recorded, exchange_recorded  # type: ignore[method-assign, assignment]
+            Synchronisation.exchange = recorded  # type: ignore[assignment, method-assign]
         try:
             yield
         finally:
-            Synchronisation.judge, Synchronisation.exchange = judge, exchange  # type: ignore[method-assign, assignment]
+            Synchronisation.exchange = original  # type: ignore[method-assign]
 
 
 class _Pass(torch.autograd.Function):
@@ -150,13 +160,13 @@ class _Pass(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, layer: SleepingLayer, weight: torch.Tensor) -> torch.Tensor:
         ctx.layer = layer
-        layer.sleep(layer.seconds * FORWARD, "forward")
+        layer.sleep(layer.model.forward / layer.model.layers, "forward")
         return hidden.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
         layer = ctx.layer
-        layer.sleep(layer.seconds * (1 - FORWARD), "backward")
+        layer.sleep(layer.model.backward / layer.model.layers, "backward")
         return gradient, None, layer.gradient
 
 
@@ -166,7 +176,7 @@ class SleepingLayer(torch.nn.Module):
     def __init__(self, model: SleepingModel, sleeper: Sleeper, recorder: _Recorder, rank: int, number: int) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.randn(model.width))
-        self.seconds = model.compute / model.layers
+        self.model = model
         made = torch.Generator().manual_seed(1000 * rank + number)
         self.__dict__["gradient"] = torch.randn(model.width, generator=made)  # no buffer: DDP would broadcast it
         self._sleeper, self._recorder = sleeper, recorder
@@ -194,6 +204,11 @@ class SleepingStack(torch.nn.Module):
         return hidden
 
 
+def preload() -> None:
+    """Import what DistributedDataParallel imports in every rank when it is built, before ranks are forked."""
+    import torch._dynamo  # noqa: F401
+
+
 def run_block(rank: int, world: int, block: LocalBlock) -> StepLog:
     """Run one block together with all ranks."""
     torch.manual_seed(1)
@@ -202,7 +217,7 @@ def run_block(rank: int, world: int, block: LocalBlock) -> StepLog:
     stack = SleepingStack(model, sleeper, recorder, rank)
     megabytes = model.bucketed * model.width * 4 / (1 << 20)
     parallel = DistributedDataParallel(stack, bucket_cap_mb=megabytes)  # type: ignore[arg-type]
-    optimizer = EmulatedSgd(stack.parameters(), sleeper)
+    optimizer = EmulatedSgd(stack.parameters(), sleeper, model.update)
     config = Config.from_json({"sync": json.loads(block.config)}) if block.config else Config()
     context = LaunchContext(None, None, 0, None, rank, rank, world, world, 0, 0)
     session = attach(TorchHost(parallel, optimizer), config, context)

@@ -37,17 +37,28 @@ class Links:
         own = torch.tensor(row, dtype=torch.float64, device=self.device)
         if self._job is None:
             return own.unsqueeze(0).cpu().numpy()
-        rows = [torch.empty_like(own) for _ in range(self._job.size())]
-        dist.all_gather(rows, own, group=self._job)
-        return torch.stack(rows).cpu().numpy()
+        return self._gather(self._job, own).cpu().numpy()
 
     def all_gather(self, replicas: Ranks, own: torch.Tensor) -> torch.Tensor:
         """Gather a tensor from each member: (M, ...), in rank order."""
-        if len(replicas) == 1:
-            return own.unsqueeze(0)
-        gathered = torch.empty((len(replicas), *own.shape), dtype=own.dtype, device=own.device)
-        dist.all_gather([_bytes(part) for part in gathered], _bytes(own.contiguous()), group=self._groups[replicas])
+        return own.unsqueeze(0) if len(replicas) == 1 else self._gather(self._groups[replicas], own)
+
+    def _gather(self, group: dist.ProcessGroup, own: torch.Tensor) -> torch.Tensor:
+        """On processors every member sends to every other one at once: gloo's own gather is a ring, which takes M - 1
+        steps one after another, each with a process to be woken."""
+        gathered = torch.empty((group.size(), *own.shape), dtype=own.dtype, device=own.device)
+        if self.device.type == "cpu":
+            dist.all_to_all_single(_bytes(gathered), _bytes(own.expand_as(gathered).contiguous()), group=group)
+        else:
+            dist.all_gather([_bytes(part) for part in gathered], _bytes(own.contiguous()), group=group)
         return gathered
+
+    def all_gather_with(
+        self, replicas: Ranks, own: torch.Tensor, number: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`all_gather` of a flat tensor and of one float64 in the same message: (M, n), and (M,) float64."""
+        gathered = self.all_gather(replicas, torch.cat([_bytes(own.contiguous()), _bytes(number)]))
+        return _split(gathered, own.nbytes, own.dtype)
 
     def gather_words(self, replicas: Ranks, words: np.ndarray) -> np.ndarray:
         """Gather (n,) uint64 from each member: (M, n), in rank order."""
@@ -61,6 +72,14 @@ class Links:
         received = torch.empty_like(rows)
         dist.all_to_all_single(_bytes(received), _bytes(rows), group=self._groups[replicas])
         return received
+
+    def all_to_all_with(
+        self, replicas: Ranks, rows: torch.Tensor, number: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`all_to_all`, with one float64 to all members in the same message: (M, n), and (M,) float64."""
+        numbers = _bytes(number).expand(len(rows), number.nbytes)
+        received = self.all_to_all(replicas, torch.cat([rows.contiguous().view(torch.uint8), numbers], 1))
+        return _split(received, rows.nbytes // len(rows), rows.dtype)
 
     def send(self, replicas: Ranks, to: int, tensor: torch.Tensor) -> None:
         """Send a tensor to `to`, a rank of the job."""
@@ -90,3 +109,8 @@ class Links:
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
+
+
+def _split(rows: torch.Tensor, nbytes: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of bytes: `nbytes` of `dtype`, then one float64."""
+    return rows[:, :nbytes].contiguous().view(dtype), rows[:, nbytes:].contiguous().view(torch.float64).view(-1)

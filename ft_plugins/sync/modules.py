@@ -38,14 +38,12 @@ class ModulePlan:
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """The groups of one rank. `replica`: all ranks of its copy of the model, one of `replicas`; `holders`: by module,
-    the ranks of its replica that hold a part of it; `modules`: the names of all modules, on any rank, in one order;
-    `order`: those of this rank, in the order in which they are exchanged; `spanning`: those that ranks with other
-    modules hold too."""
+    """The groups of one rank. `replica`: all ranks of its copy of the model; `holders`: by module, the ranks of its
+    replica that hold a part of it; `modules`: the names of all modules, on any rank, in one order; `order`: those of
+    this rank, in the order in which they are exchanged; `spanning`: those that ranks with other modules hold too."""
 
     position: int  # of this rank's replica among the replicas
     replica: Ranks
-    replicas: tuple[Ranks, ...]
     holders: Mapping[str, Ranks]
     modules: tuple[str, ...]
     order: tuple[str, ...]
@@ -138,7 +136,6 @@ class JobGroups:
         return GroupPlan(
             position=position,
             replica=self.replicas[position],
-            replicas=self.replicas,
             holders=holders,
             modules=tuple(sorted({name for names in self.modules for name in names})),
             # spanning ones first, by name: ranks that have several of them in common exchange them in one order

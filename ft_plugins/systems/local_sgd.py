@@ -313,11 +313,10 @@ class LocalSgd:
 
     def _finish(self) -> None:
         self._operations.derive()
-        step, nonfinite = self._under_way.step, self._synchronisation.nonfinite
+        step, nonfinite = self._under_way.step, self._under_way.report["nonfinite"]
         self._events.emit(
             catalogue.REPLICAS_SYNCHRONISED, iteration=step, number=self._number, policy=self._policy.name,
-            waited_seconds=self._under_way.waited, **self._under_way.report, nonfinite=nonfinite,
-            iterations=self._iterations,
+            waited_seconds=self._under_way.waited, iterations=self._iterations, **self._under_way.report,
         )  # fmt: skip
         if nonfinite:
             ranks = ", ".join(map(str, sorted({rank for those in nonfinite.values() for rank in those})))

@@ -49,10 +49,8 @@ class SynchronisationUnderWay:
     def start(self, step: int, factors: Sequence[float] | None = None) -> None:
         """Start the synchronisation after iteration `step`. `factors`: a further factor of each replica's weight."""
         self.step, self.waited = step, 0.0
-        self.report = {"left_out": {}, "rolled_back": [], "clipped": {}}
-        judge = partial(self._synchronisation.judge, factors)
-        # if it fails, so do the exchanges that follow
-        self._run(partial(self._wait.within, step, "the comparison of replicas", judge))
+        self.report = {"left_out": {}, "rolled_back": [], "clipped": {}, "nonfinite": {}}
+        self._synchronisation.begin(factors)
         self._waiting = dict.fromkeys(self._order)
         at_once = self._apply_at is not AppliedAt.FORWARD
         for place, name in enumerate(self._order):
@@ -76,15 +74,13 @@ class SynchronisationUnderWay:
             self._background.close()
             self._background = None
 
-    def _run(self, work: Callable[[], Any]) -> BackgroundTask[Any]:
-        assert self._background is not None
-        return self._background.start(work)
-
     def _exchange(self, name: str) -> None:
         """Start the exchange of a module, unless it is started."""
         if self._waiting.get(name, True) is None:
+            assert self._background is not None
             exchange = partial(self._synchronisation.exchange, name)
-            self._waiting[name] = self._run(partial(self._wait.within, self.step, f"module '{name}'", exchange))
+            work = partial(self._wait.within, self.step, f"module '{name}'", exchange)
+            self._waiting[name] = self._background.start(work)  # if it fails, so do those that follow
 
     def _apply(self, name: str) -> None:
         """Wait for a module's exchange, and apply it; with prefetch start that of the next one first."""
@@ -98,11 +94,10 @@ class SynchronisationUnderWay:
         factor = exchange.wait()
         self.waited += exchange.waited
         judgement = self._synchronisation.apply(name)
-        if judgement is not None and any(judgement.anomalous):
-            self.report["left_out"][name] = [
-                rank for rank, outlier in zip(self._wait.sync, judgement.anomalous, strict=True) if outlier
-            ]
-        if judgement is not None and judgement.rollback:
+        for key, those in (("left_out", judgement.anomalous), ("nonfinite", judgement.nonfinite)):
+            if any(those):
+                self.report[key][name] = [rank for rank, one in zip(self._wait.sync, those, strict=True) if one]
+        if judgement.rollback:
             self.report["rolled_back"].append(name)
         if factor != 1.0:
             self.report["clipped"][name] = factor

@@ -145,7 +145,7 @@ def _stop_once(hook: Any) -> None:
         ({"policy": "post_local_sgd"}, "exchange", f"iteration {TAU}, module '2'"),
         ({"policy": "edit", "apply": "forward"}, "exchange", f"iteration {TAU}, module '2'"),
         ({"policy": "edit", "apply": "update"}, "exchange", f"iteration {TAU}, module '2'"),
-        ({"policy": "edit", "apply": "wait"}, "update", f"iteration {TAU}, the comparison of replicas"),
+        ({"policy": "edit", "apply": "wait"}, "update", f"iteration {TAU}, module '0'"),
         ({"policy": "edit", "apply": "update"}, "update", f"iteration {TAU}, the update"),
     ],
 )

@@ -1,0 +1,105 @@
+"""One synchronisation of replicas whose modules are divided over ranks: norms are those of whole modules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from ft_plugins.model.inventory import Inventory, Item, Role
+from ft_plugins.sync.links import Links
+from ft_plugins.sync.modules import plan_groups, plan_modules
+from ft_plugins.sync.outer import OuterRules
+from ft_plugins.sync.penalty import PenaltyRules
+from ft_plugins.sync.synchronisation import Synchronisation, SynchronisationRules
+from ft_plugins.testing.gang import gang
+
+SYNC = ((0, 2), (1, 3), (0, 2), (1, 3))  # replicas: ranks 0 and 1, ranks 2 and 3
+SIZES = ({"both.weight": 5, "first.weight": 4}, {"both.weight": 3, "second.weight": 7})  # by place in the replica
+MODULES = {"both.weight": "both", "first.weight": "first", "second.weight": "second"}
+CLIP = 0.5
+LENGTH = 1.5  # of the changes of the second replica, over those of the first
+BUCKET_BYTES = 8  # two elements: several buckets a module
+
+
+def anchor(place: int, name: str) -> np.ndarray:
+    size = SIZES[place][name]
+    return np.linspace(-1, 1, size).astype(np.float32) + np.float32(place)
+
+
+def change(replica: int, place: int, name: str) -> np.ndarray:
+    size = SIZES[place][name]
+    return (np.cos(np.arange(size) + 3 * place + replica) * (LENGTH if replica else 1.0)).astype(np.float32)
+
+
+def _synchronised(rank: int, world: int, bad: tuple[int, ...]) -> dict[str, Any]:
+    place, replica = rank % 2, rank // 2
+    live = {name: torch.from_numpy(anchor(place, name)) for name in SIZES[place]}
+    inventory = Inventory.of(
+        rank,
+        (Item(name, "float32", tuple(one.shape), one.nbytes, Role.PARAMETER, SYNC[rank]) for name, one in live.items()),
+    )
+    own = {name: MODULES[name] for name in live}
+    modules = plan_modules(inventory, own, BUCKET_BYTES)
+    groups = plan_groups(SYNC, [[MODULES[name] for name in SIZES[other % 2]] for other in range(world)])
+    made = {ranks: dist.new_group(list(ranks)) for ranks in groups.all()}
+    plan, cpu = groups.of(rank), torch.device("cpu")
+    rules = SynchronisationRules(OuterRules(1.0, 0.0), PenaltyRules(warmup=0, clip=CLIP))
+    links, inner = Links(rank, made, made[SYNC[rank]], cpu), Links(rank, made, made[plan.replica], cpu)
+    one = Synchronisation(modules, plan, links, inner, lambda: live, rules)
+    for name, tensor in live.items():
+        tensor += torch.from_numpy(change(replica, place, name))
+    if rank in bad:
+        live["both.weight"][0] = float("nan")
+    one.begin()
+    factors = {name: one.exchange(name) for name in plan.order}
+    judgements = {name: one.apply(name) for name in plan.order}
+    return {
+        "values": {name: tensor.tolist() for name, tensor in live.items()},
+        "factors": factors,
+        "weights": {name: judged.weights for name, judged in judgements.items() if judged is not None},
+    }
+
+
+def expected(module: str) -> tuple[tuple[float, ...], float, dict[tuple[int, str], np.ndarray]]:
+    """Weights, factor, values by place and name."""
+    parts = [(place, name) for place in range(2) for name in SIZES[place] if MODULES[name] == module]
+    changes = [np.concatenate([change(replica, *part).astype(float) for part in parts]) for replica in range(2)]
+    norms = np.array([np.linalg.norm(each) for each in changes])
+    weights = np.exp(norms.min() - norms)
+    weights /= weights.sum()
+    mean = sum(weight * each for weight, each in zip(weights, changes, strict=True))
+    factor = min(1.0, CLIP / (np.linalg.norm(mean) + 1e-6))
+    ends = np.cumsum([SIZES[place][name] for place, name in parts])[:-1]
+    split = np.split(factor * mean, ends)
+    values = {part: anchor(*part) + moved for part, moved in zip(parts, split, strict=True)}
+    return tuple(weights), float(factor), values
+
+
+@pytest.mark.parametrize("module", ["both", "first", "second"])
+def test_norms_and_the_clip_are_those_of_the_whole_module(module: str) -> None:
+    weights, factor, values = expected(module)
+    assert 0 < factor < 1 and weights[0] > weights[1]
+    results = gang(_synchronised, 4, ())
+    for rank, found in enumerate(results):
+        for (place, name), wanted in values.items():
+            if place == rank % 2:
+                assert found["weights"][module] == pytest.approx(weights, rel=1e-6)
+                assert found["factors"][module] == pytest.approx(factor, rel=1e-6)
+                assert np.allclose(found["values"][name], wanted, rtol=1e-6, atol=1e-6)  # rounded to float32
+    assert [results[rank]["values"] for rank in (0, 1)] == [results[rank]["values"] for rank in (2, 3)]
+
+
+def test_a_part_that_is_not_finite_leaves_out_the_replica_on_all_its_ranks() -> None:
+    for found in gang(_synchronised, 4, (2,)):
+        assert found["weights"]["both"] == (1.0, 0.0)
+        assert np.isfinite(found["values"]["both.weight"]).all()
+
+
+def test_if_no_replica_is_finite_the_module_goes_back_on_all_ranks() -> None:
+    for rank, found in enumerate(gang(_synchronised, 4, (1, 2))):
+        assert found["weights"]["both"] == (0.0, 0.0)
+        assert found["values"]["both.weight"] == pytest.approx(anchor(rank % 2, "both.weight").tolist())
