@@ -36,6 +36,7 @@ BOUND = 280  # seconds for one run or one wait; far more than it takes on an idl
 TAU, ITERATIONS = 3, 10
 EDIT = {"policy": "edit", "tau": TAU, "penalty_warmup": 1, "alpha": 0.3, "threshold": 1.5, "clip": 0.02}
 PER_NODE = 2
+PATIENT = ("--ftp-detect-seconds", "20")  # a rank that has stopped itself is not found to be lost before its node is
 REFERENCE = f"{Path(__file__).with_name('takes_over.py')}:main"
 LOADER = f"{Path(__file__).with_name('loads_export.py')}:main"
 DATA_LAST = ("--order", "tp-cp-ep-pp-dp")  # Megatron: a node is a replica
@@ -149,7 +150,7 @@ def test_a_node_lost_between_synchronisations_and_one_right_after_one_are_rebuil
     alone(jobs, server, golden)
     run = mode.run("nodes", tmp_path / "nodes", 4, True, ITERATIONS)
     endpoint = ",".join(f"{place.address}:29460" for place in places[:4])
-    job = MultiNodeJob(server, jobs, run, 4, 2, endpoint)
+    job = MultiNodeJob(server, jobs, run, 4, 2, endpoint, *PATIENT)
     more, faults = stopping(mode, f"iteration.forward@iteration={2 * TAU + 1},rank=0:stop")
     job.start("n0", places[0], *more, **faults)
     more, faults = stopping(mode, f"iteration.forward@iteration={TAU + 2},rank=2:stop")
@@ -204,7 +205,7 @@ def test_a_job_goes_on_with_two_replicas_of_three_and_again_with_three(
     last = 3 * TAU
     run = mode.run("resized", tmp_path / "resized", 6, True, last, mode.batch)
     endpoint = ",".join(f"{place.address}:29470" for place in places[:4])
-    job = MultiNodeJob(server, jobs, run, 6, 3, endpoint, "--reft-wait-seconds", "1", min_nodes=2)
+    job = MultiNodeJob(server, jobs, run, 6, 3, endpoint, *PATIENT, "--reft-wait-seconds", "1", min_nodes=2)
     more, faults = stopping(mode, f"iteration.forward@iteration={2 * TAU + 2},rank=0,restart=1:stop")
     job.start("n0", places[0], *more, **faults)
     more, faults = stopping(mode, f"iteration.forward@iteration={TAU + 2},rank=2:stop")
@@ -241,7 +242,7 @@ def test_instances_of_the_distributed_optimizer_continue_with_fewer_ranks_each(
     mode, last = replace(DISTOPT, ranks=4, batch=24), 3 * TAU
     run = mode.run("instances", tmp_path / "instances", 4, True, last, mode.batch)
     endpoint = ",".join(f"{place.address}:29490" for place in places[:4])
-    job = MultiNodeJob(megatron_server, jobs, run, 4, 4, endpoint, "--reft-wait-seconds", "1", min_nodes=2)
+    job = MultiNodeJob(megatron_server, jobs, run, 4, 4, endpoint, *PATIENT, "--reft-wait-seconds", "1", min_nodes=2)
     for number in range(4):
         fault = f"iteration.forward@iteration={TAU + 2},rank=1:stop" if number == 1 else ""
         job.start(f"n{number}", places[number], faults=fault)
@@ -275,7 +276,7 @@ def test_the_last_replica_trains_on_alone_and_another_one_joins_it(
     mode, last = replace(mode, ranks=4), 3 * TAU
     run = mode.run("alone", tmp_path / "alone", 4, True, last, mode.batch)
     endpoint = ",".join(f"{place.address}:29480" for place in places[:4])
-    job = MultiNodeJob(server, jobs, run, 4, 2, endpoint, "--reft-wait-seconds", "1", min_nodes=1)
+    job = MultiNodeJob(server, jobs, run, 4, 2, endpoint, *PATIENT, "--reft-wait-seconds", "1", min_nodes=1)
     more, faults = stopping(mode, f"iteration.forward@iteration={2 * TAU + 2},rank=0,restart=1:stop")
     job.start("n0", places[0], *more, **faults)
     more, faults = stopping(mode, f"iteration.forward@iteration={TAU + 2},rank=2:stop")
