@@ -55,3 +55,27 @@ def line(benchmark: str, figures: Mapping[str, float | bool]) -> str:
             "date": datetime.date.today().isoformat(),
         }
     )
+
+
+class ProcessorUse:
+    """What the machine's processors did since this was made: a shared machine disturbs what is measured on it."""
+
+    def __init__(self) -> None:
+        self._before = self._now()
+
+    @staticmethod
+    def _now() -> tuple[float, float, float, float]:
+        """Seconds: all; busy; stolen by the hypervisor; of this process and its children that have ended."""
+        user, nice, system, idle, waiting, irq, softirq, steal = map(
+            float, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+        )
+        busy, ours = user + nice + system + irq + softirq, os.times()
+        ticks = os.sysconf("SC_CLK_TCK")
+        return (busy + idle + waiting + steal) / ticks, busy / ticks, steal / ticks, sum(ours[:4])
+
+    def figures(self) -> dict[str, float]:
+        """Shares of the processors' time: stolen; taken by others (what the kernel does for us in interrupts included);
+        ours. And the load average of the last 15 minutes."""
+        every, busy, steal, ours = (now - then for now, then in zip(self._now(), self._before, strict=True))
+        shares = {"stolen_share": steal, "others_share": max(0.0, busy - ours), "own_share": ours}
+        return {name: seconds / every for name, seconds in shares.items()} | {"load": os.getloadavg()[2]}

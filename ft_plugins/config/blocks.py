@@ -302,6 +302,13 @@ class SyncConfig(SystemConfig):
         False,
         description="keep the last synchronised parameters and the outer optimizer's state in host memory",
     )
+    timeout: float = Field(
+        1800.0,
+        ge=1,
+        description="how long a rank waits for another replica in a synchronisation before it ends, so that the job "
+        "restarts; a replica may lawfully be late by as much as it is slower over tau iterations",
+        json_schema_extra=more("seconds"),
+    )
     shard_ranks: int | None = Field(
         None,
         ge=1,

@@ -25,8 +25,8 @@ class Links:
     def __init__(
         self, rank: int, groups: Mapping[Ranks, dist.ProcessGroup], job: dist.ProcessGroup | None, device: torch.device
     ) -> None:
-        """`groups` by the ascending ranks of a set. `job`: the group of `gather_job`; None for this rank alone.
-        `device`: that of the tensors to send."""
+        """`groups` by the ascending ranks of a set; a rank alone needs none. `job`: the group of `gather_job`; None for
+        this rank alone. `device`: that of the tensors to send."""
         self.rank = rank
         self.device = device
         self._groups = dict(groups)
@@ -43,6 +43,8 @@ class Links:
 
     def all_gather(self, replicas: Ranks, own: torch.Tensor) -> torch.Tensor:
         """Gather a tensor from each member: (M, ...), in rank order."""
+        if len(replicas) == 1:
+            return own.unsqueeze(0)
         gathered = torch.empty((len(replicas), *own.shape), dtype=own.dtype, device=own.device)
         dist.all_gather([_bytes(part) for part in gathered], _bytes(own.contiguous()), group=self._groups[replicas])
         return gathered
@@ -54,6 +56,8 @@ class Links:
 
     def all_to_all(self, replicas: Ranks, rows: torch.Tensor) -> torch.Tensor:
         """(M, n) -> (M, n): `rows[i]` goes to the i-th member; row i of the result came from it."""
+        if len(replicas) == 1:
+            return rows
         received = torch.empty_like(rows)
         dist.all_to_all_single(_bytes(received), _bytes(rows), group=self._groups[replicas])
         return received

@@ -1,7 +1,8 @@
 """Synchronise replicas module by module. Carries out a policy's rules; decides nothing by itself.
 
     remember          live -> anchors: the values that replicas start from together
-    judge             norms of every module's change (its pseudo-gradient) on every replica -> `Judgement`  (collective)
+    judge             norms of every module's change (its pseudo-gradient) on every replica, or without a penalty
+                      whether its values are finite -> one `Judgement` per module                      (collective)
     exchange          live values of all replicas -> the target of one module                          (collective)
     apply             outer step from anchor to target; the result becomes live
 
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import ceil, sqrt
+from math import ceil, nan, sqrt
 
 import torch
 
@@ -32,7 +33,7 @@ from .buckets import ItemPiece, ReplicaBucket
 from .links import Links
 from .modules import GroupPlan, ModulePlan, Ranks
 from .outer import OuterRules, outer_step
-from .penalty import Judgement, NormStatistics, PenaltyRules, clip_factor, judge
+from .penalty import NO_PENALTY, Judgement, NormStatistics, PenaltyRules, clip_factor, judge
 
 
 @dataclass
@@ -70,6 +71,7 @@ class Synchronisation:
         self._tensors, self._rules = tensors, rules
         self._targets: dict[str, _Target] = {}
         self._judgements: dict[str, Judgement] = {}
+        self.nonfinite: dict[str, list[int]] = {}  # at the last comparison: ranks of the job, by module
         live = tensors()
         self.states: dict[str, ModuleState] = {}
         for module in modules:
@@ -102,24 +104,44 @@ class Synchronisation:
     # ---- background thread: collectives ----
 
     def judge(self, factors: Sequence[float] | None = None) -> None:
-        """Compare the changes of all replicas, module by module, if there is a penalty. A collective of all ranks.
-        `factors`: a further factor of each replica's weight, if there is a penalty."""
-        penalty, names, live = self._rules.penalty, self._groups.modules, self._tensors()
-        if penalty is None or not self._modules:
+        """Compare the changes of all replicas, module by module; without a penalty only whether they are finite.
+        `factors`: a further factor of each replica's weight. A collective of all ranks."""
+        penalty, names, live = self._rules.penalty or NO_PENALTY, self._groups.modules, self._tensors()
+        if not self._modules:
             return
         squares = dict.fromkeys(names, 0.0)
         for name, module in self._modules.items():
-            anchors = _on_device(self.states[name].anchors, self._links.device)
-            for bucket in module.buckets:
-                if bucket.in_norm:
-                    squares[name] += _change(read(bucket, live), bucket, anchors).square().sum().item()
+            squares[name] = self._squared_norm(module, live)
         table = self._replica.gather_job([squares[name] for name in names])
-        total = torch.from_numpy(sum(table)).to(self._links.device)  # summed in rank order: the same bits on all ranks
         members = self._members(next(iter(self._modules.values())))
-        norms = self._links.all_gather(members, total.sqrt()).cpu()
+        tables = self._links.all_gather(members, torch.from_numpy(table).to(self._links.device)).cpu()
+        self.nonfinite = self._nonfinite(tables.isfinite())
+        norms = torch.stack([sum(one) for one in tables]).sqrt()  # in rank order: the same bits on all ranks
         for name in self._modules:
             column = norms[:, names.index(name)].tolist()
-            self._judgements[name] = judge(column, self.states[name].statistics, penalty, factors)
+            before = self.states[name].statistics or [NormStatistics()] * len(members)
+            self._judgements[name] = judge(column, before, penalty, factors)
+
+    def _squared_norm(self, module: ModulePlan, live: Mapping[str, torch.Tensor]) -> float:
+        """Of a module's change on this rank, 0 without a penalty; NaN if any value is not finite, also of a copy that
+        norms leave out."""
+        measures = self._rules.penalty is not None
+        anchors = _on_device(self.states[module.name].anchors, self._links.device) if measures else {}
+        total = 0.0
+        for bucket in module.buckets:
+            values = read(bucket, live)
+            if measures and bucket.in_norm:
+                total += _change(values, bucket, anchors).square().sum().item()
+            elif not torch.stack(values.aminmax()).isfinite().all().item():
+                total = nan
+        return total
+
+    def _nonfinite(self, finite: torch.Tensor) -> dict[str, list[int]]:
+        """The ranks of the job with values that are not finite, by module. `finite`: by replica, its rank, module."""
+        found: dict[str, list[int]] = {}
+        for replica, place, module in (~finite).nonzero().tolist():
+            found.setdefault(self._groups.modules[module], []).append(self._groups.replicas[replica][place])
+        return {name: sorted(ranks) for name, ranks in sorted(found.items())}
 
     def exchange(self, name: str) -> float:
         """Combine the values of all replicas of one module into its target. Returns the factor by which its change is
@@ -152,11 +174,9 @@ class Synchronisation:
         rows = torch.zeros(len(bucket.replicas) * part, dtype=own.dtype, device=own.device)
         rows[: len(own)] = own
         received = self._links.all_to_all(bucket.replicas, rows.view(-1, part))
-        if judgement is None:
-            combined = aggregate(received, Aggregate.MEAN)
-        elif judgement.weights_are_equal:
-            chosen = [place for place, weight in enumerate(judgement.weights) if weight]
-            combined = aggregate(received[chosen], Aggregate.MEAN)
+        if judgement is None or judgement.weights_are_equal:
+            chosen = [place for place, weight in enumerate(judgement.weights) if weight] if judgement else []
+            combined = aggregate(received[chosen] if 0 < len(chosen) < len(received) else received, Aggregate.MEAN)
         else:
             combined = weighted(received, judgement.weights).to(own.dtype)
         return self._links.all_gather(bucket.replicas, combined).view(-1)[: len(own)]
@@ -204,7 +224,7 @@ class Synchronisation:
                 if tensor is not used[item]:
                     tensor.copy_(used[item])
         judgement = self._judgements.pop(name, None)
-        if judgement is not None:
+        if judgement is not None and self._rules.penalty is not None:
             state.statistics = list(judgement.statistics)
         return judgement
 

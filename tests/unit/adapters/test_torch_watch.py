@@ -146,17 +146,23 @@ def test_gradients_of_zero_are_there_again() -> None:
         assert torch.equal(second.host.tensors()[name], tensor), name
 
 
-def test_a_synchronizer_that_writes_in_the_update_of_an_iteration_without_a_snapshot_is_no_change() -> None:
-    """As local SGD with apply update does, where nothing is captured between two synchronisations."""
+@pytest.mark.parametrize("captured", [1, 3], ids=["every iteration", "every third"])
+def test_what_is_applied_before_the_update_is_accepted_and_so_is_the_update(captured: int) -> None:
+    """As a synchronisation that ends before an update: the host is notified, then the update changes the parameters."""
     small = Small()
-    before = small.session.before_update
+    original = small.session.before_update
 
-    def synchronised(step: int) -> None:
-        before(step)
+    def applied(step: int) -> None:
+        original(step)
+        _halve(small)
         small.host.derive()
 
-    small.session.before_update = synchronised  # type: ignore[method-assign]
-    for _ in small.session.iterations(4):
+    def body(step: int) -> None:
         small.backward()
         small.optimizer.step()
         small.optimizer.zero_grad()
+
+    small.session.before_update = applied  # type: ignore[method-assign]
+    small.session.iteration_end = lambda step: None if step % captured else small.host.small_state()  # type: ignore
+    for step in small.session.iterations(6):
+        body(step)

@@ -1,0 +1,141 @@
+"""What `local_sgd.py` runs: the emulated model, the policies, the scenarios and their blocks. Pure.
+
+Ratios are those of the EDiT paper's testbed (table 6; an iteration of 4.75 s).
+
+Invariant: in one scenario every policy meets the same stragglers in the same iterations, those of its window.
+
+In: policies, lag, seed. Out: `LocalBlock`s; seconds of an iteration, from the logs of a block."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from workloads.local_blocks import PLAIN, StepLog, seconds_at_own_pace, seconds_in_step
+from workloads.local_bounds import Stragglers, lagging
+from workloads.sleeping_replica import SETTLE, LocalBlock, SleepingModel
+
+REPLICAS = 8
+PLAIN_OF_COMPUTE = 237.45 / 225.75  # A-EDiT over plain, lag 0
+LAG_OF_PLAIN = 0.95
+TRAFFIC_OF_PLAIN = 225.75 / 85.18  # plain, 40 times the traffic
+POST_LOCAL, DILOCO, CO2, EDIT, A_EDIT = "post_local_sgd", "diloco", "co2_like", "edit", "a_edit"
+POLICIES: dict[str, dict[str, Any]] = {  # the `sync` block, without the interval
+    PLAIN: {},
+    POST_LOCAL: {"policy": "post_local_sgd", "apply": "wait"},
+    DILOCO: {"policy": "diloco", "apply": "wait"},
+    CO2: {"policy": "diloco", "apply": "update"},
+    EDIT: {"policy": "edit", "apply": "forward"},
+    A_EDIT: {"policy": "a_edit", "apply": "forward"},
+}
+TABLE = (PLAIN, EDIT, A_EDIT)  # what table 6 has
+
+
+def model_of(compute: float) -> SleepingModel:
+    """The emulated model, with that many seconds of compute in an iteration."""
+    return SleepingModel(layers=16, width=32768, bucketed=4, compute=compute)
+
+
+def sync_block(policy: str, tau: int, compute: float) -> dict[str, Any]:
+    """The `sync` block of a policy; empty for plain. By the clock, the interval is the compute of `tau` iterations."""
+    if policy == PLAIN:
+        return {}
+    return POLICIES[policy] | ({"seconds": tau * compute} if policy == A_EDIT else {"tau": tau})
+
+
+@dataclass(frozen=True)
+class LocalScenario:
+    """One setting. `compute`: seconds of an iteration, `tau` iterations of a period. A block has `periods` of them, at
+    their own pace `paced` periods, plain `iterations`. `later`: the policies of later rounds; None: all."""
+
+    name: str
+    compute: float
+    tau: int
+    periods: int
+    paced: int
+    iterations: int
+    rounds: int
+    stragglers: Stragglers = Stragglers.NONE
+    slow: bool = False
+    policies: tuple[str, ...] = TABLE
+    later: tuple[str, ...] | None = None
+
+    @property
+    def link(self) -> LinkSetting:
+        return LinkSetting(self.compute, self.slow)
+
+    def chosen(self, number: int) -> tuple[str, ...]:
+        """The policies of a round."""
+        return self.policies if self.later is None or number == 0 else self.later
+
+    def block(self, policy: str, lag: float, seed: int, records: bool = False) -> LocalBlock:
+        """The block of a policy. Blocks of policies that keep in step begin before the synchronisation at tau; what is
+        measured begins after iteration tau with all policies."""
+        first, last = self.tau - SETTLE + 1, self.tau * (self.periods + 1) + 2
+        if policy == PLAIN:
+            last = self.tau + self.iterations + 1
+        if policy == A_EDIT:
+            first, last = self.tau + 1, self.tau * (self.paced + 1)
+        config = sync_block(policy, self.tau, self.compute)
+        return LocalBlock(
+            policy, json.dumps(config) if config else "", first, last, model_of(self.compute), self.stragglers, lag,
+            seed, records,
+        )  # fmt: skip
+
+    def seconds(self, policy: str, logs: Sequence[StepLog]) -> float:
+        """Seconds of an iteration of all replicas, from the logs of a block."""
+        if policy == A_EDIT:
+            return seconds_at_own_pace(logs)
+        iterations = self.iterations if policy == PLAIN else self.tau * self.periods
+        return seconds_in_step(logs, self.tau + 1, self.tau + 1 + iterations)
+
+    def lagging(self, seed: int) -> list[list[int]]:
+        """In how many iterations each replica lags, for each period of the window."""
+        starts = range(self.tau + 1, self.tau * (self.periods + 1) + 1, self.tau)
+        return [lagging(self.stragglers, range(start, start + self.tau), REPLICAS, seed) for start in starts]
+
+
+@dataclass(frozen=True)
+class LinkSetting:
+    """A link to be calibrated: to a plain iteration's seconds, on the normal or on the slow link."""
+
+    compute: float
+    slow: bool
+
+    @property
+    def target(self) -> float:
+        """Seconds that a plain iteration is to take."""
+        return self.compute * PLAIN_OF_COMPUTE * (TRAFFIC_OF_PLAIN if self.slow else 1.0)
+
+    @property
+    def floor(self) -> float:
+        """Seconds that it would take if the reduction took none; on the slow link, those before the first bucket is
+        reduced, as the link is busy from then on."""
+        model = model_of(self.compute)
+        return model.forward + (self.compute - model.forward) * (model.bucketed / model.layers if self.slow else 1.0)
+
+    @property
+    def first_rate(self) -> float:
+        """Bytes per second to begin with."""
+        return model_of(self.compute).sent(REPLICAS) / (self.target - self.floor if self.slow else 0.2 * self.compute)
+
+    def block(self, iterations: int) -> LocalBlock:
+        """What is measured for a calibration."""
+        last = SETTLE + iterations + 1
+        return LocalBlock(PLAIN, "", 1, last, model_of(self.compute), Stragglers.NONE, 0.0, 0)
+
+
+FULL = (
+    LocalScenario("even", 0.57, 5, 3, 3, 15, 3, policies=tuple(POLICIES)),
+    LocalScenario("consistent", 0.285, 64, 1, 2, 16, 2, Stragglers.CONSISTENT, later=(PLAIN, A_EDIT)),
+    LocalScenario("random", 0.285, 64, 1, 1, 16, 2, Stragglers.RANDOM),
+    LocalScenario("traffic", 0.285, 64, 1, 1, 12, 2, slow=True),
+)
+QUICK = (
+    LocalScenario("even", 0.285, 5, 1, 1, 5, 1, policies=tuple(POLICIES)),
+    LocalScenario("consistent", 0.285, 8, 1, 1, 5, 1, Stragglers.CONSISTENT),
+    LocalScenario("random", 0.285, 8, 1, 1, 5, 1, Stragglers.RANDOM),
+    LocalScenario("traffic", 0.285, 8, 1, 1, 5, 1, slow=True),
+)

@@ -1,0 +1,248 @@
+"""Train one replica with emulated compute, but real gradients, updates, collectives and sessions, on a throttled link.
+
+Real: DistributedDataParallel with its buckets, overlapped with the backward; `ft_plugins.attach` with the policy; the
+update (SGD with momentum); the link, whose outgoing rate `tc tbf` limits in a network namespace of each rank. Emulated:
+the forward and the backward of each layer are a sleep, so that ranks need no core each, and the time of the update is
+taken off the next sleep; gradients are a constant vector of the replica; a straggler sleeps before its forward.
+
+Each block has its own model, optimizer and session, and begins shortly before a synchronisation, so that all of a
+window has the state of training under way.
+
+Invariant: all policies do the same work apart from the synchronisation.
+
+In: `LocalBlock`. Out: `StepLog`."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from ft_plugins import TorchHost
+from ft_plugins.config import Config, LaunchContext
+from ft_plugins.session import attach
+from ft_plugins.sync.synchronisation import Synchronisation
+from ft_plugins.testing.emulated_nodes import EmulatedHost
+from workloads.emulated_rank import Sleeper, StageSpec
+from workloads.local_blocks import LaneSpan, StepLog
+from workloads.local_bounds import Stragglers, laggard, next_link_rate
+
+RATE, MOMENTUM = 1e-6, 0.9  # so small that no change is clipped
+FORWARD = 1 / 3  # of the compute of an iteration
+SETTLE = 3  # iterations of a block before its first synchronisation
+BURST_BYTES = 64 << 10
+QUEUE_MS = 5000  # longer than any wait of a packet: none is dropped
+MAX_MBPS = 10_000.0  # a higher rate does not throttle
+COMPUTE, EXCHANGE, LAG = "compute", "exchange", "lag"  # lanes
+
+
+@dataclass(frozen=True)
+class SleepingModel:
+    """The emulated model: `layers` of `width` float32 parameters, of which `bucketed` are reduced together; `compute`:
+    seconds of an iteration."""
+
+    layers: int
+    width: int
+    bucketed: int
+    compute: float
+
+    @property
+    def parameters(self) -> int:
+        return self.layers * self.width
+
+    @property
+    def forward(self) -> float:
+        return FORWARD * self.compute
+
+    def sent(self, replicas: int) -> float:
+        """Bytes that a replica sends for one reduction of gradients, and for one exchange of parameters."""
+        return 2 * (replicas - 1) / replicas * self.parameters * 4
+
+
+@dataclass(frozen=True)
+class LocalBlock:
+    """One block of one policy. `config`: the `sync` block as JSON, '' for plain. `first`: its first iteration; `last`:
+    the last one, at which iterations of all replicas together have come to so many for each."""
+
+    policy: str
+    config: str
+    first: int
+    last: int
+    model: SleepingModel
+    stragglers: Stragglers
+    lag: float
+    seed: int
+    records: bool = False  # the timeline
+
+
+class EmulatedDevice(Sleeper):
+    """Sleeps instead of computing. The update is part of the compute: what it takes of a core that all ranks share is
+    taken off the next sleep, as far as nothing was waited for in between."""
+
+    def update(self, work: Callable[[], Any]) -> Any:
+        """Do the work of an update."""
+        began = self._clock()
+        try:
+            return work()
+        finally:
+            self._ended = self._clock()
+            self._excess += self._ended - began
+
+
+class EmulatedSgd(torch.optim.SGD):
+    """SGD with momentum, whose time is part of the emulated compute."""
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], device: EmulatedDevice) -> None:
+        super().__init__(parameters, lr=RATE, momentum=MOMENTUM)
+        self.device = device
+
+    def step(self, closure: Any = None) -> Any:
+        return self.device.update(super().step)
+
+
+class _Recorder:
+    """The timeline of a replica, if it is wanted."""
+
+    def __init__(self, on: bool) -> None:
+        self.on = on
+        self.spans: list[LaneSpan] = []
+
+    @contextmanager
+    def span(self, lane: str, what: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        if self.on:
+            self.spans.append(LaneSpan(lane, what, began, time.perf_counter()))
+
+    @contextmanager
+    def exchanges(self) -> Iterator[None]:
+        """Record what runs on the thread of synchronisations."""
+        judge, exchange = Synchronisation.judge, Synchronisation.exchange
+        if self.on:
+
+            def judge_recorded(one: Synchronisation, factors: Sequence[float] | None = None) -> None:
+                with self.span(EXCHANGE, "judge"):
+                    judge(one, factors)
+
+            def exchange_recorded(one: Synchronisation, name: str) -> float:
+                with self.span(EXCHANGE, name):
+                    return exchange(one, name)
+
+            Synchronisation.judge, Synchronisation.exchange = judge_recorded, exchange_recorded  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            Synchronisation.judge, Synchronisation.exchange = judge, exchange  # type: ignore[method-assign, assignment]
+
+
+class _Pass(torch.autograd.Function):
+    """Takes the seconds of a layer's forward, and of its backward, which gives its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, layer: SleepingLayer, weight: torch.Tensor) -> torch.Tensor:
+        ctx.layer = layer
+        layer.sleep(layer.seconds * FORWARD, "forward")
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        layer = ctx.layer
+        layer.sleep(layer.seconds * (1 - FORWARD), "backward")
+        return gradient, None, layer.gradient
+
+
+class SleepingLayer(torch.nn.Module):
+    """A layer that sleeps instead of computing."""
+
+    def __init__(self, model: SleepingModel, sleeper: Sleeper, recorder: _Recorder, rank: int, number: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(model.width))
+        self.seconds = model.compute / model.layers
+        made = torch.Generator().manual_seed(1000 * rank + number)
+        self.__dict__["gradient"] = torch.randn(model.width, generator=made)  # no buffer: DDP would broadcast it
+        self._sleeper, self._recorder = sleeper, recorder
+
+    def sleep(self, seconds: float, what: str) -> None:
+        with self._recorder.span(COMPUTE, what):
+            self._sleeper.sleep(seconds)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return _Pass.apply(hidden, self, self.weight)  # type: ignore[no-any-return]
+
+
+class SleepingStack(torch.nn.Module):
+    """All layers, one after another."""
+
+    def __init__(self, model: SleepingModel, sleeper: Sleeper, recorder: _Recorder, rank: int) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(
+            SleepingLayer(model, sleeper, recorder, rank, number) for number in range(model.layers)
+        )
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
+
+
+def run_block(rank: int, world: int, block: LocalBlock) -> StepLog:
+    """Run one block together with all ranks."""
+    torch.manual_seed(1)
+    model, recorder = block.model, _Recorder(block.records)
+    sleeper = EmulatedDevice(StageSpec(0.0, 0.0, 0), rank)
+    stack = SleepingStack(model, sleeper, recorder, rank)
+    megabytes = model.bucketed * model.width * 4 / (1 << 20)
+    parallel = DistributedDataParallel(stack, bucket_cap_mb=megabytes)  # type: ignore[arg-type]
+    optimizer = EmulatedSgd(stack.parameters(), sleeper)
+    config = Config.from_json({"sync": json.loads(block.config)}) if block.config else Config()
+    context = LaunchContext(None, None, 0, None, rank, rank, world, world, 0, 0)
+    session = attach(TorchHost(parallel, optimizer), config, context)
+    hidden, begins = torch.ones(1, requires_grad=True), []
+    dist.barrier()
+    with recorder.exchanges():
+        for step in session.iterations(block.last, block.first - 1):
+            begins.append(time.perf_counter())
+            if laggard(block.stragglers, step, world, block.seed) == rank:
+                with recorder.span(LAG, "lag"):
+                    sleeper.sleep(block.lag)
+            optimizer.zero_grad()
+            parallel(hidden).sum().backward()
+            optimizer.step()
+        ended = time.perf_counter()
+    dist.barrier()
+    return StepLog(block.first, tuple(begins), ended, tuple(recorder.spans))
+
+
+def run_blocks(
+    rank: int, world: int, blocks: Sequence[LocalBlock], mbps: float, hosts: Sequence[EmulatedHost]
+) -> list[StepLog]:
+    """Run the blocks of one round on one rank, in order, on a link of `mbps`."""
+    hosts[rank].throttle(mbps, BURST_BYTES, QUEUE_MS)
+    return [run_block(rank, world, block) for block in blocks]
+
+
+def calibrate_link(
+    rank: int, world: int, block: LocalBlock, mbps: float, floor: float, target: float, within: float, tries: int,
+    hosts: Sequence[EmulatedHost],
+) -> list[tuple[float, float]]:  # fmt: skip
+    """Find the rate at which an iteration of `block`, which is plain, takes `target` seconds. Returns what was tried:
+    rates in Mbit/s with the seconds of an iteration."""
+    tried: list[tuple[float, float]] = []
+    while True:
+        hosts[rank].throttle(mbps, BURST_BYTES, QUEUE_MS)
+        begins = run_block(rank, world, block).begins[SETTLE:]
+        seconds = torch.tensor(statistics.median(after - before for before, after in pairwise(begins)))
+        dist.broadcast(seconds, 0)  # all ranks derive the rate from rank 0's figure
+        tried.append((mbps, float(seconds)))
+        if abs(float(seconds) / target - 1) <= within or len(tried) == tries or mbps == MAX_MBPS:
+            return tried
+        mbps = min(MAX_MBPS, next_link_rate(mbps, float(seconds), floor, target))
