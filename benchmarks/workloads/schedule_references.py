@@ -6,8 +6,8 @@ schedules of equal cost it keeps the first.
 
 With the cost of section 3.2, that of `layers_schedule`, the search is exact, because both of its rules are:
 
-    optimal hiding    a layer moved from the next set to one that hides it too exposes nothing, and leaves less to hide
-    delayed           a layer added to a set that exposes time already exposes all of its c; in the next set at most that
+    optimal hiding    a layer moved from the next set to one that hides it too exposes nothing, and leaves less there
+    delayed           a layer added to a set that exposes time already exposes all of its c; in the next set no more
 
 So it only takes longer than the program: up to 2^(H - 1) schedules. With `simplified` it decides by the sum of c, to
 which section 3.3 shortens that cost. That sum ignores that the link waits for a backward, and neither rule holds.

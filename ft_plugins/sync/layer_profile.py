@@ -1,17 +1,16 @@
 """How long each layer of a model computes and communicates: what schedules of layers are planned from. Pure, but for
 reading the file.
 
-A profile is of one rank: under pipeline parallelism, of the layers of its stage. Layers are in the order of the forward;
-the backward runs through them in reverse. `communication` is the time in which one layer is averaged over all replicas,
-next to a backward as in the job, while no other layer is being averaged. Plain reduction of gradients is assumed to take
-the same time, because it moves the same bytes.
+A profile is of one rank: under pipeline parallelism, of the layers of its stage. Layers are in the order of the
+forward; the backward runs through them in reverse. `communication` is the time in which one layer is averaged over all
+replicas, next to a backward as in the job, while no other layer is being averaged. Plain reduction of gradients is
+assumed to take the same time, because it moves the same bytes.
 
 As a file, for `ft-plugins plan --sync FILE`:
 
-    {"version": 1, "replicas": 8, "layers": [
-        {"name": "h.0", "forward_seconds": 0.01, "backward_seconds": 0.02, "communication_seconds": 0.03, "bytes": 4096},
-        ...
-    ]}
+    {"version": 1, "replicas": 8, "layers": [{
+        "name": "h.0", "forward_seconds": 0.01, "backward_seconds": 0.02, "communication_seconds": 0.03, "bytes": 4096
+    }, ...]}
 
 `replicas`: ranks in the group that averages a layer. `bytes`: what one rank holds of a layer's parameters, in the dtype
 in which they are averaged. Unknown keys are refused.
@@ -19,8 +18,8 @@ in which they are averaged. Unknown keys are refused.
 Times are measured in seconds and planned with in whole nanoseconds: sums are exact, so all ranks derive the same
 schedule from the same profile, and equal costs are equal.
 
-Invariant: a profile has at least one layer; all its numbers are finite, not negative and bounded (sums of all layers fit
-into 64 bits); names are unique.
+Invariant: a profile has at least one layer; all its numbers are finite, not negative and bounded (sums of all layers
+fit into 64 bits); names are unique.
 
 In: measured times, or a file. Out: `LayerProfile`. Raises ConfigError."""
 
@@ -67,8 +66,8 @@ class LayerProfile:
     def __post_init__(self) -> None:
         if not 1 <= len(self.layers) <= MOST_LAYERS:
             raise ConfigError(
-                f"profile of layers: expected 1 to {MOST_LAYERS} layers, found {len(self.layers)}; profile a model whose "
-                "layers can be found"
+                f"profile of layers: expected 1 to {MOST_LAYERS} layers, found {len(self.layers)}; profile a model "
+                "whose layers can be found"
             )
         if self.replicas < 2:
             raise ConfigError(
@@ -93,9 +92,14 @@ class LayerProfile:
         return len(self.layers)
 
     @cached_property
+    def forwards_ns(self) -> tuple[int, ...]:
+        """By layer, nanoseconds of its forward."""
+        return tuple(_ns(layer.forward) for layer in self.layers)
+
+    @cached_property
     def forward_ns(self) -> int:
         """Nanoseconds of the whole forward."""
-        return sum(_ns(layer.forward) for layer in self.layers)
+        return sum(self.forwards_ns)
 
     @cached_property
     def backward_ends_ns(self) -> tuple[int, ...]:
@@ -121,6 +125,12 @@ class LayerProfile:
         if not any(layer.nbytes for layer in self.layers):
             raise ConfigError("profile of layers: no layer has bytes, so their time on another link is unknown")
         rounds = 2 * (self.replicas - 1) / self.replicas
+        longest = rounds * max(layer.nbytes for layer in self.layers) / bytes_per_second
+        if longest > MOST_SECONDS:
+            raise ConfigError(
+                f"a link of {bytes_per_second:g} bytes per second: the largest layer would take {longest:.3g} s, more "
+                f"than {MOST_SECONDS:g}; name a faster link"
+            )
         layers = [replace(layer, communication=rounds * layer.nbytes / bytes_per_second) for layer in self.layers]
         return LayerProfile(tuple(layers), self.replicas)
 

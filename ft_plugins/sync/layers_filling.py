@@ -11,14 +11,14 @@ averaging, which stand for its parameters, and g the iterations between two of i
     sum over l and g of c(l) g^2 / (H sum of c)
 
 the interval in which a random parameter finds itself at a random iteration: H without filling, less with it. An
-averaging h iterations after the one before, and g - h before the next, is worth 2 h (g - h) c(l). The knapsack maximises
-the sum of that in one iteration, given all others; iterations are filled in turn, starting from Eq. 12, and a choice is
-kept if it lowers the interval. So the result is never worse than the paper's.
+averaging h iterations after the one before, and g - h before the next, is worth 2 h (g - h) c(l). The knapsack
+maximises the sum of that in one iteration, given all others; iterations are filled in turn, starting from Eq. 12, and a
+choice is kept if it lowers the interval. So the result is never worse than the paper's.
 
-The knapsack is the one of a machine with deadlines (Lawler and Moore, 1969): from the first layer to the last, the chosen
-averagings up to layer l must fit between the end of its backward and the end of the iteration. Times are in units of
-which the largest room has at most UNITS: averagings rounded up, rooms down. So rounding never lengthens an iteration; the
-choice is exact if a unit is a nanosecond, else up to rounding.
+The knapsack is the one of a machine with deadlines (Lawler and Moore, 1969): from the first layer to the last, the
+chosen averagings up to layer l must fit between the end of its backward and the end of the iteration. Times are in
+units of which the largest room has at most UNITS: averagings rounded up, rooms down. So rounding never lengthens an
+iteration; the choice is exact if a unit is a nanosecond, else up to rounding.
 
 Invariant: no iteration becomes longer; every layer is averaged in every iteration in which it was before. Of choices of
 equal worth, the one that fits into the shortest time is kept.

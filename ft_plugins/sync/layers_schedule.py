@@ -9,9 +9,9 @@ whole backward, c(l) the averaging of layer l, and S the layers of an iteration,
     max(T, max over l in S of (e(l) + sum of c(k) over k in S with k <= l))           `iteration_ns`
 
 which is the paper's Eq. 7 and 8 with its recursion for timestamps solved: layers are numbered as in the forward, so
-those with k <= l are launched with l or later. `iteration_timeline` plays the same iteration event by event. Time beyond
-T is exposed. (Section 3.3 simplifies the recursion to the sum of c over S, which is too short where the link waits for
-a backward.)
+those with k <= l are launched with l or later. `iteration_timeline` plays the same iteration event by event. Time
+beyond T is exposed. (Section 3.3 simplifies the recursion to the sum of c over S, which is too short where the link
+waits for a backward.)
 
 The sets are contiguous in the order of the backward, so the best ones are a shortest path over cuts: `plan_layers` is
 exact among contiguous sets, in O(H L^2) steps. Sets that are not contiguous are not searched (that is bin packing);
@@ -203,8 +203,8 @@ def require_period(layers: int, period: int) -> None:
     """Raises ConfigError unless each of `period` iterations can average a layer of its own."""
     if not 1 <= period <= layers:
         raise ConfigError(
-            f"H = {period} with {layers} layer{'s' * (layers != 1)}: expected 1 to {layers} iterations, so that a layer "
-            "can be averaged in each; choose an H in that range"
+            f"H = {period} with {layers} layer{'s' * (layers != 1)}: expected 1 to {layers} iterations, so that a "
+            "layer can be averaged in each; choose an H in that range"
         )
 
 

@@ -1,4 +1,4 @@
-"""Filling idle link time: no iteration grows, no layer is lost, and no other choice is better where all can be tried."""
+"""Filling idle link time: no iteration grows, no layer is lost, and no other choice is better if all can be tried."""
 
 from __future__ import annotations
 

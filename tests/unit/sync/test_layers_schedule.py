@@ -10,7 +10,6 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from workloads.schedule_references import contiguous, partitions, search
 
 from ft_plugins.errors import ConfigError
 from ft_plugins.sync.layer_profile import MOST_LAYERS, MOST_SECONDS, LayerProfile, LayerTimes
@@ -28,6 +27,7 @@ from ft_plugins.sync.layers_schedule import (
     unavoidable_ns,
     unhidden_period_ns,
 )
+from workloads.schedule_references import contiguous, partitions, search
 
 Triple = tuple[float, float, float]
 
@@ -55,7 +55,7 @@ some_layers = st.sets(st.integers(0, 11))
 
 
 def cost_as_printed(profile: LayerProfile, layers: Sequence[int]) -> int:
-    """Forwards, and a summand of Eq. 8 with the recursion of Eq. 7 for timestamps; `layers` in order of the backward."""
+    """Forwards, and a summand of Eq. 8 with the recursion of Eq. 7 for timestamps; `layers` in backward order."""
     backward = [later - earlier for earlier, later in pairwise(ends_in_order(profile))]
     order = list(reversed(range(len(profile))))
     before = sum(backward[: order.index(layers[0])])
@@ -305,7 +305,11 @@ def test_a_time_that_is_none_is_refused(place: int, value: float) -> None:
 
 def test_no_layers_too_many_and_layers_of_one_name_are_refused() -> None:
     layer = LayerTimes("h", 0, 0, 0)
-    for layers, said in (((), "found 0"), ((layer,) * (MOST_LAYERS + 1), "found 4097"), ((layer,) * 2, "layer 1 ('h')")):
+    for layers, said in (
+        ((), "found 0"),
+        ((layer,) * (MOST_LAYERS + 1), "found 4097"),
+        ((layer,) * 2, "layer 1 ('h')"),
+    ):
         with pytest.raises(ConfigError) as error:
             LayerProfile(layers, 8)
         assert said in one_line(error)
