@@ -92,10 +92,11 @@ class SyncOnLink:
 
     def row(self) -> tuple[str, ...]:
         """Its row of the table."""
-        name = "as profiled" if self.mbps is None else f"{self.mbps:g} Mbit/s"
+        name = "as profiled" if self.mbps is None else rate(self.mbps)
         times = (f"{self.seconds[one]:.4g}" for one in ComparedPolicy)
         period = f"{self.schedule.period}{'' if self.hides else '+'}"
-        return (name, period, *times, f"{self.bound:.4g}", f"{self.in_effect or 0:.3g}", self.pays.title)
+        in_effect = "" if self.in_effect is None else f"{self.in_effect:.3g}"
+        return (name, period, *times, f"{self.bound:.4g}", in_effect, self.pays.title)
 
     def block(self) -> dict[str, Any]:
         """It as JSON."""
@@ -146,7 +147,7 @@ class SyncOutlook:
         lines.append(f"  pays: the first policy within {PAYS:.0%} of the fastest, in the order of the columns")
         if not all(link.hides for link in self.links):
             lines.append("  +: a longer period would hide more")
-        ranges = [f"{policy.title} from {low:.3g} to {high:.3g} Mbit/s" for policy, low, high in self.ranges()]
+        ranges = [f"{policy.title} from {rate(low)} to {rate(high)}" for policy, low, high in self.ranges()]
         if ranges:
             lines.append(f"  pays by bandwidth: {', '.join(ranges)}")
         return "\n".join(lines)
@@ -160,6 +161,11 @@ class SyncOutlook:
             "links": [link.block() for link in self.links],
             "pays": [{"policy": one.value, "from_mbps": low, "to_mbps": high} for one, low, high in self.ranges()],
         }
+
+
+def rate(mbps: float) -> str:
+    """A bandwidth as text, to three digits."""
+    return f"{float(f'{mbps:.3g}'):.12g} Mbit/s"
 
 
 def edit_ns(profile: LayerProfile) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..errors import ConfigError
 from ..model.timeline import Kind
-from ..planner.sync_plan import ComparedPolicy, SyncOutlook
+from ..planner.sync_plan import ComparedPolicy, SyncOutlook, rate
 from .canvas import SPANS, new_figure, style_axes
 
 COLOURS = dict(zip(ComparedPolicy, ("#7a8794", "#0b6fb8", "#2c8a4b", "#d98e04", "#8a5ab3"), strict=True))
@@ -29,9 +29,9 @@ def draw_sync(outlook: SyncOutlook, path: Path) -> None:
     figure = new_figure(path, 11, 8)
     above, below = figure.subplots(2, 1, height_ratios=(3, 1), sharex=True)
     links = [link.mbps or 0.0 for link in outlook.curve]
-    for policy, colour in COLOURS.items():
+    for number, (policy, colour) in enumerate(COLOURS.items()):
         seconds = [link.seconds[policy] for link in outlook.curve]
-        above.plot(links, seconds, color=colour, linewidth=1.8, label=policy.title)
+        above.plot(links, seconds, color=colour, linewidth=1.8, label=policy.title, zorder=3 + len(COLOURS) - number)
     above.plot(links, [link.bound for link in outlook.curve], "--", color=BOUND, linewidth=1.0, label="bound")
     for policy, low, high in outlook.ranges():
         for axes in (above, below):
@@ -40,7 +40,9 @@ def draw_sync(outlook: SyncOutlook, path: Path) -> None:
     above.set_yscale("log")
     above.set_xlim(links[0], links[-1])
     above.set_ylabel("seconds per iteration")
-    pays = ", ".join(f"{policy.title} up to {high:.3g} Mbit/s" for policy, _, high in outlook.ranges())
+    for axis_part in (above.yaxis.set_major_formatter, above.yaxis.set_minor_formatter):
+        axis_part(lambda value, _: f"{value:g}")
+    pays = ", ".join(f"{policy.title} up to {rate(high)}" for policy, _, high in outlook.ranges())
     above.set_title(f"What pays: {pays}", loc="left", fontsize=11, fontweight="bold")
     above.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     below.step(links, [link.schedule.period for link in outlook.curve], color=SPANS[Kind.FORWARD], where="mid")

@@ -140,7 +140,7 @@ class LayerProfile:
         if own != list(names):
             at = next((i for i, pair in enumerate(zip(own, names, strict=False)) if pair[0] != pair[1]), None)
             found = f"{len(own)} layers" if at is None else f"{shown(own[at])} as layer {at}"
-            expected = f"{len(names)}" if at is None else shown(names[at])
+            expected = f"{len(names)} layers" if at is None else shown(names[at])
             raise ConfigError(f"profile of another model: expected {expected}, found {found}; profile this model")
 
     def block(self) -> dict[str, Any]:
