@@ -3,6 +3,7 @@ which policy pays where. Pure.
 
     plain       data parallelism: in every iteration each layer's gradients are reduced once its backward ends (WFBP)
     DreamDDP    each layer averaged once in H iterations, in the one chosen by `layers_schedule`, after its backward
+    spread      as DreamDDP, but sets of layers need not be contiguous (`layers_spread`)
     EDiT        all layers every H iterations, each before its next forward, while the one before runs (`forward`)
     full        local SGD: all layers every H iterations, while training waits (Eq. 4)
     ENP         as DreamDDP, but equal numbers of layers
@@ -42,6 +43,7 @@ from ..sync.layers_schedule import (
     unavoidable_ns,
     unhidden_period_ns,
 )
+from ..sync.layers_spread import spread_layers
 from .survival import columns
 
 PAYS = 0.02
@@ -57,6 +59,7 @@ class ComparedPolicy(Enum):
 
     PLAIN = "plain"
     DREAMDDP = "dreamddp"
+    SPREAD = "spread"
     EDIT = "edit"
     FULL = "full"
     ENP = "enp"
@@ -64,17 +67,19 @@ class ComparedPolicy(Enum):
     @property
     def title(self) -> str:
         """Its name in tables and pictures."""
-        return {"plain": "plain", "dreamddp": "DreamDDP", "edit": "EDiT", "full": "full", "enp": "ENP"}[self.value]
+        return {"dreamddp": "DreamDDP", "edit": "EDiT", "enp": "ENP"}.get(self.value, self.value)
 
 
 @dataclass(frozen=True)
 class SyncOnLink:
-    """Seconds of an iteration on one link (`mbps` None: as profiled). `schedule`: DreamDDP's, without filling;
-    `in_effect`: its mean interval between averagings once idle link time is filled (None: not computed); `hides`:
-    whether it exposes no more than each layer would alone, up to the tolerance of an automatic period."""
+    """Seconds of an iteration on one link (`mbps` None: as profiled). `schedule`: DreamDDP's, without filling; `spread`:
+    the same of sets that need not be contiguous; `in_effect`: DreamDDP's mean interval between averagings once idle link
+    time is filled (None: not computed); `hides`: whether it exposes no more than each layer would alone, up to the
+    tolerance of an automatic period."""
 
     mbps: float | None
     schedule: LayerSchedule
+    spread: LayerSchedule
     seconds: dict[ComparedPolicy, float]
     bound: float
     in_effect: float | None
@@ -109,6 +114,7 @@ class SyncOnLink:
             "interval_in_effect": self.in_effect,
             "pays": self.pays.value,
             "schedule": [list(own) for own in self.schedule.iterations],
+            "spread": [list(own) for own in self.spread.iterations],
         }
 
 
@@ -189,9 +195,11 @@ def plan_link(profile: LayerProfile, period: int | None, mbps: float | None = No
     count, compute = len(profile), profile.compute_ns
     schedule = choose_period(profile).schedule if period is None else plan_layers(profile, period)
     h = schedule.period
+    spread = spread_layers(profile, h)
     by_period = {
         ComparedPolicy.PLAIN: h * iteration_ns(profile, range(count)),
         ComparedPolicy.DREAMDDP: period_ns(profile, schedule),
+        ComparedPolicy.SPREAD: period_ns(profile, spread),
         ComparedPolicy.EDIT: (h - 1) * compute + edit_ns(profile),
         ComparedPolicy.FULL: unhidden_period_ns(profile, h),
         ComparedPolicy.ENP: period_ns(profile, equal_number(count, h)),
@@ -199,6 +207,7 @@ def plan_link(profile: LayerProfile, period: int | None, mbps: float | None = No
     return SyncOnLink(
         mbps=mbps,
         schedule=schedule,
+        spread=spread,
         seconds={one: by_period[one] / h / NANO for one in ComparedPolicy},
         bound=max(compute, sum(profile.communication_ns) / h) / NANO,
         in_effect=interval_in_effect(profile, fill(profile, schedule)) if filled else None,

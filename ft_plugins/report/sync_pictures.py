@@ -14,7 +14,7 @@ from ..model.timeline import Kind
 from ..planner.sync_plan import ComparedPolicy, SyncOutlook, rate
 from .canvas import SPANS, new_figure, style_axes
 
-COLOURS = dict(zip(ComparedPolicy, ("#7a8794", "#0b6fb8", "#2c8a4b", "#d98e04", "#8a5ab3"), strict=True))
+COLOURS = dict(zip(ComparedPolicy, ("#7a8794", "#0b6fb8", "#c8322b", "#2c8a4b", "#d98e04", "#8a5ab3"), strict=True))
 BOUND = "#1c1f22"
 SHADE = 0.08
 

@@ -14,8 +14,8 @@ beyond T is exposed. (Section 3.3 simplifies the recursion to the sum of c over 
 waits for a backward.)
 
 The sets are contiguous in the order of the backward, so the best ones are a shortest path over cuts: `plan_layers` is
-exact among contiguous sets, in O(H L^2) steps. Sets that are not contiguous are not searched (that is bin packing);
-`least_exposed_ns` bounds them too.
+exact among contiguous sets, in O(H L^2) steps. Sets that are not contiguous are in `layers_spread`; `least_exposed_ns`
+bounds them too.
 
 Two facts about the exposed time x(S): a subset exposes no more; and x(A) + x(B) <= x(A and B together), for any two
 disjoint sets. So no set needs to be empty while H <= L, a longer period never exposes more, and no period exposes less
