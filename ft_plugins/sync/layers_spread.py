@@ -7,9 +7,9 @@ iterations. Where layers launched early and late share an iteration, both hide.
 
 Minimising exposed time over all sets is bin packing. So sets are filled greedily: from the first layer to the last,
 each goes to the iteration in which it adds the least exposed time. The time that a layer adds is final, because layers
-after it are launched earlier and change nothing for it (see the formula of `layers_schedule`). Of equal ones the fullest
-iteration is taken, and in a second attempt the emptiest; the best of both and of the contiguous schedule is kept. A
-schedule that exposes no more than `least_exposed_ns` is optimal.
+after it are launched earlier and change nothing for it (see the formula of `layers_schedule`). Of equal ones the
+fullest iteration is taken, and in a second attempt the emptiest; the best of both and of the contiguous schedule is
+kept. A schedule that exposes no more than `least_exposed_ns` is optimal.
 
 Invariant: never worse than `plan_layers`; all ranks derive the same schedule from the same profile. Of schedules of
 equal cost the contiguous one is kept, then the first attempt.

@@ -82,8 +82,8 @@ def test_where_the_link_is_busy_spread_layers_hide_several_times_as_much_of_the_
 
 
 def test_two_iterations_by_hand() -> None:
-    """Contiguous sets expose 2 in each iteration. Layer 2, launched at 4, has an iteration to itself and hides; layer 3,
-    launched at 2, hides with layer 1 before layer 0 begins, which alone would expose as much."""
+    """Contiguous sets expose 2 in each iteration. Layer 2 hides in an iteration of its own, layers 3 and 1 before layer
+    0 is launched, which would expose 2 even alone."""
     profile = profile_of((2, 2), (2, 2), (2, 4), (2, 4))  # backward ends at 8, 6, 4, 2
     contiguous, schedule = plan_layers(profile, 2), spread_layers(profile, 2)
     assert [iteration_ns(profile, own) for own in contiguous.iterations] == [10, 10]
