@@ -72,10 +72,11 @@ class ComparedPolicy(Enum):
 
 @dataclass(frozen=True)
 class SyncOnLink:
-    """Seconds of an iteration on one link (`mbps` None: as profiled). `schedule`: DreamDDP's, without filling;
-    `spread`: the same of sets that need not be contiguous; `in_effect`: DreamDDP's mean interval between averagings once
-    idle link time is filled (None: not computed); `hides`: whether it exposes no more than each layer would alone, up to
-    the tolerance of an automatic period."""
+    """Seconds of an iteration on one link (`mbps` None: as profiled).
+
+    `schedule`: DreamDDP's, without filling; `spread`: the same of sets that need not be contiguous. `in_effect`: mean
+    interval between averagings under DreamDDP once idle link time is filled; None: not computed. `hides`: whether it
+    exposes no more than each layer would alone, up to the tolerance of an automatic period."""
 
     mbps: float | None
     schedule: LayerSchedule

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import combinations
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
@@ -79,21 +81,50 @@ def test_filling_with_any_layers_is_better_where_the_last_one_does_not_fit() -> 
     assert interval_in_effect(profile, filled) < interval_in_effect(profile, schedule) == 3
 
 
-@given(scheduled(most=7))
-def test_no_other_choice_for_one_iteration_is_better(case: tuple[LayerProfile, LayerSchedule]) -> None:
-    """The knapsack against all sets of layers, where a unit is a nanosecond; the first iteration, before all others."""
+@st.composite
+def rooms(draw: st.DrawFn, largest: int) -> tuple[LayerProfile, set[int], dict[int, int]]:
+    """A profile, the layers of an iteration, and what each other layer is worth in it."""
+    backward, seconds = st.integers(0, largest), st.integers(0, largest // 2)
+    times = draw(st.lists(st.tuples(st.just(0), backward, seconds), min_size=1, max_size=8))
+    own = draw(st.sets(st.integers(0, len(times) - 1), max_size=2))
+    return profile_of(*times), own, {layer: draw(st.integers(0, 9)) for layer in range(len(times)) if layer not in own}
+
+
+def fitting(profile: LayerProfile, own: set[int], others: Iterable[int]) -> list[set[int]]:
+    """All sets of other layers that do not lengthen the iteration of `own`."""
+    limit, others = iteration_ns(profile, own), list(others)
+    sets = (set(extra) for number in range(len(others) + 1) for extra in combinations(others, number))
+    return [extra for extra in sets if iteration_ns(profile, own | extra) <= limit]
+
+
+@given(rooms(largest=20))
+def test_no_other_choice_for_one_iteration_is_better(case: tuple[LayerProfile, set[int], dict[int, int]]) -> None:
+    """The knapsack against all sets of layers, where a unit is a nanosecond."""
+    profile, own, worth = case
+    chosen, possible = layers_filling._most_useful(profile, own, worth), fitting(profile, own, worth)
+    assert chosen in possible
+    assert sum(worth[layer] for layer in chosen) == max(sum(worth[layer] for layer in extra) for extra in possible)
+
+
+@given(rooms(largest=20) | rooms(largest=10**9), st.integers(1, 12))
+def test_rounding_to_units_lengthens_no_iteration(
+    case: tuple[LayerProfile, set[int], dict[int, int]], units: int
+) -> None:
+    profile, own, worth = case
+    with patch.object(layers_filling, "UNITS", units):
+        chosen = layers_filling._most_useful(profile, own, worth)
+    assert iteration_ns(profile, own | chosen) == iteration_ns(profile, own) and not own & chosen
+
+
+@given(scheduled(), st.integers(1, 4))
+def test_with_the_coarsest_units_filling_is_never_worse_than_with_late_layers(
+    case: tuple[LayerProfile, LayerSchedule], units: int
+) -> None:
     profile, schedule = case
-    own, *others = schedule.iterations
-    worth = layers_filling._worth(profile, schedule, 0, own)
-    chosen = layers_filling._most_useful(profile, own, worth)
-    fitting = [
-        set(extra)
-        for number in range(len(worth) + 1)
-        for extra in combinations(worth, number)
-        if iteration_ns(profile, {*own, *extra}) <= iteration_ns(profile, own)
-    ]
-    assert chosen in fitting
-    assert sum(worth[layer] for layer in chosen) == max(sum(worth[layer] for layer in extra) for extra in fitting)
+    with patch.object(layers_filling, "UNITS", units):
+        filled = fill(profile, schedule)
+    assert interval_in_effect(profile, filled) <= interval_in_effect(profile, fill_late(profile, schedule))
+    assert lengths(profile, filled) == lengths(profile, schedule)
 
 
 @given(scheduled(most=7), st.data())
