@@ -111,7 +111,7 @@ def _most_useful(profile: LayerProfile, own: Collection[int], worth: Mapping[int
     return set(_backtracked(profile, taken, int(best.argmax()), unit))
 
 
-def _backtracked(profile: LayerProfile, taken: Mapping[int, np.ndarray], used: int, unit: int) -> Iterator[int]:
+def _backtracked(profile: LayerProfile, taken: dict[int, np.ndarray], used: int, unit: int) -> Iterator[int]:
     for layer, places in reversed(taken.items()):
         units = -(-profile.communication_ns[layer] // unit)
         if units <= used < units + len(places) and places[used - units]:

@@ -68,7 +68,7 @@ def test_most_spread_schedules_of_few_layers_are_the_best_there_are() -> None:
         profile, period = like_a_model(source, source.randint(3, 6), source.uniform(1, 4)), source.choice([2, 3])
         best = min(exposed_ns(profile, other) for other in partitions(len(profile), period))
         lost.append((exposed_ns(profile, spread_layers(profile, period)) - best) / (period * profile.compute_ns))
-    assert sum(not one for one in lost) >= 45 and statistics.mean(lost) < 0.01  # 51 of 60, 0.4 % when this was written
+    assert sum(not one for one in lost) >= 54 and statistics.mean(lost) < 0.001  # 57 of 60 and 0.01 % are usual
 
 
 @pytest.mark.parametrize(("layers", "period", "ratio"), [(60, 10, 5), (200, 20, 10), (200, 20, 15)])
