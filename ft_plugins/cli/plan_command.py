@@ -18,19 +18,29 @@ from ..planner.intervals import Costs, plan_intervals
 from ..planner.outlook import PipelineOutlook, PlannedPipeline, plan_pipeline
 from ..planner.pipeline import PipelineSchedule
 from ..planner.survival import Cluster, plan_survival
+from . import sync_plan_command
 
 
 def plan(
-    nodes: Annotated[int, typer.Option(help="nodes of the job")],
-    group_nodes: Annotated[int, typer.Option(help="nodes of a sharding group: data-parallel replicas of a stage")],
+    context: typer.Context,
+    nodes: Annotated[int, typer.Option(help="nodes of the job", show_default=False)] = 0,
+    group_nodes: Annotated[
+        int, typer.Option(help="nodes of a sharding group: data-parallel replicas of a stage", show_default=False)
+    ] = 0,
     hw_rate: Annotated[
         float,
-        typer.Option(help="Weibull rate of a node's hardware failures, per day^shape (failures per day if shape is 1)"),
-    ],
+        typer.Option(
+            help="Weibull rate of a node's hardware failures, per day^shape (failures per day if shape is 1)",
+            show_default=False,
+        ),
+    ] = 0.0,
     sw_rate: Annotated[
         float,
-        typer.Option(help="Weibull rate of a node's software failures, per day^shape (failures per day if shape is 1)"),
-    ],
+        typer.Option(
+            help="Weibull rate of a node's software failures, per day^shape (failures per day if shape is 1)",
+            show_default=False,
+        ),
+    ] = 0.0,
     shape: Annotated[float, typer.Option(help="Weibull shape; above 1 nodes wear out")] = 1.0,
     threshold: Annotated[float, typer.Option(help="lowest acceptable survival probability")] = 0.9,
     state_gib: Annotated[float | None, typer.Option(help="for intervals: GiB that a node captures")] = None,
@@ -66,10 +76,27 @@ def plan(
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="draw survival over days to this file (.png, .svg, .pdf)")] = None,
     plot_bubbles: Annotated[Path | None, typer.Option(help="draw the pipeline and goodput to this file")] = None,
+    sync: Annotated[
+        Path | None,
+        typer.Option(help="instead: compare policies of synchronisation, from a profile of layers in this file (JSON)"),
+    ] = None,
+    link_mbps: Annotated[
+        list[float] | None,
+        typer.Option(help="with --sync: a link, in megabits per second; several times for several; unset: chosen"),
+    ] = None,
+    sync_h: Annotated[
+        str, typer.Option(help="with --sync: iterations of a period, or 'auto' for the fewest that hide everything")
+    ] = "auto",
+    output: Annotated[Path | None, typer.Option(help="with --sync: draw policies over bandwidth to this file")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object, for programs")] = False,
 ) -> None:
     """Show how long state in memory survives and how often to save it, from failure rates and the cost of saving.
-    With a pipeline: its bubbles, how often a version fits into them, and goodput under every protection."""
+    With a pipeline: its bubbles, how often a version fits into them, and goodput under every protection.
+    With --sync alone: the time of an iteration under every policy of synchronisation, by bandwidth."""
+    sync_plan_command.require_consistent(sync_plan_command.given(context))
+    if sync is not None:
+        sync_plan_command.plan_policies(sync, link_mbps or (), sync_h, output, as_json, _drawing)
+        return
     cluster = Cluster(nodes, group_nodes, hw_rate, sw_rate, shape)
     costs = Costs.from_options(
         {

@@ -343,6 +343,50 @@ def test_plan_refuses_what_it_cannot_do_in_one_line(ft_plugins: Command, words: 
     assert line.startswith(f"ft-plugins: {said}") and line.count("\n") == 1
 
 
+def layers_file(folder: Path) -> Path:
+    """A profile of ten layers: 0.3 s of compute, 10 MB over 4 replicas."""
+    times = {"forward_seconds": 0.01, "backward_seconds": 0.02, "communication_seconds": 0.04, "bytes": 1_000_000}
+    layers = [{"name": f"h.{number}"} | times for number in range(10)]
+    (folder / "layers.json").write_text(json.dumps({"version": 1, "replicas": 4, "layers": layers}))
+    return folder / "layers.json"
+
+
+def test_plan_compares_policies_of_synchronisation(ft_plugins: Command, tmp_path: Path) -> None:
+    words = ("plan", "--sync", str(layers_file(tmp_path)))
+    table = ft_plugins(*words, "--sync-h", "5", "--link-mbps", "100", "--link-mbps", "1000")
+    assert table.splitlines()[2].split()[:9] == "as profiled 5 0.52 0.312 0.312 0.362 0.38 0.316".split()
+    assert "survival" not in table
+    ft_plugins(*words, "--output", str(tmp_path / "sync.svg"))
+    assert "<!-- DreamDDP -->" in (tmp_path / "sync.svg").read_text()
+    found = json.loads(ft_plugins(*words, "--json"))["sync"]
+    assert [link["mbps"] for link in found["links"]] == [None, 10, 100, 1000]
+    assert found["links"][0]["pays"] == "dreamddp"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "--nodes, --group-nodes, --hw-rate, --sw-rate: missing; give them, or --sync with a profile of layers"),
+        (PAPER[1:-6], "--hw-rate, --sw-rate: missing; give them, or --sync"),
+        ((*PAPER[1:], "--sync-h", "3"), "--sync-h: no effect without --sync"),
+        (("--sync", "FILE", "--nodes", "3"), "--sync plans synchronisation alone: --nodes: no effect"),
+        (("--sync", "FILE", "--shape", "1"), "--sync plans synchronisation alone: --shape: no effect"),
+        (("--sync", "FILE", "--sync-h", "11"), "H = 11 with 10 layers: expected 1 to 10 iterations"),
+        (("--sync", "FILE", "--sync-h", "\u0663"), "--sync-h: expected 'auto' or a number of iterations, found"),
+        (("--sync", "FILE", "--link-mbps", "0"), "expected a link of more than 0 bytes per second, found 0.0"),
+        (("--sync", "FILE", "--link-mbps", "10", "--output", "p.svg"), "a plot over bandwidth needs at least two"),
+        (("--sync", "FILE", "--output", "p.gif"), "p.gif: expected a name that ends in one of .png, .svg, .pdf"),
+        (("--sync", "/none.json"), "/none.json: cannot be read (No such file or directory)"),
+    ],
+)
+def test_plan_refuses_what_it_cannot_compare_in_one_line(
+    ft_plugins: Command, tmp_path: Path, words: tuple[str, ...], said: str
+) -> None:
+    file = str(layers_file(tmp_path))
+    line = ft_plugins("plan", *(file if word == "FILE" else word for word in words), status=1)
+    assert line.startswith(f"ft-plugins: {said}") and line.count("\n") == 1
+
+
 def test_plan_draws_the_curves(ft_plugins: Command, tmp_path: Path) -> None:
     ft_plugins(*PAPER, "--plot", str(tmp_path / "survival.svg"))
     drawn = (tmp_path / "survival.svg").read_text()
