@@ -1,7 +1,7 @@
 """Measure what local SGD does to the loss, with sound data and with one of four replicas fed garbage for a while.
 
     python benchmarks/local_sgd_quality.py [--quick] [--learners noisy_digits text] [--seeds 1 2 3] [--tau N]
-                                           [--output FOLDER]
+                                           [--rate FACTOR] [--output FOLDER]
 
 4 gloo ranks train a classifier of scikit-learn's digits, to which noise is added, and a byte-level GPT on the sources
 of Python's standard library, in a loop of plain torch under sessions (workloads/learners.py, quality_training.py):
@@ -63,13 +63,16 @@ NAMES = tuple(FULL)
 EDIT_MOST, GARBAGE_MOST = 1.01, 1.02  # of the claims
 
 
-def measure(scales: Mapping[str, QualityScale], seeds: Sequence[int], saved: Path | None) -> Iterator[QualityOutcome]:
-    """Do the runs that are not in `saved`, and add them to it. Prints a line for each."""
+def measure(
+    scales: Mapping[str, QualityScale], seeds: Sequence[int], saved: Path | None, rate: float = 1.0
+) -> Iterator[QualityOutcome]:
+    """Do the runs that are not in `saved`, and add them to it. Prints a line for each. `rate`: factor of inner rates."""
     done = {}
     if saved is not None and saved.exists():
         done = {repr(one.run): one for one in map(from_line, saved.read_text().splitlines())}
     learners.prepare(tuple(scales))
     todo = [one for seed in seeds for name, scale in scales.items() for one in runs(name, seed, scale)]
+    todo = [replace(one, rate=rate * one.rate) for one in todo]
     with tempfile.TemporaryDirectory(prefix="ft-", dir="/tmp") as folder:
         for number, run in enumerate(todo):
             began = time.monotonic()
@@ -111,6 +114,7 @@ def main() -> None:
     parser.add_argument("--learners", nargs="+", choices=NAMES, default=NAMES)
     parser.add_argument("--seeds", nargs="+", type=int, default=None, help="(default 1 2 3)")
     parser.add_argument("--tau", type=int, help="local iterations between synchronisations, a divisor of the default")
+    parser.add_argument("--rate", type=float, default=1.0, help="factor of every inner rate")
     parser.add_argument("--output", type=Path, help="folder for results and pictures")
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -121,7 +125,7 @@ def main() -> None:
     if args.tau is not None:
         scales = {name: replace(scale, tau=args.tau) for name, scale in scales.items()}
     try:
-        outcomes = [*measure(scales, seeds, args.output and args.output / "quality.jsonl")]
+        outcomes = [*measure(scales, seeds, args.output and args.output / "quality.jsonl", args.rate)]
     except FtError as error:
         sys.exit(f"local_sgd_quality: {error}")
     values: dict[str, float | bool] = {}
