@@ -91,8 +91,9 @@ class Corruption:
         return bool(faults.armed(point))
 
     def strike(self, point: str, iteration: int, tensors: Mapping[str, torch.Tensor]) -> Strike | None:
-        """Alter the floating-point ones of `tensors` if a fault at `point` applies. Returns what was altered, None if
-        nothing. Raises ConfigError for a bit that the dtype does not have."""
+        """Alter the floating-point ones of `tensors` if a fault at `point` applies. Returns a description of the
+        strike, also for the first one of `stuck`, which alters nothing; None if no fault applies or no tensor is
+        floating-point. Raises ConfigError for a bit that the dtype does not have."""
         text = faults.reach(point, iteration=iteration, rank=self._rank)
         if text is None:
             return None

@@ -1,7 +1,8 @@
 """The `ft_plugins` block of a DeepSpeed configuration: read as DeepSpeed reads the file, but checked.
 
-Invariant: a block that is not an object, or a key in it that is unknown or has no effect, is an error here; DeepSpeed
-ignores them. A key given twice is an error, as in DeepSpeed. DeepSpeed's own keys are not checked otherwise.
+Invariant: a block that is not an object, or an unknown key in it, is an error here; DeepSpeed ignores them. A key
+without effect is left to `schema.merge`, because another source may switch its system on. A key given twice in a file
+is an error, as in DeepSpeed. DeepSpeed's own keys are not checked otherwise.
 
 In: a path, a mapping, or a script's arguments. Out: a `Config`, not yet merged with other sources.
 """

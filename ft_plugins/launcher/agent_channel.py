@@ -27,8 +27,8 @@ class AgentChannel:
     timeout. `group_rank`: the node's rank in torch's rendezvous, not a training rank."""
 
     def __init__(self, store: Any, secret: bytes, job: str, group_rank: int, group_size: int) -> None:
-        """Raises ConfigError if a node has a different secret or a foreign process wrote to the store, DistError if an
-        agent is missing."""
+        """Raises ConfigError if a node has a different secret or a foreign process wrote to the store,
+        torch's DistError if an agent is missing."""
         self._store = store  # Any: torch annotates a store's values as str; they are bytes
         self._group_rank, self._group_size = group_rank, group_size
         own = secrets.token_bytes(_NONCE)
@@ -38,8 +38,7 @@ class AgentChannel:
             raise ConfigError(
                 f"group rank {group_rank}: expected the nonces of {group_size} agents in the store of the rendezvous, "
                 "found one that another process wrote; stop the other process that uses this endpoint, or drop "
-                "--rdzv-backend: "
-                "the rendezvous of ft-run authenticates nodes"
+                "--rdzv-backend: the rendezvous of ft-run authenticates nodes"
             )
         name = job.encode()
         bound = (_PURPOSE, len(name).to_bytes(8, "big"), name, group_size.to_bytes(8, "big"), *nonces)
@@ -58,7 +57,7 @@ class AgentChannel:
 
     def read_all(self, name: str, timeout: timedelta | None = None) -> Sequence[bytes | None]:
         """The values of all agents, by group rank; None for one without a valid proof. `timeout`: None for the store's
-        own. Raises DistError if a value is late."""
+        own. Raises torch's DistError if a value is late."""
         keys = [f"{name}/{each}" for each in range(self._group_size)]
         if timeout:
             self._store.wait(keys, timeout)

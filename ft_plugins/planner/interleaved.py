@@ -3,8 +3,9 @@
 A rank's forward passes are numbered through all of its chunks in the order of `schedule_table`; its backward passes
 too, with the chunks from last to first. The k-th forward pass needs the output of the previous rank's k-th forward
 pass; the k-th backward pass that of the next rank's. Where the model wraps around, the leading rank (first in forwards,
-last in backwards) needs pass k - `grouped` of the rank at the other end, and receives that rank's pass j right after
-its own pass j + ranks - 1.
+last in backwards) needs the pass of the rank at the other end that lies one group before: k - `grouped` (Megatron's
+microbatch_group_size_per_vp_stage), less in a shorter last group. It receives that rank's pass j right after its own
+pass j + ranks - 1.
 
 Invariant: passes, sends, receives and waits have the order of megatron-core 0.16; every receive matches a send.
 `overlap` is overlap_p2p_comm; overlap_p2p_comm_warmup_flush and overlap_moe_expert_parallel_comm are not modelled.

@@ -2,8 +2,9 @@
 
 Invariant: everything comes from the job's events: `timeline.recorded` and `bubbles.planned` of each rank,
 `version.committed` of each node. Of several plans, the one with the most committed versions is used. The exchange of
-the first of them began before the plan, so it is left out. Timelines belong to one plan if the ranks planned in the
-same iteration of the same incarnation: a rank that was lost before it recorded its own is missing in that plan only.
+its first version began before the plan, so the bytes of that version are left out. Timelines belong to one plan if the
+ranks planned in the same iteration of the same incarnation: a rank that was lost before it recorded its own is missing
+in that plan only.
 
 For each rank a node reports only the bubbles that carried most bytes; the bytes sent in the others are unknown, not
 zero. Bytes are counted by an SMP from its start, so commits of its replacement are left out.
@@ -27,7 +28,8 @@ _BYTE_FIELDS = ("in_bubbles", "late", "by_rate")
 
 @dataclass(frozen=True)
 class CopyTraffic:
-    """Bytes of copies sent between two committed versions that are `versions` and `iterations` apart."""
+    """Bytes of copies, summed over nodes: each node's between its first and last committed version under the plan.
+    `versions` and `iterations` lie between these two on the node with the most."""
 
     idle_share: float  # bubbles, as a share of an iteration, over all ranks
     planned_iterations_per_version: int
@@ -69,21 +71,22 @@ class CopyTraffic:
 
 @dataclass(frozen=True)
 class BubbleUse:
-    """One plan and what was sent under it. `nodes`: by rank; `sent`: bytes by rank and bubble, over the iterations of
-    `traffic`; incomplete for `partly_reported`."""
+    """One plan and what was sent under it. `nodes`: by rank; `sent`: bytes by rank and bubble, over the rank's
+    `iterations`; incomplete for `partly_reported`."""
 
     rows: tuple[Row, ...]
     nodes: Mapping[int, str]
     sent: Mapping[int, Mapping[int, int]]
     traffic: CopyTraffic
+    iterations: Mapping[int, int]  # by rank, between the commits of its node; missing if there are too few
     partly_reported: Set[int] = frozenset()
 
     def bytes_per_iteration(self, rank: int, bubble: int) -> float | None:
         """Mean bytes per iteration sent in a bubble; None if not reported."""
-        sent = self.sent.get(rank, {})
-        if rank in self.partly_reported and bubble not in sent:
+        sent, iterations = self.sent.get(rank, {}), self.iterations.get(rank, 0)
+        if not iterations or (rank in self.partly_reported and bubble not in sent):
             return None
-        return sent.get(bubble, 0) / self.traffic.iterations if self.traffic.iterations else 0.0
+        return sent.get(bubble, 0) / iterations
 
 
 def bubble_use(events: Sequence[Event]) -> BubbleUse | None:
@@ -114,6 +117,7 @@ def _use_of_plan(events: Sequence[Event], timelines: Mapping[int, Event]) -> Bub
     sums = dict.fromkeys(_BYTE_FIELDS, 0)
     sent: dict[int, dict[int, int]] = defaultdict(dict)
     partly_reported: set[int] = set()
+    iterations_of: dict[int, int] = {}
     progress = [(0, 0)]  # (versions, iterations) by node
     for node in {event.node for event in timelines.values()}:
         since = max(event.time for event in timelines.values() if event.node == node)
@@ -122,6 +126,7 @@ def _use_of_plan(events: Sequence[Event], timelines: Mapping[int, Event]) -> Bub
             continue
         first, last = committed[0].fields, committed[-1].fields
         progress.append((len(committed) - 1, last["iteration"] - first["iteration"]))
+        iterations_of |= {rank: progress[-1][1] for rank, event in timelines.items() if event.node == node}
         for key in _BYTE_FIELDS:
             sums[key] += last[key] - first[key]
         before, after = (_filled(fields) for fields in (first, last))
@@ -139,7 +144,8 @@ def _use_of_plan(events: Sequence[Event], timelines: Mapping[int, Event]) -> Bub
     seconds = max(1e-9, sum(row.seconds for row in rows))  # avoids a division by zero
     versions, iterations = max(progress)
     traffic = CopyTraffic(idle / seconds, planned[min(planned)]["iterations"], versions, iterations, **sums)
-    return BubbleUse(rows, {rank: event.node for rank, event in timelines.items()}, sent, traffic, partly_reported)
+    nodes = {rank: event.node for rank, event in timelines.items()}
+    return BubbleUse(rows, nodes, sent, traffic, iterations_of, partly_reported)
 
 
 def _filled(fields: Mapping[str, Any]) -> dict[int, dict[int, int]]:

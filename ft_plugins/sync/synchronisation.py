@@ -110,8 +110,9 @@ class Synchronisation:
 
     def exchange(self, name: str) -> float:
         """Combine the values of all replicas of one module into its target. Returns the factor by which its change is
-        clipped: 1.0 if it is not, or if the module is rolled back as judged; 0.0 if the mean change is not finite,
-        which rolls it back too. A collective of the ranks that hold a part of the module, on all replicas."""
+        clipped: 1.0 if it is not, or if the module is rolled back as judged; 0.0 if changes are clipped and the mean
+        change is not finite, which rolls it back too. A collective of the ranks that hold a part of the module, on all
+        replicas."""
         module, live = self._modules[name], self._tensors()
         faults.reach("sync.exchange", module=name)
         target = _Target(_on_device(self.states[name].anchors, self._links.device))
@@ -137,7 +138,7 @@ class Synchronisation:
 
     def _norm(self, module: ModulePlan, anchors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The norm of this replica's change of a module, 0 without a penalty: (1,) float64, equal on all its ranks. NaN
-        if any value is not finite, also of a copy that norms leave out."""
+        or infinite if any value is not, also in a bucket that is not `in_norm` because another rank counts it."""
         live, squares = self._tensors(), torch.zeros(1, dtype=torch.float64, device=self._links.device)
         for bucket in module.buckets:
             values = read(bucket, live)

@@ -1,10 +1,11 @@
 """Parse failure stories: a job, what happens to its nodes, and the claims to check. Pure.
 
-Invariant: a story that parses can run: every line is known, every node exists at the line that names it, and no claim
-comes before it can be checked. An error names the file, and the line if one is at fault, what was expected and what
-was found.
+Invariant: a story that parses can run: every line is known, every node exists at the line that names it (of a 'fault'
+line: anywhere in the story), and no claim comes before it can be checked. An error names the file, and the line if one
+is at fault, what was expected and what was found.
 
-The first line is the title, '#' begins a comment, every other line is a keyword and a phrase:
+The first line is the title; a line that begins with '#' is a comment, and '#' elsewhere is text. Every other line is a
+keyword and a phrase:
 
     job    megatron, tp2 pp2 dp2, 4 nodes, distributed optimizer    also: 'megatron or deepspeed', 'global batch 12',
                                                                     '20 iterations'; default: replicated optimizer,
@@ -30,7 +31,7 @@ The first line is the title, '#' begins a comment, every other line is a keyword
                                                                     the newest complete checkpoint
     then   s restored the committed version, not the one being exchanged    a newer one
     then   version 8 was being exchanged                            when the job was restored for the first time
-    then   n1 was declared lost                                     by the remaining nodes
+    then   n1 was declared lost                                     by a remaining node at least, and no other was
     then   checkpoint 6 is not complete
     then   complete checkpoints are intact, the newest >= 9         every file matches its digests
     then   the reason contains: the parts of ranks 2, 3 are gone    of every refusal, or of every restore

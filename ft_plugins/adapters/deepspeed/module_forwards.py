@@ -71,7 +71,8 @@ def _follow_layers(model: Any, wanted: set[str], call: Callable[[str], None]) ->
     for at, (name, layer) in enumerate(list(_layers(model))):
         if name not in wanted:
             continue
-        if not isinstance(layer, torch.nn.Module):  # `forward_fn` of a tied layer, which need not call its module
+        if not isinstance(layer, torch.nn.Module):
+            # `forward_fn` of a tied layer, which need not call its module; plain functions were skipped above
             model.forward_funcs[at] = _calling_first(layer, functools.partial(call, name))
         elif id(layer) not in hooked:
             hooked.add(id(layer))
@@ -94,8 +95,8 @@ def _calling_first(layer: Callable[..., Any], call: Callable[[], None]) -> Calla
 
 
 def _layers(model: Any) -> Iterator[tuple[str, Any]]:
-    """(module name, callable) of each layer of this stage; the callable is an nn.Module, or the `forward_fn` of a tied
-    layer."""
+    """(module name, callable) of each layer of this stage; the callable is an nn.Module, the `forward_fn` of a tied
+    layer, or a function without parameters, whose name is in no list of modules."""
     specs = model._layer_specs
     first = {_key(spec): at for at, spec in reversed(list(enumerate(specs))) if _key(spec) is not None}
     for at, layer in enumerate(model.forward_funcs, start=model._local_start):
@@ -104,4 +105,5 @@ def _layers(model: Any) -> Iterator[tuple[str, Any]]:
 
 def _key(spec: Any) -> Any:
     """The key of a tied layer; None for others."""
-    return getattr(spec, "key", None) if type(spec).__name__ == "TiedLayerSpec" else None
+    is_tied = any(kind.__name__ == "TiedLayerSpec" for kind in type(spec).__mro__)  # DeepSpeed may not be installed
+    return getattr(spec, "key", None) if is_tied else None

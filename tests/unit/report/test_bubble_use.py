@@ -183,3 +183,12 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
 
 def test_bytes_are_told_in_a_unit_for_people() -> None:
     assert (size(3 * MIB / 2), size(2048), size(0)) == ("1.5 MiB", "2 KiB", "0 KiB")
+
+
+def test_of_a_node_with_too_few_commits_the_bytes_are_unknown_and_others_count_by_their_own_iterations() -> None:
+    """Node 1 has one commit; then it has two that are half as far apart as those of node 0."""
+    first, second, third = STEADY[1:]
+    use = used(STEADY[0], first, second[:1], third[:1])
+    assert [use.bytes_per_iteration(rank, 0) for rank in RANKS] == [225, 225, None, None]
+    use = used(STEADY[0], first, second, third[:1])
+    assert [use.bytes_per_iteration(rank, 0) for rank in RANKS] == [225, 225, 150, 150]
