@@ -78,17 +78,24 @@ def _writer(shares: CheckpointReader) -> Callable[[CheckpointReader, Path], dict
 
 
 def _choose_replica(shares: CheckpointReader) -> str:
-    """Have the first replica read where replicas of local SGD differ. Returns what a user has to know of that."""
+    """Have the first replica read where replicas of local SGD differ. Returns what a user has to know of that. Raises
+    StorageError."""
     first = carried_by(shares.small(0), LocalSgd.name)
     if first is None:
         return ""
-    places = {
-        rank: ReplicaPlace.of(carried)
-        for rank in range(shares.manifest.world_size)
-        if (carried := carried_by(shares.small(rank), LocalSgd.name)) is not None
-    }
+    try:
+        places = {
+            rank: ReplicaPlace.of(carried_by(shares.small(rank), LocalSgd.name) or {})
+            for rank in range(shares.manifest.world_size)
+        }
+        identical = bool(first["identical"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise StorageError(
+            f"{shares.folder}: the state of local SGD does not say which replica a rank belongs to "
+            f"({type(error).__name__}: {error})"
+        ) from error
     shares.chosen = tuple(rank for rank, place in places.items() if place.position == 0)
-    if first["identical"]:
+    if identical:
         return ""
     return (
         f"this is replica 0 of {places[0].count}: at iteration {shares.manifest.iteration} replicas had different "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -339,8 +339,11 @@ class Carried:
     def state(self) -> dict[str, Any]:
         return {"turn": 3}
 
-    def continued(self, taken_over: list[Any]) -> None:
-        return None
+    def inherited(self, previous: Sequence[Any]) -> list[int]:
+        return [number for number, state in enumerate(previous) if state is not None]
+
+    def continued(self, taken_over: Sequence[Any]) -> dict[str, Any]:
+        return {"turn": 4, "of": len(taken_over)}
 
 
 def test_what_is_carried_comes_back_and_the_host_does_not_see_it() -> None:
@@ -354,6 +357,8 @@ def test_what_is_carried_comes_back_and_the_host_does_not_see_it() -> None:
     assert carrying.restored_state == {"turn": 3} and seen == [{}]
     carrying.restore(host.small_state())
     assert carrying.restored_state is None
-    assert carrying.merged([small]).keys() == host.small_state().keys()
+    assert carrying.inherited([host.small_state(), small]) == [1]
+    merged = carrying.merged([small])
+    assert merged.pop("ft_plugins.carried") == {"turn": 4, "of": 1} and merged.keys() == host.small_state().keys()
     assert [(item.name, item.replicas) for item in carrying.inventory().items] == [("carried:w", (0, 1)), ("w", (0,))]
     assert carrying.tensors().keys() == {"carried:w", "w"}
