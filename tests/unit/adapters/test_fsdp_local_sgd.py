@@ -481,7 +481,7 @@ def _refused(rank: int, world: int) -> dict[str, str]:
         model = fully_shard(Net(True), mesh=mesh["shard"])
         host = FsdpHost(model, torch.optim.SGD(model.parameters(), 0.1), mesh=mesh)
         with pytest.raises(FtError) as caught:
-            attach(host, Config.from_json({"sync": keys}), context(rank, world))
+            attach(host, Config.from_json({"sync": keys}), context(rank, world)).resume()
         assert isinstance(caught.value, UnsupportedError | ConfigError)
         words[name] = str(caught.value)
     return words
