@@ -66,7 +66,7 @@ EDIT_MOST, GARBAGE_MOST = 1.01, 1.02  # of the claims
 def measure(
     scales: Mapping[str, QualityScale], seeds: Sequence[int], saved: Path | None, rate: float = 1.0
 ) -> Iterator[QualityOutcome]:
-    """Do the runs that are not in `saved`, and add them to it. Prints a line each. `rate`: factor of inner rates."""
+    """Do the runs that are not in `saved`, and add them to it. Prints a line for each. `rate`: of inner rates."""
     done = {}
     if saved is not None and saved.exists():
         done = {repr(one.run): one for one in map(from_line, saved.read_text().splitlines())}

@@ -69,7 +69,7 @@ class QualityScale:
 
 
 FULL = {"noisy_digits": QualityScale(1280, 16, 40), "text": QualityScale(640, 16, 20)}
-QUICK = QualityScale(120, 4, 10, alpha=0.2)  # 27 synchronisations: the default is a mean over 50
+QUICK = QualityScale(120, 4, 10, alpha=0.3)  # the default remembers 50 synchronisations, and there are 27
 
 
 @dataclass(frozen=True)
