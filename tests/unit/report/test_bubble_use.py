@@ -94,7 +94,7 @@ def test_a_plan_under_which_no_two_versions_counted_says_so() -> None:
 
 def told(bytes_by_bubble: dict[int, int]) -> list[list[int]]:
     """Of rank 0, as a node tells it: the bubbles in which most went."""
-    most = sorted(bytes_by_bubble.items(), key=lambda one: -one[1])[: LIMITS.reported_bubbles]
+    most = sorted(bytes_by_bubble.items(), key=lambda one: -one[1])[:LIMITS.reported_bubbles]
     return [[0, bubble, nbytes] for bubble, nbytes in sorted(most)]
 
 
