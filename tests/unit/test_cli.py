@@ -311,12 +311,7 @@ def test_plan_draws_the_pipeline(ft_plugins: Command, tmp_path: Path) -> None:
     ft_plugins(*PAPER, *SAVING, *PIPELINE, "--plot-bubbles", str(tmp_path / "pipeline.svg"))
     drawn = (tmp_path / "pipeline.svg").read_text()
     labels = [
-        "forward",
-        "receive, waiting",
-        "rank of the pipeline",
-        "BAFT",
-        "synchronous replication",
-        "restarts alone",
+        "forward", "receive, waiting", "rank of the pipeline", "BAFT", "synchronous replication", "restarts alone",
     ]
     assert all(f"<!-- {label} -->" in drawn for label in labels)
 

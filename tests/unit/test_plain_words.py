@@ -51,7 +51,9 @@ def files() -> list[Path]:
 
 
 def test_no_word_of_a_private_dialect_is_used() -> None:
-    found = [line for path in files() for line in dialect(path, ALLOWED.get(str(path.relative_to(ROOT)), ()))]
+    found = [
+        line for path in files() for line in dialect(path, ALLOWED.get(str(path.relative_to(ROOT)), ()))
+    ]
     assert not found, f"{len(found)} places, see docs/glossary.md for the words to use:\n" + "\n".join(found)
 
 

@@ -605,7 +605,9 @@ def _differing(rank: int, world: int, run_dir: Path, token: int) -> tuple[str, s
     return "none", ""
 
 
-def test_a_start_from_the_beginning_that_one_rank_has_not_heard_of_yet_stands_for_all(node: Node, ranks: Ranks) -> None:
+def test_a_start_from_the_beginning_that_one_rank_has_not_heard_of_yet_stands_for_all(
+    node: Node, ranks: Ranks
+) -> None:
     """Given --ftp-resume fresh, killed when one rank's lineage was opened and the other's not."""
     node.start()
     ranks(_incarnation, 2, [node.run_dir] * 2, node.fence(), 5, {})

@@ -1,6 +1,6 @@
 """One rank of DeepSpeed that saves a checkpoint and has the same moment exported: prints how the two differ, by mode.
 
-<folder>
+    <folder>
 """
 
 from __future__ import annotations

@@ -146,7 +146,9 @@ KINDS = ["shuffled", "generator", "sampler", "distributed", "single", "stream", 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("done", [0, 3, 5, 7, 12])
-def test_the_batch_that_would_have_come_next_comes_next(monkeypatch: pytest.MonkeyPatch, kind: str, done: int) -> None:
+def test_the_batch_that_would_have_come_next_comes_next(
+    monkeypatch: pytest.MonkeyPatch, kind: str, done: int
+) -> None:
     one = Script(monkeypatch, kind)
     wanted = one.train(done + 8)
     other = Script(monkeypatch, kind, seed=2)

@@ -31,7 +31,9 @@ from ft_plugins.snapshot import codec  # noqa: E402
     paddings=st.lists(st.integers(0, 5), min_size=6, max_size=6),
     ranks=st.integers(1, 7),
 )
-def test_the_fragments_of_all_ranks_make_up_every_parameter(sizes: list[int], paddings: list[int], ranks: int) -> None:
+def test_the_fragments_of_all_ranks_make_up_every_parameter(
+    sizes: list[int], paddings: list[int], ranks: int
+) -> None:
     parameters, offsets, at = [], [], 0
     for index, (size, padding) in enumerate(zip(sizes, paddings, strict=False)):
         parameters.append(torch.nn.Parameter(torch.arange(size, dtype=torch.float32) + 100 * (index + 1)))

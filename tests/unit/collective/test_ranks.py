@@ -186,7 +186,9 @@ def _altered(rank: int, world: int, change: str) -> list[str]:
 @pytest.mark.parametrize(
     "change", ["a byte of the payload", "its length", "an earlier one in its place", "that of another rank"]
 )
-def test_a_payload_that_was_altered_on_the_way_is_refused_with_the_rank_that_sent_it(ranks: Ranks, change: str) -> None:
+def test_a_payload_that_was_altered_on_the_way_is_refused_with_the_rank_that_sent_it(
+    ranks: Ranks, change: str
+) -> None:
     none, altered, nothing = ranks(_altered, 3, change)
     assert none == nothing == [] and altered
     assert all(words.startswith("rank 1: rejected data of rank 2: it was altered in transit") for words in altered)

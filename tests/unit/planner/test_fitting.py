@@ -94,7 +94,9 @@ def test_more_bytes_or_less_bandwidth_never_take_fewer_iterations(
 @pytest.mark.parametrize("granularity", Granularity)
 def test_it_is_the_plan_that_a_job_makes(granularity: Granularity, per_node: int) -> None:
     found = simulate(Pipeline(PipelineSchedule.ONE_F_ONE_B, 8, 16), Times(links=(PipelineLink(0.2),)))
-    forecast = fitting.plan(found, 6_000_000, 1e6, per_node=per_node, reserved=0.1, layers=10, granularity=granularity)
+    forecast = fitting.plan(
+        found, 6_000_000, 1e6, per_node=per_node, reserved=0.1, layers=10, granularity=granularity
+    )
     nodes = [f"n{rank // per_node}" for rank in range(8)]
     copies = plan_neighbours(nodes, [tuple(range(8))], [6_000_000] * 8)
     made = plan_bubbles(

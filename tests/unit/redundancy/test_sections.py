@@ -177,7 +177,9 @@ def test_any_lost_node_of_each_group_is_computed_from_the_others_also_the_parity
     rng = np.random.default_rng(seed)
     slots = [rng.integers(0, 256, size, dtype=np.uint8) for size in job.nbytes]
     for section in plan.encoded(Encoding.LOCAL):
-        whole = [np.concatenate([slots[e.rank][e.offset :][: e.nbytes] for e in stream]) for stream in section.streams]
+        whole = [
+            np.concatenate([slots[e.rank][e.offset :][: e.nbytes] for e in stream]) for stream in section.streams
+        ]
         kept = [np.zeros(section.placement.block, dtype=np.uint8) for _ in section.placement.stripes]
         for stripe in section.placement.stripes:
             for _, at, e in section.sources(stripe.index, 0, section.placement.block):

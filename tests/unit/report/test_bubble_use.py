@@ -140,7 +140,7 @@ def test_an_smp_that_replaces_another_counts_from_nothing_and_is_not_added() -> 
 
 def told(bytes_by_bubble: dict[int, int]) -> list[list[int]]:
     """Of rank 0, as a node tells it: the bubbles in which most went."""
-    most = sorted(bytes_by_bubble.items(), key=lambda one: -one[1])[: LIMITS.reported_bubbles]
+    most = sorted(bytes_by_bubble.items(), key=lambda one: -one[1])[:LIMITS.reported_bubbles]
     return [[0, bubble, nbytes] for bubble, nbytes in sorted(most)]
 
 

@@ -544,7 +544,9 @@ def test_idle_connections_keep_no_request_out_and_one_that_works_is_never_closed
     assert replies == [{"ok": True, "did": "hold"}] and not seen
 
 
-def test_half_a_request_is_hung_up_on(fine: tuple[Fine, Path, list[Event]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_a_request_is_hung_up_on(
+    fine: tuple[Fine, Path, list[Event]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(process, "_FRAME_SECONDS", 0.1)
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(SECONDS)

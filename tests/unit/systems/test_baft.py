@@ -37,10 +37,7 @@ def idle_together() -> Profile:
     return Profile(
         tuple(
             timeline(
-                rank,
-                (Kind.FORWARD, 0.0, 0.2),
-                (Kind.RECV, 0.25, 0.6),
-                (Kind.BACKWARD, 0.6, 0.9),
+                rank, (Kind.FORWARD, 0.0, 0.2), (Kind.RECV, 0.25, 0.6), (Kind.BACKWARD, 0.6, 0.9),
                 (Kind.UPDATE, 0.9, 1.0),
             )  # fmt: skip
             for rank in range(4)
@@ -56,7 +53,9 @@ def sending(plan: BubblePlan, rank: int) -> SenderPlan:
 class Rank:
     """One rank's BAFT, with its gate in memory of its own."""
 
-    def __init__(self, rank: int, config: BaftConfig = CONFIG, pipelines: tuple[tuple[int, ...], ...] = ()) -> None:
+    def __init__(
+        self, rank: int, config: BaftConfig = CONFIG, pipelines: tuple[tuple[int, ...], ...] = ()
+    ) -> None:
         self.written: list[Event] = []
         self.now = 0.0  # seconds
         events = Events("n", rank)

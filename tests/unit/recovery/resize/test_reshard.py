@@ -41,7 +41,9 @@ def inventory(
                          tuple(range(part, size, members)), piece=(start, stop, elements))
                 )  # fmt: skip
         else:
-            items.append(Item(name, "float32", (elements,), elements * WIDTH, Role.PARAMETER, tuple(range(size))))
+            items.append(
+                Item(name, "float32", (elements,), elements * WIDTH, Role.PARAMETER, tuple(range(size)))
+            )
     items.append(Item("buffer", "uint8", (5,), 5, Role.BUFFER, (rank,), changed_by=frozenset(IterationSpan)))
     return Inventory.of(rank, items)
 
@@ -93,7 +95,7 @@ def test_every_byte_of_a_slot_comes_from_where_it_was(
 
 
 def test_neighbouring_moves_are_one() -> None:
-    ((_, alone),) = job(1, 1, {"a": 64, "b": 64}, set(), 0)
+    (_, alone), = job(1, 1, {"a": 64, "b": 64}, set(), 0)
     _, (_, second) = job(2, 2, {"a": 64, "b": 64}, set(), 0)
     assert [move.nbytes for move in plan_moves([alone], second) if move.nbytes > 5] == [256]
 
@@ -101,23 +103,23 @@ def test_neighbouring_moves_are_one() -> None:
 def test_a_buffer_is_that_of_the_first_previous_rank() -> None:
     whole = {"a": 8}
     previous = [found for _, found in job(2, 2, whole, set(), 0)]
-    ((_, mine),) = job(1, 1, whole, set(), 0)
+    (_, mine), = job(1, 1, whole, set(), 0)
     assert {move.rank for move in plan_moves(previous, mine) if move.nbytes == 5} == {0}
 
 
 def test_another_model_is_refused_by_name() -> None:
     previous = [found for _, found in job(2, 2, {"a": 8}, set(), 0)]
-    ((_, mine),) = job(1, 1, {"a": 9}, set(), 0)
+    (_, mine), = job(1, 1, {"a": 9}, set(), 0)
     with pytest.raises(ResumeError, match="'a' has 36 bytes of float32.*32 bytes"):
         plan_moves(previous, mine)
-    ((_, mine),) = job(1, 1, {"b": 8}, set(), 0)
+    (_, mine), = job(1, 1, {"b": 8}, set(), 0)
     with pytest.raises(ResumeError, match="no tensor of that name"):
         plan_moves(previous, mine)
 
 
 def test_a_missing_rank_is_an_error() -> None:
     previous = [found for _, found in job(3, 3, {"a": 300}, {"a"}, 0)]
-    ((_, mine),) = job(1, 1, {"a": 300}, {"a"}, 0)
+    (_, mine), = job(1, 1, {"a": 300}, {"a"}, 0)
     with pytest.raises(ResumeError, match="do not make up a whole"):
         plan_moves([previous[0], previous[2]], mine)
     with pytest.raises(ResumeError, match="are missing"):

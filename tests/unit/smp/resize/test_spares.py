@@ -234,7 +234,9 @@ def test_a_replacement_smp_releases_the_spares_that_were_asked(pair: Job) -> Non
     until(lambda: not (pair.member.run_dir / "spares.json").exists())
 
 
-def test_spares_to_release_stay_on_file_until_they_were_released(pair: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spares_to_release_stay_on_file_until_they_were_released(
+    pair: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pair.spare()
     pair.member.ask("settle", world_size=6, version=[1, 5], spares=[list(pair.where)])
     commit(pair, Version(2, 6))  # a thread starts to release them
