@@ -53,7 +53,8 @@ class TimedCapture:
         nbytes, parity = layout.nbytes + layout.parity_nbytes, layout.parity_nbytes
         job = f"double{os.getpid()}{name}"
         create(
-            path_of(job, "n", 0), Shape(nbytes, SMALL, len(layout.ranges), 1, 3, parity, layout.checks), 0, {}
+            path_of(job, "n", 0),
+            Shape(nbytes, SMALL, len(layout.ranges), 1, 3, parity, layout.source_digest_count), 0, {},
         )  # fmt: skip
         stack.callback(remove, job, "n")
         self._segment = Segment(path_of(job, "n", 0), populate=True)
@@ -88,8 +89,8 @@ def measure(quick: bool, device: str) -> dict[str, float | bool]:
             with_both = TimedCapture(stack, layout, state, "d", clock)
             pairs = [(without_parity.seconds(), with_both.seconds()) for _ in range(8 if quick else 25)][3:]
         data, double = (statistics.median(column) for column in zip(*pairs, strict=True))
-        digests = len(layout.ranges) + layout.checks
-        sent = (layout.checks * CHECK_BYTES + 8 * digests + SMALL) / layout.nbytes
+        digests = len(layout.ranges) + layout.source_digest_count
+        sent = (layout.source_digest_count * CHECK_BYTES + 8 * digests + SMALL) / layout.nbytes
         print(
             f"n = {count:2d}: share {layout.nbytes >> 20:4d} MiB in {data * 1e3:7.1f} ms; with parity "
             f"{double / data:5.2f}x and {layout.parity_nbytes / layout.nbytes:5.3f} more bytes; sent {sent:.5f}",

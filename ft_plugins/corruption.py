@@ -1,24 +1,24 @@
 """Inject silent corruption: alter tensors at fault points (`faults`). Off unless armed.
 
-    reduce.gradients    a rank's own gradients, before they are aggregated
-    update.gradients    gradients after aggregation, each rank's copy
+    reduce.gradients    a rank's own gradients, before their reduction
+    update.gradients    gradients after their reduction, each rank's own copy
     update.parameters   parameters and optimizer state after the update
-    update.copies       after the update, the tensors cast or gathered from them, with which a rank computes
+    update.copies       after the update, the working copies: parameters cast or gathered from masters
 
 Actions of a fault, each optionally followed by `~SEED`:
 
-    gauss=S    add noise of standard deviation S to every coordinate (the square root of a variance quoted in a paper)
+    gauss=S    add noise of standard deviation S to every coordinate (papers often quote the variance, S squared)
     flip       flip one bit of one coordinate; flip=30 names the bit, from 0, the lowest
     nan        set one coordinate to NaN
-    stuck      restore the values of the first strike at every later one, like a link that repeats itself
+    stuck      record the values at the first strike, which changes nothing, and write them back at every later one
 
 `update.gradients@iteration%500=0:gauss=1;update.gradients:gauss=0.01` is noise with a burst every 500 iterations: of
 several faults at a point the first that applies acts.
 
-Invariant: the corruption is determined by seed, rank, iteration and tensor names. A repeated run repeats it, and no two
-ranks get the same noise.
+Invariant: the corruption is determined by seed, rank, iteration and tensor names; a single coordinate also by the
+point. `stuck` depends on its first strike. A repeated run repeats it, and no two ranks get the same noise.
 
-In: tensors by name. Out: the same tensors, altered in place, and a `Struck` that describes the change.
+In: tensors by name. Out: the same tensors, altered in place, and a `Strike` that describes the change.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from . import faults
 from .errors import ConfigError
 
 POINTS = ("reduce.gradients", "update.gradients", "update.parameters", "update.copies")
-_WORD = re.compile(r"(?:gauss=(?P<sigma>[^~]+)|flip(?:=(?P<bit>\d+))?|nan|stuck)(?:~(?P<seed>\d+))?")
+_ACTION = re.compile(r"(?:gauss=(?P<sigma>[^~]+)|flip(?:=(?P<bit>\d+))?|nan|stuck)(?:~(?P<seed>\d+))?")
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a coordinate
 
 
 @dataclass(frozen=True)
-class Word:
+class Action:
     """A parsed action."""
 
     kind: str
@@ -48,9 +48,9 @@ class Word:
     seed: int = 0
 
     @classmethod
-    def read(cls, text: str) -> Word:
-        """Raises ConfigError for any action that is not listed above."""
-        match = _WORD.fullmatch(text)
+    def read(cls, text: str) -> Action:
+        """Parse an action. Raises ConfigError for one that is not listed above."""
+        match = _ACTION.fullmatch(text)
         try:
             if match is None:
                 raise ValueError
@@ -64,11 +64,12 @@ class Word:
 
 
 @dataclass(frozen=True)
-class Struck:
-    """A strike. `item` and `index` (in memory): of a single altered coordinate; `bit`: of a single altered bit."""
+class Strike:
+    """What was altered. `item`: the tensor of a single altered coordinate; `index`: of the coordinate, in memory order;
+    `bit`: of a single altered bit."""
 
     point: str
-    word: str
+    action: str
     item: str = ""
     index: int = -1
     bit: int = -1
@@ -83,50 +84,54 @@ class Corruption:
         self._stuck: dict[str, dict[str, torch.Tensor]] = {}
         for point in POINTS:
             for fault in faults.armed(point):
-                Word.read(fault.action)
+                Action.read(fault.action)
 
     def armed(self, point: str) -> bool:
         """Whether a fault is armed at `point`; one look-up."""
         return bool(faults.armed(point))
 
-    def strike(self, point: str, iteration: int, tensors: Mapping[str, torch.Tensor]) -> Struck | None:
-        """Alter the floating-point ones of `tensors` if a fault at `point` applies."""
+    def strike(self, point: str, iteration: int, tensors: Mapping[str, torch.Tensor]) -> Strike | None:
+        """Alter the floating-point ones of `tensors` if a fault at `point` applies. Returns what was altered, None if
+        nothing. Raises ConfigError for a bit that the dtype does not have."""
         text = faults.reach(point, iteration=iteration, rank=self._rank)
         if text is None:
             return None
-        word = Word.read(text)
+        action = Action.read(text)
         floats = {name: tensors[name] for name in sorted(tensors) if tensors[name].is_floating_point()}
         floats = {name: tensor.detach() for name, tensor in floats.items() if tensor.numel()}
         if not floats:
             return None
-        match word.kind:
+        match action.kind:
             case "gauss":
                 for name, tensor in floats.items():
-                    noise = torch.randn(tensor.shape, generator=self._random(word.seed, iteration, name))
-                    tensor.add_(noise.to(tensor.device, tensor.dtype), alpha=word.sigma)
-                return Struck(point, text)
+                    noise = torch.randn(tensor.shape, generator=self._random(action.seed, iteration, name))
+                    tensor.add_(noise.to(tensor.device, tensor.dtype), alpha=action.sigma)
+                return Strike(point, text)
             case "stuck":
-                first = self._stuck.setdefault(point, {name: tensor.clone() for name, tensor in floats.items()})
+                first = self._stuck.setdefault(point, {})
                 for name, tensor in floats.items():
-                    tensor.copy_(first[name])
-                return Struck(point, text)
-        random = self._random(word.seed, iteration, point)
+                    if name in first:
+                        tensor.copy_(first[name])
+                    else:  # DeepSpeed leaves out a gradient that is None
+                        first[name] = tensor.clone()
+                return Strike(point, text)
+        random = self._random(action.seed, iteration, point)
         sizes = torch.tensor([tensor.numel() for tensor in floats.values()])
         at = int(torch.randint(int(sizes.sum()), (1,), generator=random))
         chosen = int((sizes.cumsum(0) <= at).sum())
         name = list(floats)[chosen]
         index = at - int(sizes[:chosen].sum())
-        if word.kind == "nan":
+        if action.kind == "nan":
             _memory(floats[name])[index] = torch.nan
-            return Struck(point, text, name, index)
+            return Strike(point, text, name, index)
         width = floats[name].element_size()
-        bit = int(torch.randint(8 * width, (1,), generator=random)) if word.bit is None else word.bit
+        bit = int(torch.randint(8 * width, (1,), generator=random)) if action.bit is None else action.bit
         if bit >= 8 * width:
             raise ConfigError(f"fault '{text}': item '{name}' has {8 * width} bits per coordinate, from 0")
-        words = _memory(floats[name]).view(_INTEGERS[width])
+        integers = _memory(floats[name]).view(_INTEGERS[width])
         mask = (1 << bit) - (1 << 8 * width if width > 1 and bit == 8 * width - 1 else 0)  # as a signed number
-        words[index] = words[index] ^ mask
-        return Struck(point, text, name, index, bit)
+        integers[index] = integers[index] ^ mask
+        return Strike(point, text, name, index, bit)
 
     def _random(self, seed: int, iteration: int, name: str) -> torch.Generator:
         generator = torch.Generator()

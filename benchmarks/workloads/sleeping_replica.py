@@ -140,18 +140,23 @@ class _Recorder:
     @contextmanager
     def exchanges(self) -> Iterator[None]:
         """Record what runs on the thread of synchronisations."""
-        original = Synchronisation.exchange
+        judge, exchange = Synchronisation.judge, Synchronisation.exchange
         if self.on:
 
-            def recorded(one: Synchronisation, name: str) -> float:
-                with self.span(EXCHANGE, name):
-                    return original(one, name)
+            def judge_recorded(one: Synchronisation, factors: Sequence[float] | None = None) -> None:
+                with self.span(EXCHANGE, "judge"):
+                    judge(one, factors)
 
-            Synchronisation.exchange = recorded  # type: ignore[assignment, method-assign]
+            def exchange_recorded(one: Synchronisation, name: str) -> float:
+                with self.span(EXCHANGE, name):
+                    return exchange(one, name)
+
+            Synchronisation.judge = judge_recorded  # type: ignore[method-assign, assignment]
+            Synchronisation.exchange = exchange_recorded  # type: ignore[method-assign, assignment]
         try:
             yield
         finally:
-            Synchronisation.exchange = original  # type: ignore[method-assign]
+            Synchronisation.judge, Synchronisation.exchange = judge, exchange  # type: ignore[method-assign, assignment]
 
 
 class _Pass(torch.autograd.Function):

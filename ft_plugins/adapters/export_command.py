@@ -3,6 +3,9 @@
 Invariant: the target is renamed into place once it is complete and durable; on an error it stays absent or empty. Needs
 no job and no device, but for some formats the framework's package.
 
+Under local SGD the first replica is exported, as the framework's own checkpoint would contain it: parameters are those
+of all replicas if the checkpoint was taken where replicas are identical, else the summary says that they are not.
+
 In: a checkpoint's folder, a target. Out: the target; a summary for the user.
 """
 
@@ -19,6 +22,9 @@ from typing import Any
 from ..errors import ConfigError, StorageError, UnsupportedError
 from ..files import sync_folder
 from ..snapshot.checkpoint_reader import CheckpointReader
+from ..sync.inheritance import ReplicaPlace
+from ..systems.carried import carried_by
+from ..systems.local_sgd import LocalSgd
 
 _FORMATS = {  # by `framework` of the host's names
     "deepspeed": "ft_plugins.adapters.deepspeed.export",
@@ -34,11 +40,11 @@ def export(checkpoint: Path, target: Path) -> dict[str, Any]:
     """
     _require_free(target)
     shares = CheckpointReader(checkpoint)
-    write = _writer(shares)
+    write, note = _writer(shares), _choose_replica(shares)
     building = target.absolute().with_name(f"{target.absolute().name}.exporting-{os.getpid()}")
     try:
         building.parent.mkdir(parents=True, exist_ok=True)
-        summary = write(shares, building)
+        summary = {**write(shares, building), "note": note}
         for folder in [building, *(path for path in building.rglob("*") if path.is_dir())]:
             _sync(folder)
         os.rename(building, target)  # absent, or an empty folder
@@ -69,6 +75,25 @@ def _writer(shares: CheckpointReader) -> Callable[[CheckpointReader, Path], dict
         )
     write: Callable[[CheckpointReader, Path], dict[str, Any]] = importlib.import_module(_FORMATS[kind]).export
     return write
+
+
+def _choose_replica(shares: CheckpointReader) -> str:
+    """Have the first replica read where replicas of local SGD differ. Returns what a user has to know of that."""
+    first = carried_by(shares.small(0), LocalSgd.name)
+    if first is None:
+        return ""
+    places = {
+        rank: ReplicaPlace.of(carried)
+        for rank in range(shares.manifest.world_size)
+        if (carried := carried_by(shares.small(rank), LocalSgd.name)) is not None
+    }
+    shares.chosen = tuple(rank for rank, place in places.items() if place.position == 0)
+    if first["identical"]:
+        return ""
+    return (
+        f"this is replica 0 of {places[0].count}: at iteration {shares.manifest.iteration} replicas had different "
+        "parameters (a snapshot between two synchronisations, or with one under way)"
+    )
 
 
 def _sync(folder: Path) -> None:

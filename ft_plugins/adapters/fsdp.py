@@ -2,8 +2,8 @@
 
     mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("sync", "shard"))     # or one dimension: one replica
     for layer in model.layers:
-        fully_shard(layer, mesh=mesh["shard"])
-    fully_shard(model, mesh=mesh["shard"])
+        fully_shard(layer, mesh=mesh)          # over replicas, too (HSDP); with local SGD: mesh["shard"]
+    fully_shard(model, mesh=mesh)
     host = ft_plugins.FsdpHost(model, optimizer, scheduler, loader, mesh=mesh)
     for step in ft_plugins.attach(host).iterations(1000): ...
 
@@ -27,7 +27,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ..config import launch_context
 from ..errors import ConfigError, UnsupportedError
+from ..model.host import Hooks
 from ..model.inventory import Role
 from ..model.reduction import ReductionControl
 from .fsdp_layout import ShardLayout, layout_of, sharded_dimensions
@@ -136,6 +138,14 @@ class FsdpHost(TorchHost):
         """Accept the written shards: what was gathered from the previous ones is forgotten."""
         self._reshard()
         super().derive()
+
+    def install(self, hooks: Hooks) -> None:
+        """Raises ConfigError, for a job that takes snapshots, if nothing keeps the replicas of a shard together."""
+        config, control = launch_context().config, self._control
+        assert isinstance(control, FsdpReduction)
+        if config is not None and config.capture is not None:
+            control.require_reduced()
+        super().install(hooks)
 
     # ---- local SGD ----
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import UnsupportedError
+from ..errors import ConfigError, UnsupportedError
 from ..model.reduction import ReducedOver
 from .fsdp_layout import ShardLayout
 from .torch_reduction import ModuleCalls, called_paths, outermost
@@ -68,6 +68,11 @@ def fsdp_units(root: torch.nn.Module) -> list[FsdpUnit]:
         FsdpUnit(tuple(path for path, _ in one), tuple(module for _, module in one), one[0][1]._get_fsdp_state())
         for one in members.values()
     ]
+
+
+def _all_reduce_hook(group: Any) -> Any:
+    """What FSDP calls with the reduced gradients of a group; None for nothing."""
+    return getattr(group, "_all_reduce_hook", None)
 
 
 class FsdpReduction(ModuleCalls):
@@ -125,6 +130,21 @@ class FsdpReduction(ModuleCalls):
         for unit in self._units:
             unit.modules[0].set_all_reduce_hook(average)
 
+    def require_reduced(self) -> None:
+        """Raises ConfigError if nothing averages gradients over replicas whose snapshots are shared out."""
+        layout = self._layout
+        if layout.hybrid or len(layout.replicas) == 1:
+            return
+        for unit in self._units:
+            trained = any(one.requires_grad for one in unit.parameters())
+            if trained and not any(_all_reduce_hook(group) for group in unit.groups):
+                raise ConfigError(
+                    f"rank {self._rank}: fully_shard was given one dimension of the mesh, so that gradients are not "
+                    f"averaged over the replicas on ranks {list(layout.replicas)}, and snapshots, which they share, "
+                    "would mix them: give fully_shard the whole mesh (HSDP), or switch local SGD on (--sync-policy); a "
+                    "script that averages gradients itself does so in set_all_reduce_hook"
+                )
+
     def _require_hook(self, unit: FsdpUnit) -> None:
         name = unit.paths[0]
         if not hasattr(unit.modules[0], "set_all_reduce_hook"):
@@ -135,7 +155,7 @@ class FsdpReduction(ModuleCalls):
             self._refuse(
                 f"the parameters of '{name}' are sharded over several meshes", "shard all of them over one mesh"
             )
-        if any(getattr(group, "_all_reduce_hook", None) is not None for group in unit.groups):
+        if any(_all_reduce_hook(group) for group in unit.groups):
             self._refuse(
                 f"'{name}' has an all-reduce hook of the training script", "leave set_all_reduce_hook to ft_plugins"
             )

@@ -95,8 +95,8 @@ class ChangeWatch:
         self._versions = self._present()
 
     def written(self) -> None:
-        """Accept the present tensors, if it watches: they were changed after the snapshot was complete."""
-        if self._versions is not None:
+        """Accept the present tensors, if watching: they were changed after the snapshot was complete."""
+        if self._versions is not None:  # not in an update, which changes them once more
             self._versions = self._present()
 
     def _present(self) -> dict[str, _Versions]:

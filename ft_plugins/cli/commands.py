@@ -138,6 +138,8 @@ def export(
     print(f"{to}: {summary['framework']}, iteration {summary['iteration']}, {summary['tensors']} tensors")
     if summary["left_out"]:
         print(f"left out the arguments {', '.join(summary['left_out'])}: their types cannot be saved")
+    if summary["note"]:
+        print(summary["note"])
 
 
 @app.command()

@@ -23,25 +23,42 @@ from ..planner.survival import Cluster, plan_survival
 def plan(
     nodes: Annotated[int, typer.Option(help="nodes of the job")],
     group_nodes: Annotated[int, typer.Option(help="nodes of a sharding group: data-parallel replicas of a stage")],
-    hw_rate: Annotated[float, typer.Option(help="hardware failures per node and day (per day^shape)")],
-    sw_rate: Annotated[float, typer.Option(help="software failures per node and day (per day^shape)")],
+    hw_rate: Annotated[
+        float,
+        typer.Option(help="Weibull rate of a node's hardware failures, per day^shape (failures per day if shape is 1)"),
+    ],
+    sw_rate: Annotated[
+        float,
+        typer.Option(help="Weibull rate of a node's software failures, per day^shape (failures per day if shape is 1)"),
+    ],
     shape: Annotated[float, typer.Option(help="Weibull shape; above 1 nodes wear out")] = 1.0,
-    threshold: Annotated[float, typer.Option(help="survival probability that is enough")] = 0.9,
+    threshold: Annotated[float, typer.Option(help="lowest acceptable survival probability")] = 0.9,
     state_gib: Annotated[float | None, typer.Option(help="for intervals: GiB that a node captures")] = None,
     iteration_seconds: Annotated[float | None, typer.Option(help="for intervals: duration of an iteration")] = None,
-    snapshot_seconds: Annotated[float | None, typer.Option(help="for intervals: wait at the fence")] = None,
-    link_gib_per_second: Annotated[float | None, typer.Option(help="for intervals: exchange rate of one node")] = None,
-    storage_gib_per_second: Annotated[float | None, typer.Option(help="for intervals: storage rate of the job")] = None,
-    max_overhead: Annotated[float | None, typer.Option(help="largest share of time for snapshots; unset: 0.01")] = None,
-    replace_seconds: Annotated[float | None, typer.Option(help="time to replace a lost node; unset: 600")] = None,
+    snapshot_seconds: Annotated[
+        float | None, typer.Option(help="for intervals: seconds that training waits at the fence for each snapshot")
+    ] = None,
+    link_gib_per_second: Annotated[
+        float | None, typer.Option(help="for intervals: link bandwidth of one node for the exchange")
+    ] = None,
+    storage_gib_per_second: Annotated[
+        float | None, typer.Option(help="for intervals: write bandwidth of storage, for the whole job")
+    ] = None,
+    max_overhead: Annotated[
+        float | None, typer.Option(help="for intervals: largest share of time for snapshots; unset: 0.01")
+    ] = None,
+    replace_seconds: Annotated[
+        float | None, typer.Option(help="for intervals: time to replace a lost node; unset: 600")
+    ] = None,
     checkpoint_seconds: Annotated[
-        float | None, typer.Option(help="pause for a checkpoint without REFT; unset: until it is written")
+        float | None,
+        typer.Option(help="for intervals: pause for a checkpoint without REFT; unset: until it is written"),
     ] = None,
     stages: Annotated[int | None, typer.Option(help="for bubbles: pipeline stages, each on its own nodes")] = None,
     microbatches: Annotated[int | None, typer.Option(help="for bubbles: microbatches in one pipeline")] = None,
     schedule: Annotated[PipelineSchedule | None, typer.Option(help="for bubbles: the schedule; unset: 1f1b")] = None,
     chunks: Annotated[int | None, typer.Option(help="for bubbles: chunks of a rank, if interleaved; unset: 2")] = None,
-    message_share: Annotated[
+    message_passes: Annotated[
         float | None, typer.Option(help="for bubbles: duration of a message, in forward passes of a stage; unset: 0")
     ] = None,
     restart_seconds: Annotated[
@@ -72,7 +89,7 @@ def plan(
             "microbatches": microbatches,
             "schedule": schedule and schedule.value,
             "chunks": chunks,
-            "message_share": message_share,
+            "message_passes": message_passes,
             "restart_seconds": restart_seconds,
         }
     )
@@ -80,7 +97,7 @@ def plan(
     intervals = plan_intervals(cluster, costs) if costs is not None else None
     pipeline = plan_pipeline(planned, cluster, costs) if planned is not None else None
     if plot is not None:
-        _draw(cluster, threshold, plot)
+        _draw_survival(cluster, threshold, plot)
     if plot_bubbles is not None:
         _draw_bubbles(pipeline, plot_bubbles)
     if as_json:
@@ -90,7 +107,7 @@ def plan(
         print("\n\n".join(part.table() for part in (outlook, intervals, pipeline) if part))
 
 
-def _draw(cluster: Cluster, threshold: float, path: Path) -> None:
+def _draw_survival(cluster: Cluster, threshold: float, path: Path) -> None:
     with _drawing("--plot", path):
         from ..report.plan_pictures import draw_survival
 

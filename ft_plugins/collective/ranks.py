@@ -36,7 +36,7 @@ _ANSWER_SECONDS = 2.0  # timeout of a look-up in the job's store
 _RETRY_SECONDS = 60.0  # until a store that did not answer is asked again
 _NONCE = 32  # bytes
 _SIZE = 8  # bytes of the length in front of a payload
-ROUND_BYTES = 32 << 20  # per member and all-gather of a share exchange: bounds the memory of a restore
+PART_BYTES = 32 << 20  # per member and all-gather of a share exchange: bounds the memory of a restore
 
 _TO_ALL = "to all ranks"
 
@@ -299,7 +299,7 @@ class Collective:
         group = self._group if len(replicas) == self.world_size else self._groups[tuple(replicas)]
         purpose = f"shares of ranks {list(replicas)}"
         longest = max(stop - start for start, stop in shares)
-        size = max(1, min(ROUND_BYTES, longest))
+        size = max(1, min(PART_BYTES, longest))
         send = np.zeros(size + TAG, dtype=np.uint8)
         received = [torch.empty(size + TAG, dtype=torch.uint8) for _ in replicas]
         for at in range(0, longest, size):

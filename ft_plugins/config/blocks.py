@@ -302,11 +302,19 @@ class SyncConfig(SystemConfig):
         False,
         description="keep the last synchronised parameters and the outer optimizer's state in host memory",
     )
+    timeout: float = Field(
+        1800.0,
+        ge=1,
+        description="how long a rank waits for another replica in a synchronisation before it ends, so that the job "
+        "restarts; a replica may lawfully be late by as much as it is slower over tau iterations",
+        json_schema_extra=more("seconds"),
+    )
     shard_ranks: int | None = Field(
         None,
         ge=1,
         description="data-parallel ranks that form one replica and reduce gradients in every iteration (ZeRO and FSDP "
-        "shards); unset: one; Megatron has --num-distributed-optimizer-instances instead",
+        "shards); unset: one; FSDP2 has its mesh instead, Megatron --num-distributed-optimizer-instances, and another "
+        "number is refused",
         json_schema_extra=more("ranks", "an integer >= 1"),
     )
 

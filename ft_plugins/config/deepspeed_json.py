@@ -1,7 +1,7 @@
 """The `ft_plugins` block of a DeepSpeed configuration: read as DeepSpeed reads the file, but checked.
 
-Invariant: what DeepSpeed would ignore silently is an error here: a block that is not an object, a key that is unknown
-or has no effect, a file that has the block twice. DeepSpeed's own keys are not checked.
+Invariant: a block that is not an object, or a key in it that is unknown or has no effect, is an error here; DeepSpeed
+ignores them. A key given twice is an error, as in DeepSpeed. DeepSpeed's own keys are not checked otherwise.
 
 In: a path, a mapping, or a script's arguments. Out: a `Config`, not yet merged with other sources.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from ..intake import Unfit, json_value, read_bytes, require_shallow, shown
+from ..intake import DEPTH, Unfit, json_value, read_bytes, require_shallow, shown
 from .schema import Config
 
 BLOCK = "ft_plugins"
@@ -24,8 +24,8 @@ _FLAGS = ("--deepspeed_config", "--deepspeed-config")
 _SWITCH_OR_FLAG = "--deepspeed"  # DeepSpeed's switch; with a file it is the flag of Hugging Face's Trainer
 
 
-def path_in(arguments: Sequence[str]) -> str | None:
-    """The DeepSpeed configuration file that a script's arguments name, the last one; None for none."""
+def config_path(arguments: Sequence[str]) -> str | None:
+    """The last DeepSpeed configuration file named in a script's arguments; None if there is none."""
     path = None
     for index, word in enumerate(arguments):
         name, equals, value = word.partition("=")
@@ -37,28 +37,31 @@ def path_in(arguments: Sequence[str]) -> str | None:
 
 
 def from_arguments(arguments: Sequence[str], folder: Path) -> Config:
-    """The configuration in the file that a script, run in `folder`, gets; an empty one without. Raises ConfigError."""
-    path = path_in(arguments)
+    """The configuration in the file named in the arguments of a script that runs in `folder`; an empty one if none is
+    named. Raises ConfigError."""
+    path = config_path(arguments)
     return Config() if path is None else from_file(folder / path)
 
 
 def from_file(path: Path) -> Config:
-    """The configuration in a file. Raises ConfigError, with the place, if it cannot be read."""
+    """The configuration in a file. Raises ConfigError, naming the file, and line and column of a syntax error."""
     try:
         text = read_bytes(path, _LIMIT).decode()
     except (OSError, ValueError) as error:
-        unfit = error if isinstance(error, Unfit) else "it is not text"
-        reason = error.strerror if isinstance(error, OSError) else unfit
+        if isinstance(error, OSError):
+            reason = error.strerror
+        else:
+            reason = str(error) if isinstance(error, Unfit) else "it is not text"
         raise ConfigError(f"the DeepSpeed configuration {path}: cannot be read ({reason}); name a JSON file") from error
-    return _checked(_parse(text, str(path)), str(path))
+    return _config_in(_parse(text, str(path)), str(path))
 
 
 def from_mapping(config: Mapping[str, Any]) -> Config:
     """The configuration in a dictionary. Raises ConfigError."""
-    return _checked(config, "the DeepSpeed configuration")
+    return _config_in(config, "the DeepSpeed configuration")
 
 
-def _checked(config: Any, place: str) -> Config:
+def _config_in(config: Any, place: str) -> Config:
     if not isinstance(config, Mapping):
         raise ConfigError(f"{place}: expected an object, found {type(config).__name__}")
     if BLOCK not in config:
@@ -79,27 +82,31 @@ def _parse(text: str, place: str) -> Any:
         return values
 
     try:
-        return json_value(text, unique)
+        try:
+            return json_value(text, unique)
+        except json.JSONDecodeError as error:
+            value = _as_hjson(text, unique)
+            if value is None:
+                where = f"line {error.lineno}, column {error.colno}"
+                raise ConfigError(f"{place}: {where}: not JSON ({error.msg})") from error
+            require_shallow(value)
+            return value
     except Unfit as error:
         raise ConfigError(f"{place}: {error}") from error
-    except json.JSONDecodeError as error:
-        value = _as_hjson(text, unique)
-        if value is None:
-            raise ConfigError(f"{place}: line {error.lineno}, column {error.colno}: not JSON ({error.msg})") from error
-        return value
 
 
 def _as_hjson(text: str, unique: Any) -> Any:
-    """Parse JSON with comments and the like, which DeepSpeed accepts; None if it is not that either."""
+    """Parse Hjson (JSON with comments, optional commas and quotes), which DeepSpeed accepts; None if it is not that."""
     try:
         hjson = importlib.import_module("hjson")
     except ImportError:
         return None
     try:
         value = hjson.loads(text, object_pairs_hook=unique)
-        require_shallow(value)
     except ConfigError:
         raise
+    except RecursionError as error:
+        raise Unfit(f"it is nested more than {DEPTH} deep") from error
     except Exception:  # any error of the parser: the text is not JSON
         return None
     return value if isinstance(value, dict) else None

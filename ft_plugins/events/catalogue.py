@@ -190,7 +190,7 @@ SWEEP_FAILED = EventType(
 EXCHANGE_STARTED = EventType("exchange.started", ROUTINE, "A node began to send a version to other nodes.", **_VERSION)
 EXCHANGE_SENT = EventType(
     "exchange.sent", ROUTINE, "A node sent its part of a version.", **_VERSION, bytes=_BYTES,
-    inside=Field("int", "sent within bubbles", "bytes"),
+    in_bubbles=Field("int", "sent within bubbles", "bytes"),
     late=Field("int", "sent in windows that closed before the data had arrived", "bytes"),
     compared=Field("int", "ranges of replicas compared with other nodes"), seconds=_SECONDS,
 )  # fmt: skip
@@ -373,6 +373,7 @@ BUBBLES_PLANNED = EventType(
 )  # fmt: skip
 TIMELINE_RECORDED = EventType(
     "timeline.recorded", NOTICE, "One iteration of a rank and what is planned in it, for pictures.",
+    iteration=Field("int", "iteration at whose end all ranks adopted the plan"),
     seconds=Field("float", "of one iteration", "s"), spans=Field("list", "kind, begin and end of each span", "s"),
     bubbles=Field("list", "index, begin and end of each bubble", "s"),
     windows=Field("list", "bubble, begin, end and bytes of each window", "s, bytes"),
@@ -415,14 +416,16 @@ REPLICAS_SYNCHRONISED = EventType(
     "replicas.synchronised", NOTICE, "Replicas that had trained on their own were synchronised (local SGD).",
     iteration=_ITERATION, number=Field("int", "number of the synchronisation, from 1"),
     policy=Field("str", "policy of local SGD"), waited_seconds=Field("float", "time for which training waited", "s"),
-    left_out=Field("dict", "replicas that the penalty left out, by module"),
-    rolled_back=Field("list", "modules that went back to the last synchronisation: all replicas were outliers"),
+    left_out=Field("dict", "replicas that were left out, as outliers or non-finite, by module"),
+    rolled_back=Field("list", "modules that went back to the last synchronisation: all replicas were left out"),
     clipped=Field("dict", "factor by which the mean change was scaled down, by module"),
     iterations=Field("list", "those of each replica since the last synchronisation (a_edit)", optional=True),
+    nonfinite=Field("dict", "ranks whose parameters were infinite or NaN, by module"),
 )  # fmt: skip
 NONFINITE_DETECTED = EventType(
-    "nonfinite.detected", ALARM, "Parameters of some ranks were infinite or NaN when replicas were averaged.",
-    "Look at the loss; if it is always the same rank, drain its device.", once=True,
+    "nonfinite.detected", ALARM, "Parameters of some ranks were infinite or NaN when replicas were combined.",
+    "Look at the loss; if it is always the same rank, drain its device. Under local SGD, if it "
+    "repeats, the optimizer's moments there are non-finite too: go back to an earlier version.", once=True,
     iteration=_ITERATION, ranks=Field("str", "those ranks"), reason=_REASON,
 )  # fmt: skip
 
@@ -437,8 +440,8 @@ ROUTINE_SUMMED = EventType(
 )  # fmt: skip
 FAULT_INJECTED = EventType(
     "fault.injected", NOTICE, "A test altered numbers on purpose.", iteration=_ITERATION,
-    point=Field("str", "where"), word=Field("str", "how"), item=Field("str", "tensor, if it was one coordinate"),
-    index=Field("int", "that coordinate, else -1"), bit=Field("int", "its bit, else -1"),
+    point=Field("str", "where"), action=Field("str", "how"), item=Field("str", "tensor, if it was one coordinate"),
+    index=Field("int", "that coordinate in memory order, else -1"), bit=Field("int", "its bit, else -1"),
 )  # fmt: skip
 SIGNAL_SENT = EventType(
     "signal.sent", NOTICE, "A test driver is about to kill a rank or a node.",

@@ -1,11 +1,13 @@
 """The interleaved schedule of megatron-core: the operations of `forward_backward_pipelining_with_interleaving`.
 
 A rank's forward passes are numbered through all of its chunks in the order of `schedule_table`; its backward passes
-too, with the chunks from last to first. The k-th pass needs the output of the previous rank's k-th pass; the leading
-rank (the first forwards, the last backwards) needs, for its next chunk, the output of the rank at the other end p-1
-passes earlier.
+too, with the chunks from last to first. The k-th forward pass needs the output of the previous rank's k-th forward
+pass; the k-th backward pass that of the next rank's. Where the model wraps around, the leading rank (first in forwards,
+last in backwards) needs pass k - `grouped` of the rank at the other end, and receives that rank's pass j right after
+its own pass j + ranks - 1.
 
 Invariant: passes, sends, receives and waits have the order of megatron-core 0.16; every receive matches a send.
+`overlap` is overlap_p2p_comm; overlap_p2p_comm_warmup_flush and overlap_moe_expert_parallel_comm are not modelled.
 
 In: `Pipeline` with several chunks. Out: a rank's program.
 """
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from .pipeline import Compute, MessagePost, Messages, Operation, Pass, Pipeline, Wait, exchange
+from .pipeline import Compute, MessagePost, Messages, Operation, Pass, Pipeline, Wait, post_blocking
 
 
 def schedule_table(pipeline: Pipeline) -> list[tuple[int, int]]:
@@ -34,9 +36,9 @@ class Interleaved:
         self._pipeline, self._rank = pipeline, rank
         self._first, self._last = rank == 0, rank == pipeline.ranks - 1
         self._table = schedule_table(pipeline)
-        self._total = len(self._table)
+        self._passes = len(self._table)
         behind = 2 * (pipeline.ranks - 1 - rank)
-        self._warm = min(behind + (pipeline.chunks - 1) * pipeline.grouped, self._total)
+        self._warmup_passes = min(behind + (pipeline.chunks - 1) * pipeline.grouped, self._passes)
         self._operations: list[Operation] = []
         # receives posted and not yet waited for, oldest first
         self._activations: deque[Messages] = deque()
@@ -47,58 +49,57 @@ class Interleaved:
     def program(self) -> list[Operation]:
         """The operations of one iteration."""
         self._warm_up()
-        for k in range(self._total - self._warm):
+        for k in range(self._passes - self._warmup_passes):
             (self._overlapped if self._pipeline.overlap else self._blocking)(k)
         self._flush()
         return self._operations
 
     def _warm_up(self) -> None:
         first = () if self._first else (self._pipeline.activation(self._rank - 1, 0),)
-        self._exchange((), first)
-        for k in range(self._warm):
+        self._post_blocking((), first)
+        for k in range(self._warmup_passes):
             self._compute(Pass.FORWARD, k)
-            begins_steady = k == self._warm - 1 < self._total - 1
+            begins_steady = k == self._warmup_passes - 1 and self._warmup_passes < self._passes
             gradient = self._first_gradient() if begins_steady else ()
             if self._pipeline.overlap:
-                self._exchange(self._made_forward(k), self._activation_after(k))
+                self._post_blocking(self._sends_after_forward(k), self._receives_after_forward(k))
                 if gradient:
                     self._operations.append(MessagePost((), gradient, False))
                     self._gradients.append(gradient)
             else:
-                self._exchange(self._made_forward(k), self._activation_after(k) + gradient)
+                self._post_blocking(self._sends_after_forward(k), self._receives_after_forward(k) + gradient)
 
     def _blocking(self, k: int) -> None:
-        forward = k + self._warm
+        forward = k + self._warmup_passes
         self._compute(Pass.FORWARD, forward)
         self._compute(Pass.BACKWARD, k)
-        self._exchange(
-            self._made_forward(forward) + self._made_backward(k),
-            self._activation_after(forward) + self._gradient_after(k),
+        self._post_blocking(
+            self._sends_after_forward(forward) + self._sends_after_backward(k),
+            self._receives_after_forward(forward) + self._receives_after_backward(k),
         )
 
     def _overlapped(self, k: int) -> None:
-        """Wait for the send of a pass after the next pass, for a receive before the pass that needs it."""
-        forward = k + self._warm
+        """Wait for a pass's send only after the next pass, and for a receive right before the pass that needs it."""
+        forward = k + self._warmup_passes
         if self._activations and not (self._first and self._table[forward][1] == 0):
             self._operations.append(Wait((), self._activations.popleft()))
         self._compute(Pass.FORWARD, forward)
-        self._sent_forward = self._begin(
-            self._made_forward(forward), self._activation_after(forward), self._activations, self._sent_forward
-        )
+        sends = self._sends_after_forward(forward)
+        self._post(sends, self._receives_after_forward(forward), self._activations, self._sent_forward)
+        self._sent_forward = sends
         self._wait_for_gradient(k)
         self._compute(Pass.BACKWARD, k)
-        self._sent_backward = self._begin(
-            self._made_backward(k), self._gradient_after(k), self._gradients, self._sent_backward
-        )
+        sends = self._sends_after_backward(k)
+        self._post(sends, self._receives_after_backward(k), self._gradients, self._sent_backward)
+        self._sent_backward = sends
 
     def _flush(self) -> None:
-        if self._warm == self._total:
-            self._exchange((), self._first_gradient())
-        for k in range(self._total - self._warm, self._total):
-            if k:
-                self._wait_for_gradient(k)
+        if self._warmup_passes == self._passes:
+            self._post_blocking((), self._first_gradient())
+        for k in range(self._passes - self._warmup_passes, self._passes):
+            self._wait_for_gradient(k)
             self._compute(Pass.BACKWARD, k)
-            self._exchange(self._made_backward(k), self._gradient_after(k))
+            self._post_blocking(self._sends_after_backward(k), self._receives_after_backward(k))
         if self._sent_backward:
             self._operations.append(Wait(self._sent_backward, ()))
 
@@ -106,41 +107,40 @@ class Interleaved:
         if self._gradients and not (self._last and self._chunk_backward(k) == self._pipeline.chunks - 1):
             self._operations.append(Wait((), self._gradients.popleft()))
 
-    def _begin(self, sends: Messages, receives: Messages, coming: deque[Messages], before: Messages) -> Messages:
-        """Post, and wait for the previous sends; returns `sends`."""
+    def _post(self, sends: Messages, receives: Messages, pending: deque[Messages], previous_sends: Messages) -> None:
+        """Post without waiting, then wait for the previous sends. `pending`: receives not yet waited for."""
         if sends or receives:
             self._operations.append(MessagePost(sends, receives, False))
-        if before:
-            self._operations.append(Wait(before, ()))
+        if previous_sends:
+            self._operations.append(Wait(previous_sends, ()))
         if receives:
-            coming.append(receives)
-        return sends
+            pending.append(receives)
 
     def _compute(self, what: Pass, k: int) -> None:
         microbatch, chunk = self._table[k]
         self._operations.append(Compute(what, microbatch, chunk if what is Pass.FORWARD else self._chunk_backward(k)))
 
-    def _exchange(self, sends: Messages, receives: Messages) -> None:
-        self._operations.extend(exchange(sends, receives))
+    def _post_blocking(self, sends: Messages, receives: Messages) -> None:
+        self._operations.extend(post_blocking(sends, receives))
 
     def _chunk_backward(self, k: int) -> int:
         return self._pipeline.chunks - 1 - self._table[k][1]
 
-    def _made_forward(self, k: int) -> Messages:
+    def _sends_after_forward(self, k: int) -> Messages:
         """The messages sent after the k-th forward pass."""
         microbatch, chunk = self._table[k]
         stage = chunk * self._pipeline.ranks + self._rank
         return (self._pipeline.activation(stage, microbatch),) if stage < self._pipeline.virtual_stages - 1 else ()
 
-    def _made_backward(self, k: int) -> Messages:
+    def _sends_after_backward(self, k: int) -> Messages:
         """The messages sent after the k-th backward pass."""
         stage = self._chunk_backward(k) * self._pipeline.ranks + self._rank
         return (self._pipeline.gradient(stage, self._table[k][0]),) if stage else ()
 
-    def _activation_after(self, k: int) -> Messages:
+    def _receives_after_forward(self, k: int) -> Messages:
         """The messages received after the k-th forward pass."""
         ranks = self._pipeline.ranks
-        if k == self._total - 1:
+        if k == self._passes - 1:
             return ()
         if not self._first:
             microbatch, chunk = self._table[k + 1]
@@ -151,10 +151,10 @@ class Interleaved:
         microbatch, chunk = self._table[aligned]
         return (self._pipeline.activation(chunk * ranks + ranks - 1, microbatch),)
 
-    def _gradient_after(self, k: int) -> Messages:
+    def _receives_after_backward(self, k: int) -> Messages:
         """The messages received after the k-th backward pass."""
         ranks = self._pipeline.ranks
-        if k == self._total - 1:
+        if k == self._passes - 1:
             return ()
         if not self._last:
             stage = self._chunk_backward(k + 1) * ranks + self._rank + 1

@@ -31,16 +31,16 @@ CHUNKS = 2  # default of the interleaved schedule
 
 @dataclass(frozen=True)
 class PlannedPipeline:
-    """A pipeline with each rank on a node of its own; a message takes `message_share` units."""
+    """A pipeline with each rank on a node of its own; a message takes `message_passes` forward passes of a stage."""
 
     pipeline: Pipeline
-    message_share: float = 0.0
+    message_passes: float = 0.0
     restart_seconds: float | None = None  # None: RESTART_SECONDS
 
     @classmethod
     def from_options(cls, values: Mapping[str, Any]) -> PlannedPipeline | None:
-        """The pipeline in `values` (schedule, stages, microbatches, chunks, message_share, restart_seconds), where None
-        means not given; None if none is given. Raises ConfigError if only some of the required ones are."""
+        """The pipeline in `values` (schedule, stages, microbatches, chunks, message_passes, restart_seconds), where
+        None means not given; None if none is given. Raises ConfigError if only some of the required ones are."""
         present = {name: value for name, value in values.items() if value is not None}
         missing = [name for name in NEEDED if name not in present]
         if not present:
@@ -53,15 +53,15 @@ class PlannedPipeline:
         schedule = PipelineSchedule(present.get("schedule", PipelineSchedule.ONE_F_ONE_B.value))
         chunks = present.get("chunks", CHUNKS if schedule is PipelineSchedule.INTERLEAVED else 1)
         overlap = schedule is PipelineSchedule.INTERLEAVED
-        share = present.get("message_share", 0.0)
-        demand("message_share", share, "from 0 to 100", 0 <= share <= 100)
+        passes = present.get("message_passes", 0.0)
+        demand("message_passes", passes, "from 0 to 100", 0 <= passes <= 100)
         pipeline = Pipeline(schedule, present["stages"], present["microbatches"], chunks, overlap=overlap)
-        return cls(pipeline, share, present.get("restart_seconds"))
+        return cls(pipeline, passes, present.get("restart_seconds"))
 
     def simulate(self, pipeline: Pipeline) -> tuple[Timeline, ...]:
         """The timelines of one iteration of `pipeline`: this pipeline, or the same with another schedule."""
         unit = 1 / pipeline.chunks
-        return simulate(pipeline, Times((unit,), (2 * unit,), (unit,), links=(PipelineLink(self.message_share),)))
+        return simulate(pipeline, Times((unit,), (2 * unit,), (unit,), links=(PipelineLink(self.message_passes),)))
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class PipelineOutlook:
         """The outlook as a table."""
         pipeline = self.planned.pipeline
         head = f"bubbles: {pipeline.ranks} stages, {pipeline.microbatches} microbatches, "
-        head += f"a message takes {self.planned.message_share:.2g} forward passes"
+        head += f"a message takes {self.planned.message_passes:.2g} forward passes"
         rows = [("", "of an iteration")] + [
             (schedule.value + (" *" if schedule is pipeline.schedule else ""), f"{share:.1%}")
             for schedule, share in self.shares.items()
@@ -98,7 +98,7 @@ class PipelineOutlook:
         """The outlook as JSON."""
         pipeline = asdict(self.planned.pipeline) | {"schedule": self.planned.pipeline.schedule.value}
         return {
-            "pipeline": pipeline | {"message_share": self.planned.message_share},
+            "pipeline": pipeline | {"message_passes": self.planned.message_passes},
             "bubble_shares": {schedule.value: share for schedule, share in self.shares.items()},
             "bubble_shares_by_stage": fitting.bubble_shares(self.timelines),
             "iterations_per_version": {to.value: one for to, one in self.iterations.items()},
@@ -123,7 +123,7 @@ def plan_pipeline(planned: PlannedPipeline, cluster: Cluster, costs: Costs | Non
             shares[schedule] = fitting.bubble_share(timelines if other == pipeline else planned.simulate(other))
     if costs is None:
         return PipelineOutlook(planned, timelines, shares, {}, ())
-    fit = partial(fitting.fit, reserved=planned.message_share)
+    fit = partial(fitting.fit, reserved=planned.message_passes)
     restart_seconds = RESTART_SECONDS if planned.restart_seconds is None else planned.restart_seconds
     plans = plan_growth(cluster, costs, timelines, restart_seconds, fit)
     iterations = {

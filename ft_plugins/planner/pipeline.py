@@ -127,7 +127,7 @@ class Pipeline:
         return (2 * stage + 1) * self.microbatches + microbatch
 
 
-def exchange(sends: Messages, receives: Messages) -> Iterator[Operation]:
+def post_blocking(sends: Messages, receives: Messages) -> Iterator[Operation]:
     """One blocking post of both; nothing if both are empty."""
     if sends or receives:
         yield MessagePost(sends, receives, True)

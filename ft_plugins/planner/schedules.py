@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .interleaved import Interleaved
-from .pipeline import Compute, MessagePost, Messages, Operation, Pass, Pipeline, PipelineSchedule, Wait, exchange
+from .pipeline import Compute, MessagePost, Messages, Operation, Pass, Pipeline, PipelineSchedule, Wait, post_blocking
 
 
 def program(pipeline: Pipeline, rank: int) -> list[Operation]:
@@ -63,34 +63,34 @@ class _Ends:
 
 def _gpipe(ends: _Ends) -> Iterator[Operation]:
     for microbatch in range(ends.pipeline.microbatches):
-        yield from exchange((), ends.receive_forward(microbatch))
+        yield from post_blocking((), ends.receive_forward(microbatch))
         yield Compute(Pass.FORWARD, microbatch, 0)
-        yield from exchange(ends.send_forward(microbatch), ())
+        yield from post_blocking(ends.send_forward(microbatch), ())
     for microbatch in reversed(range(ends.pipeline.microbatches)):
-        yield from exchange((), ends.receive_backward(microbatch))
+        yield from post_blocking((), ends.receive_backward(microbatch))
         yield Compute(Pass.BACKWARD, microbatch, 0)
-        yield from exchange(ends.send_backward(microbatch), ())
+        yield from post_blocking(ends.send_backward(microbatch), ())
 
 
 def _one_f_one_b(ends: _Ends) -> Iterator[Operation]:
     count = ends.pipeline.microbatches
     warm = _warm_up(ends.pipeline, ends.rank)
     for forward in range(warm):
-        yield from exchange((), ends.receive_forward(forward))
+        yield from post_blocking((), ends.receive_forward(forward))
         yield Compute(Pass.FORWARD, forward, 0)
-        yield from exchange(ends.send_forward(forward), ())
+        yield from post_blocking(ends.send_forward(forward), ())
     if warm < count:
-        yield from exchange((), ends.receive_forward(warm))
+        yield from post_blocking((), ends.receive_forward(warm))
     for backward, forward in enumerate(range(warm, count)):
         yield Compute(Pass.FORWARD, forward, 0)
-        yield from exchange(ends.send_forward(forward), ends.receive_backward(backward))
+        yield from post_blocking(ends.send_forward(forward), ends.receive_backward(backward))
         yield Compute(Pass.BACKWARD, backward, 0)
         following = ends.receive_forward(forward + 1) if forward + 1 < count else ()
-        yield from exchange(ends.send_backward(backward), following)
+        yield from post_blocking(ends.send_backward(backward), following)
     for backward in range(count - warm, count):
-        yield from exchange((), ends.receive_backward(backward))
+        yield from post_blocking((), ends.receive_backward(backward))
         yield Compute(Pass.BACKWARD, backward, 0)
-        yield from exchange(ends.send_backward(backward), ())
+        yield from post_blocking(ends.send_backward(backward), ())
 
 
 def _deepspeed(ends: _Ends) -> Iterator[Operation]:
@@ -102,11 +102,11 @@ def _deepspeed(ends: _Ends) -> Iterator[Operation]:
         microbatch = (step - rank) // 2 if forward else (step + rank + 1) // 2 - ranks
         now, last = 0 <= microbatch < count, 0 <= before < count
         if forward:
-            yield from exchange(ends.send_backward(before) if last else (), ())
-            yield from exchange((), ends.receive_forward(microbatch) if now else ())
+            yield from post_blocking(ends.send_backward(before) if last else (), ())
+            yield from post_blocking((), ends.receive_forward(microbatch) if now else ())
         else:
-            yield from exchange((), ends.receive_backward(microbatch) if now else ())
-            yield from exchange(ends.send_forward(before) if last else (), ())
+            yield from post_blocking((), ends.receive_backward(microbatch) if now else ())
+            yield from post_blocking(ends.send_forward(before) if last else (), ())
         if now:
             yield Compute(Pass.FORWARD if forward else Pass.BACKWARD, microbatch, 0)
         before = microbatch

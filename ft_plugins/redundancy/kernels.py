@@ -1,9 +1,12 @@
 """Parity of bytes: sums over GF(256) of uint8 arrays, added in place, optionally verifying the sources.
 
-Invariant: a source that is shorter than its target is padded with zeros; a longer one is rejected. The loops are chosen
-once, on import: compiled by numba (the `fast` extra), or NumPy over blocks that stay in cache. Both give the same
-bytes. With numba a call of many megabytes is one native call without the GIL; NumPy takes the GIL at every block. Calls
-share no state: threads may call at the same time, for different targets.
+Invariant: a source that is shorter than its target is padded with zeros; a longer one is rejected, except by
+`digest_xor_into`. The loops are chosen once, on import: compiled by numba (the `fast` extra), or NumPy over blocks that
+stay in cache. Both give the same bytes. With numba a call of many megabytes is one native call without the GIL; NumPy
+takes the GIL at every block. Calls share no state: threads may call at the same time, for different targets.
+
+The SMP calls only `scale_xor_into`, as frames arrive one by one. Only tests and benchmarks/parity.py call the others,
+which add several sources in one pass or verify while they add, and pass `loops`, which selects the implementation.
 
 += is XOR into the target. With `overwrite` the previous content of the target is ignored, which saves clearing it.
 
@@ -26,9 +29,9 @@ from .field import power
 
 Bytes = npt.NDArray[np.uint8]
 
-AT_ONCE = 8  # sources per loop: with more, their memory streams evict each other
+MAX_SOURCES = 8  # sources per loop: with more, their memory streams evict each other
 WHOLE_BYTES = 1 << 20  # the largest bucket that is still in cache when its digest is known
-DIGEST_BYTES = 256 << 10
+DIGEST_BYTES = 256 << 10  # block of a larger bucket: digested, then added while in cache
 
 
 class Loops(Protocol):
@@ -59,11 +62,11 @@ LOOPS = _choose()
 
 
 def xor_many_into(target: Bytes, sources: Sequence[Bytes], *, overwrite: bool = False, loops: Loops = LOOPS) -> None:
-    """target += sum of sources; the target passes through the cache once."""
+    """target += sum of sources; the target passes through the cache once per MAX_SOURCES sources."""
     _check((target,), sources)
     for start, stop, present in _ranges(sources):
-        for first in range(0, len(present), AT_ONCE):
-            parts = [sources[at][start:stop] for at in present[first : first + AT_ONCE]]
+        for first in range(0, len(present), MAX_SOURCES):
+            parts = [sources[at][start:stop] for at in present[first : first + MAX_SOURCES]]
             loops.xor(target[start:stop], parts, overwrite and first == 0)
     if overwrite:
         target[_longest(sources) :].fill(0)
@@ -115,9 +118,8 @@ def digest_xor_into(
     The buckets cover the whole source, so no byte is added unverified. If the source is longer than the target, all of
     it is verified and what fits is added.
 
-    Raises CorruptSlotError at the first bucket that does not match. Earlier buckets have been added by then. The
-    corrupt one has not if it has at most WHOLE_BYTES; a larger one is digested and added block by block while it is in
-    cache, so its bytes have been added: discard the target after an error.
+    Raises CorruptSlotError at the first bucket that does not match; discard the target then. Earlier buckets are
+    already added, and so is a corrupt bucket larger than WHOLE_BYTES, because it is digested and added block by block.
     """
     _check((target,), (source[: target.size],), factor)
     _check_cover(source, buckets, name)
@@ -175,10 +177,10 @@ def _ranges(sources: Sequence[Bytes]) -> Iterator[tuple[int, int, list[int]]]:
 
 
 def _runs(present: Sequence[int], exponents: Sequence[int]) -> Iterator[list[int]]:
-    """The sources in runs of consecutive ascending exponents, at most AT_ONCE in a run."""
+    """The sources in runs of consecutive ascending exponents, at most MAX_SOURCES in a run."""
     run: list[int] = []
     for at in sorted(present, key=lambda at: exponents[at]):
-        if run and (exponents[at] != exponents[run[-1]] + 1 or len(run) == AT_ONCE):
+        if run and (exponents[at] != exponents[run[-1]] + 1 or len(run) == MAX_SOURCES):
             yield run
             run = []
         run.append(at)

@@ -1,9 +1,12 @@
 """Report how a job used its bubbles: their share of an iteration, iterations per version, the bytes sent.
 
 Invariant: everything comes from the job's events: `timeline.recorded` and `bubbles.planned` of each rank,
-`version.committed` of each node. Of several plans, the one with the most committed versions is used. The first of these
-versions began before the plan and is left out of all sums. A node reports only the bubbles of a rank that carried most;
-the bytes sent in the others are unknown, not zero.
+`version.committed` of each node. Of several plans, the one with the most committed versions is used. The exchange of
+the first of them began before the plan, so it is left out. Timelines belong to one plan if the ranks planned in the
+same iteration of the same incarnation: a rank that was lost before it recorded its own is missing in that plan only.
+
+For each rank a node reports only the bubbles that carried most bytes; the bytes sent in the others are unknown, not
+zero. Bytes are counted by an SMP from its start, so commits of its replacement are left out.
 
 In: events of all nodes. Out: `BubbleUse`; None if nothing was planned.
 """
@@ -27,12 +30,12 @@ class CopyTraffic:
     """Bytes of copies sent between two committed versions that are `versions` and `iterations` apart."""
 
     idle_share: float  # bubbles, as a share of an iteration, over all ranks
-    planned_iterations: int  # per version
+    planned_iterations_per_version: int
     versions: int
     iterations: int
-    in_bubbles: int
-    late: int
-    by_rate: int
+    in_bubbles: int  # sent within windows
+    late: int  # sent in windows that closed before the data had arrived
+    by_rate: int  # sent outside bubbles, rate-limited
 
     @property
     def nbytes(self) -> int:
@@ -45,31 +48,34 @@ class CopyTraffic:
         return self.in_bubbles / self.nbytes if self.nbytes else None
 
     @property
-    def every(self) -> float | None:
+    def iterations_per_version(self) -> float | None:
         """Iterations from one committed version to the next; None for fewer than two."""
         return self.iterations / self.versions if self.versions else None
 
     def line(self) -> str:
         """A summary in one sentence."""
-        text = f"Bubbles are {self.idle_share:.0%} of an iteration"
-        if self.every is None or self.in_bubble_share is None:
-            return f"{text}; planned: a version every {self.planned_iterations}; fewer than two were committed since"
+        text, planned = f"Bubbles are {self.idle_share:.0%} of an iteration", self.planned_iterations_per_version
+        if self.iterations_per_version is None:
+            return f"{text}; planned: a version every {planned}; fewer than two were committed since the plan"
+        text += f"; a version every {self.iterations_per_version:.1f} iterations (planned: {planned})"
+        if self.in_bubble_share is None:
+            return f"{text}; no copies were sent"
         late, rate = (each / self.nbytes for each in (self.late, self.by_rate))
         return (
-            f"{text}; a version every {self.every:.1f} iterations (planned: {self.planned_iterations}); "
-            f"{self.in_bubble_share:.0%} of its bytes sent in their bubble, {late:.0%} late, {rate:.0%} rate-limited"
+            f"{text}; {self.in_bubble_share:.0%} of its bytes sent in their bubble, {late:.0%} late, "
+            f"{rate:.0%} rate-limited"
         )
 
 
 @dataclass(frozen=True)
 class BubbleUse:
-    """One plan and what was sent under it. `nodes`: by rank; `sent`: bytes by rank and bubble, during `sending`, not
-    complete for the ranks `partly_reported`."""
+    """One plan and what was sent under it. `nodes`: by rank; `sent`: bytes by rank and bubble, over the iterations of
+    `traffic`; incomplete for `partly_reported`."""
 
     rows: tuple[Row, ...]
     nodes: Mapping[int, str]
     sent: Mapping[int, Mapping[int, int]]
-    sending: CopyTraffic
+    traffic: CopyTraffic
     partly_reported: Set[int] = frozenset()
 
     def bytes_per_iteration(self, rank: int, bubble: int) -> float | None:
@@ -77,35 +83,45 @@ class BubbleUse:
         sent = self.sent.get(rank, {})
         if rank in self.partly_reported and bubble not in sent:
             return None
-        return sent.get(bubble, 0) / self.sending.iterations if self.sending.iterations else 0.0
+        return sent.get(bubble, 0) / self.traffic.iterations if self.traffic.iterations else 0.0
 
 
 def bubble_use(events: Sequence[Event]) -> BubbleUse | None:
     """The bubble use of a run; None if nothing was planned."""
-    timelines: dict[int, list[Event]] = defaultdict(list)
+    in_order = sorted(events, key=lambda event: event.time)
+    uses = [_use_of_plan(in_order, timelines) for timelines in _plans(in_order)]
+    return max(uses, key=lambda use: use.traffic.versions, default=None)
+
+
+def _plans(events: Sequence[Event]) -> list[dict[int, Event]]:
+    """The `timeline.recorded` events of each plan, by rank.
+
+    All ranks of an incarnation attach before any of them plans, so an attachment after a timeline begins another one.
+    """
+    plans: dict[tuple[int, int], dict[int, Event]] = defaultdict(dict)
+    incarnation, has_planned = 0, False
     for event in events:
-        if event.type is catalogue.TIMELINE_RECORDED and event.rank is not None:
-            timelines[event.rank].append(event)
-    if not timelines:
-        return None
-    rounds = range(min(map(len, timelines.values())))
-    uses = (_under(events, {rank: own[k] for rank, own in timelines.items()}) for k in rounds)
-    return max(uses, key=lambda use: use.sending.versions)
+        if event.type is catalogue.RANK_ATTACHED and has_planned:
+            incarnation, has_planned = incarnation + 1, False
+        elif event.type is catalogue.TIMELINE_RECORDED and event.rank is not None:
+            plans[incarnation, event.fields["iteration"]][event.rank] = event
+            has_planned = True
+    return list(plans.values())
 
 
-def _under(events: Sequence[Event], plans: Mapping[int, Event]) -> BubbleUse:
-    """What was sent under one plan. `plans`: its `timeline.recorded` event of every rank."""
+def _use_of_plan(events: Sequence[Event], timelines: Mapping[int, Event]) -> BubbleUse:
+    """What was sent under one plan. `timelines`: its `timeline.recorded` event of every rank."""
     sums = dict.fromkeys(_BYTE_FIELDS, 0)
     sent: dict[int, dict[int, int]] = defaultdict(dict)
     partly_reported: set[int] = set()
-    spans = [(0, 0)]  # versions and iterations, of each node
-    for node in {event.node for event in plans.values()}:
-        since = max(event.time for event in plans.values() if event.node == node)
+    progress = [(0, 0)]  # (versions, iterations) by node
+    for node in {event.node for event in timelines.values()}:
+        since = max(event.time for event in timelines.values() if event.node == node)
         committed = _committed(events, node, since)
         if len(committed) < 2:
             continue
         first, last = committed[0].fields, committed[-1].fields
-        spans.append((len(committed) - 1, last["iteration"] - first["iteration"]))
+        progress.append((len(committed) - 1, last["iteration"] - first["iteration"]))
         for key in _BYTE_FIELDS:
             sums[key] += last[key] - first[key]
         before, after = (_filled(fields) for fields in (first, last))
@@ -117,13 +133,13 @@ def _under(events: Sequence[Event], plans: Mapping[int, Event]) -> BubbleUse:
             sent[rank] = {
                 at: nbytes - earlier.get(at, 0) for at, nbytes in bubbles.items() if all_reported or at in earlier
             }
-    rows = tuple(Row.read(rank, event.fields) for rank, event in sorted(plans.items()))
-    idle = sum(end - begin for row in rows for _, begin, end in row.bubbles)
-    versions, iterations = max(spans)
-    sending = CopyTraffic(
-        idle / max(1e-9, sum(row.seconds for row in rows)), _planned(events, plans), versions, iterations, **sums
-    )
-    return BubbleUse(rows, {rank: event.node for rank, event in plans.items()}, sent, sending, partly_reported)
+    rows = tuple(Row.read(rank, event.fields) for rank, event in sorted(timelines.items()))
+    planned = {rank: _planned(events, rank, event) for rank, event in sorted(timelines.items())}
+    idle = sum(fields["idle_seconds"] for fields in planned.values())  # a timeline has only its first bubbles
+    seconds = max(1e-9, sum(row.seconds for row in rows))  # avoids a division by zero
+    versions, iterations = max(progress)
+    traffic = CopyTraffic(idle / seconds, planned[min(planned)]["iterations"], versions, iterations, **sums)
+    return BubbleUse(rows, {rank: event.node for rank, event in timelines.items()}, sent, traffic, partly_reported)
 
 
 def _filled(fields: Mapping[str, Any]) -> dict[int, dict[int, int]]:
@@ -135,24 +151,25 @@ def _filled(fields: Mapping[str, Any]) -> dict[int, dict[int, int]]:
 
 
 def _committed(events: Sequence[Event], node: str, since: float) -> list[Event]:
-    """The commits of a node until its ranks made a new plan or restarted."""
-    commits = []
+    """The commits of a node's SMP until its ranks made a new plan or restarted, or another SMP replaced it."""
+    commits: list[Event] = []
     for event in events:
         if event.node != node or event.time <= since:
             continue
-        if event.name in (catalogue.TIMELINE_RECORDED.name, catalogue.RANK_ATTACHED.name):
+        if event.type in (catalogue.TIMELINE_RECORDED, catalogue.RANK_ATTACHED):
             break
         if event.type is catalogue.VERSION_COMMITTED:
+            if commits and event.pid != commits[0].pid:
+                break
             commits.append(event)
     return commits
 
 
-def _planned(events: Sequence[Event], plans: Mapping[int, Event]) -> int:
-    """Planned iterations per version, from the summary that a rank emits right before its timeline."""
-    rank, plan = min(plans.items())
+def _planned(events: Sequence[Event], rank: int, timeline: Event) -> Mapping[str, Any]:
+    """The fields of the `bubbles.planned` event that a rank emits right before its timeline."""
     before = [
-        event.fields["iterations"]
+        event.fields
         for event in events
-        if event.type is catalogue.BUBBLES_PLANNED and event.rank == rank and event.time <= plan.time
+        if event.type is catalogue.BUBBLES_PLANNED and event.rank == rank and event.time <= timeline.time
     ]
-    return int(before[-1]) if before else 0
+    return before[-1] if before else {"iterations": 0, "idle_seconds": 0.0}

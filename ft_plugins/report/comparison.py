@@ -163,8 +163,8 @@ def compare_runs(failed: RunRecord, unfailed: RunRecord) -> RunComparison:
         final_loss_unfailed=unfailed.losses[-1].loss,
         wall_seconds=failed.ended - failed.began,
         wall_seconds_unfailed=unfailed.ended - unfailed.began,
-        bubbles=_sending(failed),
-        bubbles_unfailed=_sending(unfailed),
+        bubbles=_traffic(failed),
+        bubbles_unfailed=_traffic(unfailed),
         unproven=tuple(_unproven(len(kills), differing, losses_identical, restores, scratch_restarts, source)),
     )
 
@@ -277,9 +277,9 @@ def sealed_by_all(events: Iterable[Event]) -> list[tuple[float, int]]:
     return sorted((max(by.values()), k) for (_, k), by in versions.items() if by.keys() >= ranks)
 
 
-def _sending(run: RunRecord) -> CopyTraffic | None:
+def _traffic(run: RunRecord) -> CopyTraffic | None:
     use = bubble_use(run.events)
-    return None if use is None else use.sending
+    return None if use is None else use.traffic
 
 
 def _ranks(events: Iterable[Event]) -> set[int]:

@@ -65,7 +65,10 @@ def _bubble_rows(report: RunComparison) -> Iterable[tuple[str, str, str]]:
         return name, left, right
 
     yield row("bubbles, share of an iteration", lambda one: f"{one.idle_share:.0%}")
-    yield row("a version committed every", lambda one: "-" if one.every is None else f"{one.every:.1f} iter.")
+    yield row(
+        "a version committed every",
+        lambda one: "-" if one.iterations_per_version is None else f"{one.iterations_per_version:.1f} iter.",
+    )
     yield row(
         "copy bytes sent in their bubble",
         lambda one: "-" if one.in_bubble_share is None else f"{one.in_bubble_share:.0%}",

@@ -130,7 +130,7 @@ def draw_bubbles(use: BubbleUse, path: Path) -> None:
     axes.set_xlabel("milliseconds of one iteration (median of the measured ones)")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    head, _, rest = use.sending.line().partition("; ")
+    head, _, rest = use.traffic.line().partition("; ")
     axes.set_title(f"{head}\n", loc="left", fontsize=13, fontweight="bold")
     axes.text(0, 1.02, rest, transform=axes.transAxes, va="bottom", fontsize=10, color=INK)
     drawn = {kind for row in rows for kind, _, _ in row.spans}

@@ -299,7 +299,7 @@ class ExchangeSender:
             self._announced = True
         self._events.emit(
             catalogue.EXCHANGE_SENT, lineage=self._version.lineage, iteration=self._version.iteration,
-            bytes=self._sent_bytes, inside=self._inside_bytes, late=self._late_bytes,
+            bytes=self._sent_bytes, in_bubbles=self._inside_bytes, late=self._late_bytes,
             compared=sum(map(len, self._checks.values())), seconds=round(time.monotonic() - self._started, 3),
         )  # fmt: skip
 

@@ -89,7 +89,7 @@ class Capture:
         self._suspect = {
             (slot.index, segment.cursor(slot.index)) for slot in segment.slots() if slot.state is SlotState.DIRTY
         }
-        count = len(layout.buckets) + len(layout.parity) + layout.checks
+        count = len(layout.buckets) + len(layout.parity) + layout.source_digest_count
         self._digests = np.zeros(count, dtype=np.uint64)  # of the running capture
         self._small = b""
         self._pending: tuple[int, Version, float] | None = None

@@ -5,7 +5,8 @@ tensor, at most CACHE_BYTES of verified buckets (or one bucket, if that is large
 rank's file; names are read again on each request.
 
 The parts of a replicated item are in the files of its replicas. An item that data parallelism shards is in pieces of
-the flattened whole, each in its owner's file. Both are returned as the bytes of the whole tensor.
+the flattened whole, each in its owner's file. Both are returned as the bytes of the whole tensor. Where replicas
+differ, `chosen` are the ranks of one of them: what they have whole is read from their files alone.
 
 In: a checkpoint's folder. Out: indices, small state, bytes of tensors. Raises StorageError for incomplete or damaged
 files.
@@ -60,6 +61,7 @@ class CheckpointReader:
         except FileNotFoundError as error:
             raise StorageError(f"{folder} is not a complete checkpoint: it has no manifest.json") from error
         self._items = tuple(index.items for index in self.indices())
+        self.chosen: Sequence[int] = range(self.manifest.world_size)  # of one replica, if replicas differ
         self._heads: dict[int, _Head] = {}
         self._cache_bytes = cache_bytes
         self._cache: OrderedDict[tuple[int, int], Bytes] = OrderedDict()
@@ -125,15 +127,11 @@ class CheckpointReader:
         nbytes, dtypes = {_whole_nbytes(entry) for _, entry in entries}, {entry.dtype for _, entry in entries}
         if len(nbytes) > 1 or len(dtypes) > 1:
             raise StorageError(f"{self.folder}: ranks {_shown(ranks)} have different tensors called '{name}'")
-        at, needed = 0, []
-        parts = sorted((_start_in_whole(entry), rank, entry.offset, entry.stored) for rank, entry in entries)
-        for start, rank, offset, stored in parts:
-            if start > at:
-                break
-            if start + stored > at:  # if several ranks have the whole tensor, the first one suffices
-                needed.append((start, rank, offset, stored))
-                at = start + stored
-        if at != (size := nbytes.pop()):
+        size = nbytes.pop()
+        needed, at = _needed([(rank, entry) for rank, entry in entries if rank in self.chosen])
+        if at != size:
+            needed, at = _needed(entries)
+        if at != size:
             raise StorageError(
                 f"{self.folder}: bytes {at} to {size} of '{name}' are in no file of ranks {_shown(ranks)}"
             )
@@ -181,6 +179,18 @@ class CheckpointReader:
             raise StorageError(f"{path}: bucket at {offset} does not match the digest taken when it was captured")
         self._cache[rank, number] = bucket
         return bucket
+
+
+def _needed(entries: Sequence[tuple[int, Entry]]) -> tuple[list[tuple[int, int, int, int]], int]:
+    """The parts of an item to be read, as (start in the whole, rank, offset, bytes), and where they end."""
+    at, needed = 0, []
+    for start, rank, offset, stored in sorted((_start_in_whole(e), rank, e.offset, e.stored) for rank, e in entries):
+        if start > at:
+            break
+        if start + stored > at:  # if several ranks have the whole tensor, the first one suffices
+            needed.append((start, rank, offset, stored))
+            at = start + stored
+    return needed, at
 
 
 def _whole_nbytes(entry: Entry) -> int:

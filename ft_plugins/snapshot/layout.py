@@ -137,7 +137,7 @@ class Layout:
         return sum(bucket.nbytes for bucket in self.parity)
 
     @property
-    def checks(self) -> int:
+    def source_digest_count(self) -> int:
         """The number of digests of parity sources in a slot."""
         return sum(len(bucket.sources) for bucket in self.parity)
 

@@ -128,14 +128,16 @@ class Buckets:
         return "\n".join(lines)
 
 
-def plan_buckets(inventory: Inventory, bucket_bytes: int) -> Buckets:
-    """Divide an inventory into buckets. Raises ConfigError if a bucket would not hold an element."""
+def plan_buckets(inventory: Inventory, bucket_bytes: int, alone: bool = False) -> Buckets:
+    """Divide an inventory into buckets; `alone`: also what a single rank holds.
+
+    Raises ConfigError if a bucket would not hold an element."""
     if bucket_bytes < 8:
         raise ConfigError(f"buckets of {bucket_bytes} bytes hold no element: expected at least 8")
     groups: dict[tuple[tuple[int, ...], int, str, str, bool, bool], list[Item]] = {}
     left_out = []
     for item in inventory.items:
-        reason = _reason_left_out(item)
+        reason = _reason_left_out(item, alone)
         if reason:
             left_out.append((item.name, reason))
         elif item.nbytes:
@@ -175,9 +177,9 @@ def require_replicas(buckets: Buckets, framework: str, replicas: int, averaging:
         )
 
 
-def _reason_left_out(item: Item) -> str:
+def _reason_left_out(item: Item, alone: bool) -> str:
     """'' if it takes part."""
-    if len(item.replicas) == 1:
+    if len(item.replicas) == 1 and not alone:
         return (
             f"{_UNREPLICATED} (ZeRO, distributed optimizer): an error in it reaches all replicas in the same way"
             if item.piece is not None

@@ -25,8 +25,8 @@ class Links:
     def __init__(
         self, rank: int, groups: Mapping[Ranks, dist.ProcessGroup], job: dist.ProcessGroup | None, device: torch.device
     ) -> None:
-        """`groups` by the ascending ranks of a set. `job`: the group of `gather_job`; None for this rank alone.
-        `device`: that of the tensors to send."""
+        """`groups` by the ascending ranks of a set; a rank alone needs none. `job`: the group of `gather_job`; None for
+        this rank alone. `device`: that of the tensors to send."""
         self.rank = rank
         self.device = device
         self._groups = dict(groups)
@@ -41,6 +41,8 @@ class Links:
 
     def all_gather(self, replicas: Ranks, own: torch.Tensor) -> torch.Tensor:
         """Gather a tensor from each member: (M, ...), in rank order."""
+        if len(replicas) == 1:
+            return own.unsqueeze(0)
         return self._gather(self._groups[replicas], own)
 
     def _gather(self, group: dist.ProcessGroup, own: torch.Tensor) -> torch.Tensor:
@@ -58,7 +60,8 @@ class Links:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`all_gather` of a flat tensor and of one float64 in the same message: (M, n), and (M,) float64."""
         gathered = self.all_gather(replicas, torch.cat([_bytes(own.contiguous()), _bytes(number)]))
-        return _split(gathered, own.nbytes, own.dtype)
+        parts, numbers = gathered[:, : own.nbytes].contiguous(), gathered[:, own.nbytes :].contiguous()
+        return parts.view(own.dtype), numbers.view(torch.float64).view(-1)
 
     def gather_words(self, replicas: Ranks, words: np.ndarray) -> np.ndarray:
         """Gather (n,) uint64 from each member: (M, n), in rank order."""
@@ -67,17 +70,11 @@ class Links:
 
     def all_to_all(self, replicas: Ranks, rows: torch.Tensor) -> torch.Tensor:
         """(M, n) -> (M, n): `rows[i]` goes to the i-th member; row i of the result came from it."""
+        if len(replicas) == 1:
+            return rows
         received = torch.empty_like(rows)
         dist.all_to_all_single(_bytes(received), _bytes(rows), group=self._groups[replicas])
         return received
-
-    def all_to_all_with(
-        self, replicas: Ranks, rows: torch.Tensor, number: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`all_to_all`, with one float64 to all members in the same message: (M, n), and (M,) float64."""
-        numbers = _bytes(number).expand(len(rows), number.nbytes)
-        received = self.all_to_all(replicas, torch.cat([rows.contiguous().view(torch.uint8), numbers], 1))
-        return _split(received, rows.nbytes // len(rows), rows.dtype)
 
     def send(self, replicas: Ranks, to: int, tensor: torch.Tensor) -> None:
         """Send a tensor to `to`, a rank of the job."""
@@ -107,8 +104,3 @@ class Links:
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
-
-
-def _split(rows: torch.Tensor, nbytes: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of bytes: `nbytes` of `dtype`, then one float64."""
-    return rows[:, :nbytes].contiguous().view(dtype), rows[:, nbytes:].contiguous().view(torch.float64).view(-1)

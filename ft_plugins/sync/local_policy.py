@@ -24,7 +24,7 @@ from ..config import SyncConfig
 from ..errors import ConfigError
 from ..model.reduction import ReducedOver
 from .outer import OuterRules
-from .penalty import NO_PENALTY, PenaltyRules
+from .penalty import PenaltyRules
 
 
 class AppliedAt(str, Enum):
@@ -118,8 +118,6 @@ def policy_of(config: SyncConfig, apply: AppliedAt) -> LocalSgdPolicy:
     penalty = None
     if config.penalizes:
         penalty = PenaltyRules(config.alpha, config.threshold, config.penalty_warmup, config.clip)
-    elif config.weights == "tokens":
-        penalty = NO_PENALTY  # which takes factors of weights
     return LocalSgdPolicy(
         config.policy, config.tau, config.warmup, apply, outer, penalty, config.period, config.weights or "uniform"
     )

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..errors import UnsupportedError
+from ..errors import ConfigError, UnsupportedError
 from ..model.inventory import Inventory, Item
 from .buckets import FLOATING, PARAMETERS, ReplicaBucket, plan_buckets
 
@@ -38,12 +38,14 @@ class ModulePlan:
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """The groups of one rank. `replica`: all ranks of its copy of the model; `holders`: by module, the ranks of its
-    replica that hold a part of it; `modules`: the names of all modules, on any rank, in one order; `order`: those of
-    this rank, in the order in which they are exchanged; `spanning`: those that ranks with other modules hold too."""
+    """The groups of one rank. `replica`: all ranks of its copy of the model, one of `replicas`; `holders`: by module,
+    the ranks of its replica that hold a part of it; `modules`: the names of all modules, on any rank, in one order;
+    `order`: those of this rank, in the order in which they are exchanged; `spanning`: those that ranks with other
+    modules hold too."""
 
     position: int  # of this rank's replica among the replicas
     replica: Ranks
+    replicas: tuple[Ranks, ...]
     holders: Mapping[str, Ranks]
     modules: tuple[str, ...]
     order: tuple[str, ...]
@@ -67,8 +69,8 @@ def synchronised(inventory: Inventory) -> tuple[Item, ...]:
     return items
 
 
-def require_replicas(items: Sequence[Item], rank: int, framework: str) -> Ranks:
-    """The sync group of a rank. Raises UnsupportedError if its items have no replicas, or different ones."""
+def sync_group(items: Sequence[Item], rank: int, framework: str) -> Ranks:
+    """The sync group of a rank. Raises UnsupportedError if its items have different replicas."""
     sets = {item.replicas for item in items}
     if not sets:
         return (rank,)
@@ -78,13 +80,26 @@ def require_replicas(items: Sequence[Item], rank: int, framework: str) -> Ranks:
             "mixture, or shared ones): local SGD does not support that; drop --sync"
         )
     (members,) = sets
+    return members
+
+
+def require_replicas(members: Ranks, rank: int, framework: str) -> None:
+    """Raises UnsupportedError for a sync group of one rank."""
     if len(members) == 1:
         raise UnsupportedError(
             f"{framework}: rank {rank} holds parameters of which there is no other replica, so there is nothing to "
             "synchronise: raise the data-parallel size above the shards (--sync-shard-ranks, "
             "--num-distributed-optimizer-instances), or drop --sync"
         )
-    return members
+
+
+def require_shard_ranks(rank: int, group: Ranks, configured: int | None) -> None:
+    """Raises ConfigError if a replica shards over `group`, but is configured to shard over another number of ranks."""
+    if configured not in (None, len(group)):
+        raise ConfigError(
+            f"--sync-shard-ranks {configured}: expected {len(group)}, because rank {rank} shares its gradients with "
+            f"ranks {list(group)} in every iteration; change one of the two, or drop this flag"
+        )
 
 
 def plan_modules(inventory: Inventory, modules: Mapping[str, str], bucket_bytes: int) -> tuple[ModulePlan, ...]:
@@ -95,7 +110,7 @@ def plan_modules(inventory: Inventory, modules: Mapping[str, str], bucket_bytes:
     for name in order:
         own = tuple(item for item in items if modules[item.name] == name)
         if own:
-            buckets = plan_buckets(Inventory.of(inventory.rank, own), bucket_bytes)
+            buckets = plan_buckets(Inventory.of(inventory.rank, own), bucket_bytes, alone=True)
             plans.append(ModulePlan(name, own, buckets.all))
     return tuple(plans)
 
@@ -123,6 +138,7 @@ class JobGroups:
         return GroupPlan(
             position=position,
             replica=self.replicas[position],
+            replicas=self.replicas,
             holders=holders,
             modules=tuple(sorted({name for names in self.modules for name in names})),
             # spanning ones first, by name: ranks that have several of them in common exchange them in one order

@@ -101,7 +101,7 @@ class NormStatistics:
 
 @dataclass(frozen=True)
 class Judgement:
-    """What becomes of one module at one synchronisation; tuples are by member.
+    """What becomes of one module at one synchronisation; tuples are by member. `nonfinite` ones are anomalous too.
 
     In a `rollback` all weights are 0: the module returns to the anchor, and the outer optimizer does not step.
     """
@@ -110,6 +110,7 @@ class Judgement:
     weights: tuple[float, ...]
     rollback: bool
     statistics: tuple[NormStatistics, ...]
+    nonfinite: tuple[bool, ...]
 
     @property
     def weights_are_equal(self) -> bool:
@@ -145,6 +146,7 @@ def judge(
             before.after(absorbed[member], rules.alpha) if member in absorbed else before
             for member, before in enumerate(statistics)
         ),
+        nonfinite=tuple(member in present and member not in finite for member in range(len(norms))),
     )
 
 

@@ -1,17 +1,18 @@
 """Synchronise replicas module by module. Carries out a policy's rules; decides nothing by itself.
 
     remember          live -> anchors: the values that replicas start from together
+    judge             norms of every module's change (its pseudo-gradient) on every replica, or without a penalty
+                      whether its values are finite -> one `Judgement` per module                      (collective)
     exchange          live values of all replicas -> the target of one module                          (collective)
     apply             outer step from anchor to target; the result becomes live
 
 Each of the M ranks of a sync group owns 1/M of the coordinates of a bucket: it receives the others' values of its part,
-combines them, and sends the result to all. Norms travel in the same messages, so that a module is two exchanges: with
-the values that of its replica's change (the pseudo-gradient), by which replicas are judged; with the result the sum of
-squares of its part, from which all members derive the clip factor, in rank order.
+combines them, and sends the result to all, with the sum of squares of its part, from which all members derive the clip
+factor in rank order.
 
 Invariant: after `apply` all replicas hold the same bits, whatever they held before, and so do anchors and momentum.
-Only `apply` writes live tensors and momentum; only `apply` and `remember` write anchors. `exchange` may run behind
-forward and backward.
+Only `apply` writes live tensors and momentum; only `apply` and `remember` write anchors. `judge` and `exchange` may run
+behind forward and backward.
 
 In: modules, live tensors, rules. Out: changed tensors; judgements. Fault points, each with the module:
 
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import ceil, sqrt
+from math import ceil, nan, sqrt
 
 import torch
 
@@ -32,7 +33,7 @@ from .buckets import ItemPiece, ReplicaBucket
 from .links import Links
 from .modules import GroupPlan, ModulePlan, Ranks
 from .outer import OuterRules, outer_step
-from .penalty import Judgement, NormStatistics, PenaltyRules, clip_factor, judge
+from .penalty import NO_PENALTY, Judgement, NormStatistics, PenaltyRules, clip_factor, judge
 
 
 @dataclass
@@ -70,7 +71,7 @@ class Synchronisation:
         self._tensors, self._rules = tensors, rules
         self._targets: dict[str, _Target] = {}
         self._judgements: dict[str, Judgement] = {}
-        self._factors: Sequence[float] | None = None
+        self.nonfinite: dict[str, list[int]] = {}  # at the last comparison: ranks of the job, by module
         live = tensors()
         self.states: dict[str, ModuleState] = {}
         for module in modules:
@@ -100,29 +101,62 @@ class Synchronisation:
             for name, anchor in state.anchors.items():
                 anchor.copy_(flat(name, live[name]))
 
-    def begin(self, factors: Sequence[float] | None = None) -> None:
-        """A synchronisation begins, of which every module is to be exchanged and applied once. `factors`: a further
-        factor of each replica's weight, if there is a penalty."""
-        self._factors = factors
-
     # ---- background thread: collectives ----
+
+    def judge(self, factors: Sequence[float] | None = None) -> None:
+        """Compare the changes of all replicas, module by module; without a penalty only whether they are finite.
+        `factors`: a further factor of each replica's weight. A collective of all ranks."""
+        penalty, names, live = self._rules.penalty or NO_PENALTY, self._groups.modules, self._tensors()
+        if not self._modules:
+            return
+        squares = dict.fromkeys(names, 0.0)
+        for name, module in self._modules.items():
+            squares[name] = self._squared_norm(module, live)
+        table = self._replica.gather_job([squares[name] for name in names])
+        members = self._members(next(iter(self._modules.values())))
+        tables = self._links.all_gather(members, torch.from_numpy(table).to(self._links.device)).cpu()
+        self.nonfinite = self._nonfinite(tables.isfinite())
+        norms = torch.stack([sum(one) for one in tables]).sqrt()  # in rank order: the same bits on all ranks
+        for name in self._modules:
+            column = norms[:, names.index(name)].tolist()
+            before = self.states[name].statistics or [NormStatistics()] * len(members)
+            self._judgements[name] = judge(column, before, penalty, factors)
+
+    def _squared_norm(self, module: ModulePlan, live: Mapping[str, torch.Tensor]) -> float:
+        """Of a module's change on this rank, 0 without a penalty; NaN if any value is not finite, also of a copy that
+        norms leave out."""
+        measures = self._rules.penalty is not None
+        anchors = _on_device(self.states[module.name].anchors, self._links.device) if measures else {}
+        total = 0.0
+        for bucket in module.buckets:
+            values = read(bucket, live)
+            if measures and bucket.in_norm:
+                change = _change(values, bucket, anchors)
+                total += torch.dot(change, change).item()  # a pass less than square and sum
+            elif not torch.stack(values.aminmax()).isfinite().all().item():
+                total = nan
+        return total
+
+    def _nonfinite(self, finite: torch.Tensor) -> dict[str, list[int]]:
+        """The ranks of the job with values that are not finite, by module. `finite`: by replica, its rank, module."""
+        found: dict[str, list[int]] = {}
+        for replica, place, module in (~finite).nonzero().tolist():
+            found.setdefault(self._groups.modules[module], []).append(self._groups.replicas[replica][place])
+        return {name: sorted(ranks) for name, ranks in sorted(found.items())}
 
     def exchange(self, name: str) -> float:
         """Combine the values of all replicas of one module into its target. Returns the factor by which its change is
         clipped: 1.0 if it is not, or if the module is rolled back as judged; 0.0 if the mean change is not finite,
         which rolls it back too. A collective of the ranks that hold a part of the module, on all replicas."""
-        module, live = self._modules[name], self._tensors()
+        module, live, judgement = self._modules[name], self._tensors(), self._judgements.get(name)
         faults.reach("sync.exchange", module=name)
         target = _Target(_on_device(self.states[name].anchors, self._links.device))
         self._targets[name] = target
-        norm = None if self._rules.penalty is None else self._norm(module, target.anchors)
+        if judgement is not None and judgement.rollback:
+            return 1.0
         squares = []  # by bucket, those of the parts of all ranks of the sync group
-        for place, bucket in enumerate(module.buckets):
-            received = self._received(name, bucket, read(bucket, live), norm if place == 0 else None)
-            judgement = self._judgements.get(name)
-            if judgement is not None and judgement.rollback:
-                return 1.0
-            mean, parts = self._mean(bucket, received, judgement, target.anchors)
+        for bucket in module.buckets:
+            mean, parts = self._mean(bucket, read(bucket, live), judgement, target.anchors)
             target.values.append(mean)
             squares.append(parts)
         factor = self._clip_factor(name, torch.stack(squares).cpu()) if self._rules.clips else 1.0
@@ -134,58 +168,27 @@ class Synchronisation:
                 value.copy_(anchor + factor * (value.double() - anchor))
         return factor
 
-    def _norm(self, module: ModulePlan, anchors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The norm of this replica's change of a module: (1,) float64, equal on all its ranks."""
-        live, squares = self._tensors(), torch.zeros(1, dtype=torch.float64, device=self._links.device)
-        for bucket in module.buckets:
-            if bucket.in_norm:
-                squares += _change(read(bucket, live), bucket, anchors).square().sum()
-        holders = self._groups.holders[module.name]
-        if len(holders) > 1:
-            parts = self._replica.all_gather(holders, squares)
-            squares = torch.zeros_like(squares)
-            for part in parts:  # in rank order: the same bits on all ranks
-                squares += part
-        return squares.sqrt()
-
-    def _received(self, name: str, bucket: ReplicaBucket, own: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
-        """The values of all replicas in the part of a bucket that this rank combines. With `norm`, that of the module's
-        change, the replicas are judged by the norms that all of them send in the same message."""
-        part = _part_size(bucket)
-        rows = torch.zeros(len(bucket.replicas) * part, dtype=own.dtype, device=own.device)
-        rows[: len(own)] = own
-        if norm is None:
-            return self._links.all_to_all(bucket.replicas, rows.view(-1, part))
-        received, norms = self._links.all_to_all_with(bucket.replicas, rows.view(-1, part), norm)
-        assert self._rules.penalty is not None
-        statistics = self.states[name].statistics
-        self._judgements[name] = judge(norms.tolist(), statistics, self._rules.penalty, self._factors)
-        return received
-
     def _mean(
-        self,
-        bucket: ReplicaBucket,
-        received: torch.Tensor,
-        judgement: Judgement | None,
-        anchors: Mapping[str, torch.Tensor],
+        self, bucket: ReplicaBucket, own: torch.Tensor, judgement: Judgement | None, anchors: Mapping[str, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The mean of a bucket over its replicas, weighted as judged; and, if changes are clipped, the squared norm of
         its change in the part of each rank, which that rank sends with its part."""
-        if judgement is None:
-            combined = aggregate(received, Aggregate.MEAN)
-        elif judgement.weights_are_equal:
-            chosen = [place for place, weight in enumerate(judgement.weights) if weight]
-            combined = aggregate(received[chosen], Aggregate.MEAN)
+        part = _part_size(bucket)
+        rows = torch.zeros(len(bucket.replicas) * part, dtype=own.dtype, device=own.device)
+        rows[: len(own)] = own
+        received = self._links.all_to_all(bucket.replicas, rows.view(-1, part))
+        if judgement is None or judgement.weights_are_equal:
+            chosen = [place for place, weight in enumerate(judgement.weights) if weight] if judgement else []
+            combined = aggregate(received[chosen] if 0 < len(chosen) < len(received) else received, Aggregate.MEAN)
         else:
-            combined = weighted(received, judgement.weights).to(received.dtype)
+            combined = weighted(received, judgement.weights).to(own.dtype)
         if not self._rules.clips:
-            means = self._links.all_gather(bucket.replicas, combined)
-            return means.view(-1)[: bucket.elements], received.new_empty(0)
-        start = bucket.replicas.index(self._links.rank) * _part_size(bucket)
-        anchor = _read_flat(anchors, bucket)[start : start + len(combined)].double()  # shorter at the bucket's end
-        squares = (combined[: len(anchor)].double() - anchor).square().sum().view(1)
+            return self._links.all_gather(bucket.replicas, combined).view(-1)[: len(own)], own.new_empty(0)
+        start = bucket.replicas.index(self._links.rank) * part
+        anchor = _read_flat(anchors, bucket)[start : start + part]  # shorter, or empty, at the bucket's end
+        squares = combined[: len(anchor)].double().sub_(anchor).square().sum().view(1)
         means, parts = self._links.all_gather_with(bucket.replicas, combined, squares)
-        return means.view(-1)[: bucket.elements], parts if bucket.in_norm else torch.zeros_like(parts)
+        return means.view(-1)[: len(own)], parts if bucket.in_norm else torch.zeros_like(parts)
 
     def _clip_factor(self, name: str, squares: torch.Tensor) -> float:
         """The factor for a module's mean change, from the squares of its buckets (rows) in the parts of all ranks of
@@ -223,7 +226,7 @@ class Synchronisation:
                 if tensor is not used[item]:
                     tensor.copy_(used[item])
         judgement = self._judgements.pop(name, None)
-        if judgement is not None:
+        if judgement is not None and self._rules.penalty is not None:
             state.statistics = list(judgement.statistics)
         return judgement
 
@@ -266,4 +269,4 @@ def _read_flat(tensors: Mapping[str, torch.Tensor], bucket: ReplicaBucket) -> to
 
 def _change(values: torch.Tensor, bucket: ReplicaBucket, anchors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """`values` of a bucket minus their anchors, in float64."""
-    return values.double() - _read_flat(anchors, bucket).double()
+    return values.double().sub_(_read_flat(anchors, bucket))

@@ -3,7 +3,8 @@
 Invariant: the host never sees the carried state. Small state without it can be restored with a synchronizer
 (`restored_state` is None then), and small state with it without one, if the layout is the same: a synchronizer that
 lets replicas differ, or has tensors of its own, changes the layout. Replicas that may differ at a version point are
-each captured whole, because neither one of them nor a combination of parts can replace the others.
+each captured whole, because neither one of them nor a combination of parts can replace the others. After a resize a
+rank takes over such state of the ranks that the synchronizer names (`inherited`).
 
 In: a host, a `Synchronizer`. Out: a host.
 """
@@ -16,9 +17,11 @@ from typing import Any
 
 import torch
 
+from ..errors import ResumeError
 from ..model.host import Host
 from ..model.inventory import Inventory
 from ..snapshot import codec
+from .local_sgd import LocalSgd
 from .synchronizer import Synchronizer
 
 _PREFIX = "ft_plugins."  # of the carried state's entry in the small state
@@ -81,9 +84,35 @@ class CarryingHost:
         """Restore the host's data position and RNG."""
         self._host.restore_position(_without(small))
 
+    def inherited(self, parts: Sequence[Mapping[str, Any]]) -> Sequence[int] | None:
+        """After a resize, the places in `parts` of the previous ranks whose own state this rank takes over; None if
+        replicas are equal. `parts`: the small states of all previous ranks at its place in the model. Raises
+        ResumeError."""
+        if self.synchronizer is not None:
+            return self.synchronizer.inherited([part.get(_PREFIX + self.synchronizer.name) for part in parts])
+        if any(_PREFIX + LocalSgd.name in part for part in parts):
+            raise ResumeError(
+                "the state in memory was captured under local SGD, where each replica has its own, and cannot be taken "
+                "over at another size without it: give --sync as before, or start from the beginning with --ftp-resume "
+                "fresh"
+            )
+        return None
+
     def merged(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Merge the small states of several replicas, without carried state: that belongs to the previous size."""
-        return self._host.merged([_without(part) for part in parts])
+        """Merge the small states of the previous ranks that `inherited` names, with what the synchronizer continues
+        from."""
+        merged = self._host.merged([_without(part) for part in parts])
+        if self.synchronizer is None:
+            return merged
+        name = _PREFIX + self.synchronizer.name
+        carried = self.synchronizer.continued([part.get(name) for part in parts])
+        return merged if carried is None else {**merged, name: carried}
+
+
+def carried_by(small: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
+    """What the synchronizer `name` has in a small state; None if there is nothing."""
+    found: Mapping[str, Any] | None = small.get(_PREFIX + name)
+    return found
 
 
 def _without(small: Mapping[str, Any]) -> dict[str, Any]:

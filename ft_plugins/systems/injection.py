@@ -48,6 +48,6 @@ class FaultInjector:
             self._at(_COPIES, step, self._operations.copy_tensors())
 
     def _at(self, point: str, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        fault = self._corruption.strike(point, step, tensors)
-        if fault is not None:
-            self._events.emit(catalogue.FAULT_INJECTED, iteration=step, **vars(fault))
+        strike = self._corruption.strike(point, step, tensors)
+        if strike is not None:
+            self._events.emit(catalogue.FAULT_INJECTED, iteration=step, **vars(strike))

@@ -6,10 +6,6 @@
     module forward     apply FORWARD: wait for this module and apply it, while the next one is exchanged (EDiT, 3.1)
     before_update      apply UPDATE: apply all modules
 
-What is started runs on one thread, in one order on all ranks of a sync group. Modules that several pipeline stages hold
-(a tied embedding) come first: a stage that waits for another one's forward would wait for ever if that one waited for
-its part of such a module.
-
 Invariant: every rank does the same at the same iteration, because the policy is pure; by the clock, every rank of a
 replica does, and all ranks do at the same synchronisation. An error here ends the rank:
 replicas that are treated differently are worse than none. Anchors and the outer momentum are equal on all replicas at
@@ -22,6 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import msgpack
@@ -31,19 +29,31 @@ import torch.distributed as dist
 from ..collective import Collective
 from ..config import SyncConfig
 from ..errors import ResumeError, UnsupportedError
-from ..events import Events, catalogue
+from ..events import Events, catalogue, say
 from ..model.host import Host, ReplicaOperations
 from ..model.inventory import Item, Role
 from ..model.reduction import ReductionControl
 from ..snapshot.slots import Mark
-from ..sync.background import Background, BackgroundTask
+from ..sync import inheritance
+from ..sync.background import Background
+from ..sync.late_peers import PeerWait
 from ..sync.links import Links
 from ..sync.local_policy import AppliedAt, LocalSgdPolicy, chosen_apply, policy_of, wants_modules
-from ..sync.modules import GroupPlan, JobGroups, plan_groups, plan_modules, require_replicas, synchronised
+from ..sync.modules import (
+    GroupPlan,
+    JobGroups,
+    plan_groups,
+    plan_modules,
+    require_replicas,
+    require_shard_ranks,
+    sync_group,
+    synchronised,
+)
 from ..sync.penalty import NormStatistics
 from ..sync.synchronisation import Synchronisation, SynchronisationRules
 from .clocked import ClockedReplica, timekeeper
 from .sync_items import OuterItems
+from .under_way import SynchronisationUnderWay
 
 _BUCKET_BYTES = 16 << 20  # of parameters exchanged at once; temporary memory is about 8 times that
 
@@ -68,17 +78,16 @@ class LocalSgd:
         self._events, self._config, self._every = events, config, every
         inventory = host.inventory()
         items = synchronised(inventory)
-        self._members = require_replicas(items, host.rank, host.framework)
+        self._members = sync_group(items, host.rank, host.framework)
+        self._place = inheritance.ReplicaPlace(self._members.index(host.rank), len(self._members))
         self._modules = plan_modules(inventory, host.modules(), _BUCKET_BYTES)
         masters = any(item.role is Role.MAIN_PARAMETER for item in items)
         follows, reason = self._followed(masters)
         apply = chosen_apply(config, follows, masters, reason)
         self._policy: LocalSgdPolicy = policy_of(config, apply)
-        self._under_way: dict[str, BackgroundTask[float] | None] = {}  # to be applied; None: not started
-        self._number = self._at = 0  # number of synchronisations; iteration of the last one
-        self._waited = 0.0
-        self._report: dict[str, Any] = {}
-        self._background: Background | None = None
+        self._number = 0  # of synchronisations
+        self._updated = 0  # the last iteration with an update
+        self._iterations: list[int] | None = None  # of each replica before the last synchronisation by the clock
         self._clocked: ClockedReplica | None = None
         self._readiness: Background | None = None
 
@@ -115,6 +124,7 @@ class LocalSgd:
         """Create process groups, claim memory, take control of the reduction. Every rank of the job calls."""
         with collective.agreement():
             self._control.prepare_reduction()
+            require_shard_ranks(self._host.rank, self._control.shard_group(), self._config.shard_ranks)
             if self._policy.seconds is not None:
                 self._control.require_own_pace()
         names = [module.name for module in self._modules]
@@ -125,13 +135,16 @@ class LocalSgd:
         plan = groups.of(self._host.rank)
         live = self._host.tensors
         device = next((tensor.device for tensor in live().values()), torch.device("cpu"))
-        self._background = Background(device)
-        self._order, self._spanning = plan.order, plan.spanning
-        made = {ranks: dist.new_group(list(ranks)) for ranks in groups.all()}
+        self._wait = PeerWait(self._host.rank, self._members, plan.replica, self._config.timeout)
+        timeout = timedelta(seconds=self._config.timeout)
+        made = {ranks: dist.new_group(list(ranks), timeout=timeout) for ranks in groups.all()}
         links = self._peers = Links(self._host.rank, made, made.get(self._members), device)
         replica = Links(self._host.rank, made, made.get(plan.replica), device)
         rules = SynchronisationRules(self._policy.outer, self._policy.penalty)
         self._synchronisation = Synchronisation(self._modules, plan, links, replica, live, rules, self._config.offload)
+        self._under_way = SynchronisationUnderWay(
+            self._synchronisation, plan, self._wait, self._policy.apply, self._config.prefetch, device, self._finish
+        )
         captures_anchors = self._every or self._policy.previous_anchor_is_needed
         self._outer_items = OuterItems(self._modules, self._synchronisation.states, captures_anchors)
         if self._policy.seconds is not None:
@@ -142,7 +155,8 @@ class LocalSgd:
         first_ranks = tuple(ranks[0] for ranks in groups.replicas)
         cpu = torch.device("cpu")
         shared = [first_ranks, *(ranks for ranks in groups.replicas if len(ranks) > 1)]
-        made = {ranks: dist.new_group(list(ranks), backend="gloo") for ranks in shared}
+        timeout = timedelta(seconds=self._config.timeout)
+        made = {ranks: dist.new_group(list(ranks), timeout, backend="gloo") for ranks in shared}
         keeper = None
         if self._host.rank == plan.replica[0]:
             self._readiness = Background(cpu)
@@ -170,21 +184,35 @@ class LocalSgd:
         return self._outer_items.tensors()
 
     def state(self) -> dict[str, Any]:
-        """Statistics of norms, and the number of synchronisations that they and the tensors contain now."""
+        """Statistics of norms, the number of synchronisations that they and the tensors contain now, which replica this
+        is, and whether its parameters are those of all replicas."""
         states = self._synchronisation.states
         statistics = {name: [one.values() for one in state.statistics] for name, state in states.items()}
-        clocked = None if self._clocked is None else self._clocked.state()
-        number = self._number - 1 if self._under_way else self._number
-        return {"number": number, "statistics": statistics, "clocked": clocked}
+        return {
+            "number": self._number - 1 if self._under_way else self._number,
+            "statistics": statistics,
+            "clocked": None if self._clocked is None else self._clocked.state(),
+            inheritance.PLACE: self._place.values(),
+            "identical": self._identical(self._updated),
+        }
+
+    def inherited(self, previous: Sequence[Mapping[str, Any] | None]) -> Sequence[int] | None:
+        return inheritance.inherited(self._place, previous)
+
+    def continued(self, taken_over: Sequence[Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
+        return inheritance.continued(self._place, [carried for carried in taken_over if carried is not None])
 
     def begin(self, completed: int, state: Mapping[str, Any] | None = None, last: int | None = None) -> int:
         if last is not None:
             self._policy.require_synchronisation(last)
-        states = self._synchronisation.states
-        if state is not None:
+        states, self._updated = self._synchronisation.states, completed
+        if state is None:
+            require_replicas(self._members, self._host.rank, self._host.framework)
+        else:
             self._number = state["number"]
-            for name, values in state["statistics"].items():
-                states[name].statistics = [NormStatistics.from_values(one) for one in values]
+            for name in states.keys() & state["statistics"].keys():
+                states[name].statistics = [NormStatistics.from_values(one) for one in state["statistics"][name]]
+            self._describe(inheritance.ReplicaPlace.of(state))
         if state is None or not self._outer_items.has_anchors:
             self._synchronisation.remember()
         before = None if state is None else state.get("clocked")
@@ -206,12 +234,21 @@ class LocalSgd:
     def version(self, step: int) -> int:
         return step if self._clocked is None else self._clocked.version(step)
 
+    def _describe(self, before: inheritance.ReplicaPlace) -> None:
+        has_momentum = any(state.momentum for state in self._synchronisation.states.values())
+        if self._host.rank == 0 and (message := inheritance.described(self._place, before, has_momentum)):
+            say(message)
+
     def defers(self, step: int) -> bool:
-        return bool(self._under_way) and self._policy.apply is AppliedAt.FORWARD and self._at == step
+        return bool(self._under_way) and self._policy.apply is AppliedAt.FORWARD and self._under_way.step == step
 
     def mark(self, step: int) -> Mark:
-        identical = self._policy.identical(step) or self._clocked is not None  # which has no other versions
-        return Mark.UNAUDITED if identical else Mark.DIVERGED
+        return Mark.UNAUDITED if self._identical(step) else Mark.DIVERGED
+
+    def _identical(self, step: int) -> bool:
+        """Whether replicas have equal parameters at the version point of iteration `step`, if a version is taken there:
+        by the clock it is taken at synchronisations alone."""
+        return self._policy.identical(step) or self._clocked is not None
 
     def tainted(self) -> int | None:
         """None: replicas are allowed to differ."""
@@ -225,18 +262,19 @@ class LocalSgd:
     def complete(self, step: int) -> None:
         """Apply the modules whose forward has not come, so that a deferred version can be captured."""
         if self._policy.apply is AppliedAt.FORWARD:
-            self._apply_all()
+            self._under_way.apply_all()
 
     def before_update(self, step: int) -> None:
         """Apply a synchronisation that ran behind the whole iteration; wait for the other replicas where a version
         depends on it (`LocalSgdPolicy.waits_for_all`)."""
         if self._policy.apply is AppliedAt.UPDATE:
-            self._apply_all()
+            self._under_way.apply_all()
         if self._policy.waits_for_all(step, self._every):
-            self._peers.gather_job([float(step)])
+            self._wait.within(step, "the update", lambda: self._peers.gather_job([float(step)]))
 
     def after_update(self, step: int) -> None:
         """Start a synchronisation if one is due; choose over which replicas the next iteration reduces."""
+        self._updated = step
         if self._policy.anchors(step):
             self._synchronisation.remember()
             if self._clocked is not None:
@@ -244,85 +282,45 @@ class LocalSgd:
         elif self._due(step):
             self._start(step)
             if self._policy.apply is AppliedAt.WAIT:
-                self._apply_all()
+                self._under_way.apply_all()
         self._control.reduce_over(self._policy.reduced_over(step + 1))
 
     def _due(self, step: int) -> bool:
         """Whether replicas are synchronised after the update of iteration `step`."""
         if self._clocked is None or step <= self._policy.warmup:
             return self._policy.due(step)
-        return self._clocked.joins(step)
+        return self._wait.within(step, "the agreement on a synchronisation", partial(self._clocked.joins, step))
 
     def shutdown(self) -> None:
         """The orderly end: apply what is under way. Idempotent."""
-        if self._background is None:
-            return
-        self._apply_all()
-        self._background.close()
+        self._under_way.apply_all()
+        self._under_way.close()
         if self._readiness is not None:
             self._readiness.close()
-        self._background = None
 
     # ---- one synchronisation ----
 
     def _start(self, step: int) -> None:
-        assert self._background is not None
-        self._number, self._at, self._waited = self._number + 1, step, 0.0
-        self._report = {"left_out": {}, "rolled_back": [], "clipped": {}}
-        factors = None
+        factors, self._iterations = None, None
         if self._clocked is not None:
-            factors = self._clocked.join(step)
-            self._report["iterations"] = list(self._clocked.done)
-        self._synchronisation.begin(factors)
-        self._under_way = dict.fromkeys(self._order)
-        at_once = self._policy.apply is not AppliedAt.FORWARD
-        for place, name in enumerate(self._order):
-            if at_once or name in self._spanning or (place == 0 and self._config.prefetch):
-                self._exchange(name)
-
-    def _exchange(self, name: str) -> None:
-        """Start the exchange of a module, unless it is started."""
-        assert self._background is not None
-        if self._under_way.get(name, True) is None:
-            self._under_way[name] = self._background.start(lambda: self._synchronisation.exchange(name))
+            factors = self._wait.within(step, "the count of iterations", partial(self._clocked.join, step))
+            self._iterations = list(self._clocked.done)
+        self._number += 1
+        self._under_way.start(step, factors)
 
     def _before_module(self, name: str) -> None:
-        """The forward of a module is about to begin."""
-        if name in self._under_way and self._policy.apply is AppliedAt.FORWARD:
-            self._apply(name)
-
-    def _apply_all(self) -> None:
-        for name in self._order if self._under_way else ():
-            if name in self._under_way:
-                self._apply(name)
-
-    def _apply(self, name: str) -> None:
-        """Wait for a module's exchange, and apply it; with prefetch start that of the next one first."""
-        self._exchange(name)
-        if self._config.prefetch:
-            following = self._order[self._order.index(name) + 1 :]
-            if waiting := next((each for each in following if each in self._under_way), None):
-                self._exchange(waiting)
-        exchange = self._under_way.pop(name)
-        assert exchange is not None
-        factor = exchange.wait()
-        self._waited += exchange.waited
-        judgement = self._synchronisation.apply(name)
-        if judgement is not None and any(judgement.anomalous):
-            self._report["left_out"][name] = [
-                rank for rank, outlier in zip(self._members, judgement.anomalous, strict=True) if outlier
-            ]
-        if judgement is not None and judgement.rollback:
-            self._report["rolled_back"].append(name)
-        if factor != 1.0:
-            self._report["clipped"][name] = factor
-        if not self._under_way:
-            self._finish()
+        self._under_way.before_forward(name)
 
     def _finish(self) -> None:
         self._operations.derive()
+        step, nonfinite = self._under_way.step, self._synchronisation.nonfinite
         self._events.emit(
-            catalogue.REPLICAS_SYNCHRONISED, iteration=self._at, number=self._number, policy=self._policy.name,
-            waited_seconds=self._waited, **self._report,
+            catalogue.REPLICAS_SYNCHRONISED, iteration=step, number=self._number, policy=self._policy.name,
+            waited_seconds=self._under_way.waited, **self._under_way.report, nonfinite=nonfinite,
+            iterations=self._iterations,
         )  # fmt: skip
+        if nonfinite:
+            ranks = ", ".join(map(str, sorted({rank for those in nonfinite.values() for rank in those})))
+            reason = f"non-finite parameters on ranks {ranks} after iteration {step}, in {', '.join(nonfinite)}"
+            self._events.emit(catalogue.NONFINITE_DETECTED, iteration=step, ranks=ranks, reason=reason)
         self.on_complete()

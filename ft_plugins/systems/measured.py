@@ -46,6 +46,7 @@ class Measurement:
         knows about its copies."""
         self._rank = host.rank
         self._events = events
+        self._ended_iteration = 0
         device = next((tensor.device for tensor in host.tensors().values()), torch.device("cpu"))
         recorder = Recorder(host.rank, clock_of(device))
         self.baft = Baft(host.rank, config, events, pipelines(host.topology())) if config is not None else None
@@ -84,6 +85,7 @@ class Measurement:
 
     def iteration_end(self, step: int) -> None:
         """End an iteration."""
+        self._ended_iteration = step
         self._profiler.iteration_end(step)
 
     # ---- callbacks of the profiler ----
@@ -148,7 +150,9 @@ class Measurement:
     def _report(self, plan: BubblePlan, profile: Profile, iterations: Sequence[int], links_known: bool) -> None:
         (own,) = (sender for sender in plan.senders if sender.transfer.sender == self._rank)
         self._events.emit(
-            catalogue.TIMELINE_RECORDED, **shown(profile.timelines[self._rank], profile.bubbles(self._rank), own)
+            catalogue.TIMELINE_RECORDED,
+            iteration=self._ended_iteration,
+            **shown(profile.timelines[self._rank], profile.bubbles(self._rank), own),
         )
         if self._rank != 0:
             return

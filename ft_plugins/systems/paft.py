@@ -145,6 +145,14 @@ class Paft:
             "offences": {} if self._verdicts is None else self._verdicts.state(),
         }
 
+    def inherited(self, previous: Sequence[Mapping[str, Any] | None]) -> Sequence[int] | None:
+        """None: replicas are equal, or the resize is refused."""
+        return None
+
+    def continued(self, taken_over: Sequence[Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
+        """None: what is carried is of the replicas of the previous size."""
+        return None
+
     def begin(self, completed: int, state: Mapping[str, Any] | None = None, last: int | None = None) -> int:
         """Continue after `completed` iterations from the `state` of that version; None if it carries none."""
         if self._verdicts is not None:

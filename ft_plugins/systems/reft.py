@@ -223,7 +223,7 @@ class Reft:
         """When a version is ready, and what this rank sends of it in addition to the slot's data: small state and
         digest table, to each node that keeps them, and parity if there are copies too."""
         layout, exchange = self.plan.layout, self.exchange
-        small = self._small_bytes + 8 * (len(layout.ranges) + layout.checks)
+        small = self._small_bytes + 8 * (len(layout.ranges) + layout.source_digest_count)
         more = exchange.parity_bytes + exchange.holders * small
         return SenderFacts(self._reports.capture_seconds, more, layers=layer_bytes(layout))
 

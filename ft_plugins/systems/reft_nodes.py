@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import cast
 
 from ..collective import Collective
 from ..config import Config, ReftConfig
@@ -24,7 +25,7 @@ from ..recovery.nodes import JobNodes, LinkedNodes, NodeTierConfig, SeenNodes
 from ..recovery.resize import sizes
 from ..recovery.resize.previous_job import PreviousJob
 from ..recovery.resize.previous_size import ResizePlan
-from ..recovery.resize.refill import refill
+from ..recovery.resize.refill import TakingOver, refill
 from ..redundancy import neighbour
 from ..redundancy.exchange_plan import why_unprotected
 from ..snapshot.double import replica_shares, with_parity
@@ -208,7 +209,7 @@ class ReftNodes:
         members = SeenNodes(self._collective, self._nodes, self._run_dir).ranks
         moved = refill(
             plan, segment, manifest, members, self._collective, self._run_dir, self._token,
-            self._host.merged,
+            cast(TakingOver, self._host),  # a `CarryingHost`
         )  # fmt: skip
         seconds = time.perf_counter() - started
         self._events.emit(

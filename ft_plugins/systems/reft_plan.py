@@ -56,7 +56,9 @@ class CapturePlan:
         digest = layout_digest(self.layout, self._config.bucket_mib, kinds)
         nbytes, parity = self.layout.nbytes, self.layout.parity_nbytes
         slots = slots_for(*self._purposes())
-        return Shape(nbytes + parity, small, len(self.layout.ranges), digest, slots, parity, self.layout.checks)
+        return Shape(
+            nbytes + parity, small, len(self.layout.ranges), digest, slots, parity, self.layout.source_digest_count
+        )
 
     def _purposes(self) -> list[Pin]:
         """The purposes for which versions are pinned: each adds a slot."""

@@ -64,6 +64,17 @@ class Synchronizer(Protocol):
         """Its other state at a version point, as plain values."""
         ...
 
+    def inherited(self, previous: Sequence[Mapping[str, Any] | None]) -> Sequence[int] | None:
+        """After a resize, the places in `previous` of the ranks whose own state this rank takes over; None if replicas
+        are equal. `previous`: the `state` of all previous ranks at its place in the model, by rank; None for one that
+        carried none. Raises ResumeError."""
+        ...
+
+    def continued(self, taken_over: Sequence[Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
+        """After a resize, the state to begin from, given that of the ranks that `inherited` names, or of all; None to
+        start from nothing."""
+        ...
+
     def begin(self, completed: int, state: Mapping[str, Any] | None = None, last: int | None = None) -> int:
         """Continue after version `completed` from the `state` of that version; None if it carries none. `last`: the
         iteration at which training ends, if known. Returns the last iteration that this rank completed. Raises

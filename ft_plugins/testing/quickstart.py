@@ -272,7 +272,7 @@ def prove(plan: QuickstartPlan, console: Console, display: Display) -> RunCompar
     use = bubble_use(unfailed.events)
     if use is not None:
         draw_bubbles(use, plan.out / BUBBLES)
-        console.print(f"{use.sending.line()} (in the unfailed run).", highlight=False, soft_wrap=True)
+        console.print(f"{use.traffic.line()} (in the unfailed run).", highlight=False, soft_wrap=True)
     elif plan.nodes > 1:
         raise EvidenceError(f"no bubbles were planned in the unfailed run; see {plan.out / 'unfailed'}")
     console.print(f"report: {plan.out / REPORT}\npicture: {plan.out / PICTURE}", highlight=False, soft_wrap=True)

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 EVERY = "every node"
+FRAMEWORK_NAMES = ("megatron", "deepspeed")
+MOST_NODES = 6  # of a job, substitutes excluded
 
 
 class JobEnd(str, Enum):
@@ -107,7 +109,7 @@ class RestoredFrom:
 
 
 @dataclass(frozen=True)
-class InTransfer:
+class BeingExchanged:
     """Nodes were exchanging this version when the job was restored for the first time."""
 
     iteration: int
@@ -185,7 +187,7 @@ class MatchesGolden:
 
 StoryLine = (
     VersionCommitted | IterationCaptured | CheckpointStored | SmpStopped | JobEnds | LoseNode | StartNode
-    | RestoredFrom | InTransfer | RestoredCommitted | DeclaredLost | ReplicasCompared | ReplicaMismatched
+    | RestoredFrom | BeingExchanged | RestoredCommitted | DeclaredLost | ReplicasCompared | ReplicaMismatched
     | RestoredCertified | SentInBubbles | CheckpointNotStored | CheckpointsIntact | ReasonContains
     | NoFreshStart | MatchesGolden
 )  # fmt: skip

@@ -1,16 +1,19 @@
 """Parse failure stories: a job, what happens to its nodes, and the claims to check. Pure.
 
 Invariant: a story that parses can run: every line is known, every node exists at the line that names it, and no claim
-comes before it can be checked. An error names file and line, what was expected and what was found.
+comes before it can be checked. An error names the file, and the line if one is at fault, what was expected and what
+was found.
 
 The first line is the title, '#' begins a comment, every other line is a keyword and a phrase:
 
     job    megatron, tp2 pp2 dp2, 4 nodes, distributed optimizer    also: 'megatron or deepspeed', 'global batch 12',
-                                                                    '20 iterations'; default: replicated, 10
+                                                                    '20 iterations'; default: replicated optimizer,
+                                                                    10 iterations
     flags  --reft-redundancy raim6                                  flags of ft_plugins
     store  every 3 iterations                                       checkpoints, in a folder shared by all nodes
     fault  n2 persist.file@rank=5,iteration=6:stop                  a fault point (`ft_plugins.faults`) of one node
-    runs   with all configurations                                  not by default
+    runs   with all configurations                                  run only with all test configurations (marker
+                                                                    all_configurations)
 
     when   version 2 is committed on every node                     or a later one: the story waits for it
     when   iteration 11 is captured on n0                           or a later one
@@ -18,16 +21,19 @@ The first line is the title, '#' begins a comment, every other line is a keyword
     when   the smp of n2 has stopped                                at its fault point
     when   the job has ended  |  the job is refused                 on every node
 
-    do     kill n2  |  cut n2  |  freeze n2                         with its memory  |  its link  |  connections open
-    do     start s first  |  last                                   a node that sorts before or after all others
+    do     kill n2  |  cut n2  |  freeze n2                         lose a node: with its memory | by its link | all
+                                                                    processes stopped, connections open
+    do     start s first  |  last                                   start node s, whose address sorts before or after
+                                                                    all others
 
-    then   s restored from node, iteration >= 2                     or 'every node', '= 2'; 'from storage': the newest
-    then   s restored the committed version, not the one in transfer    a newer one was being exchanged
-    then   version 8 was in transfer                                when the job was restored for the first time
+    then   s restored from node, iteration >= 2                     or 'every node', '= 2'; 'from storage' also requires
+                                                                    the newest complete checkpoint
+    then   s restored the committed version, not the one being exchanged    a newer one
+    then   version 8 was being exchanged                            when the job was restored for the first time
     then   n1 was declared lost                                     by the remaining nodes
     then   checkpoint 6 is not complete
-    then   complete checkpoints are whole, the newest >= 9
-    then   the reason is: the parts of ranks 2, 3, 6, 7 are gone    of every refusal, or of every restore
+    then   complete checkpoints are intact, the newest >= 9         every file matches its digests
+    then   the reason contains: the parts of ranks 2, 3 are gone    of every refusal, or of every restore
     then   replicas were compared, little was sent                  each node encodes parity of its own replicas
     then   rank 2 differed in iteration 3                           the only mismatch, with --paft
     then   s restored a certified version                           its replicas had agreed
@@ -51,11 +57,13 @@ from .. import faults
 from ..errors import ConfigError, FtError
 from .story import (
     EVERY,
+    FRAMEWORK_NAMES,
+    MOST_NODES,
+    BeingExchanged,
     CheckpointNotStored,
     CheckpointsIntact,
     CheckpointStored,
     DeclaredLost,
-    InTransfer,
     IterationCaptured,
     JobEnd,
     JobEnds,
@@ -83,12 +91,13 @@ class StoryError(FtError):
     """A line of a story is unknown or cannot happen there."""
 
 
-_ACTIONS = (VersionCommitted, IterationCaptured, CheckpointStored, SmpStopped, JobEnds, LoseNode, StartNode)
+_BEFORE_END = (VersionCommitted, IterationCaptured, CheckpointStored, SmpStopped, JobEnds, LoseNode, StartNode)
 _FINAL_CLAIMS = (
-    RestoredFrom, InTransfer, RestoredCommitted, DeclaredLost, CheckpointsIntact, ReasonContains, ReplicasCompared,
+    RestoredFrom, BeingExchanged, RestoredCommitted, DeclaredLost, CheckpointsIntact, ReasonContains, ReplicasCompared,
     ReplicaMismatched, RestoredCertified, SentInBubbles, NoFreshStart, MatchesGolden,
 )  # fmt: skip
-_NODE = r"([a-z]\w*)"
+_NAME = r"[a-z]\w*"
+_NODE = rf"({_NAME})"
 _Build = Callable[..., StoryLine]
 _PHRASES: dict[str, list[tuple[str, _Build]]] = {
     "when": [
@@ -104,15 +113,15 @@ _PHRASES: dict[str, list[tuple[str, _Build]]] = {
     ],
     "then": [
         (
-            rf"({EVERY}|{_NODE[1:-1]}) restored from (process|node|storage), iteration (>=|=) (\d+)",
+            rf"({EVERY}|{_NAME}) restored from (process|node|storage), iteration (>=|=) (\d+)",
             lambda node, tier, relation, at: RestoredFrom(node, tier, int(at), relation == "="),
         ),
-        (r"version (\d+) was in transfer", lambda at: InTransfer(int(at))),
-        (rf"{_NODE} restored the committed version, not the one in transfer", RestoredCommitted),
+        (r"version (\d+) was being exchanged", lambda at: BeingExchanged(int(at))),
+        (rf"{_NODE} restored the committed version, not the one being exchanged", RestoredCommitted),
         (rf"{_NODE} was declared lost", DeclaredLost),
         (r"checkpoint (\d+) is not complete", lambda at: CheckpointNotStored(int(at))),
-        (r"complete checkpoints are whole, the newest >= (\d+)", lambda at: CheckpointsIntact(int(at))),
-        (r"the reason is: (.+)", ReasonContains),
+        (r"complete checkpoints are intact, the newest >= (\d+)", lambda at: CheckpointsIntact(int(at))),
+        (r"the reason contains: (.+)", ReasonContains),
         (r"replicas were compared, little was sent", ReplicasCompared),
         (r"rank (\d+) differed in iteration (\d+)", lambda rank, at: ReplicaMismatched(int(rank), int(at))),
         (rf"{_NODE} restored a certified version", RestoredCertified),
@@ -168,6 +177,7 @@ class _Reader:
         self._lines: list[StoryLine] = []
         self._alive: set[str] = set()
         self._lost: set[str] = set()
+        self._started: dict[bool, str] = {}  # by whether it sorts first; there is one address of each kind
         self._end: JobEnd | None = None
 
     def take(self, line: str) -> None:
@@ -183,12 +193,17 @@ class _Reader:
                 self._job = _job(phrase)
                 self._alive = {f"n{index}" for index in range(self._job.nodes)}
             case "flags":
-                self._flags += tuple(shlex.split(phrase))
+                self._flags += _flags(phrase)
             case "store":
+                if self._store:
+                    raise StoryError("a story has one 'store' line")
                 self._store = int(_matched(r"every (\d+) iterations", phrase, "'every 3 iterations'")[1])
+                if not self._store:
+                    raise StoryError("expected at least 1 iteration between checkpoints, found 0")
             case "fault":
                 node, _, specification = phrase.partition(" ")
-                faults.parse(specification)
+                if not faults.parse(specification):
+                    raise StoryError(f"expected a node and its fault ('n2 point@fact=value:action'), found '{phrase}'")
                 if node in self._faults:
                     raise StoryError(f"node {node} already has a 'fault' line; join its faults with ';'")
                 self._faults[node] = specification.strip()
@@ -203,26 +218,35 @@ class _Reader:
     def _add(self, line: StoryLine) -> None:
         if self._job is None:
             raise StoryError("the 'job' line must come first")
-        too_soon = isinstance(line, _FINAL_CLAIMS) and self._end is None
-        if too_soon or isinstance(line, MatchesGolden) and self._end is not JobEnd.ENDED:
+        if isinstance(line, MatchesGolden) and self._end is not JobEnd.ENDED:
             raise StoryError("this claim can only be checked after 'when the job has ended'")
-        if self._end and isinstance(line, _ACTIONS):
+        if isinstance(line, _FINAL_CLAIMS) and self._end is None:
+            raise StoryError("this claim can only be checked after 'when the job has ended' or 'is refused'")
+        if self._end and isinstance(line, _BEFORE_END):
             raise StoryError("nothing can happen after the job has ended")
         if isinstance(line, (CheckpointStored, CheckpointNotStored, CheckpointsIntact)) and not self._store:
             raise StoryError("checkpoints need a 'store' line")
         match line:
-            case StartNode(node):
+            case StartNode(node, first):
                 if node in self._alive | self._lost:
                     raise StoryError(f"node {node} already exists; give the substitute another name")
+                if first in self._started:
+                    order, other = ("first", "last") if first else ("last", "first")
+                    raise StoryError(f"node {self._started[first]} was already started {order}; start {node} {other}")
+                self._started[first] = node
                 self._alive.add(node)
-            case LoseNode(node):
+            case LoseNode(node, kind):
                 self._require_alive(node)
+                if kind is LossKind.CUT and node in self._started.values():
+                    raise StoryError(f"node {node} was started later; only nodes of the 'job' line can be cut")
                 self._alive.remove(node)
                 self._lost.add(node)
             case SmpStopped(node) | IterationCaptured(node):
                 self._require_alive(node)
             case DeclaredLost(node) if node not in self._lost:
                 raise StoryError(f"node {node} was not lost; lost nodes: {_names(self._lost)}")
+            case ReplicaMismatched(rank) if rank >= self._job.ranks:
+                raise StoryError(f"expected a rank of the job, 0 to {self._job.ranks - 1}, found {rank}")
             case RestoredCommitted(node) | RestoredCertified(node):
                 self._require_alive(node)
             case RestoredFrom(node) if node != EVERY:
@@ -245,11 +269,18 @@ class _Reader:
             )
         unknown = self._faults.keys() - self._alive - self._lost
         if unknown:
-            raise StoryError(f"{self._name}: a 'fault' line names {_names(unknown)}, which never is a node")
+            raise StoryError(f"{self._name}: a 'fault' line names {_names(unknown)}, which is not a node of this story")
         return Story(
             Path(self._name).stem, self._title, self._job, tuple(self._lines), self._flags, self._store,
             self._faults, self._all,
         )  # fmt: skip
+
+
+def _flags(phrase: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(phrase))
+    except ValueError as error:
+        raise StoryError(f"flags: {error}") from error
 
 
 def _names(nodes: set[str]) -> str:
@@ -277,6 +308,9 @@ def _job(phrase: str) -> JobShape:
     if len(parts) < 3:
         raise StoryError(f"expected '<framework>, tp2 pp2 dp2, 4 nodes', found '{phrase}'")
     frameworks = tuple(parts[0].split(" or "))
+    unknown = next((each for each in frameworks if each not in FRAMEWORK_NAMES), None)
+    if unknown is not None:
+        raise StoryError(f"expected a framework ({', '.join(FRAMEWORK_NAMES)}), found '{unknown}'")
     sizes = _matched(r"tp(\d+) pp(\d+) dp(\d+)", parts[1], "'tp2 pp2 dp2'")
     tp, pp, dp = map(int, sizes.groups())
     nodes = int(_matched(r"(\d+) nodes?", parts[2], "'4 nodes'")[1])
@@ -293,6 +327,10 @@ def _job(phrase: str) -> JobShape:
                 "expected 'distributed optimizer', 'replicated optimizer', 'global batch 12' or '20 iterations', "
                 f"found '{part}'"
             )
+    if nodes > MOST_NODES:
+        raise StoryError(f"expected at most {MOST_NODES} nodes, found {nodes}: tests emulate no more hosts")
+    if 0 in (more.get("iterations"), more.get("global_batch")):
+        raise StoryError(f"expected at least 1 iteration and a global batch of at least 1, found '{phrase}'")
     shape = JobShape(frameworks, tp, pp, dp, nodes, **more)  # type: ignore[arg-type]
     if not nodes or not shape.ranks or shape.ranks % nodes:
         raise StoryError(f"{shape.ranks} ranks cannot be spread evenly over {nodes} nodes")

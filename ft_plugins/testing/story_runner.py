@@ -32,11 +32,11 @@ from .megatron_runs import MegatronRun
 from .multinode import BOUND, ExampleRun, MultiNodeJob, Spec
 from .story import (
     EVERY,
+    BeingExchanged,
     CheckpointNotStored,
     CheckpointsIntact,
     CheckpointStored,
     DeclaredLost,
-    InTransfer,
     IterationCaptured,
     JobEnd,
     JobEnds,
@@ -169,7 +169,7 @@ class StoryRunner:
             case RestoredFrom(node, tier, iteration, exactly):
                 for name in self._job.nodes if node == EVERY else [node]:
                     self._check_restore(name, tier, iteration, exactly)
-            case InTransfer(iteration):
+            case BeingExchanged(iteration):
                 started, committed = self._exchanges_before_restore()
                 assert iteration in started and iteration not in committed, f"started {started}, committed {committed}"
             case RestoredCommitted(node):

@@ -36,7 +36,7 @@ def slot_of(stack: ExitStack, tensors: Mapping[str, torch.Tensor], name: str) ->
     nbytes, parity = layout.nbytes + layout.parity_nbytes, layout.parity_nbytes
     assert parity > BUCKET
     path = path_of(name, "b", 1)
-    create(path, Shape(nbytes, 100, len(layout.ranges), 1, 3, parity, layout.checks), 1, {})
+    create(path, Shape(nbytes, 100, len(layout.ranges), 1, 3, parity, layout.source_digest_count), 1, {})
     stack.callback(remove, name, "b")
     segment = Segment(path)
     stack.callback(segment.close)

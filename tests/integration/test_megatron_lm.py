@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from ft_plugins.errors import EXIT_REFUSED
 from ft_plugins.testing.megatron_checkpoints import differences, read
 from ft_plugins.testing.megatron_lm import RUN_SECONDS, MegatronLmRun, ft_run, write_corpus
 
@@ -38,6 +39,7 @@ HARDEST = (
     *("--bf16", "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
     *("--num-layers-per-virtual-pipeline-stage", "1"),
 )
+EDIT = ("--sync-policy", "edit", "--sync-tau", "2", "--sync-warmup", "1", "--sync-penalty-warmup", "1")
 SKIPPING = ("--iterations-to-skip", "2")  # the third: counted from 0; fp32, no distributed optimizer, 1F1B
 
 
@@ -77,6 +79,7 @@ class Case:
 CASES = (
     Case("overlapped-interleaved", HARDEST, "iteration.forward", 6),  # Megatron's own save has 4, memory 5
     Case("skipped-iteration", SKIPPING, "update.middle", 4),  # what is restored is the skipped one's version point
+    Case("edit", EDIT, "iteration.forward", 6),  # replicas are synchronised after 2, 4, 6
 )
 
 
@@ -125,6 +128,14 @@ def test_another_seed_ends_in_another_state(script: list[object], unfailed: Mega
     assert other.status == 0, other.output[-4000:]
     found = differences(final_state(unfailed.saved), final_state(tmp_path))
     assert any("exp_avg" in place for place in found), found
+
+
+def test_a_run_without_a_synchronisation_is_one_clear_line(checkout: Path, corpus: Path, tmp_path: Path) -> None:
+    script = [checkout / "pretrain_gpt.py", *JOB, "--data-path", corpus]
+    refused = ft_run(script, tmp_path, "--sync-policy", "edit", "--sync-warmup", ITERATIONS, job="megatron-warm")
+    assert refused.status == EXIT_REFUSED, refused.output[-4000:]
+    lines = [line for line in refused.output.splitlines() if "before the first synchronisation" in line]
+    assert len(lines) == 1 and f"training ends at iteration {ITERATIONS}" in lines[0], refused.output[-4000:]
 
 
 def test_help_shows_our_flags_among_megatrons(checkout: Path, tmp_path: Path) -> None:

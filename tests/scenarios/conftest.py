@@ -14,12 +14,12 @@ import pytest
 from ft_plugins.errors import FtError
 from ft_plugins.smp import liveness
 from ft_plugins.smp.client import Client
-from ft_plugins.testing import deepspeed_runs, megatron_runs
+from ft_plugins.testing import deepspeed_runs, fsdp_runs, megatron_runs
 from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
 from ft_plugins.testing.multinode import DETECT, has_flag
 
 _GONE_SECONDS = 10.0  # for an SMP to end on request or after a signal
-SERVERS = frozenset({"torch_server", "megatron_server", "deepspeed_server"})
+SERVERS = frozenset({"torch_server", "fsdp_server", "megatron_server", "deepspeed_server"})
 Start = Callable[..., RunningJob]
 
 
@@ -28,6 +28,14 @@ def torch_server() -> Iterator[ForkServer]:
     """Jobs of plain torch."""
     os.environ["OMP_NUM_THREADS"] = "1"
     with ForkServer(["ft_plugins.testing.fills", "ft_plugins.launcher.node_launch"]) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def fsdp_server() -> Iterator[ForkServer]:
+    """Jobs of the FSDP2 example."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with ForkServer(fsdp_runs.PRELOAD) as server:
         yield server
 
 

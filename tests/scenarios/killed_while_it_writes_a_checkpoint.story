@@ -11,5 +11,5 @@ do     start s first
 when   the job has ended
 then   s restored from node, iteration >= 4
 then   no rank started from scratch
-then   complete checkpoints are whole, the newest >= 12
+then   complete checkpoints are intact, the newest >= 12
 then   the final state is golden

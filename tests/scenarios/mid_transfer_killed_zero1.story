@@ -11,6 +11,6 @@ do     kill n2
 do     start s first
 when   the job has ended
 then   s restored from node, iteration >= 4
-then   s restored the committed version, not the one in transfer
+then   s restored the committed version, not the one being exchanged
 then   no rank started from scratch
 then   the final state is golden

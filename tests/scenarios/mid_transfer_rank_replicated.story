@@ -6,7 +6,7 @@ runs   with all configurations
 # version 8 is held half sent, version 9 ends half captured
 fault  n2 exchange.frame@epoch=1,iteration=8,frame=1:hold;capture.bucket.end@rank=5,iteration=9,restart=0:kill
 when   the job has ended
-then   version 8 was in transfer
+then   version 8 was being exchanged
 then   every node restored from process, iteration = 8
 then   no rank started from scratch
 then   the final state is golden

@@ -12,6 +12,6 @@ do     start s last
 when   the job has ended
 then   n2 was declared lost
 then   s restored from node, iteration >= 4
-then   s restored the committed version, not the one in transfer
+then   s restored the committed version, not the one being exchanged
 then   no rank started from scratch
 then   the final state is golden

@@ -9,6 +9,7 @@ the synchronisations that follow.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -130,3 +131,34 @@ def test_a_deepspeed_job_killed_between_and_within_synchronisations_ends_as_the_
     assert synchronisations(job) == expected
     assert {iteration for _, iteration in expected} >= {2, 4, 6, 8}
     assert any(one["left_out"] for one in expected.values()) and any(one["clipped"] for one in expected.values())
+
+
+STALLS = {
+    "detected": {"detect_seconds": 2.0},  # by the snapshot process of its node
+    "timed out": {"detect_seconds": 600.0},  # by the others, which wait for it
+}
+
+
+@pytest.mark.parametrize("stall", STALLS)
+def test_a_rank_that_stops_in_the_middle_of_an_exchange_is_replaced_and_the_job_ends_as_the_unfailed_one(
+    deepspeed_server: ForkServer, golden: Golden, jobs: Spec, tmp_path: Path, stall: str
+) -> None:
+    """Nothing has died: without either, the others would wait for half an hour."""
+    configuration, sync = CONFIGURATIONS[PIPELINE]
+    whole, expected = golden(PIPELINE)
+    stops = "sync.exchange@rank=3,hit=5,restart=0:stop"
+    timeout = {"timeout": 6.0} if stall == "timed out" else {}
+    block = {"sync": {**sync, **timeout}, "reft": {}, "faults": stops, **STALLS[stall]}
+    run = DeepSpeedRun("protected", tmp_path, configuration, block, iterations=ITERATIONS)
+    job = finish(deepspeed_server, named(jobs, run))
+    assert len(restored(job)) == 1
+    lost = [event.fields["lost"] for event in job.events("node.lost")]
+    if stall == "detected":
+        assert lost == [["rank 3"]]
+    else:
+        assert lost == []
+        line = r"rank \d: local SGD, iteration 4, module '[^']+': a rank of its sync group .* did not come within 6 s"
+        messages = [event.fields["message"] for event in job.events("worker.failed")]
+        assert any(re.match(line, message) for message in messages), messages
+    assert_identical(run, whole, configuration.ranks)
+    assert synchronisations(job) == expected

@@ -10,7 +10,7 @@ do     kill n3
 do     start s3 last
 when   the job has ended
 then   every node restored from storage, iteration >= 3
-then   the reason is: the parts of ranks 2, 3, 6, 7 are gone with 2 nodes that protect each other, RAIM5 makes up for 1
+then   the reason contains: the parts of ranks 2, 3, 6, 7 are gone with 2 nodes that protect each other, RAIM5 makes up for 1
 then   no rank started from scratch
-then   complete checkpoints are whole, the newest >= 12
+then   complete checkpoints are intact, the newest >= 12
 then   the final state is golden

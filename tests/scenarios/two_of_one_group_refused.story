@@ -8,7 +8,7 @@ do    start s1 first
 do    kill n3
 do    start s3 last
 when  the job is refused
-then  the reason is: the parts of ranks 2, 3, 6, 7 are gone with 2 nodes that protect each other
-then  the reason is: RAIM5 makes up for 1
-then  the reason is: --ftp-resume fresh
+then  the reason contains: the parts of ranks 2, 3, 6, 7 are gone with 2 nodes that protect each other
+then  the reason contains: RAIM5 makes up for 1
+then  the reason contains: --ftp-resume fresh
 then  no rank started from scratch

@@ -290,7 +290,7 @@ def test_plan_as_json_is_one_object(ft_plugins: Command) -> None:
     assert found["intervals"]["schemes"]["raim6"]["rebuild_seconds"] == 60 + 6 * 60 / 20
 
 
-PIPELINE = ("--stages", "8", "--microbatches", "32", "--message-share", "0.05")
+PIPELINE = ("--stages", "8", "--microbatches", "32", "--message-passes", "0.05")
 
 
 def test_plan_prints_bubbles_and_with_what_saving_takes_goodput(ft_plugins: Command) -> None:
@@ -331,7 +331,7 @@ def test_plan_draws_the_pipeline(ft_plugins: Command, tmp_path: Path) -> None:
         ((*PIPELINE, "--schedule", "gpipe", "--chunks", "2"), "chunks, group, overlap: without effect in the schedule"),
         (("--restart-seconds", "60"), "restart_seconds: no effect without stages, microbatches; give them too"),
         ((*PIPELINE, "--restart-seconds", "60"), "restart_seconds: no effect without state_gib, iteration_seconds, "),
-        ((*PIPELINE, "--message-share", "-1"), "message_share: expected a number from 0 to 100, found -1.0"),
+        ((*PIPELINE, "--message-passes", "-1"), "message_passes: expected a number from 0 to 100, found -1.0"),
         ((*PIPELINE, "--plot-bubbles", "p.svg"), "--plot-bubbles: has no effect without --stages, --microbatches and "),
         ((*PIPELINE, *SAVING, "--plot-bubbles", "p.gif"), "p.gif: expected a name that ends in one of .png"),
         (("--plot", "picture.gif"), "picture.gif: expected a name that ends in one of .png, .svg, .pdf"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ft_plugins import faults
-from ft_plugins.corruption import Corruption, Struck, Word
+from ft_plugins.corruption import Action, Corruption, Strike
 from ft_plugins.errors import ConfigError
 
 POINT = "update.gradients"
@@ -16,7 +16,7 @@ def tensors() -> dict[str, torch.Tensor]:
     return {"a": torch.ones(30, 20), "b": torch.ones(7).bfloat16(), "count": torch.ones(3, dtype=torch.int64)}
 
 
-def struck(armed: str, rank: int = 0, iteration: int = 5) -> tuple[dict[str, torch.Tensor], Struck | None]:
+def struck(armed: str, rank: int = 0, iteration: int = 5) -> tuple[dict[str, torch.Tensor], Strike | None]:
     """What becomes of the same tensors."""
     faults.arm(armed, rank=rank)
     found = tensors()
@@ -84,7 +84,7 @@ def test_a_flip_is_one_bit_of_one_coordinate_and_a_second_one_undoes_it() -> Non
 def test_a_bit_can_be_named(bit: int, value: float) -> None:
     faults.arm(f"{POINT}:flip={bit}")
     found = {"a": torch.ones(1)}
-    assert Corruption(0).strike(POINT, 1, found) == Struck(POINT, f"flip={bit}", "a", 0, bit)
+    assert Corruption(0).strike(POINT, 1, found) == Strike(POINT, f"flip={bit}", "a", 0, bit)
     assert found["a"].item() == value
 
 
@@ -105,6 +105,17 @@ def test_a_link_that_is_stuck_repeats_what_it_said_first() -> None:
     assert said == [[1.0] * 3] * 3
 
 
+def test_a_link_that_is_stuck_begins_with_a_tensor_when_it_first_sees_it() -> None:
+    """DeepSpeed gives no gradient for a parameter that an iteration did not use."""
+    faults.arm("reduce.gradients:stuck")
+    link = Corruption(0)
+    link.strike("reduce.gradients", 1, {"a": torch.ones(1)})
+    link.strike("reduce.gradients", 2, {"a": torch.ones(1), "b": torch.ones(1)})
+    third = {"a": torch.zeros(1), "b": torch.zeros(1)}
+    link.strike("reduce.gradients", 3, third)
+    assert third == {"a": torch.ones(1), "b": torch.ones(1)}
+
+
 @pytest.mark.parametrize("word", ["gaus=1", "gauss", "gauss=", "gauss=x", "flip=", "flip=a", "nan=1", "stuck~", "skip"])
 def test_a_word_that_alters_no_numbers_is_refused_at_start(word: str) -> None:
     faults.arm(f"{POINT}:{word}")
@@ -119,5 +130,5 @@ def test_a_bit_that_is_not_there_is_refused() -> None:
 
 
 def test_words_are_read() -> None:
-    assert Word.read("gauss=1e-2~3") == Word("gauss", 0.01, None, 3)
-    assert Word.read("flip=30") == Word("flip", bit=30) and Word.read("flip~2") == Word("flip", seed=2)
+    assert Action.read("gauss=1e-2~3") == Action("gauss", 0.01, None, 3)
+    assert Action.read("flip=30") == Action("flip", bit=30) and Action.read("flip~2") == Action("flip", seed=2)

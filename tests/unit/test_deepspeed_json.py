@@ -32,7 +32,7 @@ def write(folder: Path, text: str) -> str:
     ],
 )
 def test_the_file_is_found_among_a_scripts_arguments(words: list[str], path: str | None) -> None:
-    assert deepspeed_json.path_in(words) == path
+    assert deepspeed_json.config_path(words) == path
 
 
 def test_a_block_means_what_the_flags_mean(tmp_path: Path) -> None:
@@ -58,6 +58,14 @@ def test_a_file_with_comments_is_read_as_deepspeed_reads_it(tmp_path: Path) -> N
     pytest.importorskip("hjson")
     path = tmp_path / write(tmp_path, '{\n  // two replicas\n  "ft_plugins": {"reft": true},\n}')
     assert deepspeed_json.from_file(path).reft is not None
+
+
+@pytest.mark.parametrize("depth", [40, 100_000])
+def test_a_file_with_comments_that_is_nested_too_deeply_is_refused_for_that(tmp_path: Path, depth: int) -> None:
+    pytest.importorskip("hjson")
+    path = tmp_path / write(tmp_path, '{\n  // deep\n  "x": ' + "[" * depth + "]" * depth + "}")
+    with pytest.raises(ConfigError, match="ds.json: it is nested more than 32 deep"):
+        deepspeed_json.from_file(path)
 
 
 @pytest.mark.parametrize(

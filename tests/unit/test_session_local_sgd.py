@@ -439,7 +439,7 @@ def test_local_sgd_is_refused_beside_paft_and_baft_and_with_one_replica() -> Non
         with pytest.raises(ConfigError, match=message):
             Config.from_json({"sync": {}, **other})
     with pytest.raises(UnsupportedError, match="no other replica"):
-        Session(local.LocalTraining(0, 1).host, Config.from_json({"sync": {}}), context(0, 1))
+        attach(local.LocalTraining(0, 1).host, Config.from_json({"sync": {}}), context(0, 1)).resume()
     with pytest.raises(UnsupportedError, match="reduction of gradients cannot be controlled"):
         Session(PlainHost({"w": torch.zeros(4)}), Config.from_json({"sync": {}}), context(0, 1))
 

@@ -339,6 +339,9 @@ class Carried:
     def state(self) -> dict[str, Any]:
         return {"turn": 3}
 
+    def continued(self, taken_over: list[Any]) -> None:
+        return None
+
 
 def test_what_is_carried_comes_back_and_the_host_does_not_see_it() -> None:
     seen: list[Any] = []

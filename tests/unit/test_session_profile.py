@@ -111,6 +111,7 @@ def test_every_rank_tells_its_iteration_and_what_is_planned_in_it(ranks: Ranks, 
     told = sorted((e for e in read(tmp_path / "events.jsonl") if e.name == "timeline.recorded"), key=lambda e: e.rank)
     rows = [Row.read(event.rank, event.fields) for event in told]
     assert [(row.rank, row.receiver, row.nbytes) for row in rows] == [(0, 1, 8), (1, 0, 16)]
+    assert len({event.fields["iteration"] for event in told}) == 1 and told[0].fields["iteration"] > 0
     assert all([kind for kind, _, _ in row.spans] == [Kind.FORWARD, Kind.UPDATE] for row in rows)
 
 

@@ -141,7 +141,10 @@ class DeepSpeedHost(DeepSpeedReduction, DeepSpeedStepping, StateItems):
         return dict(parts[0])
 
     def admits(self, replicas: int) -> bool:
-        """Whether the global batch can stay: the configuration must let DeepSpeed choose the accumulation steps."""
+        """Whether the global batch can stay, and the ranks make up whole replicas of local SGD: the configuration must
+        let DeepSpeed choose the accumulation steps."""
+        if self._shards is not None and replicas % len(self._shards.inner):
+            return False
         settings = self.engine._config._param_dict
         micro = self.engine.train_micro_batch_size_per_gpu()
         divides = self.engine.train_batch_size() % (micro * replicas) == 0

@@ -40,7 +40,7 @@ def export(shares: CheckpointReader, folder: Path) -> dict[str, Any]:
     tag = f"global_step{shares.manifest.iteration}"
     tensors = 0
     (folder / tag).mkdir(parents=True)
-    for index in shares.indices():
+    for index in map(shares.index, shares.chosen):
         small = shares.small(index.rank)
         for path, plain in (index.names or {})["files"].items():
             builder = _ValueBuilder(shares, index)

@@ -36,7 +36,7 @@ from ...model.inventory import Inventory, Role
 from ...model.reduction import ReducedOver
 from ..script_hooks import replace_in_deepspeed as replace
 from ..script_hooks import replaced
-from .module_names import follow_forwards, in_forward_order, module_of
+from .module_forwards import follow_forwards, in_forward_order, module_in
 from .shard_groups import ShardGroups, divide
 
 _STAGE3 = "DeepSpeedZeroOptimizer_Stage3"
@@ -91,11 +91,11 @@ class DeepSpeedReduction:
         return (self.rank,) if self._shards is None else self._shards.inner
 
     def modules(self) -> Mapping[str, str]:
-        """The module of each parameter or master; `module_names` explains how modules are named."""
+        """The module of each parameter or master; `module_forwards` explains how modules are named."""
         model = self.engine.module
         names = [item.name for item in self.inventory().items if item.role in _MODULES]
-        modules = {name: module_of(model, name.removesuffix(":main")) for name in names}
-        registered = [module_of(model, name) for name, _ in model.named_parameters()]
+        modules = {name: module_in(model, name.removesuffix(":main")) for name in names}
+        registered = [module_in(model, name) for name, _ in model.named_parameters()]
         order = {module: at for at, module in enumerate(in_forward_order(model, registered))}
         return dict(sorted(modules.items(), key=lambda pair: order[pair[1]]))
 

@@ -174,7 +174,7 @@ def _step(shares: CheckpointReader) -> torch.Tensor | None:
     """The number of updates, if it is counted per parameter. Raises StorageError if it differs between parameters."""
     steps = {
         float(scalars["step"]): scalars["step"]
-        for rank in range(shares.manifest.world_size)
+        for rank in shares.chosen
         for scalars in shares.small(rank)["scalars"].values()
         if "step" in scalars
     }

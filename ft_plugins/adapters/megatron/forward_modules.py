@@ -24,7 +24,7 @@ from . import state
 EMBEDDING, HEAD = "embedding", "head"
 
 
-def module_of(name: str, layer: int | None, tied: bool) -> str:
+def module_for(name: str, layer: int | None, tied: bool) -> str:
     """The module of the parameter `name`, which is in `layer`, if any; `tied`: it equals the embedding of a stage."""
     if layer is not None:
         return f"layer {layer}"
@@ -77,7 +77,7 @@ def _owner(index: int, name: str, parameter: Any, layers: Mapping[str, int]) -> 
         path = ".".join(parts[:length])
         layer = layers.get(f"chunk{index}.{state.unwrapped(path)}")
         if layer is not None:
-            return path, module_of(name, layer, False)
+            return path, module_for(name, layer, False)
         if parts[length - 1] == EMBEDDING:
             return path, EMBEDDING
-    return ".".join(parts[:-1]), module_of(name, None, is_tied(parameter))
+    return ".".join(parts[:-1]), module_for(name, None, is_tied(parameter))

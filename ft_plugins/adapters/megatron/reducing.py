@@ -251,7 +251,7 @@ class MegatronReduction(StateItems):
             if item.role in _PARAMETERS:
                 name = item.name.removesuffix(":main")
                 tied = forward_modules.is_tied(parameters[name])
-                named[item.name] = forward_modules.module_of(name, item.layer, tied)
+                named[item.name] = forward_modules.module_for(name, item.layer, tied)
         return forward_modules.in_forward_order(named)
 
     def require_own_pace(self) -> None:

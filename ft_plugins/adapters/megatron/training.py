@@ -180,7 +180,7 @@ class MegatronLoop:
     def resume(self) -> None:
         """Restore the newest version, or keep what Megatron's `--load` has loaded if its iteration is larger."""
         loaded = self.args.iteration
-        iteration = self._session.resume(loaded=loaded)
+        iteration = self._session.resume(loaded, self.args.train_iters or None)  # 0: evaluate only
         if iteration != self.args.iteration:
             raise ResumeError(
                 f"rank {self._host.rank}: iteration {iteration} was restored, but Megatron's iteration counter is "

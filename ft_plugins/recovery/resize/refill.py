@@ -1,17 +1,18 @@
 """Fill a rank's slot with state of a previous size, from segments on all nodes, sent between the ranks.
 
 Invariant: the slot is DIRTY until it is complete, then sealed with digests of its own like any captured version. The
-segments of the previous size are only read. The host merges the small states of the previous ranks.
+segments of the previous size are only read. The host merges the small states of the previous ranks, and says whose own
+state a rank takes over where replicas differ.
 
 In: a `ResizePlan`, the manifest of this rank's slot. Out: a CLEAN slot of version `ResizePlan.now`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgpack
 import numpy as np
@@ -29,7 +30,20 @@ from .previous_size import ResizePlan
 from .pull import Bytes, PullRange, pull
 from .reshard import plan_moves
 
-Merge = Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]]
+Smalls = Sequence[Mapping[str, Any]]  # small states of previous ranks at this rank's place in the model, by rank
+
+
+class TakingOver(Protocol):
+    """What a host says of a resize."""
+
+    def inherited(self, parts: Smalls) -> Sequence[int] | None:
+        """The places in `parts` of the ranks whose own state this rank takes over; None if replicas are equal. Raises
+        ResumeError."""
+        ...
+
+    def merged(self, parts: Smalls) -> dict[str, Any]:
+        """The small state of this rank, from that of these ranks."""
+        ...
 
 
 class _PreviousSlots:
@@ -74,7 +88,7 @@ def refill(
     collective: Collective,
     run_dir: Path,
     token: int,
-    merge: Merge,
+    host: TakingOver,
 ) -> int:
     """Restore the planned state into a slot of `segment`, as `target` describes it. `members`: the ranks of each node.
 
@@ -101,13 +115,16 @@ def refill(
         smalls = [manifest.split(*part) for part in zip(parts, names, strict=True)]
         with collective.agreement():
             held = [manifest.read(encoded, name) for (encoded, _), name in zip(smalls, names, strict=True)]
-            moves = plan_moves(held, target)
+            states = [codec.decode(state) for _, state in smalls]
+            inherited = host.inherited(states)
+            moves = plan_moves(held, target, None if inherited is None else {ranks[place] for place in inherited})
+            taken_over = states if inherited is None else [states[place] for place in inherited]
+            small = manifest.join(manifest.write(target), codec.encode(host.merged(taken_over)))
         index = choose(segment.slots())
         segment.dirty(index, plan.now, token)
         faults.reach("resize.filling", rank=own)
         ranges = [PullRange(reader(move.rank), move.rank, move.source, move.nbytes, move.target) for move in moves]
         pull(collective, ranges, slots.data, segment.data(index))
-    small = manifest.join(manifest.write(target), codec.encode(merge([codec.decode(state) for _, state in smalls])))
     _seal(segment, index, plan.now, token, small)
     for version in [slot.version for slot in segment.slots() if slot.version is not None]:
         # versions that were certified at this size before are older: they must not be preferred to the restored one

@@ -7,7 +7,11 @@ the data-parallel size may differ: a rank restores from ranks at its own place i
     replicated   the shares of all previous ranks at that place make up the whole
     sharded      the same, by `Item.piece`
     buffers      each rank has its own: the first previous rank's are used, as frameworks do in their checkpoints
-    other state that each rank has of its own is refused: there is no rule which rank should have it at another size
+    other state that each rank has of its own is refused, unless it is known whose this rank takes over
+
+Under local SGD replicas differ, so several wholes have one name. `inherited` are the ranks of the replica whose own
+state this rank takes over (`sync.inheritance`). What they have whole is taken from them alone; the rest, which all
+replicas share out, from all ranks.
 
 In: the manifests of the previous ranks at one place, the manifest of the current rank. Out: `Move`s.
 """
@@ -15,7 +19,7 @@ In: the manifests of the previous ranks at one place, the manifest of the curren
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from ...errors import ResumeError
@@ -33,22 +37,28 @@ class Move:
     nbytes: int
 
 
+_Part = tuple[int, TensorRange]  # a previous rank, and its part of a tensor
+
+
 @dataclass(frozen=True)
 class _Whole:
     """A tensor of the previous job and its parts, by ascending start."""
 
     dtype: str
     nbytes: int
-    parts: tuple[tuple[int, TensorRange], ...]  # previous rank, its part
+    parts: tuple[_Part, ...]
     starts: tuple[int, ...]
 
 
-def plan_moves(previous: Sequence[Manifest], now: Manifest) -> tuple[Move, ...]:
+def plan_moves(
+    previous: Sequence[Manifest], now: Manifest, inherited: Collection[int] | None = None
+) -> tuple[Move, ...]:
     """The moves that fill the slot of `now`, in the order of its bytes; adjacent ones are joined.
 
-    Raises ResumeError for a tensor that the previous job did not have, or had in another form.
+    `inherited`: the previous ranks whose own state is taken over; None if all ranks of the previous job are replicas or
+    shards of one state. Raises ResumeError for a tensor that the previous job did not have, or had in another form.
     """
-    tensors = _tensors(previous)
+    tensors = _tensors(previous, inherited)
     moves: list[Move] = []
     for held in sorted(now.tensors, key=lambda one: one.offset):
         whole = tensors.get(held.name)
@@ -58,7 +68,7 @@ def plan_moves(previous: Sequence[Manifest], now: Manifest) -> tuple[Move, ...]:
                 f"rank {now.rank}: '{held.name}' has {held.whole} bytes of {held.dtype}, but the state in memory "
                 f"{saved}: it belongs to another model; start from the beginning with --ftp-resume fresh"
             )
-        if held.role != Role.BUFFER.value and held.kind == OWN == whole.parts[0][1].kind:
+        if inherited is None and held.role != Role.BUFFER.value and held.kind == OWN == whole.parts[0][1].kind:
             raise ResumeError(
                 f"rank {now.rank}: '{held.name}' is each rank's own and cannot be restored at another data-parallel "
                 "size; start with the previous number of ranks, or from the beginning with --ftp-resume fresh"
@@ -67,15 +77,30 @@ def plan_moves(previous: Sequence[Manifest], now: Manifest) -> tuple[Move, ...]:
     return tuple(_joined(moves))
 
 
-def _tensors(previous: Sequence[Manifest]) -> dict[str, _Whole]:
-    parts_by_name: dict[str, list[tuple[int, TensorRange]]] = {}
+def _tensors(previous: Sequence[Manifest], inherited: Collection[int] | None) -> dict[str, _Whole]:
+    parts_by_name: dict[str, list[_Part]] = {}
     for manifest in sorted(previous, key=lambda one: one.rank):
         for held in manifest.tensors:
             parts_by_name.setdefault(held.name, []).append((manifest.rank, held))
+    if inherited is not None:
+        for name, parts in parts_by_name.items():
+            own = [part for part in parts if part[0] in inherited]
+            if own and (own[0][1].role == Role.BUFFER.value or _is_whole(own)):
+                parts_by_name[name] = own
     return {name: _whole(name, parts) for name, parts in parts_by_name.items()}
 
 
-def _whole(name: str, parts: list[tuple[int, TensorRange]]) -> _Whole:
+def _is_whole(parts: Sequence[_Part]) -> bool:
+    """Whether the parts cover the tensor once."""
+    end = 0
+    for _, held in sorted(parts, key=lambda part: part[1].start):
+        if held.start != end:
+            return False
+        end = held.stop
+    return end == parts[0][1].whole
+
+
+def _whole(name: str, parts: list[_Part]) -> _Whole:
     first_rank, first = parts[0]
     if first.role == Role.BUFFER.value:
         parts = [part for part in parts if part[0] == first_rank]

@@ -1,22 +1,52 @@
 """Tell stories that fork gangs of Megatron ranks, in a process that imports Megatron once and has the device shim.
 
 Run as a program with the names of stories, module.story. Printed is a JSON object, name -> traceback, null for one that
-held.
+held. `stories` and `selected` make tests of them.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 import os
+import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+SECONDS = 280
+
+
+def stories(*files: str) -> list[Any]:
+    """The names of the stories in these modules, with the marker of those that are marked `large`."""
+    import pytest
+
+    return [
+        pytest.param(f"{file}.{one.name}", marks=pytest.mark.all_configurations if one.decorator_list else ())
+        for file in files
+        for one in ast.parse((HERE / f"{file}.py").read_text()).body
+        if isinstance(one, ast.FunctionDef) and one.name.startswith("it_")
+    ]
+
+
+def selected(items: Sequence[Any], path: Path, seconds: float = SECONDS) -> dict[str, str | None]:
+    """The outcomes of the stories that tests of the file `path` name, among all tests of the session."""
+    names = list(dict.fromkeys(item.callspec.params["name"] for item in items if item.path == path))
+    command = [sys.executable, str(Path(__file__)), *names]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, str | None] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def tell(names: list[str]) -> None:
-    sys.path.insert(0, str(Path(__file__).parent))
+    """Tell stories one after another."""
+    sys.path.insert(0, str(HERE))
     os.environ |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
     outcomes: dict[str, str | None] = {}
     for name in names:

@@ -8,9 +8,11 @@ are bit for bit.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -41,23 +43,37 @@ class Case(NamedTuple):
     stage: int
     keys: dict[str, Any]
     apply: str
+    dtype: str = "fp32"
+    accumulate: str = ""
     wrong: str = ""
 
     @property
     def mode(self) -> Any:
-        return reduced.Mode(self.stage, "fp32", WORLD // REPLICAS // max(self.pp, 1), True, pp=self.pp)
+        inner = WORLD // REPLICAS // max(self.pp, 1)
+        return reduced.Mode(self.stage, self.dtype, inner, True, self.accumulate, pp=self.pp)
 
 
 CASES = {
     "pipeline, edit, forward": Case(2, 0, EDIT, "forward"),
-    "pipeline, post local sgd, wait": Case(2, 0, POST, "wait"),
-    "zero2, edit, update": Case(0, 2, EDIT, "update"),
+    "pipeline, zero1, edit, update": Case(2, 1, EDIT, "update"),
+    "engine, edit, forward": Case(0, 0, EDIT, "forward"),
+    "engine, bf16, edit, update": Case(0, 0, EDIT, "update", "bf16", "bf16"),
     "zero2, edit, wait": Case(0, 2, EDIT, "wait"),
+    "zero3, post local sgd, wait": Case(0, 3, POST, "wait"),
+}
+MORE = {
+    "pipeline, post local sgd, wait": Case(2, 0, POST, "wait"),
+    "pipeline, bf16, edit, update": Case(2, 0, EDIT, "update", "bf16", "bf16"),
+    "zero1, post local sgd, wait": Case(0, 1, POST, "wait"),
+    "zero1, bf16, edit, update": Case(0, 1, EDIT, "update", "bf16", "fp32"),
+    "zero2, edit, update": Case(0, 2, EDIT, "update"),
+    "zero3, edit, update": Case(0, 3, EDIT, "update"),
 }
 WRONG = {
-    "divided by another size": Case(2, 0, EDIT, "forward", "divided"),
-    "a parameter left out": Case(2, 0, EDIT, "forward", "left out"),
-    "gradients over all replicas": Case(0, 2, EDIT, "wait", "gradients"),
+    "divided by another size": Case(2, 0, EDIT, "forward", wrong="divided"),
+    "a parameter left out": Case(2, 0, EDIT, "forward", wrong="left out"),
+    "gradients over all replicas": Case(0, 2, EDIT, "wait", wrong="gradients"),
+    "gradients of a tied embedding skipped": Case(2, 0, EDIT, "forward", wrong="tied"),
 }
 
 
@@ -66,7 +82,7 @@ WRONG = {
 
 def trained(rank: int, world: int, cases: list[Case], folder: str) -> list[Any]:
     """Parameters after each iteration, and at the end, of a session whose keys are in DeepSpeed's configuration alone:
-    a dictionary for pipelines, a file for ZeRO, whose engine is built over `shard_ranks`."""
+    a dictionary, or a file where the engine is built over `shard_ranks`."""
     reduced.start(rank, world)
     return [_trained(rank, world, case, folder) for case in cases]
 
@@ -81,7 +97,7 @@ def _trained(rank: int, world: int, case: Case, folder: str) -> Any:
     model, optimizer = _seeded(mode, stage, place)
     sync = {**case.keys, "tau": TAU, "apply": case.apply, "shard_ranks": mode.inner}
     config: Any = {**reduced.configuration(mode), "ft_plugins": {"sync": sync}}
-    if case.stage:
+    if case.stage or case.dtype != "fp32":
         path = Path(tempfile.mkstemp(suffix=".json", dir=folder)[1])
         path.write_text(json.dumps(config))
         config = str(path)
@@ -93,7 +109,7 @@ def _trained(rank: int, world: int, case: Case, folder: str) -> Any:
         after = []
         for step in range(1, STEPS + 1):
             reduced.weight[0] = reduced.WEIGHTS[step % 2]
-            reduced.train_once(engine, reduced.batches(place, step, torch.float32))
+            reduced.train_once(engine, reduced.batches(place, step, next(engine.module.parameters()).dtype))
             after.append(reduced.parameters(engine))
         hooks.finish()
     return after, reduced.parameters(engine)
@@ -113,6 +129,10 @@ def _break(patch: pytest.MonkeyPatch, wrong: str) -> None:
         patch.setattr(local_sgd, "plan_modules", lambda *given: plan(*given)[:-1])
     elif wrong == "gradients":
         patch.setattr(local_sgd.LocalSgdPolicy, "reduced_over", lambda policy, step: over(policy, 0))
+    elif wrong == "tied":
+        from deepspeed.pipe import PipelineModule
+
+        patch.setattr(PipelineModule, "get_tied_weights_and_groups", lambda module: [])
 
 
 # ---- the reference ----
@@ -161,7 +181,7 @@ class Simulated:
                 if self._case.apply == "forward":
                     self._write(self._hosts[replica])
                 place = self._place + replica * self._case.mode.inner
-                reduced.train_once(engine, reduced.batches(place, step, torch.float32))
+                reduced.train_once(engine, reduced.batches(place, step, next(engine.module.parameters()).dtype))
             if step % TAU == 0:
                 self._combine()
             for replica, engine in enumerate(self._engines):
@@ -203,16 +223,28 @@ def by_case(function: Any, world: int, cases: dict[str, Case], *more: Any) -> di
     return results  # type: ignore[return-value]
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """By case, the results of all ranks."""
-    return by_case(trained, WORLD, CASES | WRONG, str(tmp_path_factory.mktemp("ds")))
+Results = dict[str, tuple[list[Any], list[Any]]]
 
 
 @pytest.fixture(scope="module")
-def expected() -> dict[str, list[Any]]:
-    """By case, the results of all ranks of one replica, by replica."""
-    return by_case(simulated, WORLD // REPLICAS, CASES)
+def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Results]:
+    """By case of the tier to which a name belongs: the results of all ranks of the job, and by rank of one replica
+    those of all replicas. Each tier is run once."""
+    folder = str(tmp_path_factory.mktemp("ds"))
+
+    @functools.cache
+    def run(more: bool) -> Results:
+        cases = MORE if more else CASES
+        found = by_case(trained, WORLD, cases if more else cases | WRONG, folder)
+        expected = by_case(simulated, WORLD // REPLICAS, cases)
+        return {name: (one, expected[name if name in cases else right(name)]) for name, one in found.items()}
+
+    return lambda name: run(name in MORE)
+
+
+def right(name: str) -> str:
+    """The case of which `name` is a wrong variant."""
+    return next(each for each, one in CASES.items() if one == WRONG[name]._replace(wrong=""))
 
 
 def of_rank(expected: list[Any], rank: int, case: Case) -> Any:
@@ -234,19 +266,16 @@ def first_difference(found: list[Any], expected: list[Any], case: Case) -> tuple
     return None
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_job_equals_its_replicas_simulated_one_after_another(
-    found: dict[str, list[Any]], expected: dict[str, list[Any]], name: str
-) -> None:
-    case = CASES[name]
-    assert first_difference(found[name], expected[name], case) is None
-    local = [after[TAU - 2] for after, _ in found[name]]  # after the first iteration
+@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.all_configurations) for name in MORE)])
+def test_a_job_equals_its_replicas_simulated_one_after_another(results: Callable[[str], Results], name: str) -> None:
+    case, (found, expected) = (CASES | MORE)[name], results(name)[name]
+    assert first_difference(found, expected, case) is None
+    local = [after[TAU - 2] for after, _ in found]  # after the first iteration
     assert not reduced.equal(local[0], local[case.mode.inner]), "replicas have data of their own"
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_reduction_is_seen(found: dict[str, list[Any]], expected: dict[str, list[Any]], name: str) -> None:
-    case = WRONG[name]
-    right = next(each for each, one in CASES.items() if one == case._replace(wrong=""))
-    difference = first_difference(found[name], expected[right], case)
+def test_a_wrong_reduction_is_seen(results: Callable[[str], Results], name: str) -> None:
+    found, expected = results(name)[name]
+    difference = first_difference(found, expected, WRONG[name])
     assert difference is not None and difference[0] <= TAU + 1, "at the first synchronisation at the latest"

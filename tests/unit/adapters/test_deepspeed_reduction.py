@@ -375,3 +375,16 @@ def test_each_module_is_announced_before_its_forward(trained: Jobs, name: str) -
     for rank, one in enumerate(trained.of(name, LOCAL)):
         expected = ["0", "2", "4"] if name in PLAIN else ["0", "1"] if rank < 2 else ["3", "0", "5"]
         assert one["calls"] == one["evaluated"] == expected * ACCUMULATED
+
+
+def test_a_job_can_be_resized_to_whole_replicas_alone() -> None:
+    """Else the resized job would be refused when it starts: two ranks form a replica."""
+    from ft_plugins.adapters.deepspeed.core import DeepSpeedHost
+
+    engine = SimpleNamespace(
+        _config=SimpleNamespace(_param_dict={"train_batch_size": 24}),
+        train_micro_batch_size_per_gpu=lambda: 2, train_batch_size=lambda: 24,
+    )  # fmt: skip
+    for shards, expected in ((None, [1, 2, 3, 4, 6]), (SimpleNamespace(inner=(0, 1)), [2, 4, 6])):
+        host: Any = SimpleNamespace(engine=engine, _shards=shards)
+        assert [ranks for ranks in range(1, 8) if DeepSpeedHost.admits(host, ranks)] == expected

@@ -12,7 +12,7 @@ from torch import nn
 
 pytest.importorskip("deepspeed")
 
-from ft_plugins.adapters.deepspeed import module_names, reducing, training  # noqa: E402
+from ft_plugins.adapters.deepspeed import module_forwards, reducing, training  # noqa: E402
 from ft_plugins.adapters.deepspeed.reducing import DeepSpeedReduction, require_local_gradients  # noqa: E402
 from ft_plugins.adapters.deepspeed.shard_groups import (  # noqa: E402
     ShardGroups,
@@ -55,15 +55,15 @@ class Transformer(nn.Module):
 
 def test_what_is_in_no_numbered_part_is_one_module_and_the_first() -> None:
     model = Transformer()
-    modules = {name: module_names.module_of(model, name) for name, _ in model.named_parameters()}
+    modules = {name: module_forwards.module_in(model, name) for name, _ in model.named_parameters()}
     assert {modules[name] for name in modules if not name.startswith("h.")} == {""}
     assert modules["h.1.attention.weight"] == modules["h.1.scales.0"] == "h.1"
-    assert module_names.in_forward_order(model, modules.values()) == ["", "h.0", "h.1"]
+    assert module_forwards.in_forward_order(model, modules.values()) == ["", "h.0", "h.1"]
 
 
 def test_every_forward_is_announced_once_also_in_an_evaluation() -> None:
     model, calls = Transformer(), []
-    module_names.follow_forwards(model, ["h.1", "", "h.0", "h.1"], calls.append)
+    module_forwards.follow_forwards(model, ["h.1", "", "h.0", "h.1"], calls.append)
     for mode in (True, False):
         calls.clear()
         model.train(mode)(torch.ones(1, 2))
@@ -73,7 +73,7 @@ def test_every_forward_is_announced_once_also_in_an_evaluation() -> None:
 def test_a_recomputed_forward_is_announced_again() -> None:
     model, calls = Block(), []
     holder = nn.Sequential(model)
-    module_names.follow_forwards(holder, ["0"], calls.append)
+    module_forwards.follow_forwards(holder, ["0"], calls.append)
     from torch.utils.checkpoint import checkpoint
 
     checkpoint(holder, torch.ones(1, 2, requires_grad=True), use_reentrant=False).sum().backward()
@@ -83,7 +83,7 @@ def test_a_recomputed_forward_is_announced_again() -> None:
 def test_a_container_without_a_forward_is_refused() -> None:
     model = Transformer(nested=True)
     with pytest.raises(UnsupportedError, match="'h.0' is a ModuleList"):
-        module_names.follow_forwards(model, ["h.0"], lambda name: None)
+        module_forwards.follow_forwards(model, ["h.0"], lambda name: None)
 
 
 # ---- refusals ----

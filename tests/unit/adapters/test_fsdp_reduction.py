@@ -15,11 +15,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from ft_plugins.adapters import fsdp
 from ft_plugins.adapters.fsdp import FsdpHost
 from ft_plugins.config import Config, LaunchContext
-from ft_plugins.errors import UnsupportedError
+from ft_plugins.errors import ConfigError, UnsupportedError
 from ft_plugins.model.reduction import ReducedOver, ReductionControl
-from ft_plugins.session import attach
+from ft_plugins.session import Session, attach
 from ft_plugins.testing.gang import gang
 
 SECONDS = 100.0
@@ -163,6 +164,40 @@ def test_what_cannot_be_kept_local_is_refused_by_name() -> None:
         assert "'layers.2' has an all-reduce hook of the training script" in words["own hook"]
         assert "'shift' is not sharded by fully_shard" in words["part"]
         assert f"torch {torch.__version__} has no FSDPModule.set_all_reduce_hook" in words["old torch"]
+
+
+def _apart(rank: int, world: int) -> dict[str, str]:
+    """What a host says when it is installed in a job that takes snapshots, without local SGD."""
+    mesh, inner = meshes((2, 2))
+    own = shard(inner)
+    for one in (*own.layers, own):
+        one.set_all_reduce_hook(lambda reduced: None)
+    held = host_of(shard(inner), mesh)
+    held.prepare_reduction()
+    sharded = init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
+    hosts = {
+        "apart": host_of(shard(inner), mesh), "hybrid": host_of(shard(mesh), mesh), "own hook": host_of(own, mesh),
+        "local sgd": held, "one replica": host_of(shard(sharded), sharded),
+    }  # fmt: skip
+    context = LaunchContext(Config.from_json({"reft": {}}), None, 0, None, rank, rank, world, world, 0, 0)
+    words = {}
+    for name, host in hosts.items():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fsdp, "launch_context", lambda: context)
+            try:
+                host.install(Session(host, Config(), context))
+                words[name] = ""
+            except ConfigError as error:
+                words[name] = str(error)
+    return words
+
+
+def test_replicas_that_nothing_keeps_together_are_refused_where_they_would_share_a_snapshot() -> None:
+    for rank, words in enumerate(gang(_apart, 4, seconds=SECONDS)):
+        refusal = words.pop("apart")
+        assert f"rank {rank}: fully_shard was given one dimension of the mesh" in refusal
+        assert f"on ranks {[rank % 2, rank % 2 + 2]}" in refusal and "--sync-policy" in refusal
+        assert set(words.values()) == {""}, words
 
 
 # ---- calls before modules ----

@@ -94,8 +94,8 @@ STREAMS = [  # replica set, shares
 ]
 
 
-def _exchange(rank: int, world: int, round_bytes: int) -> list[tuple[bytes, int]]:
-    module.ROUND_BYTES = round_bytes
+def _exchange(rank: int, world: int, part_bytes: int) -> list[tuple[bytes, int]]:
+    module.PART_BYTES = part_bytes
     others = [dist.new_group([0, 1]), dist.new_group([0])]  # the framework has groups too, not on all ranks as many
     collective = Collective()
     for _ in range(2):
@@ -120,11 +120,11 @@ def _exchange(rank: int, world: int, round_bytes: int) -> list[tuple[bytes, int]
     return found
 
 
-@pytest.mark.parametrize("round_bytes", [64, 1000])
-def test_a_set_puts_its_stream_together_from_uneven_shares_in_bounded_rounds(ranks: Ranks, round_bytes: int) -> None:
-    found = ranks(_exchange, 3, round_bytes)
+@pytest.mark.parametrize("part_bytes", [64, 1000])
+def test_a_set_puts_its_stream_together_from_uneven_shares_in_bounded_rounds(ranks: Ranks, part_bytes: int) -> None:
+    found = ranks(_exchange, 3, part_bytes)
     assert [len(of_rank) for of_rank in found] == [6, 6, 4]
-    assert max(longest for of_rank in found for _, longest in of_rank) <= round_bytes
+    assert max(longest for of_rank in found for _, longest in of_rank) <= part_bytes
 
 
 def _start_gather(rank: int, world: int) -> list[list[bytes]]:

@@ -93,7 +93,7 @@ def test_nodes_of_different_jobs_do_not_believe_each_other() -> None:
     with ThreadPoolExecutor(2) as pool:
         entered = [pool.submit(AgentChannel, store, SECRET, job, rank, 2) for rank, job in enumerate(("one", "two"))]
         for each in entered:
-            with pytest.raises(ConfigError, match="has another secret"):
+            with pytest.raises(ConfigError, match="has a different secret"):
                 each.result(60)
 
 

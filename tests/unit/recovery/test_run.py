@@ -79,7 +79,7 @@ def _capture_then_restore(
     rank: int, world: int, job: str, nodes: tuple[str, ...], damage: dict[int, list[tuple[str, int]]]
 ) -> dict[str, Any]:
     """Capture versions 1 to 4, damage some, then restore into fresh tensors; what became of it."""
-    module.ROUND_BYTES = 4096
+    module.PART_BYTES = 4096
     layout = plan_layout(inventory_of(rank, world), nodes, 512)
     path = path_of(job, nodes[rank], rank)
     create(path, Shape(layout.nbytes, 100, len(layout.buckets), 1), rank, {})

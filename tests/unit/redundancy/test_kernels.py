@@ -112,7 +112,7 @@ def test_p_and_q_are_the_plain_and_the_weighted_sum_whatever_the_exponents(
 @both
 def test_blocks_and_groups_of_sources_meet_without_a_seam(loops: Loops) -> None:
     size = 2 * blocked.XOR_BYTES + 4 * blocked.FIELD_BYTES + 3
-    sources = [random_bytes(size - 7 * number, number) for number in range(kernels.AT_ONCE + 2)]
+    sources = [random_bytes(size - 7 * number, number) for number in range(kernels.MAX_SOURCES + 2)]
     for array in sources:
         array.flags.writeable = False
     p, q = random_bytes(size, 98), random_bytes(size, 99)
@@ -150,10 +150,10 @@ def test_no_loop_is_given_more_sources_than_it_takes_well() -> None:
         def pq(self, p: Bytes, q: Bytes, sources: Sequence[Bytes], factor: int, overwrite: bool) -> None:
             given_sources.append(len(sources))
 
-    p, q, *sources = np.zeros((2 + 2 * kernels.AT_ONCE + 3, 5), dtype=np.uint8)
+    p, q, *sources = np.zeros((2 + 2 * kernels.MAX_SOURCES + 3, 5), dtype=np.uint8)
     kernels.xor_many_into(p, sources, loops=Spy())
     kernels.pq_into(p, q, sources, range(len(sources)), loops=Spy())
-    assert given_sources == [kernels.AT_ONCE, kernels.AT_ONCE, 3] * 2
+    assert given_sources == [kernels.MAX_SOURCES, kernels.MAX_SOURCES, 3] * 2
 
 
 @both

@@ -176,8 +176,8 @@ def test_a_lost_node_is_named_and_what_was_logged_and_not_restored_is_lost() -> 
 
 def test_what_went_in_bubbles_stands_in_the_table_where_any_were_planned() -> None:
     idle = {"seconds": 1.0, "spans": [], "bubbles": [[0, 0.0, 0.4]], "windows": [], "bytes": 9, "receiver": 0}
-    planned = [event("bubbles.planned", 1031.0, 0, iterations=2)]
-    planned += [event("timeline.recorded", 1031.0, 0, reason="", **idle)]
+    planned = [event("bubbles.planned", 1031.0, 0, iterations=2, idle_seconds=0.4)]
+    planned += [event("timeline.recorded", 1031.0, 0, iteration=2, reason="", **idle)]
     counts = [
         event("version.committed", 1032.0 + k, iteration=3 * k, in_bubbles=90 * k, late=10 * k, by_rate=7)
         for k in (1, 2, 3)

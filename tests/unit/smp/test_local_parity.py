@@ -101,7 +101,9 @@ class Cluster:
         self.layouts = [with_parity(layout, NODES, [RANKS], 1, BUCKET) for layout in plain]
         slots = slots_for(Pin.NODE, Pin.SOURCE)
         self.shapes = [
-            Shape(la.nbytes + la.parity_nbytes, 1000, len(la.ranges), 7, slots, la.parity_nbytes, la.checks)
+            Shape(
+                la.nbytes + la.parity_nbytes, 1000, len(la.ranges), 7, slots, la.parity_nbytes, la.source_digest_count
+            )
             for la in self.layouts
         ]
         self.events: dict[str, list[Event]] = {}
@@ -264,7 +266,7 @@ def test_of_what_is_replicated_only_digests_are_sent(cluster: Cluster) -> None:
     wait(lambda: len(cluster.events_of("exchange.sent")) == 3)
     sent = {event.node: event.fields["bytes"] for event in cluster.events_of("exchange.sent")}
     compared = sum(event.fields["compared"] for event in cluster.events_of("exchange.sent"))
-    assert compared == sum(layout.checks for layout in cluster.layouts)
+    assert compared == sum(layout.source_digest_count for layout in cluster.layouts)
     replicated = sum(layout.nbytes for layout in cluster.layouts) - 7_000 * len(RANKS)
     tables = sum(8 * shape.digests + 100 for shape in cluster.shapes)
     assert 7_000 * len(RANKS) <= sum(sent.values()) <= 7_000 * len(RANKS) + 2 * tables + 32 * compared + 1000

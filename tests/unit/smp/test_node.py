@@ -635,14 +635,14 @@ def test_copies_go_out_while_their_rank_s_gate_is_open_and_not_otherwise(cluster
         assert sum(nbytes for _, _, nbytes in told["filled"]) == told["in_bubbles"]
     for node in job.nodes:
         by_rate, sent_now = (event.fields for event in node.seen if event.name == "exchange.sent")
-        assert by_rate["inside"] == by_rate["late"] == 0 < by_rate["bytes"]
-        assert sent_now["inside"] == sent_now["bytes"] and sent_now["late"] == 0
+        assert by_rate["in_bubbles"] == by_rate["late"] == 0 < by_rate["bytes"]
+        assert sent_now["in_bubbles"] == sent_now["bytes"] and sent_now["late"] == 0
         counts = [event.fields for event in node.seen if event.name == "version.committed"]
         assert [(one["iterations"], one["planned"]) for one in counts] == [(None, None), (1, 2)]
         status = node.tier.status()
         assert (status["iterations"], status["planned"], status["rarer"]) == (1, 2, False)
         assert [one["rank"] for one in status["copies"]] == sorted(node.segments)
-        assert sum(one["in_bubbles"] for one in status["copies"]) == status["in_bubbles"] == sent_now["inside"]
+        assert sum(one["in_bubbles"] for one in status["copies"]) == status["in_bubbles"] == sent_now["in_bubbles"]
     (fresh,) = job.substitute(1)
     job.rebuild(fresh, 3, Version(1, 2), (1,))
     assert fresh.holds(3, Version(1, 2)), "put together from frames of any length"

@@ -40,20 +40,27 @@ def shard(name: str, tensor: torch.Tensor, rank: int, start: int, stop: int) -> 
 
 
 def written(
-    base: Path, tensors: dict[str, torch.Tensor], cuts: dict[str, list[int]], nodes: tuple[str, ...], bucket_bytes: int
-) -> Path:
-    """A checkpoint of as many ranks as there are nodes: each tensor replicated over all of them, or cut into pieces."""
+    base: Path, tensors: dict[str, torch.Tensor], cuts: dict[str, list[int]], nodes: tuple[str, ...], bucket_bytes: int,
+    replicas: int = 1,
+) -> Path:  # fmt: skip
+    """A checkpoint of as many ranks as there are nodes: each tensor replicated over all of them, or cut into pieces.
+    With several replicas each has its own of what is cut, larger by its number, and `cuts` of its own."""
     world = len(nodes)
+    size = world // replicas
     origin = Origin("job", world, {"seed": 1})
     for rank in range(world):
         items, raw = [], {}
+        replica, place = divmod(rank, size)
         for name, tensor in tensors.items():
             flat = tensor.reshape(-1).view(torch.uint8).numpy()
             if name not in cuts:
                 items.append(replicated(name, tensor, tuple(range(world))))
                 raw[name] = flat
-            elif (edges := [0, *cuts[name], tensor.numel()])[rank] < edges[rank + 1]:
-                start, stop = edges[rank], edges[rank + 1]
+                continue
+            flat = (tensor + replica).reshape(-1).view(torch.uint8).numpy()
+            edges = [0, *cuts[name][replica * (size - 1) : (replica + 1) * (size - 1)], tensor.numel()]
+            if edges[place] < edges[place + 1]:
+                start, stop = edges[place], edges[place + 1]
                 items.append(shard(name, tensor, rank, start, stop))
                 raw[name] = flat[start * tensor.element_size() : stop * tensor.element_size()]
         inventory = Inventory.of(rank, items)
@@ -218,3 +225,15 @@ def test_what_is_withdrawn_takes_its_index_along(folder: Path) -> None:
     (folder / "manifest.json").unlink()
     checkpoint.withdraw(folder, [0, 1, 2])
     assert not folder.exists()
+
+
+def test_where_replicas_differ_the_chosen_one_is_read_alone_also_if_others_are_cut_elsewhere(tmp_path: Path) -> None:
+    """Rank 3 begins before rank 0 ends: without a choice its bytes would follow those of rank 0."""
+    nodes = ("n0", "n1", "n2", "n3")
+    reader = CheckpointReader(written(tmp_path, TENSORS, {"c:exp_avg": [300, 200]}, nodes, 1024, replicas=2))
+    for replica, ranks in enumerate([(0, 1), (2, 3)]):
+        reader.chosen = ranks
+        raw, _ = reader.whole("c:exp_avg", range(4))
+        assert torch.equal(torch.from_numpy(raw).view(torch.float32), TENSORS["c:exp_avg"] + replica)
+        raw, _ = reader.whole("a", range(4))
+        assert torch.equal(torch.from_numpy(raw).view(torch.float32), TENSORS["a"].reshape(-1)), "from all of them"

@@ -82,8 +82,9 @@ def test_trainers_and_smps_find_the_same_parity_made_of_the_same_bytes(data: st.
         ]
         checks = list(plan.checks(layout.rank, layout.ranges))
         sources = [source for bucket in layout.parity for source in bucket.sources]
-        assert layout.checks == len(checks) and [c.source.rank for c in checks] == [s.rank for s in sources]
-        assert [check.entry for check in checks] == list(range(len(layout.ranges), len(layout.ranges) + layout.checks))
+        count = layout.source_digest_count
+        assert count == len(checks) and [c.source.rank for c in checks] == [s.rank for s in sources]
+        assert [check.entry for check in checks] == list(range(len(layout.ranges), len(layout.ranges) + count))
         for check, source in zip(checks, sources, strict=True):
             there = {
                 (piece.item, piece.item_offset + at - piece.offset): at
@@ -116,7 +117,13 @@ class World:
         for rank, layout in enumerate(self.layouts):
             path = path_of(job, nodes[rank], rank)
             shape = Shape(
-                layout.nbytes + layout.parity_nbytes, 100, len(layout.ranges), 7, 4, layout.parity_nbytes, layout.checks
+                layout.nbytes + layout.parity_nbytes,
+                100,
+                len(layout.ranges),
+                7,
+                4,
+                layout.parity_nbytes,
+                layout.source_digest_count,
             )
             create(path, shape, rank, {})
             self.segments.append(Segment(path))
@@ -213,7 +220,7 @@ def test_parity_is_the_xor_of_what_the_others_capture_and_replicas_are_found_equ
     world: Callable[[str], World], name: str
 ) -> None:
     job = world(name)
-    assert all(layout.parity and layout.checks for layout in job.layouts)
+    assert all(layout.parity and layout.source_digest_count for layout in job.layouts)
     for iteration in (1, 2, 3, 4, 5):  # slots are used again: nothing of the version before is left in them
         job.train(iteration)
         job.capture(iteration)

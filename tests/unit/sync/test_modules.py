@@ -7,10 +7,17 @@ from itertools import combinations
 
 import pytest
 
-from ft_plugins.errors import UnsupportedError
+from ft_plugins.errors import ConfigError, UnsupportedError
 from ft_plugins.model.inventory import Inventory, Item, IterationSpan, Role
 from ft_plugins.model.topology import Topology
-from ft_plugins.sync.modules import plan_groups, plan_modules, require_replicas, synchronised
+from ft_plugins.sync.modules import (
+    plan_groups,
+    plan_modules,
+    require_replicas,
+    require_shard_ranks,
+    sync_group,
+    synchronised,
+)
 
 
 def item(name: str, replicas: tuple[int, ...] = (0, 4), role: Role = Role.PARAMETER, **fields: object) -> Item:
@@ -91,13 +98,20 @@ def test_what_the_update_changes_is_synchronised_and_nothing_else() -> None:
 
 
 def test_replicas_must_be_the_same_for_all_parameters_and_more_than_one() -> None:
-    assert require_replicas([item("a"), item("b")], 0, "torch") == (0, 4)
+    assert sync_group([item("a"), item("b")], 0, "torch") == (0, 4)
     with pytest.raises(UnsupportedError, match="different replicas"):
-        require_replicas([item("a"), item("expert", (0, 2, 4, 6))], 0, "torch")
+        sync_group([item("a"), item("expert", (0, 2, 4, 6))], 0, "torch")
     with pytest.raises(UnsupportedError, match="no other replica"):
-        require_replicas([item("a", (0,))], 0, "torch")
+        require_replicas(sync_group([item("a", (0,))], 0, "torch"), 0, "torch")
     with pytest.raises(UnsupportedError, match="sync groups of one size"):
         plan_groups([(0, 1), (0, 1), (2, 3, 4)], [(), (), ()])
+
+
+def test_a_number_of_shard_ranks_that_is_not_that_of_the_framework_is_refused() -> None:
+    for configured in (None, 2):
+        require_shard_ranks(3, (2, 3), configured)
+    with pytest.raises(ConfigError, match=r"--sync-shard-ranks 4: expected 2, because rank 3 .* ranks \[2, 3\]"):
+        require_shard_ranks(3, (2, 3), 4)
 
 
 def test_a_module_has_its_items_in_buckets_of_bounded_size_in_the_order_of_the_forward() -> None:

@@ -166,6 +166,7 @@ def test_weights_sum_to_1_and_only_members_that_are_not_anomalous_have_one(
         assert 0 <= found.weights[member] <= 1 and (sound[member] or found.weights[member] == 0)
         assert one is not None or not found.anomalous[member]
         finite = one is not None and math.isfinite(one)
+        assert found.nonfinite[member] == (one is not None and not finite)
         assert finite or one is None or found.anomalous[member]
         grew = found.statistics[member].count - statistics[member].count
         assert grew == (finite and (sound[member] or found.rollback))
@@ -188,6 +189,7 @@ def test_a_permutation_of_members_permutes_the_result_bit_for_bit(
         tuple(found.weights[m] for m in order),
         found.rollback,
         tuple(found.statistics[m] for m in order),
+        tuple(found.nonfinite[m] for m in order),
     )
 
 

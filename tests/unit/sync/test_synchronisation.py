@@ -54,7 +54,7 @@ def _synchronised(rank: int, world: int, bad: tuple[int, ...]) -> dict[str, Any]
         tensor += torch.from_numpy(change(replica, place, name))
     if rank in bad:
         live["both.weight"][0] = float("nan")
-    one.begin()
+    one.judge()
     factors = {name: one.exchange(name) for name in plan.order}
     judgements = {name: one.apply(name) for name in plan.order}
     return {

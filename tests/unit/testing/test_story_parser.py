@@ -8,11 +8,11 @@ import pytest
 
 from ft_plugins.testing.story import (
     EVERY,
+    BeingExchanged,
     CheckpointNotStored,
     CheckpointsIntact,
     CheckpointStored,
     DeclaredLost,
-    InTransfer,
     IterationCaptured,
     JobEnd,
     JobEnds,
@@ -63,11 +63,11 @@ when   the job has ended
 then   every node restored from storage, iteration >= 3
 then   s restored from node, iteration >= 2
 then   s restored from node, iteration = 4
-then   version 8 was in transfer
-then   s restored the committed version, not the one in transfer
+then   version 8 was being exchanged
+then   s restored the committed version, not the one being exchanged
 then   n1 was declared lost
-then   complete checkpoints are whole, the newest >= 9
-then   the reason is: the parts of ranks 2, 3 are gone
+then   complete checkpoints are intact, the newest >= 9
+then   the reason contains: the parts of ranks 2, 3 are gone
 then   replicas were compared, little was sent
 then   rank 2 differed in iteration 3
 then   s restored a certified version
@@ -92,7 +92,7 @@ def test_every_kind_of_line_is_understood() -> None:
         LoseNode("n2", LossKind.KILL), LoseNode("n1", LossKind.CUT), LoseNode("n3", LossKind.FREEZE),
         StartNode("s", True), StartNode("t", False), CheckpointStored(3),
         JobEnds(JobEnd.ENDED), RestoredFrom(EVERY, "storage", 3), RestoredFrom("s", "node", 2),
-        RestoredFrom("s", "node", 4, exactly=True), InTransfer(8), RestoredCommitted("s"), DeclaredLost("n1"),
+        RestoredFrom("s", "node", 4, exactly=True), BeingExchanged(8), RestoredCommitted("s"), DeclaredLost("n1"),
         CheckpointsIntact(9), ReasonContains("the parts of ranks 2, 3 are gone"), ReplicasCompared(),
         ReplicaMismatched(2, 3), RestoredCertified("s"), SentInBubbles(), NoFreshStart(), MatchesGolden(),
     )  # fmt: skip
@@ -142,11 +142,22 @@ ENDED = "when the job has ended"
         ([JOB, "then n1 restored from node, iteration >= 2", ENDED], 3, "can only be checked after"),
         ([JOB, "when the job is refused", "then the final state is golden"], 4, "can only be checked after"),
         ([JOB, ENDED, "do kill n2"], 4, "the job has ended"),
-        ([JOB, ENDED, "then s restored the committed version, not the one in transfer"], 4, "found 's'"),
-        ([JOB, "then version 8 was in transfer", ENDED], 3, "can only be checked after"),
+        ([JOB, ENDED, "then s restored the committed version, not the one being exchanged"], 4, "found 's'"),
+        ([JOB, "then version 8 was being exchanged", ENDED], 3, "can only be checked after"),
         ([JOB, ENDED, "then n2 was declared lost"], 4, "n2 was not lost; lost nodes: none"),
         ([JOB, "do kill n2", ENDED, "then n2 restored from node, iteration >= 2"], 5, "found 'n2'"),
         ([JOB, ENDED, "then n2 restored from disk, iteration >= 2"], 4, "'then' has no phrase"),
+        (["job torchtitan, tp2 pp2 dp2, 4 nodes"], 2, "expected a framework (megatron, deepspeed), found 'torchtitan'"),
+        (["job megatron, tp2 pp2 dp2, 8 nodes"], 2, "expected at most 6 nodes, found 8"),
+        (["job megatron, tp2 pp2 dp2, 4 nodes, 0 iterations"], 2, "at least 1 iteration"),
+        ([JOB, "flags --name 'unclosed"], 3, "flags: No closing quotation"),
+        ([JOB, "do start s first", "do cut s"], 4, "node s was started later; only nodes of the 'job' line can be cut"),
+        ([JOB, "do start s first", "do start t first"], 4, "node s was already started first; start t last"),
+        ([JOB, ENDED, "then rank 99 differed in iteration 3"], 4, "a rank of the job, 0 to 7, found 99"),
+        ([JOB, "store every 0 iterations"], 3, "expected at least 1 iteration between checkpoints, found 0"),
+        ([JOB, "store every 3 iterations", "store every 4 iterations"], 4, "a story has one 'store' line"),
+        ([JOB, "fault n2"], 3, "expected a node and its fault ('n2 point@fact=value:action'), found 'n2'"),
+        ([JOB, "then no rank started from scratch", ENDED], 3, "after 'when the job has ended' or 'is refused'"),
     ],
 )
 def test_a_line_that_cannot_be_understood_or_cannot_happen_is_named(lines: list[str], number: int, says: str) -> None:
@@ -165,7 +176,7 @@ def test_a_line_that_cannot_be_understood_or_cannot_happen_is_named(lines: list[
         (f"A story\n{JOB}\n{ENDED}\n", "then at least one claim"),
         (
             f"A story\n{JOB}\nfault x a:kill\n{ENDED}\nthen no rank started from scratch\n",
-            "a 'fault' line names x, which never is a node",
+            "a 'fault' line names x, which is not a node of this story",
         ),
     ],
 )

@@ -19,7 +19,7 @@ from ft_plugins.snapshot.checkpoint import Origin
 from ft_plugins.snapshot.segment import Segment
 from ft_plugins.snapshot.shape import Shape
 from ft_plugins.snapshot.slots import Pin, Version, slots_for
-from ft_plugins.testing import story_runner
+from ft_plugins.testing import story, story_runner
 from ft_plugins.testing.emulated_nodes import EmulatedHost
 from ft_plugins.testing.story_parser import parse
 from ft_plugins.testing.story_runner import StoryRunner, assert_whole
@@ -27,6 +27,11 @@ from ft_plugins.testing.story_runner import StoryRunner, assert_whole
 RANKS = 4
 ORIGIN = Origin("j", RANKS, {"layers": 4})
 PLACES = [EmulatedHost("", f"127.77.0.{host}", "lo") for host in story_runner.HOSTS]
+
+
+def test_every_story_that_is_understood_finds_its_framework_and_hosts() -> None:
+    assert tuple(story_runner.FRAMEWORKS) == story.FRAMEWORK_NAMES
+    assert len(story_runner.HOSTS) == story.MOST_NODES + 2, "one substitute that sorts first, one that sorts last"
 
 
 @dataclass
@@ -95,8 +100,8 @@ CERTIFIED = restored("node", 4, mark="certified")
 ENDED = "when the job has ended\nthen "
 AT_4 = [sent("exchange.started", 4), sent("version.committed", 4)]
 AT_8, HALF = sent("version.committed", 8), sent("exchange.started", 8)
-COUNTED = "s restored the committed version, not the one in transfer"
-IN_TRANSFER = "version 8 was in transfer"
+COUNTED = "s restored the committed version, not the one being exchanged"
+BEING_EXCHANGED = "version 8 was being exchanged"
 EVERY_6 = "every node restored from storage, iteration >= 6"
 
 
@@ -111,7 +116,7 @@ EVERY_6 = "every node restored from storage, iteration >= 6"
         (EVERY_6, [stored(6), LAST], [stored(6), NODE]),
         ("n1 was declared lost", [lost("node n1")], []),
         ("n1 was declared lost", [lost("node n1"), lost("node n1")], [lost("node n1"), lost("node n0")]),
-        ("the reason is: parts of rank", [restored("storage", 6, reason="the parts of ranks 2, 3 are gone")], [LAST]),
+        ("the reason contains: parts of rank", [restored("storage", 6, reason="the parts of ranks 2, 3 go")], [LAST]),
         ("s restored from node, iteration = 4", [NODE, NODE], [restored("node", 5)] * 2),
         (COUNTED, [*AT_4, HALF, NODE], [*AT_4, NODE]),
         (COUNTED, [*AT_4, HALF, NODE], [*AT_4, HALF, restored("node", 8)]),
@@ -122,10 +127,10 @@ EVERY_6 = "every node restored from storage, iteration >= 6"
             [*AT_4, HALF, NODE, sent("version.committed", 8, 1.0)],
             [*AT_4, sent("exchange.started", 8, 1.0), NODE],
         ),
-        (IN_TRANSFER, [*AT_4, HALF, LAST, sent("version.committed", 8, 1.0)], [*AT_4, HALF, AT_8, LAST]),
-        (IN_TRANSFER, [HALF, LAST], [*AT_4, LAST]),
-        (IN_TRANSFER, [HALF, LAST], [sent("exchange.started", 8, lineage=2), LAST]),
-        (IN_TRANSFER, [HALF, LAST], [HALF]),
+        (BEING_EXCHANGED, [*AT_4, HALF, LAST, sent("version.committed", 8, 1.0)], [*AT_4, HALF, AT_8, LAST]),
+        (BEING_EXCHANGED, [HALF, LAST], [*AT_4, LAST]),
+        (BEING_EXCHANGED, [HALF, LAST], [sent("exchange.started", 8, lineage=2), LAST]),
+        (BEING_EXCHANGED, [HALF, LAST], [HALF]),
         ("no rank started from scratch", [anew(0)], [anew(0), anew(3)]),
         ("rank 2 differed in iteration 3", [differs(3, 2), differs(3, 2)], []),
         ("rank 2 differed in iteration 3", [differs(3, 2)], [differs(3, 1, 2)]),
@@ -149,7 +154,7 @@ def test_a_claim_holds_of_what_was_written_or_does_not(
 def test_every_node_has_to_end_as_it_is_said_and_to_give_the_reason(tmp_path: Path) -> None:
     ended, refused = Told("n0"), Told("n0", {"status": "refused", "reason": "too much is gone"})
     other = Told("s", {"status": "refused", "reason": "it is Monday"})
-    end, refusal = f"{ENDED}no rank started from scratch", "when the job is refused\nthen the reason is: too much"
+    end, refusal = f"{ENDED}no rank started from scratch", "when the job is refused\nthen the reason contains: too much"
     follow(tmp_path, end, ended, Told("s"))
     follow(tmp_path, refusal, refused)
     for said, nodes in ((end, (ended, other)), (refusal, (refused, Told("s"))), (refusal, (refused, other))):
@@ -184,7 +189,7 @@ def write(tmp_path: Path) -> Callable[[Version], Path]:
 def test_checkpoints_that_are_there_and_whole_are_told_from_others(
     tmp_path: Path, write: Callable[[Version], Path]
 ) -> None:
-    whole = "complete checkpoints are whole, the newest >= 6"
+    whole = "complete checkpoints are intact, the newest >= 6"
     write(Version(1, 3))
     before = "when checkpoint 3 is complete\nthen checkpoint 6 is not complete\n"
     follow(tmp_path, f"{before}{ENDED}no rank started from scratch", Told("n0"))

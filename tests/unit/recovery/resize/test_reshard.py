@@ -149,3 +149,74 @@ def test_bytes_that_are_no_manifest_are_refused() -> None:
     with pytest.raises(SegmentError):
         manifest.split(b"\x01")
     assert manifest.split(manifest.join(b"a", b"b")) == (b"a", b"b")
+
+
+# local SGD: replicas differ
+
+
+def replica_job(
+    replicas: int, ranks: int, nodes: int, whole: dict[str, int], padding: int
+) -> list[tuple[Layout, Manifest]]:
+    """Parameters ("p...") and outer momentum are equal on all replicas; of moments ("m...") each replica has
+    its own. A replica divides all of them over its ranks, in one flat buffer that is padded."""
+    size = replicas * ranks
+    names = [f"n{rank * nodes // size}" for rank in range(size)]
+    found = []
+    for rank in range(size):
+        sharded = inventory(rank, size, whole, set(whole), padding, replicas)
+        items = [replace(item, replicas=(rank,)) if item.name.startswith("m") else item for item in sharded.items]
+        layout = plan_layout(Inventory.of(rank, items), names, 256)
+        found.append((layout, manifest.read(manifest.write(manifest_of(layout, size, (0, 0))))))
+    return found
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.integers(1, 90), min_size=1, max_size=6), st.data(), st.integers(1, 4), st.integers(1, 4),
+    st.integers(1, 3), st.integers(1, 3), st.integers(0, 9),
+)  # fmt: skip
+def test_each_replica_takes_over_its_own_and_what_all_have_in_common(
+    elements: list[int], data: st.DataObject, before: int, now: int, ranks_before: int, ranks_now: int, padding: int
+) -> None:
+    whole = {f"{'pm'[index % 2]}{index}": count for index, count in enumerate(elements)}
+    generator = np.random.default_rng(7)
+
+    def random(names: list[str]) -> Tensors:
+        return {name: generator.integers(0, 256, whole[name] * WIDTH, dtype=np.uint8) for name in names}
+
+    common = random([name for name in whole if name.startswith("p")])
+    own = [
+        {
+            **common, **random([name for name in whole if name.startswith("m")]),
+            "buffer": generator.integers(0, 256, 5, dtype=np.uint8),
+        }
+        for _ in range(before)
+    ]  # fmt: skip
+    previous = replica_job(before, ranks_before, data.draw(st.integers(1, before * ranks_before)), whole, padding)
+    slots = {found.rank: slot(layout, own[found.rank // ranks_before]) for layout, found in previous}
+    for layout, mine in replica_job(now, ranks_now, data.draw(st.integers(1, now * ranks_now)), whole, 0):
+        source = mine.rank // ranks_now % before
+        inherited = range(source * ranks_before, (source + 1) * ranks_before)
+        made = np.zeros(layout.nbytes, dtype=np.uint8)
+        for move in plan_moves([found for _, found in previous], mine, inherited):
+            made[move.target : move.target + move.nbytes] = slots[move.rank][move.source : move.source + move.nbytes]
+        assert np.array_equal(made, slot(layout, own[source]))
+
+
+def test_a_tensor_that_a_replica_has_only_in_part_is_not_made_up_from_others() -> None:
+    previous = [found for _, found in replica_job(2, 2, 4, {"m0": 64}, 0)]
+    (_, mine), *_ = replica_job(1, 1, 1, {"m0": 64}, 0)
+    assert {move.rank for move in plan_moves(previous, mine, (2, 3)) if move.nbytes > 5} == {2, 3}
+    with pytest.raises(ResumeError, match="do not make up a whole"):
+        plan_moves(previous, mine, (2,))
+    with pytest.raises(ResumeError, match="do not make up a whole"):
+        plan_moves(previous, mine)
+
+
+def test_a_tensor_that_one_rank_of_a_replica_holds_whole_is_taken_over_only_if_it_is_known_whose() -> None:
+    """Moments without ZeRO: each replica's own, and of one replica alone it is not known that it is one."""
+    two, one = ([own(found) for _, found in job(size, size, {"a": 64}, set(), 0)] for size in (2, 1))
+    assert {move.rank for move in plan_moves(two, one[0], (1,)) if move.nbytes > 5} == {1}
+    assert {move.rank for move in plan_moves(one, two[1], (0,)) if move.nbytes > 5} == {0}
+    with pytest.raises(ResumeError, match="each rank's own"):
+        plan_moves(one, two[1])

@@ -1,12 +1,13 @@
-"""The modules that local SGD synchronises: which one a parameter belongs to, their order, and when one is about to run.
+"""The modules that local SGD synchronises: which one a parameter belongs to, their order, and calls before forwards.
 
     PipelineModule    a layer, named by its index among all layers of the pipeline. A tied layer is one module on all
                       stages that have it, named by the first of its indices
-    other models      the part up to the first number in a parameter's path: 'transformer.h.3'
+    other models      as in a plain torch loop, the part up to the first number in a parameter's path: 'transformer.h.3'
     the rest          together one module, named '': embeddings, last norm and head of a plain model
 
-Invariant: names follow from the model's description alone, so they are equal on all ranks. Modules are in the order of
-this rank's forward, the rest first: a plain model begins with its embedding.
+Invariant: names follow from the model's description alone, so they are equal on all ranks. The rest comes first: a
+plain model begins with its embedding. The others follow, for a PipelineModule in forward order; otherwise in the order
+given, which is registration order.
 
 In: names of parameters, a model. Out: names of modules; calls right before each of their forwards.
 """
@@ -20,37 +21,38 @@ from typing import Any
 import torch
 
 from ...errors import UnsupportedError
+from ..torch_reduction import module_of
 
 REST = ""
 _TIED = "tied_modules"
 
 
-def module_of(model: Any, parameter: str) -> str:
+def module_in(model: Any, parameter: str) -> str:
     """The module that the parameter of that name belongs to."""
-    parts = parameter.split(".")
     if not hasattr(model, "_layer_specs"):
-        number = next((at for at, part in enumerate(parts[:-1]) if part.isdecimal()), None)
-        return REST if number is None else ".".join(parts[: number + 1])
+        return module_of(parameter)
+    parts = parameter.split(".")
     if parts[0] == _TIED:
         return next(str(at) for at, spec in enumerate(model._layer_specs) if _key(spec) == parts[1])
     return parts[0] if parts[0].isdecimal() else REST
 
 
 def in_forward_order(model: Any, modules: Iterable[str]) -> list[str]:
-    """The modules of this rank, without repetition, in the order of its forward."""
+    """`modules` without repetition, the rest first: in forward order for a PipelineModule, else in the order given."""
     known = dict.fromkeys(modules)
-    order = dict.fromkeys([REST, *(name for name, _ in _layers(model))]) if hasattr(model, "_layer_specs") else {REST}
-    return [*(name for name in order if name in known), *(name for name in known if name not in order)]
+    order = [REST, *(name for name, _ in _layers(model))] if hasattr(model, "_layer_specs") else [REST]
+    return list(dict.fromkeys([*(name for name in order if name in known), *known]))
 
 
 def follow_forwards(model: Any, modules: Iterable[str], call: Callable[[str], None]) -> None:
     """Call `call(module)` right before each forward of one of `modules`, evaluations included.
 
-    The rest is called at the beginning of the model's forward. Raises UnsupportedError for a module without a forward.
+    For the rest, `call('')` runs at the beginning of the model's forward. Raises UnsupportedError for a module without
+    a forward.
     """
     wanted = set(modules)
     if REST in wanted:
-        _before(model, functools.partial(call, REST))
+        _call_before_forward(model, functools.partial(call, REST))
     if hasattr(model, "_layer_specs"):
         _follow_layers(model, wanted, call)
         return
@@ -61,7 +63,7 @@ def follow_forwards(model: Any, modules: Iterable[str], call: Callable[[str], No
                 f"the module '{name}' is a {type(part).__name__}, whose parts the model calls one by one: their "
                 "forwards cannot be followed; use --sync-apply wait"
             )
-        _before(part, functools.partial(call, name))
+        _call_before_forward(part, functools.partial(call, name))
 
 
 def _follow_layers(model: Any, wanted: set[str], call: Callable[[str], None]) -> None:
@@ -70,20 +72,20 @@ def _follow_layers(model: Any, wanted: set[str], call: Callable[[str], None]) ->
         if name not in wanted:
             continue
         if not isinstance(layer, torch.nn.Module):  # `forward_fn` of a tied layer, which need not call its module
-            model.forward_funcs[at] = _announced(layer, functools.partial(call, name))
+            model.forward_funcs[at] = _calling_first(layer, functools.partial(call, name))
         elif id(layer) not in hooked:
             hooked.add(id(layer))
-            _before(layer, functools.partial(call, name))
+            _call_before_forward(layer, functools.partial(call, name))
 
 
-def _before(part: torch.nn.Module, call: Callable[[], None]) -> None:
+def _call_before_forward(part: torch.nn.Module, call: Callable[[], None]) -> None:
     def pre_hook(*args: Any) -> None:
         call()
 
     part.register_forward_pre_hook(pre_hook, prepend=True)
 
 
-def _announced(layer: Callable[..., Any], call: Callable[[], None]) -> Callable[..., Any]:
+def _calling_first(layer: Callable[..., Any], call: Callable[[], None]) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
         call()
         return layer(*args, **kwargs)
@@ -92,11 +94,12 @@ def _announced(layer: Callable[..., Any], call: Callable[[], None]) -> Callable[
 
 
 def _layers(model: Any) -> Iterator[tuple[str, Any]]:
-    """Module and function of each layer of this stage."""
+    """(module name, callable) of each layer of this stage; the callable is an nn.Module, or the `forward_fn` of a tied
+    layer."""
     specs = model._layer_specs
     first = {_key(spec): at for at, spec in reversed(list(enumerate(specs))) if _key(spec) is not None}
-    for at, function in enumerate(model.forward_funcs, start=model._local_start):
-        yield str(first.get(_key(specs[at]), at)), function
+    for at, layer in enumerate(model.forward_funcs, start=model._local_start):
+        yield str(first.get(_key(specs[at]), at)), layer
 
 
 def _key(spec: Any) -> Any:

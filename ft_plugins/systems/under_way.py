@@ -1,0 +1,110 @@
+"""One synchronisation of local SGD while it is under way: which modules are exchanged, and which are applied.
+
+What is started runs on one thread, in one order on all ranks of a sync group. Modules that several pipeline stages hold
+(a tied embedding) come first: a stage that waits for another one's forward would wait for ever if that one waited for
+its part of such a module.
+
+Invariant: a module is applied once, after its exchange. An error is raised where the module is waited for.
+
+In: a `Synchronisation`, its groups. Out: changed tensors; at the end, what happened to modules and replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..sync.background import Background, BackgroundTask
+from ..sync.late_peers import PeerWait
+from ..sync.local_policy import AppliedAt
+from ..sync.modules import GroupPlan
+from ..sync.synchronisation import Synchronisation
+
+
+class SynchronisationUnderWay:
+    """Carries out one synchronisation after the other on one rank; between them nothing is under way."""
+
+    def __init__(
+        self, synchronisation: Synchronisation, plan: GroupPlan, wait: PeerWait, apply: AppliedAt, prefetch: bool,
+        device: torch.device, finished: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """`prefetch`: start the exchange of the next module before one is waited for. `finished` is called when all
+        modules are applied."""
+        self._synchronisation, self._wait = synchronisation, wait
+        self._order, self._spanning = plan.order, plan.spanning
+        self._apply_at, self._prefetch, self._finished = apply, prefetch, finished
+        self._background: Background | None = Background(device)
+        self._waiting: dict[str, BackgroundTask[float] | None] = {}  # to be applied; None: exchange not started
+        self.step = 0  # iteration of the last synchronisation
+        self.waited = 0.0  # seconds, for it
+        self.report: dict[str, Any] = {}  # fields of its event
+
+    def __bool__(self) -> bool:
+        """Whether a synchronisation is under way."""
+        return bool(self._waiting)
+
+    def start(self, step: int, factors: Sequence[float] | None = None) -> None:
+        """Start the synchronisation after iteration `step`. `factors`: a further factor of each replica's weight."""
+        self.step, self.waited = step, 0.0
+        self.report = {"left_out": {}, "rolled_back": [], "clipped": {}}
+        judge = partial(self._synchronisation.judge, factors)
+        # if it fails, so do the exchanges that follow
+        self._run(partial(self._wait.within, step, "the comparison of replicas", judge))
+        self._waiting = dict.fromkeys(self._order)
+        at_once = self._apply_at is not AppliedAt.FORWARD
+        for place, name in enumerate(self._order):
+            if at_once or name in self._spanning or (place == 0 and self._prefetch):
+                self._exchange(name)
+
+    def before_forward(self, name: str) -> None:
+        """The forward of a module is about to begin."""
+        if name in self._waiting and self._apply_at is AppliedAt.FORWARD:
+            self._apply(name)
+
+    def apply_all(self) -> None:
+        """Apply what is still to be applied."""
+        for name in self._order if self._waiting else ():
+            if name in self._waiting:
+                self._apply(name)
+
+    def close(self) -> None:
+        """End the thread. Idempotent."""
+        if self._background is not None:
+            self._background.close()
+            self._background = None
+
+    def _run(self, work: Callable[[], Any]) -> BackgroundTask[Any]:
+        assert self._background is not None
+        return self._background.start(work)
+
+    def _exchange(self, name: str) -> None:
+        """Start the exchange of a module, unless it is started."""
+        if self._waiting.get(name, True) is None:
+            exchange = partial(self._synchronisation.exchange, name)
+            self._waiting[name] = self._run(partial(self._wait.within, self.step, f"module '{name}'", exchange))
+
+    def _apply(self, name: str) -> None:
+        """Wait for a module's exchange, and apply it; with prefetch start that of the next one first."""
+        self._exchange(name)
+        if self._prefetch:
+            following = self._order[self._order.index(name) + 1 :]
+            if waiting := next((each for each in following if each in self._waiting), None):
+                self._exchange(waiting)
+        exchange = self._waiting.pop(name)
+        assert exchange is not None
+        factor = exchange.wait()
+        self.waited += exchange.waited
+        judgement = self._synchronisation.apply(name)
+        if judgement is not None and any(judgement.anomalous):
+            self.report["left_out"][name] = [
+                rank for rank, outlier in zip(self._wait.sync, judgement.anomalous, strict=True) if outlier
+            ]
+        if judgement is not None and judgement.rollback:
+            self.report["rolled_back"].append(name)
+        if factor != 1.0:
+            self.report["clipped"][name] = factor
+        if not self._waiting:
+            self._finished()

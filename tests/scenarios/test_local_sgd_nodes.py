@@ -1,0 +1,398 @@
+"""Local SGD when a node is lost: rebuilt from parity on a fresh one, bit for bit; or for good, at another size.
+
+Each emulated node is one replica of two ranks. Nodes protect each other by RAIM5; without a reduction over replicas
+only a synchronisation joins them. Golden runs have the same policy and no snapshots.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ft_plugins.model.digest import tensor_digest
+from ft_plugins.testing.deepspeed_runs import DeepSpeedConfiguration, DeepSpeedRun
+from ft_plugins.testing.emulated_nodes import EmulatedHost, network
+from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
+from ft_plugins.testing.golden import assert_identical, explain, losses, state_differences
+from ft_plugins.testing.job_control import Entry
+from ft_plugins.testing.megatron_runs import MegatronConfiguration, MegatronRun
+from ft_plugins.testing.multinode import ExampleRun, MultiNodeJob, until
+
+Spec = Callable[..., JobSpec]
+BOUND = 280  # seconds for one run or one wait; far more than it takes on an idle machine
+TAU, ITERATIONS = 3, 10
+EDIT = {"policy": "edit", "tau": TAU, "penalty_warmup": 1, "alpha": 0.3, "threshold": 1.5, "clip": 0.02}
+PER_NODE = 2
+REFERENCE = f"{Path(__file__).with_name('takes_over.py')}:main"
+LOADER = f"{Path(__file__).with_name('loads_export.py')}:main"
+DATA_LAST = ("--order", "tp-cp-ep-pp-dp")  # Megatron: a node is a replica
+FP32 = MegatronConfiguration(bf16=False, distributed_optimizer=False, interleaved=False)
+SHARDED = MegatronConfiguration(bf16=True, distributed_optimizer=True, interleaved=False)
+INSTANCES = ("--num-distributed-optimizer-instances", "2")
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A framework's way to train, under local SGD. `block`: further keys of `sync`."""
+
+    framework: str
+    block: dict[str, Any]
+    stage: int = 0
+    pp: int = 2
+    megatron: MegatronConfiguration = FP32
+    argv: tuple[str, ...] = ()
+    ranks: int = 6  # of a job that is resized
+    batch: int = 12  # its global batch
+
+    def run(self, name: str, folder: Path, ranks: int, protected: bool, iterations: int, batch: int = 0) -> ExampleRun:
+        """A run of the example."""
+        folder.mkdir(exist_ok=True)
+        sync = {**EDIT, **self.block}
+        if self.framework == "deepspeed":
+            configuration = DeepSpeedConfiguration(
+                ranks, self.stage, bf16=False, pp=self.pp, axes="data-pipe-model", batch=batch
+            )
+            block: dict[str, Any] = {"sync": sync, **({"reft": {}} if protected else {})}
+            return DeepSpeedRun(name, folder, configuration, block, iterations=iterations)
+        flags = [f"--sync-{key.replace('_', '-')}={value}" for key, value in sync.items()]
+        argv = (*DATA_LAST, "--tp", "1", "--pp", str(self.pp), *self.argv)
+        if batch:
+            argv += ("--global-batch", str(batch))
+        return MegatronRun(
+            name, folder, self.megatron, protected, flags=tuple(flags), argv=argv, ranks=ranks, iterations=iterations
+        )
+
+
+needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the extra [deepspeed]")
+PIPELINE = Mode("deepspeed", {})  # applied in forwards
+ZERO2 = Mode("deepspeed", {"shard_ranks": 2}, stage=2, pp=0)  # behind an iteration
+REPLICATED = Mode("megatron", {"apply": "forward"})
+DISTOPT = Mode("megatron", {"apply": "wait"}, pp=1, megatron=SHARDED, argv=INSTANCES)
+MODES = [
+    pytest.param(PIPELINE, id="deepspeed-pipeline", marks=needs_deepspeed),
+    pytest.param(ZERO2, id="deepspeed-zero2", marks=needs_deepspeed),
+    pytest.param(REPLICATED, id="megatron"),
+    pytest.param(DISTOPT, id="megatron-distopt"),
+]
+
+
+@pytest.fixture(scope="module")
+def places() -> Iterator[list[EmulatedHost]]:
+    with network([11, 12, 13, 14, 5]) as found:
+        yield found
+
+
+@pytest.fixture
+def server(request: pytest.FixtureRequest) -> ForkServer:
+    """The fork server of the mode's framework."""
+    found: ForkServer = request.getfixturevalue(f"{request.getfixturevalue('mode').framework}_server")
+    return found
+
+
+def alone(jobs: Spec, server: ForkServer, run: ExampleRun, **fields: object) -> RunningJob:
+    """Run on one node to its end, under a name of its own: jobs with local SGD have a snapshot process, too."""
+    name = f"n{os.getpid()}-{abs(hash(run.folder)) % 10**6}"
+    job = server.start(jobs(**{**vars(run.spec(**fields)), "name": name}))
+    outcome = job.wait(BOUND)
+    assert outcome["status"] == "succeeded", f"{outcome}\n{job.tail()}"
+    return job
+
+
+def stopping(mode: Mode, fault: str) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Further arguments of `MultiNodeJob.start` that arm a fault on one node."""
+    if mode.framework == "deepspeed":
+        return ("--ftp-faults", fault), {}  # its file is common to all nodes
+    return (), {"faults": fault}
+
+
+def wait_until_rank_stops(job: RunningJob, rank: int, starts: int) -> None:
+    """Wait until `rank` of a node has stopped itself, in the incarnation in which it attached the `starts`th time."""
+
+    def stopped(lines: list[Entry]) -> bool:
+        attached = dict.fromkeys(e["pid"] for e in lines if e["name"] == "rank.attached" and e["rank"] == rank)
+        if len(attached) < starts:
+            return False
+        with suppress(FileNotFoundError):  # it has ended: another one attaches next
+            return Path(f"/proc/{[*attached][-1]}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
+        return False
+
+    until(job, stopped, BOUND)
+
+
+def restored(job: RunningJob) -> list[tuple[str, int]]:
+    """Tier and iteration of each restore of a node, the same for its ranks."""
+    found: dict[int, set[tuple[str, int]]] = {}
+    tokens = {event.pid: event.fields["token"] for event in job.events("rank.attached")}
+    for event in job.events("state.restored"):
+        found.setdefault(tokens[event.pid], set()).add((event.fields["tier"], event.fields["iteration"]))
+    return [each for _, one in sorted(found.items()) for each in sorted(one)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_node_lost_between_synchronisations_and_one_right_after_one_are_rebuilt_from_parity(
+    mode: Mode, server: ForkServer, jobs: Spec, tmp_path: Path, places: list[EmulatedHost]
+) -> None:
+    golden = mode.run("golden", tmp_path / "golden", 4, False, ITERATIONS)
+    alone(jobs, server, golden)
+    run = mode.run("nodes", tmp_path / "nodes", 4, True, ITERATIONS)
+    endpoint = ",".join(f"{place.address}:29460" for place in places[:4])
+    job = MultiNodeJob(server, jobs, run, 4, 2, endpoint)
+    more, faults = stopping(mode, f"iteration.forward@iteration={2 * TAU + 1},rank=0:stop")
+    job.start("n0", places[0], *more, **faults)
+    more, faults = stopping(mode, f"iteration.forward@iteration={TAU + 2},rank=2:stop")
+    job.start("n1", places[1], *more, **faults)
+
+    wait_until_rank_stops(job.nodes["n1"], 2, 1)  # between the first synchronisation and the second
+    job.until_committed(TAU)
+    job.destroy("n1")
+    second = job.start("s1", places[2])
+    wait_until_rank_stops(job.nodes["n0"], 0, 2)  # what the second one has changed is not captured everywhere
+    job.destroy("n0")
+    third = job.start("s0", places[3])
+    job.wait()
+    assert restored(second)[0] == ("node", TAU)
+    assert restored(third)[0] in [("node", TAU), ("node", 2 * TAU)]
+    assert_identical(run, golden, 4)
+    rounds = {event.fields["iteration"] for event in third.events("replicas.synchronised")}
+    assert rounds >= {3 * TAU}
+
+
+def reference(
+    jobs: Spec, server: ForkServer, mode: Mode, name: str, folder: Path, ranks: int, iterations: int, *words: object
+) -> ExampleRun:
+    """A run without snapshots, whose state `takes_over` writes and reads. `ranks`: of the job; its configuration is
+    that of the job that is resized."""
+    run = mode.run(name, folder, mode.ranks, False, iterations, mode.batch)
+    spec = run.spec()
+    argv = (mode.framework, *map(str, words), *spec.argv)
+    alone(jobs, server, run, entry=REFERENCE, argv=argv, nproc=ranks)
+    return run
+
+
+def parameters(run: ExampleRun, rank: int) -> dict[str, Any]:
+    """Digests of a rank's parameters at the end, by name."""
+    found: dict[str, Any] = json.loads(Path(f"{run.digests}{rank:05d}.json").read_text())["parameters"]
+    return found
+
+
+RESIZED = [
+    pytest.param(replace(PIPELINE, block={"apply": "wait"}), id="deepspeed-pipeline", marks=needs_deepspeed),
+    pytest.param(replace(ZERO2, batch=24), id="deepspeed-zero2-in-flight", marks=needs_deepspeed),
+    pytest.param(replace(REPLICATED, block={"apply": "wait"}), id="megatron"),
+]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("mode", RESIZED)
+def test_a_job_goes_on_with_two_replicas_of_three_and_again_with_three(
+    mode: Mode, server: ForkServer, jobs: Spec, tmp_path: Path, places: list[EmulatedHost]
+) -> None:
+    """The state of iteration 3 is taken over by two replicas, that of iteration 6 by three."""
+    last = 3 * TAU
+    run = mode.run("resized", tmp_path / "resized", 6, True, last, mode.batch)
+    endpoint = ",".join(f"{place.address}:29470" for place in places[:4])
+    job = MultiNodeJob(server, jobs, run, 6, 3, endpoint, "--reft-wait-seconds", "1", min_nodes=2)
+    more, faults = stopping(mode, f"iteration.forward@iteration={2 * TAU + 2},rank=0,restart=1:stop")
+    job.start("n0", places[0], *more, **faults)
+    more, faults = stopping(mode, f"iteration.forward@iteration={TAU + 2},rank=2:stop")
+    job.start("n1", places[1], *more, **faults)
+    job.start("n2", places[2])
+    wait_until_rank_stops(job.nodes["n1"], 2, 1)
+    job.until_committed(TAU)
+    job.destroy("n1")
+    wait_until_rank_stops(job.nodes["n0"], 0, 2)
+    job.until_committed(2 * TAU)
+    fresh = job.start("s", places[3])
+    job.wait()
+    taken_over = [event.fields["iteration"] for event in job.nodes["n0"].events("state.resharded")]
+    assert sorted(set(taken_over)) == [TAU, 2 * TAU] and fresh.events("state.resharded")
+    said = job.nodes["n0"].tail(2000)
+    assert "3 replicas became 2" in said and "2 replicas became 3" in said
+
+    folder, three, two = tmp_path / "reference", tmp_path / "three", tmp_path / "two"
+    reference(jobs, server, mode, "r1", folder, 6, last, "--give-at", TAU, "--give", three)
+    taking = ("--replica-ranks", PER_NODE, PER_NODE, "--replicas")
+    words = ("--take", three, *taking, 3, "--give-at", 2 * TAU, "--give", two)
+    reference(jobs, server, mode, "r2", folder, 4, last, *words)
+    whole = reference(jobs, server, mode, "r3", folder, 6, last, "--take", two, *taking, 2)
+    assert_continues(run, whole, 6, since=2 * TAU)
+    for rank in range(PER_NODE):
+        assert parameters(run, rank) == parameters(run, rank + PER_NODE) == parameters(run, rank + 2 * PER_NODE)
+
+
+def test_instances_of_the_distributed_optimizer_continue_with_fewer_ranks_each(
+    megatron_server: ForkServer, jobs: Spec, tmp_path: Path, places: list[EmulatedHost]
+) -> None:
+    """Four nodes of one rank, two instances; one node is lost, another one is a spare. The replicas stay the same ones,
+    so statistics of norms do too: they decide what is left out and clipped."""
+    mode, last = replace(DISTOPT, ranks=4, batch=24), 3 * TAU
+    run = mode.run("instances", tmp_path / "instances", 4, True, last, mode.batch)
+    endpoint = ",".join(f"{place.address}:29490" for place in places[:4])
+    job = MultiNodeJob(megatron_server, jobs, run, 4, 4, endpoint, "--reft-wait-seconds", "1", min_nodes=2)
+    for number in range(4):
+        fault = f"iteration.forward@iteration={TAU + 2},rank=1:stop" if number == 1 else ""
+        job.start(f"n{number}", places[number], faults=fault)
+    wait_until_rank_stops(job.nodes["n1"], 1, 1)
+    job.until_committed(TAU)
+    job.destroy("n1")
+    job.wait()
+    assert {event.fields["iteration"] for event in job.nodes["n0"].events("state.resharded")} == {TAU}
+    assert "replicas became" not in job.nodes["n0"].tail(2000)
+
+    folder, four = tmp_path / "reference", tmp_path / "four"
+    reference(jobs, megatron_server, mode, "r1", folder, 4, last, "--give-at", TAU, "--give", four)
+    taking = ("--take", four, "--replica-ranks", 2, 1, "--replicas", 2)
+    whole = reference(jobs, megatron_server, mode, "r2", folder, 2, last, *taking)
+    assert_continues(run, whole, 2, since=TAU)
+
+
+def assert_continues(run: ExampleRun, whole: ExampleRun, ranks: int, since: int) -> None:
+    """The final state of two runs is identical, and so are their losses after iteration `since`."""
+    found = state_differences(run.digests, whole.digests, ranks)
+    assert not found, explain(found)
+    later = [{k: v for k, v in losses(log).items() if k > since} for log in (run.loss_log, whole.loss_log)]
+    assert later[0] == later[1]
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("mode", [pytest.param(replace(PIPELINE, block={"apply": "wait"}), id="deepspeed-pipeline")])
+def test_the_last_replica_trains_on_alone_and_another_one_joins_it(
+    mode: Mode, server: ForkServer, jobs: Spec, tmp_path: Path, places: list[EmulatedHost]
+) -> None:
+    mode, last = replace(mode, ranks=4), 3 * TAU
+    run = mode.run("alone", tmp_path / "alone", 4, True, last, mode.batch)
+    endpoint = ",".join(f"{place.address}:29480" for place in places[:4])
+    job = MultiNodeJob(server, jobs, run, 4, 2, endpoint, "--reft-wait-seconds", "1", min_nodes=1)
+    more, faults = stopping(mode, f"iteration.forward@iteration={2 * TAU + 2},rank=0,restart=1:stop")
+    job.start("n0", places[0], *more, **faults)
+    more, faults = stopping(mode, f"iteration.forward@iteration={TAU + 2},rank=2:stop")
+    job.start("n1", places[1], *more, **faults)
+    wait_until_rank_stops(job.nodes["n1"], 2, 1)
+    job.until_committed(TAU)
+    job.destroy("n1")
+    wait_until_rank_stops(job.nodes["n0"], 0, 2)
+    job.until_captured("n0", 2 * TAU)
+    job.start("s", places[3])
+    job.wait()
+    said = job.nodes["n0"].tail(2000)
+    assert "local SGD with 1 replica: there is no other one to synchronise with" in said
+
+    folder, two, one = tmp_path / "reference", tmp_path / "two", tmp_path / "one"
+    reference(jobs, server, mode, "r1", folder, 4, last, "--give-at", TAU, "--give", two)
+    taking = ("--replica-ranks", PER_NODE, PER_NODE, "--replicas")
+    words = ("--take", two, *taking, 2, "--give-at", 2 * TAU, "--give", one)
+    reference(jobs, server, mode, "r2", folder, 2, last, *words)
+    whole = reference(jobs, server, mode, "r3", folder, 4, last, "--take", one, *taking, 1)
+    assert_continues(run, whole, 4, since=2 * TAU)
+
+
+# export
+
+
+def written(jobs: Spec, server: ForkServer, mode: Mode, folder: Path, iteration: int) -> tuple[ExampleRun, Path]:
+    """A protected run of two replicas that ends at `iteration`, and the checkpoint of that iteration."""
+    run = mode.run("written", folder, 2 * PER_NODE, True, iteration)
+    spec = run.spec()
+    flags = (*spec.flags, "--reft-checkpoint-dir", str(folder / "ck"), "--reft-checkpoint-interval", str(iteration))
+    alone(jobs, server, run, flags=flags)
+    (found,) = (folder / "ck").glob(f"*/v1-{iteration}")
+    return run, found
+
+
+def export(checkpoint: Path, target: Path) -> str:
+    """`ft-plugins export` as a user gives it. Returns what it prints."""
+    command = [Path(sys.executable).with_name("ft-plugins"), "export", checkpoint, "--to", target]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=BOUND)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    return done.stdout
+
+
+def tensors_in(folder: Path) -> list[Any]:
+    """Digests of all tensors in the files of a DeepSpeed checkpoint."""
+    found: list[Any] = []
+
+    def visit(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            found.append(tensor_digest(value.detach()))
+        for part in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ():
+            visit(part)
+
+    for path in folder.rglob("*.pt"):
+        visit(torch.load(path, weights_only=False))
+    return found
+
+
+def moments(run: ExampleRun, rank: int) -> dict[str, Any]:
+    """Digests of a rank's first moments at the end, by item."""
+    items = json.loads(Path(f"{run.digests}{rank:05d}.json").read_text())["items"]
+    return {name: digest for name, digest in items.items() if name.endswith("exp_avg")}
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("mode", [pytest.param(PIPELINE, id="deepspeed-pipeline")])
+def test_an_export_has_the_synchronised_parameters_and_the_moments_of_the_first_replica(
+    mode: Mode, server: ForkServer, jobs: Spec, tmp_path: Path
+) -> None:
+    run, checkpoint = written(jobs, server, mode, tmp_path / "run", 2 * TAU)
+    said = export(checkpoint, tmp_path / "exported")
+    assert f"iteration {2 * TAU}" in said and "replica" not in said
+    found = tensors_in(tmp_path / "exported")
+    for rank in range(PER_NODE):
+        assert parameters(run, rank) == parameters(run, rank + PER_NODE)
+        owned = [name for name in parameters(run, rank) if not name.startswith("tied_modules") or rank == 0]
+        assert owned and all(parameters(run, rank)[name] in found for name in owned)
+        first, second = moments(run, rank), moments(run, rank + PER_NODE)
+        kept = [name for name in first if not name.startswith("tied_modules") or rank == 0]
+        assert kept and all(first[name] in found and second[name] not in found for name in kept)
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("mode", [pytest.param(ZERO2, id="deepspeed-zero2-in-flight")])
+def test_an_export_of_replicas_that_differ_is_the_first_one_and_says_so(
+    mode: Mode, server: ForkServer, jobs: Spec, tmp_path: Path
+) -> None:
+    """Its synchronisation was in flight: what the first replica had then is what it has without one."""
+    _, checkpoint = written(jobs, server, mode, tmp_path / "run", TAU)
+    said = export(checkpoint, tmp_path / "exported")
+    assert "this is replica 0 of 2" in said and f"at iteration {TAU} replicas had different parameters" in said
+    apart = replace(mode, block={**mode.block, "tau": 100}).run("apart", tmp_path / "apart", 4, False, TAU)
+    alone(jobs, server, apart)
+    found = tensors_in(tmp_path / "exported")
+    own, other = parameters(apart, 0), parameters(apart, PER_NODE)
+    assert own and all(digest in found for digest in own.values())
+    assert own == parameters(apart, 1) and any(digest not in found for digest in other.values())
+
+
+@pytest.mark.parametrize(
+    "mode", [pytest.param(REPLICATED, id="megatron"), pytest.param(DISTOPT, id="megatron-distopt")]
+)
+def test_an_export_loads_into_megatron_with_the_synchronised_parameters(
+    mode: Mode, server: ForkServer, jobs: Spec, tmp_path: Path
+) -> None:
+    """All replicas of the job that loads it hold what the first one had, bit for bit."""
+    run, checkpoint = written(jobs, server, mode, tmp_path / "run", 2 * TAU)
+    said = export(checkpoint, tmp_path / "exported")
+    assert f"iteration {2 * TAU}" in said and "replica" not in said
+    folder = tmp_path / "loaded"
+    folder.mkdir()
+    iteration = tmp_path / "exported" / f"iter_{2 * TAU:07d}"
+    argv = (str(iteration), str(folder / "state-"), *mode.megatron.argv(), *run.argv)  # type: ignore[attr-defined]
+    spec = JobSpec(LOADER, argv, f"l{os.getpid()}", str(folder), 4, environment={"OMP_NUM_THREADS": "1"})
+    job = server.start(spec)
+    assert job.wait(BOUND)["status"] == "succeeded", job.tail(60)
+    loaded = replace(run, folder=folder)  # type: ignore[type-var]
+    for rank in range(2 * PER_NODE):
+        first = rank % PER_NODE
+        assert parameters(loaded, rank) == parameters(run, first) == parameters(run, first + PER_NODE)
+        assert moments(loaded, rank) == moments(run, first) != moments(run, first + PER_NODE)

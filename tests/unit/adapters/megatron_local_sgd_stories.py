@@ -1,0 +1,269 @@
+"""Stories about local SGD on whole Megatron jobs: three synchronisations equal a simulation of the replicas in turn.
+
+All comparisons are bit for bit: a replica alone does the same arithmetic in the same order as in the job, and the mean
+of two has one order. With the penalty, sums of norms have another order, so weights and clip factors may differ by
+2 ** -53; a parameter could differ only where its float64 value lies that close to the middle between two numbers of
+fp32: one in a hundred million.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron_gangs import BF16, INTERLEAVED, OVERLAPPED, SHARDED, gang_job, large
+from megatron_simulated import Simulated, copied, whole
+
+from ft_plugins.adapters.megatron import reducing
+from ft_plugins.config import Config, launch_context
+from ft_plugins.model.reduction import ReducedOver
+from ft_plugins.session import attach
+from ft_plugins.systems import local_sgd
+from ft_plugins.testing.gang import gang
+
+STEPS, TAU, SAMPLES = 7, 2, 4  # three synchronisations, and an iteration behind the last one; samples an iteration
+POST = {"policy": "post_local_sgd", "tau": TAU}
+EDIT = {"policy": "edit", "tau": TAU, "alpha": 0.3, "threshold": 1.0, "penalty_warmup": 2, "clip": 0.08}
+UNTIED = {"share_embeddings_and_output_weights": False}
+GATHERED = [*OVERLAPPED, "--overlap-param-gather"]
+
+
+class Case(NamedTuple):
+    """A job of 8 ranks: two pipeline stages, two replicas of `members` data-parallel ranks each. `wrong`: what is
+    broken on purpose."""
+
+    sync: dict[str, Any]
+    apply: str
+    flags: list[str]
+    distributed: bool = False
+    members: int = 1
+    tied: bool = True
+    sequence_parallel: bool = False
+    wrong: str = ""
+
+    @property
+    def tp(self) -> int:
+        return 2 // self.members
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        return {**self.sync, "apply": self.apply}
+
+    @property
+    def more(self) -> dict[str, Any]:
+        model = {} if self.tied else {"gpt": UNTIED}
+        return {**model, **({"sequence_parallel": True} if self.sequence_parallel else {})}
+
+    def words(self, whole: bool) -> list[str]:
+        """The flags of the whole job, or of one of its replicas."""
+        words = ["--tp", str(self.tp), *(() if "--pp" in self.flags else ("--pp", "2")), *self.flags]
+        if self.distributed:
+            words += [*SHARDED, "2"] if whole else ["--distributed-optimizer"]
+        return [*words, "--global-batch", str(SAMPLES if whole else SAMPLES // 2)]
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """The replica of a rank of the job, and the rank of a job of that replica alone."""
+        stage, rest = divmod(rank, 4)
+        number, tensor = divmod(rest, self.tp)
+        replica, member = divmod(number, self.members)
+        return replica, (stage * self.members + member) * self.tp + tensor
+
+
+FORWARD = {
+    "fp32, edit": Case(EDIT, "forward", []),
+    "fp32, overlap, untied, post": Case(POST, "wait", OVERLAPPED, tied=False),
+    "fp32, interleaved, overlap, edit": Case(EDIT, "forward", [*INTERLEAVED, *OVERLAPPED]),
+    "fp32, sequence parallel, edit": Case(EDIT, "forward", [], sequence_parallel=True),
+}
+SHARDS = {
+    "fp32, instances, post": Case(POST, "wait", [], distributed=True),
+    "bf16, instances, overlap, edit": Case(EDIT, "update", [*BF16, *GATHERED], distributed=True),
+    "bf16, instances, interleaved, untied, edit": Case(EDIT, "wait", [*BF16, *INTERLEAVED], True, tied=False),
+}
+MORE = {
+    "fp32, post": Case(POST, "forward", []),
+    "fp32, untied, edit": Case(EDIT, "wait", [], tied=False),
+    "fp32, late, edit": Case(EDIT, "update", []),
+    "fp32, interleaved, untied, post": Case(POST, "wait", INTERLEAVED, tied=False),
+    "fp32, interleaved, sequence parallel, post": Case(POST, "forward", INTERLEAVED, sequence_parallel=True),
+    "bf16, edit": Case(EDIT, "update", BF16),
+    "bf16, interleaved, overlap, sequence parallel, edit": Case(
+        EDIT, "wait", [*BF16, *INTERLEAVED, *OVERLAPPED], sequence_parallel=True
+    ),
+    "fp32, instances, overlap, edit": Case(EDIT, "update", GATHERED, distributed=True),
+    "bf16, instances, post": Case(POST, "wait", BF16, distributed=True),
+    "bf16, instances, interleaved, overlap, post": Case(POST, "update", [*BF16, *INTERLEAVED, *GATHERED], True),
+    "fp32, instances of 2, edit": Case(EDIT, "wait", [], distributed=True, members=2),
+    "bf16, instances of 2, overlap, edit": Case(EDIT, "update", [*BF16, *GATHERED], distributed=True, members=2),
+}
+
+
+# ---- the job
+
+
+def _trained(rank: int, world: int, cases: list[Case]) -> list[Any]:
+    return [_train(rank, world, case) for case in cases]
+
+
+def _train(rank: int, world: int, case: Case) -> dict[str, Any]:
+    with ExitStack() as stack:
+        stack.enter_context(_norms_over_sequences())
+        job = stack.enter_context(gang_job(rank, world, *case.words(True), **case.more))
+        _break(stack, case.wrong)
+        context = replace(launch_context(), rank=rank, world_size=world)
+        session = attach(job.host(), Config.from_json({"sync": case.keys}), context)
+        events: list[Any] = []
+        session._events.subscribe(events.append)
+        session.resume(last=STEPS)
+        norms, after = [], []
+        for step in range(1, STEPS + 1):
+            session.iteration_begin(step)
+            norms.append(job.train_step(skip=lambda: None)["grad_norm"])
+            session.iteration_end(step)
+            after.append(copied(job))
+        session.shutdown()
+        synchronised = [one.fields for one in events if one.name == "replicas.synchronised"]
+        return {
+            "norms": norms, "after": after, "end": whole(job), "clipped": [one["clipped"] for one in synchronised],
+            "left_out": [
+                {name: [case.place(one)[0] for one in those] for name, those in one["left_out"].items()}
+                for one in synchronised
+            ],
+        }  # fmt: skip
+
+
+@contextmanager
+def _norms_over_sequences() -> Iterator[None]:
+    """torch's LayerNorm, also with sequence parallelism: marked as that of apex and Transformer Engine is, so that its
+    gradients are summed over the tensor-parallel ranks."""
+
+    def new(kind: Any, config: Any, hidden_size: int, eps: float = 1e-5, **more: Any) -> torch.nn.LayerNorm:
+        norm = torch.nn.LayerNorm(hidden_size, eps=eps)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return norm
+
+    with patch.object(WrappedTorchNorm, "__new__", new):
+        yield
+
+
+def _break(stack: ExitStack, wrong: str) -> None:
+    def exchange(place: Any, name: str, value: Any) -> None:
+        stack.enter_context(patch.object(place, name, value))
+
+    plan, over = local_sgd.plan_modules, local_sgd.LocalSgdPolicy.reduced_over
+    if wrong == "divided":  # by the replicas of the job, of which one is summed
+        exchange(reducing, "local_factor", lambda factor, *more: factor)
+    elif wrong == "chunk reduced":  # its gradients over all replicas
+        change, prepare = reducing.BucketReduction.reduce_over, reducing.MegatronReduction.prepare_reduction
+        last: set[int] = set()
+
+        def reduce_over(self: Any, replicas: ReducedOver) -> None:
+            change(self, ReducedOver.ALL if id(self.bucket_group) in last else replicas)
+
+        def prepare_reduction(host: Any) -> None:
+            prepare(host)
+            last.update(map(id, host.chunks[-1].bucket_groups))
+
+        exchange(reducing.BucketReduction, "reduce_over", reduce_over)
+        exchange(reducing.MegatronReduction, "prepare_reduction", prepare_reduction)
+    elif wrong == "chunk left out":  # of synchronisations: its layers
+        exchange(local_sgd, "plan_modules", lambda *given: tuple(one for one in plan(*given) if one.name != "layer 3"))
+    elif wrong == "embedding":  # the stages' gradients of a tied embedding are not summed
+        finalizing = importlib.import_module("megatron.core.distributed.finalize_model_grads")
+        exchange(finalizing, "_allreduce_word_embedding_grads", lambda *given, **keys: None)
+    elif wrong == "all":
+        exchange(local_sgd.LocalSgdPolicy, "reduced_over", lambda policy, step: over(policy, 0))
+
+
+# ---- the comparison
+
+
+def _simulated(rank: int, world: int, cases: list[Case]) -> list[Any]:
+    found = []
+    for case in cases:
+        with _norms_over_sequences():
+            simulated = Simulated(rank, world, case.words(False), case.keys, case.members, **case.more)
+            found.append(simulated.run(STEPS))
+    return found
+
+
+@functools.cache
+def _expected(names: tuple[str, ...]) -> dict[str, list[Any]]:
+    """By case, the results of all ranks of one replica, by replica."""
+    known = FORWARD | SHARDS | MORE
+    found = gang(_simulated, 4, [known[name] for name in names], seconds=200.0)
+    return dict(zip(names, zip(*found, strict=True), strict=True))  # type: ignore[arg-type]
+
+
+def _difference(found: list[Any], expected: list[Any], case: Case) -> tuple[int, int, list[str]] | None:
+    """The first iteration and the rank in which anything differs in any bit; the end counts as an iteration."""
+    pairs = []
+    for rank, ours in enumerate(found):
+        replica, alone = case.place(rank)
+        pairs.append((rank, ours, expected[alone][replica]))
+    for step in range(STEPS + 1):
+        for rank, ours, theirs in pairs:
+            if step < STEPS and ours["norms"][step] != theirs["norms"][step]:
+                return step + 1, rank, ["gradient norm"]
+            left, right = (one["after"][step] if step < STEPS else one["end"] for one in (ours, theirs))
+            assert left.keys() == right.keys(), (rank, sorted(left), sorted(right))
+            if names := [name for name in left if not np.array_equal(left[name], right[name])]:
+                return step + 1, rank, names
+    return None
+
+
+def _require_equal(cases: dict[str, Case]) -> None:
+    jobs = gang(_trained, 8, list(cases.values()), seconds=200.0)
+    for (name, case), found in zip(cases.items(), zip(*jobs, strict=True), strict=True):
+        expected = _expected(tuple(cases))[name]
+        assert _difference(list(found), expected, case) is None, (name, _difference(list(found), expected, case))
+        assert found[0]["norms"] != found[2]["norms"], "replicas have data of their own"
+        for rank, ours in enumerate(found):
+            replica, alone = case.place(rank)
+            theirs = expected[alone][replica]
+            assert ours["left_out"] == theirs["left_out"], (name, rank)
+            assert [list(one) for one in ours["clipped"]] == [list(one) for one in theirs["clipped"]], (name, rank)
+        if case.sync is EDIT:
+            judged = [one["left_out"][2] for one in found]
+            assert any(judged) and any(len(one) < 2 for one in judged), (name, judged)
+            clipped = [one for ours in found for one in ours["clipped"]]
+            assert any(clipped), name
+
+
+def it_equals_replicas_in_turn_without_the_distributed_optimizer() -> None:
+    _require_equal(FORWARD)
+
+
+def it_equals_replicas_in_turn_with_instances_of_the_distributed_optimizer() -> None:
+    _require_equal(SHARDS)
+
+
+@large
+def it_equals_replicas_in_turn_in_every_mode() -> None:
+    _require_equal(MORE)
+
+
+def it_would_see_a_wrong_reduction() -> None:
+    """Each is seen at the first synchronisation at the latest."""
+    tied, interleaved = "fp32, edit", "fp32, interleaved, overlap, edit"
+    wrongs = {
+        "divided": tied,
+        "embedding": tied,
+        "all": tied,
+        "chunk reduced": interleaved,
+        "chunk left out": interleaved,
+    }
+    known = FORWARD | SHARDS
+    jobs = gang(_trained, 8, [known[name]._replace(wrong=wrong) for wrong, name in wrongs.items()], seconds=200.0)
+    for (wrong, name), found in zip(wrongs.items(), zip(*jobs, strict=True), strict=True):
+        difference = _difference(list(found), _expected(tuple(FORWARD))[name], known[name])
+        assert difference is not None and difference[0] <= TAU + 1, (wrong, difference)

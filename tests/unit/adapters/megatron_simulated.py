@@ -1,0 +1,244 @@
+"""Local SGD on a Megatron job, simulated: the ranks of one replica train all replicas, one after another.
+
+The reference has no session, and reads nothing of a host. It walks Megatron's own optimizers, so a model chunk that the
+host leaves out is not left out here. Between two iterations of different replicas it exchanges the random generators.
+What a synchronisation does is written from the paper (EDiT, Algorithm 2; Lin et al. for the mean):
+
+    G_i = |theta_i - anchor| over a module, each parameter once         outlier: (G - mean) / deviation > threshold
+    weights softmax(-G) of the others                                   clip: the mean change to a norm of at most phi
+    anchor <- torch's SGD (Nesterov), whose gradient is anchor - target
+
+Sums of squares are exact here and in another order in the product: weights and factors may differ in the last bit of
+float64. The mean is rounded to fp32 before it is clipped, because that is what ranks send to each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import gpt_job
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron_gangs import GangJob, gang_job
+
+from ft_plugins.adapters.megatron.replay import restore_rng, rng_state
+
+LR, MOMENTUM = 0.8, 0.85  # of edit
+Values = dict[str, np.ndarray]
+
+
+class Part(NamedTuple):
+    """What a rank updates of a parameter, flat and live. `counts`: whether norms include this copy of it."""
+
+    values: torch.Tensor
+    module: str
+    counts: bool
+
+
+def parts(job: GangJob) -> dict[str, Part]:
+    """By chunk and name."""
+    found = {}
+    for parameter, values in _updated(job):
+        index, name = next(
+            (index, name)
+            for index, chunk in enumerate(job.chunks)
+            for name, one in chunk.named_parameters()
+            if one is parameter
+        )
+        counts = not getattr(parameter, "shared", False) and param_is_not_tensor_parallel_duplicate(parameter)
+        module = _module(job.chunks[index], name, parameter)
+        found[f"chunk{index}.{name}"] = Part(values.detach().view(-1), module, counts)
+    return found
+
+
+def _updated(job: GangJob) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+    """Each parameter of the model with what the optimizer updates: itself, its fp32 master, or a shard of that."""
+    for one in getattr(job.optimizer, "chained_optimizers", [job.optimizer]):
+        if hasattr(one, "shard_fp32_groups"):
+            groups = (
+                (one.model_float16_groups, one.shard_fp32_from_float16_groups),
+                (
+                    one.model_fp32_groups,
+                    one.shard_fp32_groups,
+                ),
+            )
+        elif hasattr(one, "float16_groups"):
+            groups = (one.float16_groups, one.fp32_from_float16_groups), (one.fp32_from_fp32_groups,) * 2
+        else:
+            groups = (([group["params"] for group in one.optimizer.param_groups],) * 2,)
+        for models, mains in groups:
+            for model, main in zip(models, mains, strict=True):
+                yield from zip(model, main, strict=True)
+
+
+def _module(chunk: torch.nn.Module, name: str, parameter: Any) -> str:
+    """Layers by Megatron's number; a tied output layer is a copy of the embedding."""
+    for path, module in chunk.named_modules():
+        if path and name.startswith(f"{path}.") and hasattr(module, "layer_number"):
+            return f"layer {module.layer_number}"
+    return "embedding" if "embedding." in name or getattr(parameter, "shared_embedding", False) else "head"
+
+
+def copied(job: GangJob) -> Values:
+    """What this rank updates, as it is now."""
+    return {name: part.values.numpy().copy() for name, part in parts(job).items()}
+
+
+def whole(job: GangJob) -> Values:
+    """The parameters of the model on this rank."""
+    with job.gathered():
+        return {
+            f"chunk{index}.{name}": parameter.detach().float().numpy().copy()
+            for index, chunk in enumerate(job.chunks)
+            for name, parameter in chunk.named_parameters()
+        }
+
+
+class Simulated:
+    """This rank's part of two replicas. `sync`: the keys of the policy; `members`: data-parallel ranks of a replica."""
+
+    def __init__(
+        self, rank: int, world: int, flags: list[str], sync: dict[str, Any], members: int, **more: Any
+    ) -> None:
+        self._sync, self._world, self._open = sync, world, ExitStack()
+        self.jobs = [self._open.enter_context(gang_job(rank, world, *flags, **more))]
+        with (
+            patch.object(parallel_state, "initialize_model_parallel", lambda *given, **keys: None),
+            patch.object(gpt_job, "init_num_microbatches_calculator", lambda *given: None),
+        ):
+            self.jobs.append(self._open.enter_context(gang_job(rank, world, *flags, **more)))
+        place = parallel_state.get_data_parallel_rank()
+        for replica, job in enumerate(self.jobs):
+            for sampler in filter(None, job.train):
+                sampler._replica, sampler._replicas = replica * members + place, 2 * members
+            if sync["apply"] == "update":
+                job.optimizer.step = self._late(job, job.optimizer.step)
+        self._generators = [rng_state() for _ in self.jobs]
+        self.anchors = {name: torch.nn.Parameter(part.values.clone()) for name, part in parts(self.jobs[0]).items()}
+        self._outer = torch.optim.SGD(self.anchors.values(), lr=LR, momentum=MOMENTUM, nesterov=True)
+        self._statistics: dict[tuple[str, int], tuple[float, float, int]] = {}
+        self._pending: set[int] = set()
+
+    def _late(self, job: GangJob, step: Any) -> Any:
+        def update() -> Any:
+            self._write(job)
+            return step()
+
+        return update
+
+    def run(self, steps: int) -> list[dict[str, Any]]:
+        """By replica: gradient norms, values after each iteration and parameters at the end; what was left out and
+        clipped."""
+        found: list[dict[str, Any]] = [{"norms": [], "after": [], "left_out": [], "clipped": []} for _ in self.jobs]
+        for step in range(1, steps + 1):
+            for replica, job in enumerate(self.jobs):
+                restore_rng(self._generators[replica])
+                if self._sync["apply"] == "forward":
+                    self._write(job)
+                found[replica]["norms"].append(job.train_step(skip=lambda: None)["grad_norm"])
+                self._generators[replica] = rng_state()
+            if step % self._sync["tau"] == 0:
+                left_out, clipped = self._combine()
+                for one in found:
+                    one["left_out"].append(left_out)
+                    one["clipped"].append(clipped)
+            for replica, job in enumerate(self.jobs):
+                if self._sync["apply"] == "wait":
+                    self._write(job)
+                found[replica]["after"].append(copied(job))
+        for replica, job in enumerate(self.jobs):
+            self._write(job)
+            found[replica]["end"] = whole(job)
+        self._open.close()
+        return found
+
+    # ---- one synchronisation ----
+
+    def _combine(self) -> tuple[dict[str, list[int]], dict[str, float]]:
+        """Move the anchors. Returns the replicas that were left out, and factors of clipped means, by module."""
+        own, judged = parts(self.jobs[0]), self._sync["policy"] == "edit"
+        values = [{name: part.values.double() for name, part in parts(job).items()} for job in self.jobs]
+        norms = [self._norms(self._changes(one)) for one in values]
+        weights = {module: self._weights(module, [one[module] for one in norms]) for module in sorted(norms[0])}
+        means = {}
+        for name, part in own.items():
+            rows = zip(weights[part.module], (one[name] for one in values), strict=True)
+            if judged and any(weights[part.module]):
+                means[name] = sum(weight * value for weight, value in rows).float()  # type: ignore[union-attr]
+            elif not judged:
+                means[name] = (sum(value for _, value in rows) / 2).float()  # type: ignore[union-attr]
+        lengths = self._norms(self._changes({name: mean.double() for name, mean in means.items()}))
+        factors = {
+            module: min(1.0, self._sync.get("clip", math.inf) / (length + 1e-6)) for module, length in lengths.items()
+        }
+        for name, anchor in self.anchors.items():
+            anchor.grad = None  # a module that goes back is not stepped
+            if name in means and judged:
+                before, factor = anchor.detach().double(), factors.get(own[name].module, 1.0)
+                target = means[name] if factor == 1.0 else (before + factor * (means[name].double() - before)).float()
+                anchor.grad = anchor.detach() - target
+            elif name in means:
+                anchor.data.copy_(means[name])
+        self._outer.step()
+        self._pending = set(range(len(self.jobs)))
+        held = {part.module for part in own.values()}
+        left_out = {name: [one for one, weight in enumerate(those) if not weight] for name, those in weights.items()}
+        return (
+            {name: those for name, those in left_out.items() if those and name in held},
+            {name: factor for name, factor in factors.items() if factor < 1 and name in held},
+        )
+
+    def _changes(self, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: value - self.anchors[name].detach().double() for name, value in values.items()}
+
+    def _norms(self, changes: dict[str, torch.Tensor]) -> dict[str, float]:
+        """By module, over all ranks; none without a penalty."""
+        own: dict[str, list[float]] = {}
+        for name, part in parts(self.jobs[0]).items():
+            if name in changes and part.counts:
+                own.setdefault(part.module, []).append(float(changes[name].square().sum()))
+        rows: list[Any] = [None] * self._world
+        dist.all_gather_object(rows, own)
+        names = {name for row in rows for name in row}
+        return {name: math.sqrt(math.fsum(one for row in rows for one in row.get(name, ()))) for name in names}
+
+    def _weights(self, module: str, norms: list[float]) -> list[float]:
+        """Of the replicas; 0 for outliers."""
+        if self._sync["policy"] != "edit":
+            return [0.5, 0.5]
+        sound = {one: norm for one, norm in enumerate(norms) if not self._outlier(module, one, norm)}
+        for one, norm in (sound or dict(enumerate(norms))).items():
+            mean, deviation, count = self._statistics.get((module, one), (norm, 0.0, 0))
+            alpha, mean = self._sync["alpha"], mean + self._sync["alpha"] * (norm - mean)
+            deviation = math.sqrt((1 - alpha) * deviation**2 + alpha * (norm - mean) ** 2)
+            self._statistics[module, one] = mean, deviation, count + 1
+        powers = {one: math.exp(min(sound.values()) - norm) for one, norm in sound.items()}
+        return [powers.get(one, 0.0) / sum(powers.values()) if powers else 0.0 for one in range(len(norms))]
+
+    def _outlier(self, module: str, replica: int, norm: float) -> bool:
+        mean, deviation, count = self._statistics.get((module, replica), (0.0, 0.0, 0))
+        judged = count >= self._sync["penalty_warmup"] and deviation > 0
+        return judged and (norm - mean) / deviation > self._sync["threshold"]
+
+    @torch.no_grad()
+    def _write(self, job: GangJob) -> None:
+        """The anchors become this replica's parameters, if a synchronisation is still to be applied."""
+        replica = self.jobs.index(job)
+        if replica not in self._pending:
+            return
+        self._pending.remove(replica)
+        for name, part in parts(job).items():
+            part.values.copy_(self.anchors[name])
+        for one in getattr(job.optimizer, "chained_optimizers", [job.optimizer]):
+            if hasattr(one, "_copy_main_params_to_model_params"):
+                one._copy_main_params_to_model_params()
+        if job.args.distributed_optimizer:
+            for chunk in job.chunks:
+                chunk.start_param_sync(force_sync=True)
