@@ -5,7 +5,8 @@
     joining     at the end of its first iteration after all replicas are ready
 
 The paper has each replica wait at the end of its period. Here it waits only for iterations that are under way when the
-last replica becomes ready.
+last replica becomes ready. That replica learns within `PATIENCE` of an iteration that it was the last, and joins at
+once; otherwise all others would wait for one more of its iterations, which tend to be the longest.
 
 Invariant: a replica joins every synchronisation once, in order, because it announces each of them once and joins only
 when all replicas have announced it. None waits for longer than the longest iteration of another one. So there is no
@@ -20,6 +21,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+PATIENCE = 0.1  # of an iteration, for which a replica that has just become ready waits for the answer that all are
+
 
 class Readiness(Protocol):
     """The announcements of all replicas for one synchronisation after the other."""
@@ -28,8 +31,9 @@ class Readiness(Protocol):
         """This replica is ready for the next synchronisation. Does not wait."""
         ...
 
-    def all_ready(self) -> bool:
-        """Whether every replica has announced the synchronisation that this one announced last."""
+    def all_ready(self, patience: float) -> bool:
+        """Whether every replica has announced the synchronisation that this one announced last. Waits at most
+        `patience` seconds for the answer."""
         ...
 
 
@@ -69,7 +73,7 @@ class Timekeeper:
     def __init__(self, readiness: Readiness, clock: Callable[[], float]) -> None:
         """`clock` gives seconds, from any start."""
         self._readiness, self._clock = readiness, clock
-        self._started = 0.0
+        self._started = self._ended = 0.0  # the period; the last iteration
         self._period = float("inf")
         self._announced = False
 
@@ -80,11 +84,14 @@ class Timekeeper:
 
     def begin(self, period: float) -> None:
         """A period of that many seconds begins now."""
-        self._started, self._period, self._announced = self._clock(), period, False
+        self._started = self._ended = self._clock()
+        self._period, self._announced = period, False
 
     def joins(self) -> bool:
         """Whether the replica joins the synchronisation now, at the end of one of its iterations."""
-        if not self._announced and self.elapsed >= self._period:
+        before, self._ended = self._ended, self._clock()
+        patience = 0.0
+        if not self._announced and self._ended - self._started >= self._period:
             self._readiness.announce()
-            self._announced = True
-        return self._announced and self._readiness.all_ready()
+            self._announced, patience = True, PATIENCE * (self._ended - before)
+        return self._announced and self._readiness.all_ready(patience)

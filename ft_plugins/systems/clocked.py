@@ -26,8 +26,6 @@ from ..sync.links import Links
 from ..sync.local_policy import LocalSgdPolicy
 from ..sync.own_pace import Timekeeper, WorkDone, next_period
 
-_GRACE_SECONDS = 0.02  # for which the last replica that is ready waits for the answer that all are
-
 
 class GatheredReadiness:
     """Announcements by a gather of the first ranks, on a thread of its own: it ends when all of them have called."""
@@ -35,16 +33,13 @@ class GatheredReadiness:
     def __init__(self, first_ranks: Links, background: Background) -> None:
         self._links, self._background = first_ranks, background
         self._gather: BackgroundTask[object] | None = None
-        self._grace = 0.0
 
     def announce(self) -> None:
         self._gather = self._background.start(lambda: self._links.gather_job([1.0]))
-        self._grace = _GRACE_SECONDS
 
-    def all_ready(self) -> bool:
+    def all_ready(self, patience: float) -> bool:
         """Raises the error of the gather: another replica is lost."""
-        grace, self._grace = self._grace, 0.0
-        if self._gather is None or not self._gather.ends_within(grace):
+        if self._gather is None or not self._gather.ends_within(patience):
             return False
         self._gather.wait()
         return True

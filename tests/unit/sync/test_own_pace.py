@@ -18,20 +18,25 @@ class Board:
     """What the replicas of one emulated job have announced."""
 
     announced: list[int]
+    latency: float = 0.0  # until the last announcement has reached all
+    complete: float = 0.0  # when it was made
 
 
 @dataclass
 class Announcements:
-    """The `Readiness` of one replica. Its announcement reaches the others at once."""
+    """The `Readiness` of one replica. A wait takes no virtual time."""
 
     board: Board
     place: int
+    clock: Callable[[], float]
 
     def announce(self) -> None:
         self.board.announced[self.place] += 1
+        self.board.complete = self.clock()
 
-    def all_ready(self) -> bool:
-        return min(self.board.announced) >= self.board.announced[self.place]
+    def all_ready(self, patience: float) -> bool:
+        known = self.clock() + patience >= self.board.complete + self.board.latency
+        return known and min(self.board.announced) >= self.board.announced[self.place]
 
 
 @dataclass
@@ -41,13 +46,18 @@ class Emulated:
     replicas: int
     duration: Callable[[int, int], float]
     period: float
+    latency: float = 0.0
     now: float = 0.0
     joined: list[list[int]] = field(default_factory=list)  # by synchronisation, each replica's iteration
     waited: list[list[float]] = field(default_factory=list)
 
     def run(self, synchronisations: int) -> Emulated:
-        board = Board([0] * self.replicas)
-        keepers = [Timekeeper(Announcements(board, place), lambda: self.now) for place in range(self.replicas)]
+        board = Board([0] * self.replicas, self.latency)
+
+        def clock() -> float:
+            return self.now
+
+        keepers = [Timekeeper(Announcements(board, place, clock), clock) for place in range(self.replicas)]
         step = [0] * self.replicas
         ends = [(0.0, place) for place in range(self.replicas)]
         heapq.heapify(ends)
@@ -100,6 +110,13 @@ def test_replicas_train_on_until_the_last_one_is_ready() -> None:
     job = Emulated(3, lambda place, step: 9.0 if place == 2 else 1.0, 4.0).run(1)
     assert job.joined == [[9, 9, 1]] or job.joined == [[10, 10, 1]]
     assert max(job.waited[0]) <= 1.0
+
+
+def test_the_last_replica_that_is_ready_does_not_begin_another_long_iteration() -> None:
+    """Although the answer that all are ready takes a while to arrive."""
+    job = Emulated(3, lambda place, step: 9.0 if place == 2 else 1.0, 4.0, latency=0.5).run(2)
+    assert [each[2] for each in job.joined] == [1, 2]
+    assert max(max(each) for each in job.waited) <= 1.0
 
 
 def test_progress_counts_the_work_of_all_replicas() -> None:
