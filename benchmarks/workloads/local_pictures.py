@@ -16,7 +16,7 @@ from workloads.local_scenarios import POLICIES
 from workloads.sleeping_replica import COMPUTE, EXCHANGE, LAG
 
 COLOURS = dict(zip(POLICIES, ("#7a8794", "#c8322b", "#d98e04", "#8a5ab3", "#0b6fb8", "#2c8a4b"), strict=True))
-SPAN_COLOURS = {"forward": "#0b6fb8", "backward": "#2c8a4b", LAG: "#c8322b"}
+SPAN_COLOURS = {"forward": "#0b6fb8", "backward": "#2c8a4b", "judge": "#8a5ab3", LAG: "#c8322b"}
 EXCHANGED = ("#d98e04", "#f0c75e")  # modules in turn
 
 
@@ -58,11 +58,11 @@ def draw_timeline(logs: Mapping[str, Sequence[StepLog]], path: Path) -> None:
         axes.set_ylim(1.5, -0.5)
         axes.set_title(policy, loc="left", fontsize=9, fontweight="bold")
         axes.spines[["top", "right"]].set_visible(False)
-    panels[-1].set_xlabel("ms; forward blue, backward green, exchanges of modules orange")
+    panels[-1].set_xlabel("ms; forward blue, backward green, exchanges of modules orange, judging violet")
     figure.savefig(path)
 
 
 def _colour(span: LaneSpan, numbers: dict[str, int]) -> str:
-    if span.lane == EXCHANGE:
+    if span.lane == EXCHANGE and span.what != "judge":
         return EXCHANGED[numbers.setdefault(span.what, len(numbers)) % 2]
     return SPAN_COLOURS[span.what]

@@ -99,7 +99,8 @@ class LocalScenario:
 
 @dataclass(frozen=True)
 class LinkSetting:
-    """A link to be calibrated: to a plain iteration's seconds, on the normal or on the slow link."""
+    """The normal link, on which an exchange takes a fifth of the compute, or the slow one, which is calibrated to the
+    seconds of a plain iteration."""
 
     compute: float
     slow: bool
@@ -118,7 +119,7 @@ class LinkSetting:
 
     @property
     def first_rate(self) -> float:
-        """Bytes per second to begin with."""
+        """Bytes per second; of the slow link, those to begin with."""
         return model_of(self.compute).sent(REPLICAS) / (self.target - self.floor if self.slow else 0.2 * self.compute)
 
     def block(self, iterations: int) -> LocalBlock:
@@ -128,10 +129,10 @@ class LinkSetting:
 
 
 FULL = (
-    LocalScenario("even", 1.14, 4, 2, 2, 8, 3, policies=tuple(POLICIES)),
+    LocalScenario("even", 0.95, 4, 2, 2, 8, 2, policies=tuple(POLICIES)),
     LocalScenario("consistent", 0.285, 64, 1, 2, 16, 2, Stragglers.CONSISTENT, later=(PLAIN, A_EDIT)),
-    LocalScenario("random", 0.285, 64, 1, 1, 16, 2, Stragglers.RANDOM),
-    LocalScenario("traffic", 0.285, 64, 1, 1, 12, 2, slow=True),
+    LocalScenario("random", 0.285, 128, 1, 1, 16, 2, Stragglers.RANDOM),
+    LocalScenario("traffic", 0.285, 128, 1, 1, 12, 1, slow=True),
 )
 QUICK = (
     LocalScenario("even", 0.285, 4, 1, 1, 4, 1, policies=tuple(POLICIES)),

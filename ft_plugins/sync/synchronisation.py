@@ -143,7 +143,8 @@ class Synchronisation:
         for bucket in module.buckets:
             values = read(bucket, live)
             if self._rules.penalty is not None and bucket.in_norm:
-                squares += _change(values, bucket, anchors).square().sum()
+                change = _change(values, bucket, anchors)
+                squares += torch.dot(change, change)  # a pass less than square and sum
             else:
                 least, most = values.aminmax()  # NaN if any value is
                 squares += torch.where(least.isfinite() & most.isfinite(), 0.0, nan)
