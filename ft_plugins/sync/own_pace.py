@@ -57,6 +57,11 @@ class WorkDone:
         """Whether replicas together have done the work of `last` iterations of each of them."""
         return sum(self.steps) >= last * len(self.steps)
 
+    def first_quota(self, last: int) -> int:
+        """Iterations after which a replica is ready although its period is not over, as long as no speed is known: half
+        of what is left for each replica, at least 1. Otherwise a job that is shorter than a period would never end."""
+        return max(1, (last * len(self.steps) - sum(self.steps)) // (2 * len(self.steps)))
+
 
 def next_period(seconds: float, progress: WorkDone, done: Sequence[int], elapsed: float, last: int) -> float:
     """How long replicas train until the next synchronisation: `seconds`, or less if the work that is left needs less at
@@ -74,7 +79,8 @@ class Timekeeper:
         """`clock` gives seconds, from any start."""
         self._readiness, self._clock = readiness, clock
         self._started = self._ended = 0.0  # the period; the last iteration
-        self._period = float("inf")
+        self._period = self._quota = float("inf")
+        self._steps = 0  # of the period
         self._announced = False
 
     @property
@@ -82,16 +88,18 @@ class Timekeeper:
         """Seconds of the present period."""
         return self._clock() - self._started
 
-    def begin(self, period: float) -> None:
-        """A period of that many seconds begins now."""
+    def begin(self, period: float, quota: float = float("inf")) -> None:
+        """A period begins now: of that many seconds, or `quota` iterations if these are made earlier."""
         self._started = self._ended = self._clock()
-        self._period, self._announced = period, False
+        self._period, self._quota, self._steps, self._announced = period, quota, 0, False
 
     def joins(self) -> bool:
         """Whether the replica joins the synchronisation now, at the end of one of its iterations."""
         before, self._ended = self._ended, self._clock()
+        self._steps += 1
         patience = 0.0
-        if not self._announced and self._ended - self._started >= self._period:
+        over = self._ended - self._started >= self._period or self._steps >= self._quota
+        if over and not self._announced:
             self._readiness.announce()
             self._announced, patience = True, PATIENCE * (self._ended - before)
         return self._announced and self._readiness.all_ready(patience)

@@ -78,9 +78,13 @@ class ClockedReplica:
             self._progress = WorkDone(state["number"], tuple(state["steps"]))
         self._base = max(self._warmup, version - self._progress.number)
         self._at = self._progress.steps[self._place]
-        if self._keeper is not None:
-            self._keeper.begin(self._seconds)
+        self._begin_first_period()
         return self._at
+
+    def _begin_first_period(self) -> None:
+        """Begin a period in which no replica's speed is known."""
+        if self._keeper is not None:
+            self._keeper.begin(self._seconds, self._progress.first_quota(self._last))
 
     # ---- versions ----
 
@@ -100,8 +104,7 @@ class ClockedReplica:
         """Iteration `step` was the last one of the warm-up: the first period begins."""
         self._at = step
         self._progress = WorkDone(0, (step,) * len(self._progress.steps))
-        if self._keeper is not None:
-            self._keeper.begin(self._seconds)
+        self._begin_first_period()
 
     def joins(self, step: int) -> bool:
         """Whether the replica is synchronised after its iteration `step`. A collective of the replica's ranks."""

@@ -190,6 +190,7 @@ class LocalSgd:
         statistics = {name: [one.values() for one in state.statistics] for name, state in states.items()}
         return {
             "number": self._number - 1 if self._under_way else self._number,
+            "in_flight": bool(self._under_way),
             "statistics": statistics,
             "clocked": None if self._clocked is None else self._clocked.state(),
             inheritance.PLACE: self._place.values(),
@@ -224,8 +225,10 @@ class LocalSgd:
                 f"different iterations: resume with a_edit, not {self._policy.name}, or start with --ftp-resume fresh"
             )
         self._control.reduce_over(self._policy.reduced_over(completed + 1))
-        if state is not None and self._policy.in_flight(completed):
+        if state is not None and state.get("in_flight", self._policy.in_flight(completed)):
             self._start(completed)
+            if self._policy.apply is AppliedAt.WAIT:
+                self._under_way.apply_all()
         return completed
 
     def continues(self, step: int, last: int) -> bool:

@@ -1,8 +1,9 @@
 """One synchronisation of local SGD while it is under way: which modules are exchanged, and which are applied.
 
-What is started runs on one thread, in one order on all ranks of a sync group. Modules that several pipeline stages hold
-(a tied embedding) come first: a stage that waits for another one's forward would wait for ever if that one waited for
-its part of such a module.
+What is started runs on one thread, in the plan's order on all ranks of a sync group, also where replicas visit their
+modules in different orders or leave some out: messages do not say which module they are of. Modules that several
+pipeline stages hold (a tied embedding) come first: a stage that waits for another one's forward would wait for ever if
+that one waited for its part of such a module.
 
 Invariant: a module is applied once, after its exchange. An error is raised where the module is waited for.
 
@@ -75,12 +76,13 @@ class SynchronisationUnderWay:
             self._background = None
 
     def _exchange(self, name: str) -> None:
-        """Start the exchange of a module, unless it is started."""
-        if self._waiting.get(name, True) is None:
-            assert self._background is not None
-            exchange = partial(self._synchronisation.exchange, name)
-            work = partial(self._wait.within, self.step, f"module '{name}'", exchange)
-            self._waiting[name] = self._background.start(work)  # if it fails, so do those that follow
+        """Start the exchange of a module, and of those before it in the plan, unless they are started."""
+        assert self._background is not None
+        for each in self._order[: self._order.index(name) + 1]:
+            if self._waiting.get(each, True) is None:
+                exchange = partial(self._synchronisation.exchange, each)
+                work = partial(self._wait.within, self.step, f"module '{each}'", exchange)
+                self._waiting[each] = self._background.start(work)  # if it fails, so do those that follow
 
     def _apply(self, name: str) -> None:
         """Wait for a module's exchange, and apply it; with prefetch start that of the next one first."""

@@ -448,3 +448,67 @@ def test_naming_a_policy_switches_local_sgd_on() -> None:
     config, rest = Config.from_flags(["--sync-policy", "diloco", "--sync-tau", "7"])
     assert config.sync is not None and (config.sync.policy, config.sync.tau, rest) == ("diloco", 7, [])
     assert Config.from_flags(config.flags())[0] == config
+
+
+# ---- replicas that do not do the same ----
+
+SKIPPED = (1, 2)  # two layers in a row: the exchange of one is started before it is missed
+
+
+def _skipping(rank: int, world: int, keys: dict[str, Any]) -> dict[str, list[float]]:
+    """Layers of one size, two of which replica 0 leaves out of its forward in the iteration after a synchronisation.
+    Parameters of each layer before the synchronisation, and after that iteration."""
+    torch.manual_seed(rank)
+    layers = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(5)))
+    named = dict(layers.named_parameters())
+    host = local.ReducedHost(
+        layers, {name: one.detach() for name, one in named.items()}, rank=rank, world_size=world, replicated=True,
+        learning_rate=lambda: 0.0,
+    )  # fmt: skip
+    session = attach(
+        host, Config.from_json({"sync": {"policy": "post_local_sgd", "tau": 2, **keys}}), context(rank, world)
+    )
+    session.resume()
+    means: list[float] = []
+    for step in range(1, 4):
+        session.iteration_begin(step)
+        hidden = torch.ones(3)
+        for place, layer in enumerate(layers):
+            if step < 3 or rank or place not in SKIPPED:
+                hidden = layer(hidden)
+        if step == 2:
+            for place, layer in enumerate(layers):
+                torch.nn.init.constant_(layer.weight, 100.0 * place + rank)
+                torch.nn.init.constant_(layer.bias, 100.0 * place + rank)
+        session.before_update(step)
+        session.after_update(step)
+        session.iteration_end(step)
+    means = [float(one.mean()) for one in named.values()]
+    session.shutdown()
+    return {"means": means}
+
+
+@pytest.mark.parametrize("keys", [{"apply": "forward"}, {"apply": "forward", "prefetch": False}])
+def test_replicas_that_leave_out_different_layers_still_combine_the_same_ones(
+    ranks: Ranks, keys: dict[str, Any]
+) -> None:
+    for one in ranks(_skipping, 2, keys):
+        assert one["means"] == [100.0 * place + 0.5 for place in range(5) for _ in ("weight", "bias")]
+
+
+def test_a_change_of_when_synchronisations_are_applied_repeats_none(node: Node, ranks: Ranks) -> None:
+    """The version of iteration 6 holds its synchronisation with apply wait, and does not with update."""
+    node.start()
+    numbers = {}
+    for number, (before, after) in enumerate((("wait", "update"), ("update", "wait"))):
+        protected = {"sync": {"policy": "diloco", "tau": 3}, "reft": {"versions": "every"}, "node_name": "n"}
+        first, second = ({**protected, "sync": {**protected["sync"], "apply": apply}} for apply in (before, after))
+        if number:
+            node.end()
+            node.start()
+        ranks(_life, 2, first, 6, "adam", None, node.run_dir, node.fence(), False)
+        found = ranks(_life, 2, second, 9, "adam", None, node.run_dir, node.fence())
+        assert all(one["resumed"] == 6 for one in found)
+        numbers[before] = [(event["iteration"], event["number"]) for event in found[0]["events"]]
+        assert found[0]["end"] == found[1]["end"]
+    assert numbers == {"wait": [(9, 3)], "update": [(6, 2), (9, 3)]}

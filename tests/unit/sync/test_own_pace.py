@@ -143,3 +143,12 @@ def test_the_last_period_is_as_long_as_the_work_that_is_left(
 
 def test_no_work_left_is_no_negative_period() -> None:
     assert next_period(20.0, WorkDone(1, (100, 100)), (10, 10), 10.0, 90) == 0.0
+
+
+def test_a_job_that_is_shorter_than_a_period_ends_in_time() -> None:
+    """Half of what is left, at equal shares; then the speed is known."""
+    assert WorkDone(0, (0, 0)).first_quota(10) == 5
+    assert WorkDone(3, (18, 1)).first_quota(10) == 1
+    keeper = Timekeeper(Announcements(Board([0]), 0), lambda: 0.0)
+    keeper.begin(1e9, 3)
+    assert [keeper.joins() for _ in range(3)] == [False, False, True]
