@@ -25,7 +25,7 @@ INSTANCES = ("--num-distributed-optimizer-instances", "2")
 KILLS = (
     "iteration.forward@iteration=5,rank=5,restart=0:kill;"  # in mid-synchronisation
     "iteration.forward@iteration=6,rank=3,restart=1:kill;"  # between two
-    "update.middle@iteration=7,rank=2,restart=2:kill"
+    "sync.apply@rank=2,hit=2,restart=2:kill"  # in the outer step
 )
 FP32 = MegatronConfiguration(bf16=False, distributed_optimizer=False, interleaved=False)
 BF16 = MegatronConfiguration(bf16=True, distributed_optimizer=False, interleaved=True)
