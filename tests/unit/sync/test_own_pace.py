@@ -149,6 +149,6 @@ def test_a_job_that_is_shorter_than_a_period_ends_in_time() -> None:
     """Half of what is left, at equal shares; then the speed is known."""
     assert WorkDone(0, (0, 0)).first_quota(10) == 5
     assert WorkDone(3, (18, 1)).first_quota(10) == 1
-    keeper = Timekeeper(Announcements(Board([0]), 0), lambda: 0.0)
+    keeper = Timekeeper(Announcements(Board([0]), 0, lambda: 0.0), lambda: 0.0)
     keeper.begin(1e9, 3)
     assert [keeper.joins() for _ in range(3)] == [False, False, True]
