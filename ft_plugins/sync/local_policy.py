@@ -84,15 +84,16 @@ class LocalSgdPolicy:
         past = last % self.tau
         if past:
             return (
-                f"local SGD: training ends at iteration {last}, {past} after its last synchronisation: replicas end with "
-                "different parameters, and what the script saves at the end is those of one replica; for those of all, "
-                f"end at a multiple of --sync-tau {self.tau}: {last - past} or {last - past + self.tau}"
+                f"local SGD: training ends at iteration {last}, {past} after its last synchronisation: replicas end "
+                "with different parameters, and what the script saves at its end has those of one; to end with equal "
+                f"ones, train to a multiple of --sync-tau {self.tau}: {last - past} or {last - past + self.tau}"
             )
         if self.apply is AppliedAt.WAIT:
             return ""
         return (
-            f"local SGD: with --sync-apply {self.apply.value} a checkpoint that the script writes right after iteration "
-            f"{last}, the last one, has the parameters before that synchronisation; if it does, choose --sync-apply wait"
+            f"local SGD: with --sync-apply {self.apply.value} a checkpoint that the script writes right after the last "
+            f"iteration, {last}, has the parameters before its synchronisation; if it writes one, choose --sync-apply "
+            "wait"
         )
 
     def anchors(self, step: int) -> bool:

@@ -92,7 +92,7 @@ def test_a_run_that_ends_before_its_first_synchronisation_is_refused_in_one_line
         (AppliedAt.WAIT, 24, ""),
         (AppliedAt.WAIT, 27, "ends at iteration 27, 3 after .* --sync-tau 8: 24 or 32"),
         (AppliedAt.UPDATE, 27, "24 or 32"),
-        (AppliedAt.UPDATE, 24, "--sync-apply update .* iteration 24, .* before that synchronisation.* choose .*wait"),
+        (AppliedAt.UPDATE, 24, "--sync-apply update .* iteration, 24, .* before its synchronisation.* choose .*wait"),
         (AppliedAt.FORWARD, 24, "--sync-apply forward"),
     ],
 )
