@@ -91,8 +91,9 @@ def require_consistent_sync(config: Config, spell: Spell) -> None:
                 f"{spell(('reft', 'versions'))}: has no effect while {spell(('sync',))} is off; add it or drop this one"
             )
         return
+    given = config.given()
     for name, reason in _without_effect_on_sync(sync):
-        if getattr(sync, name) not in (None, type(sync).model_fields[name].default):
+        if ("sync", name) in given:  # also if it is the default
             raise ConfigError(f"{spell(('sync', name))}: has no effect {reason}; drop it")
     if sync.policy == "a_edit":
         _require_clocked(config, spell)
@@ -143,3 +144,5 @@ def _without_effect_on_sync(sync: Any) -> Iterator[tuple[str, str]]:
             yield name, "without the penalty of edit"
     if sync.apply in ("update", "wait"):
         yield "prefetch", f"with apply {sync.apply}"
+    elif sync.apply == "auto" and not sync.is_edit:
+        yield "prefetch", f"with apply wait, which is that of {sync.policy} unless forward is given"

@@ -76,6 +76,26 @@ class LocalSgdPolicy:
                 "the first synchronisation; shorten one of the two, or drop --sync"
             )
 
+    def end_warning(self, last: int) -> str:
+        """What a script that saves at its end has to know if training ends at iteration `last`; '' if nothing. By the
+        clock training ends with a synchronisation."""
+        if self.seconds is not None:
+            return ""
+        past = last % self.tau
+        if past:
+            return (
+                f"local SGD: training ends at iteration {last}, {past} after its last synchronisation: replicas end "
+                "with different parameters, and what the script saves at its end has those of one; to end with equal "
+                f"ones, train to a multiple of --sync-tau {self.tau}: {last - past} or {last - past + self.tau}"
+            )
+        if self.apply is AppliedAt.WAIT:
+            return ""
+        return (
+            f"local SGD: with --sync-apply {self.apply.value} a checkpoint that the script writes right after the last "
+            f"iteration, {last}, has the parameters before its synchronisation; if it writes one, choose --sync-apply "
+            "wait"
+        )
+
     def anchors(self, step: int) -> bool:
         """Whether the parameters after iteration `step` are the first ones that replicas start from together."""
         return step == self.warmup

@@ -58,8 +58,9 @@ class SynchronisationRules:
 
 
 class Synchronisation:
-    """Synchronises the modules of one rank. `offload`: anchors and momentum are in host memory, and on the device only
-    while their module is exchanged and applied."""
+    """Synchronises the modules of one rank. `offload`: anchors and momentum are in host memory, and on the device one
+    bucket at a time, while it is exchanged and again while it is applied. What `exchange` has computed is on the device
+    until `apply`: as many bytes as the module's parameters."""
 
     def __init__(
         self, modules: Sequence[ModulePlan], groups: GroupPlan, links: Links, replica: Links, tensors: LiveTensors,
@@ -69,7 +70,7 @@ class Synchronisation:
         self._modules = {module.name: module for module in modules}
         self._groups, self._links, self._replica = groups, links, replica
         self._tensors, self._rules = tensors, rules
-        self._targets: dict[str, _Target] = {}
+        self._targets: dict[str, list[torch.Tensor]] = {}  # by module and bucket; none if it is rolled back
         self._judgements: dict[str, Judgement] = {}
         self._factors: Sequence[float] | None = None
         live = tensors()
@@ -115,35 +116,35 @@ class Synchronisation:
         replicas."""
         module, live = self._modules[name], self._tensors()
         faults.reach("sync.exchange", module=name)
-        target = _Target(_on_device(self.states[name].anchors, self._links.device))
-        self._targets[name] = target
-        norm = self._norm(module, target.anchors)
+        values: list[torch.Tensor] = []
+        self._targets[name] = values
+        norm = self._norm(module)
         squares = []  # by bucket, those of the parts of all ranks of the sync group
         for place, bucket in enumerate(module.buckets):
             received = self._received(name, bucket, read(bucket, live), norm if place == 0 else None)
             judgement = self._judgements[name]
             if judgement.rollback:
                 return 1.0
-            mean, parts = self._mean(bucket, received, judgement, target.anchors)
-            target.values.append(mean)
+            mean, parts = self._mean(name, bucket, received, judgement)
+            values.append(mean)
             squares.append(parts)
         factor = self._clip_factor(name, torch.stack(squares).cpu()) if self._rules.clips else 1.0
         if factor == 0.0:  # the mean change is not finite, although each replica's is
-            target.values.clear()
+            values.clear()
         elif factor != 1.0:
-            for bucket, value in zip(module.buckets, target.values, strict=True):
-                anchor = _read_flat(target.anchors, bucket).double()
+            for bucket, value in zip(module.buckets, values, strict=True):
+                anchor = self._anchors(name, bucket).double()
                 value.copy_(anchor + factor * (value.double() - anchor))
         return factor
 
-    def _norm(self, module: ModulePlan, anchors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def _norm(self, module: ModulePlan) -> torch.Tensor:
         """The norm of this replica's change of a module, 0 without a penalty: (1,) float64, equal on all its ranks. NaN
         or infinite if any value is not, also in a bucket that is not `in_norm` because another rank counts it."""
         live, squares = self._tensors(), torch.zeros(1, dtype=torch.float64, device=self._links.device)
         for bucket in module.buckets:
             values = read(bucket, live)
             if self._rules.penalty is not None and bucket.in_norm:
-                change = _change(values, bucket, anchors)
+                change = values.double() - self._anchors(module.name, bucket).double()
                 squares += torch.dot(change, change)  # a pass less than square and sum
             else:
                 least, most = values.aminmax()  # NaN if any value is
@@ -170,11 +171,7 @@ class Synchronisation:
         return received
 
     def _mean(
-        self,
-        bucket: ReplicaBucket,
-        received: torch.Tensor,
-        judgement: Judgement,
-        anchors: Mapping[str, torch.Tensor],
+        self, name: str, bucket: ReplicaBucket, received: torch.Tensor, judgement: Judgement
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The mean of a bucket over its replicas, weighted as judged; and, if changes are clipped, the squared norm of
         its change in the part of each rank, which that rank sends with its part."""
@@ -187,10 +184,15 @@ class Synchronisation:
             means = self._links.all_gather(bucket.replicas, combined)
             return means.view(-1)[: bucket.elements], received.new_empty(0)
         start = bucket.replicas.index(self._links.rank) * _part_size(bucket)
-        anchor = _read_flat(anchors, bucket)[start : start + len(combined)].double()  # shorter at the bucket's end
+        anchor = self._anchors(name, bucket)[start : start + len(combined)].double()  # shorter at the bucket's end
         squares = (combined[: len(anchor)].double() - anchor).square().sum().view(1)
         means, parts = self._links.all_gather_with(bucket.replicas, combined, squares)
         return means.view(-1)[: bucket.elements], parts if bucket.in_norm else torch.zeros_like(parts)
+
+    def _anchors(self, name: str, bucket: ReplicaBucket) -> torch.Tensor:
+        """A copy of the anchors of a bucket, on the device."""
+        anchors = self.states[name].anchors
+        return torch.cat([_on_device(_piece(anchors, piece), self._links.device) for piece in bucket.pieces])
 
     def _clip_factor(self, name: str, squares: torch.Tensor) -> float:
         """The factor for a module's mean change, from the squares of its buckets (rows) in the parts of all ranks of
@@ -209,37 +211,33 @@ class Synchronisation:
     def apply(self, name: str) -> Judgement:
         """Make the target of a module live, through the outer optimizer. Returns its judgement."""
         module, state, live = self._modules[name], self.states[name], self._tensors()
-        target = self._targets.pop(name)
-        for tensor in (*target.values, *target.anchors.values()):
-            if tensor.is_cuda:  # allocated on the background stream, which would reuse the memory before this has read
-                tensor.record_stream(torch.cuda.current_stream(tensor.device))
-        momentum = _on_device(state.momentum, self._links.device)
-        for bucket, values in zip(module.buckets, target.values, strict=False):  # no values after a rollback
-            pieces = values.split([piece.stop - piece.start for piece in bucket.pieces])
-            for piece, value in zip(bucket.pieces, pieces, strict=True):
-                anchor = _piece(target.anchors, piece)
-                buffer = _piece(momentum, piece) if momentum else None
-                outer_step(anchor, value.to(anchor.dtype), buffer, self._rules.outer)
+        values = self._targets.pop(name)  # none after a rollback
+        for value in values:
+            if value.is_cuda:  # allocated on the background stream, which would reuse the memory before this has read
+                value.record_stream(torch.cuda.current_stream(value.device))
+        for bucket, value in zip(module.buckets, values, strict=False):
+            pieces = value.split([piece.stop - piece.start for piece in bucket.pieces])
+            for piece, part in zip(bucket.pieces, pieces, strict=True):
+                self._step(state, piece, part)
         faults.reach("sync.apply", module=name)
-        for bucket in module.buckets:
-            write(bucket, live, _read_flat(target.anchors, bucket))
-        for held, used in ((state.anchors, target.anchors), (state.momentum, momentum)):
-            for item, tensor in held.items():
-                if tensor is not used[item]:
-                    tensor.copy_(used[item])
+        for place, bucket in enumerate(module.buckets):
+            write(bucket, live, values[place] if values else self._anchors(name, bucket))
         judgement = self._judgements.pop(name)
         if self._rules.penalty is not None:
             state.statistics = list(judgement.statistics)
         return judgement
 
-
-@dataclass
-class _Target:
-    """What a module moves to: the anchors to start from, on the device, and the combined values by bucket; no values if
-    the module is rolled back."""
-
-    anchors: Mapping[str, torch.Tensor]
-    values: list[torch.Tensor] = field(default_factory=list)
+    def _step(self, state: ModuleState, piece: ItemPiece, value: torch.Tensor) -> None:
+        """Move anchors and momentum of a piece by the outer optimizer. `value` is the target, and becomes the result,
+        rounded to its dtype."""
+        held = [_piece(tensors, piece) for tensors in (state.anchors, state.momentum) if tensors]
+        moved = [_on_device(tensor, self._links.device) for tensor in held]
+        anchor, buffer = moved[0], moved[1] if state.momentum else None
+        outer_step(anchor, value.to(anchor.dtype), buffer, self._rules.outer)
+        for tensor, result in zip(held, moved, strict=True):
+            if tensor is not result:
+                tensor.copy_(result)
+        value.copy_(anchor)
 
 
 def _anchor_of(live: torch.Tensor, offload: bool) -> torch.Tensor:
@@ -250,9 +248,9 @@ def _anchor_of(live: torch.Tensor, offload: bool) -> torch.Tensor:
     return anchor.copy_(flat("a parameter", live))
 
 
-def _on_device(tensors: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    """The tensors themselves where they are there already, else copies."""
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+def _on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor itself if it is there already, else a copy."""
+    return tensor.to(device, non_blocking=True)
 
 
 def _part_size(bucket: ReplicaBucket) -> int:
@@ -262,13 +260,3 @@ def _part_size(bucket: ReplicaBucket) -> int:
 
 def _piece(tensors: Mapping[str, torch.Tensor], piece: ItemPiece) -> torch.Tensor:
     return tensors[piece.item][piece.start : piece.stop]
-
-
-def _read_flat(tensors: Mapping[str, torch.Tensor], bucket: ReplicaBucket) -> torch.Tensor:
-    """A bucket out of flat tensors."""
-    return torch.cat([_piece(tensors, piece) for piece in bucket.pieces])
-
-
-def _change(values: torch.Tensor, bucket: ReplicaBucket, anchors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """`values` of a bucket minus their anchors, in float64."""
-    return values.double() - _read_flat(anchors, bucket).double()

@@ -116,7 +116,12 @@ class LocalSgd:
             + f"; {ends[policy.apply]}",
             f"{len(self._modules)} modules of {nbytes} bytes on rank {self._host.rank}; "
             f"{self._synchronisation.nbytes} bytes are held for the last synchronised parameters and outer momentum"
-            + (", in host memory" if self._config.offload else ""),
+            + (", in host memory" if self._config.offload else "")
+            + (
+                f"; {nbytes} bytes more hold its result from a synchronisation to the next update"
+                if policy.apply is AppliedAt.UPDATE
+                else ""
+            ),
         ]
         return "\n  ".join(lines)
 

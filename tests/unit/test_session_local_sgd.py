@@ -213,6 +213,20 @@ def test_prefetch_and_host_memory_change_no_bit(ranks: Ranks, option: dict[str, 
     assert all(event["clipped"] for event in one[0]["events"]), "the clip had something to do"
 
 
+def _table(rank: int, world: int, keys: dict[str, Any]) -> tuple[str, int]:
+    one = Incarnation(rank, world, {"sync": keys}, None, 0)
+    nbytes = sum(parameter.nbytes for parameter in one.training.model.parameters())
+    one.session.shutdown()
+    return one.session._sync.table(), nbytes
+
+
+def test_the_memory_of_a_result_that_waits_for_the_next_update_is_printed(ranks: Ranks) -> None:
+    for apply in ("update", "wait"):
+        text, nbytes = ranks(_table, 2, {"apply": apply})[0]
+        held = f"; {nbytes} bytes more hold its result from a synchronisation to the next update"
+        assert (held in text) == (apply == "update") and (" more " in text) == (apply == "update")
+
+
 # ---- the penalty ----
 
 ALPHA, THRESHOLD, WARMUP, CLIP = 0.3, 3.0, 2, 0.5
@@ -422,12 +436,30 @@ def test_replicas_share_out_what_is_identical_at_a_synchronisation(ranks: Ranks)
         ({"policy": "post_local_sgd", "outer_lr": 0.5}, "sync.outer_lr: has no effect with post_local_sgd"),
         ({"policy": "diloco", "clip": 1.0}, "sync.clip: has no effect without the penalty of edit"),
         ({"apply": "wait", "prefetch": False}, "sync.prefetch: has no effect with apply wait"),
+        (
+            {"policy": "diloco", "prefetch": False},
+            "sync.prefetch: has no effect with apply wait, which is that of diloco",
+        ),
+        ({"policy": "post_local_sgd", "prefetch": True}, "sync.prefetch: has no effect with apply wait"),
+        ({"apply": "update", "prefetch": True}, "sync.prefetch: has no effect with apply update"),
+        ({"policy": "a_edit", "seconds": 5.0, "tau": 128}, "sync.tau: has no effect with a_edit"),
+        ({"policy": "diloco", "alpha": 0.02}, "sync.alpha: has no effect without the penalty of edit"),
+        ({"penalty": False, "clip": 10.0}, "sync.clip: has no effect without the penalty of edit"),
     ],
 )
 def test_what_makes_no_sense_is_refused_in_one_line(block: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         Config.from_json({"sync": block})
     assert message in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_keys_that_have_an_effect_may_be_given_with_their_default() -> None:
+    for keys in (
+        {"prefetch": True},
+        {"policy": "diloco", "apply": "forward", "prefetch": False},
+        {"clip": 10.0, "tau": 128},
+    ):
+        assert Config.from_json({"sync": keys}).sync is not None
 
 
 def test_local_sgd_is_refused_beside_paft_and_baft_and_with_one_replica() -> None:

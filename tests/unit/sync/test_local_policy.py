@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from ft_plugins.config import Config, SyncConfig
@@ -82,3 +84,22 @@ def test_a_run_that_ends_before_its_first_synchronisation_is_refused_in_one_line
     for last in (7, 20, 23):
         with pytest.raises(ConfigError, match=f"ends at iteration {last}, before the first synchronisation"):
             policy.require_synchronisation(last)
+
+
+@pytest.mark.parametrize(
+    ("apply", "last", "wanted"),
+    [
+        (AppliedAt.WAIT, 24, ""),
+        (AppliedAt.WAIT, 27, "ends at iteration 27, 3 after .* --sync-tau 8: 24 or 32"),
+        (AppliedAt.UPDATE, 27, "24 or 32"),
+        (AppliedAt.UPDATE, 24, "--sync-apply update .* iteration, 24, .* before its synchronisation.* choose .*wait"),
+        (AppliedAt.FORWARD, 24, "--sync-apply forward"),
+    ],
+)
+def test_a_run_whose_end_is_not_synchronised_is_warned_of_in_one_line(apply: AppliedAt, last: int, wanted: str) -> None:
+    warning = policy_of(SyncConfig(tau=8), apply).end_warning(last)
+    assert "\n" not in warning and bool(warning) == bool(wanted) and re.search(wanted, warning)
+
+
+def test_by_the_clock_training_ends_with_a_synchronisation() -> None:
+    assert policy_of(SyncConfig(policy="a_edit"), AppliedAt.FORWARD).end_warning(27) == ""

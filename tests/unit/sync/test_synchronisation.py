@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ft_plugins.model.inventory import Inventory, Item, Role
+from ft_plugins.sync import synchronisation
 from ft_plugins.sync.links import Links
 from ft_plugins.sync.modules import plan_groups, plan_modules
 from ft_plugins.sync.outer import OuterRules
@@ -35,9 +38,9 @@ def change(replica: int, place: int, name: str) -> np.ndarray:
     return (np.cos(np.arange(size) + 3 * place + replica) * (LENGTH if replica else 1.0)).astype(np.float32)
 
 
-def _synchronised(rank: int, world: int, bad: tuple[int, ...]) -> dict[str, Any]:
-    place, replica = rank % 2, rank // 2
-    live = {name: torch.from_numpy(anchor(place, name)) for name in SIZES[place]}
+def built(rank: int, world: int, outer: OuterRules) -> tuple[Synchronisation, dict[str, torch.Tensor], tuple[str, ...]]:
+    """The synchronisation of one rank, its live tensors, and the order of its modules."""
+    live = {name: torch.from_numpy(anchor(rank % 2, name)) for name in SIZES[rank % 2]}
     inventory = Inventory.of(
         rank,
         (Item(name, "float32", tuple(one.shape), one.nbytes, Role.PARAMETER, SYNC[rank]) for name, one in live.items()),
@@ -47,16 +50,24 @@ def _synchronised(rank: int, world: int, bad: tuple[int, ...]) -> dict[str, Any]
     groups = plan_groups(SYNC, [[MODULES[name] for name in SIZES[other % 2]] for other in range(world)])
     made = {ranks: dist.new_group(list(ranks)) for ranks in groups.all()}
     plan, cpu = groups.of(rank), torch.device("cpu")
-    rules = SynchronisationRules(OuterRules(1.0, 0.0), PenaltyRules(warmup=0, clip=CLIP))
+    rules = SynchronisationRules(outer, PenaltyRules(warmup=0, clip=CLIP))
     links, inner = Links(rank, made, made[SYNC[rank]], cpu), Links(rank, made, made[plan.replica], cpu)
-    one = Synchronisation(modules, plan, links, inner, lambda: live, rules)
+    return Synchronisation(modules, plan, links, inner, lambda: live, rules), live, plan.order
+
+
+def train(rank: int, live: dict[str, torch.Tensor], bad: tuple[int, ...]) -> None:
     for name, tensor in live.items():
-        tensor += torch.from_numpy(change(replica, place, name))
+        tensor += torch.from_numpy(change(rank // 2, rank % 2, name))
     if rank in bad:
         live["both.weight"][0] = float("nan")
+
+
+def _synchronised(rank: int, world: int, bad: tuple[int, ...]) -> dict[str, Any]:
+    one, live, order = built(rank, world, OuterRules(1.0, 0.0))
+    train(rank, live, bad)
     one.begin()
-    factors = {name: one.exchange(name) for name in plan.order}
-    judgements = {name: one.apply(name) for name in plan.order}
+    factors = {name: one.exchange(name) for name in order}
+    judgements = {name: one.apply(name) for name in order}
     return {
         "values": {name: tensor.tolist() for name, tensor in live.items()},
         "factors": factors,
@@ -103,3 +114,51 @@ def test_if_no_replica_is_finite_the_module_goes_back_on_all_ranks() -> None:
     for rank, found in enumerate(gang(_synchronised, 4, (1, 2))):
         assert found["weights"]["both"] == (0.0, 0.0)
         assert found["values"]["both.weight"] == pytest.approx(anchor(rank % 2, "both.weight").tolist())
+
+
+def _with_anchors_elsewhere(rank: int, world: int, elsewhere: bool, bad: tuple[int, ...]) -> dict[str, Any]:
+    """Two synchronisations; if `elsewhere`, anchors and momentum are fetched as from another memory."""
+    one, live, order = built(rank, world, OuterRules(0.8, 0.85))
+    fetched: list[weakref.ref[torch.Tensor]] = []
+    peak = 0
+
+    def on_device() -> int:
+        return sum(tensor.nbytes for each in fetched if (tensor := each()) is not None)
+
+    def fetch(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        nonlocal peak
+        copy = tensor.clone() if elsewhere else tensor
+        fetched.extend([weakref.ref(copy)] if elsewhere else [])
+        peak = max(peak, on_device())
+        return copy
+
+    between = []
+    with mock.patch.object(synchronisation, "_on_device", fetch):
+        for these in ((), bad):
+            train(rank, live, these)
+            one.begin()
+            for name in order:
+                one.exchange(name)
+            targets = sum(value.nbytes for values in one._targets.values() for value in values)
+            between.append((targets, on_device()))
+            for name in order:
+                one.apply(name)
+    states = [(state.anchors, state.momentum) for state in one.states.values()]
+    tensors = [live, *(each for pair in states for each in pair)]
+    return {
+        "tensors": [{name: tensor.tolist() for name, tensor in each.items()} for each in tensors],
+        "peak": peak,
+        "between": between,
+        "nbytes": sum(tensor.nbytes for tensor in live.values()),
+    }
+
+
+@pytest.mark.parametrize("bad", [(), (1, 2)])
+def test_anchors_in_host_memory_are_on_the_device_one_bucket_at_a_time(bad: tuple[int, ...]) -> None:
+    """Between exchange and apply the device holds the results of the exchange alone; `bad`: a module goes back."""
+    here, elsewhere = (gang(_with_anchors_elsewhere, 4, each, bad) for each in (False, True))
+    for one, other in zip(here, elsewhere, strict=True):
+        assert other["tensors"] == one["tensors"]
+        assert other["peak"] == 2 * BUCKET_BYTES, "anchors and momentum of a bucket"
+        (first, held), (_, still) = other["between"]
+        assert (first, held, still) == (other["nbytes"], 0, 0)
