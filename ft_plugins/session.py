@@ -19,7 +19,7 @@ from .bubbles.profile import Profiling
 from .config import Config, LaunchContext, launch_context
 from .errors import ConfigError, FencedError, FtError, ProtectionError, ResumeError, StateChangedError
 from .events import Events, catalogue, file_sink, log_sink, say
-from .model.host import Host, Skipping
+from .model.host import Checking, Host
 from .model.timeline import SenderFacts
 from .systems.carried import CarryingHost
 from .systems.claim import LossRecord, claim_memory, join_ranks, require_arguments, require_one_job
@@ -145,8 +145,6 @@ class Session:
             self.iteration_begin(step)
             yield step
             if self._fenced != step:  # the update was skipped, as a GradScaler does
-                if isinstance(self._host, Skipping):
-                    self._host.before_skipped(step)
                 self.before_update(step)
                 self.after_update(step)
             self.iteration_end(step)
@@ -165,9 +163,11 @@ class Session:
 
     def before_update(self, step: int) -> None:
         """The fence; then apply averages and repairs, to tensors that no capture is reading."""
-        self._fenced = step
         if self._sync is not None:
             self._synchronize(self._sync, lambda sync: sync.complete(step))
+        if isinstance(self._host, Checking):  # what `complete` wrote is not a change by the loop
+            self._host.before_fence(step)
+        self._fenced = step
         if self._reft is not None:
             self._guarded(lambda reft: reft.before_update(step))
         if (sync := self._sync) is not None:
@@ -222,8 +222,8 @@ class Session:
         """The tensors and the synchronizer's state of the deferred version are final."""
         version, self._deferred = self._deferred, 0
         if version and self._reft is not None:
-            with self._carrying.held():
-                self._guarded(lambda reft: reft.iteration_end(version))
+            with self._carrying.held() as kept:
+                self._guarded(lambda reft: reft.iteration_end(version, kept))
 
     def shutdown(self) -> None:
         """The orderly end of training; a lost SMP does not fail it. Idempotent."""

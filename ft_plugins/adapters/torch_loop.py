@@ -317,13 +317,12 @@ class TorchHost(PlainHost, ReducingHost):
             )
         if self._position is not None:
             self._position.require_read()
-        self._watch.check(hooks.iteration, updates=True)
         self._updated = hooks.iteration
         hooks.before_update(hooks.iteration)
         faults.reach("update.begin", iteration=hooks.iteration)
 
-    def before_skipped(self, step: int) -> None:
-        self._watch.check(step, updates=False)
+    def before_fence(self, step: int) -> None:
+        self._watch.check(step, updates=self._updated == step)
 
     def derive(self) -> None:
         """Accept the written tensors, whose snapshot is complete; nothing is derived from them."""

@@ -190,10 +190,10 @@ class ReplicaOperations(Protocol):
 
 
 @runtime_checkable
-class Skipping(Protocol):
-    """What a host of `Session.iterations` may offer in addition."""
+class Checking(Protocol):
+    """What a host may offer in addition, if its loop could change tensors at a wrong time."""
 
-    def before_skipped(self, step: int) -> None:
-        """Check iteration `step`, which ends without an update, before its fence. Raises StateChangedError if tensors
-        changed that only an update may change."""
+    def before_fence(self, step: int) -> None:
+        """Check iteration `step` before its fence, also if it makes no update; what had to be written since the version
+        point is written. Raises StateChangedError if other tensors changed that only an update may change."""
         ...

@@ -1,7 +1,8 @@
 """Copy a rank's share to its segment, bucket by bucket, during the next iteration; fenced before the next update.
 
 Invariant: a slot receives the state at the version point. Items that anything but the update may change are copied
-before `start` returns; the others by a thread that `wait` waits for before the update. The fencing token is checked
+before `start` returns, from copies that the caller kept if that point is past; the others by a thread that `wait` waits
+for before the update. The fencing token is checked
 before every bucket: a superseded incarnation writes at most the bucket it was in. The trainer writes directly into the
 SMP's slot; nothing is copied twice and no message is sent. Parity computed from own replicas comes last (`encode`),
 from the same tensors and under the same seal, so data and parity always have the same version.
@@ -34,6 +35,7 @@ from .segment import NOT_COMPUTED, Segment
 from .slots import SlotState, Version, choose
 
 _Pieces = dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]]
+_Flat = Mapping[str, torch.Tensor]  # bytes by item
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ class Capture:
             device: copier_for(device, segment.bytes.ctypes.data, segment.bytes.nbytes) for device in devices
         }
         slots = range(segment.shape.slots)
-        self._pieces = [[self._plan_pieces(index, bucket) for bucket in layout.buckets] for index in slots]
+        self._pieces = [[self._plan_pieces(index, bucket, self._flat) for bucket in layout.buckets] for index in slots]
         self._encoder = Encoder(segment, layout, self._flat, self._copiers)
         # A writer that was stopped within a bucket may resume in it: these buckets are digested from their source.
         self._suspect = {
@@ -103,9 +105,10 @@ class Capture:
         # a thread that is inside torch when the interpreter exits aborts the process
         atexit.register(self.close)
 
-    def start(self, version: Version, small: bytes) -> None:
+    def start(self, version: Version, small: bytes, kept: Mapping[str, torch.Tensor] | None = None) -> None:
         """Begin capturing `version`: synchronous items and small state now, the rest in the background.
 
+        `kept`: copies of synchronous items from the version point, where the live tensors may have changed since.
         Raises the error of the previous capture, FencedError if superseded, InventoryError if a tensor moved.
         """
         self.wait()
@@ -129,8 +132,9 @@ class Capture:
         self._segment.dirty(index, version, self._token)
         self._segment.write_small(index, small)
         self._small = small
+        sources = {**self._flat, **{name: flat_bytes(name, one) for name, one in kept.items()}} if kept else None
         for number, bucket in enumerate(self._layout.synchronous):
-            self._copy(index, number, bucket, version)
+            self._copy(index, number, bucket, version, sources)
         self._pending = (index, version, started)
         self._idle.clear()
         self._work.release()
@@ -235,27 +239,30 @@ class Capture:
             at += len(checks)
             faults.reach("capture.bucket.end", iteration=version.iteration, bucket=first + number, slot=index)
 
-    def _copy(self, index: int, number: int, bucket: CaptureBucket, version: Version) -> None:
-        """Copy and digest one bucket."""
+    def _copy(
+        self, index: int, number: int, bucket: CaptureBucket, version: Version, kept: _Flat | None = None
+    ) -> None:  # fmt: skip
+        """Copy and digest one bucket. `kept`: its sources, if they are not the live tensors."""
         self._segment.set_cursor(index, number)  # first: a writer stopped after the check is in this bucket
         self._check_token()
         faults.reach("capture.bucket.begin", iteration=version.iteration, bucket=number, slot=index)
-        for device, (destinations, sources) in self._pieces[index][number].items():
+        pieces = self._pieces[index][number] if kept is None else self._plan_pieces(index, bucket, kept)
+        for device, (destinations, sources) in pieces.items():
             self._copiers[device].copy(destinations, sources)
         if (index, number) in self._suspect:
-            digest = self._source_digest(bucket)
+            digest = self._source_digest(bucket, self._flat if kept is None else kept)
         else:
             area = self._segment.data(index)[bucket.offset : bucket.offset + bucket.nbytes]
             digest = xxhash.xxh3_64_intdigest(area.data)
         self._digests[number] = self._segment.digests(index)[number] = digest
         faults.reach("capture.bucket.end", iteration=version.iteration, bucket=number, slot=index)
 
-    def _plan_pieces(self, index: int, bucket: CaptureBucket) -> _Pieces:
+    def _plan_pieces(self, index: int, bucket: CaptureBucket, bytes_of: _Flat) -> _Pieces:
         """The destinations in slot `index` and the sources of a bucket, as flat views, by device."""
         target = torch.from_numpy(self._segment.data(index))
         pieces: _Pieces = {}
         for piece in bucket.pieces:
-            flat = self._flat[piece.item]
+            flat = bytes_of[piece.item]
             destinations, sources = pieces.setdefault(flat.device, ([], []))
             destination, source = as_words(
                 target[piece.offset : piece.offset + piece.nbytes],
@@ -265,12 +272,12 @@ class Capture:
             sources.append(source)
         return pieces
 
-    def _source_digest(self, bucket: CaptureBucket) -> int:
+    def _source_digest(self, bucket: CaptureBucket, bytes_of: _Flat) -> int:
         """The digest of a bucket's bytes at their source; gaps between pieces are zeros."""
         digest, at = xxhash.xxh3_64(), bucket.offset
         for piece in bucket.pieces:
             digest.update(bytes(piece.offset - at))
-            source = self._flat[piece.item][piece.item_offset : piece.item_offset + piece.nbytes]
+            source = bytes_of[piece.item][piece.item_offset : piece.item_offset + piece.nbytes]
             digest.update(source.cpu().numpy().data)
             at = piece.offset + piece.nbytes
         return digest.intdigest()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ class CarryingHost:
         self.synchronizer: Synchronizer | None = None  # what is carried is known once it is connected
         self.restored_state: Mapping[str, Any] | None = None  # carried by the restored snapshot
         self._held: bytes | None = None  # the host's small state at an earlier version point
+        self._kept: dict[str, torch.Tensor] = {}  # copies of the items that may have changed since
         self._uses_held = False
 
     def __getattr__(self, name: str) -> Any:
@@ -62,17 +64,26 @@ class CarryingHost:
         return {**small, _PREFIX + self.synchronizer.name: self.synchronizer.state()}
 
     def hold(self) -> None:
-        """Keep the host's small state of this version point, for a version whose other state is not final yet."""
+        """Keep what may change before the update: the host's small state, and copies of items such as buffers. For a
+        version whose other state is not final yet."""
         self._held = codec.encode(self._host.small_state())
+        tensors = self._host.tensors()
+        self._kept = {name: tensors[name].detach().clone() for name in self._unsteady}
+
+    @cached_property
+    def _unsteady(self) -> tuple[str, ...]:
+        """The items that more than the update may change."""
+        return tuple(item.name for item in self._host.inventory().items if not item.background)
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Within it, `small_state` has the kept state of the host and the present state of the synchronizer."""
+    def held(self) -> Iterator[Mapping[str, torch.Tensor]]:
+        """Yields the kept copies. Within it, `small_state` has the kept state of the host and the present state of the
+        synchronizer."""
         self._uses_held = True
         try:
-            yield
+            yield self._kept
         finally:
-            self._uses_held, self._held = False, None
+            self._uses_held, self._held, self._kept = False, None, {}
 
     def restore(self, small: Mapping[str, Any]) -> None:
         """Restore the host, and put the carried state in `restored_state`."""

@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from .. import faults
 from ..bubbles.gate import Gate
@@ -138,15 +141,16 @@ class Reft:
 
     # ---- hooks ----
 
-    def iteration_end(self, step: int) -> None:
-        """The version point: start a capture at the interval. Raises PeerDegraded."""
+    def iteration_end(self, step: int, kept: Mapping[str, torch.Tensor] | None = None) -> None:
+        """The version point: start a capture at the interval. `kept`: copies of the items that changed since it, if it
+        is past. Raises PeerDegraded."""
         self.record_completed(step)
         if self._peer_degraded:
             raise PeerDegraded("another rank lost protection: the versions that all ranks hold stay, none is added")
         if self._capture is not None and step % self._interval == 0:
             small = self.plan.small()
             self._small_bytes = len(small)
-            self._capture.start(Version(self._lineage, step), small)
+            self._capture.start(Version(self._lineage, step), small, kept)
 
     def before_update(self, step: int) -> float:
         """The fence: the running capture is sealed when this returns. Returns the seconds waited."""
