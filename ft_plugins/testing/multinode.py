@@ -32,7 +32,7 @@ def has_flag(flags: Sequence[str], name: str) -> bool:
 def until(job: RunningJob, condition: Callable[[list[Entry]], bool], seconds: float = BOUND) -> list[Entry]:
     """Wait until `condition` holds for the events of a node, and return them.
 
-    Raises AssertionError with the node's output if the node ends first, TimeoutError.
+    Raises AssertionError with the node's output if the node ends first, TimeoutError with its output and stacks.
     """
     ended = False
 
@@ -44,7 +44,10 @@ def until(job: RunningJob, condition: Callable[[list[Entry]], bool], seconds: fl
         ended = job.ended  # its last lines are read once more
         return False
 
-    return wait_for(job.spec.run_dir / "events.jsonl", holds, seconds)
+    try:
+        return wait_for(job.spec.run_dir / "events.jsonl", holds, seconds)
+    except TimeoutError as error:
+        raise TimeoutError(f"node {job.spec.node}: {error}\n{job.stacks()}") from error
 
 
 class ExampleRun(ComparableRun, Protocol):
