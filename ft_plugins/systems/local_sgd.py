@@ -211,6 +211,8 @@ class LocalSgd:
     def begin(self, completed: int, state: Mapping[str, Any] | None = None, last: int | None = None) -> int:
         if last is not None:
             self._policy.require_synchronisation(last)
+            if self._host.rank == 0 and (message := self._policy.end_warning(last)):
+                say(message)
         states, self._updated = self._synchronisation.states, completed
         if state is None:
             require_replicas(self._members, self._host.rank, self._host.framework)
