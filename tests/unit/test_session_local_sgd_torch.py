@@ -93,16 +93,21 @@ def _life(
     rank: int, world: int, block: dict[str, Any], cases: dict[str, Any],
     run_dir: Path | None = None, token: int = 0, left_in: int = 0,
 ) -> dict[int, dict[str, str]]:  # fmt: skip
-    """One incarnation, which ends in iteration `left_in`, after its update. Digests of all tensors by iteration."""
+    """One incarnation, which ends in iteration `left_in`, after its update. Digests of all tensors by iteration, at its
+    end: within its body a layer that was not used may still have to be synchronised."""
     job = Job(rank, world, cases)
     context = LaunchContext(None, run_dir, token, None, rank, rank, world, world, 0, 0)
     session = attach(job.host, Config.from_json(block), context)
     digests = {}
+    began = step = 0
     for step in session.iterations(LAST):
+        began = began or step
+        if step > began:
+            digests[step - 1] = job.digests()
         job.iterate(step)
-        digests[step] = job.digests()
         if step == left_in:
-            break
+            return digests
+    digests[step] = job.digests()
     return digests
 
 

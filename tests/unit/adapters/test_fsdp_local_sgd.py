@@ -156,7 +156,7 @@ def _trained(rank: int, world: int, case: Case, more: Mapping[str, Any]) -> tupl
     with pytest.MonkeyPatch.context() as patch:
         break_on_purpose(patch, case.wrong)
         if more.get("offload"):  # tensors are in host memory anyway: copies of them stand for those on a device
-            patch.setattr(synchronisation, "_on_device", lambda tensors, device: copies(tensors))
+            patch.setattr(synchronisation, "_on_device", lambda tensor, device: tensor.clone())
         host = FsdpHost(model, optimizer, mesh=mesh)
         session = attach(host, Config.from_json({"sync": {**sync, "shard_ranks": case.mesh[1]}}), context(rank, world))
         session._events.subscribe(events.append)
@@ -168,10 +168,6 @@ def _trained(rank: int, world: int, case: Case, more: Mapping[str, Any]) -> tupl
             optimizer.zero_grad()
         used.append(shards_of(model))
     return used, [event.fields for event in events if event.name == "replicas.synchronised"]
-
-
-def copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def context(rank: int, world: int) -> LaunchContext:
@@ -193,8 +189,13 @@ def break_on_purpose(patch: pytest.MonkeyPatch, wrong: str) -> None:
     elif wrong == "gradients":
         patch.setattr(local_sgd.LocalSgdPolicy, "reduced_over", lambda policy, step: over(policy, 0))
     elif wrong == "norms":
-        gather = synchronisation.Links.gather_job
-        patch.setattr(synchronisation.Links, "gather_job", lambda links, row: gather(links, row)[:1])
+        gather = synchronisation.Links.all_gather
+
+        def of_first(links: Any, ranks: tuple[int, ...], own: torch.Tensor) -> torch.Tensor:
+            found = gather(links, ranks, own)
+            return found[:1] if own.dtype is torch.float64 and own.numel() == 1 else found  # sums of squares
+
+        patch.setattr(synchronisation.Links, "all_gather", of_first)
 
 
 # ---- the reference ----
