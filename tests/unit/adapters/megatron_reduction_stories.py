@@ -66,6 +66,7 @@ def it_keeps_gradients_of_two_replicas_local_and_reduces_them_again() -> None:
     gang(_keeps_them_local, 2, [["--bf16", *OVERLAPPED]], {"grad_reduce_in_fp32": False}, seconds=60.0)
 
 
+@large
 def it_keeps_gradients_of_every_chunk_local_and_those_of_a_tied_embedding_equal() -> None:
     gang(_keeps_them_local, 4, [INTERLEAVED, [*INTERLEAVED, *OVERLAPPED]], seconds=100.0)
 
@@ -99,6 +100,7 @@ def _averages_over_an_instance(rank: int, world: int, variants: list[list[str]])
             assert _same(original, _objects(job))
 
 
+@large
 def it_averages_over_an_instance_only() -> None:
     both = [*SHARDED, "2"]
     variants = [both, ["--bf16", *both, *OVERLAPPED], ["--bf16", *both, *OVERLAPPED, "--overlap-param-gather"]]
@@ -238,11 +240,13 @@ def _require_jobs_of_their_own(flags: list[str], world: int, alone: list[str], s
     assert len({tuple(map(str, one[0])) for one in together}) == dp // instance, "each replica has its own norm"
 
 
+@large
 def it_trains_a_replica_exactly_as_a_job_of_its_own() -> None:
     """Scaling, clipping, the agreement on infinities, the loss scale: all inside the replica."""
     _require_jobs_of_their_own([*BF16, *OVERLAPPED], 2, [*BF16, *OVERLAPPED], 1, 1)
 
 
+@large
 def it_trains_an_instance_exactly_as_a_job_of_its_own() -> None:
     flags = [*BF16, *OVERLAPPED, "--overlap-param-gather"]
     _require_jobs_of_their_own([*flags, *SHARDED, "2"], 4, [*flags, *SHARDED, "1"], 1, 2)

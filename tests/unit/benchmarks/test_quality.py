@@ -39,6 +39,7 @@ SHARES = {"garbage_left_out", "sound_left_out"}
 CLAIMS = {"edit_holds", "garbage_holds"}
 
 
+@pytest.mark.all_configurations
 def test_the_quick_form_trains_every_policy_and_edit_leaves_the_replica_with_garbage_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
