@@ -38,7 +38,7 @@ EVERYWHERE = {
     *("iteration", "num_floating_point_operations_so_far", "consumed_train_samples", "consumed_valid_samples"),
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
     *("context_parallel_size", "data_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"),
-    "use_tp_pp_dp_mapping",
+    *("use_tp_pp_dp_mapping", "train_iters"),
 }
 # Of megatron.training.training, by name.
 OF_THE_LOOP = {

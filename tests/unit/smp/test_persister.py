@@ -436,7 +436,8 @@ def test_a_request_waits_for_a_verdict_within_its_time_and_then_takes_what_is_no
     asking.join(SECONDS)
     assert outcome["iteration"] == 5
     assert checkpoint.read_manifest(base / "v1-5").certified is bool(verdict)
-    assert (time.monotonic() - begun > 0.5) == (verdict is None), "half of its time, and less where it is known"
+    waited = time.monotonic() - begun
+    assert waited < SECONDS / 2 if verdict else waited > 0.5, "half of its time, and less where it is known"
 
 
 @pytest.mark.parametrize("differs", [False, True])
