@@ -61,6 +61,9 @@ class Whole:
 
     chosen = (0,)
 
+    def indices(self) -> list[Any]:
+        return [self._index]
+
     def index(self, rank: int) -> Any:
         return self._index
 
