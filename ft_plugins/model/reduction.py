@@ -16,7 +16,7 @@ parallelism, and those that keep tied embeddings equal, are not touched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from enum import Enum
 from typing import Protocol, runtime_checkable
 
@@ -59,4 +59,34 @@ class ReductionControl(Protocol):
     def before_modules(self, call: Callable[[str], None]) -> None:
         """From now on call `call(module)` right before each forward of each of this rank's modules, recomputations and
         evaluations included. Raises UnsupportedError, by name, if forwards cannot be followed."""
+        ...
+
+    def follow_modules(self, edges: ModuleEdges) -> None:
+        """From now on report when forwards and backwards of this rank's modules begin and end: hints and measurements,
+        of which some may be missing. Works also where forwards read copies of what is synchronised. Raises
+        UnsupportedError, by name, if they cannot be followed."""
+        ...
+
+
+class ModuleEdges(Protocol):
+    """Receives when a forward or backward of a module begins or ends; with several microbatches, of each of them."""
+
+    def forward_begin(self, module: str) -> None: ...
+    def forward_end(self, module: str) -> None: ...
+    def backward_begin(self, module: str) -> None: ...
+    def backward_end(self, module: str) -> None: ...
+
+
+@runtime_checkable
+class EarlyUpdates(Protocol):
+    """A host that can update a module before the backward of the others has ended."""
+
+    def early_refusal(self) -> str:
+        """Why modules cannot be updated on their own here; '' if they can."""
+        ...
+
+    def update_modules_early(self, wanted: Callable[[], Collection[str]], updated: Callable[[str], None]) -> None:
+        """From now on, when the backward has completed all gradients of a module among `wanted()`, update it and call
+        `updated(module)`; the fence is passed before the first of an iteration. The others follow in the loop's own
+        update. Not to be called if it is refused."""
         ...

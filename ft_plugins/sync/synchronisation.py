@@ -38,7 +38,8 @@ from .penalty import NO_PENALTY, Judgement, NormStatistics, PenaltyRules, clip_f
 
 @dataclass
 class ModuleState:
-    """The anchors and the outer momentum of one module, by item, flat, in fp32 (float64 for float64 parameters)."""
+    """The anchors and the outer momentum of one module, by item, flat, in fp32 (float64 for float64 parameters); no
+    anchors if the rules need none."""
 
     anchors: dict[str, torch.Tensor]
     momentum: dict[str, torch.Tensor]
@@ -47,10 +48,17 @@ class ModuleState:
 
 @dataclass(frozen=True)
 class SynchronisationRules:
-    """How replicas are combined. `clips`: whether the norm of a module's mean change is bounded."""
+    """How replicas are combined. `anchored`: whether the values of the last synchronisation are kept; without them the
+    mean itself is applied, and a module of which no replica is finite stays as it is. `clips`: whether the norm of a
+    module's mean change is bounded."""
 
     outer: OuterRules
     penalty: PenaltyRules | None
+    anchored: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.anchored and (self.penalty is not None or not self.outer.takes_target):
+            raise ValueError("the change since the last synchronisation is unknown without anchors")
 
     @property
     def clips(self) -> bool:
@@ -76,7 +84,8 @@ class Synchronisation:
         live = tensors()
         self.states: dict[str, ModuleState] = {}
         for module in modules:
-            anchors = {item.name: _anchor_of(live[item.name], offload) for item in module.items}
+            anchored = module.items if rules.anchored else ()
+            anchors = {item.name: _anchor_of(live[item.name], offload) for item in anchored}
             momentum = {
                 name: torch.zeros_like(one, pin_memory=one.is_pinned())
                 for name, one in anchors.items()
@@ -215,12 +224,12 @@ class Synchronisation:
         for value in values:
             if value.is_cuda:  # allocated on the background stream, which would reuse the memory before this has read
                 value.record_stream(torch.cuda.current_stream(value.device))
-        for bucket, value in zip(module.buckets, values, strict=False):
+        for bucket, value in zip(module.buckets, values, strict=False) if self._rules.anchored else ():
             pieces = value.split([piece.stop - piece.start for piece in bucket.pieces])
             for piece, part in zip(bucket.pieces, pieces, strict=True):
                 self._step(state, piece, part)
         faults.reach("sync.apply", module=name)
-        for place, bucket in enumerate(module.buckets):
+        for place, bucket in enumerate(module.buckets if values or self._rules.anchored else ()):
             write(bucket, live, values[place] if values else self._anchors(name, bucket))
         judgement = self._judgements.pop(name)
         if self._rules.penalty is not None:
