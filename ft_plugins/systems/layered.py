@@ -31,6 +31,7 @@ from ..model.reduction import EarlyUpdates, ReductionControl
 from ..sync.layer_profile import LayerProfile, read_profile
 from ..sync.layers_job import JobSchedule, equal_schedule, planned_schedule
 from ..sync.local_policy import LocalSgdPolicy
+from ..sync.module_times import EdgeKind
 from ..sync.modules import ModulePlan
 from ..sync.stopwatch import Stopwatch
 from ..sync.synchronisation import Synchronisation
@@ -46,16 +47,16 @@ class ModuleSignals:
         self._averaging, self._measurement = averaging, measurement
 
     def forward_begin(self, module: str) -> None:
-        self._measurement.edge("forward_begin", module)
+        self._measurement.edge(EdgeKind.FORWARD_BEGIN, module)
 
     def forward_end(self, module: str) -> None:
-        self._measurement.edge("forward_end", module)
+        self._measurement.edge(EdgeKind.FORWARD_END, module)
 
     def backward_begin(self, module: str) -> None:
-        self._measurement.edge("backward_begin", module)
+        self._measurement.edge(EdgeKind.BACKWARD_BEGIN, module)
 
     def backward_end(self, module: str) -> None:
-        self._measurement.edge("backward_end", module)
+        self._measurement.edge(EdgeKind.BACKWARD_END, module)
         self._averaging.backward_ended(module)
 
 

@@ -28,7 +28,7 @@ from ..sync.layer_profile import write_profile
 from ..sync.layers_job import JobLayers, JobSchedule, planned_schedule, profile_of
 from ..sync.layers_measured import ModuleSamples, Row, over_ranks, over_replicas, row_of, times_of
 from ..sync.links import Links
-from ..sync.module_times import ModuleEdge, module_times
+from ..sync.module_times import EdgeKind, TimedEdge, module_times
 from ..sync.stopwatch import Mark, Stopwatch
 from .sync_groups import SyncGroups
 from .under_way import SynchronisationUnderWay
@@ -42,7 +42,7 @@ class LayerMeasurement:
 
     def __init__(self, stopwatch: Stopwatch, nbytes: dict[str, int]) -> None:
         self._stopwatch, self._nbytes = stopwatch, nbytes
-        self._edges: list[tuple[str, str, Mark]] = []
+        self._edges: list[tuple[EdgeKind, str, Mark]] = []
         self.recording = False
         self.clear()
 
@@ -53,7 +53,7 @@ class LayerMeasurement:
         self._waits: list[tuple[Mark, Mark]] = []
         self._computed: list[dict[str, tuple[float, float]]] = []
 
-    def edge(self, kind: str, module: str) -> None:
+    def edge(self, kind: EdgeKind, module: str) -> None:
         """A forward or backward of a module begins or ends."""
         if self.recording:
             self._edges.append((kind, module, self._stopwatch.mark()))
@@ -78,7 +78,7 @@ class LayerMeasurement:
         if self._edges:
             (_, _, first), end = self._edges[0], self._stopwatch.mark()
             edges = [
-                ModuleEdge(kind, module, self._stopwatch.seconds(first, mark)) for kind, module, mark in self._edges
+                TimedEdge(kind, module, self._stopwatch.seconds(first, mark)) for kind, module, mark in self._edges
             ]
             times = module_times(edges, self._stopwatch.seconds(first, end))
             self._computed.append({name: (one.forward, one.backward) for name, one in times.items()})
