@@ -95,14 +95,18 @@ def simulated(
 
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
 @pytest.mark.parametrize("order", ["average_first", "update_first"])
-@pytest.mark.parametrize("period", [1, 2, 3])
-def test_equals_one_process_that_simulates_the_schedule(ranks: Ranks, order: str, period: int, kind: str) -> None:
-    block = {"sync": {**SYNC, "h": period, "order": order}}
-    expected = simulated(3, period, order == "update_first", kind)
-    for rank, found in enumerate(ranks(_life, 3, block, LAST, kind)):
+@pytest.mark.parametrize(("period", "replicas"), [(1, 2), (2, 2), (3, 3)])
+def test_equals_one_process_that_simulates_the_schedule(
+    ranks: Ranks, order: str, period: int, replicas: int, kind: str
+) -> None:
+    """No warm-up with three replicas: the order in which DistributedDataParallel sums their gradients is its own."""
+    warmup = WARMUP if replicas == 2 else 0
+    block = {"sync": {**SYNC, "h": period, "order": order, "warmup": warmup}}
+    expected = simulated(replicas, period, order == "update_first", kind, warmup=warmup)
+    for rank, found in enumerate(ranks(_life, replicas, block, LAST, kind)):
         assert found["digests"] == {step: each[rank] for step, each in expected.items()}
         averaged = [event.fields["iteration"] for event in found["events"] if event.name == "layers.averaged"]
-        assert averaged == [step for step in range(WARMUP + 1, LAST + 1) if step % TAU]
+        assert averaged == [step for step in range(warmup + 1, LAST + 1) if step % TAU]
     assert len(set(expected[TAU])) == 1, "replicas are identical where all layers are synchronised"
     assert (len(set(expected[TAU + 1])) == 1) == (period == 1 and order == "update_first")
 
@@ -167,11 +171,11 @@ def test_layers_are_planned_from_what_the_job_measures(node: Node, ranks: Ranks)
 
 def write_profile(folder: Path, names: Sequence[str] = LAYERS) -> str:
     """A profile whose best schedule of two iterations is not that of equal numbers."""
-    times = {"0": 1.0, "2": 1.0, "4": 9.0}
+    averaging = {"0": 1.0, "2": 1.0, "4": 9.0}
+    seconds = {"forward_seconds": 1.0, "backward_seconds": 5.0}
     layers = [
-        {"name": name, "forward_seconds": 1.0, "backward_seconds": 5.0, "communication_seconds": times.get(name, 1.0), "bytes": 4}
-        for name in names
-    ]  # fmt: skip
+        {"name": name, **seconds, "communication_seconds": averaging.get(name, 1.0), "bytes": 4} for name in names
+    ]
     path = folder / "profile.json"
     path.write_text(json.dumps({"version": 1, "replicas": 2, "layers": layers}))
     return str(path)
@@ -198,7 +202,7 @@ def _refused(rank: int, world: int, keys: dict[str, Any], last: int = LAST, clip
 @pytest.mark.parametrize(
     ("keys", "last", "clips", "message"),
     [
-        ({"h": 4}, LAST, False, "--sync-h 4: expected at most 3, because no pipeline stage has more than 3 layers"),
+        ({"h": 4}, LAST, False, "--sync-h 4: expected at most 3, because no pipeline stage has more than 3 lay"),
         ({"warmup": 20}, LAST, False, "--sync-warmup 20: training ends at iteration 17, before the first"),
         ({"order": "update_first"}, LAST, True, "--sync-order update_first does not allow; choose --sync-order average"),
     ],
