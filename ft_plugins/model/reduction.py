@@ -1,4 +1,4 @@
-"""What a host offers to local SGD: over which replicas gradients are reduced, and when a module is about to be used.
+"""What a host offers to local SGD: over which replicas gradients are reduced, and when modules are used.
 
 Local SGD (EDiT, DiLoCo, Post Local SGD) lets replicas train on their own between two synchronisations. A replica here
 is a whole copy of the model: the tensor- and pipeline-parallel ranks, and the ranks over which a ZeRO or FSDP shard
@@ -26,6 +26,22 @@ class ReducedOver(str, Enum):
 
     ALL = "all"
     LOCAL = "local"
+
+
+class ModuleEdges(Protocol):
+    """Receives the begin and the end of each forward and each backward of a module.
+
+    Edges are for measurements and for what may start early, and never decide what training computes: the backward of a
+    module whose graph cannot be followed is not reported. A call returns soon, raises nothing, and may come from a
+    thread of the framework's, but never from two at once."""
+
+    def forward_begin(self, module: str) -> None: ...
+
+    def forward_end(self, module: str) -> None: ...
+
+    def backward_begin(self, module: str) -> None: ...
+
+    def backward_end(self, module: str) -> None: ...
 
 
 @runtime_checkable
@@ -62,19 +78,10 @@ class ReductionControl(Protocol):
         ...
 
     def follow_modules(self, edges: ModuleEdges) -> None:
-        """From now on report when forwards and backwards of this rank's modules begin and end: hints and measurements,
-        of which some may be missing. Works also where forwards read copies of what is synchronised. Raises
-        UnsupportedError, by name, if they cannot be followed."""
+        """From now on report the edges of this rank's modules to `edges`, whatever of them is synchronised: parameters,
+        masters or shards. Evaluations and recomputations included; a module with several parts has the edges of each.
+        Training stays bit for bit the same. Raises UnsupportedError, by name, if forwards cannot be followed."""
         ...
-
-
-class ModuleEdges(Protocol):
-    """Receives when a forward or backward of a module begins or ends; with several microbatches, of each of them."""
-
-    def forward_begin(self, module: str) -> None: ...
-    def forward_end(self, module: str) -> None: ...
-    def backward_begin(self, module: str) -> None: ...
-    def backward_end(self, module: str) -> None: ...
 
 
 @runtime_checkable

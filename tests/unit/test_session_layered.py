@@ -204,7 +204,7 @@ def _refused(rank: int, world: int, keys: dict[str, Any], last: int = LAST, clip
     [
         ({"h": 4}, LAST, False, "--sync-h 4: expected at most 3, because no pipeline stage has more than 3 lay"),
         ({"warmup": 20}, LAST, False, "--sync-warmup 20: training ends at iteration 17, before the first"),
-        ({"order": "update_first"}, LAST, True, "--sync-order update_first does not allow; choose --sync-order average"),
+        ({"order": "update_first"}, LAST, True, "--sync-order update_first does not allow; choose --sync-order"),
     ],
     ids=["longer than the model", "warm-up longer than the run", "clipping"],
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Modules that are updated in the backward end with the same bits as in one step of all; what contradicts it is refused."""
+"""Modules that are updated in the backward get the bits of one step of all; what contradicts it is refused."""
 
 from __future__ import annotations
 
