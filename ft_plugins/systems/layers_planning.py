@@ -1,7 +1,7 @@
 """Measure the layers of a job while they are averaged, and plan their schedule from that (DreamDDP's profiler).
 
     3 periods        forward and backward of each module by its edges, averaging on the background thread, and how long
-                     training waited for it; all beside each other, as the job runs
+                     training waited for it; all at the same time, as the job runs
     end of the last  ranks send each other what they measured, behind the next period
     end of that      all ranks plan from the same profile: the first time in any case, later if periods take longer than
                      planned; the new schedule begins with the next iteration
