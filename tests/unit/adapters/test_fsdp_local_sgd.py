@@ -2,15 +2,18 @@
 
 The reference has neither FSDP nor the package: whole models, one for each replica; the batches of a replica's ranks one
 after another, the mean of their gradients, torch's optimizer. After an iteration that is a multiple of tau it combines
-the replicas by formulas of its own: NumPy's mean, the penalty as in the paper, torch's SGD as outer optimizer. Compared
-are the parameters with which each iteration's gradients were computed, and those at the end.
+the replicas by formulas of its own: NumPy's mean, the penalty as in the paper, torch's SGD as outer optimizer. Under
+DreamDDP it also writes means of some modules right before each update, taken of what replicas had before any of them
+was updated. Compared are the parameters with which each iteration's gradients were computed, and those at the end.
 
 Sizes do not divide: shards are uneven, and one is empty.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,8 +27,8 @@ from ft_plugins.adapters.host_parts import local_part
 from ft_plugins.config import Config, LaunchContext
 from ft_plugins.errors import ConfigError, FtError, UnsupportedError
 from ft_plugins.session import attach
-from ft_plugins.sync import synchronisation
-from ft_plugins.systems import local_sgd
+from ft_plugins.sync import layers_job, synchronisation
+from ft_plugins.systems import layered, local_sgd
 from ft_plugins.testing.gang import gang
 
 WORLD, TAU, STEPS = 4, 2, 7  # three synchronisations, and an iteration behind the last one
@@ -37,12 +40,15 @@ Verdict = tuple[int, str, str, int]  # iteration, what happened, module, replica
 POST = {"policy": "post_local_sgd"}
 DILOCO = {"policy": "diloco"}
 EDIT = {"policy": "edit", "penalty_warmup": 2, "alpha": 0.3, "threshold": 3.0, "clip": 0.04}
-OUTER = {"post_local_sgd": None, "diloco": (0.7, 0.9), "edit": (0.8, 0.85)}  # rate and momentum
+OUTER = {"post_local_sgd": None, "dreamddp": None, "diloco": (0.7, 0.9), "edit": (0.8, 0.85)}  # rate and momentum
+EVEN = {"policy": "dreamddp", "h": 2, "schedule": "equal"}
+HALVES = ({"layers.2", "layers.1"}, {"layers.0", ""})  # of the modules, in the order of the backward
 
 
 class Case(NamedTuple):
     """A job of four ranks. `mesh`: replicas and shards of each. `bad`: the replica whose loss is multiplied in the
-    iterations of the last synchronisation. `wrong`: what is broken on purpose."""
+    iterations of the last synchronisation. `turns`: the modules that are averaged in each iteration of a period of
+    DreamDDP. `wrong`: what is broken on purpose."""
 
     keys: Mapping[str, Any]
     apply: str
@@ -53,7 +59,24 @@ class Case(NamedTuple):
     tied: bool = True
     tau: int = TAU
     eager: bool = False  # the root is resharded after its forward, and gathers the first layers early
+    turns: Sequence[Set[str]] = ()
     wrong: str = ""
+
+    @property
+    def sync(self) -> dict[str, Any]:
+        """The block of keys."""
+        block = {**self.keys, "tau": self.tau, "warmup": self.warmup, "shard_ranks": self.mesh[1]}
+        return {**block, "apply": self.apply} if self.apply else block
+
+    def due(self, step: int) -> bool:
+        """Whether all modules are synchronised after the update of an iteration."""
+        return step > self.warmup and step % self.tau == 0
+
+    def turn(self, step: int) -> Set[str]:
+        """The modules that are averaged before the update of an iteration."""
+        if not self.turns or step <= self.warmup or self.due(step):
+            return set()
+        return self.turns[(step - self.warmup - 1) % len(self.turns)]
 
 
 PENALISED = {"optimizer": "sgd", "bad": 1}
@@ -68,6 +91,7 @@ CASES = {
     "edit, forward, unsharded": Case(EDIT, "forward", mesh=(4, 1), **PENALISED),
     "diloco, forward, unsharded": Case(DILOCO, "forward", mesh=(4, 1)),
     "diloco, forward, eager": Case(DILOCO, "forward", warmup=1, eager=True),
+    "dreamddp": Case(EVEN, "", warmup=1, tau=5, turns=HALVES),
 }
 CHANGES_NOTHING = {
     "prefetch": {"prefetch": False},
@@ -75,11 +99,22 @@ CHANGES_NOTHING = {
     "both": {"prefetch": False, "offload": True},
 }
 SAME = "edit, forward"
+PROFILE = {"": 1.0, "layers.0": 1.0, "layers.1": 1.0, "layers.2": 9.0}  # seconds of averaging; a backward takes 5
+LAYERED = {
+    "all in each iteration": Case({**EVEN, "h": 1}, "", tau=5, turns=({"layers.2", "layers.1", "layers.0", ""},)),
+    "unsharded, untied": Case(EVEN, "", mesh=(4, 1), tied=False, tau=5, turns=HALVES),
+    "sgd, eager": Case(EVEN, "", "sgd", warmup=2, eager=True, tau=5, turns=HALVES),
+    "from a profile": Case(  # what hides is averaged in both iterations
+        {"policy": "dreamddp", "h": 2}, "", warmup=1, tau=5, turns=({*PROFILE} - {""}, {*PROFILE})
+    ),
+}
 WRONG = {
     "the mean is divided by another size": CASES["diloco, forward"]._replace(wrong="divided"),
     "a module is left out": CASES["diloco, wait"]._replace(wrong="left out"),
     "gradients are reduced over all replicas": CASES["diloco, wait"]._replace(wrong="gradients"),
     "norms are those of the first shard": CASES["edit, wait"]._replace(wrong="norms"),
+    "a module is left out of its turn": CASES["dreamddp"]._replace(wrong="turn"),
+    "modules are averaged after their update": CASES["dreamddp"]._replace(wrong="order"),
 }
 
 
@@ -151,14 +186,13 @@ def _trained(rank: int, world: int, case: Case, more: Mapping[str, Any]) -> tupl
     if case.eager:
         model.set_modules_to_forward_prefetch([model.layers[0], model.layers[1]])
     optimizer = optimizer_of(model, case.optimizer)
-    sync = {**case.keys, "tau": case.tau, "apply": case.apply, "warmup": case.warmup, **more}
     events: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
         break_on_purpose(patch, case.wrong)
         if more.get("offload"):  # tensors are in host memory anyway: copies of them stand for those on a device
             patch.setattr(synchronisation, "_on_device", lambda tensor, device: tensor.clone())
         host = FsdpHost(model, optimizer, mesh=mesh)
-        session = attach(host, Config.from_json({"sync": {**sync, "shard_ranks": case.mesh[1]}}), context(rank, world))
+        session = attach(host, Config.from_json({"sync": {**case.sync, **more}}), context(rank, world))
         session._events.subscribe(events.append)
         used = []
         for step in session.iterations(STEPS):
@@ -196,6 +230,17 @@ def break_on_purpose(patch: pytest.MonkeyPatch, wrong: str) -> None:
             return found[:1] if own.dtype is torch.float64 and own.numel() == 1 else found  # sums of squares
 
         patch.setattr(synchronisation.Links, "all_gather", of_first)
+    elif wrong == "turn":
+        due = layers_job.JobSchedule.due
+        patch.setattr(layers_job.JobSchedule, "due", lambda *given: due(*given)[:-1])
+    elif wrong == "order":
+        begin = layered.LayeredAveraging.iteration_begin
+
+        def iteration_begin(averaging: Any, step: int) -> None:
+            averaging.updates_first = True  # so nothing is exchanged before the update
+            begin(averaging, step)
+
+        patch.setattr(layered.LayeredAveraging, "iteration_begin", iteration_begin)
 
 
 # ---- the reference ----
@@ -253,11 +298,12 @@ class Simulation:
                 self.write()
             if step <= case.warmup:
                 self.reduce()
+            self.average(case.turn(step))
             for optimizer in self.optimizers:
                 optimizer.step()
             if step == case.warmup:
                 self.remember()
-            pending = step > case.warmup and step % case.tau == 0
+            pending = case.due(step)
             if pending:
                 self.combine(step)
         if pending:
@@ -271,6 +317,14 @@ class Simulation:
             mean = sum(one.grad for one in same) / len(same)
             for one in same:
                 one.grad.copy_(mean)
+
+    def average(self, modules: Set[str]) -> None:
+        """All replicas get the means of these modules; no gradient changes."""
+        for name in [name for name in self.anchors if module_of(name) in modules]:
+            values = np.stack([self.arrays(replica)[name].astype(np.float64) for replica in range(self.size)])
+            mean = torch.from_numpy(values.mean(0).astype(np.float32))
+            for replica in range(self.size):
+                self.parameters(replica)[name].data.copy_(mean)
 
     def combine(self, step: int) -> None:
         """Move the anchors. A module that is rolled back is not stepped, so its anchors have no gradient."""
@@ -384,12 +438,32 @@ def test_a_job_equals_its_replicas_simulated_one_after_another(
     found: dict[str, list[Any]], expected: dict[str, Any], name: str
 ) -> None:
     """Bit for bit: a sum of two gradients has no order, and means of parameters are rounded once, from float64."""
-    case = CASES[name]
-    assert first_difference(found[name], expected[name], case, np.array_equal) is None
-    assert [event["iteration"] for event in found[name][0][1]] == [2, 4, 6]
-    local = case.warmup + TAU - 1  # an iteration that begins with a parameter of the replica's own
-    ours, theirs = (found[name][rank][0][local]["layers.0.weight"] for rank in (0, case.mesh[1]))
-    assert case.warmup or not np.array_equal(ours, theirs), "replicas have data of their own"
+    require_equal(found[name], expected[name], CASES[name])
+
+
+def require_equal(found: list[Any], expected: Any, case: Case) -> None:
+    """Bit for bit; and replicas have trained on data of their own."""
+    assert first_difference(found, expected, case, np.array_equal) is None
+    for _, events in found:
+        assert [event["iteration"] for event in events] == [step for step in range(1, STEPS + 1) if case.due(step)]
+    ours, theirs = (found[rank][0] for rank in (0, case.mesh[1]))
+    assert any(
+        not np.array_equal(one["layers.0.weight"], other["layers.0.weight"])
+        for one, other in zip(ours, theirs, strict=True)
+    )
+
+
+@pytest.mark.all_configurations
+def test_a_job_that_averages_modules_in_different_iterations_equals_its_simulation(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    times = {"forward_seconds": 1.0, "backward_seconds": 5.0, "bytes": 4}
+    layers = [{"name": name, "communication_seconds": seconds, **times} for name, seconds in PROFILE.items()]
+    path.write_text(json.dumps({"version": 1, "replicas": 2, "layers": layers}))
+    more = [{} if "schedule" in case.keys else {"profile": str(path)} for case in LAYERED.values()]
+    found = gang(trained, WORLD, list(zip(LAYERED.values(), more, strict=True)), seconds=SECONDS)
+    (expected,) = gang(simulated, 1, list(LAYERED.values()), seconds=SECONDS)
+    for number, case in enumerate(LAYERED.values()):
+        require_equal([each[number] for each in found], expected[number], case)
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.keys is EDIT])
