@@ -2,8 +2,9 @@
 
 The reference has no session: its ranks are those of one replica, and each holds an engine for every replica, built as
 a job of that replica alone. After an iteration that is a multiple of tau it combines them by its own formula: NumPy's
-mean, and torch's SGD as outer optimizer. With two replicas the mean does not depend on an order, so all comparisons
-are bit for bit.
+mean, and torch's SGD as outer optimizer. Under DreamDDP it also takes means of some modules before an iteration, and
+writes them right before the update of each replica. With two replicas the mean does not depend on an order, so all
+comparisons are bit for bit.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import functools
 import importlib.util
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -34,10 +35,15 @@ _spec.loader.exec_module(reduced)
 
 WORLD, REPLICAS, TAU, STEPS = 4, 2, 2, 7  # three synchronisations, and an iteration behind the last one
 EDIT, POST = {"policy": "edit", "penalty": False}, {"policy": "post_local_sgd"}
+EVEN = {"policy": "dreamddp", "schedule": "equal", "h": 2, "tau": 5}
+PLAIN_TURNS = ({"4", "2"}, {"0"})  # the modules that are averaged in each iteration of a period
+PIPELINE_TURNS = ({"0", "1", "5"}, {"3"})  # the tied layer is 0; by stage 1, and 3 and 5
+ALL = ({"0", "1", "2", "3", "4", "5"},)
 
 
 class Case(NamedTuple):
-    """A job of four ranks with two replicas. `wrong`: what is broken on purpose."""
+    """A job of four ranks with two replicas. `turns`: the modules that DreamDDP averages in each iteration of a period.
+    `wrong`: what is broken on purpose."""
 
     pp: int
     stage: int
@@ -46,6 +52,21 @@ class Case(NamedTuple):
     dtype: str = "fp32"
     accumulate: str = ""
     wrong: str = ""
+    turns: Sequence[Set[str]] = ()
+
+    @property
+    def sync(self) -> dict[str, Any]:
+        """The block of keys."""
+        block = {"tau": TAU, **self.keys, "shard_ranks": self.mode.inner}
+        return {**block, "apply": self.apply} if self.apply else block
+
+    def due(self, step: int) -> bool:
+        """Whether all modules are synchronised after the update of an iteration."""
+        return bool(step % self.sync["tau"] == 0)
+
+    def turn(self, step: int) -> Set[str]:
+        """The modules that are averaged before the update of an iteration."""
+        return self.turns[(step - 1) % len(self.turns)] if self.turns and not self.due(step) else set()
 
     @property
     def mode(self) -> Any:
@@ -60,6 +81,7 @@ CASES = {
     "engine, bf16, edit, update": Case(0, 0, EDIT, "update", "bf16", "bf16"),
     "zero2, edit, wait": Case(0, 2, EDIT, "wait"),
     "zero3, post local sgd, wait": Case(0, 3, POST, "wait"),
+    "pipeline, dreamddp": Case(2, 0, EVEN, "", turns=PIPELINE_TURNS),
 }
 MORE = {
     "pipeline, post local sgd, wait": Case(2, 0, POST, "wait"),
@@ -68,6 +90,14 @@ MORE = {
     "zero1, bf16, edit, update": Case(0, 1, EDIT, "update", "bf16", "fp32"),
     "zero2, edit, update": Case(0, 2, EDIT, "update"),
     "zero3, edit, update": Case(0, 3, EDIT, "update"),
+    "pipeline, zero1, dreamddp": Case(2, 1, EVEN, "", turns=PIPELINE_TURNS),
+    "pipeline, bf16, dreamddp": Case(2, 0, EVEN, "", "bf16", "bf16", turns=PIPELINE_TURNS),
+    "pipeline, dreamddp in each iteration": Case(2, 0, {**EVEN, "h": 1}, "", turns=ALL),
+    "engine, dreamddp": Case(0, 0, EVEN, "", turns=PLAIN_TURNS),
+    "zero1, bf16, dreamddp": Case(0, 1, EVEN, "", "bf16", "fp32", turns=PLAIN_TURNS),
+    "zero2, dreamddp": Case(0, 2, EVEN, "", turns=PLAIN_TURNS),
+    "zero3, dreamddp": Case(0, 3, EVEN, "", turns=PLAIN_TURNS),
+    "zero3, dreamddp in each iteration": Case(0, 3, {**EVEN, "h": 1}, "", turns=ALL),
 }
 WRONG = {
     "divided by another size": Case(2, 0, EDIT, "forward", wrong="divided"),
@@ -95,8 +125,7 @@ def _trained(rank: int, world: int, case: Case, folder: str) -> Any:
     mode = case.mode
     stage, place = divmod(rank, world // max(mode.pp, 1))
     model, optimizer = _seeded(mode, stage, place)
-    sync = {**case.keys, "tau": TAU, "apply": case.apply, "shard_ranks": mode.inner}
-    config: Any = {**reduced.configuration(mode), "ft_plugins": {"sync": sync}}
+    config: Any = {**reduced.configuration(mode), "ft_plugins": {"sync": case.sync}}
     if case.stage or case.dtype != "fp32":
         path = Path(tempfile.mkstemp(suffix=".json", dir=folder)[1])
         path.write_text(json.dumps(config))
@@ -159,7 +188,7 @@ class Simulated:
             model, optimizer = _seeded(mode, stage, self._place)
             engine = deepspeed.initialize(model=model, optimizer=optimizer, config=reduced.configuration(mode))[0]
             host = DeepSpeedHost(engine)
-            late = lambda step, host=host: self._write(host) if case.apply == "update" else None  # noqa: E731
+            late = functools.partial(self._before_update, host)
             host.install(SimpleNamespace(before_update=late, after_update=lambda step: None))
             self._engines.append(engine)
             self._hosts.append(host)
@@ -167,6 +196,16 @@ class Simulated:
         outer = {"lr": 0.8, "momentum": 0.85, "nesterov": True} if case.keys is EDIT else None
         self._outer = None if outer is None else torch.optim.SGD(self._anchors.values(), **outer)
         self._pending: set[int] = set()
+        self._means: dict[str, torch.Tensor] = {}  # for the update of each replica in this iteration
+
+    def _before_update(self, host: Any, step: int) -> None:
+        if self._case.apply == "update":
+            self._write(host)
+        own = self._synchronised(self._hosts.index(host))
+        for name, mean in self._means.items():
+            own[name].copy_(mean)
+        if self._means:
+            host.derive()
 
     def _synchronised(self, replica: int) -> dict[str, torch.Tensor]:
         host = self._hosts[replica]
@@ -177,26 +216,31 @@ class Simulated:
         after: list[list[Any]] = [[] for _ in self._engines]
         for step in range(1, STEPS + 1):
             reduced.weight[0] = reduced.WEIGHTS[step % 2]
+            due = self._case.turn(step)
+            self._means = {name: self._mean(name) for name in self._anchors if module_of(name) in due}
             for replica, engine in enumerate(self._engines):
                 if self._case.apply == "forward":
                     self._write(self._hosts[replica])
                 place = self._place + replica * self._case.mode.inner
                 reduced.train_once(engine, reduced.batches(place, step, next(engine.module.parameters()).dtype))
-            if step % TAU == 0:
+            if self._case.due(step):
                 self._combine()
             for replica, engine in enumerate(self._engines):
-                if self._case.apply == "wait":
+                if self._case.apply in ("wait", ""):
                     self._write(self._hosts[replica])
                 after[replica].append(reduced.parameters(engine))
         for host in self._hosts:
             self._write(host)
         return [(one, reduced.parameters(engine)) for one, engine in zip(after, self._engines, strict=True)]
 
-    def _combine(self) -> None:
+    def _mean(self, name: str) -> torch.Tensor:
         replicas = [self._synchronised(replica) for replica in range(REPLICAS)]
+        values = np.stack([one[name].detach().numpy().astype(np.float64) for one in replicas])
+        return torch.from_numpy(values.mean(0).astype(np.float32))
+
+    def _combine(self) -> None:
         for name, anchor in self._anchors.items():
-            values = np.stack([one[name].detach().numpy().astype(np.float64) for one in replicas])
-            mean = torch.from_numpy(values.mean(0).astype(np.float32))
+            mean = self._mean(name)
             if self._outer is None:
                 anchor.data.copy_(mean)
             else:
@@ -212,6 +256,11 @@ class Simulated:
             for name, one in self._synchronised(replica).items():
                 one.copy_(self._anchors[name].detach())
             host.derive()
+
+
+def module_of(parameter: str) -> str:
+    """The layer that has it; of a tied layer the first place."""
+    return "0" if parameter.startswith("tied_modules") else parameter.split(".")[0]
 
 
 def by_case(function: Any, world: int, cases: dict[str, Case], *more: Any) -> dict[str, list[Any]]:
