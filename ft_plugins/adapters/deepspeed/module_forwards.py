@@ -105,6 +105,7 @@ def _follow_layers(model: Any, wanted: set[str], call: Callable[[str], None]) ->
 
 
 def _call_before_forward(part: torch.nn.Module, call: Callable[[], None]) -> None:
+    @torch.compiler.disable
     def pre_hook(*args: Any) -> None:
         call()
 
