@@ -63,7 +63,7 @@ def called_paths(root: torch.nn.Module, module: str, parameters: Iterable[str]) 
         with_forward = [depth for depth in depths if _has_forward(root, path[:depth])]
         if not with_forward:
             raise UnsupportedError(
-                f"'{parameter}' is in no module that has a forward, so that local SGD cannot tell when it is used: "
+                f"'{parameter}' is in no module that has a forward, so that local SGD does not know when it is used: "
                 "give the module that holds it a forward, which uses it"
             )
         found.append(".".join(path[: with_forward[0]]))

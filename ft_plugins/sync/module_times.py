@@ -8,7 +8,7 @@ a pipeline runs their forwards and backwards.
 
 Invariant: the times of all modules add up to the time between the first edge and the end of the iteration at most.
 Edges may be missing: a begin of what is open makes it the innermost, an end of what is not is ignored, and what never
-ends is closed by the end of the iteration. An edge that seems earlier than the one before it counts as simultaneous.
+ends is closed by the end of the iteration. An edge that seems earlier than the one before it is taken as simultaneous.
 
 In: edges in the order in which they were reported, seconds of one clock. Out: times by module."""
 
