@@ -166,7 +166,7 @@ class LayeredAveraging:
         due = self._schedule.due(self._stage, step - self._origin - 1) if layered else ()
         self._turn = tuple(name for name in due if name in self._held)
         self._updated.clear()
-        self._under_way.start_some(step, self._turn)
+        self._under_way.start_some(step, self._turn, finishes=bool(due))
         if self._planning is not None:
             self._planning.iteration_begin(step, self._schedule.period)
 

@@ -333,7 +333,7 @@ class LocalSgd:
                 catalogue.REPLICAS_SYNCHRONISED, iteration=step, number=self._number, policy=self._policy.name,
                 waited_seconds=self._under_way.waited, iterations=self._iterations, **report,
             )  # fmt: skip
-        else:
+        elif self._under_way.names:
             self._events.emit(
                 catalogue.LAYERS_AVERAGED, iteration=step, layers=list(self._under_way.names),
                 waited_seconds=self._under_way.waited,

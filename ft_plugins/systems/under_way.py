@@ -5,7 +5,9 @@ on all ranks of a sync group, also where replicas visit their modules in differe
 not say which module they are of. Modules that several pipeline stages hold (a tied embedding) come first: a stage that
 waits for another one's forward would wait for ever if that one waited for its part of such a module.
 
-Invariant: a module is applied once, after its exchange. An error is raised where the module is waited for.
+Invariant: a module is applied once, after its exchange. An error is raised where the module is waited for. What follows
+the last one (`finished`) is done by all ranks of a replica that have the same shards to gather, also by those without a
+module of this synchronisation.
 
 In: a `Synchronisation`, its groups. Out: changed tensors; at the end, what happened to modules and replicas.
 """
@@ -42,6 +44,7 @@ class SynchronisationUnderWay:
         self._apply_at, self._prefetch, self._finished = apply, prefetch, finished
         self._background: Background | None = Background(device)
         self._waiting: dict[str, BackgroundTask[float] | None] = {}  # to be applied; None: exchange not started
+        self._unfinished = False  # whether `finished` is still to be called
         self.step = 0  # iteration of the last synchronisation
         self.waited = 0.0  # seconds, for it
         self.report: dict[str, Any] = {}  # fields of its event
@@ -58,27 +61,28 @@ class SynchronisationUnderWay:
 
     def start(self, step: int, factors: Sequence[float] | None = None) -> None:
         """Start the synchronisation after iteration `step`. `factors`: a further factor of each replica's weight."""
-        self._begin(step, self._all, factors)
+        self._begin(step, self._all, factors, True)
         at_once = self._apply_at is not AppliedAt.FORWARD
         for place, name in enumerate(self._order):
             if at_once or name in self._spanning or (place == 0 and self._prefetch):
                 self._exchange(name)
 
-    def start_some(self, step: int, names: Sequence[str]) -> None:
+    def start_some(self, step: int, names: Sequence[str], finishes: bool) -> None:
         """Start a synchronisation of these modules alone, in iteration `step`. Each is exchanged once it, or one after
-        it, is released, and at the latest when all are applied."""
-        self._begin(step, names, None)
+        it, is released, and at the latest when all are applied. `finishes`: whether `finished` is called then, although
+        this rank may have none of what others of its replica synchronise."""
+        self._begin(step, names, None, finishes)
 
     def release(self, name: str) -> None:
         """A module may be exchanged, and so may those before it."""
         if name in self._waiting:
             self._exchange(name)
 
-    def _begin(self, step: int, order: Sequence[str], factors: Sequence[float] | None) -> None:
+    def _begin(self, step: int, order: Sequence[str], factors: Sequence[float] | None, finishes: bool) -> None:
         self.step, self.waited, self._order = step, 0.0, order
         self.report = {"left_out": {}, "rolled_back": [], "clipped": {}, "nonfinite": {}}
         self._synchronisation.begin(factors)
-        self._waiting = dict.fromkeys(order)
+        self._waiting, self._unfinished = dict.fromkeys(order), finishes
 
     def run(self, what: str, work: Callable[[], T]) -> BackgroundTask[T]:
         """Do other work with the same ranks, after what was started before."""
@@ -95,6 +99,7 @@ class SynchronisationUnderWay:
         for name in self._order if self._waiting else ():
             if name in self._waiting:
                 self._apply(name)
+        self._finish_if_applied()
 
     def close(self) -> None:
         """End the thread. Idempotent."""
@@ -130,5 +135,9 @@ class SynchronisationUnderWay:
             self.report["rolled_back"].append(name)
         if factor != 1.0:
             self.report["clipped"][name] = factor
-        if not self._waiting:
+        self._finish_if_applied()
+
+    def _finish_if_applied(self) -> None:
+        if self._unfinished and not self._waiting:
+            self._unfinished = False
             self._finished()

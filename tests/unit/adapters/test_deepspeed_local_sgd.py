@@ -196,7 +196,7 @@ class Simulated:
         outer = {"lr": 0.8, "momentum": 0.85, "nesterov": True} if case.keys is EDIT else None
         self._outer = None if outer is None else torch.optim.SGD(self._anchors.values(), **outer)
         self._pending: set[int] = set()
-        self._means: dict[str, torch.Tensor] = {}  # for the update of each replica in this iteration
+        self._averages, self._means = False, dict[str, torch.Tensor]()  # before the update of each replica
 
     def _before_update(self, host: Any, step: int) -> None:
         if self._case.apply == "update":
@@ -204,7 +204,7 @@ class Simulated:
         own = self._synchronised(self._hosts.index(host))
         for name, mean in self._means.items():
             own[name].copy_(mean)
-        if self._means:
+        if self._averages:  # a collective: another rank may have what is averaged
             host.derive()
 
     def _synchronised(self, replica: int) -> dict[str, torch.Tensor]:
@@ -217,6 +217,7 @@ class Simulated:
         for step in range(1, STEPS + 1):
             reduced.weight[0] = reduced.WEIGHTS[step % 2]
             due = self._case.turn(step)
+            self._averages = bool(due)
             self._means = {name: self._mean(name) for name in self._anchors if module_of(name) in due}
             for replica, engine in enumerate(self._engines):
                 if self._case.apply == "forward":
