@@ -1,4 +1,5 @@
-"""Stories about local SGD on whole Megatron jobs: three synchronisations equal a simulation of the replicas in turn.
+"""Stories about local SGD on whole Megatron jobs: three synchronisations equal a simulation of the replicas in turn; or
+one, with some layers averaged in each iteration before and after it.
 
 All comparisons are bit for bit: a replica alone does the same arithmetic in the same order as in the job, and the mean
 of two has one order. With the penalty, sums of norms have another order, so weights and clip factors may differ by
@@ -29,13 +30,14 @@ from ft_plugins.testing.gang import gang
 STEPS, TAU, SAMPLES = 7, 2, 4  # three synchronisations, and an iteration behind the last one; samples an iteration
 POST = {"policy": "post_local_sgd", "tau": TAU}
 EDIT = {"policy": "edit", "tau": TAU, "alpha": 0.3, "threshold": 1.0, "penalty_warmup": 2, "clip": 0.08}
+EVEN = {"policy": "dreamddp", "tau": 5, "h": 2, "schedule": "equal"}
 UNTIED = {"share_embeddings_and_output_weights": False}
 GATHERED = [*OVERLAPPED, "--overlap-param-gather"]
 
 
 class Case(NamedTuple):
-    """A job of 8 ranks: two pipeline stages, two replicas of `members` data-parallel ranks each. `wrong`: what is
-    broken on purpose."""
+    """A job of 8 ranks: two pipeline stages, two replicas of `members` data-parallel ranks each. `turns`: the modules
+    that DreamDDP averages in each iteration of a period. `wrong`: what is broken on purpose."""
 
     sync: dict[str, Any]
     apply: str
@@ -45,6 +47,7 @@ class Case(NamedTuple):
     tied: bool = True
     sequence_parallel: bool = False
     wrong: str = ""
+    turns: tuple[frozenset[str], ...] = ()
 
     @property
     def tp(self) -> int:
@@ -52,7 +55,7 @@ class Case(NamedTuple):
 
     @property
     def keys(self) -> dict[str, Any]:
-        return {**self.sync, "apply": self.apply}
+        return {**self.sync, "apply": self.apply} if self.apply else self.sync
 
     @property
     def more(self) -> dict[str, Any]:
@@ -74,11 +77,21 @@ class Case(NamedTuple):
         return replica, (stage * self.members + member) * self.tp + tensor
 
 
+def turns(*those: str) -> tuple[frozenset[str], ...]:
+    return tuple(frozenset(one.split(", ")) for one in those)
+
+
+# an embedding of both stages comes first; the others by stage, in the order of the backward
+TIED = turns("embedding, layer 1, head", "layer 2")
+APART = turns("layer 1, head", "embedding, layer 2")  # the stages hold embedding and layer 1, layer 2 and head
+CHUNKS = turns("embedding, layer 3, head, layer 4", "layer 1, layer 2")
+ALL = turns("embedding, layer 1, layer 2, head")
 FORWARD = {
     "fp32, edit": Case(EDIT, "forward", []),
     "fp32, overlap, untied, post": Case(POST, "wait", OVERLAPPED, tied=False),
     "fp32, interleaved, overlap, edit": Case(EDIT, "forward", [*INTERLEAVED, *OVERLAPPED]),
     "fp32, sequence parallel, edit": Case(EDIT, "forward", [], sequence_parallel=True),
+    "fp32, interleaved, dreamddp": Case(EVEN, "", INTERLEAVED, turns=CHUNKS),
 }
 SHARDS = {
     "fp32, instances, post": Case(POST, "wait", [], distributed=True),
@@ -100,6 +113,15 @@ MORE = {
     "bf16, instances, interleaved, overlap, post": Case(POST, "update", [*BF16, *INTERLEAVED, *GATHERED], True),
     "fp32, instances of 2, edit": Case(EDIT, "wait", [], distributed=True, members=2),
     "bf16, instances of 2, overlap, edit": Case(EDIT, "update", [*BF16, *GATHERED], distributed=True, members=2),
+}
+LAYERED = {
+    "fp32, dreamddp": Case(EVEN, "", [], turns=TIED),
+    "fp32, overlap, untied, dreamddp": Case(EVEN, "", OVERLAPPED, tied=False, turns=APART),
+    "fp32, dreamddp in each iteration": Case({**EVEN, "h": 1}, "", [], turns=ALL),
+    "bf16, interleaved, overlap, dreamddp": Case(EVEN, "", [*BF16, *INTERLEAVED, *OVERLAPPED], turns=CHUNKS),
+    "bf16, instances, overlap, dreamddp": Case(EVEN, "", [*BF16, *GATHERED], distributed=True, turns=TIED),
+    "fp32, instances of 2, dreamddp": Case(EVEN, "", [], distributed=True, members=2, turns=TIED),
+    "bf16, instances, interleaved, dreamddp": Case(EVEN, "", [*BF16, *INTERLEAVED], distributed=True, turns=CHUNKS),
 }
 
 
@@ -173,7 +195,7 @@ def _simulated(rank: int, world: int, cases: list[Case]) -> list[Any]:
     found = []
     for case in cases:
         with norms_over_sequences():
-            simulated = Simulated(rank, world, case.words(False), case.keys, case.members, **case.more)
+            simulated = Simulated(rank, world, case.words(False), case.keys, case.members, case.turns, **case.more)
             found.append(simulated.run(STEPS))
     return found
 
@@ -181,7 +203,7 @@ def _simulated(rank: int, world: int, cases: list[Case]) -> list[Any]:
 @functools.cache
 def _expected(names: tuple[str, ...]) -> dict[str, list[Any]]:
     """By case, the results of all ranks of one replica, by replica."""
-    known = FORWARD | SHARDS | MORE
+    known = FORWARD | SHARDS | MORE | LAYERED
     found = gang(_simulated, 4, [known[name] for name in names], seconds=200.0)
     return dict(zip(names, zip(*found, strict=True), strict=True))  # type: ignore[arg-type]
 
@@ -232,6 +254,11 @@ def it_equals_replicas_in_turn_with_instances_of_the_distributed_optimizer() -> 
 @large
 def it_equals_replicas_in_turn_in_every_mode() -> None:
     _require_equal(MORE)
+
+
+@large
+def it_equals_replicas_in_turn_when_layers_are_averaged_in_different_iterations() -> None:
+    _require_equal(LAYERED)
 
 
 def it_would_see_a_wrong_reduction() -> None:

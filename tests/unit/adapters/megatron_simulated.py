@@ -8,6 +8,9 @@ What a synchronisation does is written from the paper (EDiT, Algorithm 2; Lin et
     weights softmax(-G) of the others                                   clip: the mean change to a norm of at most phi
     anchor <- torch's SGD (Nesterov), whose gradient is anchor - target
 
+and from DreamDDP, with average first: some modules in each iteration, x <- mean(x) - lr g, where all replicas' x are
+those before the iteration. In an iteration after whose update all modules are synchronised there is nothing else.
+
 Sums of squares are exact here and in another order in the product: weights and factors may differ in the last bit of
 float64. The mean is rounded to fp32 before it is clipped, because that is what ranks send to each other.
 """
@@ -15,7 +18,7 @@ float64. The mean is rounded to fp32 before it is clipped, because that is what 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -102,11 +105,13 @@ def whole(job: GangJob) -> Values:
 
 
 class Simulated:
-    """This rank's part of two replicas. `sync`: the keys of the policy; `members`: data-parallel ranks of a replica."""
+    """This rank's part of two replicas. `sync`: the keys of the policy; `members`: data-parallel ranks of a replica;
+    `turns`: the modules that DreamDDP averages in each iteration of a period."""
 
     def __init__(
-        self, rank: int, world: int, flags: list[str], sync: dict[str, Any], members: int, **more: Any
-    ) -> None:
+        self, rank: int, world: int, flags: list[str], sync: dict[str, Any], members: int,
+        turns: Sequence[Set[str]] = (), **more: Any,
+    ) -> None:  # fmt: skip
         self._sync, self._world, self._open = sync, world, ExitStack()
         self.jobs = [self._open.enter_context(gang_job(rank, world, *flags, **more))]
         with (
@@ -118,17 +123,22 @@ class Simulated:
         for replica, job in enumerate(self.jobs):
             for sampler in filter(None, job.train):
                 sampler._replica, sampler._replicas = replica * members + place, 2 * members
-            if sync["apply"] == "update":
+            if turns or sync["apply"] == "update":
                 job.optimizer.step = self._late(job, job.optimizer.step)
         self._generators = [rng_state() for _ in self.jobs]
         self.anchors = {name: torch.nn.Parameter(part.values.clone()) for name, part in parts(self.jobs[0]).items()}
         self._outer = torch.optim.SGD(self.anchors.values(), lr=LR, momentum=MOMENTUM, nesterov=True)
         self._statistics: dict[tuple[str, int], tuple[float, float, int]] = {}
         self._pending: set[int] = set()
+        self._turns, self._averages = turns, False  # whether any rank averages in this iteration
+        self._means: dict[str, torch.Tensor] = {}
 
     def _late(self, job: GangJob, step: Any) -> Any:
         def update() -> Any:
-            self._write(job)
+            if self._turns and self._averages:
+                self._put(job, self._means)
+            elif not self._turns:
+                self._write(job)
             return step()
 
         return update
@@ -137,10 +147,12 @@ class Simulated:
         """By replica: gradient norms, values after each iteration and parameters at the end; what was left out and
         clipped."""
         found: list[dict[str, Any]] = [{"norms": [], "after": [], "left_out": [], "clipped": []} for _ in self.jobs]
+        apply = self._sync.get("apply", "wait")
         for step in range(1, steps + 1):
+            self._turn(step)
             for replica, job in enumerate(self.jobs):
                 restore_rng(self._generators[replica])
-                if self._sync["apply"] == "forward":
+                if apply == "forward":
                     self._write(job)
                 found[replica]["norms"].append(job.train_step(skip=lambda: None)["grad_norm"])
                 self._generators[replica] = rng_state()
@@ -150,7 +162,7 @@ class Simulated:
                     one["left_out"].append(left_out)
                     one["clipped"].append(clipped)
             for replica, job in enumerate(self.jobs):
-                if self._sync["apply"] == "wait":
+                if apply == "wait":
                     self._write(job)
                 found[replica]["after"].append(copied(job))
         for replica, job in enumerate(self.jobs):
@@ -158,6 +170,20 @@ class Simulated:
             found[replica]["end"] = whole(job)
         self._open.close()
         return found
+
+    @torch.no_grad()
+    def _turn(self, step: int) -> None:
+        """Take the means of this iteration, before any replica changes."""
+        if not self._turns:
+            return
+        due = self._turns[(step - 1) % len(self._turns)] if step % self._sync["tau"] else set()
+        one, other = (parts(job) for job in self.jobs)
+        self._averages = bool(due)
+        self._means = {
+            name: ((part.values.double() + other[name].values.double()) / 2).float()
+            for name, part in one.items()
+            if part.module in due
+        }
 
     # ---- one synchronisation ----
 
@@ -234,8 +260,14 @@ class Simulated:
         if replica not in self._pending:
             return
         self._pending.remove(replica)
+        self._put(job, self.anchors)
+
+    @torch.no_grad()
+    def _put(self, job: GangJob, values: Mapping[str, torch.Tensor]) -> None:
+        """Write parameters of this replica, and what forwards read of them."""
         for name, part in parts(job).items():
-            part.values.copy_(self.anchors[name])
+            if name in values:
+                part.values.copy_(values[name])
         for one in getattr(job.optimizer, "chained_optimizers", [job.optimizer]):
             if hasattr(one, "_copy_main_params_to_model_params"):
                 one._copy_main_params_to_model_params()

@@ -90,6 +90,8 @@ MORE = {
     "zero1, bf16, edit, update": Case(0, 1, EDIT, "update", "bf16", "fp32"),
     "zero2, edit, update": Case(0, 2, EDIT, "update"),
     "zero3, edit, update": Case(0, 3, EDIT, "update"),
+}
+LAYERED = {
     "pipeline, zero1, dreamddp": Case(2, 1, EVEN, "", turns=PIPELINE_TURNS),
     "pipeline, bf16, dreamddp": Case(2, 0, EVEN, "", "bf16", "bf16", turns=PIPELINE_TURNS),
     "pipeline, dreamddp in each iteration": Case(2, 0, {**EVEN, "h": 1}, "", turns=ALL),
@@ -99,6 +101,7 @@ MORE = {
     "zero3, dreamddp": Case(0, 3, EVEN, "", turns=PLAIN_TURNS),
     "zero3, dreamddp in each iteration": Case(0, 3, {**EVEN, "h": 1}, "", turns=ALL),
 }
+SETS = (CASES, MORE, LAYERED)
 WRONG = {
     "divided by another size": Case(2, 0, EDIT, "forward", wrong="divided"),
     "a parameter left out": Case(2, 0, EDIT, "forward", wrong="left out"),
@@ -278,18 +281,18 @@ Results = dict[str, tuple[list[Any], list[Any]]]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Results]:
-    """By case of the tier to which a name belongs: the results of all ranks of the job, and by rank of one replica
-    those of all replicas. Each tier is run once."""
+    """By case of the set to which a name belongs: the results of all ranks of the job, and by rank of one replica
+    those of all replicas. Each set is run once."""
     folder = str(tmp_path_factory.mktemp("ds"))
 
     @functools.cache
-    def run(more: bool) -> Results:
-        cases = MORE if more else CASES
-        found = by_case(trained, WORLD, cases if more else cases | WRONG, folder)
+    def run(number: int) -> Results:
+        cases = SETS[number]
+        found = by_case(trained, WORLD, cases | WRONG if cases is CASES else cases, folder)
         expected = by_case(simulated, WORLD // REPLICAS, cases)
         return {name: (one, expected[name if name in cases else right(name)]) for name, one in found.items()}
 
-    return lambda name: run(name in MORE)
+    return lambda name: run(next((number for number, cases in enumerate(SETS) if name in cases), 0))
 
 
 def right(name: str) -> str:
@@ -316,9 +319,11 @@ def first_difference(found: list[Any], expected: list[Any], case: Case) -> tuple
     return None
 
 
-@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.all_configurations) for name in MORE)])
+@pytest.mark.parametrize(
+    "name", [*CASES, *(pytest.param(name, marks=pytest.mark.all_configurations) for name in MORE | LAYERED)]
+)
 def test_a_job_equals_its_replicas_simulated_one_after_another(results: Callable[[str], Results], name: str) -> None:
-    case, (found, expected) = (CASES | MORE)[name], results(name)[name]
+    case, (found, expected) = (CASES | MORE | LAYERED)[name], results(name)[name]
     assert first_difference(found, expected, case) is None
     local = [after[TAU - 2] for after, _ in found]  # after the first iteration
     assert not reduced.equal(local[0], local[case.mode.inner]), "replicas have data of their own"
