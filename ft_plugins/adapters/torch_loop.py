@@ -344,9 +344,10 @@ class TorchHost(PlainHost, ReducingHost):
         members: dict[str, list[torch.nn.Parameter]] = {}
         for name, module in self.modules().items():
             members.setdefault(module, []).append(parameters[name])
-        self._early = EarlyUpdate(self.rank, self._optimizer, members, self._fence_early)
-        self._early.install(wanted, updated)
 
-    def _fence_early(self) -> None:
-        assert self._hooks is not None
-        self._begin_update(self._hooks)
+        def hooks() -> Hooks:
+            return self._hooks  # type: ignore[return-value]  # there are iterations
+
+        fence, iteration = (lambda: self._begin_update(hooks())), (lambda: hooks().iteration)
+        self._early = EarlyUpdate(self.rank, self._optimizer, members, fence, iteration)
+        self._early.install(wanted, updated)

@@ -13,7 +13,6 @@ from pydantic import Field
 from .blocks import NonEmptyText, SystemConfig, more
 
 _PERIOD_SECONDS = 600.0  # between synchronisations of A-EDiT, as in the paper's experiments
-_H = 5  # iterations in which DreamDDP averages each layer once, as in the paper's experiments
 _REPLAN = 0.1  # of a period of DreamDDP: more than noise in a measured iteration, less than a layer that does not hide
 
 
@@ -39,7 +38,7 @@ class SyncConfig(SystemConfig):
     h: Annotated[int, Field(ge=1)] | Literal["auto"] | None = Field(
         None,
         description="with dreamddp, iterations in which each layer is averaged once; auto: the fewest in which "
-        "everything hides behind the backward; unset: 5",
+        "everything hides behind the backward; unset: 5, or the number of layers if that is less",
         json_schema_extra=more("iterations", expected="an integer >= 1, or auto"),
     )
     schedule: Literal["planned", "equal"] | None = Field(
@@ -169,11 +168,6 @@ class SyncConfig(SystemConfig):
     def is_layered(self) -> bool:
         """Whether layers are averaged in different iterations (DreamDDP)."""
         return self.policy == "dreamddp"
-
-    @property
-    def layer_period(self) -> int | None:
-        """Iterations in which each layer is averaged once; None if they are to be chosen."""
-        return None if self.h == "auto" else _H if self.h is None else self.h
 
     @property
     def measures_layers(self) -> bool:

@@ -431,7 +431,9 @@ LAYERS_PLANNED = EventType(
     "layers.planned", NOTICE, "From the next iteration on layers are averaged by a new schedule (dreamddp).",
     iteration=_ITERATION, period=Field("int", "iterations in which each layer is averaged at least once"),
     exposed_seconds=Field("float", "planned time of a period for which training waits for averaging", "s"),
-    seconds=Field("float", "planned time of forward, backward and that, per period", "s"), reason=_REASON,
+    seconds=Field("float", "planned time of forward, backward and that, per period", "s"),
+    held_bytes=Field("int", "most results that a rank of the first stage holds until an update", "bytes"),
+    reason=_REASON,
 )  # fmt: skip
 NONFINITE_DETECTED = EventType(
     "nonfinite.detected", ALARM, "Parameters of some ranks were infinite or NaN when replicas were combined.",

@@ -28,6 +28,7 @@ In: a profile, a schedule. Out: `LayerSchedule`, `interval_in_effect`."""
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -36,6 +37,9 @@ from .layer_profile import LayerProfile
 from .layers_schedule import LayerSchedule, iteration_ns
 
 UNITS = 8192
+RESERVE = (
+    0.1  # of an iteration's compute: averagings that are not needed must not delay an update when they take longer
+)
 SWEEPS = 2  # how often each iteration is filled, at most
 
 
@@ -60,13 +64,19 @@ def fill_late(profile: LayerProfile, schedule: LayerSchedule) -> LayerSchedule:
     return LayerSchedule(schedule.layers, tuple(filled))
 
 
-def fill(profile: LayerProfile, schedule: LayerSchedule) -> LayerSchedule:
-    """The schedule with late layers or, where that is better, any layers in its idle link time."""
-    filled = fill_late(profile, schedule)
+def fill(profile: LayerProfile, schedule: LayerSchedule, bounded: bool = False) -> LayerSchedule:
+    """The schedule with late layers or, where that is better, any layers in its idle link time. `bounded`: no iteration
+    averages more bytes than the largest of `schedule`, whose results have to fit into memory, and RESERVE of the link's
+    time stays idle; the least useful layers are then left out."""
+    most = max(map(partial(_nbytes, profile), schedule.iterations)) if bounded else None
+    filled = schedule if bounded else fill_late(profile, schedule)
     for _ in range(SWEEPS):
         before = filled
         for number, own in enumerate(schedule.iterations):
-            extra = _most_useful(profile, own, _worth(profile, filled, number, own))
+            worth = _worth(profile, filled, number, own)
+            extra = _most_useful(profile, own, worth, RESERVE if bounded else 0.0)
+            if most is not None:
+                extra = _within(profile, extra, worth, most - _nbytes(profile, own))
             iterations = list(filled.iterations)
             iterations[number] = _launched({*own, *extra})
             changed = LayerSchedule(schedule.layers, tuple(iterations))
@@ -88,12 +98,17 @@ def _worth(profile: LayerProfile, schedule: LayerSchedule, number: int, own: Col
     return worth
 
 
-def _most_useful(profile: LayerProfile, own: Collection[int], worth: Mapping[int, int]) -> set[int]:
-    """The layers of the largest total `worth` that can be averaged in the iteration of `own` without lengthening it."""
-    limit, rooms, reserved = iteration_ns(profile, own), [], 0
+def _most_useful(
+    profile: LayerProfile, own: Collection[int], worth: Mapping[int, int], reserve: float = 0.0
+) -> set[int]:
+    """The layers of the largest total `worth` that can be averaged in the iteration of `own` without lengthening it, so
+    that they end by `reserve` of the compute earlier."""
+    limit, rooms, reserved = iteration_ns(profile, own) - round(reserve * profile.compute_ns), [], 0
     for layer, launched in enumerate(profile.backward_ends_ns):
         reserved += profile.communication_ns[layer] if layer in own else 0
-        rooms.append(limit - launched - reserved)  # for further layers up to this one, if it is averaged
+        rooms.append(max(-1, limit - launched - reserved))  # for further layers up to this one, if it is averaged
+    if max(rooms) < 0:
+        return set()
     unit = max(1, -(-max(rooms) // UNITS))
     best = np.full(max(rooms) // unit + 1, -np.inf)  # by units in use: the largest worth
     best[0] = 0.0
@@ -109,6 +124,23 @@ def _most_useful(profile: LayerProfile, own: Collection[int], worth: Mapping[int
             taken[layer] = added > best[units:places]
             best[units:places] = np.where(taken[layer], added, best[units:places])
     return set(_backtracked(profile, taken, int(best.argmax()), unit))
+
+
+def _within(profile: LayerProfile, layers: Collection[int], worth: Mapping[int, int], most: int) -> set[int]:
+    """The layers without the least useful ones per byte, until they have at most `most` bytes."""
+
+    def useful(layer: int) -> tuple[float, int]:
+        return worth[layer] / max(1, profile.layers[layer].nbytes), layer
+
+    kept: set[int] = set()
+    for layer in sorted(layers, key=useful, reverse=True):
+        if _nbytes(profile, {*kept, layer}) <= most:
+            kept.add(layer)
+    return kept
+
+
+def _nbytes(profile: LayerProfile, layers: Collection[int]) -> int:
+    return sum(profile.layers[layer].nbytes for layer in layers)
 
 
 def _backtracked(profile: LayerProfile, taken: dict[int, np.ndarray], used: int, unit: int) -> Iterator[int]:

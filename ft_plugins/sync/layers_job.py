@@ -14,16 +14,16 @@ for a period that no stage has enough layers for."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from ..errors import ConfigError
-from .layer_profile import NANO, LayerProfile, LayerTimes
+from .layer_profile import MOST_SECONDS, NANO, LayerProfile, LayerTimes
 from .layers_filling import fill
-from .layers_schedule import LayerSchedule, choose_period, equal_number, exposed_ns, period_ns
+from .layers_schedule import LayerSchedule, choose_period, equal_number, iteration_ns
 from .layers_spread import spread_layers
 
-UNPLANNED_PERIOD = 5  # until the first plan, if the period is to be chosen
+USUAL_PERIOD = 5  # as in the paper's experiments; also until the first plan, if the period is to be chosen
 
 Names = tuple[str, ...]
 
@@ -78,6 +78,15 @@ class JobSchedule:
         """The layers of a stage in iteration `number` of training after the schedule began, counted from 0."""
         return self.stages[stage][number % self.period]
 
+    def most_bytes(self, stage: int, nbytes: Mapping[str, int]) -> int:
+        """Bytes of the largest iteration of a stage, of the layers that `nbytes` names."""
+        return max(sum(nbytes.get(name, 0) for name in own) for own in self.stages[stage])
+
+    def faster_than(self, other: JobSchedule) -> bool:
+        """Whether an iteration takes less by the same profile, on average over a period."""
+        assert self.seconds is not None and other.seconds is not None
+        return self.seconds * other.period < other.seconds * self.period
+
     def falls_behind(self, exposed: float, beyond: float) -> bool:
         """Whether a period that exposed so many seconds took longer than planned by more than the share `beyond`."""
         return self.exposed is not None and self.seconds is not None and exposed - self.exposed > beyond * self.seconds
@@ -93,38 +102,89 @@ class JobSchedule:
         return cls(stages, *block["planned"])
 
 
+def job_period(layers: JobLayers, h: int | Literal["auto"] | None) -> int | None:
+    """The configured period; None if it is to be chosen from a profile. Unset it is that of the paper's experiments, or
+    what the model has layers for."""
+    if h == "auto":
+        return None
+    return min(USUAL_PERIOD, max(layers.longest, 1)) if h is None else h
+
+
 def equal_schedule(layers: JobLayers, period: int | None) -> JobSchedule:
     """As many layers in each iteration; without a profile. Raises ConfigError."""
-    chosen = min(UNPLANNED_PERIOD, layers.longest) if period is None else period
+    chosen = min(USUAL_PERIOD, max(layers.longest, 1)) if period is None else period
     require_job_period(layers, chosen)
     return _assembled(layers, chosen, lambda stage, count, own: equal_number(count, own))
 
 
 def planned_schedule(layers: JobLayers, profile: LayerProfile, period: int | None) -> JobSchedule:
-    """The schedule that exposes least, its idle link time filled; `period` None: the shortest that hides everything.
-    Raises ConfigError, also for a profile of other layers."""
-    profile.require_names(layers.names)
-    times = {one.name: one for one in profile.layers}
-    own = {
-        stage: LayerProfile(tuple(times[name] for name in names), profile.replicas)
-        for stage, names in enumerate(layers.stages)
-        if names
-    }
+    """The schedule that exposes least, its idle link time filled up to the bytes of its largest iteration; `period`
+    None: the shortest that hides everything. Raises ConfigError, also for a profile of other layers."""
+    stages = _stage_profiles(layers, profile)
     if period is None:
-        period = max((choose_period(one).schedule.period for one in own.values()), default=1)
+        period = max((choose_period(one).schedule.period for one in stages.values()), default=1)
     require_job_period(layers, period)
-    planned: dict[int, LayerSchedule] = {}
 
     def plan(stage: int, count: int, period: int) -> LayerSchedule:
-        planned[stage] = fill(own[stage], spread_layers(own[stage], period))
-        return planned[stage]
+        return _last_layer_first(fill(stages[stage], spread_layers(stages[stage], period), bounded=True))
 
-    schedule = _assembled(layers, period, plan)
-    exposed = {stage: exposed_ns(own[stage], one) for stage, one in planned.items()}
-    seconds = [
-        period_ns(own[stage], one) + (period - one.period) * own[stage].compute_ns for stage, one in planned.items()
-    ]
-    return JobSchedule(schedule.stages, max(exposed.values(), default=0) / NANO, max(seconds, default=0) / NANO)
+    return _costed(layers, stages, _assembled(layers, period, plan).stages)
+
+
+def next_schedule(
+    layers: JobLayers, profile: LayerProfile, waited: float, present: JobSchedule, h: int | Literal["auto"] | None,
+    beyond: float,
+) -> tuple[JobSchedule, str] | None:  # fmt: skip
+    """The schedule to use from now on, and why; None to keep the `present` one, whose last periods `waited` that many
+    seconds for averaging. It changes after the first profile, and later if a period takes more than the share `beyond`
+    longer than planned and another schedule would be faster by the new profile. Raises ConfigError."""
+    reason = "the first profile"
+    if present.exposed is not None:
+        if not present.falls_behind(waited, beyond):
+            return None
+        reason = f"a period waited {waited:.3g} s for averaging, {present.exposed:.3g} s were planned"
+    chosen = planned_schedule(layers, profile, job_period(layers, h))
+    if present.exposed is not None and not chosen.faster_than(costed(layers, profile, present)):
+        return None
+    return chosen, reason
+
+
+def costed(layers: JobLayers, profile: LayerProfile, schedule: JobSchedule) -> JobSchedule:
+    """A schedule with what it exposes by another profile."""
+    return _costed(layers, _stage_profiles(layers, profile), schedule.stages)
+
+
+def _stage_profiles(layers: JobLayers, profile: LayerProfile) -> dict[int, LayerProfile]:
+    """The profiles of the stages that have layers of their own. The shared layers are averaged before the first one of
+    a backward, so their time is added to that of this one. Raises ConfigError."""
+    profile.require_names(layers.names)
+    times = {one.name: one for one in profile.layers}
+    shared = sum(times[name].communication for name in layers.shared)
+    stages = {}
+    for stage, names in enumerate(layers.stages):
+        if names:
+            *rest, first = (times[name] for name in names)
+            own = (*rest, replace(first, communication=min(first.communication + shared, MOST_SECONDS)))
+            stages[stage] = LayerProfile(own, profile.replicas)
+    return stages
+
+
+def _last_layer_first(schedule: LayerSchedule) -> LayerSchedule:
+    """Begin the period with an iteration that averages the last layer: the shared ones go there too."""
+    at = next(number for number, own in enumerate(schedule.iterations) if schedule.layers - 1 in own)
+    return LayerSchedule(schedule.layers, schedule.iterations[at:] + schedule.iterations[:at])
+
+
+def _costed(
+    layers: JobLayers, profiles: Mapping[int, LayerProfile], stages: tuple[tuple[Names, ...], ...]
+) -> JobSchedule:
+    exposed, seconds = [0], [0]
+    for stage, profile in profiles.items():
+        numbers = {name: number for number, name in enumerate(layers.stages[stage])}
+        turns = [[numbers[name] for name in own if name in numbers] for own in stages[stage]]
+        seconds.append(sum(iteration_ns(profile, own) for own in turns))
+        exposed.append(seconds[-1] - len(turns) * profile.compute_ns)
+    return JobSchedule(stages, max(exposed) / NANO, max(seconds) / NANO)
 
 
 def require_job_period(layers: JobLayers, period: int) -> None:

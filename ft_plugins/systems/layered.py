@@ -23,13 +23,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
+from ..collective import Collective
 from ..config import SyncConfig
-from ..errors import UnsupportedError
+from ..errors import ConfigError, UnsupportedError
 from ..events import Events
 from ..model.host import Host
 from ..model.reduction import EarlyUpdates, ReductionControl
-from ..sync.layer_profile import LayerProfile, read_profile
-from ..sync.layers_job import JobSchedule, equal_schedule, planned_schedule
+from ..sync.layer_profile import read_profile
+from ..sync.layers_job import JobSchedule, equal_schedule, job_period, planned_schedule
 from ..sync.local_policy import LocalSgdPolicy
 from ..sync.module_times import EdgeKind
 from ..sync.modules import ModulePlan
@@ -76,13 +79,16 @@ class LayeredAveraging:
         nbytes = {module.name: module.nbytes for module in modules}
         self._held, self._nbytes = frozenset(nbytes), nbytes
         self._first_schedule = self._before_measuring(len(groups.wait.sync))
+        self._digest = xxhash.xxh3_64_hexdigest(repr((self._layers, self._first_schedule)).encode())
         self._schedule, self._origin = self._first_schedule, policy.warmup
         self._turn: tuple[str, ...] = ()  # the layers of the present iteration
         self._updated: set[str] = set()  # those of them that are updated already
         self._measurement = LayerMeasurement(Stopwatch(groups.device), nbytes)
         self._planning: LayerPlanning | None = None
         if config.measures_layers and len(groups.wait.sync) > 1:
-            self._planning = LayerPlanning(config, groups, self._layers, under_way, self._measurement, events, folder)
+            self._planning = LayerPlanning(
+                config, groups, self._layers, under_way, self._measurement, nbytes, events, folder
+            )
         under_way.exchange = lambda name: self._measurement.averaging(name, synchronisation.exchange)
         self.updates_first, self.order_reason = self._order(host)
         control.follow_modules(ModuleSignals(self, self._measurement))
@@ -91,11 +97,21 @@ class LayeredAveraging:
             host.update_modules_early(lambda: self._turn, self._module_updated)
 
     def _before_measuring(self, replicas: int) -> JobSchedule:
-        period = self._config.layer_period
+        period = job_period(self._layers, self._config.h)
         if self._config.profile is None or replicas < 2:
             return equal_schedule(self._layers, period)
-        profile: LayerProfile = read_profile(Path(self._config.profile))
-        return planned_schedule(self._layers, profile, period)
+        return planned_schedule(self._layers, read_profile(Path(self._config.profile)), period)
+
+    def require_same(self, collective: Collective) -> None:
+        """Raises ConfigError if ranks have different schedules, from different files. Every rank of the job calls."""
+        digests = collective.gather(self._digest.encode())
+        with collective.agreement():
+            ranks = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+            if ranks:
+                raise ConfigError(
+                    f"--sync-profile {self._config.profile}: rank {ranks[0]} planned another schedule from it than "
+                    "rank 0; give all nodes the same file"
+                )
 
     def _order(self, host: Host) -> tuple[bool, str]:
         """Whether layers are updated before they are averaged, and why. Raises UnsupportedError."""
@@ -117,7 +133,7 @@ class LayeredAveraging:
     def table(self) -> str:
         """A message on what is averaged when."""
         schedule = self._schedule
-        own = [sum(self._nbytes.get(name, 0) for name in turn) for turn in schedule.stages[self._stage]]
+        held = schedule.most_bytes(self._stage, self._nbytes)
         how = "equal numbers of layers in each"
         if schedule.exposed is not None:
             how = f"planned from {self._config.profile}: {schedule.exposed:.3g} of {schedule.seconds:.3g} s exposed"
@@ -128,30 +144,19 @@ class LayeredAveraging:
                 f"{len(self._layers.names)} layers, each averaged once in {schedule.period} iterations, behind the "
                 f"backward; {how}",
                 f"{'update first' if self.updates_first else 'average first'}: {self.order_reason}",
-                f"results are held from a layer's averaging to the update: at most {max(own)} bytes",
+                f"results are held from a layer's averaging to the update: at most {held} bytes",
             ]
         )
 
     # ---- state ----
 
     def state(self) -> dict[str, Any]:
-        """The schedule and where it began, and from which keys it came."""
-        return {"origin": self._origin, "keys": self._keys(), **self._schedule.block()}
-
-    def _keys(self) -> list[Any]:
-        """What, if changed, makes a new schedule."""
-        config = self._config
-        return [
-            config.h,
-            config.schedule,
-            config.profile,
-            self._policy.warmup,
-            [list(own) for own in self._layers.stages],
-        ]
+        """The schedule and where it began; `first`: by which a changed configuration or profile is known."""
+        return {"origin": self._origin, "first": self._digest, **self._schedule.block()}
 
     def begin(self, completed: int, state: Mapping[str, Any] | None) -> None:
         """Continue after iteration `completed`."""
-        if state is not None and state["keys"] == self._keys():
+        if state is not None and state["first"] == self._digest:
             self._schedule, self._origin = JobSchedule.of(state), state["origin"]
         else:
             self._schedule, self._origin = self._first_schedule, max(completed, self._policy.warmup)
@@ -186,14 +191,24 @@ class LayeredAveraging:
     def before_update(self, step: int) -> None:
         """Apply the layers of this iteration, unless they are updated first."""
         if not self.updates_first:
-            self._measurement.waiting(self._under_way.apply_all)
+            self._apply()
 
     def after_update(self, step: int) -> None:
         """Apply the layers that were updated first; begin a new schedule if one is planned."""
         if self.updates_first:
-            self._measurement.waiting(self._under_way.apply_all)
+            self._apply()
         if self._planning is not None:
             self._measurement.iteration_end()
             chosen = self._planning.iteration_end(step, self._schedule)
             if chosen is not None:
                 self._schedule, self._origin = chosen, step
+
+    def _apply(self) -> None:
+        self._measurement.waiting(self._under_way.wait_all)
+        self._under_way.apply_all()
+
+    def shutdown(self) -> None:
+        """The orderly end, without the layers of an iteration that has not been trained. Idempotent."""
+        self._under_way.drop_unstarted()
+        if self._planning is not None:
+            self._planning.close()

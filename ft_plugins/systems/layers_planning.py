@@ -16,20 +16,20 @@ In: edges of modules, marks. Out: `JobSchedule`; the profile, as a file of rank 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from ..config import SyncConfig
-from ..events import Events, catalogue
-from ..sync.background import BackgroundTask
+from ..events import Events, catalogue, say
+from ..sync.background import Background, BackgroundTask
 from ..sync.layer_profile import LayerProfile, write_profile
-from ..sync.layers_job import JobLayers, JobSchedule, planned_schedule, profile_of
+from ..sync.layers_job import JobLayers, JobSchedule, next_schedule, profile_of
 from ..sync.layers_measured import ModuleSamples, Row, over_ranks, over_replicas, row_of, times_of
-from ..sync.links import Links
-from ..sync.module_times import EdgeKind, TimedEdge, module_times
+from ..sync.module_times import EdgeKind, ModuleTimes, TimedEdge, module_times
 from ..sync.stopwatch import Mark, Stopwatch
 from .sync_groups import SyncGroups
 from .under_way import SynchronisationUnderWay
@@ -41,7 +41,7 @@ _CHECKED = 10  # periods from one check of the plan to the next: measuring costs
 class LayerMeasurement:
     """What this rank measures of its modules."""
 
-    def __init__(self, stopwatch: Stopwatch, nbytes: dict[str, int]) -> None:
+    def __init__(self, stopwatch: Stopwatch, nbytes: Mapping[str, int]) -> None:
         self._stopwatch, self._nbytes = stopwatch, nbytes
         self._edges: list[tuple[EdgeKind, str, Mark]] = []
         self.recording = False
@@ -52,7 +52,7 @@ class LayerMeasurement:
         self._edges = []
         self._averagings: list[tuple[str, Mark, Mark]] = []
         self._waits: list[tuple[Mark, Mark]] = []
-        self._computed: list[dict[str, tuple[float, float]]] = []
+        self._iterations: list[tuple[list[tuple[EdgeKind, str, Mark]], Mark]] = []  # edges, and the end
 
     def edge(self, kind: EdgeKind, module: str) -> None:
         """A forward or backward of a module begins or ends."""
@@ -75,26 +75,28 @@ class LayerMeasurement:
             self._waits.append((begin, self._stopwatch.mark()))
 
     def iteration_end(self) -> None:
-        """Sum up the edges of one iteration."""
+        """The update of an iteration is done."""
         if self._edges:
-            (_, _, first), end = self._edges[0], self._stopwatch.mark()
-            edges = [
-                TimedEdge(kind, module, self._stopwatch.seconds(first, mark)) for kind, module, mark in self._edges
-            ]
-            times = module_times(edges, self._stopwatch.seconds(first, end))
-            self._computed.append({name: (one.forward, one.backward) for name, one in times.items()})
+            self._iterations.append((self._edges, self._stopwatch.mark()))
         self._edges = []
 
     def row(self, modules: tuple[str, ...], period: int) -> Row:
-        """What was measured since `clear`, for `layers_measured`."""
+        """What was measured since `clear`, for `layers_measured`. Waits for the device: not for the step path."""
+        computed = [self._times(edges, end) for edges, end in self._iterations]
         samples = {}
         for name, nbytes in self._nbytes.items():
-            computed = [one[name] for one in self._computed if name in one]
+            own = [one[name] for one in computed if name in one]
             averaging = [self._stopwatch.seconds(begin, end) for each, begin, end in self._averagings if each == name]
-            forward, backward = [each for each, _ in computed], [each for _, each in computed]
-            samples[name] = ModuleSamples(forward, backward, averaging, nbytes)
+            samples[name] = ModuleSamples(
+                [one.forward for one in own], [one.backward for one in own], averaging, nbytes
+            )
         waited = [self._stopwatch.seconds(begin, end) for begin, end in self._waits]
         return row_of(modules, samples, waited, period)
+
+    def _times(self, edges: Sequence[tuple[EdgeKind, str, Mark]], end: Mark) -> Mapping[str, ModuleTimes]:
+        _, _, first = edges[0]
+        timed = [TimedEdge(kind, module, self._stopwatch.seconds(first, mark)) for kind, module, mark in edges]
+        return module_times(timed, self._stopwatch.seconds(first, end))
 
 
 @dataclass(frozen=True)
@@ -111,10 +113,13 @@ class LayerPlanning:
 
     def __init__(
         self, config: SyncConfig, groups: SyncGroups, layers: JobLayers, under_way: SynchronisationUnderWay,
-        measurement: LayerMeasurement, events: Events, folder: Path | None,
+        measurement: LayerMeasurement, nbytes: Mapping[str, int], events: Events, folder: Path | None,
     ) -> None:  # fmt: skip
+        """`nbytes`: by module that this rank holds."""
         self._config, self._groups, self._layers, self._events = config, groups, layers, events
+        self._nbytes = nbytes
         self._under_way, self._measurement, self._folder = under_way, measurement, folder
+        self._planner: Background | None = None  # a thread of its own: averagings do not wait for a plan
         self._check = 0  # iteration of the next check
         self._plan: BackgroundTask[LayerPlan | None] | None = None  # under way after one
 
@@ -132,8 +137,12 @@ class LayerPlanning:
     def iteration_end(self, step: int, schedule: JobSchedule) -> JobSchedule | None:
         """Iteration `step` is done. Returns the schedule from the next one on, if that changes."""
         if step == self._check:
-            row = self._measurement.row(self._layers.names, schedule.period)
-            self._plan = self._under_way.run("the times of layers", lambda: self._planned(row, schedule))
+            self._planner = self._planner or Background(torch.device("cpu"))
+            names = self._layers.names
+            gathered = self._under_way.run(
+                "the times of layers", lambda: self._gathered(self._measurement.row(names, schedule.period))
+            )
+            self._plan = self._planner.start(lambda: self._planned(gathered.wait(), schedule))
         if self._plan is None or step < self._check + schedule.period:
             return None
         plan, self._plan = self._plan.wait(), None
@@ -143,30 +152,37 @@ class LayerPlanning:
             return None
         self._check = step + _CHECKED * plan.schedule.period
         if self._groups.rank == 0:
-            if self._folder is not None:
-                write_profile(plan.profile, self._folder / "layers.json")
-            self._events.emit(
-                catalogue.LAYERS_PLANNED, iteration=step, period=plan.schedule.period,
-                exposed_seconds=plan.schedule.exposed, seconds=plan.schedule.seconds, reason=plan.reason,
-            )  # fmt: skip
+            self._report(step, plan)
         return plan.schedule
 
-    # ---- background thread ----
+    def close(self) -> None:
+        """End the thread. Idempotent."""
+        if self._planner is not None:
+            self._planner.close()
+
+    def _report(self, step: int, plan: LayerPlan) -> None:
+        schedule = plan.schedule
+        self._events.emit(
+            catalogue.LAYERS_PLANNED, iteration=step, period=schedule.period, exposed_seconds=schedule.exposed,
+            seconds=schedule.seconds, held_bytes=schedule.most_bytes(self._groups.stage, self._nbytes),
+            reason=plan.reason,
+        )  # fmt: skip
+        if self._folder is not None:
+            try:
+                write_profile(plan.profile, self._folder / "layers.json")
+            except OSError as error:  # the plan holds without it
+                say(f"the profile of layers could not be written to {self._folder}: {error}; training goes on")
+
+    # ---- other threads ----
 
     def _planned(self, row: Row, schedule: JobSchedule) -> LayerPlan | None:
-        """Merge what all ranks of this replica's sync groups measured, of whom all call, and plan from it; None if the
-        present schedule stays."""
-        merged = over_replicas(self._gathered(self._groups.peers, row))
-        row = over_ranks(self._gathered(self._groups.replica, merged))
+        """Plan from a merged row, equal on all ranks; None if the present schedule stays."""
         times, waited = times_of(self._layers.names, row)
-        reason = "the first profile"
-        if schedule.exposed is not None:
-            if not schedule.falls_behind(waited, self._config.replans_beyond):
-                return None
-            reason = f"a period waited {waited:.3g} s for averaging, {schedule.exposed:.3g} s were planned"
         profile = profile_of(self._layers, times, len(self._groups.wait.sync))
-        return LayerPlan(profile, planned_schedule(self._layers, profile, self._config.layer_period), reason)
+        chosen = next_schedule(self._layers, profile, waited, schedule, self._config.h, self._config.replans_beyond)
+        return None if chosen is None else LayerPlan(profile, *chosen)
 
-    @staticmethod
-    def _gathered(links: Links, row: Row) -> Row:
-        return np.asarray(links.gather_job(row.tolist()))
+    def _gathered(self, row: Row) -> Row:
+        """Merge what all ranks of this replica's sync groups measured. A collective of all of them."""
+        merged = over_replicas(np.asarray(self._groups.peers.gather_job(row.tolist())))
+        return over_ranks(np.asarray(self._groups.replica.gather_job(merged.tolist())))

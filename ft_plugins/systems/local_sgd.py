@@ -150,6 +150,7 @@ class LocalSgd:
                     self._host, self._control, self._config, self._policy, groups, self._modules, self._under_way,
                     self._synchronisation, self._events, self._folder,
                 )  # fmt: skip
+            self._layered.require_same(collective)
 
     def _connect_clocked(self, groups: SyncGroups) -> None:
         """Create the groups by which replicas agree when to synchronise: on processors, so that no device waits."""
@@ -307,6 +308,8 @@ class LocalSgd:
 
     def shutdown(self) -> None:
         """The orderly end: apply what is under way. Idempotent."""
+        if self._layered is not None:
+            self._layered.shutdown()
         self._under_way.apply_all()
         self._under_way.close()
         if self._readiness is not None:

@@ -94,6 +94,19 @@ class SynchronisationUnderWay:
         if name in self._waiting and self._apply_at is AppliedAt.FORWARD:
             self._apply(name)
 
+    def wait_all(self) -> None:
+        """Wait for the exchanges of what is still to be applied."""
+        for name in self._waiting:
+            self._exchange(name)
+        for exchange in self._waiting.values():
+            assert exchange is not None
+            exchange.wait()
+
+    def drop_unstarted(self) -> None:
+        """Forget the modules of a synchronisation of which none is exchanged yet."""
+        if not any(self._waiting.values()):
+            self._waiting, self._unfinished = {}, False
+
     def apply_all(self) -> None:
         """Apply what is still to be applied."""
         for name in self._order if self._waiting else ():

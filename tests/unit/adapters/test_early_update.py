@@ -32,7 +32,9 @@ class Loop:
             [{"params": layers[0].parameters()}, {"params": [*layers[1].parameters(), *layers[2].parameters()]}]
         )
         members = {f"layer {number}": list(layer.parameters()) for number, layer in enumerate(layers)}
-        self.early = EarlyUpdate(3, self.optimizer, members, lambda: self.calls.append("fence"))
+        self.iteration = 1
+        fence, iteration = (lambda: self.calls.append("fence")), (lambda: self.iteration)
+        self.early = EarlyUpdate(3, self.optimizer, members, fence, iteration)
         self.early.install(lambda: wanted, self.calls.append)
         self.optimizer.register_step_pre_hook(lambda *_: self.early.before_step() if self.early.begun else None)
         self.optimizer.register_step_post_hook(lambda *_: self.early.after_step())
@@ -76,14 +78,59 @@ def test_a_module_is_updated_in_the_backward_before_the_others():
     assert changed == {"3.weight", "3.bias"}
 
 
-def test_clipping_is_refused_before_the_others_are_updated():
+def _clip(loop: Loop) -> None:
+    torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 1.0)
+
+
+def _clamp_data(loop: Loop) -> None:
+    for parameter in loop.model.parameters():
+        parameter.grad.data.clamp_(-1e-3, 1e-3)
+
+
+def _replace_gradient(loop: Loop) -> None:
+    loop.model[3].bias.grad = loop.model[3].bias.grad * 2
+
+
+def _set_rate(loop: Loop) -> None:
+    loop.optimizer.param_groups[1]["lr"] = 0.2
+
+
+def _decay(loop: Loop) -> None:
+    with torch.no_grad():
+        loop.model[3].weight.mul_(0.9)
+
+
+def _unscale(loop: Loop) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(torch.zeros(()))
+    scaler.unscale_(loop.optimizer)
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (_clip, "had its gradient changed between"),
+        (_clamp_data, "had its gradient changed between"),
+        (_unscale, "had its gradient changed between"),
+        (_replace_gradient, "had its gradient replaced between"),
+        (_set_rate, "was updated before the loop set the learning rate"),
+        (_decay, "had a parameter changed between"),
+    ],
+)
+def test_what_the_early_update_lacks_is_refused_before_the_others_are_updated(change, what):
     loop = Loop("sgd", {"layer 2"})
     loop.backward(0)
-    torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 1.0)
-    with pytest.raises(
-        StateChangedError, match=r"rank 3: module 'layer 2' had its gradient changed between .*average_first"
-    ):
+    before = copy.deepcopy(loop.model[0].state_dict())
+    change(loop)
+    with pytest.raises(StateChangedError, match=rf"rank 3: module 'layer 2' {what}.*average_first"):
         loop.optimizer.step()
+    assert all(torch.equal(one, before[name]) for name, one in loop.model[0].state_dict().items())
+
+
+def test_a_closure_is_refused_by_name():
+    loop = Loop("sgd", {"layer 2"})
+    with pytest.raises(StateChangedError, match=r"rank 3: optimizer.step\(closure\) computes gradients within"):
+        loop.optimizer.step(lambda: 0.0)
 
 
 def test_a_second_backward_is_refused():
@@ -99,6 +146,9 @@ def test_a_step_that_does_not_follow_is_found():
     loop.backward(0)
     with pytest.raises(StateChangedError, match=r"optimizer.step\(\) did not follow"):
         loop.early.require_ended()
+    loop.iteration = 2  # without a snapshot it is found in the next backward
+    with pytest.raises(StateChangedError, match=r"optimizer.step\(\) did not follow"):
+        loop.backward(1)
 
 
 def test_a_module_without_a_gradient_is_left_to_the_loop():

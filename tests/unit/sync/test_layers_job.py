@@ -12,8 +12,11 @@ from ft_plugins.sync.layer_profile import LayerProfile, LayerTimes
 from ft_plugins.sync.layers_job import (
     JobLayers,
     JobSchedule,
+    costed,
     equal_schedule,
     job_layers,
+    job_period,
+    next_schedule,
     planned_schedule,
     profile_of,
 )
@@ -81,6 +84,56 @@ def test_what_is_planned_is_of_the_slowest_stage():
     assert schedule.exposed == 8.0 and schedule.seconds == 12.0 + 8.0
     assert not schedule.falls_behind(8.0 + 0.1 * 20, 0.1) and schedule.falls_behind(8.0 + 0.1 * 20 + 0.01, 0.1)
     assert not equal_schedule(layers, 2).falls_behind(1e9, 0.1)
+
+
+def test_layers_of_several_stages_take_link_time_in_the_first_iteration():
+    """0.5 s of the embedding, before layers of 0.2 s; the backward of a stage takes 2 s."""
+    layers = JobLayers((("a", "b", "c"), ("d", "e", "f")), ("embedding",))
+    times = {name: LayerTimes(name, 0.5, 2 / 3, 0.2, 4) for name in layers.names} | {
+        "embedding": LayerTimes("embedding", 0.1, 0.1, 1.5, 4)
+    }
+    schedule = planned_schedule(layers, profile_of(layers, times, 2), 3)
+    assert [own[0][0] for own in schedule.stages] == ["embedding"] * 2
+    assert [own[0][1:] for own in schedule.stages] == [("c",), ("f",)], "1.7 s behind what is left of 2 s"
+    assert schedule.exposed == pytest.approx(2 / 3 + 1.7 - 2 + 0.2)  # and the first layer, behind nothing
+    assert costed(layers, profile_of(layers, times, 2), schedule) == schedule
+
+
+def test_a_schedule_changes_if_it_falls_behind_and_another_one_is_faster():
+    layers = JobLayers((tuple("abc"),), ())
+
+    def measured(**averaging: float) -> LayerProfile:
+        times = {name: LayerTimes(name, 1, 5, averaging.get(name, 0.1), 4) for name in layers.names}
+        return profile_of(layers, times, 2)
+
+    first = next_schedule(layers, measured(), 0.0, equal_schedule(layers, 2), 2, 0.1)
+    assert first is not None and first[1] == "the first profile"
+    present = planned_schedule(layers, measured(c=9.0, b=0.1), 2)
+    together = JobSchedule(((("c", "b"), ("a",)),), present.exposed, present.seconds)
+    slower = measured(c=9.0, b=3.0)  # c ends at 17 of 18, b after it at 20
+    assert next_schedule(layers, slower, 0.1 * 36 + 0.1, together, 2, 0.1) is None, "within what is allowed"
+    again = next_schedule(layers, slower, 4.0, together, 2, 0.1)
+    assert again is not None and again[0].stages == ((("c",), ("b", "a")),)
+    assert again[1] == "a period waited 4 s for averaging, 0.1 s were planned"
+    assert next_schedule(layers, slower, 9.0, again[0], 2, 0.1) is None, "none is faster"
+
+
+def test_idle_time_is_filled_up_to_the_bytes_of_the_largest_iteration():
+    """All layers hide in any iteration, so memory alone bounds them."""
+    layers = JobLayers((tuple("abcdefgh"),), ())
+    times = {name: LayerTimes(name, 1, 2, 0.01, 100) for name in layers.names}
+    schedule = planned_schedule(layers, profile_of(layers, times, 2), 4)
+    nbytes = dict.fromkeys(layers.names, 100)
+    unfilled = max(len(own) for own in equal_schedule(layers, 4).stages[0])
+    assert schedule.exposed < 0.02 and schedule.most_bytes(0, nbytes) < 100 * len(nbytes)
+    assert schedule.most_bytes(0, nbytes) >= 100 * unfilled
+
+
+def test_the_period_that_is_not_given_is_five_or_as_many_as_there_are_layers():
+    few, many = JobLayers((("a", "b"),), ()), JobLayers((tuple("abcdefgh"),), ())
+    assert (job_period(few, None), job_period(many, None)) == (2, 5)
+    assert (job_period(many, "auto"), job_period(few, 7)) == (None, 7)
+    assert equal_schedule(JobLayers(((),), ("tied",)), None).stages == (((("tied"),),),)
 
 
 def test_a_schedule_survives_its_plain_values():
