@@ -30,13 +30,8 @@ from pathlib import Path
 from typing import Any
 
 from ft_plugins.sync.layer_profile import NANO, LayerProfile, LayerTimes
-from ft_plugins.sync.layers_schedule import (
-    equal_number,
-    least_exposed_ns,
-    period_ns,
-    plan_layers,
-    unhidden_period_ns,
-)
+from ft_plugins.sync.layers_job import JobLayers, planned_schedule
+from ft_plugins.sync.layers_schedule import equal_number, least_exposed_ns, period_ns, unhidden_period_ns
 from workloads.layer_shapes import COLUMNS, H, PaperColumn, emulated
 from workloads.local_blocks import PLAIN, StepLog, job_begins, seconds_in_step
 from workloads.local_bounds import Stragglers
@@ -165,12 +160,12 @@ class PlannedColumn:
     @classmethod
     def of(cls, scenario: ColumnScenario, profile: LayerProfile) -> PlannedColumn:
         per = H * NANO
-        count = len(profile)
+        layers = JobLayers((tuple(layer.name for layer in profile.layers),), ())
         seconds = {
             PLAIN: scenario.overlapped(),
             FULL: unhidden_period_ns(profile, H) / per,
-            ENP: period_ns(profile, equal_number(count, H)) / per,
-            DREAMDDP: period_ns(profile, plan_layers(profile, H)) / per,
+            ENP: period_ns(profile, equal_number(len(profile), H)) / per,
+            DREAMDDP: (planned_schedule(layers, profile, H).seconds or 0.0) / H,
         }
         compute = profile.compute_ns / NANO
         least = compute + least_exposed_ns(profile, H) / per

@@ -258,10 +258,10 @@ def run_block(rank: int, world: int, block: LocalBlock) -> StepLog:
     optimizer = EmulatedSgd(stack.parameters(), sleeper, model.update)
     config = Config.from_json({"sync": json.loads(block.config)}) if block.config else Config()
     context = LaunchContext(None, None, 0, None, rank, rank, world, world, 0, 0)
-    session = attach(TorchHost(parallel, optimizer), config, context)
     hidden, begins = torch.ones(1, requires_grad=True), []
-    dist.barrier()
     with recorder.exchanges():
+        session = attach(TorchHost(parallel, optimizer), config, context)
+        dist.barrier()
         for step in session.iterations(block.last, block.first - 1):
             begins.append(time.perf_counter())
             if laggard(block.stragglers, step, world, block.seed) == rank:
