@@ -12,11 +12,15 @@ Actions of a fault, each optionally followed by `~SEED`:
     nan        set one coordinate to NaN
     stuck      record the values at the first strike, which changes nothing, and write them back at every later one
 
+The actions of `faults` itself (kill, stop, exit, raise) are refused at these points: use another point for them.
+
 `update.gradients@iteration%500=0:gauss=1;update.gradients:gauss=0.01` is noise with a burst every 500 iterations: of
 several faults at a point the first that applies acts.
 
-Invariant: the corruption is determined by seed, rank, iteration and tensor names; a single coordinate also by the
-point. `stuck` depends on its first strike. A repeated run repeats it, and no two ranks get the same noise.
+Invariant: a repeated run repeats the corruption, and no two ranks get the same noise. Noise is determined by seed,
+rank, iteration and name and shape of the tensor, but not by the point: two points get the same noise in the same
+iteration, unless their seeds differ. A single coordinate is determined by seed, rank, iteration and point, and by the
+names and sizes of all tensors. `stuck` depends on its first strike.
 
 In: tensors by name. Out: the same tensors, altered in place, and a `Strike` that describes the change.
 """
@@ -65,8 +69,9 @@ class Action:
 
 @dataclass(frozen=True)
 class Strike:
-    """What was altered. `item`: the tensor of a single altered coordinate; `index`: of the coordinate, in memory order;
-    `bit`: of a single altered bit."""
+    """What was altered. After `flip` and `nan`, `item` is the name of the altered tensor and `index` that of the
+    coordinate in it, in memory order; after `flip`, `bit` is the altered bit. Where a field does not apply, it has its
+    default."""
 
     point: str
     action: str
@@ -92,8 +97,8 @@ class Corruption:
 
     def strike(self, point: str, iteration: int, tensors: Mapping[str, torch.Tensor]) -> Strike | None:
         """Alter the floating-point ones of `tensors` if a fault at `point` applies. Returns a description of the
-        strike, also for the first one of `stuck`, which alters nothing; None if no fault applies or no tensor is
-        floating-point. Raises ConfigError for a bit that the dtype does not have."""
+        strike, also for the first one of `stuck`, which alters nothing; None if no fault applies or no floating-point
+        tensor has elements. Raises ConfigError for a bit that the dtype does not have."""
         text = faults.reach(point, iteration=iteration, rank=self._rank)
         if text is None:
             return None
@@ -113,7 +118,7 @@ class Corruption:
                 for name, tensor in floats.items():
                     if name in first:
                         tensor.copy_(first[name])
-                    else:  # DeepSpeed leaves out a gradient that is None
+                    else:  # also at a later strike: DeepSpeed leaves out gradients that are None, so names can be new
                         first[name] = tensor.clone()
                 return Strike(point, text)
         random = self._random(action.seed, iteration, point)

@@ -71,7 +71,7 @@ class Session:
         """Start PAFT or local SGD on every rank or on none. Raises what it raises, on all ranks."""
         require_one_job(self._host, self._config, self._collective)
         with self._collective.agreement():
-            sync = synchronizer_of(self._host, self._config, self._events)
+            sync = synchronizer_of(self._host, self._config, self._events, self._context.run_dir)
         sync.connect(self._collective)
         sync.on_complete = self._capture_deferred
         self._sync = self._carrying.synchronizer = sync

@@ -157,3 +157,6 @@ class FsdpHost(TorchHost):
             self.rank, self._module, parameters, self._layout, mesh,
             lambda: 0 if self._hooks is None else self._hooks.iteration,
         )  # fmt: skip
+
+    def early_refusal(self) -> str:
+        return "fully_shard completes the gradients of shards at the end of the backward"

@@ -99,6 +99,7 @@ class FsdpReduction(ModuleCalls):
         """`parameters` are all that are items, by name; `iteration` returns the number of the present one."""
         super().__init__(rank, root, parameters)
         self._layout, self._mesh, self._iteration = layout, mesh, iteration
+        self._sharded = dict(parameters)
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._trained = [name for name, one in parameters.items() if one.requires_grad]
         self._units = fsdp_units(root)
@@ -179,6 +180,11 @@ class FsdpReduction(ModuleCalls):
         self._over = replicas
 
     # ---- modules ----
+
+    def _parameter(self, name: str) -> torch.Tensor:
+        """The sharded parameter, for which FSDP calls hooks when it has a reduced gradient. A module has the gathered
+        one from its forward on."""
+        return self._sharded[name]
 
     def before_modules(self, call: Callable[[str], None]) -> None:
         """Call right before the parameters of each module are gathered, also in evaluations."""

@@ -26,7 +26,7 @@ In: model, optimizer, scheduler, data loader, functions for other state. Out: a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -42,11 +42,13 @@ from ..model.host import Hooks
 from ..model.inventory import Inventory, Item, Role
 from ..model.reduction import ReductionControl
 from ..snapshot import codec
+from .early_update import EarlyUpdate, early_refusal
 from .host_parts import ANYWHERE, UPDATE, groups, is_item, local_part, own_copy, restore_groups, scalars_of
 from .loader_position import DataPosition, position_of
 from .optimizer_state import create_state
 from .plain import PlainHost
 from .torch_module import (
+    notices,
     other_scheduler,
     read_modes,
     require_encodable,
@@ -54,23 +56,12 @@ from .torch_module import (
     require_known_parameters,
     require_types,
     require_whole_parameters,
-    stray_tensors,
     write_modes,
 )
 from .torch_reduction import DdpReduction, ReducingHost
 from .torch_watch import ChangeWatch, changed_since, identity, set_zero_gradients, with_gradient
 
 _SCHEDULED = ("_wrapped_by_lr_sched", "_with_counter")  # set on `step` by torch's schedulers; older ones the second
-_COMMUTES = 2  # replicas whose sum does not depend on the order of the summands
-_BUCKETS = (
-    "DistributedDataParallel reorders its gradient buckets after its first iteration, also after a restore: on more "
-    "than 2 ranks the sums of that one iteration may differ in their last bits from those of a run without a failure; "
-    "DistributedDataParallel(..., find_unused_parameters=True) keeps the order"
-)
-_NO_POSITION = (
-    "no sampler was given, so that the data position is not captured: derive the batches from the iteration, or pass "
-    "TorchHost the loader"
-)
 
 
 class TorchHost(PlainHost, ReducingHost):
@@ -103,6 +94,7 @@ class TorchHost(PlainHost, ReducingHost):
         self._hooks: Hooks | None = None
         self._searched = False  # for schedulers that were not given
         self._updated = 0  # the iteration of the newest update
+        self._early: EarlyUpdate | None = None
         self._known: dict[str, tuple[Role, torch.Tensor]] = {}
         context = launch_context()
         started = dist.is_initialized()
@@ -224,23 +216,17 @@ class TorchHost(PlainHost, ReducingHost):
             )
 
     def _say(self) -> None:
-        if self.rank != 0 or launch_context().restart:
-            return
-        ddp, strays = self._parallel, stray_tensors(self._module)
-        if strays:
-            say(
-                f"'{strays[0]}' ({len(strays)} in all) is a tensor of a module, but neither parameter nor buffer, and "
-                "is not captured; if training depends on it, make it a buffer (register_buffer)"
-            )
-        if ddp is not None and self._world_size > _COMMUTES and not ddp.find_unused_parameters:
-            say(_BUCKETS)
-        if self._position is None and self._caller_state[0] is dict:
-            say(_NO_POSITION)
+        if self.rank == 0 and not launch_context().restart:
+            unpositioned = self._position is None and self._caller_state[0] is dict
+            for notice in notices(self._module, self._parallel, self._world_size, unpositioned):
+                say(notice)
 
     # ---- small state ----
 
     def small_state(self) -> dict[str, Any]:
         """Raises StateChangedError."""
+        if self._early is not None:
+            self._early.require_ended()
         self._require_unchanged()
         self._require_scheduler()
         if self._hooks is not None and self._hooks.iteration > 0:  # before the first iteration only the size is needed
@@ -310,6 +296,13 @@ class TorchHost(PlainHost, ReducingHost):
         self._optimizer.register_step_post_hook(lambda *args: self._after_update(hooks))
 
     def _before_update(self, hooks: Hooks) -> None:
+        if self._early is not None and self._early.begun:
+            self._early.before_step()
+        else:
+            self._begin_update(hooks)
+
+    def _begin_update(self, hooks: Hooks) -> None:
+        """The fence."""
         if hooks.iteration == self._updated:
             raise ConfigError(
                 f"rank {self.rank}: optimizer.step() was called outside of an iteration, or twice in iteration "
@@ -329,6 +322,8 @@ class TorchHost(PlainHost, ReducingHost):
         self._watch.written()
 
     def _after_update(self, hooks: Hooks) -> None:
+        if self._early is not None:
+            self._early.after_step()
         faults.reach("update.end", iteration=hooks.iteration)
         hooks.after_update(hooks.iteration)
 
@@ -340,3 +335,18 @@ class TorchHost(PlainHost, ReducingHost):
     def _make_control(self) -> ReductionControl:
         names = [name for name, (role, _) in self._known.items() if role is Role.PARAMETER]
         return DdpReduction(self.rank, self._world_size, self._module, self._parallel, names)
+
+    def early_refusal(self) -> str:
+        return early_refusal(self._optimizer)
+
+    def update_modules_early(self, wanted: Callable[[], Collection[str]], updated: Callable[[str], None]) -> None:
+        parameters = dict(self._module.named_parameters())
+        members: dict[str, list[torch.nn.Parameter]] = {}
+        for name, module in self.modules().items():
+            members.setdefault(module, []).append(parameters[name])
+        self._early = EarlyUpdate(self.rank, self._optimizer, members, self._fence_early)
+        self._early.install(wanted, updated)
+
+    def _fence_early(self) -> None:
+        assert self._hooks is not None
+        self._begin_update(self._hooks)

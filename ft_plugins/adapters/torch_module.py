@@ -16,6 +16,7 @@ from typing import Any
 import msgpack
 import torch
 import xxhash
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..collective import Collective
@@ -25,6 +26,16 @@ from ..snapshot.copiers import flat_bytes
 from .host_parts import local_part
 
 _DEPTH = 3  # of the attributes searched for schedulers
+_COMMUTES = 2  # replicas whose sum does not depend on the order of the summands
+_BUCKETS = (
+    "DistributedDataParallel reorders its gradient buckets after its first iteration, also after a restore: on more "
+    "than 2 ranks the sums of that one iteration may differ in their last bits from those of a run without a failure; "
+    "DistributedDataParallel(..., find_unused_parameters=True) keeps the order"
+)
+_NO_POSITION = (
+    "no sampler was given, so that the data position is not captured: derive the batches from the iteration, or pass "
+    "TorchHost the loader"
+)
 _EQUAL = "wrap the model in DistributedDataParallel, or build it from the same seed on all ranks"
 
 
@@ -76,6 +87,21 @@ def stray_tensors(module: torch.nn.Module) -> list[str]:
         for key, value in vars(part).items()
         if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() not in known
     ]
+
+
+def notices(
+    module: torch.nn.Module, parallel: DistributedDataParallel | None, replicas: int, unpositioned: bool
+) -> Iterator[str]:
+    """What the user of a loop has to know. `unpositioned`: the data position is not captured."""
+    if strays := stray_tensors(module):
+        yield (
+            f"'{strays[0]}' ({len(strays)} in all) is a tensor of a module, but neither parameter nor buffer, and is "
+            "not captured; if training depends on it, make it a buffer (register_buffer)"
+        )
+    if parallel is not None and replicas > _COMMUTES and not parallel.find_unused_parameters:
+        yield _BUCKETS
+    if unpositioned:
+        yield _NO_POSITION
 
 
 def other_scheduler(optimizer: torch.optim.Optimizer, given: Any) -> LRScheduler | None:

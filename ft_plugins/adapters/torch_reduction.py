@@ -12,7 +12,7 @@ In: a model, wrapped in DistributedDataParallel; calls of a synchronizer. Out: a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import UnsupportedError
-from ..model.reduction import ReducedOver, ReductionControl
+from ..model.reduction import ModuleEdges, ReducedOver, ReductionControl
+from .module_edges import follow_places
 
 
 def module_of(parameter: str) -> str:
@@ -62,15 +63,29 @@ def called_paths(root: torch.nn.Module, module: str, parameters: Iterable[str]) 
         with_forward = [depth for depth in depths if _has_forward(root, path[:depth])]
         if not with_forward:
             raise UnsupportedError(
-                f"'{parameter}' is in no module that has a forward, so that local SGD cannot synchronise it before it "
-                "is used: give the module that holds it a forward, which uses it"
+                f"'{parameter}' is in no module that has a forward, so that local SGD does not know when it is used: "
+                "give the module that holds it a forward, which uses it"
             )
         found.append(".".join(path[: with_forward[0]]))
     return outermost(found)
 
 
 def _has_forward(root: torch.nn.Module, path: list[str]) -> bool:
-    return type(root.get_submodule(".".join(path))).forward is not torch.nn.Module.forward
+    part = root.get_submodule(".".join(path))
+    return isinstance(part, torch.jit.ScriptModule) or type(part).forward is not torch.nn.Module.forward
+
+
+def parameters_at(
+    root: torch.nn.Module, members: Mapping[str, Sequence[str]], parameter: Callable[[str], torch.Tensor]
+) -> dict[str, dict[str, list[torch.Tensor]]]:
+    """The paths whose calls are the calls of modules, and of each module there the parameters that it has below the
+    path. `members`: the names of the parameters of each module. Raises UnsupportedError."""
+    found: dict[str, dict[str, list[torch.Tensor]]] = {}
+    for module, names in members.items():
+        for path in called_paths(root, module, names):
+            below = [parameter(name) for name in names if not path or name.startswith(f"{path}.")]
+            found.setdefault(path, {})[module] = below
+    return found
 
 
 class ModuleCalls:
@@ -93,12 +108,20 @@ class ModuleCalls:
     def before_modules(self, call: Callable[[str], None]) -> None:
         """Call right before each forward of each module, evaluations included."""
         self._require_hooks()
-        modules_at: dict[str, list[str]] = {}
-        for module, parameters in self._members().items():
-            for path in called_paths(self._root, module, parameters):
-                modules_at.setdefault(path, []).append(module)
-        for path, modules in modules_at.items():
-            self._call_before(self._root.get_submodule(path), modules, call)
+        for path, modules in self._parts().items():
+            self._call_before(self._root.get_submodule(path), list(modules), call)
+
+    def follow_modules(self, edges: ModuleEdges) -> None:
+        """Report the edges of each module."""
+        places = [(self._root.get_submodule(path), modules) for path, modules in self._parts().items()]
+        follow_places(self._rank, places, edges)
+
+    def _parts(self) -> dict[str, dict[str, list[torch.Tensor]]]:
+        return parameters_at(self._root, self._members(), self._parameter)
+
+    def _parameter(self, name: str) -> torch.Tensor:
+        """The parameter of that name that the optimizer updates."""
+        return self._root.get_parameter(name)
 
     def _require_hooks(self) -> None:
         """Raises UnsupportedError if forwards cannot be followed."""
@@ -227,3 +250,7 @@ class ReducingHost:
     def before_modules(self, call: Callable[[str], None]) -> None:
         """Raises UnsupportedError, by name, if forwards cannot be followed."""
         self._control.before_modules(call)
+
+    def follow_modules(self, edges: ModuleEdges) -> None:
+        """Raises UnsupportedError, by name, if forwards cannot be followed."""
+        self._control.follow_modules(edges)

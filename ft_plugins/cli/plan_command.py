@@ -1,6 +1,7 @@
-"""`ft-plugins plan`: tables and pictures of survival, intervals and bubbles.
+"""`ft-plugins plan`: tables and pictures of survival, intervals and bubbles; with --sync, of synchronisation instead.
 
-In: failure rates, costs, a pipeline. Out: tables for people, JSON for programs, pictures. Raises FtError.
+In: failure rates, costs, a pipeline; or, with --sync, a profile of layers. Out: tables for people, JSON for programs,
+pictures. Raises FtError.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from . import sync_plan_command
 
 def plan(
     context: typer.Context,
+    # The first four are required without --sync and refused with it, which `require_consistent` checks: the defaults of
+    # 0 are never used.
     nodes: Annotated[int, typer.Option(help="nodes of the job", show_default=False)] = 0,
     group_nodes: Annotated[
         int, typer.Option(help="nodes of a sharding group: data-parallel replicas of a stage", show_default=False)
@@ -82,7 +85,7 @@ def plan(
     ] = None,
     link_mbps: Annotated[
         list[float] | None,
-        typer.Option(help="with --sync: a link, in megabits per second; several times for several; unset: chosen"),
+        typer.Option(help="with --sync: megabits per second of a link; repeat it for more links; unset: chosen"),
     ] = None,
     sync_h: Annotated[
         str, typer.Option(help="with --sync: iterations of a period, or 'auto' for the fewest that hide everything")

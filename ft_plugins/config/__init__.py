@@ -6,6 +6,7 @@ unknown, misspelt, out of range, contradicted or without effect is a `ConfigErro
 secrets are in a file that only its owner can read.
 
     schema           the keys: `Config` and one block per system
+    sync_block       the keys of local SGD
     keys             a field of the schema: its flag, its JSON path, the text for what it expects
     sources          a command line or a JSON block -> values by key; unknown keys are errors
     deepspeed_json   the block of a DeepSpeed configuration
@@ -14,10 +15,11 @@ secrets are in a file that only its owner can read.
 """
 
 from . import deepspeed_json
-from .blocks import BaftConfig, PaftConfig, ReftConfig, SyncConfig, SystemConfig
+from .blocks import BaftConfig, PaftConfig, ReftConfig, SystemConfig
 from .keys import Key
 from .launch_context import LaunchContext, launch_context, run_directory, run_root, worker_environment
 from .schema import Config, add_flags, keys, merge
+from .sync_block import SyncConfig
 
 __all__ = [
     "BaftConfig",

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 Spell = Callable[[KeyPath], str]
 _AVERAGES = ("h", "aggregate", "trim", "average_optimizer_state")
 _BOUNDS = ("h_min", "h_max")
+_LAYERED = ("h", "schedule", "profile", "replan", "order")
 
 
 def speller(keys: tuple[Key, ...], spelling: Callable[[Key], str]) -> Spell:
@@ -97,6 +98,11 @@ def require_consistent_sync(config: Config, spell: Spell) -> None:
             raise ConfigError(f"{spell(('sync', name))}: has no effect {reason}; drop it")
     if sync.policy == "a_edit":
         _require_clocked(config, spell)
+    if sync.h == "auto" and sync.schedule == "equal":
+        raise ConfigError(
+            f"{spell(('sync', 'h'))}: auto needs a profile, and {spell(('sync', 'schedule'))} equal makes none; give a "
+            "number, or drop the schedule"
+        )
     if config.paft is not None and config.paft.mode != "audit":
         raise ConfigError(
             f"{spell(('sync', 'policy'))}: {sync.policy} contradicts {spell(('paft', 'mode'))} {config.paft.mode}: "
@@ -131,8 +137,18 @@ def _require_clocked(config: Config, spell: Spell) -> None:
 
 def _without_effect_on_sync(sync: Any) -> Iterator[tuple[str, str]]:
     """Keys that nothing reads with this policy, and why."""
-    if sync.policy == "post_local_sgd":
-        yield from ((name, "with post_local_sgd, which takes the mean") for name in ("outer_lr", "outer_momentum"))
+    if sync.policy in ("post_local_sgd", "dreamddp"):
+        yield from ((name, f"with {sync.policy}, which takes the mean") for name in ("outer_lr", "outer_momentum"))
+    if sync.is_layered:
+        yield "apply", "with dreamddp, which averages behind the backward"
+        yield "prefetch", "with dreamddp, which averages behind the backward"
+        yield "offload", "with dreamddp, which keeps no last synchronised parameters"
+    else:
+        yield from ((name, f"with {sync.policy}: dreamddp alone has it") for name in _LAYERED)
+    if sync.schedule == "equal":
+        yield "profile", "with schedule equal, which is not planned"
+    if sync.is_layered and not sync.measures_layers:
+        yield "replan", "unless layers are planned from what this job measures"
     if sync.policy == "a_edit":
         yield "tau", "with a_edit, which synchronises by the clock: --sync-seconds"
     else:

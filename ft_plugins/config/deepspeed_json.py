@@ -26,13 +26,14 @@ _SWITCH_OR_FLAG = "--deepspeed"  # DeepSpeed's switch; with a file it is the fla
 
 
 def config_path(arguments: Sequence[str]) -> str | None:
-    """The last DeepSpeed configuration file named in a script's arguments; None if there is none."""
+    """The last DeepSpeed configuration file named in a script's arguments; None if there is none. After `--deepspeed`,
+    a switch for most scripts, only a word that ends in '.json' is a file."""
     path = None
     for index, word in enumerate(arguments):
         name, equals, value = word.partition("=")
         if not equals:
             value = arguments[index + 1] if index + 1 < len(arguments) else ""
-        if value and name in _FLAGS or name == _SWITCH_OR_FLAG and value.endswith(".json"):
+        if (name in _FLAGS and value) or (name == _SWITCH_OR_FLAG and value.endswith(".json")):
             path = value
     return path
 
@@ -48,18 +49,22 @@ def from_file(path: Path) -> Config:
     """The configuration in a file. Raises ConfigError, naming the file, and line and column of a syntax error."""
     try:
         text = read_bytes(path, _LIMIT).decode()
-    except (OSError, ValueError) as error:
-        if isinstance(error, OSError):
-            reason = error.strerror
-        else:
-            reason = str(error) if isinstance(error, Unfit) else "it is not text"
-        raise ConfigError(f"the DeepSpeed configuration {path}: cannot be read ({reason}); name a JSON file") from error
+    except OSError as error:
+        raise _unreadable(path, error.strerror) from error
+    except Unfit as error:
+        raise _unreadable(path, str(error)) from error
+    except ValueError as error:
+        raise _unreadable(path, "it is not text") from error
     return _config_in(_parse(text, str(path)), str(path))
 
 
 def from_mapping(config: Mapping[str, Any]) -> Config:
     """The configuration in a dictionary. Raises ConfigError."""
     return _config_in(config, "the DeepSpeed configuration")
+
+
+def _unreadable(path: Path, reason: str | None) -> ConfigError:
+    return ConfigError(f"the DeepSpeed configuration {path}: cannot be read ({reason}); name a JSON file")
 
 
 def _config_in(config: Any, place: str) -> Config:
@@ -97,7 +102,8 @@ def _parse(text: str, place: str) -> Any:
 
 
 def _as_hjson(text: str, unique: Any) -> Any:
-    """Parse Hjson (JSON with comments, optional commas and quotes), which DeepSpeed accepts; None if it is not that."""
+    """Parse Hjson (JSON with comments, optional commas and quotes), which DeepSpeed accepts. None if the text is not an
+    object in Hjson, or if hjson is not installed."""
     try:
         hjson = importlib.import_module("hjson")
     except ImportError:
@@ -108,6 +114,6 @@ def _as_hjson(text: str, unique: Any) -> Any:
         raise
     except RecursionError as error:
         raise Unfit(f"it is nested more than {DEPTH} deep") from error
-    except Exception:  # any error of the parser: the text is not JSON
+    except Exception:  # any error of the parser: the text is not Hjson
         return None
     return value if isinstance(value, dict) else None

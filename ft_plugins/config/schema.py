@@ -20,8 +20,9 @@ from pydantic import Field, PrivateAttr, ValidationError
 from ..errors import ConfigError
 from ..intake import Unfit, require_shallow
 from . import checks, sources
-from .blocks import NAME_RULE, BaftConfig, Block, Faults, Name, NonEmptyText, PaftConfig, ReftConfig, SyncConfig, more
+from .blocks import NAME_RULE, BaftConfig, Block, Faults, Name, NonEmptyText, PaftConfig, ReftConfig, more
 from .keys import Key, KeyPath, derive
+from .sync_block import SyncConfig
 
 _JSON = "ft_plugins"  # name of the block in a DeepSpeed JSON file
 _GENERAL = "ftp"  # flags of keys that belong to no system

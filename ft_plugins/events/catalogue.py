@@ -422,6 +422,17 @@ REPLICAS_SYNCHRONISED = EventType(
     iterations=Field("list", "those of each replica since the last synchronisation (a_edit)", optional=True),
     nonfinite=Field("dict", "ranks whose parameters were infinite or NaN, by module"),
 )  # fmt: skip
+LAYERS_AVERAGED = EventType(
+    "layers.averaged", ROUTINE, "The layers of one iteration were averaged over the replicas (dreamddp).",
+    iteration=_ITERATION, layers=Field("list", "those layers"),
+    waited_seconds=Field("float", "time for which training waited", "s"),
+)  # fmt: skip
+LAYERS_PLANNED = EventType(
+    "layers.planned", NOTICE, "From the next iteration on layers are averaged by a new schedule (dreamddp).",
+    iteration=_ITERATION, period=Field("int", "iterations in which each layer is averaged at least once"),
+    exposed_seconds=Field("float", "planned time of a period for which training waits for averaging", "s"),
+    seconds=Field("float", "planned time of forward, backward and that, per period", "s"), reason=_REASON,
+)  # fmt: skip
 NONFINITE_DETECTED = EventType(
     "nonfinite.detected", ALARM, "Parameters of some ranks were infinite or NaN when replicas were combined.",
     "Look at the loss; if it is always the same rank, drain its device. Under local SGD, if it "

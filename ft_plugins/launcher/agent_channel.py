@@ -43,12 +43,13 @@ class AgentChannel:
         name = job.encode()
         bound = (_PURPOSE, len(name).to_bytes(8, "big"), name, group_size.to_bytes(8, "big"), *nonces)
         self._key = hmac.digest(secret, b"".join(bound), "sha256")
-        self.publish("here", b"")
+        self.publish("here", b"")  # its proof is valid only if the other agent derived the same key
         for each, value in enumerate(self.read_all("here")):
             if value is None:
                 raise ConfigError(
-                    f"the node of group rank {each} has a different secret from that of group rank {group_rank}; "
-                    "give --ftp-secret-file, with the same content, on all nodes"
+                    f"the node of group rank {each} has a different secret from that of group rank {group_rank}, or "
+                    "another process wrote its value in the store of the rendezvous; give --ftp-secret-file, with the "
+                    "same content, on all nodes, or drop --rdzv-backend: the rendezvous of ft-run authenticates nodes"
                 )
 
     def publish(self, name: str, value: bytes) -> None:
@@ -56,8 +57,8 @@ class AgentChannel:
         self._store.set(f"{name}/{self._group_rank}", value + self._proof(name, self._group_rank, value))
 
     def read_all(self, name: str, timeout: timedelta | None = None) -> Sequence[bytes | None]:
-        """The values of all agents, by group rank; None for one without a valid proof. `timeout`: None for the store's
-        own. Raises torch's DistError if a value is late."""
+        """Wait for the values of all agents, by group rank; None for one without a valid proof. `timeout`: None or zero
+        for the store's own. Raises torch's DistError if a value is late."""
         keys = [f"{name}/{each}" for each in range(self._group_size)]
         if timeout:
             self._store.wait(keys, timeout)

@@ -1,4 +1,4 @@
-"""What a host offers to local SGD: over which replicas gradients are reduced, and when a module is about to be used.
+"""What a host offers to local SGD: over which replicas gradients are reduced, and when modules are used.
 
 Local SGD (EDiT, DiLoCo, Post Local SGD) lets replicas train on their own between two synchronisations. A replica here
 is a whole copy of the model: the tensor- and pipeline-parallel ranks, and the ranks over which a ZeRO or FSDP shard
@@ -16,7 +16,7 @@ parallelism, and those that keep tied embeddings equal, are not touched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from enum import Enum
 from typing import Protocol, runtime_checkable
 
@@ -26,6 +26,22 @@ class ReducedOver(str, Enum):
 
     ALL = "all"
     LOCAL = "local"
+
+
+class ModuleEdges(Protocol):
+    """Receives the begin and the end of each forward and each backward of a module.
+
+    Edges are for measurements and for what may start early, and never decide what training computes: the backward of a
+    module whose graph cannot be followed is not reported. A call returns soon, raises nothing, and may come from a
+    thread of the framework's, but never from two at once."""
+
+    def forward_begin(self, module: str) -> None: ...
+
+    def forward_end(self, module: str) -> None: ...
+
+    def backward_begin(self, module: str) -> None: ...
+
+    def backward_end(self, module: str) -> None: ...
 
 
 @runtime_checkable
@@ -59,4 +75,25 @@ class ReductionControl(Protocol):
     def before_modules(self, call: Callable[[str], None]) -> None:
         """From now on call `call(module)` right before each forward of each of this rank's modules, recomputations and
         evaluations included. Raises UnsupportedError, by name, if forwards cannot be followed."""
+        ...
+
+    def follow_modules(self, edges: ModuleEdges) -> None:
+        """From now on report the edges of this rank's modules to `edges`, whatever of them is synchronised: parameters,
+        masters or shards. Evaluations and recomputations included; a module with several parts has the edges of each.
+        Training stays bit for bit the same. Raises UnsupportedError, by name, if forwards cannot be followed."""
+        ...
+
+
+@runtime_checkable
+class EarlyUpdates(Protocol):
+    """A host that can update a module before the backward of the others has ended."""
+
+    def early_refusal(self) -> str:
+        """Why modules cannot be updated on their own here; '' if they can."""
+        ...
+
+    def update_modules_early(self, wanted: Callable[[], Collection[str]], updated: Callable[[str], None]) -> None:
+        """From now on, when the backward has completed all gradients of a module among `wanted()`, update it and call
+        `updated(module)`; the fence is passed before the first of an iteration. The others follow in the loop's own
+        update. Not to be called if it is refused."""
         ...

@@ -2,10 +2,11 @@
 
 A rank's forward passes are numbered through all of its chunks in the order of `schedule_table`; its backward passes
 too, with the chunks from last to first. The k-th forward pass needs the output of the previous rank's k-th forward
-pass; the k-th backward pass that of the next rank's. Where the model wraps around, the leading rank (first in forwards,
-last in backwards) needs the pass of the rank at the other end that lies one group before: k - `grouped` (Megatron's
-microbatch_group_size_per_vp_stage), less in a shorter last group. It receives that rank's pass j right after its own
-pass j + ranks - 1.
+pass; the k-th backward pass that of the next rank's. Where the model wraps around from one chunk to the next, the
+leading rank (the first in forwards, the last in backwards) has no such neighbour. With n microbatches in a group, its
+pass k needs the output of pass (k - n) of the rank at the other end; n is `grouped` (Megatron's
+microbatch_group_size_per_vp_stage), or smaller in the last group. It receives the output of that rank's pass j right
+after its own pass (j + ranks - 1).
 
 Invariant: passes, sends, receives and waits have the order of megatron-core 0.16; every receive matches a send.
 `overlap` is overlap_p2p_comm; overlap_p2p_comm_warmup_flush and overlap_moe_expert_parallel_comm are not modelled.
@@ -35,11 +36,11 @@ class Interleaved:
 
     def __init__(self, pipeline: Pipeline, rank: int) -> None:
         self._pipeline, self._rank = pipeline, rank
-        self._first, self._last = rank == 0, rank == pipeline.ranks - 1
+        self._is_first, self._is_last = rank == 0, rank == pipeline.ranks - 1
         self._table = schedule_table(pipeline)
         self._passes = len(self._table)
-        behind = 2 * (pipeline.ranks - 1 - rank)
-        self._warmup_passes = min(behind + (pipeline.chunks - 1) * pipeline.grouped, self._passes)
+        warmup_passes = 2 * (pipeline.ranks - 1 - rank) + (pipeline.chunks - 1) * pipeline.grouped
+        self._warmup_passes = min(warmup_passes, self._passes)
         self._operations: list[Operation] = []
         # receives posted and not yet waited for, oldest first
         self._activations: deque[Messages] = deque()
@@ -51,13 +52,13 @@ class Interleaved:
         """The operations of one iteration."""
         self._warm_up()
         for k in range(self._passes - self._warmup_passes):
-            (self._overlapped if self._pipeline.overlap else self._blocking)(k)
+            (self._steady_overlapped if self._pipeline.overlap else self._steady_blocking)(k)
         self._flush()
         return self._operations
 
     def _warm_up(self) -> None:
-        first = () if self._first else (self._pipeline.activation(self._rank - 1, 0),)
-        self._post_blocking((), first)
+        first_activation = () if self._is_first else (self._pipeline.activation(self._rank - 1, 0),)
+        self._post_blocking((), first_activation)
         for k in range(self._warmup_passes):
             self._compute(Pass.FORWARD, k)
             begins_steady = k == self._warmup_passes - 1 and self._warmup_passes < self._passes
@@ -70,7 +71,8 @@ class Interleaved:
             else:
                 self._post_blocking(self._sends_after_forward(k), self._receives_after_forward(k) + gradient)
 
-    def _blocking(self, k: int) -> None:
+    def _steady_blocking(self, k: int) -> None:
+        """A forward pass and then the k-th backward pass; send and receive for both at once."""
         forward = k + self._warmup_passes
         self._compute(Pass.FORWARD, forward)
         self._compute(Pass.BACKWARD, k)
@@ -79,10 +81,12 @@ class Interleaved:
             self._receives_after_forward(forward) + self._receives_after_backward(k),
         )
 
-    def _overlapped(self, k: int) -> None:
-        """Wait for a pass's send only after the next pass, and for a receive right before the pass that needs it."""
+    def _steady_overlapped(self, k: int) -> None:
+        """A forward pass and then the k-th backward pass. Wait for a pass's send only after the next pass of its kind,
+        and for a receive right before the pass that needs it."""
         forward = k + self._warmup_passes
-        if self._activations and not (self._first and self._table[forward][1] == 0):
+        begins_model = self._is_first and self._table[forward][1] == 0  # the pass then needs no activation
+        if self._activations and not begins_model:
             self._operations.append(Wait((), self._activations.popleft()))
         self._compute(Pass.FORWARD, forward)
         sends = self._sends_after_forward(forward)
@@ -101,11 +105,13 @@ class Interleaved:
             self._wait_for_gradient(k)
             self._compute(Pass.BACKWARD, k)
             self._post_blocking(self._sends_after_backward(k), self._receives_after_backward(k))
+        # the last forward send is never waited for: megatron-core does not wait for it either
         if self._sent_backward:
             self._operations.append(Wait(self._sent_backward, ()))
 
     def _wait_for_gradient(self, k: int) -> None:
-        if self._gradients and not (self._last and self._chunk_backward(k) == self._pipeline.chunks - 1):
+        ends_model = self._is_last and self._chunk_backward(k) == self._pipeline.chunks - 1  # it needs no gradient
+        if self._gradients and not ends_model:
             self._operations.append(Wait((), self._gradients.popleft()))
 
     def _post(self, sends: Messages, receives: Messages, pending: deque[Messages], previous_sends: Messages) -> None:
@@ -143,7 +149,7 @@ class Interleaved:
         ranks = self._pipeline.ranks
         if k == self._passes - 1:
             return ()
-        if not self._first:
+        if not self._is_first:
             microbatch, chunk = self._table[k + 1]
             return (self._pipeline.activation(chunk * ranks + self._rank - 1, microbatch),)
         aligned = k - (ranks - 1)  # the last rank's pass at the same time
@@ -157,7 +163,7 @@ class Interleaved:
         ranks = self._pipeline.ranks
         if k == self._passes - 1:
             return ()
-        if not self._last:
+        if not self._is_last:
             stage = self._chunk_backward(k + 1) * ranks + self._rank + 1
             return (self._pipeline.gradient(stage, self._table[k + 1][0]),)
         aligned = k - (ranks - 1)  # the first rank's pass at the same time
@@ -166,7 +172,7 @@ class Interleaved:
         return (self._pipeline.gradient(self._chunk_backward(aligned) * ranks, self._table[aligned][0]),)
 
     def _first_gradient(self) -> Messages:
-        if self._last:
+        if self._is_last:
             return ()
         stage = (self._pipeline.chunks - 1) * self._pipeline.ranks + self._rank + 1
         return (self._pipeline.gradient(stage, 0),)

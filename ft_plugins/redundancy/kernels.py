@@ -5,10 +5,11 @@ Invariant: a source that is shorter than its target is padded with zeros; a long
 stay in cache. Both give the same bytes. With numba a call of many megabytes is one native call without the GIL; NumPy
 takes the GIL at every block. Calls share no state: threads may call at the same time, for different targets.
 
-The SMP calls only `scale_xor_into`, as frames arrive one by one. Only tests and benchmarks/parity.py call the others,
-which add several sources in one pass or verify while they add, and pass `loops`, which selects the implementation.
+The SMP calls only `scale_xor_into`, as frames arrive one by one. The others add several sources in one pass, or verify
+while they add; only tests and benchmarks/parity.py call them. Only these pass `loops`, to select the implementation.
 
-+= is XOR into the target. With `overwrite` the previous content of the target is ignored, which saves clearing it.
+Below, += is XOR into the target. With `overwrite` the previous content of the target is ignored, which saves clearing
+it.
 
 In: one-dimensional contiguous uint8 arrays at any address, of any length; sources may be read-only.
 Out: changed targets. Raises ValueError for arrays that do not match, before anything is changed.
@@ -151,7 +152,7 @@ def _digest_and_add(target: Bytes, source: Bytes, factor: int, overwrite: bool, 
 
 
 def _add(target: Bytes, source: Bytes, factor: int, overwrite: bool, loops: Loops) -> None:
-    """target += factor * source, over the length of the shorter one."""
+    """target += factor * source, over the length of the shorter one; `overwrite` also clears the target beyond it."""
     nbytes = min(source.size, target.size) if factor else 0
     if overwrite:
         target[nbytes:].fill(0)
@@ -177,7 +178,7 @@ def _ranges(sources: Sequence[Bytes]) -> Iterator[tuple[int, int, list[int]]]:
 
 
 def _runs(present: Sequence[int], exponents: Sequence[int]) -> Iterator[list[int]]:
-    """The sources in runs of consecutive ascending exponents, at most MAX_SOURCES in a run."""
+    """The indices of the sources in runs of consecutive ascending exponents, at most MAX_SOURCES in a run."""
     run: list[int] = []
     for at in sorted(present, key=lambda at: exponents[at]):
         if run and (exponents[at] != exponents[run[-1]] + 1 or len(run) == MAX_SOURCES):
@@ -212,7 +213,10 @@ def _check_cover(source: Bytes, buckets: Sequence[tuple[int, int, int]], name: s
     end = 0
     for number, (offset, nbytes, _) in enumerate(buckets):
         if offset != end or nbytes < 0:
-            raise ValueError(f"{name}: bucket {number} is {nbytes} bytes at {offset}, expected to start at {end}")
+            raise ValueError(
+                f"{name}: bucket {number} is {nbytes} bytes at {offset}, expected to start at {end}, with 0 bytes or "
+                "more"
+            )
         end += nbytes
     if end != source.size:
         raise ValueError(f"{name}: buckets cover {end} of {source.size} bytes; the rest would be added unverified")

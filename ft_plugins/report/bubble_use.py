@@ -3,8 +3,8 @@
 Invariant: everything comes from the job's events: `timeline.recorded` and `bubbles.planned` of each rank,
 `version.committed` of each node. Of several plans, the one with the most committed versions is used. The exchange of
 its first version began before the plan, so the bytes of that version are left out. Timelines belong to one plan if the
-ranks planned in the same iteration of the same incarnation: a rank that was lost before it recorded its own is missing
-in that plan only.
+ranks planned in the same iteration of the same incarnation: a rank that was lost before it recorded its timeline is
+missing in that plan only.
 
 For each rank a node reports only the bubbles that carried most bytes; the bytes sent in the others are unknown, not
 zero. Bytes are counted by an SMP from its start, so commits of its replacement are left out.
@@ -29,7 +29,7 @@ _BYTE_FIELDS = ("in_bubbles", "late", "by_rate")
 @dataclass(frozen=True)
 class CopyTraffic:
     """Bytes of copies, summed over nodes: each node's between its first and last committed version under the plan.
-    `versions` and `iterations` lie between these two on the node with the most."""
+    `versions` and `iterations` are counted between these two, on the node with the most versions."""
 
     idle_share: float  # bubbles, as a share of an iteration, over all ranks
     planned_iterations_per_version: int
@@ -71,8 +71,8 @@ class CopyTraffic:
 
 @dataclass(frozen=True)
 class BubbleUse:
-    """One plan and what was sent under it. `nodes`: by rank; `sent`: bytes by rank and bubble, over the rank's
-    `iterations`; incomplete for `partly_reported`."""
+    """One plan and what was sent under it. `nodes`: by rank. `sent`: bytes by rank and bubble, during the `iterations`
+    of that rank. `partly_reported`: the ranks for which bubbles may be missing in `sent`."""
 
     rows: tuple[Row, ...]
     nodes: Mapping[int, str]
@@ -99,7 +99,8 @@ def bubble_use(events: Sequence[Event]) -> BubbleUse | None:
 def _plans(events: Sequence[Event]) -> list[dict[int, Event]]:
     """The `timeline.recorded` events of each plan, by rank.
 
-    All ranks of an incarnation attach before any of them plans, so an attachment after a timeline begins another one.
+    All ranks of an incarnation attach before any of them plans, so the first attachment after a timeline begins the
+    next incarnation.
     """
     plans: dict[tuple[int, int], dict[int, Event]] = defaultdict(dict)
     incarnation, has_planned = 0, False
@@ -140,10 +141,11 @@ def _use_of_plan(events: Sequence[Event], timelines: Mapping[int, Event]) -> Bub
             }
     rows = tuple(Row.read(rank, event.fields) for rank, event in sorted(timelines.items()))
     planned = {rank: _planned(events, rank, event) for rank, event in sorted(timelines.items())}
-    idle = sum(fields["idle_seconds"] for fields in planned.values())  # a timeline has only its first bubbles
+    idle = sum(fields["idle_seconds"] for fields in planned.values())  # not from timelines: they omit later bubbles
     seconds = max(1e-9, sum(row.seconds for row in rows))  # avoids a division by zero
     versions, iterations = max(progress)
-    traffic = CopyTraffic(idle / seconds, planned[min(planned)]["iterations"], versions, iterations, **sums)
+    per_version = planned[min(planned)]["iterations"]  # any rank's: all ranks adopt the same number
+    traffic = CopyTraffic(idle / seconds, per_version, versions, iterations, **sums)
     nodes = {rank: event.node for rank, event in timelines.items()}
     return BubbleUse(rows, nodes, sent, traffic, iterations_of, partly_reported)
 
@@ -157,7 +159,8 @@ def _filled(fields: Mapping[str, Any]) -> dict[int, dict[int, int]]:
 
 
 def _committed(events: Sequence[Event], node: str, since: float) -> list[Event]:
-    """The commits of a node's SMP until its ranks made a new plan or restarted, or another SMP replaced it."""
+    """The commits of a node's SMP after `since`, until its ranks made a new plan or restarted, or another SMP replaced
+    it."""
     commits: list[Event] = []
     for event in events:
         if event.node != node or event.time <= since:
@@ -172,7 +175,7 @@ def _committed(events: Sequence[Event], node: str, since: float) -> list[Event]:
 
 
 def _planned(events: Sequence[Event], rank: int, timeline: Event) -> Mapping[str, Any]:
-    """The fields of the `bubbles.planned` event that a rank emits right before its timeline."""
+    """The fields of the `bubbles.planned` event that a rank emits right before its timeline; zeros if it is missing."""
     before = [
         event.fields
         for event in events

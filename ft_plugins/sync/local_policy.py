@@ -4,6 +4,7 @@
     diloco           the same mean, through an outer optimizer                           (Douillard et al., 2023)
     edit             the mean of what passes the penalty, through an outer optimizer     (EDiT, Algorithms 1 and 2)
     a_edit           edit, but after a time instead of tau iterations                    (EDiT, section 3.3; own_pace)
+    dreamddp         as post_local_sgd; in the iterations between, the mean of some layers  (DreamDDP; layers_job)
 
 Iterations up to `warmup` are ordinary data parallelism. Later ones are local, and replicas are synchronised after the
 update of every multiple of tau: the first local period may be shorter. So synchronisations are at the multiples at
@@ -38,7 +39,8 @@ class AppliedAt(str, Enum):
 @dataclass(frozen=True)
 class LocalSgdPolicy:
     """`penalty` is None if replicas are not judged. `seconds`: time between synchronisations by the clock, else None.
-    `weights`: whether a replica counts by what it has trained on (a_edit). Raises ConfigError."""
+    `weights`: whether a replica counts by what it has trained on (a_edit). `layered`: whether some layers are averaged
+    in iterations between synchronisations (dreamddp). Raises ConfigError."""
 
     name: str
     tau: int
@@ -48,6 +50,7 @@ class LocalSgdPolicy:
     penalty: PenaltyRules | None = None
     seconds: float | None = None
     weights: Literal["uniform", "tokens"] = "uniform"
+    layered: bool = False
 
     def __post_init__(self) -> None:
         if self.tau < 1 or self.warmup < 0:
@@ -65,12 +68,13 @@ class LocalSgdPolicy:
 
     def require_synchronisation(self, last: int) -> None:
         """Raises ConfigError if training ends at iteration `last` before its first synchronisation."""
-        if self.seconds is not None and last <= self.warmup:
+        always = self.seconds is not None or self.layered
+        if always and last <= self.warmup:
             raise ConfigError(
                 f"--sync-warmup {self.warmup}: training ends at iteration {last}, before the first synchronisation; "
                 "shorten the warm-up, or drop --sync"
             )
-        if self.seconds is None and not self.due(last - last % self.tau):
+        if not always and not self.due(last - last % self.tau):
             raise ConfigError(
                 f"--sync-warmup {self.warmup} with --sync-tau {self.tau}: training ends at iteration {last}, before "
                 "the first synchronisation; shorten one of the two, or drop --sync"
@@ -118,6 +122,11 @@ class LocalSgdPolicy:
         return self.reduced_over(step) is ReducedOver.LOCAL and (every or self.in_flight(step))
 
     @property
+    def anchored(self) -> bool:
+        """Whether the parameters of the last synchronisation are kept."""
+        return not self.layered
+
+    @property
     def previous_anchor_is_needed(self) -> bool:
         """Whether a version at a synchronisation needs the parameters of the synchronisation before."""
         return self.apply is AppliedAt.UPDATE
@@ -125,6 +134,7 @@ class LocalSgdPolicy:
 
 _OUTER = {  # learning rate and momentum
     "diloco": (0.7, 0.9), "edit": (0.8, 0.85), "a_edit": (0.8, 0.85), "post_local_sgd": (1.0, 0.0),
+    "dreamddp": (1.0, 0.0),
 }  # fmt: skip
 
 
@@ -139,8 +149,9 @@ def policy_of(config: SyncConfig, apply: AppliedAt) -> LocalSgdPolicy:
     if config.penalizes:
         penalty = PenaltyRules(config.alpha, config.threshold, config.penalty_warmup, config.clip)
     return LocalSgdPolicy(
-        config.policy, config.tau, config.warmup, apply, outer, penalty, config.period, config.weights or "uniform"
-    )
+        config.policy, config.tau, config.warmup, apply, outer, penalty, config.period, config.weights or "uniform",
+        config.is_layered,
+    )  # fmt: skip
 
 
 def wants_modules(config: SyncConfig, has_masters: bool) -> bool:

@@ -4,15 +4,22 @@
     exchange          live values of all replicas -> the target of one module                          (collective)
     apply             outer step from anchor to target; the result becomes live
 
-Each of the M ranks of a sync group owns 1/M of the coordinates of a bucket: it receives the others' values of its part,
-combines them, and sends the result to all. Norms travel in the same messages, so that a module is two exchanges: with
-the values that of its replica's change (the pseudo-gradient), by which replicas are judged; with the result the sum of
-squares of its part, from which all members derive the clip factor, in rank order. Without a penalty a number in place
-of the norm says whether the replica's values are finite: one that is not is left out with every policy.
+Each of the M ranks of a sync group owns 1/M of the coordinates of a bucket, its part: it receives the others' values
+of its part, combines them, and sends the result to all. So a bucket takes two exchanges. Norms need no exchange of
+their own in the sync group, because they travel with the buckets:
 
-Invariant: after `apply` all replicas hold the same bits, whatever they held before, and so do anchors and momentum.
-Only `apply` writes live tensors and momentum; only `apply` and `remember` write anchors. `exchange` may run behind
-forward and backward.
+    values, first bucket     with the norm of the replica's change of the module (the pseudo-gradient): all members
+                             judge the replicas by these norms
+    results, every bucket    if changes are clipped, with the sum of squares of the mean change in the sender's part:
+                             all members add up these sums in rank order, and derive the same clip factor
+
+If several ranks of a replica hold parts of a module, they also add up its squares among themselves: those of the norm
+before the exchanges, those of the clip factor after them. Without a penalty the norm is 0, or NaN if a value is not
+finite: with every policy a replica with such a value is left out.
+
+Invariant: after `apply` all replicas hold the same bits, whatever they held before; so do their anchors and momentum.
+Of the methods, only `apply` writes live tensors and momentum, and only `apply` and `remember` write anchors; a restore
+writes `states` before training. `exchange` may run behind forward and backward.
 
 In: modules, live tensors, rules. Out: changed tensors; judgements. Fault points, each with the module:
 
@@ -38,7 +45,8 @@ from .penalty import NO_PENALTY, Judgement, NormStatistics, PenaltyRules, clip_f
 
 @dataclass
 class ModuleState:
-    """The anchors and the outer momentum of one module, by item, flat, in fp32 (float64 for float64 parameters)."""
+    """The anchors and the outer momentum of one module, by item, flat, in fp32 (float64 for float64 parameters); no
+    anchors if the rules need none."""
 
     anchors: dict[str, torch.Tensor]
     momentum: dict[str, torch.Tensor]
@@ -47,10 +55,17 @@ class ModuleState:
 
 @dataclass(frozen=True)
 class SynchronisationRules:
-    """How replicas are combined. `clips`: whether the norm of a module's mean change is bounded."""
+    """How replicas are combined. `anchored`: whether the values of the last synchronisation are kept; without them the
+    mean itself is applied, and a module of which no replica is finite stays as it is. `clips`: whether the norm of a
+    module's mean change is bounded."""
 
     outer: OuterRules
     penalty: PenaltyRules | None
+    anchored: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.anchored and (self.penalty is not None or not self.outer.takes_target):
+            raise ValueError("the change since the last synchronisation is unknown without anchors")
 
     @property
     def clips(self) -> bool:
@@ -76,10 +91,11 @@ class Synchronisation:
         live = tensors()
         self.states: dict[str, ModuleState] = {}
         for module in modules:
-            anchors = {item.name: _anchor_of(live[item.name], offload) for item in module.items}
+            anchored = module.items if rules.anchored else ()
+            anchors = {item.name: _anchor_of(item.name, live[item.name], offload) for item in anchored}
             momentum = {
-                name: torch.zeros_like(one, pin_memory=one.is_pinned())
-                for name, one in anchors.items()
+                name: torch.zeros_like(anchor, pin_memory=anchor.is_pinned())
+                for name, anchor in anchors.items()
                 if rules.outer.has_buffer
             }
             statistics = [NormStatistics() for _ in self._members(module)] if rules.penalty else []
@@ -96,15 +112,15 @@ class Synchronisation:
         return sum(tensor.nbytes for tensor in held)
 
     def remember(self) -> None:
-        """Take the live values as anchors: replicas are identical now."""
+        """Take the live values as anchors. Only while replicas are identical."""
         live = self._tensors()
         for state in self.states.values():
             for name, anchor in state.anchors.items():
                 anchor.copy_(flat(name, live[name]))
 
     def begin(self, factors: Sequence[float] | None = None) -> None:
-        """A synchronisation begins, of which every module is to be exchanged and applied once. `factors`: a further
-        factor of each replica's weight."""
+        """Begin a synchronisation: each module is then exchanged and applied once. `factors`: a further factor of each
+        replica's weight."""
         self._factors = factors
 
     # ---- background thread: collectives ----
@@ -119,16 +135,16 @@ class Synchronisation:
         values: list[torch.Tensor] = []
         self._targets[name] = values
         norm = self._norm(module)
-        squares = []  # by bucket, those of the parts of all ranks of the sync group
+        squares_by_bucket = []  # of the mean change, in the part of each rank of the sync group
         for place, bucket in enumerate(module.buckets):
-            received = self._received(name, bucket, read(bucket, live), norm if place == 0 else None)
+            received = self._gather_own_part(name, bucket, read(bucket, live), norm if place == 0 else None)
             judgement = self._judgements[name]
             if judgement.rollback:
                 return 1.0
-            mean, parts = self._mean(name, bucket, received, judgement)
+            mean, squares = self._mean(name, bucket, received, judgement)
             values.append(mean)
-            squares.append(parts)
-        factor = self._clip_factor(name, torch.stack(squares).cpu()) if self._rules.clips else 1.0
+            squares_by_bucket.append(squares)
+        factor = self._clip_factor(name, torch.stack(squares_by_bucket).cpu()) if self._rules.clips else 1.0
         if factor == 0.0:  # the mean change is not finite, although each replica's is
             values.clear()
         elif factor != 1.0:
@@ -138,8 +154,8 @@ class Synchronisation:
         return factor
 
     def _norm(self, module: ModulePlan) -> torch.Tensor:
-        """The norm of this replica's change of a module, 0 without a penalty: (1,) float64, equal on all its ranks. NaN
-        or infinite if any value is not, also in a bucket that is not `in_norm` because another rank counts it."""
+        """The norm of this replica's change of a module, 0 without a penalty: (1,) float64, equal on all its ranks. It
+        is not finite if any value is not, also in a bucket that is not `in_norm` because another rank counts it."""
         live, squares = self._tensors(), torch.zeros(1, dtype=torch.float64, device=self._links.device)
         for bucket in module.buckets:
             values = read(bucket, live)
@@ -157,9 +173,12 @@ class Synchronisation:
                 squares += part
         return squares.sqrt()
 
-    def _received(self, name: str, bucket: ReplicaBucket, own: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
-        """The values of all replicas in the part of a bucket that this rank combines. With `norm`, that of the module's
-        change, the replicas are judged by the norms that all of them send in the same message."""
+    def _gather_own_part(
+        self, name: str, bucket: ReplicaBucket, own: torch.Tensor, norm: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Gather all replicas' values of the part of a bucket that this rank combines; `own`: this replica's values of
+        the whole bucket. If `norm` is given, that of this replica's change of the module, gather all replicas' norms in
+        the same messages, and judge the module by them."""
         part = _part_size(bucket)
         rows = torch.zeros(len(bucket.replicas) * part, dtype=own.dtype, device=own.device)
         rows[: len(own)] = own
@@ -173,8 +192,9 @@ class Synchronisation:
     def _mean(
         self, name: str, bucket: ReplicaBucket, received: torch.Tensor, judgement: Judgement
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The mean of a bucket over its replicas, weighted as judged; and, if changes are clipped, the squared norm of
-        its change in the part of each rank, which that rank sends with its part."""
+        """The mean of a bucket over its replicas, weighted as judged; and the squared norm of the mean change in the
+        part of each rank, which that rank sends with its part: 0 if the bucket is not `in_norm`, an empty tensor if
+        changes are not clipped."""
         if judgement.weights_are_equal:
             chosen = [place for place, weight in enumerate(judgement.weights) if weight]
             combined = aggregate(received if len(chosen) == len(received) else received[chosen], Aggregate.MEAN)
@@ -186,8 +206,10 @@ class Synchronisation:
         start = bucket.replicas.index(self._links.rank) * _part_size(bucket)
         anchor = self._anchors(name, bucket)[start : start + len(combined)].double()  # shorter at the bucket's end
         squares = (combined[: len(anchor)].double() - anchor).square().sum().view(1)
-        means, parts = self._links.all_gather_with(bucket.replicas, combined, squares)
-        return means.view(-1)[: bucket.elements], parts if bucket.in_norm else torch.zeros_like(parts)
+        means, squares_by_rank = self._links.all_gather_with(bucket.replicas, combined, squares)
+        if not bucket.in_norm:  # another rank of the replica counts it
+            squares_by_rank = torch.zeros_like(squares_by_rank)
+        return means.view(-1)[: bucket.elements], squares_by_rank
 
     def _anchors(self, name: str, bucket: ReplicaBucket) -> torch.Tensor:
         """A copy of the anchors of a bucket, on the device."""
@@ -195,8 +217,8 @@ class Synchronisation:
         return torch.cat([_on_device(_piece(anchors, piece), self._links.device) for piece in bucket.pieces])
 
     def _clip_factor(self, name: str, squares: torch.Tensor) -> float:
-        """The factor for a module's mean change, from the squares of its buckets (rows) in the parts of all ranks of
-        the sync group, in rank order."""
+        """The factor for a module's mean change. `squares`: a row for each bucket, a column for the part of each rank
+        of the sync group, in rank order."""
         assert self._rules.penalty is not None
         holders = self._groups.holders[name]
         total: float = sum(sum(column) for column in squares.T.tolist())
@@ -211,16 +233,16 @@ class Synchronisation:
     def apply(self, name: str) -> Judgement:
         """Make the target of a module live, through the outer optimizer. Returns its judgement."""
         module, state, live = self._modules[name], self.states[name], self._tensors()
-        values = self._targets.pop(name)  # none after a rollback
+        values = self._targets.pop(name)  # empty after a rollback, and then nothing is stepped
         for value in values:
             if value.is_cuda:  # allocated on the background stream, which would reuse the memory before this has read
                 value.record_stream(torch.cuda.current_stream(value.device))
-        for bucket, value in zip(module.buckets, values, strict=False):
+        for bucket, value in zip(module.buckets, values, strict=False) if self._rules.anchored else ():
             pieces = value.split([piece.stop - piece.start for piece in bucket.pieces])
             for piece, part in zip(bucket.pieces, pieces, strict=True):
                 self._step(state, piece, part)
         faults.reach("sync.apply", module=name)
-        for place, bucket in enumerate(module.buckets):
+        for place, bucket in enumerate(module.buckets if values or self._rules.anchored else ()):
             write(bucket, live, values[place] if values else self._anchors(name, bucket))
         judgement = self._judgements.pop(name)
         if self._rules.penalty is not None:
@@ -232,7 +254,8 @@ class Synchronisation:
         rounded to its dtype."""
         held = [_piece(tensors, piece) for tensors in (state.anchors, state.momentum) if tensors]
         moved = [_on_device(tensor, self._links.device) for tensor in held]
-        anchor, buffer = moved[0], moved[1] if state.momentum else None
+        anchor = moved[0]
+        buffer = moved[1] if state.momentum else None
         outer_step(anchor, value.to(anchor.dtype), buffer, self._rules.outer)
         for tensor, result in zip(held, moved, strict=True):
             if tensor is not result:
@@ -240,12 +263,13 @@ class Synchronisation:
         value.copy_(anchor)
 
 
-def _anchor_of(live: torch.Tensor, offload: bool) -> torch.Tensor:
-    """A flat copy of a parameter in fp32 or wider; pinned if it is in host memory and the parameter on a device."""
+def _anchor_of(name: str, live: torch.Tensor, offload: bool) -> torch.Tensor:
+    """A flat copy of a parameter in fp32, or float64 if it is float64. With `offload` in host memory, and pinned there
+    if the parameter is on a device."""
     dtype = live.dtype if live.dtype is torch.float64 else torch.float32
     device = torch.device("cpu") if offload else live.device
     anchor = torch.empty(live.numel(), dtype=dtype, device=device, pin_memory=offload and live.is_cuda)
-    return anchor.copy_(flat("a parameter", live))
+    return anchor.copy_(flat(name, live))
 
 
 def _on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

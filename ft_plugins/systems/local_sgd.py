@@ -18,13 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-import msgpack
 import torch
-import torch.distributed as dist
 
 from ..collective import Collective
 from ..config import SyncConfig
@@ -36,13 +34,8 @@ from ..model.reduction import ReductionControl
 from ..snapshot.slots import Mark
 from ..sync import inheritance
 from ..sync.background import Background
-from ..sync.late_peers import PeerWait
-from ..sync.links import Links
 from ..sync.local_policy import AppliedAt, LocalSgdPolicy, chosen_apply, policy_of, wants_modules
 from ..sync.modules import (
-    GroupPlan,
-    JobGroups,
-    plan_groups,
     plan_modules,
     require_replicas,
     require_shard_ranks,
@@ -52,6 +45,8 @@ from ..sync.modules import (
 from ..sync.penalty import NormStatistics
 from ..sync.synchronisation import Synchronisation, SynchronisationRules
 from .clocked import ClockedReplica, timekeeper
+from .layered import LayeredAveraging
+from .sync_groups import SyncGroups, connect_groups
 from .sync_items import OuterItems
 from .under_way import SynchronisationUnderWay
 
@@ -62,11 +57,12 @@ class LocalSgd:
     """Local SGD on one rank, as a `Synchronizer`. Call `connect`, then `begin`, then the hooks."""
 
     name = "local_sgd"
-    waits_at_begin = False
 
-    def __init__(self, host: Host, config: SyncConfig, events: Events, every: bool) -> None:
-        """Plan, without communication. `every`: versions are also taken between synchronisations. Raises ConfigError;
-        UnsupportedError if local SGD is impossible here."""
+    def __init__(
+        self, host: Host, config: SyncConfig, events: Events, every: bool, folder: Path | None = None
+    ) -> None:
+        """Plan, without communication. `every`: versions are also taken between synchronisations; `folder`: of files
+        about this run. Raises ConfigError; UnsupportedError if local SGD is impossible here."""
         self.on_complete: Callable[[], None] = lambda: None
         if not (isinstance(host, ReplicaOperations) and isinstance(host, ReductionControl)):
             raise UnsupportedError(
@@ -75,7 +71,7 @@ class LocalSgd:
         self._host: Host = host
         self._operations: ReplicaOperations = host
         self._control: ReductionControl = host
-        self._events, self._config, self._every = events, config, every
+        self._events, self._config, self._every, self._folder = events, config, every, folder
         inventory = host.inventory()
         items = synchronised(inventory)
         self._members = sync_group(items, host.rank, host.framework)
@@ -90,6 +86,7 @@ class LocalSgd:
         self._iterations: list[int] | None = None  # of each replica before the last synchronisation by the clock
         self._clocked: ClockedReplica | None = None
         self._readiness: Background | None = None
+        self._layered: LayeredAveraging | None = None
 
     def _followed(self, masters: bool) -> tuple[bool, str]:
         """Have the host announce the forward of each module, if the policy wants that. Whether it does, else why."""
@@ -123,7 +120,7 @@ class LocalSgd:
                 else ""
             ),
         ]
-        return "\n  ".join(lines)
+        return "\n  ".join(lines if self._layered is None else [lines[0], self._layered.table()])
 
     def connect(self, collective: Collective) -> None:
         """Create process groups, claim memory, take control of the reduction. Every rank of the job calls."""
@@ -133,41 +130,35 @@ class LocalSgd:
             if self._policy.seconds is not None:
                 self._control.require_own_pace()
         names = [module.name for module in self._modules]
-        parts = collective.gather(msgpack.packb([list(self._members), names]))
-        reports = [msgpack.unpackb(part) for part in parts]
-        with collective.agreement():
-            groups = plan_groups([tuple(members) for members, _ in reports], [names for _, names in reports])
-        plan = groups.of(self._host.rank)
-        live = self._host.tensors
-        device = next((tensor.device for tensor in live().values()), torch.device("cpu"))
-        self._wait = PeerWait(self._host.rank, self._members, plan.replica, self._config.timeout)
-        timeout = timedelta(seconds=self._config.timeout)
-        made = {ranks: dist.new_group(list(ranks), timeout=timeout) for ranks in groups.all()}
-        links = self._peers = Links(self._host.rank, made, made.get(self._members), device)
-        replica = Links(self._host.rank, made, made.get(plan.replica), device)
-        rules = SynchronisationRules(self._policy.outer, self._policy.penalty)
-        self._synchronisation = Synchronisation(self._modules, plan, links, replica, live, rules, self._config.offload)
-        self._under_way = SynchronisationUnderWay(
-            self._synchronisation, plan, self._wait, self._policy.apply, self._config.prefetch, device, self._finish
+        groups = connect_groups(self._host, self._members, names, collective, self._config.timeout)
+        self._wait, self._peers = groups.wait, groups.peers
+        rules = SynchronisationRules(self._policy.outer, self._policy.penalty, self._policy.anchored)
+        self._synchronisation = Synchronisation(
+            self._modules, groups.plan, groups.peers, groups.replica, self._host.tensors, rules, self._config.offload
         )
+        self._under_way = SynchronisationUnderWay(
+            self._synchronisation, groups.plan, groups.wait, self._policy.apply, self._config.prefetch, groups.device,
+            self._finish,
+        )  # fmt: skip
         captures_anchors = self._every or self._policy.previous_anchor_is_needed
         self._outer_items = OuterItems(self._modules, self._synchronisation.states, captures_anchors)
         if self._policy.seconds is not None:
-            self._connect_clocked(groups, plan)
+            self._connect_clocked(groups)
+        if self._config.is_layered:
+            with collective.agreement():
+                self._layered = LayeredAveraging(
+                    self._host, self._control, self._config, self._policy, groups, self._modules, self._under_way,
+                    self._synchronisation, self._events, self._folder,
+                )  # fmt: skip
 
-    def _connect_clocked(self, groups: JobGroups, plan: GroupPlan) -> None:
+    def _connect_clocked(self, groups: SyncGroups) -> None:
         """Create the groups by which replicas agree when to synchronise: on processors, so that no device waits."""
-        first_ranks = tuple(ranks[0] for ranks in groups.replicas)
-        cpu = torch.device("cpu")
-        shared = [first_ranks, *(ranks for ranks in groups.replicas if len(ranks) > 1)]
-        timeout = timedelta(seconds=self._config.timeout)
-        made = {ranks: dist.new_group(list(ranks), timeout, backend="gloo") for ranks in shared}
-        keeper = None
-        if self._host.rank == plan.replica[0]:
-            self._readiness = Background(cpu)
-            keeper = timekeeper(Links(self._host.rank, {}, made[first_ranks], cpu), self._readiness)
-        replica = Links(self._host.rank, {}, made.get(plan.replica), cpu)
-        self._clocked = ClockedReplica(self._policy, plan.position, self._peers, replica, keeper)
+        keeper, first_ranks = None, groups.between_first_ranks()
+        if first_ranks is not None:
+            self._readiness = Background(torch.device("cpu"))
+            keeper = timekeeper(first_ranks, self._readiness)
+        replica = groups.within_replica()
+        self._clocked = ClockedReplica(self._policy, groups.plan.position, self._peers, replica, keeper)
 
     # ---- state that a snapshot carries ----
 
@@ -198,6 +189,7 @@ class LocalSgd:
             "in_flight": bool(self._under_way),
             "statistics": statistics,
             "clocked": None if self._clocked is None else self._clocked.state(),
+            "layers": None if self._layered is None else self._layered.state(),
             inheritance.PLACE: self._place.values(),
             "identical": self._identical(self._updated),
         }
@@ -231,6 +223,8 @@ class LocalSgd:
                 f"rank {self._host.rank}: the snapshot is of a job with --sync-policy a_edit, whose replicas are in "
                 f"different iterations: resume with a_edit, not {self._policy.name}, or start with --ftp-resume fresh"
             )
+        if self._layered is not None:
+            self._layered.begin(completed, None if state is None else state.get("layers"))
         self._control.reduce_over(self._policy.reduced_over(completed + 1))
         if state is not None and state.get("in_flight", self._policy.in_flight(completed)):
             self._start(completed)
@@ -266,8 +260,14 @@ class LocalSgd:
 
     # ---- hooks ----
 
+    @property
+    def waits_at_begin(self) -> bool:
+        return self._layered is not None
+
     def iteration_begin(self, step: int, wait_for_capture: Callable[[], None]) -> None:
-        """Does nothing."""
+        """Choose the layers that this iteration averages."""
+        if self._layered is not None:
+            self._layered.iteration_begin(step)
 
     def complete(self, step: int) -> None:
         """Apply the modules whose forward has not come, so that a deferred version can be captured."""
@@ -279,12 +279,16 @@ class LocalSgd:
         depends on it (`LocalSgdPolicy.waits_for_all`)."""
         if self._policy.apply is AppliedAt.UPDATE:
             self._under_way.apply_all()
+        if self._layered is not None:
+            self._layered.before_update(step)
         if self._policy.waits_for_all(step, self._every):
             self._wait.within(step, "the update", lambda: self._peers.gather_job([float(step)]))
 
     def after_update(self, step: int) -> None:
         """Start a synchronisation if one is due; choose over which replicas the next iteration reduces."""
         self._updated = step
+        if self._layered is not None:
+            self._layered.after_update(step)
         if self._policy.anchors(step):
             self._synchronisation.remember()
             if self._clocked is not None:
@@ -323,12 +327,18 @@ class LocalSgd:
 
     def _finish(self) -> None:
         self._operations.derive()
-        step, nonfinite = self._under_way.step, self._under_way.report["nonfinite"]
-        self._events.emit(
-            catalogue.REPLICAS_SYNCHRONISED, iteration=step, number=self._number, policy=self._policy.name,
-            waited_seconds=self._under_way.waited, iterations=self._iterations, **self._under_way.report,
-        )  # fmt: skip
-        if nonfinite:
+        step, report = self._under_way.step, self._under_way.report
+        if self._layered is None or self._policy.due(step):
+            self._events.emit(
+                catalogue.REPLICAS_SYNCHRONISED, iteration=step, number=self._number, policy=self._policy.name,
+                waited_seconds=self._under_way.waited, iterations=self._iterations, **report,
+            )  # fmt: skip
+        else:
+            self._events.emit(
+                catalogue.LAYERS_AVERAGED, iteration=step, layers=list(self._under_way.names),
+                waited_seconds=self._under_way.waited,
+            )  # fmt: skip
+        if nonfinite := report["nonfinite"]:
             ranks = ", ".join(map(str, sorted({rank for those in nonfinite.values() for rank in those})))
             reason = f"non-finite parameters on ranks {ranks} after iteration {step}, in {', '.join(nonfinite)}"
             self._events.emit(catalogue.NONFINITE_DETECTED, iteration=step, ranks=ranks, reason=reason)

@@ -30,18 +30,15 @@ class OuterItems:
         self._live: dict[str, torch.Tensor] = {}
         self.items: list[Item] = []
         self.has_anchors = anchors
-        for module in modules:
-            state = states[module.name]
-            for item in module.items:
-                widened = str(state.anchors[item.name].dtype).removeprefix("torch.") != item.dtype
-                self.has_anchors = self.has_anchors or widened
-        for module in modules:
-            for item in module.items:
-                state = states[module.name]
-                if self.has_anchors:
-                    self._add(item, "anchor", state.anchors[item.name])
-                if item.name in state.momentum:
-                    self._add(item, "momentum", state.momentum[item.name])
+        for item, state in ((item, states[module.name]) for module in modules for item in module.items):
+            anchor = state.anchors.get(item.name)
+            widened = anchor is not None and str(anchor.dtype).removeprefix("torch.") != item.dtype
+            self.has_anchors = self.has_anchors or widened
+        for item, state in ((item, states[module.name]) for module in modules for item in module.items):
+            if self.has_anchors and item.name in state.anchors:
+                self._add(item, "anchor", state.anchors[item.name])
+            if item.name in state.momentum:
+                self._add(item, "momentum", state.momentum[item.name])
 
     def _add(self, of: Item, kind: str, tensor: torch.Tensor) -> None:
         name = f"local_sgd.{kind}:{of.name}"

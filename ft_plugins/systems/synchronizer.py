@@ -17,6 +17,7 @@ In: a host. Out: changed tensors, between the hooks named above; state for snaps
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -121,12 +122,12 @@ class Synchronizer(Protocol):
         ...
 
 
-def synchronizer_of(host: Host, config: Config, events: Events) -> Synchronizer:
-    """The configured synchronizer, not connected yet. Raises ConfigError, UnsupportedError."""
+def synchronizer_of(host: Host, config: Config, events: Events, folder: Path | None) -> Synchronizer:
+    """The configured synchronizer, not connected yet; `folder`: of files about this run. Raises ConfigError,
+    UnsupportedError."""
     if config.sync is not None:
-        return LocalSgd(
-            host, config.sync, events, every=config.capture is not None and config.capture.versions == "every"
-        )
+        every = config.capture is not None and config.capture.versions == "every"
+        return LocalSgd(host, config.sync, events, every, folder)
     if config.paft is not None:
         return Paft(host, config.paft, events)
     raise ConfigError("no system that keeps replicas together is configured")

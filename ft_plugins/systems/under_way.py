@@ -1,9 +1,9 @@
 """One synchronisation of local SGD while it is under way: which modules are exchanged, and which are applied.
 
-What is started runs on one thread, in the plan's order on all ranks of a sync group, also where replicas visit their
-modules in different orders or leave some out: messages do not say which module they are of. Modules that several
-pipeline stages hold (a tied embedding) come first: a stage that waits for another one's forward would wait for ever if
-that one waited for its part of such a module.
+It is of all modules, or of those of one iteration (`layered`). What is started runs on one thread, in the plan's order
+on all ranks of a sync group, also where replicas visit their modules in different orders or leave some out: messages do
+not say which module they are of. Modules that several pipeline stages hold (a tied embedding) come first: a stage that
+waits for another one's forward would wait for ever if that one waited for its part of such a module.
 
 Invariant: a module is applied once, after its exchange. An error is raised where the module is waited for.
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,6 +23,8 @@ from ..sync.late_peers import PeerWait
 from ..sync.local_policy import AppliedAt
 from ..sync.modules import GroupPlan
 from ..sync.synchronisation import Synchronisation
+
+T = TypeVar("T")
 
 
 class SynchronisationUnderWay:
@@ -35,13 +37,20 @@ class SynchronisationUnderWay:
         """`prefetch`: start the exchange of the next module before one is waited for. `finished` is called when all
         modules are applied."""
         self._synchronisation, self._wait = synchronisation, wait
-        self._order, self._spanning = plan.order, plan.spanning
+        self._all, self._spanning = plan.order, plan.spanning
+        self._order: Sequence[str] = ()  # of the modules of this synchronisation
         self._apply_at, self._prefetch, self._finished = apply, prefetch, finished
         self._background: Background | None = Background(device)
         self._waiting: dict[str, BackgroundTask[float] | None] = {}  # to be applied; None: exchange not started
         self.step = 0  # iteration of the last synchronisation
         self.waited = 0.0  # seconds, for it
         self.report: dict[str, Any] = {}  # fields of its event
+        self.exchange: Callable[[str], float] = synchronisation.exchange  # on the thread
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The modules of the last synchronisation."""
+        return self._order
 
     def __bool__(self) -> bool:
         """Whether a synchronisation is under way."""
@@ -49,14 +58,32 @@ class SynchronisationUnderWay:
 
     def start(self, step: int, factors: Sequence[float] | None = None) -> None:
         """Start the synchronisation after iteration `step`. `factors`: a further factor of each replica's weight."""
-        self.step, self.waited = step, 0.0
-        self.report = {"left_out": {}, "rolled_back": [], "clipped": {}, "nonfinite": {}}
-        self._synchronisation.begin(factors)
-        self._waiting = dict.fromkeys(self._order)
+        self._begin(step, self._all, factors)
         at_once = self._apply_at is not AppliedAt.FORWARD
         for place, name in enumerate(self._order):
             if at_once or name in self._spanning or (place == 0 and self._prefetch):
                 self._exchange(name)
+
+    def start_some(self, step: int, names: Sequence[str]) -> None:
+        """Start a synchronisation of these modules alone, in iteration `step`. Each is exchanged once it, or one after
+        it, is released, and at the latest when all are applied."""
+        self._begin(step, names, None)
+
+    def release(self, name: str) -> None:
+        """A module may be exchanged, and so may those before it."""
+        if name in self._waiting:
+            self._exchange(name)
+
+    def _begin(self, step: int, order: Sequence[str], factors: Sequence[float] | None) -> None:
+        self.step, self.waited, self._order = step, 0.0, order
+        self.report = {"left_out": {}, "rolled_back": [], "clipped": {}, "nonfinite": {}}
+        self._synchronisation.begin(factors)
+        self._waiting = dict.fromkeys(order)
+
+    def run(self, what: str, work: Callable[[], T]) -> BackgroundTask[T]:
+        """Do other work with the same ranks, after what was started before."""
+        assert self._background is not None
+        return self._background.start(partial(self._wait.within, self.step, what, work))
 
     def before_forward(self, name: str) -> None:
         """The forward of a module is about to begin."""
@@ -80,7 +107,7 @@ class SynchronisationUnderWay:
         assert self._background is not None
         for each in self._order[: self._order.index(name) + 1]:
             if self._waiting.get(each, True) is None:
-                exchange = partial(self._synchronisation.exchange, each)
+                exchange = partial(self.exchange, each)
                 work = partial(self._wait.within, self.step, f"module '{each}'", exchange)
                 self._waiting[each] = self._background.start(work)  # if it fails, so do those that follow
 

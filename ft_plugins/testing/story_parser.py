@@ -1,8 +1,8 @@
 """Parse failure stories: a job, what happens to its nodes, and the claims to check. Pure.
 
 Invariant: a story that parses can run: every line is known, every node exists at the line that names it (of a 'fault'
-line: anywhere in the story), and no claim comes before it can be checked. An error names the file, and the line if one
-is at fault, what was expected and what was found.
+line: anywhere in the story), and no claim comes before it can be checked. An error names the file, what was expected
+and what was found; also the line, unless it takes the whole story to see the error.
 
 The first line is the title; a line that begins with '#' is a comment, and '#' elsewhere is text. Every other line is a
 keyword and a phrase:
@@ -29,13 +29,14 @@ keyword and a phrase:
 
     then   s restored from node, iteration >= 2                     or 'every node', '= 2'; 'from storage' also requires
                                                                     the newest complete checkpoint
-    then   s restored the committed version, not the one being exchanged    a newer one
+    then   s restored the committed version, not the one being exchanged    a newer version was being exchanged
     then   version 8 was being exchanged                            when the job was restored for the first time
-    then   n1 was declared lost                                     by a remaining node at least, and no other was
+    then   n1 was declared lost                                     by at least one remaining node; no other node was
+                                                                    declared lost
     then   checkpoint 6 is not complete
     then   complete checkpoints are intact, the newest >= 9         every file matches its digests
     then   the reason contains: the parts of ranks 2, 3 are gone    of every refusal, or of every restore
-    then   replicas were compared, little was sent                  each node encodes parity of its own replicas
+    then   replicas were compared, little was sent                  replicas were equal; digests were sent, not state
     then   rank 2 differed in iteration 3                           the only mismatch, with --paft
     then   s restored a certified version                           its replicas had agreed
     then   copies went out in bubbles                               some of them, with --baft
@@ -218,14 +219,14 @@ class _Reader:
 
     def _add(self, line: StoryLine) -> None:
         if self._job is None:
-            raise StoryError("the 'job' line must come first")
+            raise StoryError("the 'job' line must come before the first 'when', 'do' or 'then'")
         if isinstance(line, MatchesGolden) and self._end is not JobEnd.ENDED:
             raise StoryError("this claim can only be checked after 'when the job has ended'")
         if isinstance(line, _FINAL_CLAIMS) and self._end is None:
             raise StoryError("this claim can only be checked after 'when the job has ended' or 'is refused'")
         if self._end and isinstance(line, _BEFORE_END):
             raise StoryError("nothing can happen after the job has ended")
-        if isinstance(line, (CheckpointStored, CheckpointNotStored, CheckpointsIntact)) and not self._store:
+        if _needs_store(line) and not self._store:
             raise StoryError("checkpoints need a 'store' line")
         match line:
             case StartNode(node, first):
@@ -275,6 +276,12 @@ class _Reader:
             Path(self._name).stem, self._title, self._job, tuple(self._lines), self._flags, self._store,
             self._faults, self._all,
         )  # fmt: skip
+
+
+def _needs_store(line: StoryLine) -> bool:
+    if isinstance(line, RestoredFrom):
+        return line.tier == "storage"
+    return isinstance(line, (CheckpointStored, CheckpointNotStored, CheckpointsIntact))
 
 
 def _flags(phrase: str) -> tuple[str, ...]:

@@ -52,6 +52,10 @@ def test_noise_has_the_standard_deviation_asked_for_and_is_each_ranks_and_iterat
     other = {"g": torch.zeros(200_000)}
     Corruption(1).strike(POINT, 1, other)
     assert not torch.equal(other["g"], drawn[1, 1]), "another seed"
+    faults.arm("update.parameters:gauss=0.03~7")
+    elsewhere = {"g": torch.zeros(200_000)}
+    Corruption(1).strike("update.parameters", 1, elsewhere)
+    assert torch.equal(elsewhere["g"], drawn[1, 1]), "the point makes no difference"
 
 
 def test_a_burst_comes_every_so_many_iterations_in_place_of_the_usual_noise() -> None:
@@ -116,7 +120,9 @@ def test_a_link_that_is_stuck_begins_with_a_tensor_when_it_first_sees_it() -> No
     assert third == {"a": torch.ones(1), "b": torch.ones(1)}
 
 
-@pytest.mark.parametrize("word", ["gaus=1", "gauss", "gauss=", "gauss=x", "flip=", "flip=a", "nan=1", "stuck~", "skip"])
+@pytest.mark.parametrize(
+    "word", ["gaus=1", "gauss", "gauss=", "gauss=x", "flip=", "flip=a", "nan=1", "stuck~", "skip", "kill"]
+)
 def test_a_word_that_alters_no_numbers_is_refused_at_start(word: str) -> None:
     faults.arm(f"{POINT}:{word}")
     with pytest.raises(ConfigError, match=f"fault '{word}': expected gauss=SIGMA, flip, flip=BIT, nan or stuck"):

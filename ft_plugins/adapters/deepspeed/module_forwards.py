@@ -1,4 +1,4 @@
-"""The modules that local SGD synchronises: which one a parameter belongs to, their order, and calls before forwards.
+"""The modules that local SGD synchronises: name that of a parameter, order modules, call back before their forwards.
 
     PipelineModule    a layer, named by its index among all layers of the pipeline. A tied layer is one module on all
                       stages that have it, named by the first of its indices
@@ -6,10 +6,11 @@
     the rest          together one module, named '': embeddings, last norm and head of a plain model
 
 Invariant: names follow from the model's description alone, so they are equal on all ranks. The rest comes first: a
-plain model begins with its embedding. The others follow, for a PipelineModule in forward order; otherwise in the order
-given, which is registration order.
+plain model begins with its embedding. The others follow: those of a PipelineModule in forward order, those of other
+models in the order that the caller gives, that of registration.
 
-In: names of parameters, a model. Out: names of modules; calls right before each of their forwards.
+In: names of parameters, a model. Out: names of modules; calls right before each of their forwards; edges of forwards
+and backwards.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from typing import Any
 import torch
 
 from ...errors import UnsupportedError
-from ..torch_reduction import module_of
+from ...model.reduction import ModuleEdges
+from ..module_edges import follow_places
+from ..torch_reduction import module_of, parameters_at
 
 REST = ""
 _TIED = "tied_modules"
@@ -45,7 +48,8 @@ def in_forward_order(model: Any, modules: Iterable[str]) -> list[str]:
 
 
 def follow_forwards(model: Any, modules: Iterable[str], call: Callable[[str], None]) -> None:
-    """Call `call(module)` right before each forward of one of `modules`, evaluations included.
+    """Call `call(module)` right before each forward of one of `modules`: in evaluations too, and again where activation
+    checkpointing recomputes the forward.
 
     For the rest, `call('')` runs at the beginning of the model's forward. Raises UnsupportedError for a module without
     a forward.
@@ -66,14 +70,34 @@ def follow_forwards(model: Any, modules: Iterable[str], call: Callable[[str], No
         _call_before_forward(part, functools.partial(call, name))
 
 
+def follow_edges(rank: int, model: Any, modules: Iterable[str], edges: ModuleEdges) -> None:
+    """Report the edges of each of `modules`. Raises UnsupportedError."""
+    members: dict[str, list[str]] = {module: [] for module in modules}
+    for name, _ in model.named_parameters():
+        if (module := module_in(model, name)) in members:
+            members[module].append(name)
+    if not hasattr(model, "_layer_specs"):
+        by_path = parameters_at(model, members, model.get_parameter)
+        follow_places(rank, [(model.get_submodule(path), one) for path, one in by_path.items()], edges)
+        return
+    held = {module: {module: [model.get_parameter(name) for name in names]} for module, names in members.items()}
+    layers = {id(layer): (layer, held[name]) for name, layer in _layers(model) if name in held}
+    parts = [(model, held[REST])] if REST in held else []
+    parts += [(layer, one) for layer, one in layers.values() if isinstance(layer, torch.nn.Module)]
+    reporter = follow_places(rank, parts, edges)
+    for at, layer in enumerate(model.forward_funcs):  # the `forward_fn` of a tied layer need not call its module
+        if id(layer) in layers and not isinstance(layer, torch.nn.Module):
+            model.forward_funcs[at] = reporter.wrapped(*layers[id(layer)])
+
+
 def _follow_layers(model: Any, wanted: set[str], call: Callable[[str], None]) -> None:
     hooked: set[int] = set()
-    for at, (name, layer) in enumerate(list(_layers(model))):
+    for local, (name, layer) in enumerate(list(_layers(model))):  # counted from the first layer of this stage
         if name not in wanted:
             continue
         if not isinstance(layer, torch.nn.Module):
             # `forward_fn` of a tied layer, which need not call its module; plain functions were skipped above
-            model.forward_funcs[at] = _calling_first(layer, functools.partial(call, name))
+            model.forward_funcs[local] = _calling_first(layer, functools.partial(call, name))
         elif id(layer) not in hooked:
             hooked.add(id(layer))
             _call_before_forward(layer, functools.partial(call, name))

@@ -33,10 +33,10 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from ...errors import UnsupportedError
 from ...model.inventory import Inventory, Role
-from ...model.reduction import ReducedOver
+from ...model.reduction import ModuleEdges, ReducedOver
 from ..script_hooks import replace_in_deepspeed as replace
 from ..script_hooks import replaced
-from .module_forwards import follow_forwards, in_forward_order, module_in
+from .module_forwards import follow_edges, follow_forwards, in_forward_order, module_in
 from .shard_groups import ShardGroups, divide
 
 _STAGE3 = "DeepSpeedZeroOptimizer_Stage3"
@@ -109,6 +109,10 @@ class DeepSpeedReduction:
                 "synchronise them behind an iteration (--sync-apply update or wait)"
             )
         follow_forwards(self.engine.module, self.modules().values(), call)
+
+    def follow_modules(self, edges: ModuleEdges) -> None:
+        """Report edges, whatever the optimizer holds. Raises UnsupportedError for a module without a forward."""
+        follow_edges(self.rank, self.engine.module, dict.fromkeys(self.modules().values()), edges)
 
     def complete_reduction(self) -> None:
         """Average ZeRO's shards of the gradients over all replicas, if ALL is wanted. A collective of the sync group,

@@ -1,4 +1,4 @@
-"""Name the module of each parameter for local SGD, and the torch module before whose forward it must be ready.
+"""Name the module of each parameter for local SGD, and the torch modules whose forwards use it.
 
     embedding   what is below a module `embedding`, and its copy that a tied output layer has on the last stage
     layer N     what is below the outermost module with `layer_number` N, counted over all stages
@@ -7,8 +7,8 @@
 Invariant: a name follows from the parameter's path and Megatron's mark of tied embeddings alone, so all ranks agree.
 Modules are in the order of the forward; on a last stage with a copy of the embedding that one comes last.
 
-In: parameters by name, model chunks. Out: names, places for forward pre-hooks. Raises UnsupportedError for a model
-whose order cannot be read from the order in which it registers modules.
+In: parameters by name, model chunks. Out: names, places for hooks. Raises UnsupportedError for a model whose order
+cannot be read from the order in which it registers modules, where the order matters.
 """
 
 from __future__ import annotations
@@ -68,6 +68,20 @@ def places(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[torch.nn.Module,
                 found.setdefault(id(submodule), (submodule, module))
             last = HEAD if module == HEAD or last == HEAD else module
         yield from found.values()
+
+
+def calling_parts(
+    chunks: Sequence[torch.nn.Module],
+) -> list[tuple[torch.nn.Module, dict[str, list[torch.nn.Parameter]]]]:
+    """The torch modules whose forwards use parameters, each with these by the name of their module."""
+    layers = state.layers_by_module(chunks)
+    found: dict[int, tuple[torch.nn.Module, dict[str, list[torch.nn.Parameter]]]] = {}
+    for index, chunk in enumerate(chunks):
+        for name, parameter in chunk.named_parameters():
+            owner, module = _owner(index, name, parameter, layers)
+            part = chunk.get_submodule(owner)
+            found.setdefault(id(part), (part, {}))[1].setdefault(module, []).append(parameter)
+    return list(found.values())
 
 
 def _owner(index: int, name: str, parameter: Any, layers: Mapping[str, int]) -> tuple[str, str]:

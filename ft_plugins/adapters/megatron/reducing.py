@@ -16,7 +16,7 @@ Megatron's own, overlapped or not: a bucket group asserts that it was launched.
 
 With the distributed optimizer `before_modules` is refused: what is synchronised are shards of masters, which no forward
 reads, and the parameters gathered from them are complete only after the last one. They are synchronised behind an
-iteration and gathered once (`derive`).
+iteration and gathered once (`derive`). `follow_modules` is not: edges say when a layer computes, not what with.
 
 In: the attributes of the host. Out: `model.reduction.ReductionControl`.
 """
@@ -36,8 +36,9 @@ from megatron.core.distributed import finalize_model_grads
 
 from ...errors import UnsupportedError
 from ...model.inventory import Role
-from ...model.reduction import ReducedOver
+from ...model.reduction import ModuleEdges, ReducedOver
 from ..host_parts import StateItems
+from ..module_edges import follow_places
 from ..script_hooks import is_within
 from . import forward_modules, instances, refusals
 
@@ -280,6 +281,17 @@ class MegatronReduction(StateItems):
 
         for module, name in list(forward_modules.places(self.chunks)):
             module.register_forward_pre_hook(hook(name))
+
+    def follow_modules(self, edges: ModuleEdges) -> None:
+        """The head's edges are those of its last layernorm and of an output layer with a weight of its own. Raises
+        UnsupportedError with CUDA graphs."""
+        graphs = refusals.cuda_graphs(self.chunks[0].config)
+        if graphs != "none":
+            raise UnsupportedError(
+                f"rank {self.rank}: modules cannot be followed with CUDA graphs ({graphs}), whose replay calls no "
+                "hooks: drop --cuda-graph-impl"
+            )
+        follow_places(self.rank, forward_modules.calling_parts(self.chunks), edges)
 
 
 def _alone(rank: int) -> Any:

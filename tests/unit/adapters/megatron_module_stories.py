@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron_gangs import INTERLEAVED, SHARDED, differing, gang_job, refused
+from edge_log import EdgeLog, backward, forward
+from megatron_gangs import BF16, INTERLEAVED, OVERLAPPED, SHARDED, GangJob, differing, gang_job, refused
 
 from ft_plugins.errors import UnsupportedError
 from ft_plugins.model.inventory import Role
+from ft_plugins.model.reduction import ReducedOver
 from ft_plugins.testing.gang import gang
 
 # ---- modules
@@ -104,3 +106,91 @@ def _refuses_to_follow(rank: int, world: int) -> None:
 
 def it_refuses_by_name_where_modules_cannot_be_followed() -> None:
     gang(_refuses_to_follow, 2, seconds=60.0)
+
+
+# ---- edges
+
+
+def _followed(rank: int, world: int, flags: list[str], more: dict[str, Any]) -> list[str]:
+    """The edges of the last of three iterations; its state is that of a job that is not followed."""
+    states, words = [], []
+    for follows in (False, True):
+        with gang_job(rank, world, *flags, **more) as job:
+            host, log = job.host(), EdgeLog()
+            host.prepare_reduction()
+            if follows:
+                host.follow_modules(log)
+            for over in (ReducedOver.ALL, ReducedOver.LOCAL, ReducedOver.ALL):
+                host.reduce_over(over)
+                log.words.clear()
+                job.train_step(skip=lambda: None)
+            words = log.taken()
+            states.append(_state(job, host))
+    assert differing(*states) == []
+    return words
+
+
+def _state(job: GangJob, host: Any) -> dict[str, torch.Tensor]:
+    tensors = {
+        f"chunk{index}.{name}": one for index, chunk in enumerate(job.chunks) for name, one in chunk.named_parameters()
+    }
+    return {name: one.detach().clone() for name, one in {**tensors, **host.tensors()}.items()}
+
+
+ALONE = ["embedding", "layer 1", "layer 2", "head"]
+
+
+def it_reports_the_edges_of_each_module_whatever_the_optimizer_holds() -> None:
+    """A rank alone, then two replicas, whose two or one micro-batches are reduced behind the backward or during it."""
+    once = [*forward(*ALONE), *backward(*reversed(ALONE))]
+    sharded = [*BF16, *SHARDED, "2"]
+    for world, flags in (
+        (1, []), (1, BF16), (2, []), (2, [*BF16, *OVERLAPPED]),
+        (2, sharded), (2, [*sharded, *OVERLAPPED, "--overlap-param-gather"]),
+    ):  # fmt: skip
+        for words in gang(_followed, world, [*flags, "--global-batch", "2"], {}, seconds=60.0):
+            assert words == once * (2 // world), (flags, words)
+
+
+def it_reports_edges_with_tensor_parallelism() -> None:
+    untied = {"gpt": {"share_embeddings_and_output_weights": False}}
+    for more in (untied, {**untied, "sequence_parallel": True}):
+        for words in gang(_followed, 2, ["--tp", "2", "--global-batch", "1"], more, seconds=60.0):
+            # the last layernorm and the output layer are two parts of the head
+            assert words == forward(*ALONE, "head") + backward("head", *reversed(ALONE)), words
+
+
+def it_reports_edges_of_stages_and_chunks() -> None:
+    """The first stage has micro-batches in flight; the last one runs a backward after each forward."""
+    for tied in (True, False):
+        more = {"gpt": {"share_embeddings_and_output_weights": tied}}
+        first, last = gang(_followed, 2, ["--pp", "2", "--global-batch", "2"], more, seconds=60.0)
+        there, back = forward("embedding", "layer 1"), backward("layer 1", "embedding")
+        assert first == there * 2 + back * 2, first
+        of_last = ["layer 2", "head", "embedding" if tied else "head"]
+        assert last == (forward(*of_last) + backward(*reversed(of_last))) * 2, last
+        first, last = gang(_followed, 2, [*INTERLEAVED, "--global-batch", "2"], more, seconds=60.0)
+        assert sorted(first) == sorted(
+            [*forward("embedding", "layer 1", "layer 3"), *backward("embedding", "layer 1", "layer 3")] * 2
+        )
+        assert first[-4:] == backward("layer 1", "embedding")
+        of_last = ["layer 2", "layer 4", *of_last[1:]]
+        assert sorted(last) == sorted([*forward(*of_last), *backward(*of_last)] * 2)
+
+
+def it_reports_recomputations_within_the_backward_of_their_layer() -> None:
+    (words,) = gang(_followed, 1, ["--global-batch", "1"], RECOMPUTED, seconds=60.0)
+    again = [word for name in ("layer 2", "layer 1") for word in (f"b+ {name}", *forward(name), f"b- {name}")]
+    assert words == [*forward(*ALONE), *backward("head"), *again, *backward("embedding")], words
+
+
+def _refuses_edges(rank: int, world: int) -> None:
+    with gang_job(rank, world) as job:
+        host = job.host()
+        job.config.cuda_graph_impl = "local"
+        message = refused(UnsupportedError, lambda: host.follow_modules(EdgeLog()))
+        assert message.startswith(f"rank {rank}: modules cannot be followed with CUDA graphs (local)"), message
+
+
+def it_refuses_to_report_edges_of_cuda_graphs() -> None:
+    gang(_refuses_edges, 1, seconds=60.0)

@@ -8,8 +8,10 @@ of its own if DeepSpeed did not broadcast those of the first one.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -19,6 +21,9 @@ import torch
 from torch import nn
 
 pytest.importorskip("deepspeed")
+
+sys.path.insert(0, str(Path(__file__).parent))
+from edge_log import EdgeLog, backward, forward  # noqa: E402
 
 from ft_plugins.adapters.deepspeed import prepare  # noqa: E402
 from ft_plugins.adapters.deepspeed.shard_groups import ReplicaBuild  # noqa: E402
@@ -145,8 +150,9 @@ def job(rank: int, world: int, mode: Mode, over: ReducedOver | None, replica: in
     from ft_plugins.adapters.deepspeed.core import DeepSpeedHost
 
     host = DeepSpeedHost(engine, shards=build.groups)
-    norms, calls = [], []
+    norms, calls, log = [], [], EdgeLog()
     if over is not None:
+        host.follow_modules(log)  # whose training is compared with one that is not followed
         host.prepare_reduction()
         host.reduce_over(over)
         if mode[:2] == (0, "fp32"):
@@ -156,9 +162,10 @@ def job(rank: int, world: int, mode: Mode, over: ReducedOver | None, replica: in
     for step in range(1, STEPS + 1):
         weight[0] = WEIGHTS[step % 2]
         calls.clear()
+        log.taken()
         train_once(engine, batches(place + replica * mode.inner, step, next(engine.module.parameters()).dtype))
         norms.append(float(engine.get_global_grad_norm() or 0.0))
-    trained, trained_calls = parameters(engine), list(calls)
+    trained, trained_calls, edges = parameters(engine), list(calls), log.taken()
     host.derive()
     derived = parameters(engine)
     calls.clear()
@@ -166,6 +173,7 @@ def job(rank: int, world: int, mode: Mode, over: ReducedOver | None, replica: in
         evaluate_once(engine, batches(0, 0, torch.float32))
     return {
         "trained": trained, "derived": derived, "norms": norms, "calls": trained_calls, "evaluated": list(calls),
+        "edges": edges,
         "skipped": engine.skipped_steps, "files": sorted((host.names() or {}).get("files", {})),
         "items": {item.name: (item.role.value, item.replicas, item.piece) for item in host.inventory().items},
         "modules": dict(host.modules()), "shard_group": host.shard_group(),
@@ -376,6 +384,21 @@ def test_each_module_is_announced_before_its_forward(trained: Jobs, name: str) -
     for rank, one in enumerate(trained.of(name, LOCAL)):
         expected = ["0", "2", "4"] if name in PLAIN else ["0", "1"] if rank < 2 else ["3", "0", "5"]
         assert one["calls"] == one["evaluated"] == expected * ACCUMULATED
+
+
+@every
+def test_edges_are_those_of_the_modules_of_a_rank(trained: Jobs, name: str) -> None:
+    """Also where an optimizer holds masters or shards; the first stage of a pipeline has two batches in flight."""
+    mode = MODES[name]
+    for over in (ALL, LOCAL):
+        found = trained.of(name, over)
+        for rank, one in enumerate(found):
+            last = rank >= len(found) // 2
+            layers = ["0", "2", "4"] if not mode.pp else ["3", "0", "5"] if last else ["0", "1"]
+            held = [layer for layer in layers if layer in one["modules"].values()]
+            there, back = forward(*held), backward(*reversed(held))
+            expected = there * 2 + back * 2 if mode.pp and not last else (there + back) * 2
+            assert one["edges"] == expected
 
 
 def test_a_job_can_be_resized_to_whole_replicas_alone() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +13,9 @@ import torch
 from torch import nn
 
 pytest.importorskip("deepspeed")
+
+sys.path.insert(0, str(Path(__file__).parent))
+from edge_log import EdgeLog, backward, forward  # noqa: E402
 
 from ft_plugins.adapters.deepspeed import module_forwards, reducing, training  # noqa: E402
 from ft_plugins.adapters.deepspeed.reducing import DeepSpeedReduction, require_local_gradients  # noqa: E402
@@ -84,6 +89,20 @@ def test_a_container_without_a_forward_is_refused() -> None:
     model = Transformer(nested=True)
     with pytest.raises(UnsupportedError, match="'h.0' is a ModuleList"):
         module_forwards.follow_forwards(model, ["h.0"], lambda name: None)
+
+
+def test_a_container_has_the_edges_of_its_parts() -> None:
+    model, log = Transformer(nested=True), EdgeLog()
+    model.forward = lambda x: model.head(model.h[1][0](model.h[0][0](model.embed(x))))  # type: ignore[index]
+    module_forwards.follow_edges(0, model, ["", "h.0", "h.1"], log)
+    model(torch.ones(1, 2)).sum().backward()
+    assert log.taken() == ["f+ ", *forward("h.0", "h.1"), "f- ", "b+ ", *backward("h.1", "h.0"), "b- "]
+
+
+def test_what_runs_no_hooks_has_no_edges() -> None:
+    model = nn.Sequential(torch.jit.script(nn.Linear(2, 2)))
+    with pytest.raises(UnsupportedError, match="rank 3: forward and backward of '0' cannot .* is a ScriptModule"):
+        module_forwards.follow_edges(3, model, ["0"], EdgeLog())
 
 
 # ---- refusals ----

@@ -6,7 +6,9 @@ ranks are exact in any order.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,13 +17,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from ft_plugins.adapters import fsdp
-from ft_plugins.adapters.fsdp import FsdpHost
-from ft_plugins.config import Config, LaunchContext
-from ft_plugins.errors import ConfigError, UnsupportedError
-from ft_plugins.model.reduction import ReducedOver, ReductionControl
-from ft_plugins.session import Session, attach
-from ft_plugins.testing.gang import gang
+sys.path.insert(0, str(Path(__file__).parent))
+from edge_log import EdgeLog, backward, forward  # noqa: E402
+
+from ft_plugins.adapters import fsdp  # noqa: E402
+from ft_plugins.adapters.fsdp import FsdpHost  # noqa: E402
+from ft_plugins.config import Config, LaunchContext  # noqa: E402
+from ft_plugins.errors import ConfigError, UnsupportedError  # noqa: E402
+from ft_plugins.model.reduction import ReducedOver, ReductionControl  # noqa: E402
+from ft_plugins.session import Session, attach  # noqa: E402
+from ft_plugins.testing.gang import gang  # noqa: E402
 
 SECONDS = 100.0
 ALL, LOCAL = ReducedOver.ALL, ReducedOver.LOCAL
@@ -314,3 +319,41 @@ def _trained(rank: int, world: int) -> None:
 
 def test_training_over_all_replicas_is_that_of_hsdp() -> None:
     gang(_trained, 4, seconds=SECONDS)
+
+
+# ---- edges ----
+
+
+def _followed(rank: int, world: int, wrap: Callable[[Any, DeviceMesh], None]) -> None:
+    """Batches are accumulated, before and after reducing. The embedding ends when its reduced gradient is there, or,
+    if it is not reduced yet, with the backward."""
+    mesh, inner = meshes((2, 2))
+    states = []
+    for follows in (False, True):
+        model: Any = whole()
+        wrap(model, inner)
+        optimizer, log = torch.optim.SGD(model.parameters(), 0.001, momentum=0.9), EdgeLog()
+        host = FsdpHost(model, optimizer, mesh=mesh)
+        host.prepare_reduction()
+        if follows:
+            host.follow_modules(log)
+        for step, over in enumerate((ALL, LOCAL, LOCAL, ALL)):
+            host.reduce_over(over)
+            for synced in (False, True, True):
+                model.set_requires_gradient_sync(synced)
+                model(tokens(rank, 3 * step)).square().mean().backward()
+                expected = ["f+ ", *forward(*LAYERS), "f- ", "b+ ", *backward(*reversed(LAYERS)), "b- "]
+                assert log.taken() == (expected if follows else [])
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model(tokens(rank, step))
+            assert log.taken() == (["f+ ", *forward(*LAYERS), "f- "] if follows else [])
+        states.append([one.full_tensor() if hasattr(one, "full_tensor") else one for one in model.parameters()])
+    for one, other in zip(*states, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("wrap", CALLED)
+def test_edges_are_those_of_the_whole_model_and_change_nothing(wrap: Callable[[Any, DeviceMesh], None]) -> None:
+    gang(_followed, 4, wrap, seconds=SECONDS)

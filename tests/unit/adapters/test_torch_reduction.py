@@ -5,7 +5,9 @@ Parameters, inputs and losses are small integers and ranks a power of 2, so that
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +16,14 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from ft_plugins.adapters.torch_loop import TorchHost
-from ft_plugins.adapters.torch_reduction import called_paths, module_of, modules_of, outermost
-from ft_plugins.errors import UnsupportedError
-from ft_plugins.model.reduction import ReducedOver, ReductionControl
-from ft_plugins.testing.gang import gang
+sys.path.insert(0, str(Path(__file__).parent))
+from edge_log import EdgeLog, backward, forward  # noqa: E402
+
+from ft_plugins.adapters.torch_loop import TorchHost  # noqa: E402
+from ft_plugins.adapters.torch_reduction import called_paths, module_of, modules_of, outermost  # noqa: E402
+from ft_plugins.errors import UnsupportedError  # noqa: E402
+from ft_plugins.model.reduction import ReducedOver, ReductionControl  # noqa: E402
+from ft_plugins.testing.gang import gang  # noqa: E402
 
 SECONDS = 60.0
 ALL, LOCAL = ReducedOver.ALL, ReducedOver.LOCAL
@@ -263,3 +268,72 @@ class Scripted(torch.nn.Module):
 def test_forwards_that_cannot_be_followed_are_refused(build: Callable[[], Any], words: str) -> None:
     with pytest.raises(UnsupportedError, match=words):
         host_of(build()).before_modules(lambda module: None)
+
+
+# ---- edges ----
+
+
+def test_edges_of_layers_lie_inside_those_of_the_model() -> None:
+    """Those of the rest, whose embedding comes last in the backward."""
+    model, log = stack(), EdgeLog()
+    host_of(model).follow_modules(log)
+    for _ in range(2):
+        model(tokens(0, 1)).sum().backward()
+        assert log.taken() == [
+            "f+ ", *forward("layers.0", "layers.1"), "f- ", "b+ ", *backward("layers.1", "layers.0"), "b- ",
+        ]  # fmt: skip
+    with torch.no_grad():
+        model(tokens(0, 1))
+    assert log.taken() == ["f+ ", *forward("layers.0", "layers.1"), "f- "]
+
+
+def test_a_container_has_the_edges_of_its_parts() -> None:
+    model, log = Container(), EdgeLog()
+    host_of(model).follow_modules(log)
+    model(torch.ones(1, 2)).sum().backward()
+    layers = ["layers.0", "layers.0", "layers.1", "layers.1"]
+    assert log.words[:10] == ["f+ shifts.0", *forward(*layers), "f- shifts.0"]
+    assert log.words[10] == "b+ shifts.0"
+    # the shift is added last: all of the gradients of its module are there before those of layers
+    assert log.words[11:] == ["b- shifts.0", *backward(*reversed(layers))]
+
+
+@pytest.mark.parametrize(
+    "build, words",
+    [
+        (lambda: torch.nn.Sequential(torch.jit.script(torch.nn.Linear(2, 2))), "'0' cannot .* is a ScriptModule"),
+        (lambda: torch.nn.ModuleList([torch.nn.ParameterDict({"a": torch.nn.Parameter(torch.ones(2))})]),
+         "'0.a' is in no module that has a forward"),
+    ],
+)  # fmt: skip
+def test_modules_without_hooks_are_not_followed(build: Callable[[], Any], words: str) -> None:
+    with pytest.raises(UnsupportedError, match=words):
+        host_of(build()).follow_modules(EdgeLog())
+
+
+def _followed(rank: int, world: int) -> None:
+    """Reduced and local iterations, batches accumulated; buckets are small, so that several are reduced."""
+    states = []
+    for follows in (False, True):
+        log, parallel = EdgeLog(), DistributedDataParallel(stack(), bucket_cap_mb=1e-5)
+        optimizer = torch.optim.SGD(parallel.parameters(), 0.001, momentum=0.9)
+        host = TorchHost(parallel, optimizer)
+        host.prepare_reduction()
+        if follows:
+            host.follow_modules(log)
+        for step, over in enumerate((ALL, LOCAL, LOCAL, ALL)):
+            host.reduce_over(over)
+            with parallel.no_sync():
+                parallel(tokens(rank, step)).square().mean().backward()
+            parallel(tokens(rank, step + 100)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            one = ["f+ ", *forward("layers.0", "layers.1"), "f- ", "b+ ", *backward("layers.1", "layers.0"), "b- "]
+            assert log.taken() == (one * 2 if follows else [])
+        states.append([one.detach() for one in parallel.parameters()])
+    for one, other in zip(*states, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_followed_training_is_the_same_bit_for_bit() -> None:
+    gang(_followed, 2, seconds=SECONDS)

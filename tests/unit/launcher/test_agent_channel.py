@@ -100,3 +100,23 @@ def test_nodes_of_different_jobs_do_not_believe_each_other() -> None:
 def test_nodes_with_different_secrets_all_say_so() -> None:
     for found in meet(HashStore(), SECRET, b"another secret, as long"):
         assert isinstance(found, ConfigError) and "--ftp-secret-file" in str(found)
+
+
+class Overwritten:
+    """A store in which a stranger overwrites a value before it is read."""
+
+    def __init__(self, store: Store, key: str) -> None:
+        self._store, self._key = store, key
+
+    def set(self, key: str, value: bytes) -> None:
+        self._store.set(key, value)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        if self._key in keys:
+            self._store.set(self._key, b"")
+        return list(self._store.multi_get(keys))
+
+
+def test_a_stranger_is_named_too_where_the_secrets_may_be_the_same() -> None:
+    with pytest.raises(ConfigError, match="different secret .* or another process wrote .* drop --rdzv-backend"):
+        AgentChannel(Overwritten(HashStore(), "here/0"), SECRET, "job", 0, 1)

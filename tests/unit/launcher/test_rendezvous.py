@@ -328,6 +328,7 @@ def test_a_lead_that_is_slow_for_a_while_is_not_lost(start: Start) -> None:
         assert b.ask("num_nodes_waiting") == 0
 
 
+@pytest.mark.all_configurations
 def test_whenever_nodes_are_stopped_for_a_while_all_begin_the_same_round(start: Start) -> None:
     chosen = random.Random(1)
     nodes = [start(number, f"n{number}", nodes="4:4", endpoints="1,2") for number in range(1, 5)]
@@ -387,6 +388,7 @@ def test_a_spare_at_the_address_of_the_lost_one_is_found_while_workers_run(start
     assert new.hear()["names"] == ["c", "b", "new"]
 
 
+@pytest.mark.all_configurations
 def test_the_lead_is_lost_again_and_again(start: Start) -> None:
     nodes = [start(number, f"n{number}", nodes="1:5", wait_seconds=1, last_call_timeout=WAIT) for number in range(1, 6)]
     names = join(*nodes)["n1"]["names"]

@@ -281,6 +281,10 @@ def test_corruption_beyond_the_end_of_the_target_is_found_too() -> None:
         (lambda buckets: buckets[1:], "bucket 0 is 1000 bytes at 1000, expected to start at 0"),
         (lambda buckets: [buckets[0], buckets[2]], "bucket 1 is 500 bytes at 2000, expected to start at 1000"),
         (lambda buckets: [*buckets, (2500, 1, 0)], "buckets cover 2501 of 2500 bytes"),
+        (
+            lambda buckets: [(0, -5, 0), *buckets],
+            "bucket 0 is -5 bytes at 0, expected to start at 0, with 0 bytes or more",
+        ),
     ],
 )
 def test_buckets_that_leave_bytes_unverified_are_refused(change: object, found: str) -> None:

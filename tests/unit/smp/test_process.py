@@ -327,7 +327,7 @@ REQUESTS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("moment", ["before", pytest.param("after", marks=pytest.mark.all_configurations)])
 @pytest.mark.parametrize("name", REQUESTS)
 def test_a_request_over_which_it_dies_is_carried_out_by_its_successor(node: Node, name: str, moment: str) -> None:
     segments.create(node.segment(0), SHAPE, 0, FINGERPRINT)  # as if of an earlier incarnation

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ft_plugins.errors import InventoryError
 from ft_plugins.model.inventory import Inventory, Item, Role
 from ft_plugins.sync import synchronisation
 from ft_plugins.sync.links import Links
@@ -114,6 +115,15 @@ def test_if_no_replica_is_finite_the_module_goes_back_on_all_ranks() -> None:
     for rank, found in enumerate(gang(_synchronised, 4, (1, 2))):
         assert found["weights"]["both"] == (0.0, 0.0)
         assert found["values"]["both.weight"] == pytest.approx(anchor(rank % 2, "both.weight").tolist())
+
+
+def test_a_parameter_with_gaps_in_memory_is_named() -> None:
+    live = {"first.weight": torch.zeros(4, 2)[:, 0]}
+    inventory = Inventory.of(0, (Item("first.weight", "float32", (4,), 16, Role.PARAMETER, (0,)),))
+    plan, links = plan_groups(((0,),), [["first"]]).of(0), Links(0, {}, None, torch.device("cpu"))
+    modules = plan_modules(inventory, MODULES, BUCKET_BYTES)
+    with pytest.raises(InventoryError, match="item 'first.weight' has gaps in memory"):
+        Synchronisation(modules, plan, links, links, lambda: live, SynchronisationRules(OuterRules(), None))
 
 
 def _with_anchors_elsewhere(rank: int, world: int, elsewhere: bool, bad: tuple[int, ...]) -> dict[str, Any]:

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 import xxhash
 
+from ft_plugins.adapters.module_edges import EdgeReporter
 from ft_plugins.adapters.plain import PlainHost
 from ft_plugins.model.inventory import Role
-from ft_plugins.model.reduction import ReducedOver
+from ft_plugins.model.reduction import ModuleEdges, ReducedOver
 
 SIZES = (12, 16, 16, 4)
 GARBAGE = 50.0  # by which the data of a bad replica is multiplied
@@ -70,6 +71,12 @@ class ReducedHost(PlainHost):
         for name, layer in self._model.named_children():
             if list(layer.parameters()):
                 layer.register_forward_pre_hook(lambda layer, given, name=name: call(name))
+
+    def follow_modules(self, edges: ModuleEdges) -> None:
+        reporter = EdgeReporter(edges)
+        for name, layer in self._model.named_children():
+            if parameters := list(layer.parameters()):
+                reporter.follow(layer, {name: parameters})
 
 
 class LocalTraining:

@@ -100,6 +100,7 @@ def nothing_is_left(job: DrivenJob, pids: list[int]) -> bool:
     return not (segments_of(job.job, NODE) or job.run_dir.exists() or any(map(liveness.started, pids)))
 
 
+@pytest.mark.all_configurations
 def test_a_killed_rank_comes_back_and_nothing_is_left_at_the_end(tmp_path: Path) -> None:
     with drive(tmp_path, waits_at=WAITS_AT) as job:
         before = follow(job, DrivePhase.TRAINING, iteration=WAITS_AT - 1)

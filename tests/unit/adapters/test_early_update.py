@@ -1,0 +1,120 @@
+"""Modules that are updated in the backward get the bits of one step of all; what contradicts it is refused."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from ft_plugins.adapters.early_update import EarlyUpdate, early_refusal
+from ft_plugins.errors import StateChangedError
+
+OPTIMIZERS = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, amsgrad=True),
+    "foreach": lambda parameters: torch.optim.Adam(parameters, lr=0.1, foreach=True),
+}
+
+
+def model() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8), torch.nn.Linear(8, 2))
+
+
+class Loop:
+    """A loop with early updates, as TorchHost does."""
+
+    def __init__(self, kind: str, wanted: set[str]) -> None:
+        self.model, self.calls = model(), []
+        layers = [self.model[0], self.model[2], self.model[3]]
+        self.optimizer = OPTIMIZERS[kind](
+            [{"params": layers[0].parameters()}, {"params": [*layers[1].parameters(), *layers[2].parameters()]}]
+        )
+        members = {f"layer {number}": list(layer.parameters()) for number, layer in enumerate(layers)}
+        self.early = EarlyUpdate(3, self.optimizer, members, lambda: self.calls.append("fence"))
+        self.early.install(lambda: wanted, self.calls.append)
+        self.optimizer.register_step_pre_hook(lambda *_: self.early.before_step() if self.early.begun else None)
+        self.optimizer.register_step_post_hook(lambda *_: self.early.after_step())
+
+    def backward(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.model(torch.randn(5, 4)).square().sum().backward()
+
+    def train(self, iterations: int) -> None:
+        for step in range(iterations):
+            self.backward(step)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("wanted", [{"layer 2"}, {"layer 0", "layer 2"}, {"layer 0", "layer 1", "layer 2"}], ids=len)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_early_updates_have_the_bits_of_one_step(kind, wanted):
+    plain, early = Loop(kind, set()), Loop(kind, wanted)
+    for loop in (plain, early):
+        loop.train(4)
+    expected, found = plain.model.state_dict(), early.model.state_dict()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    states = (plain.optimizer.state_dict()["state"], early.optimizer.state_dict()["state"])
+    assert states[0].keys() == states[1].keys()
+    assert all(
+        torch.equal(one, states[1][key][name])
+        for key, state in states[0].items()
+        for name, one in state.items()
+        if torch.is_tensor(one)
+    )
+    assert early.calls == ["fence", *sorted(wanted, reverse=True)] * 4  # in the order of the backward
+    assert [len(group["params"]) for group in early.optimizer.param_groups] == [2, 4]
+
+
+def test_a_module_is_updated_in_the_backward_before_the_others():
+    loop = Loop("sgd", {"layer 2"})
+    before = copy.deepcopy(loop.model.state_dict())
+    loop.backward(0)
+    changed = {name for name, one in loop.model.state_dict().items() if not torch.equal(one, before[name])}
+    assert changed == {"3.weight", "3.bias"}
+
+
+def test_clipping_is_refused_before_the_others_are_updated():
+    loop = Loop("sgd", {"layer 2"})
+    loop.backward(0)
+    torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 1.0)
+    with pytest.raises(
+        StateChangedError, match=r"rank 3: module 'layer 2' had its gradient changed between .*average_first"
+    ):
+        loop.optimizer.step()
+
+
+def test_a_second_backward_is_refused():
+    loop = Loop("sgd", {"layer 2"})
+    loop.backward(0)
+    with pytest.raises(StateChangedError, match=r"module 'layer 2' had a second backward after its update"):
+        loop.backward(1)
+
+
+def test_a_step_that_does_not_follow_is_found():
+    loop = Loop("sgd", {"layer 2"})
+    loop.early.require_ended()
+    loop.backward(0)
+    with pytest.raises(StateChangedError, match=r"optimizer.step\(\) did not follow"):
+        loop.early.require_ended()
+
+
+def test_a_module_without_a_gradient_is_left_to_the_loop():
+    loop = Loop("sgd", {"layer 2", "layer 0"})
+    loop.model[0].bias.requires_grad_(False)
+    loop.backward(0)
+    assert loop.calls == ["fence", "layer 2", "layer 0"]
+    loop.optimizer.step()
+    assert not loop.early.begun
+
+
+def test_optimizers_that_look_at_all_parameters_are_refused():
+    class Own(torch.optim.SGD):
+        pass
+
+    parameters = list(model().parameters())
+    assert early_refusal(torch.optim.SGD(parameters, lr=1)) == ""
+    assert early_refusal(torch.optim.LBFGS(parameters)).startswith("LBFGS may update a parameter by more than")
+    assert early_refusal(Own(parameters, lr=1)).startswith("Own may update")

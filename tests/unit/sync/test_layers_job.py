@@ -1,0 +1,130 @@
+"""The schedule of a job: stages plan their own layers, the period is common, shared layers come first everywhere."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ft_plugins.errors import ConfigError
+from ft_plugins.sync.layer_profile import LayerProfile, LayerTimes
+from ft_plugins.sync.layers_job import (
+    JobLayers,
+    JobSchedule,
+    equal_schedule,
+    job_layers,
+    planned_schedule,
+    profile_of,
+)
+from ft_plugins.sync.layers_measured import ModuleSamples, over_ranks, over_replicas, row_of, times_of
+
+GPT = job_layers([0, 0, 1, 1], [("embedding", "layer 1", "layer 2")] * 2 + [("layer 3", "head", "embedding")] * 2)
+
+
+def profile(layers: JobLayers, averaging: float, compute: float = 1.0) -> LayerProfile:
+    times = {name: LayerTimes(name, compute, 2 * compute, averaging, 4) for name in layers.names}
+    return profile_of(layers, times, 2)
+
+
+def test_a_layer_of_two_stages_is_shared_and_belongs_to_neither():
+    assert GPT.stages == (("layer 1", "layer 2"), ("layer 3", "head"))
+    assert GPT.shared == ("embedding",) and GPT.names == ("layer 1", "layer 2", "layer 3", "head", "embedding")
+
+
+def test_layers_that_zero_divides_over_ranks_of_one_stage_are_one_list():
+    layers = job_layers([0, 0], [("a", "b"), ("b", "c")])
+    assert layers.stages == (("a", "b", "c"),) and layers.shared == ()
+
+
+def test_shared_layers_are_averaged_in_the_first_iteration_of_all_stages_before_others():
+    schedule = equal_schedule(GPT, 2)
+    assert schedule.stages == ((("embedding", "layer 2"), ("layer 1",)), (("embedding", "head"), ("layer 3",)))
+
+
+def test_a_stage_with_fewer_layers_than_the_period_averages_nothing_in_the_last_iterations():
+    layers = JobLayers((("a", "b", "c"), ("d",)), ())
+    assert equal_schedule(layers, 3).stages[1] == (("d",), (), ())
+    assert planned_schedule(layers, profile(layers, 0.1), 3).period == 3
+
+
+def test_a_period_longer_than_every_stage_is_refused_with_the_most_that_is_possible():
+    with pytest.raises(
+        ConfigError, match=r"--sync-h 3: expected at most 2, because no pipeline stage has more than 2 l"
+    ):
+        equal_schedule(GPT, 3)
+    with pytest.raises(ConfigError, match=r"--sync-h 2: expected at most 1, .* more than 1 layer that"):
+        equal_schedule(JobLayers((("a",),), ()), 2)
+
+
+def test_an_automatic_period_is_that_of_the_stage_that_needs_most():
+    layers = JobLayers((("a", "b", "c", "d"), ("e", "f", "g", "h")), ())
+    slow = {name: LayerTimes(name, 1, 2, 4.0 if name in "abcd" else 0.1, 4) for name in layers.names}
+    chosen = planned_schedule(layers, profile_of(layers, slow, 2), None)
+    alone = planned_schedule(
+        JobLayers((layers.stages[0],), ()), profile_of(JobLayers((layers.stages[0],), ()), slow, 2), None
+    )
+    assert chosen.period == alone.period > 1
+    assert equal_schedule(layers, None).period == 4  # unplanned: 5, but there are 4 layers
+
+
+def test_a_profile_of_another_model_is_refused_by_name():
+    with pytest.raises(ConfigError, match=r"profile of another model: expected .*layer 1.*, found .*'?a"):
+        planned_schedule(GPT, profile(JobLayers((("a", "b", "c", "d", "e"),), ()), 1.0), 2)
+
+
+def test_what_is_planned_is_of_the_slowest_stage():
+    layers = JobLayers((("a", "b"), ("c", "d")), ())
+    times = {name: LayerTimes(name, 1, 2, 5.0 if name in "ab" else 0.0, 4) for name in layers.names}
+    schedule = planned_schedule(layers, profile_of(layers, times, 2), 2)
+    # b after 2 + 2 s of 6, until 9: 3 exposed; a after 6 until 11: 5 exposed
+    assert schedule.exposed == 8.0 and schedule.seconds == 12.0 + 8.0
+    assert not schedule.falls_behind(8.0 + 0.1 * 20, 0.1) and schedule.falls_behind(8.0 + 0.1 * 20 + 0.01, 0.1)
+    assert not equal_schedule(layers, 2).falls_behind(1e9, 0.1)
+
+
+def test_a_schedule_survives_its_plain_values():
+    schedule = planned_schedule(GPT, profile(GPT, 0.5), 2)
+    assert JobSchedule.of(schedule.block()) == schedule
+
+
+@given(st.integers(1, 4), st.lists(st.integers(0, 9), min_size=1, max_size=4), st.floats(0, 10))
+def test_each_layer_is_averaged_in_each_period_on_every_rank(period, sizes, averaging):
+    names = iter(range(100))
+    layers = JobLayers(tuple(tuple(f"layer {next(names)}" for _ in range(size)) for size in sizes), ("tied",))
+    if period > max(layers.longest, 1):
+        return
+    for schedule in (equal_schedule(layers, period), planned_schedule(layers, profile(layers, averaging), period)):
+        assert schedule.period == period
+        for stage, own in enumerate(layers.stages):
+            turns = [schedule.due(stage, number) for number in range(period)]
+            assert {name for turn in turns for name in turn} == {*own, "tied"}
+            assert turns[0][0] == "tied" and all("tied" not in turn for turn in turns[1:])
+            assert all(len(set(turn)) == len(turn) for turn in turns)
+            assert schedule.due(stage, 7 * period) == turns[0]
+
+
+# ---- measured rows ----
+
+
+def test_rows_are_merged_over_replicas_and_over_ranks():
+    modules = ("a", "b")
+    rows = [
+        row_of(modules, {"a": ModuleSamples([1, 9, 3], [2], [5], 8)}, [0.5, 1.5], 4),
+        row_of(modules, {"a": ModuleSamples([5], [4], [7], 8)}, [3.0], 4),
+        row_of(modules, {"a": ModuleSamples([6], [6], [6], 8)}, [], 4),
+    ]
+    merged = over_replicas(np.stack(rows))
+    assert merged[:4].tolist() == [5, 4, 5, 8]  # medians of computing, least averaging
+    assert merged[-1] == 4.0  # per period of 4
+    other = row_of(modules, {"b": ModuleSamples([1], [1], [], 16)}, [2.0], 4)
+    times, waited = times_of(modules, over_ranks(np.stack([merged, other])))
+    assert times["a"] == LayerTimes("a", 5, 4, 5, 8) and times["b"] == LayerTimes("b", 1, 1, 0, 16)
+    assert waited == 8.0
+
+
+def test_what_no_rank_measured_takes_no_time(recwarn):
+    empty = row_of(("a",), {}, [], 4)
+    times, waited = times_of(("a",), over_ranks(over_replicas(np.stack([empty, empty]))[None]))
+    assert times == {"a": LayerTimes("a", 0, 0, 0, 0)} and waited == 0.0
+    assert not recwarn.list

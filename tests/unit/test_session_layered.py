@@ -1,0 +1,229 @@
+"""DreamDDP in a session: equal to one process that simulates all replicas, in both update orders; exact over a lost
+incarnation; planned from what the job measures, on all ranks alike."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from ft_plugins.adapters.torch_loop import TorchHost
+from ft_plugins.config import Config, LaunchContext
+from ft_plugins.errors import ConfigError, StateChangedError, UnsupportedError
+from ft_plugins.session import attach
+from ft_plugins.sync.layer_profile import read_profile
+from ft_plugins.sync.layers_schedule import equal_number
+
+Ranks = Callable[..., list[Any]]
+Node = Any  # the fixture's class lives in conftest
+_spec = importlib.util.spec_from_file_location("local_replicas", Path(__file__).parent / "systems/local_replicas.py")
+assert _spec is not None and _spec.loader is not None
+local = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(local)
+
+LAYERS = ("0", "2", "4")
+WARMUP, TAU, LAST = 2, 7, 17
+KILLED, RESUMED = 16, 14
+SYNC = {"policy": "dreamddp", "schedule": "equal", "h": 2, "warmup": WARMUP, "tau": TAU}
+
+
+class Job(local.LocalTraining):  # type: ignore[misc, name-defined]
+    """A replica whose loop is one of plain torch. `clips`: the loop clips gradients."""
+
+    def __init__(self, rank: int, world: int, kind: str, clips: bool = False) -> None:
+        super().__init__(rank, world, kind)
+        self.optimizer = local.optimizer_of(self.model, kind)
+        self.parallel = DistributedDataParallel(self.model)
+        self.host, self.clips = TorchHost(self.parallel, self.optimizer), clips
+
+    def iterate(self, step: int) -> str:
+        """Returns the digest of the parameters after the update."""
+        local.gradients(self.parallel, step, self.rank)
+        if self.clips:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+        self.optimizer.step()
+        digest: str = self.digest(moments=False)
+        self.optimizer.zero_grad()
+        return digest
+
+
+def _life(
+    rank: int, world: int, block: dict[str, Any], last: int, kind: str = "sgd", run_dir: Path | None = None,
+    token: int = 0, left_in: int = 0, clips: bool = False,
+) -> Any:  # fmt: skip
+    """One incarnation, which ends in iteration `left_in`, after its update. Digests by iteration; events; schedule."""
+    job = Job(rank, world, kind, clips)
+    session = attach(
+        job.host, Config.from_json(block), LaunchContext(None, run_dir, token, None, rank, rank, world, world, 0, 0)
+    )
+    events: list[Any] = []
+    session._events.subscribe(events.append)
+    digests, began, step = {}, 0, 0
+    for step in session.iterations(last):
+        began = began or step
+        digests[step] = job.iterate(step)
+        if step == left_in:
+            break
+    return {"began": began, "digests": digests, "events": events, "state": session._sync.state()["layers"]}
+
+
+def simulated(
+    replicas: int, period: int, update_first: bool, kind: str = "sgd", last: int = LAST, warmup: int = WARMUP,
+    tau: int = TAU, sets: Sequence[Sequence[str]] = (),
+) -> dict[int, list[str]]:  # fmt: skip
+    """Digests of all replicas after each iteration's update."""
+    simulation, digests = local.Simulation(replicas, kind), {}
+    sets = sets or [[LAYERS[layer] for layer in own] for own in equal_number(len(LAYERS), period).iterations]
+    for step in range(1, last + 1):
+        simulation.backward(step, together=step <= warmup)
+        whole = step > warmup and step % tau == 0
+        due = sets[(step - warmup - 1) % period] if step > warmup and not whole else []
+        for name in () if update_first else due:
+            simulation.write(name, simulation.mean(name))
+        simulation.update()
+        for name in (due if update_first else ()) if not whole else LAYERS:
+            simulation.write(name, simulation.mean(name))
+        digests[step] = simulation.digests()
+    return digests
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+@pytest.mark.parametrize("order", ["average_first", "update_first"])
+@pytest.mark.parametrize(("period", "replicas"), [(1, 2), (2, 2), (3, 3)])
+def test_equals_one_process_that_simulates_the_schedule(
+    ranks: Ranks, order: str, period: int, replicas: int, kind: str
+) -> None:
+    """No warm-up with three replicas: the order in which DistributedDataParallel sums their gradients is its own."""
+    warmup = WARMUP if replicas == 2 else 0
+    block = {"sync": {**SYNC, "h": period, "order": order, "warmup": warmup}}
+    expected = simulated(replicas, period, order == "update_first", kind, warmup=warmup)
+    for rank, found in enumerate(ranks(_life, replicas, block, LAST, kind)):
+        assert found["digests"] == {step: each[rank] for step, each in expected.items()}
+        averaged = [event.fields["iteration"] for event in found["events"] if event.name == "layers.averaged"]
+        assert averaged == [step for step in range(warmup + 1, LAST + 1) if step % TAU]
+    assert len(set(expected[TAU])) == 1, "replicas are identical where all layers are synchronised"
+    assert (len(set(expected[TAU + 1])) == 1) == (period == 1 and order == "update_first")
+
+
+def test_update_first_in_every_iteration_is_data_parallelism(ranks: Ranks) -> None:
+    """Means of updated parameters and updates by mean gradients are the same numbers, but rounded at different places:
+    17 iterations of SGD from the same values differ by a few units in the last place of values of about 1."""
+    block = {"sync": {**SYNC, "h": 1, "order": "update_first", "warmup": 0}}
+    together = local.Simulation(2)
+    for step in range(1, LAST + 1):
+        together.backward(step, together=True)
+        together.update()
+    for found in ranks(_parameters, 2, block):
+        for name, expected in together.models[0].state_dict().items():
+            assert torch.allclose(torch.tensor(found[name]), expected, rtol=0, atol=2e-6), name
+
+
+def _parameters(rank: int, world: int, block: dict[str, Any]) -> dict[str, Any]:
+    job = Job(rank, world, "sgd")
+    session = attach(
+        job.host, Config.from_json(block), LaunchContext(None, None, 0, None, rank, rank, world, world, 0, 0)
+    )
+    for step in session.iterations(LAST):
+        job.iterate(step)
+    return {name: one.tolist() for name, one in job.model.state_dict().items()}
+
+
+@pytest.mark.parametrize("order", ["average_first", "update_first"])
+@pytest.mark.parametrize("versions", ["sync", "every"])
+def test_continues_bit_for_bit(node: Node, ranks: Ranks, order: str, versions: str) -> None:
+    """Left in iteration 16, after its update; synchronised whole after 7 and 14."""
+    block = {"sync": {**SYNC, "order": order}}
+    expected = ranks(_life, 2, block, LAST, "adam")
+    node.start()
+    protected = {**block, "reft": {"versions": versions}, "node_name": "n"}
+    first = ranks(_life, 2, protected, LAST, "adam", node.run_dir, node.fence(), KILLED)
+    second = ranks(_life, 2, protected, LAST, "adam", node.run_dir, node.fence())
+    for rank in range(2):
+        assert second[rank]["began"] == (RESUMED if versions == "sync" else KILLED - 1) + 1
+        for life in (first[rank], second[rank]):
+            for step, digest in life["digests"].items():
+                assert digest == expected[rank]["digests"][step], f"rank {rank}, iteration {step}"
+    assert max(second[0]["digests"]) == LAST
+
+
+def test_layers_are_planned_from_what_the_job_measures(node: Node, ranks: Ranks) -> None:
+    node.start()
+    block = {"sync": {"policy": "dreamddp", "h": 3, "tau": 100}, "reft": {}, "node_name": "n"}
+    lives = ranks(_life, 2, block, 13, "sgd", node.run_dir, node.fence())
+    planned = [[event.fields for event in life["events"] if event.name == "layers.planned"] for life in lives]
+    assert [len(one) for one in planned] == [1, 0], "rank 0 reports it"
+    assert planned[0][0]["iteration"] == 12 and planned[0][0]["period"] == 3  # measured 1 to 9, sent behind 10 to 12
+    assert planned[0][0]["reason"] == "the first profile"
+    assert lives[0]["state"]["origin"] == lives[1]["state"]["origin"] == 12
+    assert lives[0]["state"]["stages"] == lives[1]["state"]["stages"]
+    profile = read_profile(node.run_dir / "layers.json")
+    assert [layer.name for layer in profile.layers] == list(LAYERS) and profile.replicas == 2
+    assert all(layer.forward > 0 and layer.backward > 0 and layer.communication > 0 for layer in profile.layers)
+    sizes = dict(zip(LAYERS, zip(local.SIZES, local.SIZES[1:], strict=False), strict=True))
+    assert [layer.nbytes for layer in profile.layers] == [4 * (a + 1) * b for a, b in sizes.values()]
+
+
+def write_profile(folder: Path, names: Sequence[str] = LAYERS) -> str:
+    """A profile whose best schedule of two iterations is not that of equal numbers."""
+    averaging = {"0": 1.0, "2": 1.0, "4": 9.0}
+    seconds = {"forward_seconds": 1.0, "backward_seconds": 5.0}
+    layers = [
+        {"name": name, **seconds, "communication_seconds": averaging.get(name, 1.0), "bytes": 4} for name in names
+    ]
+    path = folder / "profile.json"
+    path.write_text(json.dumps({"version": 1, "replicas": 2, "layers": layers}))
+    return str(path)
+
+
+def test_a_given_profile_is_planned_from_at_once(ranks: Ranks, tmp_path: Path) -> None:
+    block = {"sync": {"policy": "dreamddp", "h": 2, "tau": TAU, "warmup": WARMUP, "profile": write_profile(tmp_path)}}
+    lives = ranks(_life, 2, block, LAST)
+    (sets,) = lives[0]["state"]["stages"]
+    assert sets != [["4", "2"], ["0"]], "unlike equal numbers"
+    expected = simulated(2, 2, False, sets=sets)
+    for rank, life in enumerate(lives):
+        assert life["digests"] == {step: each[rank] for step, each in expected.items()}
+
+
+def _refused(rank: int, world: int, keys: dict[str, Any], last: int = LAST, clips: bool = False) -> str:
+    try:
+        _life(rank, world, {"sync": {**SYNC, **keys}}, last, clips=clips)
+    except (ConfigError, UnsupportedError, StateChangedError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("keys", "last", "clips", "message"),
+    [
+        ({"h": 4}, LAST, False, "--sync-h 4: expected at most 3, because no pipeline stage has more than 3 lay"),
+        ({"warmup": 20}, LAST, False, "--sync-warmup 20: training ends at iteration 17, before the first"),
+        ({"order": "update_first"}, LAST, True, "--sync-order update_first does not allow; choose --sync-order"),
+    ],
+    ids=["longer than the model", "warm-up longer than the run", "clipping"],
+)  # fmt: skip
+def test_what_is_impossible_is_refused_in_one_line(
+    ranks: Ranks, keys: dict[str, Any], last: int, clips: bool, message: str
+) -> None:
+    for found in ranks(_refused, 2, keys, last, clips):
+        assert message in found and "\n" not in found
+
+
+def test_a_profile_of_another_model_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    path = write_profile(tmp_path, ("0", "2", "4", "6"))
+    for found in ranks(_given_profile, 2, path):
+        assert "profile of another model: expected 3 layers, found 4 layers" in found
+
+
+def _given_profile(rank: int, world: int, path: str) -> str:
+    try:
+        _life(rank, world, {"sync": {"policy": "dreamddp", "h": 2, "profile": path}}, LAST)
+    except ConfigError as error:
+        return str(error)
+    return ""
