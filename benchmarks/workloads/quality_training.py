@@ -51,8 +51,10 @@ def _iterations(
     context = LaunchContext(None, Path(run_dir), 0, None, rank, rank, world, world, 0, 0)
     sync = dict(run.sync)
     if sync.get("policy") == DREAMDDP:
-        sync["profile"] = str(path := Path(run_dir) / f"profile-{rank}.json")
-        write_profile(profile_by_size(dict(model.module.named_parameters()), world), path)
+        sync["profile"] = str(path := Path(run_dir) / "profile.json")
+        if rank == 0:
+            write_profile(profile_by_size(dict(model.module.named_parameters()), world), path)
+        dist.barrier()
     session = attach(TorchHost(model, optimizer), Config.from_json({"sync": sync}), context)
     return session.iterations(run.scale.iterations)
 
