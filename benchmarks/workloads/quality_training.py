@@ -74,7 +74,7 @@ def profile_by_size(parameters: Mapping[str, torch.Tensor], replicas: int) -> La
 
 
 @contextmanager
-def _mean_of_replicas(model: torch.nn.Module, world: int) -> Iterator[None]:
+def mean_of_replicas(model: torch.nn.Module, world: int) -> Iterator[None]:
     """The mean of all replicas in place of each one's parameters."""
     own = [one.detach().clone() for one in model.parameters()]
     with torch.no_grad():
@@ -111,7 +111,7 @@ def _train(rank: int, world: int, run: QualityRun, run_dir: str) -> tuple[Losses
         loss(model, iteration, rank).backward()
         optimizer.step()
         if iteration in points:
-            with _mean_of_replicas(one.model, world) if run.averaged else nullcontext():
+            with mean_of_replicas(one.model, world) if run.averaged else nullcontext():
                 losses.append((iteration, _held_out(one, rank, world)))
     return tuple(losses), len({module_of(name) for name, _ in one.model.named_parameters()})
 

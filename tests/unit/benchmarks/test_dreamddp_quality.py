@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+import dreamddp_quality
 from dreamddp_quality import learner_figures
+from ft_plugins.testing.gang import gang
 from workloads import real_replica
 from workloads.dreamddp_quality_runs import (
     COMPARED,
@@ -23,7 +28,7 @@ from workloads.dreamddp_quality_runs import (
 )
 from workloads.local_blocks import PLAIN
 from workloads.quality_runs import QualityOutcome, QualityScale
-from workloads.quality_training import COMMUNICATION, from_line, profile_by_size, to_line
+from workloads.quality_training import COMMUNICATION, from_line, mean_of_replicas, profile_by_size, to_line
 
 
 def outcome(policy: str, losses: dict[int, float], seed: int = 1) -> QualityOutcome:
@@ -78,3 +83,39 @@ def test_an_iteration_of_the_real_job_begins_when_its_last_rank_begins_it() -> N
     begins = real_replica.job_times([[0.0, 1, 2, 3, 4, 5, 6, 7], [0.5, 1, 2.5, 3, 4, 5, 6, 8.5]])
     assert begins[0] == 0.5 and scale.iterations == len(begins)
     assert real_replica.seconds_of(scale, begins) == pytest.approx((8.5 - 2.5) / real_replica.H)
+
+
+def _evaluated(rank: int, world: int) -> tuple[list[float], list[float]]:
+    model = torch.nn.Linear(2, 1, bias=False)
+    torch.nn.init.constant_(model.weight, rank + 0.1)
+    with mean_of_replicas(model, world):
+        inside = model.weight.flatten().tolist()
+    return inside, model.weight.flatten().tolist()
+
+
+def test_the_mean_is_evaluated_and_each_replica_trains_on_with_its_own_parameters() -> None:
+    torch.set_num_threads(1)  # nothing parallel before the fork
+    for rank, (inside, after) in enumerate(gang(_evaluated, 2, seconds=60)):
+        assert inside == pytest.approx([0.6, 0.6])
+        assert after == torch.full((2,), rank + 0.1).tolist()
+
+
+@pytest.mark.all_configurations
+def test_the_quick_form_trains_with_both_policies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["dreamddp_quality.py", "--quick", "--learners", "deep_text", "--output", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    dreamddp_quality.main()
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])["figures"]
+    assert all(math.isfinite(value) for value in figures.values())
+    lines = (tmp_path / "dreamddp_quality.jsonl").read_text()
+    done = by_seed([from_line(line) for line in lines.splitlines()], "deep_text")
+    losses = {policy: dict(done[policy][1].losses) for policy in COMPARED}
+    in_warmup = [at for at in losses[PLAIN] if at <= SHORT.warmup]
+    assert in_warmup and all(losses[policy][at] == losses[PLAIN][at] for policy in COMPARED for at in in_warmup)
+    assert len({losses[policy][SHORT.iterations] for policy in COMPARED}) == len(COMPARED)
+    assert losses[DREAMDDP][SHORT.iterations] == pytest.approx(losses[FULL_SYNC][SHORT.iterations], rel=0.05)
+    dreamddp_quality.main()  # everything is in the folder already
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["figures"] == figures
+    assert (tmp_path / "dreamddp_quality_deep_text.png").stat().st_size

@@ -76,19 +76,21 @@ def test_every_policy_is_one_of_the_package(tmp_path: Path) -> None:
         assert config.sync is not None
 
 
-def profiled_logs(model: LayeredModel, exchange: Sequence[float], compute: float, first: float) -> list[StepLog]:
-    """Logs in which the last replica is 0.1 s late at each synchronisation; `first` is added to the exchanges of the
-    first one, which is the first to use its memory."""
+def profiled_logs(exchange: Sequence[float], local: Sequence[float]) -> list[StepLog]:
+    """Logs in which the last replica is 0.1 s late at each synchronisation, whose exchanges get shorter by a tenth from
+    one to the next; those of the first one, which is the first to use its memory, take 3 s more. `local`: seconds of
+    the iterations of a period, the last of which ends with a synchronisation."""
     logs = []
     for replica in range(REPLICAS):
         clock, begins, spans = 0.0, [], []
-        for step in range(1, PROFILED_TAU * PROFILED + 2):
+        for step in range(PROFILED_TAU * PROFILED + 1):
             begins.append(clock)
-            clock += compute
-            if step % PROFILED_TAU == 0:
+            clock += local[step % PROFILED_TAU]
+            number, left = divmod(step + 1, PROFILED_TAU)
+            if left == 0:
                 late = 0.1
                 for at, seconds in enumerate(exchange):
-                    took = seconds + (first if step == PROFILED_TAU else 0.0)
+                    took = (1.3 - 0.1 * number) * seconds + (3.0 if number == 1 else 0.0)
                     began = clock + (late if replica == REPLICAS - 1 else 0.0)
                     spans.append(LaneSpan(EXCHANGE, f"layers.{at}", began, clock + late + took))
                     clock, late = clock + late + took, 0.0
@@ -98,7 +100,7 @@ def profiled_logs(model: LayeredModel, exchange: Sequence[float], compute: float
 
 def test_a_run_measures_its_layers() -> None:
     model = LayeredModel((100, 200, 300), (0.1, 0.1, 0.1), (0.2, 0.2, 0.2), 0.0, 1200)
-    profile = measured_profile(model, profiled_logs(model, (0.5, 0.25, 1.0), 0.99, 3.0))
+    profile = measured_profile(model, profiled_logs((0.5, 0.25, 1.0), (0.9, 1.08, 0.9)))
     assert [layer.communication for layer in profile.layers] == pytest.approx([0.5, 0.25, 1.0])
     assert profile.compute_ns / NANO == pytest.approx(0.99) and profile.forward_ns / NANO == pytest.approx(0.33)
     assert [layer.nbytes for layer in profile.layers] == [400, 800, 1200] and profile.replicas == REPLICAS
@@ -118,7 +120,8 @@ def test_plain_reduces_bucket_by_bucket_behind_the_backward() -> None:
 @pytest.mark.parametrize("scenario", FULL_RUN, ids=lambda one: one.name)
 def test_no_plan_is_better_than_its_bound(scenario: ColumnScenario) -> None:
     plan = PlannedColumn.of(scenario, ideal(scenario))
-    assert plan.least <= plan.seconds[DREAMDDP] <= plan.seconds[ENP] <= plan.seconds[FULL]
+    assert plan.least <= plan.seconds[DREAMDDP] + 1e-9, "the plan is in whole nanoseconds"
+    assert plan.seconds[DREAMDDP] - 1e-9 <= plan.seconds[ENP] <= plan.seconds[FULL]
     assert plan.seconds[DREAMDDP] < plan.seconds[PLAIN]
     assert plan.bound(FULL, 0.0) <= plan.ideal_over_full * 1.0001
     assert plan.seconds[FULL] / plan.seconds[DREAMDDP] <= plan.bound(FULL, 0.0) * 1.0001
@@ -146,7 +149,12 @@ def test_claims_hold_where_measured_times_are_the_planned_ones(capsys: pytest.Ca
     assert values["period_error"] == pytest.approx(0.0, abs=1e-9) and values["period_error_holds"]
     assert values["over_full_x"] == min(figures["over_full_x"] for figures in by_column.values())
     assert values["over_full_x_holds"]
-    assert values["over_overlapped_x"] <= values["over_ddp_x"], "the paper's baseline counts where it is faster"
+    slow = result_of(next(one for one in FULL_RUN if one.name == "gpt2_32"), 1.0)
+    overlapped = slow.scenario.column.overlapped_of_compute * slow.scenario.compute
+    assert by_column["gpt2_32"]["over_overlapped_x"] == pytest.approx(overlapped / slow.plan.seconds[DREAMDDP]), (
+        "the paper's baseline counts where it is faster"
+    )
+    assert by_column["resnet18_8"]["over_overlapped_x"] == by_column["resnet18_8"]["over_ddp_x"]
     assert not over_columns({"one": result_of(RESNET, 0.9).figures()})["over_full_x_holds"]
 
 
