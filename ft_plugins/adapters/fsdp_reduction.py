@@ -26,7 +26,7 @@ import torch.distributed as dist
 from ..errors import ConfigError, UnsupportedError
 from ..model.reduction import ReducedOver
 from .fsdp_layout import ShardLayout
-from .torch_reduction import ModuleCalls, called_paths, outermost
+from .torch_reduction import ModuleCalls, called_paths, compile_again, outermost
 
 
 @dataclass(frozen=True)
@@ -199,6 +199,7 @@ class FsdpReduction(ModuleCalls):
             if module not in places:  # no parameter of it is sharded
                 for path in called_paths(self._root, module, parameters):
                     self._call_before(self._root.get_submodule(path), [module], call)
+        compile_again()
 
     def _modules_of(self, unit: FsdpUnit) -> list[str]:
         """The modules that have parameters in a unit."""
@@ -222,6 +223,7 @@ class FsdpReduction(ModuleCalls):
         """What is called before the forward of a module of unit `number`; `called` has modules by path."""
         numbers = {id(unit.state): other for other, unit in enumerate(self._units)}
 
+        @torch.compiler.disable
         def before(module: Any, inputs: Any) -> None:
             self._refresh(number)
             modules = dict.fromkeys(called[path])

@@ -81,9 +81,11 @@ class EdgeReporter:
         """Report the calls of `part` as those of `modules`."""
         followed = [_Followed(name, parameters) for name, parameters in modules.items()]
 
+        @torch.compiler.disable
         def before(module: Any, args: Any, kwargs: Any) -> None:
             self._before(followed, (args, kwargs))
 
+        @torch.compiler.disable
         def after(module: Any, args: Any, output: Any) -> None:
             self._after(followed, output)
 

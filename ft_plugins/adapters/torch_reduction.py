@@ -12,6 +12,7 @@ In: a model, wrapped in DistributedDataParallel; calls of a synchronizer. Out: a
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -88,6 +89,12 @@ def parameters_at(
     return found
 
 
+def compile_again() -> None:
+    """Drop what torch.compile has made of calls before now: code without the hooks of today."""
+    if dynamo := sys.modules.get("torch._dynamo"):
+        dynamo.reset()
+
+
 class ModuleCalls:
     """The part of `model.reduction.ReductionControl` that knows modules."""
 
@@ -110,11 +117,13 @@ class ModuleCalls:
         self._require_hooks()
         for path, modules in self._parts().items():
             self._call_before(self._root.get_submodule(path), list(modules), call)
+        compile_again()
 
     def follow_modules(self, edges: ModuleEdges) -> None:
         """Report the edges of each module."""
         places = [(self._root.get_submodule(path), modules) for path, modules in self._parts().items()]
         follow_places(self._rank, places, edges)
+        compile_again()
 
     def _parts(self) -> dict[str, dict[str, list[torch.Tensor]]]:
         return parameters_at(self._root, self._members(), self._parameter)
@@ -135,6 +144,7 @@ class ModuleCalls:
     def _call_before(self, part: torch.nn.Module, modules: list[str], call: Callable[[str], None]) -> None:
         """Call `call` with each of `modules` before the forward of `part`."""
 
+        @torch.compiler.disable
         def before(module: torch.nn.Module, inputs: Any) -> None:
             for name in modules:
                 call(name)

@@ -92,7 +92,7 @@ class Interleaved:
         sends = self._sends_after_forward(forward)
         self._post(sends, self._receives_after_forward(forward), self._activations, self._sent_forward)
         self._sent_forward = sends
-        self._wait_for_gradient(k)
+        self._wait_for_pending_gradient(k)
         self._compute(Pass.BACKWARD, k)
         sends = self._sends_after_backward(k)
         self._post(sends, self._receives_after_backward(k), self._gradients, self._sent_backward)
@@ -102,14 +102,15 @@ class Interleaved:
         if self._warmup_passes == self._passes:
             self._post_blocking((), self._first_gradient())
         for k in range(self._passes - self._warmup_passes, self._passes):
-            self._wait_for_gradient(k)
+            self._wait_for_pending_gradient(k)
             self._compute(Pass.BACKWARD, k)
             self._post_blocking(self._sends_after_backward(k), self._receives_after_backward(k))
         # the last forward send is never waited for: megatron-core does not wait for it either
         if self._sent_backward:
             self._operations.append(Wait(self._sent_backward, ()))
 
-    def _wait_for_gradient(self, k: int) -> None:
+    def _wait_for_pending_gradient(self, k: int) -> None:
+        """Wait for the gradient of the k-th backward if its receive was posted without waiting."""
         ends_model = self._is_last and self._chunk_backward(k) == self._pipeline.chunks - 1  # it needs no gradient
         if self._gradients and not ends_model:
             self._operations.append(Wait((), self._gradients.popleft()))

@@ -5,8 +5,9 @@ Invariant: a source that is shorter than its target is padded with zeros; a long
 stay in cache. Both give the same bytes. With numba a call of many megabytes is one native call without the GIL; NumPy
 takes the GIL at every block. Calls share no state: threads may call at the same time, for different targets.
 
-The SMP calls only `scale_xor_into`, as frames arrive one by one. The others add several sources in one pass, or verify
-while they add; only tests and benchmarks/parity.py call them. Only these pass `loops`, to select the implementation.
+The SMP calls only `scale_xor_into`, as frames arrive one by one. The other functions add several sources in one pass,
+or verify while they add; tests and benchmarks/parity.py alone call them. `loops` selects the implementation, for these
+two callers.
 
 Below, += is XOR into the target. With `overwrite` the previous content of the target is ignored, which saves clearing
 it.

@@ -135,9 +135,9 @@ def _use_of_plan(events: Sequence[Event], timelines: Mapping[int, Event]) -> Bub
             if len(bubbles) >= LIMITS.reported_bubbles:
                 partly_reported.add(rank)
             earlier = before.get(rank, {})
-            all_reported = len(earlier) < LIMITS.reported_bubbles
+            earlier_was_whole = len(earlier) < LIMITS.reported_bubbles  # a bubble that it lacks had 0 bytes
             sent[rank] = {
-                at: nbytes - earlier.get(at, 0) for at, nbytes in bubbles.items() if all_reported or at in earlier
+                at: nbytes - earlier.get(at, 0) for at, nbytes in bubbles.items() if earlier_was_whole or at in earlier
             }
     rows = tuple(Row.read(rank, event.fields) for rank, event in sorted(timelines.items()))
     planned = {rank: _planned(events, rank, event) for rank, event in sorted(timelines.items())}

@@ -126,10 +126,12 @@ class Synchronisation:
     # ---- background thread: collectives ----
 
     def exchange(self, name: str) -> float:
-        """Combine the values of all replicas of one module into its target. Returns the factor by which its change is
-        clipped: 1.0 if it is not, or if the module is rolled back as judged; 0.0 if changes are clipped and the mean
-        change is not finite, which rolls it back too. A collective of the ranks that hold a part of the module, on all
-        replicas."""
+        """Combine the values of all replicas of one module into its target. A collective of the ranks that hold a part
+        of the module, on all replicas.
+
+        Returns the factor by which its change is clipped, 1.0 if it is not. A module is rolled back if all replicas are
+        judged anomalous (its factor is 1.0), and if changes are clipped and the mean change is not finite (0.0).
+        """
         module, live = self._modules[name], self._tensors()
         faults.reach("sync.exchange", module=name)
         values: list[torch.Tensor] = []

@@ -2,13 +2,13 @@
 
     3 periods        forward and backward of each module by its edges, averaging on the background thread, and how long
                      training waited for it; all at the same time, as the job runs
-    end of the last  ranks send each other what they measured, behind the next period
-    end of that      all ranks plan from the same profile: the first time in any case, later if periods take longer than
-                     planned; the new schedule begins with the next iteration
+    end of the last  ranks send each other what they measured, and all plan from the same profile, behind the next
+                     period: the first time in any case, later if periods take longer than planned
+    end of that      the new schedule begins
 
 After that every tenth period is the last of three that are measured.
 
-Invariant: nothing here waits for another rank in the step path, except for a message that had a period to arrive. When
+Invariant: nothing here waits for another rank in the step path, except for a plan that had a period to be made. When
 to measure, to send and to begin depends on the iteration alone, so all ranks do it together.
 
 In: edges of modules, marks. Out: `JobSchedule`; the profile, as a file of rank 0.
@@ -17,6 +17,7 @@ In: edges of modules, marks. Out: `JobSchedule`; the profile, as a file of rank 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ import numpy as np
 from ..config import SyncConfig
 from ..events import Events, catalogue
 from ..sync.background import BackgroundTask
-from ..sync.layer_profile import write_profile
+from ..sync.layer_profile import LayerProfile, write_profile
 from ..sync.layers_job import JobLayers, JobSchedule, planned_schedule, profile_of
 from ..sync.layers_measured import ModuleSamples, Row, over_ranks, over_replicas, row_of, times_of
 from ..sync.links import Links
@@ -96,6 +97,15 @@ class LayerMeasurement:
         return row_of(modules, samples, waited, period)
 
 
+@dataclass(frozen=True)
+class LayerPlan:
+    """A new schedule, the profile from which it was planned, and why."""
+
+    profile: LayerProfile
+    schedule: JobSchedule
+    reason: str
+
+
 class LayerPlanning:
     """When a schedule is planned, on one rank."""
 
@@ -106,12 +116,12 @@ class LayerPlanning:
         self._config, self._groups, self._layers, self._events = config, groups, layers, events
         self._under_way, self._measurement, self._folder = under_way, measurement, folder
         self._check = 0  # iteration of the next check
-        self._gather: BackgroundTask[Row] | None = None  # what ranks send each other after one
+        self._plan: BackgroundTask[LayerPlan | None] | None = None  # under way after one
 
     def begin(self, completed: int, origin: int, schedule: JobSchedule) -> None:
         """The schedule holds after iteration `origin`, and `completed` iterations are done."""
         periods = max(0, -(-(completed - origin) // schedule.period))
-        self._gather = None
+        self._plan = None
         self._check = origin + (periods + _MEASURED) * schedule.period
         self._measurement.clear()
 
@@ -121,44 +131,42 @@ class LayerPlanning:
 
     def iteration_end(self, step: int, schedule: JobSchedule) -> JobSchedule | None:
         """Iteration `step` is done. Returns the schedule from the next one on, if that changes."""
-        if step < self._check:
+        if step == self._check:
+            row = self._measurement.row(self._layers.names, schedule.period)
+            self._plan = self._under_way.run("the times of layers", lambda: self._planned(row, schedule))
+        if self._plan is None or step < self._check + schedule.period:
             return None
-        if self._gather is None:
-            if step == self._check:
-                row = self._measurement.row(self._layers.names, schedule.period)
-                self._gather = self._under_way.run("the times of layers", lambda: self._merged(row))
-            return None
-        if step < self._check + schedule.period:
-            return None
-        gather, self._gather = self._gather, None
-        self._check += _CHECKED * schedule.period
+        plan, self._plan = self._plan.wait(), None
+        self._check = step + (_CHECKED - 1) * schedule.period
         self._measurement.clear()
-        return self._planned(step, gather.wait(), schedule)
+        if plan is None:
+            return None
+        self._check = step + _CHECKED * plan.schedule.period
+        if self._groups.rank == 0:
+            if self._folder is not None:
+                write_profile(plan.profile, self._folder / "layers.json")
+            self._events.emit(
+                catalogue.LAYERS_PLANNED, iteration=step, period=plan.schedule.period,
+                exposed_seconds=plan.schedule.exposed, seconds=plan.schedule.seconds, reason=plan.reason,
+            )  # fmt: skip
+        return plan.schedule
 
-    def _merged(self, row: Row) -> Row:
-        """Gather the rows of all ranks of this replica's sync groups. A collective of all of them."""
+    # ---- background thread ----
+
+    def _planned(self, row: Row, schedule: JobSchedule) -> LayerPlan | None:
+        """Merge what all ranks of this replica's sync groups measured, of whom all call, and plan from it; None if the
+        present schedule stays."""
         merged = over_replicas(self._gathered(self._groups.peers, row))
-        return over_ranks(self._gathered(self._groups.replica, merged))
+        row = over_ranks(self._gathered(self._groups.replica, merged))
+        times, waited = times_of(self._layers.names, row)
+        reason = "the first profile"
+        if schedule.exposed is not None:
+            if not schedule.falls_behind(waited, self._config.replans_beyond):
+                return None
+            reason = f"a period waited {waited:.3g} s for averaging, {schedule.exposed:.3g} s were planned"
+        profile = profile_of(self._layers, times, len(self._groups.wait.sync))
+        return LayerPlan(profile, planned_schedule(self._layers, profile, self._config.layer_period), reason)
 
     @staticmethod
     def _gathered(links: Links, row: Row) -> Row:
         return np.asarray(links.gather_job(row.tolist()))
-
-    def _planned(self, step: int, row: Row, schedule: JobSchedule) -> JobSchedule | None:
-        times, waited = times_of(self._layers.names, row)
-        if schedule.exposed is not None and not schedule.falls_behind(waited, self._config.replans_beyond):
-            return None
-        profile = profile_of(self._layers, times, len(self._groups.wait.sync))
-        chosen = planned_schedule(self._layers, profile, self._config.layer_period)
-        reason = "the first profile"
-        if schedule.exposed is not None:
-            reason = f"a period waited {waited:.3g} s for averaging, {schedule.exposed:.3g} s were planned"
-        if self._groups.rank == 0:
-            if self._folder is not None:
-                write_profile(profile, self._folder / "layers.json")
-            self._events.emit(
-                catalogue.LAYERS_PLANNED, iteration=step, period=chosen.period, exposed_seconds=chosen.exposed,
-                seconds=chosen.seconds, reason=reason,
-            )  # fmt: skip
-        self._check = step + _CHECKED * chosen.period
-        return chosen

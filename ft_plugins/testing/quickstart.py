@@ -2,7 +2,7 @@
 
     python -m ft_plugins.testing.quickstart [--framework megatron|deepspeed] [--data FILE] [--iterations N] [--out DIR]
                                         [--baft]    on two emulated nodes; kills a whole node
-                                        [--policy edit|diloco|post_local_sgd]    local SGD
+                                        [--policy edit|diloco|post_local_sgd|dreamddp]    local SGD
 
 Invariant: the exit status is 0 only if the killed run restored exactly once, from memory, and its final state is
 bit-identical to that of the other run. Both runs use `ft-run` as users do; the kill comes from outside. Whatever
@@ -45,7 +45,8 @@ REPORT, PICTURE, BUBBLES, SETTINGS = "report.json", "report.png", "bubbles.png",
 BAFT_NODES = 2
 LINK_MBPS = 200.0  # link rate for planning bubbles: the share of a cluster's links for a model of this size
 PROFILED = 4  # iterations to plan bubbles from
-POLICIES = ("edit", "diloco", "post_local_sgd")
+POLICIES = ("edit", "diloco", "post_local_sgd", "dreamddp")
+LAYERED_H = 2  # iterations in which DreamDDP averages each layer: a pipeline stage has at least two layers of its own
 LONGEST_TAU = 8  # iterations between two synchronisations, so that a short run has several
 _KILLED_RANK = 5
 _POLL_SECONDS = 0.2
@@ -140,7 +141,7 @@ def parse(argv: Sequence[str]) -> QuickstartPlan:
     deepspeed = options.framework == "deepspeed"
     if options.policy and options.baft:
         raise ConfigError("--policy: local SGD and --baft exclude each other; drop one of the two")
-    sync = {"policy": options.policy, "tau": max(1, min(LONGEST_TAU, kill_at // 2))} if options.policy else None
+    sync = sync_keys(options.policy, kill_at) if options.policy else None
     job = (deepspeed_flags if deepspeed else job_flags)(options.quick, *(WITH_BAFT if options.baft else USUAL))
     if sync and not deepspeed:  # an instance is one replica
         job += ("--num-distributed-optimizer-instances", str(USUAL[2]))
@@ -160,6 +161,13 @@ def parse(argv: Sequence[str]) -> QuickstartPlan:
     if not plan.example.is_file():
         raise ConfigError(f"{plan.example} is missing: the quickstart runs from a checkout of the project")
     return plan
+
+
+def sync_keys(policy: str, kill_at: int) -> dict[str, Any]:
+    """Keys of local SGD, with a synchronisation before the kill. Runs that are compared need the same schedule of
+    layers, which a measured one is not."""
+    layered = {"h": LAYERED_H, "schedule": "equal"} if policy == "dreamddp" else {}
+    return {"policy": policy, "tau": max(1, min(LONGEST_TAU, kill_at // 2)), **layered}
 
 
 def deepspeed_flags(quick: bool, tp: int, pp: int, dp: int) -> tuple[str, ...]:

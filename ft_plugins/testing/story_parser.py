@@ -1,8 +1,8 @@
 """Parse failure stories: a job, what happens to its nodes, and the claims to check. Pure.
 
-Invariant: a story that parses can run: every line is known, every node exists at the line that names it (of a 'fault'
-line: anywhere in the story), and no claim comes before it can be checked. An error names the file, what was expected
-and what was found; also the line, unless it takes the whole story to see the error.
+Invariant: a story that parses can run: every line is known, every node exists at the line that names it, and no claim
+comes before it can be checked. A 'fault' line may also name a node that the story starts later. An error names the
+file, what was expected and what was found; also the line, unless it takes the whole story to see the error.
 
 The first line is the title; a line that begins with '#' is a comment, and '#' elsewhere is text. Every other line is a
 keyword and a phrase:

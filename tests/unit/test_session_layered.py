@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from ft_plugins.errors import ConfigError, StateChangedError, UnsupportedError
 from ft_plugins.session import attach
 from ft_plugins.sync.layer_profile import read_profile
 from ft_plugins.sync.layers_schedule import equal_number
+from ft_plugins.sync.synchronisation import Synchronisation
 
 Ranks = Callable[..., list[Any]]
 Node = Any  # the fixture's class lives in conftest
@@ -167,6 +170,43 @@ def test_layers_are_planned_from_what_the_job_measures(node: Node, ranks: Ranks)
     assert all(layer.forward > 0 and layer.backward > 0 and layer.communication > 0 for layer in profile.layers)
     sizes = dict(zip(LAYERS, zip(local.SIZES, local.SIZES[1:], strict=False), strict=True))
     assert [layer.nbytes for layer in profile.layers] == [4 * (a + 1) * b for a, b in sizes.values()]
+
+
+def _slowed(rank: int, world: int, block: dict[str, Any], run_dir: Path, token: int) -> Any:
+    """A life whose averagings take 20 ms longer from iteration 20 on, on all ranks."""
+    exchange, now = Synchronisation.exchange, [0]
+
+    def slow(self: Synchronisation, name: str) -> float:
+        factor = exchange(self, name)
+        if now[0] >= SLOW_FROM:
+            time.sleep(0.02)
+        return factor
+
+    def iterate(self: Job, step: int, run: Any = Job.iterate) -> str:
+        now[0] = step
+        return run(self, step)  # type: ignore[no-any-return]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Synchronisation, "exchange", slow)
+        patch.setattr(Job, "iterate", iterate)
+        return _life(rank, world, block, 60, "sgd", run_dir, token)
+
+
+SLOW_FROM = 20
+
+
+def test_layers_are_planned_again_when_a_period_waits_longer_than_planned(node: Node, ranks: Ranks) -> None:
+    node.start()
+    block = {"sync": {"policy": "dreamddp", "h": "auto", "tau": 1000, "replan": 0.5}, "reft": {}, "node_name": "n"}
+    lives = ranks(_slowed, 2, block, node.run_dir, node.fence())
+    first, *more = (event.fields for event in lives[0]["events"] if event.name == "layers.planned")
+    assert first["reason"] == "the first profile" and more, "a period waits for 20 ms, and computes for less"
+    assert re.fullmatch(r"a period waited \S+ s for averaging, \S+ s were planned", more[0]["reason"])
+    assert more[0]["iteration"] > SLOW_FROM and more[0]["exposed_seconds"] > 0.02
+    for each in (first, *more):
+        assert 1 <= each["period"] <= len(LAYERS)
+    assert lives[0]["state"]["stages"] == lives[1]["state"]["stages"]
+    assert lives[0]["state"]["origin"] == lives[1]["state"]["origin"] == more[-1]["iteration"]
 
 
 def write_profile(folder: Path, names: Sequence[str] = LAYERS) -> str:

@@ -157,3 +157,45 @@ def test_a_change_by_the_loop_after_a_synchronisation_is_named(node: Node, ranks
     step = TAU + 1
     for rank, message in enumerate(ranks(_changed, 2, node.run_dir, node.fence(), step)):
         assert message.startswith(f"rank {rank}: iteration {step}: 'head.weight' was changed after the version point")
+
+
+def _compiled(rank: int, world: int, sync: dict[str, Any], how: str) -> dict[str, list[float]]:
+    """The parameters at the end of a job whose model is compiled, by `how`."""
+    torch._dynamo.config.disable = False  # tests run without
+    torch.manual_seed(3)
+    net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8), torch.nn.Linear(8, 4))
+    model: Any = net if how == "eager" else torch.compile(net, backend="eager")
+    if how == "called before":
+        model(torch.randn(2, 8)).sum().backward()
+        net.zero_grad()
+    parallel = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(net.parameters(), 0.01)
+    context = LaunchContext(None, None, 0, None, rank, rank, world, world, 0, 0)
+    session = attach(TorchHost(parallel, optimizer), Config.from_json({"sync": sync}), context)
+    for step in session.iterations(LAST):
+        made = torch.Generator().manual_seed(1000 * step + rank)
+        parallel(torch.randn(6, 8, generator=made)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: one.flatten().tolist() for name, one in net.named_parameters()}
+
+
+def _compiled_or_not(rank: int, world: int, sync: dict[str, Any]) -> dict[str, Any]:
+    return {how: _compiled(rank, world, sync, how) for how in ("eager", "compiled", "called before")}
+
+
+DREAMDDP = {"policy": "dreamddp", "h": 2, "schedule": "equal", "tau": 5}
+
+
+@pytest.mark.parametrize(
+    "sync",
+    [
+        pytest.param({"policy": "edit", "tau": 3, "apply": "forward"}, marks=pytest.mark.all_configurations),
+        DREAMDDP,
+    ],
+    ids=["edit", "dreamddp"],
+)
+def test_a_compiled_model_is_synchronised_as_it_is_without(ranks: Ranks, sync: dict[str, Any]) -> None:
+    """Hooks run outside of what is compiled, also where a model was compiled and called before it is attached."""
+    for found in ranks(_compiled_or_not, 2, sync):
+        assert found["compiled"] == found["called before"] == found["eager"]

@@ -80,9 +80,10 @@ def follow_edges(rank: int, model: Any, modules: Iterable[str], edges: ModuleEdg
         by_path = parameters_at(model, members, model.get_parameter)
         follow_places(rank, [(model.get_submodule(path), one) for path, one in by_path.items()], edges)
         return
-    held = {module: {module: [model.get_parameter(name) for name in names]} for module, names in members.items()}
-    layers = {id(layer): (layer, held[name]) for name, layer in _layers(model) if name in held}
-    parts = [(model, held[REST])] if REST in held else []
+    # of each module, what a place takes: the parameters by module, here of this module alone
+    own = {module: {module: [model.get_parameter(name) for name in names]} for module, names in members.items()}
+    layers = {id(layer): (layer, own[name]) for name, layer in _layers(model) if name in own}
+    parts = [(model, own[REST])] if REST in own else []
     parts += [(layer, one) for layer, one in layers.values() if isinstance(layer, torch.nn.Module)]
     reporter = follow_places(rank, parts, edges)
     for at, layer in enumerate(model.forward_funcs):  # the `forward_fn` of a tied layer need not call its module
@@ -104,6 +105,7 @@ def _follow_layers(model: Any, wanted: set[str], call: Callable[[str], None]) ->
 
 
 def _call_before_forward(part: torch.nn.Module, call: Callable[[], None]) -> None:
+    @torch.compiler.disable
     def pre_hook(*args: Any) -> None:
         call()
 

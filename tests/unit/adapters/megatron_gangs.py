@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "launch" / "examples"))
 
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 from gpt_job import Job
 from megatron.core import parallel_state
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 from ft_plugins.adapters.megatron.core import MegatronCoreHost
 from ft_plugins.adapters.megatron.replay import restore_rng, rng_state
@@ -130,6 +132,21 @@ def gang_job(rank: int, world: int, *flags: str, ddp: Any = None, gpt: Any = Non
             setattr(gpt_job, name, original)
     yield job
     job.close()
+
+
+@contextmanager
+def norms_over_sequences() -> Iterator[None]:
+    """torch's LayerNorm, also with sequence parallelism: marked as that of apex and Transformer Engine is, so that its
+    gradients are summed over the tensor-parallel ranks."""
+
+    def new(kind: Any, config: Any, hidden_size: int, eps: float = 1e-5, **more: Any) -> torch.nn.LayerNorm:
+        norm = torch.nn.LayerNorm(hidden_size, eps=eps)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return norm
+
+    with patch.object(WrappedTorchNorm, "__new__", new):
+        yield
 
 
 def refused(kind: type[FtError], call: Callable[[], Any]) -> str:

@@ -10,16 +10,13 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
-import torch
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from megatron_gangs import BF16, INTERLEAVED, OVERLAPPED, SHARDED, gang_job, large
+from megatron_gangs import BF16, INTERLEAVED, OVERLAPPED, SHARDED, gang_job, large, norms_over_sequences
 from megatron_simulated import Simulated, copied, whole
 
 from ft_plugins.adapters.megatron import reducing
@@ -115,7 +112,7 @@ def _trained(rank: int, world: int, cases: list[Case]) -> list[Any]:
 
 def _train(rank: int, world: int, case: Case) -> dict[str, Any]:
     with ExitStack() as stack:
-        stack.enter_context(_norms_over_sequences())
+        stack.enter_context(norms_over_sequences())
         job = stack.enter_context(gang_job(rank, world, *case.words(True), **case.more))
         _break(stack, case.wrong)
         context = replace(launch_context(), rank=rank, world_size=world)
@@ -138,21 +135,6 @@ def _train(rank: int, world: int, case: Case) -> dict[str, Any]:
                 for one in synchronised
             ],
         }  # fmt: skip
-
-
-@contextmanager
-def _norms_over_sequences() -> Iterator[None]:
-    """torch's LayerNorm, also with sequence parallelism: marked as that of apex and Transformer Engine is, so that its
-    gradients are summed over the tensor-parallel ranks."""
-
-    def new(kind: Any, config: Any, hidden_size: int, eps: float = 1e-5, **more: Any) -> torch.nn.LayerNorm:
-        norm = torch.nn.LayerNorm(hidden_size, eps=eps)
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        return norm
-
-    with patch.object(WrappedTorchNorm, "__new__", new):
-        yield
 
 
 def _break(stack: ExitStack, wrong: str) -> None:
@@ -190,7 +172,7 @@ def _break(stack: ExitStack, wrong: str) -> None:
 def _simulated(rank: int, world: int, cases: list[Case]) -> list[Any]:
     found = []
     for case in cases:
-        with _norms_over_sequences():
+        with norms_over_sequences():
             simulated = Simulated(rank, world, case.words(False), case.keys, case.members, **case.more)
             found.append(simulated.run(STEPS))
     return found

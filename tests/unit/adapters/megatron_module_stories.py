@@ -6,7 +6,17 @@ from typing import Any
 
 import torch
 from edge_log import EdgeLog, backward, forward
-from megatron_gangs import BF16, INTERLEAVED, OVERLAPPED, SHARDED, GangJob, differing, gang_job, refused
+from megatron_gangs import (
+    BF16,
+    INTERLEAVED,
+    OVERLAPPED,
+    SHARDED,
+    GangJob,
+    differing,
+    gang_job,
+    norms_over_sequences,
+    refused,
+)
 
 from ft_plugins.errors import UnsupportedError
 from ft_plugins.model.inventory import Role
@@ -115,7 +125,7 @@ def _followed(rank: int, world: int, flags: list[str], more: dict[str, Any]) -> 
     """The edges of the last of three iterations; its state is that of a job that is not followed."""
     states, words = [], []
     for follows in (False, True):
-        with gang_job(rank, world, *flags, **more) as job:
+        with norms_over_sequences(), gang_job(rank, world, *flags, **more) as job:
             host, log = job.host(), EdgeLog()
             host.prepare_reduction()
             if follows:
