@@ -116,7 +116,7 @@ def _train(rank: int, world: int, run: QualityRun, run_dir: str) -> tuple[Losses
     return tuple(losses), len({module_of(name) for name, _ in one.model.named_parameters()})
 
 
-def train_quality(run: QualityRun, run_dir: Path, seconds: float = 240.0) -> QualityOutcome:
+def train_quality(run: QualityRun, run_dir: Path, seconds: float = 600.0) -> QualityOutcome:
     """Train on forked ranks. Raises RankError, TimeoutError."""
     run_dir.mkdir(parents=True)
     results: Sequence[tuple[Losses, int]] = gang(_train, RANKS, run, str(run_dir), seconds=seconds)
