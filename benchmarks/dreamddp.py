@@ -73,6 +73,7 @@ from workloads.dreamddp_scenarios import (
 )
 from workloads.layer_shapes import COLUMNS
 from workloads.local_blocks import PLAIN, PolicyFigure, StepLog
+from workloads.sleeping_replica import LocalBlock
 
 OVERLAPPED_LEAST, FULL_LEAST, ENP_LEAST, PERIOD_MOST = 1.73, 1.16, 1.02, 0.05
 BOUND = 500.0  # seconds for one round
@@ -159,8 +160,13 @@ def measure(
 ) -> ColumnResult:
     """Measure the layers of one column, then run all its rounds."""
     order, path = random.Random(f"{seed} {scenario.name}"), folder / f"{scenario.name}.json"
-    arguments = ([scenario.profiled()], scenario.mbps, hosts)
-    logs = gang(sleeping_replica.run_blocks, REPLICAS, *arguments, hosts=hosts, seconds=BOUND)
+
+    def run(blocks: Sequence[LocalBlock]) -> list[list[StepLog]]:
+        """The logs of each replica."""
+        arguments = (blocks, scenario.mbps, hosts, scenario.burst)
+        return gang(sleeping_replica.run_blocks, REPLICAS, *arguments, hosts=hosts, seconds=BOUND)
+
+    logs = run([scenario.profiled()])
     result = ColumnResult(scenario, measured_profile(scenario.model, [own[0] for own in logs]))
     write_profile(result.profile, path)
     plan, link = result.plan, scenario.column.ratio * scenario.compute
@@ -173,8 +179,7 @@ def measure(
     for number in range(scenario.rounds):
         chosen = [policy for policy in COMPARED if policy in known]
         blocks = [scenario.block(policy, path, number == 0) for policy in order.sample(chosen, len(chosen))]
-        logs = gang(sleeping_replica.run_blocks, REPLICAS, blocks, scenario.mbps, hosts, hosts=hosts, seconds=BOUND)
-        by_block = zip(*logs, strict=True)
+        by_block = zip(*run(blocks), strict=True)
         result.add({block.policy: list(each) for block, each in zip(blocks, by_block, strict=True)})
         times = "   ".join(f"{policy} {1000 * result.seconds[-1][policy]:.1f}" for policy in chosen)
         print(f"{scenario.name}, round {number + 1}: ms of an iteration: {times}", flush=True)

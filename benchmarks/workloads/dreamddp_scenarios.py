@@ -41,6 +41,9 @@ REPLICAS = 8
 FULL, ENP, DREAMDDP = "full", "enp", "dreamddp"
 COMPARED = (PLAIN, FULL, ENP, DREAMDDP)
 MEGABIT = 1e6 / 8
+# Seconds of a link's rate that pass at once after a pause. More would help iterations, which have pauses, but not what
+# is profiled; less would be lost whenever the kernel sends a little late on busy processors.
+BURST_SECONDS, LEAST_BURST = 0.01, 16 << 10
 PROFILED_TAU, PROFILED = 3, 4  # iterations between synchronisations that are measured; how many, the first left out
 WITHIN = 0.97  # of a bound, where that is below the claim
 Figures = dict[str, float | bool]
@@ -70,6 +73,11 @@ class ColumnScenario:
     def mbps(self) -> float:
         """Rate of a replica's link."""
         return self.model.sent(REPLICAS) / (self.column.ratio * self.compute) / MEGABIT
+
+    @property
+    def burst(self) -> int:
+        """Bytes that pass a link at once after a pause."""
+        return max(LEAST_BURST, round(BURST_SECONDS * self.mbps * MEGABIT))
 
     def sync(self, policy: str, profile: Path) -> dict[str, Any]:
         """The `sync` block of a policy; empty for plain. The last iteration, in which DreamDDP synchronises all layers

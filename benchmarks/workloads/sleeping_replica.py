@@ -276,10 +276,12 @@ def run_block(rank: int, world: int, block: LocalBlock) -> StepLog:
 
 
 def run_blocks(
-    rank: int, world: int, blocks: Sequence[LocalBlock], mbps: float, hosts: Sequence[EmulatedHost]
-) -> list[StepLog]:
-    """Run the blocks of one round on one rank, in order, on a link of `mbps`."""
-    hosts[rank].throttle(mbps, BURST_BYTES, QUEUE_MS)
+    rank: int, world: int, blocks: Sequence[LocalBlock], mbps: float, hosts: Sequence[EmulatedHost],
+    burst: int = BURST_BYTES,
+) -> list[StepLog]:  # fmt: skip
+    """Run the blocks of one round on one rank, in order, on a link of `mbps`. `burst`: bytes that pass a link at once
+    after a pause."""
+    hosts[rank].throttle(mbps, burst, QUEUE_MS)
     return [run_block(rank, world, block) for block in blocks]
 
 
