@@ -10,6 +10,8 @@
 left open ends with the call of backward: a module whose parameters get no gradient, or that FSDP does not reduce yet.
 The backward of a module without trained parameters, whose input has no history, is not reported.
 
+On a device, edges are those of the host, which launches the work and does not wait for it.
+
 Activation checkpointing runs forwards within a backward, and reports them. If no backward is open then, the one of the
 first module that is run again begins: its recomputation is a part of it.
 

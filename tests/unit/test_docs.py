@@ -24,6 +24,7 @@ from ft_plugins.config import deepspeed_json, keys
 from ft_plugins.events import catalogue
 from ft_plugins.launcher import command
 from ft_plugins.smp.wire import read_secret
+from ft_plugins.sync.layer_profile import LayerProfile, LayerTimes, write_profile
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -114,7 +115,11 @@ def run_ft_plugins(line: str, words: list[str], folder: Path) -> None:
         context = click.Context(group, context, info_name=name)
     group.make_context(context.info_name, list(arguments))
     if words[1] in ("config", "plan"):
-        app(words[1:], standalone_mode=False)
+        layers = LayerProfile(tuple(LayerTimes(f"layer {n}", 0.01, 0.02, 0.1, 1 << 20) for n in range(8)), 8)
+        write_profile(layers, folder / "layers.json")  # the file that the pages name
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(folder)
+            app(words[1:], standalone_mode=False)
 
 
 def run_python(line: str, words: list[str], folder: Path) -> None:
@@ -183,7 +188,7 @@ def test_every_kind_of_code_is_one_that_is_checked() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_flags_in_the_documentation_exist(page: Path) -> None:
     known = {key.flag for key in keys()}
-    named = set(re.findall(r"--(?:ftp|reft|baft|paft)(?:-[a-z]+)*(?![a-z*-])", page.read_text()))
+    named = set(re.findall(r"--(?:ftp|reft|baft|paft|sync)(?:-[a-z]+)*(?![a-z*-])", page.read_text()))
     assert named <= known, named - known
 
 

@@ -401,6 +401,41 @@ def test_edges_are_those_of_the_modules_of_a_rank(trained: Jobs, name: str) -> N
             assert one["edges"] == expected
 
 
+def _recomputed(rank: int, world: int) -> list[str]:
+    """The edges of the last iteration of a pipeline that computes every two layers again; the parameters are those of
+    one that is not followed."""
+    start(rank, world)
+    import deepspeed
+
+    from ft_plugins.adapters.deepspeed.core import DeepSpeedHost
+
+    mode, trained, words = Mode(0, "fp32", 1, True, pp=1), [], []
+    for follows in (False, True):
+        torch.manual_seed(7)
+        model, log = layers(mode.pp), EdgeLog()
+        engine = deepspeed.initialize(
+            model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+            config=configuration(mode) | {"pipeline": {"activation_checkpoint_interval": 2}},
+        )[0]  # fmt: skip
+        if follows:
+            DeepSpeedHost(engine).follow_modules(log)
+        for step in range(1, STEPS + 1):
+            log.words.clear()
+            train_once(engine, batches(0, step, torch.float32))
+        words = log.taken()
+        trained.append(parameters(engine))
+    assert equal(*trained)
+    return words
+
+
+def test_recomputations_are_within_the_backward_of_what_is_computed_again() -> None:
+    (words,) = gang(_recomputed, 1)
+    head = ["b+ 0", *forward("0", "5"), *backward("5"), "b- 0"]  # the tied layer, and the last one
+    middle = ["b+ 3", *forward("3"), "b- 3"]  # a function, and a layer
+    first = ["b+ 0", *forward("0", "1"), *backward("1"), "b- 0"]
+    assert words == [*forward("0", "1", "3", "0", "5"), *head, *middle, *first] * ACCUMULATED
+
+
 def test_a_job_can_be_resized_to_whole_replicas_alone() -> None:
     """Else the resized job would be refused when it starts: two ranks form a replica."""
     from ft_plugins.adapters.deepspeed.core import DeepSpeedHost

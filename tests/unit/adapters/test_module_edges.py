@@ -172,6 +172,16 @@ def test_what_gets_no_gradient_ends_with_the_backward() -> None:
         assert log.taken() == forward("both") + backward("both")
 
 
+def test_the_backward_of_a_frozen_module_is_reported_if_its_input_has_a_history() -> None:
+    """Else nothing tells when it ends."""
+    frozen, first = nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4)
+    log = follow(frozen=frozen)
+    frozen(torch.ones(4, requires_grad=True)).sum().backward()
+    assert log.taken() == forward("frozen")
+    frozen(first(torch.ones(4))).sum().backward()
+    assert log.taken() == forward("frozen") + backward("frozen")
+
+
 class Broken(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -183,14 +193,19 @@ class Broken(torch.autograd.Function):
 
 
 def test_a_backward_that_failed_is_over_at_the_next_forward() -> None:
-    model = stack(2)
-    log = followed(model)
+    first, second, breaks = nn.Linear(4, 4), nn.Linear(4, 4), [True]
+
+    class Breaking(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return second(Broken.apply(x) if breaks.pop() else x)
+
+    log = follow(first=first, second=(part := Breaking()))
     with pytest.raises(ArithmeticError):
-        model[1](Broken.apply(model[0](torch.ones(4))).sin()).sum().backward()
-    with pytest.raises(ArithmeticError):
-        model[1](Broken.apply(model[0](torch.ones(4)))).sum().backward()
-    model(torch.ones(4)).sum().backward()
-    assert log.taken()[-6:] == [*forward("m1"), *backward("m1", "m0")]
+        part(first(torch.ones(4))).sum().backward()
+    assert log.words == [*forward("first", "second"), "b+ second"]
+    breaks.append(False)
+    part(first(torch.ones(4))).sum().backward()
+    assert log.taken()[5:] == ["b- second", *forward("first", "second"), *backward("second", "first")]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
