@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -157,7 +158,10 @@ class EmulatedSgd(torch.optim.SGD):
         self.device, self.seconds = device, seconds
 
     def step(self, closure: Any = None) -> Any:
-        return self.device.update(super().step, self.seconds)
+        """Calls hooks once: if the process has made another SGD, torch has wrapped that class's step to call them."""
+        step: Any = torch.optim.SGD.step
+        update = step.__wrapped__ if getattr(step, "hooked", False) else step
+        return self.device.update(partial(update, self), self.seconds)
 
 
 class _Recorder:
