@@ -51,6 +51,7 @@ from workloads.quality_runs import (
     STRUCK,
     Outcomes,
     QualityOutcome,
+    QualityRun,
     QualityScale,
     by_policy,
     ratios,
@@ -66,13 +67,17 @@ EDIT_MOST, GARBAGE_MOST = 1.01, 1.02  # of the claims
 def measure(
     scales: Mapping[str, QualityScale], seeds: Sequence[int], saved: Path | None, rate: float = 1.0
 ) -> Iterator[QualityOutcome]:
-    """Do the runs that are not in `saved`, and add them to it. Prints a line for each. `rate`: of inner rates."""
+    """Do the runs of all learners and seeds, as `measure_runs`. `rate`: of inner rates."""
+    todo = [one for seed in seeds for name, scale in scales.items() for one in runs(name, seed, scale)]
+    return measure_runs([replace(one, rate=rate * one.rate) for one in todo], saved)
+
+
+def measure_runs(todo: Sequence[QualityRun], saved: Path | None) -> Iterator[QualityOutcome]:
+    """Do the runs that are not in `saved`, and add them to it. Prints a line for each."""
     done = {}
     if saved is not None and saved.exists():
         done = {repr(one.run): one for one in map(from_line, saved.read_text().splitlines())}
-    learners.prepare(tuple(scales))
-    todo = [one for seed in seeds for name, scale in scales.items() for one in runs(name, seed, scale)]
-    todo = [replace(one, rate=rate * one.rate) for one in todo]
+    learners.prepare(tuple(dict.fromkeys(run.learner for run in todo)))
     with tempfile.TemporaryDirectory(prefix="ft-", dir="/tmp") as folder:
         for number, run in enumerate(todo):
             began = time.monotonic()

@@ -4,9 +4,15 @@
     noisy_digits
               an MLP on the same images with new noise in each batch: the loss stays far from 0, and images cannot be
               learnt by heart, so losses can be compared
+    deep_noisy_digits
+              the same with 6 layers in place of 3, those within with skip connections
+    wide_digits
+              a ResNet of 13 convolutions on the digits: enough parameters to matter on a slow link
     text      a GPT of 2 blocks on bytes of real text, Adam; score: validation loss in nats per byte. Gradients are of
               the loss summed over the bytes of a window, so that their ratio to noise of one variance is about that of
               the digits
+    deep_text
+              the same with 4 blocks
 
 Invariant: the batch of a rank depends only on seed, iteration and rank, and nothing else is random, so an iteration's
 gradients can be recomputed bit for bit. Normalisation is by group or layer; a running statistic would keep traces of a
@@ -20,7 +26,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +48,8 @@ _NOISE, _NOISE_SEED = 0.6, 1  # its deviation, where that of the images is 0.4
 _NOISY_COPIES = 8  # of each test image
 _UNSCALED = 16  # times as large: the range of scikit-learn's images
 _GARBAGE_SEED = 1 << 20  # is added to the seed
-_SEQUENCE, _VOCABULARY, _WIDTH, _HEADS, _BLOCKS = 24, 256, 48, 4, 2
+_SEQUENCE, _VOCABULARY, _WIDTH, _HEADS = 24, 256, 48, 4
+_TEXT_BLOCKS = {"text": 2, "deep_text": 4}
 _TEXT_BYTES, _VALID_WINDOWS, _HELD_OUT_WINDOWS = 1 << 20, 64, 512
 
 
@@ -75,7 +82,10 @@ class Learner:
 def learner(name: str, seed: int) -> Learner:
     """The learner `name` before its first iteration."""
     torch.manual_seed(seed)
-    return {"digits": _digits, "noisy_digits": _noisy_digits, "text": _text}[name](seed)
+    made: Mapping[str, Callable[[str, int], Learner]] = {
+        **dict.fromkeys(_DIGITS, _digits), **dict.fromkeys(_TEXT_BLOCKS, _text)
+    }  # fmt: skip
+    return made[name](name, seed)
 
 
 def prepare(names: Sequence[str]) -> None:
@@ -88,7 +98,7 @@ def prepare(names: Sequence[str]) -> None:
         if importlib.util.find_spec("sklearn") is None:
             raise ConfigError("the digits need scikit-learn, which is not installed: pip install 'ft_plugins[bench]'")
         _read_digits()
-    if "text" in names:
+    if any("text" in name for name in names):
         _read_text()
     dummy = nn.Parameter(torch.zeros(1))
     dummy.grad = torch.zeros(1)
@@ -140,6 +150,15 @@ def _read_digits() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.from_numpy(data.images).float().unsqueeze(1) / 16 - 0.3, torch.from_numpy(data.target)
 
 
+def _wide_resnet() -> nn.Sequential:
+    """(N, 1, 8, 8) -> (N, classes)."""
+    stem = nn.Sequential(nn.Conv2d(1, 32, 3, 1, 1, bias=False), nn.GroupNorm(4, 32), nn.ReLU())
+    blocks = [_Residual(32, 32, 1), _Residual(32, 32, 1), _Residual(32, 64, 2), _Residual(64, 64, 1)]
+    blocks += [_Residual(64, 128, 2), _Residual(128, 128, 1)]
+    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, _CLASSES))
+    return nn.Sequential(stem, *blocks, head)
+
+
 def _network() -> nn.Sequential:
     """(N, 1, 8, 8) -> (N, classes)."""
     return nn.Sequential(
@@ -147,7 +166,33 @@ def _network() -> nn.Sequential:
     )
 
 
-def _digits(seed: int, noisy: bool = False) -> Learner:
+class _ResidualLayer(nn.Module):
+    """A layer and a skip connection."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.LayerNorm(width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + functional.relu(self.layer(self.norm(x)))
+
+
+def _deep_network() -> nn.Sequential:
+    """(N, 1, 8, 8) -> (N, classes)."""
+    hidden = [_ResidualLayer(64) for _ in range(4)]
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 64), *hidden, nn.Linear(64, _CLASSES))
+
+
+_DIGITS: Mapping[str, tuple[Callable[[], nn.Module], float]] = {  # model, peak learning rate
+    "digits": (_resnet, 0.03),
+    "wide_digits": (_wide_resnet, 0.03),
+    "noisy_digits": (_network, 0.4),
+    "deep_noisy_digits": (_deep_network, 0.2),
+}
+
+
+def _digits(name: str, seed: int) -> Learner:
+    noisy = "noisy" in name
     images, labels = _read_digits()
     order = torch.from_numpy(np.random.default_rng(0).permutation(len(labels)))  # the same split for all seeds
     cut = round(len(order) * TEST_SHARE)
@@ -179,13 +224,8 @@ def _digits(seed: int, noisy: bool = False) -> Learner:
             correct = model(shown).argmax(1) == labels[test]
         return 100 * correct.float().mean().item()
 
-    made = (_network, 0.4) if noisy else (_resnet, 0.03)
-    model, peak_rate = made[0](), made[1]
-    return Learner("noisy_digits" if noisy else "digits", model, loss, garbage, held_out, score, "momentum", peak_rate)
-
-
-def _noisy_digits(seed: int) -> Learner:
-    return _digits(seed, noisy=True)
+    make, peak_rate = _DIGITS[name]
+    return Learner(name, make(), loss, garbage, held_out, score, "momentum", peak_rate)
 
 
 # text
@@ -210,10 +250,10 @@ class _AttentionBlock(nn.Module):
 class _Gpt(nn.Module):
     """(N, length) bytes -> (N, length, 256)."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: int) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(_VOCABULARY, _WIDTH), nn.Embedding(_SEQUENCE, _WIDTH)
-        self.blocks = nn.Sequential(*(_AttentionBlock() for _ in range(_BLOCKS)))
+        self.blocks = nn.Sequential(*(_AttentionBlock() for _ in range(blocks)))
         self.norm, self.head = nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, _VOCABULARY)
         for table in (self.tokens, self.places):
             nn.init.normal_(table.weight, std=0.1)
@@ -233,7 +273,7 @@ def _read_text() -> tuple[torch.Tensor, torch.Tensor]:
     return first, rest[:: max(1, len(rest) // _HELD_OUT_WINDOWS)][:_HELD_OUT_WINDOWS]
 
 
-def _text(seed: int) -> Learner:
+def _text(name: str, seed: int) -> Learner:
     windows, others = _read_text()
     order = torch.from_numpy(np.random.default_rng(0).permutation(len(windows)))
     valid, train = windows[order[:_VALID_WINDOWS]], windows[order[_VALID_WINDOWS:]]
@@ -258,4 +298,4 @@ def _text(seed: int) -> Learner:
         with torch.no_grad():
             return loss_of(model, valid).item()
 
-    return Learner("text", _Gpt(), loss, garbage, held_out, score, "adam", 0.012)
+    return Learner(name, _Gpt(_TEXT_BLOCKS[name]), loss, garbage, held_out, score, "adam", 0.012)

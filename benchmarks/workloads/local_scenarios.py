@@ -80,8 +80,8 @@ class LocalScenario:
             first, last = self.tau + 1, self.tau * (self.paced + 1)
         config = sync_block(policy, self.tau, self.compute)
         return LocalBlock(
-            policy, json.dumps(config) if config else "", first, last, model_of(self.compute), self.stragglers, lag,
-            seed, records,
+            policy, json.dumps(config) if config else "", first, last, model_of(self.compute).layered, self.stragglers,
+            lag, seed, records,
         )  # fmt: skip
 
     def seconds(self, policy: str, logs: Sequence[StepLog]) -> float:
@@ -125,7 +125,7 @@ class LinkSetting:
     def block(self, iterations: int) -> LocalBlock:
         """What is measured for a calibration."""
         last = SETTLE + iterations + 1
-        return LocalBlock(PLAIN, "", 1, last, model_of(self.compute), Stragglers.NONE, 0.0, 0)
+        return LocalBlock(PLAIN, "", 1, last, model_of(self.compute).layered, Stragglers.NONE, 0.0, 0)
 
 
 FULL = (

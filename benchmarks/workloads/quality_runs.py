@@ -75,7 +75,8 @@ QUICK = QualityScale(120, 4, 10, alpha=0.3)  # the default remembers 50 synchron
 @dataclass(frozen=True)
 class QualityRun:
     """One run. `sync`: the policy's JSON block, empty for plain data parallelism; `rate`: by which the learner's rate
-    is multiplied; `garbage`: the first and the last iteration in which one rank trains on garbage."""
+    is multiplied; `garbage`: the first and the last iteration in which one rank trains on garbage; `averaged`: losses
+    are those of the mean of the replicas, as these are never equal; the schedule follows from the sizes of layers."""
 
     learner: str
     seed: int
@@ -84,6 +85,7 @@ class QualityRun:
     sync: Mapping[str, Any]
     rate: float = 1.0
     garbage: tuple[int, int] | None = None
+    averaged: bool = False
 
     def is_garbage(self, iteration: int, rank: int) -> bool:
         """Whether this rank's batch is garbage."""

@@ -1,7 +1,8 @@
 """Train replicas of a learner with DistributedDataParallel, under a session with local SGD or without one.
 
 The loop is a user's own: `TorchHost`, `attach`, `session.iterations`. Each rank evaluates its share of the held-out
-examples right after a synchronisation, whose forward also ends it where it is applied module by module.
+examples right after a synchronisation, whose forward also ends it where it is applied module by module. Where replicas
+are never equal, it evaluates their mean, and trains on with its own parameters.
 
 Invariant: a run of plain data parallelism calls nothing of the package.
 
@@ -11,7 +12,9 @@ In: `QualityRun`. Out: `QualityOutcome`; it is also what a line of a file of res
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,26 +24,69 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ft_plugins.adapters.torch_loop import TorchHost
-from ft_plugins.adapters.torch_reduction import module_of
+from ft_plugins.adapters.torch_reduction import module_of, modules_of
 from ft_plugins.config import Config, LaunchContext
 from ft_plugins.events import catalogue, read
 from ft_plugins.session import attach
+from ft_plugins.sync.layer_profile import LayerProfile, LayerTimes, write_profile
 from ft_plugins.testing.gang import gang
 from workloads.learners import Learner, learner
 from workloads.quality_runs import RANKS, QualityOutcome, QualityRun, QualityScale, SynchronisationRecord
 from workloads.trained import evaluated_at, optimizer_of
 
+DREAMDDP, COMMUNICATION = "dreamddp", 3.0
 Losses = tuple[tuple[int, float], ...]
 
 
 def _iterations(
-    rank: int, world: int, run: QualityRun, model: torch.nn.Module, optimizer: torch.optim.Optimizer, run_dir: str
+    rank: int,
+    world: int,
+    run: QualityRun,
+    model: DistributedDataParallel,
+    optimizer: torch.optim.Optimizer,
+    run_dir: str,
 ) -> Iterable[int]:
     if not run.sync:
         return range(1, run.scale.iterations + 1)
     context = LaunchContext(None, Path(run_dir), 0, None, rank, rank, world, world, 0, 0)
-    session = attach(TorchHost(model, optimizer), Config.from_json({"sync": dict(run.sync)}), context)
+    sync = dict(run.sync)
+    if sync.get("policy") == DREAMDDP:
+        sync["profile"] = str(path := Path(run_dir) / "profile.json")
+        if rank == 0:
+            write_profile(profile_by_size(dict(model.module.named_parameters()), world), path)
+        dist.barrier()
+    session = attach(TorchHost(model, optimizer), Config.from_json({"sync": sync}), context)
     return session.iterations(run.scale.iterations)
+
+
+def profile_by_size(parameters: Mapping[str, torch.Tensor], replicas: int) -> LayerProfile:
+    """A profile in which the times of a module are in proportion to its parameters, and communication takes
+    COMMUNICATION times the compute: schedules are the same in each run."""
+    nbytes: Counter[str] = Counter()
+    for name, module in modules_of(parameters).items():
+        nbytes[module] += parameters[name].nbytes
+    every = sum(nbytes.values())
+    layers = [
+        LayerTimes(module, size / every / 3, 2 * size / every / 3, COMMUNICATION * size / every, size)
+        for module, size in nbytes.items()
+    ]
+    return LayerProfile(tuple(layers), replicas)
+
+
+@contextmanager
+def mean_of_replicas(model: torch.nn.Module, world: int) -> Iterator[None]:
+    """The mean of all replicas in place of each one's parameters."""
+    own = [one.detach().clone() for one in model.parameters()]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.data)
+            parameter.div_(world)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, before in zip(model.parameters(), own, strict=True):
+                parameter.copy_(before)
 
 
 def _held_out(one: Learner, rank: int, world: int) -> float:
@@ -65,11 +111,12 @@ def _train(rank: int, world: int, run: QualityRun, run_dir: str) -> tuple[Losses
         loss(model, iteration, rank).backward()
         optimizer.step()
         if iteration in points:
-            losses.append((iteration, _held_out(one, rank, world)))
+            with mean_of_replicas(one.model, world) if run.averaged else nullcontext():
+                losses.append((iteration, _held_out(one, rank, world)))
     return tuple(losses), len({module_of(name) for name, _ in one.model.named_parameters()})
 
 
-def train_quality(run: QualityRun, run_dir: Path, seconds: float = 240.0) -> QualityOutcome:
+def train_quality(run: QualityRun, run_dir: Path, seconds: float = 600.0) -> QualityOutcome:
     """Train on forked ranks. Raises RankError, TimeoutError."""
     run_dir.mkdir(parents=True)
     results: Sequence[tuple[Losses, int]] = gang(_train, RANKS, run, str(run_dir), seconds=seconds)

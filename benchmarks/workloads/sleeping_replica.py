@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -46,9 +47,37 @@ COMPUTE, EXCHANGE, LAG = "compute", "exchange", "lag"  # lanes
 
 
 @dataclass(frozen=True)
+class LayeredModel:
+    """An emulated model: by layer in the order of the forward its float32 parameters, and the seconds of its forward
+    and backward; seconds of an update. Gradients are reduced in buckets of at most `bucket_bytes`, or one layer."""
+
+    widths: tuple[int, ...]
+    forwards: tuple[float, ...]
+    backwards: tuple[float, ...]
+    update: float
+    bucket_bytes: int
+
+    def __len__(self) -> int:
+        return len(self.widths)
+
+    @property
+    def parameters(self) -> int:
+        return sum(self.widths)
+
+    @property
+    def compute(self) -> float:
+        """Seconds of an iteration."""
+        return sum(self.forwards) + sum(self.backwards) + self.update
+
+    def sent(self, replicas: int) -> float:
+        """Bytes that a replica sends for one reduction of gradients, and for one exchange of parameters."""
+        return 2 * (replicas - 1) / replicas * self.parameters * 4
+
+
+@dataclass(frozen=True)
 class SleepingModel:
-    """The emulated model: `layers` of `width` float32 parameters, of which `bucketed` are reduced together; `compute`:
-    seconds of an iteration."""
+    """An emulated model of equal layers: `layers` of `width` float32 parameters, of which `bucketed` are reduced
+    together; `compute`: seconds of an iteration."""
 
     layers: int
     width: int
@@ -76,7 +105,16 @@ class SleepingModel:
 
     def sent(self, replicas: int) -> float:
         """Bytes that a replica sends for one reduction of gradients, and for one exchange of parameters."""
-        return 2 * (replicas - 1) / replicas * self.parameters * 4
+        return self.layered.sent(replicas)
+
+    @property
+    def layered(self) -> LayeredModel:
+        """The same, layer by layer."""
+        each = (self.forward / self.layers, self.backward / self.layers)
+        forwards, backwards = ((seconds,) * self.layers for seconds in each)
+        return LayeredModel(
+            (self.width,) * self.layers, forwards, backwards, self.update, self.bucketed * self.width * 4
+        )
 
 
 @dataclass(frozen=True)
@@ -88,7 +126,7 @@ class LocalBlock:
     config: str
     first: int
     last: int
-    model: SleepingModel
+    model: LayeredModel
     stragglers: Stragglers
     lag: float
     seed: int
@@ -120,7 +158,10 @@ class EmulatedSgd(torch.optim.SGD):
         self.device, self.seconds = device, seconds
 
     def step(self, closure: Any = None) -> Any:
-        return self.device.update(super().step, self.seconds)
+        """Calls hooks once: if the process has made another SGD, torch has wrapped that class's step to call them."""
+        step: Any = torch.optim.SGD.step
+        update = step.__wrapped__ if getattr(step, "hooked", False) else step
+        return self.device.update(partial(update, self), self.seconds)
 
 
 class _Recorder:
@@ -160,25 +201,26 @@ class _Pass(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, layer: SleepingLayer, weight: torch.Tensor) -> torch.Tensor:
         ctx.layer = layer
-        layer.sleep(layer.model.forward / layer.model.layers, "forward")
+        layer.sleep(layer.forward_seconds, "forward")
         return hidden.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
         layer = ctx.layer
-        layer.sleep(layer.model.backward / layer.model.layers, "backward")
+        layer.sleep(layer.backward_seconds, "backward")
         return gradient, None, layer.gradient
 
 
 class SleepingLayer(torch.nn.Module):
     """A layer that sleeps instead of computing."""
 
-    def __init__(self, model: SleepingModel, sleeper: Sleeper, recorder: _Recorder, rank: int, number: int) -> None:
+    def __init__(self, model: LayeredModel, sleeper: Sleeper, recorder: _Recorder, rank: int, number: int) -> None:
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.randn(model.width))
-        self.model = model
+        width = model.widths[number]
+        self.weight = torch.nn.Parameter(torch.randn(width))
+        self.forward_seconds, self.backward_seconds = model.forwards[number], model.backwards[number]
         made = torch.Generator().manual_seed(1000 * rank + number)
-        self.__dict__["gradient"] = torch.randn(model.width, generator=made)  # no buffer: DDP would broadcast it
+        self.__dict__["gradient"] = torch.randn(width, generator=made)  # no buffer: DDP would broadcast it
         self._sleeper, self._recorder = sleeper, recorder
 
     def sleep(self, seconds: float, what: str) -> None:
@@ -192,10 +234,10 @@ class SleepingLayer(torch.nn.Module):
 class SleepingStack(torch.nn.Module):
     """All layers, one after another."""
 
-    def __init__(self, model: SleepingModel, sleeper: Sleeper, recorder: _Recorder, rank: int) -> None:
+    def __init__(self, model: LayeredModel, sleeper: Sleeper, recorder: _Recorder, rank: int) -> None:
         super().__init__()
         self.layers = torch.nn.ModuleList(
-            SleepingLayer(model, sleeper, recorder, rank, number) for number in range(model.layers)
+            SleepingLayer(model, sleeper, recorder, rank, number) for number in range(len(model))
         )
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -215,15 +257,15 @@ def run_block(rank: int, world: int, block: LocalBlock) -> StepLog:
     model, recorder = block.model, _Recorder(block.records)
     sleeper = EmulatedDevice(StageSpec(0.0, 0.0, 0), rank)
     stack = SleepingStack(model, sleeper, recorder, rank)
-    megabytes = model.bucketed * model.width * 4 / (1 << 20)
+    megabytes = model.bucket_bytes / (1 << 20)
     parallel = DistributedDataParallel(stack, bucket_cap_mb=megabytes)  # type: ignore[arg-type]
     optimizer = EmulatedSgd(stack.parameters(), sleeper, model.update)
     config = Config.from_json({"sync": json.loads(block.config)}) if block.config else Config()
     context = LaunchContext(None, None, 0, None, rank, rank, world, world, 0, 0)
-    session = attach(TorchHost(parallel, optimizer), config, context)
     hidden, begins = torch.ones(1, requires_grad=True), []
-    dist.barrier()
     with recorder.exchanges():
+        session = attach(TorchHost(parallel, optimizer), config, context)
+        dist.barrier()
         for step in session.iterations(block.last, block.first - 1):
             begins.append(time.perf_counter())
             if laggard(block.stragglers, step, world, block.seed) == rank:
@@ -238,10 +280,12 @@ def run_block(rank: int, world: int, block: LocalBlock) -> StepLog:
 
 
 def run_blocks(
-    rank: int, world: int, blocks: Sequence[LocalBlock], mbps: float, hosts: Sequence[EmulatedHost]
-) -> list[StepLog]:
-    """Run the blocks of one round on one rank, in order, on a link of `mbps`."""
-    hosts[rank].throttle(mbps, BURST_BYTES, QUEUE_MS)
+    rank: int, world: int, blocks: Sequence[LocalBlock], mbps: float, hosts: Sequence[EmulatedHost],
+    burst: int = BURST_BYTES,
+) -> list[StepLog]:  # fmt: skip
+    """Run the blocks of one round on one rank, in order, on a link of `mbps`. `burst`: bytes that pass a link at once
+    after a pause."""
+    hosts[rank].throttle(mbps, burst, QUEUE_MS)
     return [run_block(rank, world, block) for block in blocks]
 
 

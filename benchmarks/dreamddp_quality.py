@@ -1,0 +1,105 @@
+"""Measure what DreamDDP does to the loss, next to local SGD with full synchronisation at the same interval.
+
+    python benchmarks/dreamddp_quality.py [--quick] [--learners deep_noisy_digits deep_text] [--seeds 1 2 3]
+                                          [--gain X] [--output FOLDER]
+
+4 gloo ranks train a classifier of scikit-learn's digits, to which noise is added, and a byte-level GPT on the sources
+of Python's standard library, as in `local_sgd_quality.py`, on the same data in the same order for as many iterations:
+with plain data parallelism, with post_local_sgd every 5 iterations (`full`), and with DreamDDP, which averages each
+module at least once in 5. Settings: workloads/dreamddp_quality_runs.py. Ratios are of two runs with the same seed, and
+medians over seeds; the lines before the last one have those of each seed.
+
+    LEARNER_loss_x          final loss of dreamddp / of full
+    LEARNER_plain_loss_x    final loss of dreamddp / of plain
+    LEARNER_iterations_x    iterations in which dreamddp reaches the final loss of full, plus 1%, / those of full
+    LEARNER_time_x          the same in time, with --gain: how many times as fast iterations of dreamddp are
+                            (`over_full_x` of dreamddp.py)
+
+Claim: loss_x <= 1.01 on both learners (`holds`).
+
+With --output results are added to FOLDER/dreamddp_quality.jsonl, and runs that it holds are not done again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from figures import line
+from ft_plugins.errors import FtError
+from local_sgd_quality import measure_runs
+from workloads.dreamddp_quality_runs import (
+    COMPARED,
+    DREAMDDP,
+    FULL_SYNC,
+    LONG,
+    SHORT,
+    WITHIN,
+    OutcomesBySeed,
+    by_seed,
+    compared_run,
+    loss_ratios,
+    quality_ratios,
+)
+from workloads.quality_runs import PLAIN, QualityOutcome
+
+NAMES = tuple(LONG)
+
+
+def learner_figures(outcomes: OutcomesBySeed, gain: float | None) -> dict[str, float | bool]:
+    """The figures of one learner. Prints the ratios of each seed."""
+    found = {
+        "loss_x": loss_ratios(outcomes, DREAMDDP, FULL_SYNC),
+        "plain_loss_x": loss_ratios(outcomes, DREAMDDP, PLAIN),
+        "full_plain_loss_x": loss_ratios(outcomes, FULL_SYNC, PLAIN),
+        "iterations_x": quality_ratios(outcomes),
+    }
+    if gain is not None:
+        found["time_x"] = [ratio / gain for ratio in found["iterations_x"]]
+    for name, ratios in found.items():
+        print(f"  {name:<20} {'  '.join(f'{ratio:.4f}' for ratio in ratios)}", flush=True)
+    values: dict[str, float | bool] = {name: statistics.median(ratios) for name, ratios in found.items()}
+    for policy in COMPARED:
+        values[f"{policy}_loss"] = statistics.median(one.loss for one in outcomes[policy].values())
+    return values | {"holds": values["loss_x"] <= 1 + WITHIN}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one seed, and runs too short for the claim")
+    parser.add_argument("--learners", nargs="+", choices=NAMES, default=NAMES)
+    parser.add_argument("--seeds", nargs="+", type=int, default=None, help="(default 1 2 3)")
+    parser.add_argument("--gain", type=float, help="seconds of an iteration of full over those of dreamddp")
+    parser.add_argument("--output", type=Path, help="folder for results and pictures")
+    args = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    if args.output is not None:
+        args.output.mkdir(parents=True, exist_ok=True)
+    seeds: Sequence[int] = args.seeds or ((1,) if args.quick else (1, 2, 3))
+    todo = [
+        compared_run(name, seed, policy, SHORT if args.quick else LONG[name])
+        for seed in seeds for name in args.learners for policy in COMPARED
+    ]  # fmt: skip
+    try:
+        outcomes: list[QualityOutcome] = [*measure_runs(todo, args.output and args.output / "dreamddp_quality.jsonl")]
+    except FtError as error:
+        sys.exit(f"dreamddp_quality: {error}")
+    values: dict[str, float | bool] = {}
+    for name in args.learners:
+        print(f"{name}, by seed:", flush=True)
+        chosen = by_seed(outcomes, name)
+        values |= {f"{name}_{figure}": value for figure, value in learner_figures(chosen, args.gain).items()}
+        if args.output is not None:
+            from workloads.dreamddp_pictures import draw_losses
+
+            draw_losses(name, chosen, args.output / f"dreamddp_quality_{name}.png")
+    values["holds"] = all(bool(values[f"{name}_holds"]) for name in args.learners)
+    print(line("dreamddp_quality", values))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

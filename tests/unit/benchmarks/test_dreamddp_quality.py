@@ -1,0 +1,121 @@
+"""The losses of DreamDDP: runs, ratios, and the schedule that follows from sizes."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import dreamddp_quality
+from dreamddp_quality import learner_figures
+from ft_plugins.testing.gang import gang
+from workloads import real_replica
+from workloads.dreamddp_quality_runs import (
+    COMPARED,
+    DREAMDDP,
+    FULL_SYNC,
+    LONG,
+    SHORT,
+    H,
+    by_seed,
+    compared_run,
+    iterations_to,
+    quality_ratios,
+)
+from workloads.local_blocks import PLAIN
+from workloads.quality_runs import QualityOutcome, QualityScale
+from workloads.quality_training import COMMUNICATION, from_line, mean_of_replicas, profile_by_size, to_line
+
+
+def outcome(policy: str, losses: dict[int, float], seed: int = 1) -> QualityOutcome:
+    return QualityOutcome(compared_run("deep_text", seed, policy, SHORT), tuple(losses.items()), 5)
+
+
+@pytest.mark.parametrize("scale", [*LONG.values(), SHORT])
+def test_losses_are_taken_after_whole_periods(scale: QualityScale) -> None:
+    assert scale.iterations % scale.evaluations == 0 and scale.iterations // scale.evaluations % H == 0
+    assert scale.warmup % H == 0
+
+
+def test_both_policies_have_the_same_interval_and_warm_up() -> None:
+    full, ours = (compared_run("deep_text", 1, policy, SHORT) for policy in (FULL_SYNC, DREAMDDP))
+    assert full.sync["tau"] == ours.sync["h"] == H and full.sync["warmup"] == ours.sync["warmup"]
+    assert ours.sync["tau"] == SHORT.iterations and full.averaged and ours.averaged
+    assert not compared_run("deep_text", 1, PLAIN, SHORT).averaged
+    assert from_line(to_line(outcome(DREAMDDP, {10: 2.0}))) == outcome(DREAMDDP, {10: 2.0})
+
+
+def test_the_iteration_that_reaches_a_loss_is_interpolated() -> None:
+    run = outcome(DREAMDDP, {10: 3.0, 20: 2.0, 30: 2.5, 40: 1.0})
+    assert iterations_to(run, 2.25) == pytest.approx(17.5) and iterations_to(run, 2.0) == 20
+    assert iterations_to(run, 3.5) == 10 and iterations_to(run, 0.5) == math.inf
+
+
+def test_ratios_are_paired_by_seed(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = []
+    for seed in (1, 2, 3):
+        rows += [outcome(PLAIN, {10: 4.0, 20: 0.9 * seed}, seed), outcome(FULL_SYNC, {10: 4.0, 20: 1.0 * seed}, seed)]
+        rows += [outcome(DREAMDDP, {10: 4.0, 20: (1.005 if seed == 2 else 1.02) * seed}, seed)]
+    chosen = by_seed(rows, "deep_text")
+    assert set(chosen) == set(COMPARED)
+    figures = learner_figures(chosen, gain=1.2)
+    ratios = [(4.0 + 1.02) / (4.0 + 1.0), (4.0 + 2.01) / (4.0 + 2.0), (4.0 + 3.06) / (4.0 + 3.0)]  # means of the last
+    assert figures["loss_x"] == pytest.approx(sorted(ratios)[1])
+    assert figures["time_x"] == pytest.approx(float(figures["iterations_x"]) / 1.2)
+    assert figures["holds"] == (float(figures["loss_x"]) <= 1.01)
+    assert len(quality_ratios(chosen)) == 3
+
+
+def test_a_profile_by_size_has_every_module_in_the_order_of_the_forward() -> None:
+    parameters = {"blocks.0.a": torch.zeros(10), "head": torch.zeros(30), "blocks.1.a": torch.zeros(20)}
+    profile = profile_by_size(parameters, 4)
+    profile.require_names(["", "blocks.0", "blocks.1"])
+    assert [layer.nbytes for layer in profile.layers] == [120, 40, 80] and profile.replicas == 4
+    assert sum(profile.communication_ns) == pytest.approx(COMMUNICATION * profile.compute_ns, rel=1e-6)
+
+
+def test_an_iteration_of_the_real_job_begins_when_its_last_rank_begins_it() -> None:
+    scale = real_replica.RealScale(settle=2, periods=1, rounds=1)
+    begins = real_replica.job_times([[0.0, 1, 2, 3, 4, 5, 6, 7], [0.5, 1, 2.5, 3, 4, 5, 6, 8.5]])
+    assert begins[0] == 0.5 and scale.iterations == len(begins)
+    assert real_replica.seconds_of(scale, begins) == pytest.approx((8.5 - 2.5) / real_replica.H)
+
+
+def _evaluated(rank: int, world: int) -> tuple[list[float], list[float]]:
+    model = torch.nn.Linear(2, 1, bias=False)
+    torch.nn.init.constant_(model.weight, rank + 0.1)
+    with mean_of_replicas(model, world):
+        inside = model.weight.flatten().tolist()
+    return inside, model.weight.flatten().tolist()
+
+
+def test_the_mean_is_evaluated_and_each_replica_trains_on_with_its_own_parameters() -> None:
+    torch.set_num_threads(1)  # nothing parallel before the fork
+    for rank, (inside, after) in enumerate(gang(_evaluated, 2, seconds=60)):
+        assert inside == pytest.approx([0.6, 0.6])
+        assert after == torch.full((2,), rank + 0.1).tolist()
+
+
+@pytest.mark.all_configurations
+def test_the_quick_form_trains_with_both_policies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["dreamddp_quality.py", "--quick", "--learners", "deep_text", "--output", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    dreamddp_quality.main()
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])["figures"]
+    assert all(math.isfinite(value) for value in figures.values())
+    lines = (tmp_path / "dreamddp_quality.jsonl").read_text()
+    done = by_seed([from_line(line) for line in lines.splitlines()], "deep_text")
+    losses = {policy: dict(done[policy][1].losses) for policy in COMPARED}
+    in_warmup = [at for at in losses[PLAIN] if at <= SHORT.warmup]
+    assert in_warmup and all(losses[policy][at] == losses[PLAIN][at] for policy in COMPARED for at in in_warmup)
+    assert len({losses[policy][SHORT.iterations] for policy in COMPARED}) == len(COMPARED)
+    assert losses[DREAMDDP][SHORT.iterations] == pytest.approx(losses[FULL_SYNC][SHORT.iterations], rel=0.05)
+    dreamddp_quality.main()  # everything is in the folder already
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["figures"] == figures
+    assert (tmp_path / "dreamddp_quality_deep_text.png").stat().st_size
