@@ -171,6 +171,17 @@ def chosen_apply(config: SyncConfig, follows_modules: bool, has_masters: bool, r
         )
     if config.apply != "auto":
         return AppliedAt(config.apply)
+    chosen = _chosen_by_auto(config, follows_modules, has_masters)
+    if chosen is not AppliedAt.FORWARD and "prefetch" in config.model_fields_set:
+        reason = "optimizers hold fp32 master parameters" if has_masters else reason
+        raise ConfigError(
+            f"--sync-prefetch: has no effect with apply {chosen.value}, which auto chooses here "
+            f"({reason or 'forwards cannot be followed'}); drop it"
+        )
+    return chosen
+
+
+def _chosen_by_auto(config: SyncConfig, follows_modules: bool, has_masters: bool) -> AppliedAt:
     if not config.is_edit:
         return AppliedAt.WAIT
     if has_masters:

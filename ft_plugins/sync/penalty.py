@@ -42,13 +42,13 @@ class PenaltyRules:
     have the same weight; an infinite `clip` clips nothing. Raises ConfigError for a value out of range.
 
     `alpha`: share of the newest norm in the statistics; `warmup`: norms of a member, one per synchronisation, before it
-    is judged. The default is 1 / alpha: by then the deviation has reached 0.8 of its final value.
+    is judged. Defaults are those of `SyncConfig` alone.
     """
 
-    alpha: float = 0.02
-    threshold: float = 3.0
-    warmup: int = 50
-    clip: float = 10.0
+    alpha: float
+    threshold: float
+    warmup: int
+    clip: float
     weighting: bool = True
 
     def __post_init__(self) -> None:
@@ -62,7 +62,9 @@ class PenaltyRules:
             raise ConfigError(f"pseudo-gradients are clipped to {self.clip}: expected more than 0 (inf: no clip)")
 
 
-NO_PENALTY = PenaltyRules(threshold=math.inf, clip=math.inf, weighting=False)  # the mean of finite pseudo-gradients
+NO_PENALTY = PenaltyRules(  # the mean of finite pseudo-gradients
+    alpha=0.5, threshold=math.inf, warmup=0, clip=math.inf, weighting=False
+)
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,18 @@ def test_what_auto_chooses(policy: str, masters: bool, follows: bool, chosen: Ap
     assert chosen_apply(SyncConfig.model_validate({"policy": policy}), follows, masters) is chosen
 
 
+@pytest.mark.parametrize(
+    ("masters", "said"),
+    [(True, "apply update, .*fp32 master parameters"), (False, "apply wait, .*forwards cannot be followed")],
+)
+def test_prefetch_is_refused_where_auto_does_not_choose_forward(masters: bool, said: str) -> None:
+    given = SyncConfig(prefetch=True)
+    with pytest.raises(ConfigError, match=f"--sync-prefetch: has no effect with {said}") as refused:
+        chosen_apply(given, follows_modules=False, has_masters=masters)
+    assert "\n" not in str(refused.value)
+    assert chosen_apply(given, follows_modules=True, has_masters=False) is AppliedAt.FORWARD
+
+
 def test_replicas_wait_for_each_other_where_no_reduction_makes_them() -> None:
     """Also in the first local iteration: the version after it may replace one that another rank still needs."""
     wait, update = (policy_of(SyncConfig(tau=4, warmup=2), apply) for apply in (AppliedAt.WAIT, AppliedAt.UPDATE))

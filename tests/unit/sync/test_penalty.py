@@ -7,6 +7,7 @@ import json
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from ft_plugins.sync.penalty import (
 )
 
 NAN, INF = math.nan, math.inf
-RULES = PenaltyRules()
+RULES = PenaltyRules(alpha=0.02, threshold=3.0, warmup=10, clip=10.0)
 STEADY = NormStatistics(mean=1.0, deviation=0.1, count=100)  # anomalous above 1.3
 
 norm = st.floats(0, 20)
@@ -38,6 +39,7 @@ some_rules = st.builds(
     alpha=st.floats(0.001, 0.999),
     threshold=st.floats(0.1, 10) | st.just(INF),
     warmup=st.integers(0, 100),
+    clip=st.just(RULES.clip),
     weighting=st.booleans(),
 )
 
@@ -98,7 +100,7 @@ class Paper:
 def test_anomalies_weights_and_statistics_are_those_of_the_paper(
     job: list[list[float]], alpha: float, threshold: float, warmup: int
 ) -> None:
-    rules = PenaltyRules(alpha=alpha, threshold=threshold, warmup=warmup)
+    rules = replace(RULES, alpha=alpha, threshold=threshold, warmup=warmup)
     paper = Paper(np.array(job[0]), rules)
     statistics: Sequence[NormStatistics] = [NormStatistics()] * len(job[0])
     for norms in job:
@@ -260,7 +262,7 @@ def test_without_penalty_the_weights_are_those_of_the_plain_mean() -> None:
 
 @given(st.integers(0, 20), norm, st.floats(1e3, 1e30))
 def test_no_finite_norm_is_anomalous_in_the_warm_up(warmup: int, usual: float, spike: float) -> None:
-    rules = PenaltyRules(warmup=warmup)
+    rules = replace(RULES, warmup=warmup)
     before = after([usual + k % 2 for k in range(20)])
     found = judge([spike, usual], [before, before], rules)
     assert found.anomalous == (True, False)
@@ -272,7 +274,7 @@ def test_no_finite_norm_is_anomalous_in_the_warm_up(warmup: int, usual: float, s
 def test_norms_that_never_differed_accuse_none(usual: float, synchronisations: int, other: float) -> None:
     before = after([usual] * synchronisations)
     assert before == NormStatistics(usual, 0.0, synchronisations), "no rounding creeps in"
-    found = judge([other], [before], PenaltyRules(warmup=0))
+    found = judge([other], [before], replace(RULES, warmup=0))
     assert not found.anomalous[0]
     if other != usual:
         assert found.statistics[0].deviation > 0 or abs(other - usual) < 1e-15 * usual
@@ -339,7 +341,7 @@ def test_statistics_continue_exactly_from_plain_values(mean: float, deviation: f
 )
 def test_rules_out_of_range_are_refused(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        PenaltyRules(**wrong)
+        replace(RULES, **wrong)
 
 
 def test_lists_that_do_not_match_and_factors_that_are_none_are_refused() -> None:

@@ -51,7 +51,7 @@ def built(rank: int, world: int, outer: OuterRules) -> tuple[Synchronisation, di
     groups = plan_groups(SYNC, [[MODULES[name] for name in SIZES[other % 2]] for other in range(world)])
     made = {ranks: dist.new_group(list(ranks)) for ranks in groups.all()}
     plan, cpu = groups.of(rank), torch.device("cpu")
-    rules = SynchronisationRules(outer, PenaltyRules(warmup=0, clip=CLIP))
+    rules = SynchronisationRules(outer, PenaltyRules(alpha=0.02, threshold=3.0, warmup=0, clip=CLIP))
     links, inner = Links(rank, made, made[SYNC[rank]], cpu), Links(rank, made, made[plan.replica], cpu)
     return Synchronisation(modules, plan, links, inner, lambda: live, rules), live, plan.order
 
