@@ -172,6 +172,7 @@ def test_a_node_lost_between_synchronisations_and_one_right_after_one_are_rebuil
     job.destroy("n1")
     second = job.start("s1", places[2])
     wait_until_rank_stops(job.nodes["n0"], 0, 2)  # what the second one has changed is not captured everywhere
+    job.until_committed(TAU)  # by the substitute, too: until then a second loss is one too many
     job.destroy("n0")
     third = job.start("s0", places[3])
     job.wait()
@@ -233,7 +234,7 @@ def test_a_job_goes_on_with_two_replicas_of_three_and_again_with_three(
     job.wait()
     taken_over = [event.fields["iteration"] for event in job.nodes["n0"].events("state.resharded")]
     assert sorted(set(taken_over)) == [TAU, 2 * TAU] and fresh.events("state.resharded")
-    said = job.nodes["n0"].tail(2000)
+    said = "\n".join(each.tail(2000) for each in job.nodes.values())  # by rank 0: a round may begin without a slow n0
     assert "3 replicas became 2" in said and "2 replicas became 3" in said
 
     folder, three, two = tmp_path / "reference", tmp_path / "three", tmp_path / "two"
