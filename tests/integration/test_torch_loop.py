@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from ft_plugins.errors import EXIT_REFUSED
+from ft_plugins.events import read
 from ft_plugins.testing.golden import assert_identical
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "launch" / "examples" / "torch_loop.py"
@@ -49,8 +50,8 @@ class Run:
         return subprocess.CompletedProcess(words, done.returncode, out.read_text())
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        [told] = [path.read_text().splitlines() for path in self.folder.glob("ft_plugins/*/*/events.jsonl")]
-        return [event for event in map(json.loads, told) if event["name"] == name]
+        [path] = self.folder.glob("ft_plugins/*/*/events.jsonl")
+        return [{"rank": event.rank, **event.fields} for event in read(path) if event.name == name]
 
 
 @pytest.fixture
