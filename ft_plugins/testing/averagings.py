@@ -19,6 +19,7 @@ def averagings(jobs: Iterable[RunningJob]) -> dict[tuple[int, int], list[str]]:
         (event.rank, event.fields["iteration"]): event.fields["layers"]
         for job in jobs
         for event in job.events("layers.averaged")
+        if event.rank is not None
     }
 
 

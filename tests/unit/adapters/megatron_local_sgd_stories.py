@@ -284,7 +284,7 @@ def it_would_see_a_wrong_reduction() -> None:
 # ---- refusals
 
 REFUSED: dict[str, dict[str, Any]] = {  # by a part of the message
-    "updates all layers together, after the whole backward; choose average_first": {"order": "update_first"},
+    "updates all layers together, after the whole backward; choose average_first": {"h": 2, "order": "update_first"},
     "--sync-h 3: expected at most 2, because no pipeline stage has more than 2 layers": {"h": 3},
     "profile of another model: expected 4 layers, found 2 layers; profile this model": {"h": 2, "profile": ""},
 }

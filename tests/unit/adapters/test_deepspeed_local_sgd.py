@@ -352,7 +352,10 @@ class Unnumbered(torch.nn.Module):
 
 
 REFUSED: dict[str, tuple[int, dict[str, Any]]] = {  # by a part of the message: stages of the pipeline, and keys
-    "updates all layers together, after the whole backward; choose average_first": (2, {"order": "update_first"}),
+    "updates all layers together, after the whole backward; choose average_first": (
+        2,
+        {"h": 2, "order": "update_first"},
+    ),
     "--sync-h 3: expected at most 2, because no pipeline stage has more than 2 layers": (2, {"h": 3}),
     "profile of another model: expected 4 layers, found 2 layers; profile this model": (2, {"profile": "", "h": 2}),
     "--sync-h 2: expected at most 1, because no pipeline stage has more than 1 layer that": (0, {"h": 2}),

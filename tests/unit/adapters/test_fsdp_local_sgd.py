@@ -556,7 +556,7 @@ def test_synchronised_after_every_update_sgd_is_data_parallelism() -> None:
 
 
 LAYERED_KEYS: dict[str, dict[str, Any]] = {  # by a part of the message
-    "--sync-order update_first: FSDP2 updates all layers together, after the whole backward; choose average_first": {
+    "--sync-order update_first: fully_shard completes the gradients of shards at the end of the backward; choose": {
         "h": 2,
         "order": "update_first",
     },
