@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from ft_plugins.errors import EXIT_REFUSED
+from ft_plugins.events import read
 from ft_plugins.testing.golden import assert_identical
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "launch" / "examples" / "torch_loop.py"
@@ -49,8 +50,8 @@ class Run:
         return subprocess.CompletedProcess(words, done.returncode, out.read_text())
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        [told] = [path.read_text().splitlines() for path in self.folder.glob("ft_plugins/*/*/events.jsonl")]
-        return [event for event in map(json.loads, told) if event["name"] == name]
+        [path] = self.folder.glob("ft_plugins/*/*/events.jsonl")
+        return [{"rank": event.rank, **event.fields} for event in read(path) if event.name == name]
 
 
 @pytest.fixture
@@ -111,3 +112,23 @@ def test_replicas_at_their_own_pace_go_on_from_their_last_synchronisation(folder
     assert [event["iteration"] for event in run.events("state.restored")] == [2 + 2] * 2  # warm-up and synchronisations
     models = [json.loads(Path(f"{run.digests}{rank:05d}.json").read_text())["model"] for rank in range(2)]
     assert models[0] == models[1], "replicas end with a synchronisation"
+
+
+@pytest.mark.parametrize("order", ["average_first", "update_first"])
+def test_killed_while_layers_are_averaged_it_ends_bit_for_bit_as_the_unfailed_run(folder: Path, order: str) -> None:
+    """Of three layers two and one in turn, all three after iterations 4, 8, 12 and 16. Killed in the exchange of
+    iteration 7, at its second layer; then in the same iteration, when that one is applied."""
+    sync = ("--sync-policy", "dreamddp", "--sync-h", "2", "--sync-tau", "4", "--sync-schedule", "equal")
+    words = (*FT_RUN, "--nproc-per-node", "2", *sync, "--sync-order", order)
+    golden, killed = Run(folder / "g"), Run(folder / "k")
+    unfailed = golden.start(*words, "--ftp-job", f"torch-{os.getpid()}-g")
+    assert unfailed.returncode == 0, unfailed.stdout[-3000:]
+    averaged = {event["iteration"]: event["layers"] for event in golden.events("layers.averaged")}
+    assert [len(averaged.get(step, "all")) for step in range(1, 9)] == [2, 1, 2, 3, 2, 1, 2, 3]
+
+    faults = "sync.exchange@rank=1,hit=13,restart=0:kill;sync.apply@rank=0,hit=5,restart=1:kill"
+    done = killed.start(*words, "--reft", "--ftp-job", f"torch-{os.getpid()}", f"--ftp-faults={faults}")
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert [event["iteration"] for event in killed.events("state.restored")] == [4] * 4
+    assert_identical(killed, golden, 2)
+    assert averaged == {event["iteration"]: event["layers"] for event in killed.events("layers.averaged")}

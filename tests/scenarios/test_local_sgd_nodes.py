@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from ft_plugins.model.digest import tensor_digest
+from ft_plugins.testing.averagings import averagings, reached
 from ft_plugins.testing.deepspeed_runs import DeepSpeedConfiguration, DeepSpeedRun
 from ft_plugins.testing.emulated_nodes import EmulatedHost, network
 from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
@@ -47,7 +48,7 @@ INSTANCES = ("--num-distributed-optimizer-instances", "2")
 
 @dataclass(frozen=True)
 class Mode:
-    """A framework's way to train, under local SGD. `block`: further keys of `sync`."""
+    """A framework's way to train, under local SGD. `block`: further keys of `sync`; `policy`: the others."""
 
     framework: str
     block: dict[str, Any]
@@ -57,11 +58,12 @@ class Mode:
     argv: tuple[str, ...] = ()
     ranks: int = 6  # of a job that is resized
     batch: int = 12  # its global batch
+    policy: dict[str, Any] = field(default_factory=lambda: EDIT)
 
     def run(self, name: str, folder: Path, ranks: int, protected: bool, iterations: int, batch: int = 0) -> ExampleRun:
         """A run of the example."""
         folder.mkdir(exist_ok=True)
-        sync = {**EDIT, **self.block}
+        sync = {**self.policy, **self.block}
         if self.framework == "deepspeed":
             configuration = DeepSpeedConfiguration(
                 ranks, self.stage, bf16=False, pp=self.pp, axes="data-pipe-model", batch=batch
@@ -181,6 +183,48 @@ def test_a_node_lost_between_synchronisations_and_one_right_after_one_are_rebuil
     assert_identical(run, golden, 4)
     rounds = {event.fields["iteration"] for event in third.events("replicas.synchronised")}
     assert rounds >= {3 * TAU}
+
+
+DREAMDDP = {"policy": "dreamddp", "tau": TAU, "h": 2, "schedule": "equal"}
+LAYERED = [
+    pytest.param(replace(PIPELINE, policy=DREAMDDP), id="deepspeed-pipeline", marks=needs_deepspeed),
+    pytest.param(replace(ZERO2, policy=DREAMDDP), id="deepspeed-zero2", marks=needs_deepspeed),
+    pytest.param(replace(REPLICATED, policy=DREAMDDP, block={}), id="megatron"),
+    pytest.param(replace(DISTOPT, policy=DREAMDDP, block={}), id="megatron-distopt"),
+]
+
+
+@pytest.mark.parametrize("mode", LAYERED)
+def test_a_node_lost_while_layers_are_averaged_is_rebuilt_from_parity(
+    mode: Mode, server: ForkServer, jobs: Spec, tmp_path: Path, places: list[EmulatedHost]
+) -> None:
+    """All layers are synchronised after iterations 3, 6 and 9. A rank of one node stops in iteration 5, while layers
+    are applied, and one of the other node in 8, in their exchange."""
+    golden = mode.run("golden", tmp_path / "golden", 4, False, ITERATIONS)
+    expected = averagings([alone(jobs, server, golden)])
+    applied, exchanged = reached(expected, TAU, 2, 0, TAU + 2), reached(expected, TAU, 0, TAU, 2 * TAU + 2)
+    run = mode.run("nodes", tmp_path / "nodes", 4, True, ITERATIONS)
+    endpoint = ",".join(f"{place.address}:29465" for place in places[:4])
+    job = MultiNodeJob(server, jobs, run, 4, 2, endpoint, *PATIENT)
+    more, faults = stopping(mode, f"sync.exchange@rank=0,hit={exchanged},restart=1:stop")
+    job.start("n0", places[0], *more, **faults)
+    more, faults = stopping(mode, f"sync.apply@rank=2,hit={applied}:stop")
+    job.start("n1", places[1], *more, **faults)
+
+    wait_until_rank_stops(job.nodes["n1"], 2, 1)
+    job.until_committed(TAU)
+    job.destroy("n1")
+    second = job.start("s1", places[2])
+    wait_until_rank_stops(job.nodes["n0"], 0, 2)
+    until_all_captured(job, 2 * TAU)
+    job.destroy("n0")
+    third = job.start("s0", places[3])
+    job.wait()
+    assert restored(second)[0] == ("node", TAU)
+    assert restored(third)[0] in [("node", TAU), ("node", 2 * TAU)]
+    assert_identical(run, golden, 4)
+    found = averagings(job.nodes.values())
+    assert found == {key: expected[key] for key in found} and {step for _, step in found} >= {8, 10}
 
 
 def reference(

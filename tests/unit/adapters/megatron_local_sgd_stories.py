@@ -11,17 +11,20 @@ from __future__ import annotations
 
 import functools
 import importlib
+import json
 from contextlib import ExitStack
 from dataclasses import replace
+from tempfile import NamedTemporaryFile
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
-from megatron_gangs import BF16, INTERLEAVED, OVERLAPPED, SHARDED, gang_job, large, norms_over_sequences
+from megatron_gangs import BF16, INTERLEAVED, OVERLAPPED, SHARDED, gang_job, large, norms_over_sequences, refused
 from megatron_simulated import Simulated, copied, whole
 
 from ft_plugins.adapters.megatron import reducing
 from ft_plugins.config import Config, launch_context
+from ft_plugins.errors import FtError
 from ft_plugins.model.reduction import ReducedOver
 from ft_plugins.session import attach
 from ft_plugins.systems import local_sgd
@@ -276,3 +279,31 @@ def it_would_see_a_wrong_reduction() -> None:
     for (wrong, name), found in zip(wrongs.items(), zip(*jobs, strict=True), strict=True):
         difference = _difference(list(found), _expected(tuple(FORWARD))[name], known[name])
         assert difference is not None and difference[0] <= TAU + 1, (wrong, difference)
+
+
+# ---- refusals
+
+REFUSED: dict[str, dict[str, Any]] = {  # by a part of the message
+    "updates all layers together, after the whole backward; choose average_first": {"h": 2, "order": "update_first"},
+    "--sync-h 3: expected at most 2, because no pipeline stage has more than 2 layers": {"h": 3},
+    "profile of another model: expected 4 layers, found 2 layers; profile this model": {"h": 2, "profile": ""},
+}
+
+
+def _refuses(rank: int, world: int, profile: str) -> None:
+    context = replace(launch_context(), rank=rank, world_size=world)
+    for message, keys in REFUSED.items():
+        sync = {"policy": "dreamddp", **keys, **({"profile": profile} if "profile" in keys else {})}
+        with gang_job(rank, world, "--pp", "2", "--global-batch", "4") as job:
+            session = attach(job.host(), Config.from_json({"sync": sync}), context)
+            said = refused(FtError, lambda session=session: session.resume(last=STEPS))  # type: ignore[misc]
+        assert message in said and "\n" not in said, said
+
+
+def it_refuses_layers_that_cannot_be_averaged_apart_in_one_line() -> None:
+    times = {"forward_seconds": 1.0, "backward_seconds": 5.0, "communication_seconds": 1.0, "bytes": 4}
+    layers = [{"name": name, **times} for name in ("layer 1", "layer 2")]
+    with NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump({"version": 1, "replicas": 2, "layers": layers}, file)
+        file.flush()
+        gang(_refuses, 4, file.name, seconds=100.0)

@@ -24,6 +24,7 @@ import torch
 
 pytest.importorskip("deepspeed")
 
+from ft_plugins.errors import FtError  # noqa: E402
 from ft_plugins.sync import synchronisation  # noqa: E402
 from ft_plugins.systems import local_sgd  # noqa: E402
 from ft_plugins.testing.gang import gang  # noqa: E402
@@ -334,3 +335,61 @@ def test_a_wrong_reduction_is_seen(results: Callable[[str], Results], name: str)
     found, expected = results(name)[name]
     difference = first_difference(found, expected, WRONG[name])
     assert difference is not None and difference[0] <= TAU + 1, "at the first synchronisation at the latest"
+
+
+# ---- refusals ----
+
+
+class Unnumbered(torch.nn.Module):
+    """A model whose layers have no numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(6, 8), torch.nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.first(x)))  # type: ignore[no-any-return]
+
+
+REFUSED: dict[str, tuple[int, dict[str, Any]]] = {  # by a part of the message: stages of the pipeline, and keys
+    "updates all layers together, after the whole backward; choose average_first": (
+        2,
+        {"h": 2, "order": "update_first"},
+    ),
+    "--sync-h 3: expected at most 2, because no pipeline stage has more than 2 layers": (2, {"h": 3}),
+    "profile of another model: expected 4 layers, found 2 layers; profile this model": (2, {"profile": "", "h": 2}),
+    "--sync-h 2: expected at most 1, because no pipeline stage has more than 1 layer that": (0, {"h": 2}),
+}
+
+
+def _refused(rank: int, world: int, pp: int, profile: str) -> dict[str, str]:
+    import deepspeed
+
+    from ft_plugins.adapters.deepspeed.training import EngineHooks
+
+    reduced.start(rank, world)
+    found = {}
+    for message, (stages, keys) in REFUSED.items():
+        if stages != pp:
+            continue
+        sync = {"policy": "dreamddp", **keys, **({"profile": profile} if "profile" in keys else {})}
+        model = reduced.layers(pp) if pp else Unnumbered()
+        config = {**reduced.configuration(reduced.Mode(0, "fp32", 1, True, pp=pp)), "ft_plugins": {"sync": sync}}
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(FtError) as caught:
+            initialize = EngineHooks()._initializing(deepspeed.initialize)
+            engine = initialize(model=model, optimizer=optimizer, config=config)[0]
+            reduced.train_once(engine, reduced.batches(0, 1, torch.float32))
+        found[message] = str(caught.value)
+    return found
+
+
+@pytest.mark.parametrize("pp", [2, pytest.param(0, marks=pytest.mark.all_configurations)])
+def test_layers_that_cannot_be_averaged_apart_are_refused_in_one_line(pp: int, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    times = {"forward_seconds": 1.0, "backward_seconds": 5.0, "communication_seconds": 1.0, "bytes": 4}
+    layers = [{"name": name, **times} for name in ("1", "3")]
+    path.write_text(json.dumps({"version": 1, "replicas": 2, "layers": layers}))
+    for found in gang(_refused, WORLD if pp else 2, pp, str(path)):
+        assert len(found) == sum(stages == pp for stages, _ in REFUSED.values())
+        assert all(message in said and "\n" not in said for message, said in found.items()), found

@@ -453,13 +453,19 @@ def require_equal(found: list[Any], expected: Any, case: Case) -> None:
     )
 
 
+def write_profile(folder: Path, averaging: Mapping[str, float]) -> str:
+    """A profile of layers, whose averaging takes these seconds."""
+    path = folder / "profile.json"
+    times = {"forward_seconds": 1.0, "backward_seconds": 5.0, "bytes": 4}
+    layers = [{"name": name, "communication_seconds": seconds, **times} for name, seconds in averaging.items()]
+    path.write_text(json.dumps({"version": 1, "replicas": 2, "layers": layers}))
+    return str(path)
+
+
 @pytest.mark.all_configurations
 def test_a_job_that_averages_modules_in_different_iterations_equals_its_simulation(tmp_path: Path) -> None:
-    path = tmp_path / "profile.json"
-    times = {"forward_seconds": 1.0, "backward_seconds": 5.0, "bytes": 4}
-    layers = [{"name": name, "communication_seconds": seconds, **times} for name, seconds in PROFILE.items()]
-    path.write_text(json.dumps({"version": 1, "replicas": 2, "layers": layers}))
-    more = [{} if "schedule" in case.keys else {"profile": str(path)} for case in LAYERED.values()]
+    path = write_profile(tmp_path, PROFILE)
+    more = [{} if "schedule" in case.keys else {"profile": path} for case in LAYERED.values()]
     found = gang(trained, WORLD, list(zip(LAYERED.values(), more, strict=True)), seconds=SECONDS)
     (expected,) = gang(simulated, 1, list(LAYERED.values()), seconds=SECONDS)
     for number, case in enumerate(LAYERED.values()):
@@ -549,9 +555,24 @@ def test_synchronised_after_every_update_sgd_is_data_parallelism() -> None:
 # ---- refusals ----
 
 
-def _refused(rank: int, world: int) -> dict[str, str]:
+LAYERED_KEYS: dict[str, dict[str, Any]] = {  # by a part of the message
+    "--sync-order update_first: fully_shard completes the gradients of shards at the end of the backward; choose": {
+        "h": 2,
+        "order": "update_first",
+    },
+    "--sync-h 5: expected at most 4, because no pipeline stage has more than 4 layers": {"h": 5},
+    "profile of another model: expected 4 layers, found 5 layers; profile this model": {"h": 2, "profile": ""},
+}
+
+
+def _refused(rank: int, world: int, profile: str) -> dict[str, str]:
     words = {}
-    for name, shape, keys in (("one replica", (1, 4), {}), ("shard ranks", (2, 2), {"shard_ranks": 4})):
+    own = [("one replica", (1, 4), {}), ("shard ranks", (2, 2), {"shard_ranks": 4})]
+    layered = {
+        name: {"policy": "dreamddp", **keys, **({"profile": profile} if "profile" in keys else {})}
+        for name, keys in LAYERED_KEYS.items()
+    }
+    for name, shape, keys in (*own, *((name, (2, 2), keys) for name, keys in layered.items())):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("sync", "shard"))
         model = fully_shard(Net(True), mesh=mesh["shard"])
         host = FsdpHost(model, torch.optim.SGD(model.parameters(), 0.1), mesh=mesh)
@@ -562,7 +583,10 @@ def _refused(rank: int, world: int) -> dict[str, str]:
     return words
 
 
-def test_what_cannot_be_synchronised_is_refused_on_every_rank() -> None:
-    for words in gang(_refused, WORLD, seconds=SECONDS):
+def test_what_cannot_be_synchronised_is_refused_on_every_rank(tmp_path: Path) -> None:
+    profile = write_profile(tmp_path, {**PROFILE, "layers.3": 1.0})
+    for words in gang(_refused, WORLD, profile, seconds=SECONDS):
         assert "there is no other replica" in words["one replica"]
         assert "--sync-shard-ranks 4: expected 2" in words["shard ranks"]
+        for message in LAYERED_KEYS:
+            assert message in words[message] and "\n" not in words[message]
