@@ -21,7 +21,7 @@ from functools import cached_property
 
 from ..errors import TopologyError
 from .field import ORDER
-from .parity import OnDemand, StripePiece, place_parity
+from .parity import LEAST_NODES, OnDemand, StripePiece, place_parity
 from .sections import Encoding, Extent, ParityPart, Section, lay_out, local_sections, remainder
 
 NAMES = {1: "RAIM5", 2: "RAIM6"}  # by number of losses
@@ -254,11 +254,14 @@ def positions(nodes: Sequence[str]) -> tuple[tuple[str, ...], tuple[tuple[int, .
     return tuple(ranks), tuple(map(tuple, ranks.values()))
 
 
-def why_unprotected(nodes: Sequence[str], groups: Iterable[Sequence[int]], losses: int) -> str:
-    """The reason why this job cannot survive the loss of a node; '' if it can."""
+def why_unprotected(nodes: Sequence[str], groups: Iterable[Sequence[int]], losses: int, whole: bool = True) -> str:
+    """The reason why this job cannot survive the loss of a node; '' if it can.
+
+    `whole`: parity is over each of the sharding groups as a whole; else these will be cut (`grouping`).
+    """
     if len(set(nodes)) < 2:
         return "all ranks are on one node"
-    needed = 2 if losses == 1 else 4
+    needed = LEAST_NODES[losses]
     for group in groups:
         count = len({nodes[rank] for rank in group})
         if count < needed:
@@ -267,7 +270,7 @@ def why_unprotected(nodes: Sequence[str], groups: Iterable[Sequence[int]], losse
                 f"{NAMES[losses]} needs the ranks of each sharding group on at least {needed} nodes, but ranks {ranks} "
                 f"are on {count}; spread data parallelism over the nodes (Megatron-LM: an order with dp last)"
             )
-        if losses == 2 and count > ORDER + losses:
+        if whole and losses == 2 and count > ORDER + losses:
             return (
                 f"{NAMES[losses]} supports at most {ORDER + losses} nodes in a sharding group, but the {len(group)} "
                 f"ranks of the group of rank {group[0]} are on {count} nodes; use {NAMES[1]}, which has no such limit"

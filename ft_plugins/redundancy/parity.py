@@ -28,6 +28,7 @@ from ..errors import ResumeError, TopologyError
 from .field import ORDER, power, solve, times
 
 ALIGNMENT = 64  # bytes: blocks end on cache lines
+LEAST_NODES = {1: 2, 2: 4}  # that a group has, by losses: RAIM6 over three would be copies, not parity
 T = TypeVar("T")
 
 
