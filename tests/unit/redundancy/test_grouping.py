@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_plugins.model.topology import Topology
-from ft_plugins.redundancy.exchange_plan import plan_exchange, positions, why_unprotected
+from ft_plugins.redundancy.exchange_plan import ExchangePlan, plan_exchange, positions, why_unprotected
 from ft_plugins.redundancy.grouping import SharedDomain, cut_nodes, redundancy_groups, shared_domains
 from ft_plugins.redundancy.parity import LEAST_NODES, plan_decode
 from ft_plugins.redundancy.sections import Extent
@@ -149,6 +149,34 @@ def test_as_many_losses_as_a_group_survives_in_every_group_at_once_can_be_decode
     for section in plan.sections:
         lost = [node for node, position in enumerate(section.positions) if position in gone]
         assert not lost or plan_decode(section.placement, lost) or not any(section.placement.sizes)
+
+
+@settings(max_examples=60, deadline=None)
+@given(jobs(), st.integers(2, 9), st.sampled_from([1, 2]))
+def test_a_node_sends_to_the_nodes_of_its_groups_alone_and_is_rebuilt_from_them(
+    job: tuple[list[str], Groups, list[str]], most: int, losses: int
+) -> None:
+    nodes, groups, domains = job
+    made = redundancy_groups(nodes, groups, most, losses, domains)
+    if why_unprotected(nodes, made, losses):
+        return
+    plan = plan_exchange(nodes, made, [64] * len(nodes), losses, streams(groups))
+    place = plan.position_of_rank
+    mates: list[set[int]] = [set() for _ in plan.nodes]
+    for group in made:
+        for rank in group:
+            mates[place[rank]] |= {place[other] for other in group}
+    for position, ranks in enumerate(plan.ranks):
+        targets = {send.area.position for send in plan.sends[position]}
+        targets |= {holder for rank in ranks for holder in plan.small_state_holders(rank)}
+        targets |= {place[check.source.rank] for rank in ranks for check in plan.checks(rank, buckets(plan, rank))}
+        targets |= {other for rank in ranks for section in plan.sections_of_rank[rank] for other in section.positions}
+        assert targets <= mates[position]
+
+
+def buckets(plan: ExchangePlan, rank: int) -> list[tuple[int, int]]:
+    """A bucket of data, and one for each part of parity."""
+    return [(0, plan.nbytes[rank]), *((part.offset, part.stop - part.start) for part in plan.parts[rank])]
 
 
 def streams(groups: Groups) -> list[list[Extent]]:
