@@ -81,7 +81,7 @@ class ReftConfig(SystemConfig):
     )
     redundancy: Literal["raim5", "raim6", "neighbour", "both", "none"] | None = Field(
         None,
-        description="protection against lost nodes: parity over the nodes of a sharding group, against the loss of "
+        description="protection against lost nodes: parity over the nodes of a redundancy group, against the loss of "
         "one of them (raim5) or of any two (raim6); a copy on the node of a neighbouring pipeline stage (neighbour); "
         "that copy and raim5 (both); or none; unset: raim5, with BAFT neighbour",
     )

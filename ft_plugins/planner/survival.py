@@ -46,7 +46,7 @@ class Scheme(Enum):
 
     @property
     def losses(self) -> int:
-        """How many nodes a sharding group may lose without losing state in memory."""
+        """How many nodes a redundancy group may lose without losing state in memory."""
         return {Scheme.CHECKPOINT: 0, Scheme.RAIM5: 1, Scheme.RAIM6: 2}[self]
 
     @property

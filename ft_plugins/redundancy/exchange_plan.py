@@ -1,7 +1,7 @@
 """Plan parity across nodes: the sections of a job, where their parity lies, and which node sends which bytes. Pure.
 
 Invariant: trainers and SMPs compute the same plan from the same inputs without communicating. A section is captured
-state of one sharding group, spread over the nodes of its ranks; no two pieces of a stripe are on one node. A node is
+state of one redundancy group, spread over the nodes of its ranks; no two pieces of a stripe are on one node. A node is
 identified by its position (nodes ordered by their lowest rank), so a substitute inherits the position of a lost node.
 
     slot data of ranks 0, 1 (node 0) | 4, 5 (node 1) | ...     extents, concatenated: one stream per node of the section
@@ -9,7 +9,7 @@ identified by its position (nodes ordered by their lowest rank), so a substitute
     parity of stripe x = XOR of its blocks, stored on node x. In an EXCHANGED section each node sends n-1 blocks, one to
     each other node; in a LOCAL section node x reads the blocks from its own replica (sections.Encoding)
 
-In: node and captured bytes of each rank, sharding groups, replica sets, losses to survive (1: RAIM5, 2: RAIM6).
+In: node and captured bytes of each rank, redundancy groups, replica sets, losses to survive (1: RAIM5, 2: RAIM6).
 Out: `ExchangePlan`.
 """
 
@@ -70,7 +70,7 @@ class Check:
 class ExchangePlan:
     """The node tier of a job. `nodes[position]` is a node's name, `ranks[position]` its ranks.
 
-    The first sections are EXCHANGED, one for each sharding group; the others are LOCAL. `nbytes[rank]` is the size of
+    The first sections are EXCHANGED, one for each redundancy group; the others are LOCAL. `nbytes[rank]` is the size of
     its slot data.
     """
 
@@ -148,7 +148,7 @@ class ExchangePlan:
 
     @cached_property
     def section_of_rank(self) -> dict[int, Section]:
-        """The section of each rank's sharding group. Everything that protects the rank is on nodes of that section."""
+        """The section of each rank's redundancy group. Everything that protects the rank is on nodes of that section."""
         return {
             extent.rank: section
             for section in self.encoded(Encoding.EXCHANGED)
@@ -286,7 +286,7 @@ def plan_exchange(
     replicated: Sequence[Sequence[Extent]] = (),
     first: int = 0,
 ) -> ExchangePlan:
-    """Plan the exchange of a job: `nodes[rank]`, sharding groups as ranks, `nbytes[rank]` of slot data. Sections are
+    """Plan the exchange of a job: `nodes[rank]`, redundancy groups as ranks, `nbytes[rank]` of slot data. Sections are
     numbered from `first`.
 
     `replicated` are the streams of the replica sets whose parity the ranks can compute themselves: for each, the

@@ -1,4 +1,4 @@
-"""RAIM5 and RAIM6: which bytes of a sharding group's nodes form each parity, and where it is stored. Pure.
+"""RAIM5 and RAIM6: which bytes of a redundancy group's nodes form each parity, and where it is stored. Pure.
 
 A group has n nodes (failure domains); node i holds a stream of sizes[i] bytes. There are n stripes; each takes at most
 one piece from a node, and its parity is stored on nodes that give it none (REFT, section 4.2). With L losses:
