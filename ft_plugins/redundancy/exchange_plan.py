@@ -148,7 +148,7 @@ class ExchangePlan:
 
     @cached_property
     def section_of_rank(self) -> dict[int, Section]:
-        """The section of each rank's redundancy group. Everything that protects the rank is on nodes of that section."""
+        """The section of each rank's redundancy group. All that protects the rank is on nodes of that section."""
         return {
             extent.rank: section
             for section in self.encoded(Encoding.EXCHANGED)

@@ -225,8 +225,8 @@ def plan_copies_and_parity(
     nbytes: Sequence[int],
     replicated: Sequence[Sequence[Extent]] = (),
 ) -> CopyAndParityPlan:
-    """Plan copies on pipeline neighbours, and parity against the loss of one node of each redundancy group. Arguments as
-    for `plan_neighbours` and `plan_exchange`. Raises TopologyError if either is impossible."""
+    """Plan copies on pipeline neighbours, and parity against the loss of one node of each redundancy group. Arguments
+    as for `plan_neighbours` and `plan_exchange`. Raises TopologyError if either is impossible."""
     copies = plan_neighbours(nodes, stages, nbytes).exchange()
     parity = plan_exchange(nodes, groups, nbytes, LOSSES, replicated, len(copies.sections))
     sections = (*copies.sections, *parity.sections)

@@ -8,8 +8,8 @@ each group survives the loss of a node whatever the encoding. REFT's two encodin
                sent, to compare the replicas.
     EXCHANGED  everything else: each node sends its blocks to the nodes whose parity stores hold their parity.
 
-A replica set that spans several redundancy groups is cut into a section for each. Its ranks on one node share the work on
-the parity of that node.
+A replica set that spans several redundancy groups is cut into a section for each. Its ranks on one node share the work
+on the parity of that node.
 
 In: the extents of each replica set in the order of its byte stream. The cuts depend on sizes alone. A trainer, which
 knows only its own slot, passes offsets in the stream; an SMP passes offsets in the slots.
