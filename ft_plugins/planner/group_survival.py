@@ -18,10 +18,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ..redundancy.parity import LEAST_NODES
-
-AUTO_MOST = 16  # nodes: beyond, less than 2% of a share would be saved
-AUTO_DAYS = 365.0  # memory is to be lost less often than once in so many days
+AUTO_LEAST, AUTO_MOST = 4, 16  # nodes: parity takes a third of a share; beyond 16, less than 2% would be saved
+AUTO_DAYS = 180.0  # memory is to be lost less often than once in so many days
 AUTO_FAILURES = 0.004  # hardware failures of a node per day: one in 250 days
 AUTO_REPLACE_SECONDS = 900.0  # until a lost node is replaced, as --nnodes waits by default
 AUTO_NODE_SECONDS = 30.0  # to rebuild from one more node of the group
@@ -76,15 +74,15 @@ def log_shared_survival(members: Sequence[int], losses: int, hazard: float, doma
 
 def choose_group_nodes(nodes: int, losses: int) -> int:
     """How many nodes a redundancy group has in a job of `nodes`: the most, because that takes the least memory, for
-    which the job is expected to lose state in memory less often than once in AUTO_DAYS, by the AUTO_ constants.
+    which the job is expected to lose state in memory less often than once in AUTO_DAYS, by the AUTO_ constants; or
+    AUTO_LEAST, if no larger group will do.
 
     More than `losses` nodes of a group are lost if that many others fail before the first one is rebuilt
     (`intervals.storage_rate`).
     """
-    least = LEAST_NODES[losses]
-    for size in range(AUTO_MOST, least, -1):
+    for size in range(AUTO_MOST, AUTO_LEAST, -1):
         hazard = AUTO_FAILURES * (AUTO_REPLACE_SECONDS + size * AUTO_NODE_SECONDS) / _DAY
         too_many = -math.expm1(log_group_survival(size - 1, losses - 1, hazard))
         if nodes * AUTO_FAILURES * too_many < 1 / AUTO_DAYS:
             return size
-    return least
+    return AUTO_LEAST

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ft_plugins.planner.group_survival import AUTO_MOST, choose_group_nodes, log_group_survival, log_shared_survival
+from ft_plugins.planner.group_survival import (
+    AUTO_DAYS,
+    AUTO_FAILURES,
+    AUTO_LEAST,
+    AUTO_MOST,
+    choose_group_nodes,
+    log_group_survival,
+    log_shared_survival,
+)
 from ft_plugins.planner.intervals import Costs, plan_intervals, rebuild_seconds, storage_rate
 from ft_plugins.planner.survival import Cluster, Scheme, days_until, log_survival, loss, lost_per_day, plan_survival
 from ft_plugins.redundancy.parity import LEAST_NODES
@@ -58,9 +67,15 @@ def test_the_chance_of_a_loss_keeps_its_precision_and_certain_loss_is_no_error()
 @pytest.mark.parametrize("losses", [1, 2])
 def test_auto_takes_large_groups_in_small_jobs_and_smaller_ones_as_jobs_grow(losses: int) -> None:
     sizes = [choose_group_nodes(2**power, losses) for power in range(1, 18)]
-    assert sizes[0] == AUTO_MOST and sizes == sorted(sizes, reverse=True) and min(sizes) >= LEAST_NODES[losses]
+    assert sizes[0] == AUTO_MOST and sizes == sorted(sizes, reverse=True)
+    assert min(sizes) >= AUTO_LEAST >= LEAST_NODES[losses]
     if losses == 1:
-        assert 4 <= choose_group_nodes(2048, 1) < choose_group_nodes(512, 1) == AUTO_MOST
+        assert sizes[-1] == AUTO_LEAST < choose_group_nodes(2048, 1) < choose_group_nodes(512, 1) == AUTO_MOST
+    for nodes in (2048, 4096):
+        cluster = Cluster(nodes, nodes, AUTO_FAILURES, 0.0, redundancy_nodes=choose_group_nodes(nodes, losses))
+        # rebuilding takes as long as AUTO_NODE_SECONDS for each node of the group
+        costs = replace(COSTS, replace_seconds=900, state_gib=30, link_gib_per_second=1)
+        assert storage_rate(cluster, costs, Scheme.RAIM5 if losses == 1 else Scheme.RAIM6) < 1 / AUTO_DAYS
 
 
 # ---- the planner, by redundancy groups ----
