@@ -14,11 +14,13 @@ from typing import Annotated
 
 import typer
 
+from ..config import ReftConfig
 from ..errors import ConfigError, FtError
+from ..planner.group_survival import choose_group_nodes
 from ..planner.intervals import Costs, plan_intervals
 from ..planner.outlook import PipelineOutlook, PlannedPipeline, plan_pipeline
 from ..planner.pipeline import PipelineSchedule
-from ..planner.survival import Cluster, plan_survival
+from ..planner.survival import Cluster, Scheme, plan_survival
 from . import sync_plan_command
 
 
@@ -43,6 +45,13 @@ def plan(
             help="Weibull rate of a node's software failures, per day^shape (failures per day if shape is 1)",
             show_default=False,
         ),
+    ] = 0.0,
+    reft_group_nodes: Annotated[
+        str, typer.Option(help="nodes of a redundancy group at most, as in the job: a number or auto")
+    ] = str(ReftConfig().group_nodes),
+    domain_nodes: Annotated[int, typer.Option(help="nodes of a failure domain, such as a rack or a switch")] = 1,
+    domain_rate: Annotated[
+        float, typer.Option(help="Weibull rate of failures of a whole failure domain, per day^shape")
     ] = 0.0,
     shape: Annotated[float, typer.Option(help="Weibull shape; above 1 nodes wear out")] = 1.0,
     threshold: Annotated[float, typer.Option(help="lowest acceptable survival probability")] = 0.9,
@@ -100,7 +109,8 @@ def plan(
     if sync is not None:
         sync_plan_command.plan_policies(sync, link_mbps or (), sync_h, output, as_json, _drawing)
         return
-    cluster = Cluster(nodes, group_nodes, hw_rate, sw_rate, shape)
+    most = _redundancy_nodes(reft_group_nodes, nodes)
+    cluster = Cluster(nodes, group_nodes, hw_rate, sw_rate, shape, most, domain_nodes, domain_rate)
     costs = Costs.from_options(
         {
             "state_gib": state_gib,
@@ -135,6 +145,15 @@ def plan(
         print(json.dumps({name: part and part.block() for name, part in parts.items()}))
     else:
         print("\n\n".join(part.table() for part in (outlook, intervals, pipeline) if part))
+
+
+def _redundancy_nodes(text: str, nodes: int) -> int:
+    """The value of --reft-group-nodes. Raises ConfigError."""
+    if text == "auto":
+        return choose_group_nodes(max(1, nodes), Scheme.RAIM5.losses)
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) >= 2):
+        raise ConfigError(f"--reft-group-nodes: expected an integer >= 2 or auto, found {text!r:.80}")
+    return int(text)
 
 
 def _draw_survival(cluster: Cluster, threshold: float, path: Path) -> None:

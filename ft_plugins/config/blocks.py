@@ -81,9 +81,15 @@ class ReftConfig(SystemConfig):
     )
     redundancy: Literal["raim5", "raim6", "neighbour", "both", "none"] | None = Field(
         None,
-        description="protection against lost nodes: parity over the nodes of a sharding group, against the loss of "
+        description="protection against lost nodes: parity over the nodes of a redundancy group, against the loss of "
         "one of them (raim5) or of any two (raim6); a copy on the node of a neighbouring pipeline stage (neighbour); "
         "that copy and raim5 (both); or none; unset: raim5, with BAFT neighbour",
+    )
+    group_nodes: Annotated[int, Field(ge=2, le=256)] | Literal["auto"] = Field(
+        8,
+        description="parity: cut a sharding group into redundancy groups of at most that many nodes; smaller ones "
+        "survive more lost nodes and take more memory; auto: by the number of nodes of the job",
+        json_schema_extra=more("nodes", "an integer >= 2 and <= 256, or auto"),
     )
     exchange_interval: int = Field(
         1,

@@ -38,6 +38,29 @@ def require_no_contradiction(config: Config, spell: Spell) -> None:
         )
 
 
+def require_parity_for_groups(config: Config, spell: Spell) -> None:
+    """Raises ConfigError for a key of redundancy groups that has no effect, or contradicts the redundancy. The
+    configuration is whole."""
+    capture = config.capture
+    if capture is None:
+        return
+    is_set: dict[KeyPath, bool] = {
+        ("reft", "group_nodes"): capture.group_nodes != type(capture).model_fields["group_nodes"].default,
+        ("failure_domain",): config.failure_domain is not None,
+    }
+    for path in (path for path, effective in is_set.items() if effective):
+        if capture.redundancy in ("none", "neighbour"):
+            raise ConfigError(
+                f"{spell(path)}: has no effect with redundancy {capture.redundancy}, which keeps no parity; drop it, "
+                f"or give {spell(('reft', 'redundancy'))} {'raim5' if config.baft is None else 'both'}"
+            )
+    if capture.redundancy == "raim6" and capture.group_nodes in (2, 3):
+        raise ConfigError(
+            f"{spell(('reft', 'group_nodes'))}: {capture.group_nodes} contradicts {spell(('reft', 'redundancy'))} "
+            "raim6, which needs groups of at least 4 nodes"
+        )
+
+
 def require_consistent_paft(config: Config, spell: Spell) -> None:
     """Raises ConfigError for a key of PAFT that has no effect, contradicts another one, or needs one that is missing.
 

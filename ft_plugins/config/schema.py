@@ -38,8 +38,14 @@ class Config(Block):
     )
     node_name: Name | None = Field(
         None,
-        description="name of this node as a failure domain; unset: the host name",
+        description="name of this node; unset: the host name",
         json_schema_extra=more(expected=NAME_RULE),
+    )
+    failure_domain: Name | None = Field(
+        None,
+        description="what this node fails together with, such as its rack or switch: parity is kept on nodes of other "
+        "domains, as far as there are any; unset: the node is a domain of its own",
+        json_schema_extra=more(expected=NAME_RULE, needs_system=True),
     )
     resume: Literal["auto", "memory", "storage", "fresh"] = Field(
         "auto",
@@ -281,6 +287,7 @@ def _build(values: sources.Values, spell: Spelling, whole: bool) -> Config:
     checks.require_no_contradiction(config, by_path)
     if whole:
         _require_effect(config, spell)
+        checks.require_parity_for_groups(config, by_path)
         checks.require_consistent_paft(config, by_path)
         checks.require_consistent_sync(config, by_path)
     return config

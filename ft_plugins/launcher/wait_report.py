@@ -19,7 +19,7 @@ from ..events import say
 from .rounds import Rules
 
 REPEAT_SECONDS = 30.0
-_OF_ONE_NODE = ("--ftp-node-name", "--node-rank", "--node_rank", "--local-addr", "--local_addr")
+_OF_ONE_NODE = ("--ftp-node-name", "--ftp-failure-domain", "--node-rank", "--node_rank", "--local-addr", "--local_addr")
 
 
 def command(argv: Sequence[str] | None = None) -> str:

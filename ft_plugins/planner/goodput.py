@@ -37,8 +37,9 @@ from ..errors import ConfigError
 from ..model.timeline import Timeline
 from ..redundancy.neighbour import partners
 from . import fitting
+from .group_survival import log_group_survival
 from .intervals import DAY, Costs, exchange_seconds, iterations, span, storage_rate, young
-from .survival import Cluster, Scheme, columns, demand, log_group_survival, loss, mean_rate
+from .survival import Cluster, Scheme, columns, demand, loss, lost_per_day, mean_rate
 
 GIB = float(1 << 30)
 GROWTH = (1, 4, 16, 64)  # factors on the number of pipelines
@@ -118,7 +119,7 @@ def plan_goodput(
         raise ConfigError("timelines: expected an iteration longer than 0 s, found none")
     stretched = costs.link_gib_per_second * costs.iteration_seconds / timelines[0].seconds
     wanted = fit(timelines, costs.state_gib * GIB, stretched * GIB)
-    hardware, software = (cluster.nodes * mean_rate(rate, cluster.shape) for rate in (cluster.hw_rate, cluster.sw_rate))
+    hardware, software = lost_per_day(cluster), cluster.nodes * mean_rate(cluster.sw_rate, cluster.shape)
     job = _Job(cluster, costs, restart_seconds, hardware, software, len(timelines))
     return GoodputPlan(
         cluster.nodes,
@@ -138,10 +139,14 @@ def plan_growth(
     fit: fitting.Fit = fitting.fit,
 ) -> tuple[GoodputPlan, ...]:
     """`plan_goodput` for 1, 4, 16 and 64 times as many replicas of the pipeline and as large a batch: a node's part of
-    the replicated state shrinks by that factor, failures grow."""
+    the replicated state shrinks by that factor, failures grow. So do sharding groups, if they are cut."""
     return tuple(
         plan_goodput(
-            replace(cluster, nodes=cluster.nodes * times),
+            replace(
+                cluster,
+                nodes=cluster.nodes * times,
+                group_nodes=cluster.group_nodes * (times if cluster.redundancy_nodes else 1),
+            ),
             replace(costs, state_gib=max(1e-6, costs.state_gib / times)),
             timelines,
             restart_seconds,

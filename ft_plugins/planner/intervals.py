@@ -35,7 +35,8 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
 from ..errors import ConfigError
-from .survival import Cluster, Scheme, columns, demand, log_group_survival, loss, mean_rate
+from .group_survival import log_group_survival
+from .survival import Cluster, Scheme, columns, demand, loss, lost_per_day, mean_rate
 
 DAY = 86400.0  # seconds
 
@@ -177,19 +178,31 @@ def exchange_seconds(costs: Costs, losses: int) -> float:
     return losses * costs.state_gib / costs.link_gib_per_second
 
 
-def rebuild_seconds(cluster: Cluster, costs: Costs) -> float:
+def rebuild_seconds(cluster: Cluster, costs: Costs, losses: int = 1) -> float:
     """Seconds from the loss of a node until the group is fully protected again: time to replace it + n S / link."""
-    return costs.replace_seconds + cluster.group_nodes * costs.state_gib / costs.link_gib_per_second
+    return costs.replace_seconds + cluster.largest_group(losses) * costs.state_gib / costs.link_gib_per_second
 
 
 def storage_rate(cluster: Cluster, costs: Costs, scheme: Scheme) -> float:
-    """Failures per day of the whole job that only storage survives; without REFT all of them (REFT Eq. 6)."""
+    """Failures per day of the whole job that only storage survives; without REFT all of them (REFT Eq. 6).
+
+    Of the failures of domains, those of which a redundancy group loses too many nodes at once.
+    """
     hardware = mean_rate(cluster.hw_rate, cluster.shape)
     if scheme is Scheme.CHECKPOINT:
-        return cluster.nodes * (hardware + mean_rate(cluster.sw_rate, cluster.shape))
-    hazard = hardware * rebuild_seconds(cluster, costs) / DAY
-    too_many = loss(log_group_survival(cluster.group_nodes - 1, scheme.losses - 1, hazard))
-    return cluster.nodes * hardware * too_many
+        return lost_per_day(cluster) + cluster.nodes * mean_rate(cluster.sw_rate, cluster.shape)
+    hazard = hardware * rebuild_seconds(cluster, costs, scheme.losses) / DAY
+    groups = cluster.redundancy_groups(scheme.losses)
+    too_many = math.fsum(
+        count
+        * sum(members)
+        / cluster.group_nodes
+        * loss(log_group_survival(sum(members) - 1, scheme.losses - 1, hazard))
+        for members, count in groups.items()
+    )
+    at_once = any(max(members) > scheme.losses for members in groups)
+    domains = cluster.domains * mean_rate(cluster.domain_rate, cluster.shape)
+    return cluster.nodes * hardware * too_many + (domains if at_once else 0.0)
 
 
 def young(cost: float, rate: float) -> float:
@@ -222,16 +235,16 @@ def _checkpoints(cluster: Cluster, costs: Costs) -> SchemePlan:
 def _reft(cluster: Cluster, costs: Costs, scheme: Scheme) -> SchemePlan:
     """REFT's tiers. A checkpoint is a snapshot that is also written to storage, in the background: it is charged the
     cost of a snapshot (REFT Eq. 11), although that snapshot is taken anyway."""
-    hardware, software = (mean_rate(rate, cluster.shape) for rate in (cluster.hw_rate, cluster.sw_rate))
+    software = mean_rate(cluster.sw_rate, cluster.shape)
     beyond, write = storage_rate(cluster, costs, scheme), _write_seconds(cluster, costs)
     snapshots = snapshot_interval(costs, scheme.losses)
     checkpoints = _whole(max(young(costs.snapshot_seconds, beyond), write), snapshots, costs)
     tiers = (
         _tier("process", cluster.nodes * software, snapshots, costs.snapshot_seconds, 0.0, costs),
-        _tier("node", cluster.nodes * hardware - beyond, snapshots, 0.0, exchange_seconds(costs, scheme.losses), costs),
+        _tier("node", lost_per_day(cluster) - beyond, snapshots, 0.0, exchange_seconds(costs, scheme.losses), costs),
         _tier("storage", beyond, checkpoints, costs.snapshot_seconds, write, costs),
     )
-    return SchemePlan(scheme, tiers, rebuild_seconds(cluster, costs))
+    return SchemePlan(scheme, tiers, rebuild_seconds(cluster, costs, scheme.losses))
 
 
 def _tier(name: str, rate: float, every: int | None, cost: float, lag: float, costs: Costs) -> Tier:

@@ -3,7 +3,7 @@
 Invariant: the lowest rank of each node asks the SMP of that node, and all ranks receive all answers. Unless stated
 otherwise every rank of the job makes each call, in the same order, and errors are raised on all of them.
 
-In: nodes, sharding groups and segment shapes of all ranks. Out: `recovery.restore.Nodes` for a recovery; after it,
+In: nodes, redundancy groups and segment shapes of all ranks. Out: `recovery.restore.Nodes` for a recovery; after it,
 `JobNodes.protect` makes the SMPs protect each other's slots.
 """
 
@@ -53,6 +53,7 @@ class NodeTierConfig:
     audited: bool = False  # a version is committed only if its replicas agree
     measure: bool = False  # measure the links by which copies go
     encrypt: bool = False  # traffic between nodes
+    domains: tuple[str, ...] = ()  # failure domains by which groups were cut, by position
 
 
 @dataclass(frozen=True)
@@ -210,6 +211,7 @@ class JobNodes(LinkedNodes):
             exchange_mbps=config.exchange_mbps, detect_seconds=config.detect_seconds,
             replicated=() if config.stages and not config.both else replica_extents([parts for _, parts in facts]),
             stages=config.stages, both=config.both, measure=config.measure, audited=config.audited,
+            domains=config.domains,
         )  # fmt: skip
         self.exchange = self._protection.plan()
         self.digest = self._protection.digest

@@ -1,7 +1,7 @@
 """Plan parity across nodes: the sections of a job, where their parity lies, and which node sends which bytes. Pure.
 
 Invariant: trainers and SMPs compute the same plan from the same inputs without communicating. A section is captured
-state of one sharding group, spread over the nodes of its ranks; no two pieces of a stripe are on one node. A node is
+state of one redundancy group, spread over the nodes of its ranks; no two pieces of a stripe are on one node. A node is
 identified by its position (nodes ordered by their lowest rank), so a substitute inherits the position of a lost node.
 
     slot data of ranks 0, 1 (node 0) | 4, 5 (node 1) | ...     extents, concatenated: one stream per node of the section
@@ -9,7 +9,7 @@ identified by its position (nodes ordered by their lowest rank), so a substitute
     parity of stripe x = XOR of its blocks, stored on node x. In an EXCHANGED section each node sends n-1 blocks, one to
     each other node; in a LOCAL section node x reads the blocks from its own replica (sections.Encoding)
 
-In: node and captured bytes of each rank, sharding groups, replica sets, losses to survive (1: RAIM5, 2: RAIM6).
+In: node and captured bytes of each rank, redundancy groups, replica sets, losses to survive (1: RAIM5, 2: RAIM6).
 Out: `ExchangePlan`.
 """
 
@@ -21,7 +21,7 @@ from functools import cached_property
 
 from ..errors import TopologyError
 from .field import ORDER
-from .parity import OnDemand, StripePiece, place_parity
+from .parity import LEAST_NODES, OnDemand, StripePiece, place_parity
 from .sections import Encoding, Extent, ParityPart, Section, lay_out, local_sections, remainder
 
 NAMES = {1: "RAIM5", 2: "RAIM6"}  # by number of losses
@@ -70,7 +70,7 @@ class Check:
 class ExchangePlan:
     """The node tier of a job. `nodes[position]` is a node's name, `ranks[position]` its ranks.
 
-    The first sections are EXCHANGED, one for each sharding group; the others are LOCAL. `nbytes[rank]` is the size of
+    The first sections are EXCHANGED, one for each redundancy group; the others are LOCAL. `nbytes[rank]` is the size of
     its slot data.
     """
 
@@ -148,7 +148,7 @@ class ExchangePlan:
 
     @cached_property
     def section_of_rank(self) -> dict[int, Section]:
-        """The section of each rank's sharding group. Everything that protects the rank is on nodes of that section."""
+        """The section of each rank's redundancy group. All that protects the rank is on nodes of that section."""
         return {
             extent.rank: section
             for section in self.encoded(Encoding.EXCHANGED)
@@ -254,11 +254,14 @@ def positions(nodes: Sequence[str]) -> tuple[tuple[str, ...], tuple[tuple[int, .
     return tuple(ranks), tuple(map(tuple, ranks.values()))
 
 
-def why_unprotected(nodes: Sequence[str], groups: Iterable[Sequence[int]], losses: int) -> str:
-    """The reason why this job cannot survive the loss of a node; '' if it can."""
+def why_unprotected(nodes: Sequence[str], groups: Iterable[Sequence[int]], losses: int, whole: bool = True) -> str:
+    """The reason why this job cannot survive the loss of a node; '' if it can.
+
+    `whole`: parity is over each of the sharding groups as a whole; else these will be cut (`grouping`).
+    """
     if len(set(nodes)) < 2:
         return "all ranks are on one node"
-    needed = 2 if losses == 1 else 4
+    needed = LEAST_NODES[losses]
     for group in groups:
         count = len({nodes[rank] for rank in group})
         if count < needed:
@@ -267,7 +270,7 @@ def why_unprotected(nodes: Sequence[str], groups: Iterable[Sequence[int]], losse
                 f"{NAMES[losses]} needs the ranks of each sharding group on at least {needed} nodes, but ranks {ranks} "
                 f"are on {count}; spread data parallelism over the nodes (Megatron-LM: an order with dp last)"
             )
-        if losses == 2 and count > ORDER + losses:
+        if whole and losses == 2 and count > ORDER + losses:
             return (
                 f"{NAMES[losses]} supports at most {ORDER + losses} nodes in a sharding group, but the {len(group)} "
                 f"ranks of the group of rank {group[0]} are on {count} nodes; use {NAMES[1]}, which has no such limit"
@@ -283,7 +286,7 @@ def plan_exchange(
     replicated: Sequence[Sequence[Extent]] = (),
     first: int = 0,
 ) -> ExchangePlan:
-    """Plan the exchange of a job: `nodes[rank]`, sharding groups as ranks, `nbytes[rank]` of slot data. Sections are
+    """Plan the exchange of a job: `nodes[rank]`, redundancy groups as ranks, `nbytes[rank]` of slot data. Sections are
     numbered from `first`.
 
     `replicated` are the streams of the replica sets whose parity the ranks can compute themselves: for each, the

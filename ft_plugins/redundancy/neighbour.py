@@ -19,7 +19,7 @@ another held: any one node, or several of which no two are partners.
 The executor treats a copy as parity of one source: a `Section` of two nodes for each rank, whose second node keeps a
 `Mirror` of the stream of the first. SMPs exchange, seal, commit and rebuild it as they do for RAIM5.
 
-With parity in addition (`CopyAndParityPlan`) the sections of sharding groups follow those of the copies. A lost slot
+With parity in addition (`CopyAndParityPlan`) the sections of redundancy groups follow those of the copies. A lost slot
 is rebuilt from its copy if that is left, else from parity, so even two nodes that keep each other's copies may be lost.
 
 In: node of each rank, pipelines in stage order, bytes of slot data of each rank. Out: `NeighbourPlan`; its `exchange()`
@@ -225,8 +225,8 @@ def plan_copies_and_parity(
     nbytes: Sequence[int],
     replicated: Sequence[Sequence[Extent]] = (),
 ) -> CopyAndParityPlan:
-    """Plan copies on pipeline neighbours, and parity against the loss of one node of each sharding group. Arguments as
-    for `plan_neighbours` and `plan_exchange`. Raises TopologyError if either is impossible."""
+    """Plan copies on pipeline neighbours, and parity against the loss of one node of each redundancy group. Arguments
+    as for `plan_neighbours` and `plan_exchange`. Raises TopologyError if either is impossible."""
     copies = plan_neighbours(nodes, stages, nbytes).exchange()
     parity = plan_exchange(nodes, groups, nbytes, LOSSES, replicated, len(copies.sections))
     sections = (*copies.sections, *parity.sections)

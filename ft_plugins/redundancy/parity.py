@@ -1,4 +1,4 @@
-"""RAIM5 and RAIM6: which bytes of a sharding group's nodes form each parity, and where it is stored. Pure.
+"""RAIM5 and RAIM6: which bytes of a redundancy group's nodes form each parity, and where it is stored. Pure.
 
 A group has n nodes (failure domains); node i holds a stream of sizes[i] bytes. There are n stripes; each takes at most
 one piece from a node, and its parity is stored on nodes that give it none (REFT, section 4.2). With L losses:
@@ -28,6 +28,7 @@ from ..errors import ResumeError, TopologyError
 from .field import ORDER, power, solve, times
 
 ALIGNMENT = 64  # bytes: blocks end on cache lines
+LEAST_NODES = {1: 2, 2: 4}  # that a group has, by losses: RAIM6 over three would be copies, not parity
 T = TypeVar("T")
 
 

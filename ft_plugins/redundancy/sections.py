@@ -1,15 +1,15 @@
 """Divide a job's state into sections, the units of parity, and choose how the parity of each is made. Pure.
 
-Invariant: every captured byte is in one section, and all nodes of a section hold ranks of one sharding group, so each
-group survives the loss of a node whatever the encoding. REFT's two encodings:
+Invariant: every captured byte is in one section, and all nodes of a section hold ranks of one redundancy group, so
+each group survives the loss of a node whatever the encoding. REFT's two encodings:
 
     LOCAL      state that the ranks of a group hold identically on several nodes and that only the update changes. Each
                node computes its parity from its own replicas, into its ranks' slots, after their data. Only digests are
                sent, to compare the replicas.
     EXCHANGED  everything else: each node sends its blocks to the nodes whose parity stores hold their parity.
 
-A replica set that spans several sharding groups is cut into a section for each. Its ranks on one node share the work on
-the parity of that node.
+A replica set that spans several redundancy groups is cut into a section for each. Its ranks on one node share the work
+on the parity of that node.
 
 In: the extents of each replica set in the order of its byte stream. The cuts depend on sizes alone. A trainer, which
 knows only its own slot, passes offsets in the stream; an SMP passes offsets in the slots.
@@ -46,7 +46,7 @@ class Extent:
 
 @dataclass(frozen=True)
 class Section:
-    """State of a sharding group. `positions[i]` is the position in the job of its i-th node, `streams[i]` its bytes.
+    """State of a redundancy group. `positions[i]` is the position in the job of its i-th node, `streams[i]` its bytes.
 
     A `node` below is such an i, not a position in the job.
     """
@@ -100,7 +100,7 @@ def local_sections(
     first: int = 0,
 ) -> list[Section]:
     """The LOCAL sections, numbered from `first`: for each of the `replicated` streams (in the same order on every
-    process), one for each sharding group with ranks of the stream on two or more nodes.
+    process), one for each redundancy group with ranks of the stream on two or more nodes.
 
     `positions[rank]` is the position of each rank's node.
     """

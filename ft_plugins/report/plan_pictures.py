@@ -117,6 +117,6 @@ def _draw_threshold(axes: Axes, cluster: Cluster, threshold: float) -> None:
 
 def _title(cluster: Cluster) -> str:
     return (
-        f"Survival in groups of {cluster.group_nodes} nodes: hardware {cluster.hw_rate:g}, "
+        f"Survival in groups of {cluster.largest_group(1)} nodes: hardware {cluster.hw_rate:g}, "
         f"software {cluster.sw_rate:g}, shape {cluster.shape:g}"
     )

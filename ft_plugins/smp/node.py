@@ -37,7 +37,7 @@ from .parity_store import ParityStore, shape_of
 from .peer_endpoint import PeerEndpoint
 from .peer_requests import PeerRequests
 from .pinned import PinnedVersions
-from .protection import Protection
+from .protection import PROTECTION_FILE, Protection
 from .protocol import packed
 from .readers import LocalReader
 from .rebuild import decode, fetch
@@ -46,7 +46,6 @@ from .resize.previous_segments import PreviousSegments
 from .wire import Peer
 
 # in the run directory
-_PROTECTION = "protection.json"
 _RELEASED = "released.json"  # the lineage in which the job has continued without this node
 _ALARMS = ("replicas", "checkpoints", "protection")  # topics that belong to one incarnation
 
@@ -118,7 +117,7 @@ class NodeTier:
             self._pinned.begin(protection, store)
             self._driver = self._driver_of(protection, store)
             # after the pins that it implies
-            files.write_json(self._run_dir / _PROTECTION, {**protection.block(), "token": token})
+            files.write_json(self._run_dir / PROTECTION_FILE, {**protection.block(), "token": token})
             self._driver.start()
             return {"bytes": store.nbytes, "resident_bytes": store.resident_bytes, "links": links}
 
@@ -261,7 +260,7 @@ class NodeTier:
             parity_path_of(self._job, self._node).unlink(missing_ok=True)
             self._store = self._protection = self._driver = None
             self._pinned.forget()
-            (self._run_dir / _PROTECTION).unlink(missing_ok=True)
+            (self._run_dir / PROTECTION_FILE).unlink(missing_ok=True)
 
     def declare_lost(self, token: int, lost: list[str]) -> None:
         """Notify the agent, through a file, that these are lost: the workers of incarnation `token` must restart."""
@@ -292,7 +291,7 @@ class NodeTier:
         """Continue from the files of a previous SMP, if there are any."""
         try:
             self._endpoint.resume()
-            block = read_json(self._run_dir / _PROTECTION, _BLOCK)
+            block = read_json(self._run_dir / PROTECTION_FILE, _BLOCK)
             token = typed(_Token, block).token
             with self._lock:
                 protection = Protection.read(block)
@@ -327,7 +326,7 @@ class NodeTier:
             self._store = None
         self._pinned.forget()
         self._endpoint.forget()
-        for name in (_PROTECTION, _RELEASED):
+        for name in (PROTECTION_FILE, _RELEASED):
             (self._run_dir / name).unlink(missing_ok=True)
 
 

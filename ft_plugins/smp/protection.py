@@ -2,7 +2,7 @@
 
 Invariant: plain values, bounded and checked; written to the run directory as received, so that another SMP continues.
 
-In: a request, or the file. Out: `Protection`.
+In: a request, or the file. Out: `Protection`; of the file, the failure domains alone.
 """
 
 from __future__ import annotations
@@ -10,19 +10,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, astuple, dataclass, fields
 from functools import cached_property
+from pathlib import Path
 from typing import Annotated, Any
 
 import xxhash
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, TypeAdapter
 
 from ..errors import ProtocolError
-from ..intake import Address, Count, Flag, Port, Seconds, Text, Unfit, typed
+from ..intake import Address, Count, Flag, Port, Seconds, Text, Unfit, read_json, typed
 from ..redundancy.exchange_plan import ExchangePlan, plan_exchange
 from ..redundancy.neighbour import plan_copies_and_parity, plan_neighbours
 from ..redundancy.sections import Extent
 from ..snapshot.shape import Shape
 from .agreement import ExchangeEpoch
 from .protocol import MaybeVersion
+
+PROTECTION_FILE = "protection.json"  # in the run directory
 
 Ranks = Annotated[tuple[Count, ...], Field(min_length=1)]
 
@@ -50,7 +53,7 @@ class Protection:
     lineage: Count
     base: MaybeVersion  # restored, or None after a start from the beginning
     nodes: tuple[Text, ...]  # of each rank
-    groups: tuple[Ranks, ...]  # sharding groups
+    groups: tuple[Ranks, ...]  # redundancy groups
     shapes: tuple[PackedShape, ...]  # of each rank's segment
     losses: Annotated[int, Field(strict=True, ge=0, le=2)]
     position: Count  # of this node
@@ -64,6 +67,7 @@ class Protection:
     measure: Flag = False  # measure the links that copies use
     audited: Flag = False  # a version is committed only if its replicas were compared and agree
     committed: MaybeVersion = None  # the newest version committed on any node: pinned on all until a newer one is
+    domains: tuple[Text, ...] = ()  # failure domains by which groups were cut, by position; (): each node is its own
 
     def plan(self) -> ExchangePlan:
         """Who sends what to whom. Raises TopologyError."""
@@ -115,9 +119,32 @@ class Protection:
             raise Unfit(f"{count} ranks, {len(self.shapes)} shapes, ranks in groups: {sorted(named)[:8]}")
         if len(self.endpoints) != len(set(self.nodes)) or self.position >= len(self.endpoints):
             raise Unfit(f"{len(set(self.nodes))} nodes, {len(self.endpoints)} endpoints, position {self.position}")
+        if len(self.domains) not in (0, len(self.endpoints)):
+            raise Unfit(f"{len(self.endpoints)} nodes, {len(self.domains)} failure domains")
         for shape in self.shapes:
             if shape.parity_nbytes > shape.nbytes:
                 raise Unfit(f"{shape}: more parity than there are bytes")
         for extent in (extent for stream in self.replicated for extent in stream):
             if extent.rank >= count or extent.offset + extent.nbytes > self.shapes[extent.rank].data_nbytes:
                 raise Unfit(f"{extent} is in no slot")
+
+
+@dataclass(frozen=True)
+class RecordedDomains:
+    """The part of the file that says by which failure domains the groups were cut; `nodes` of each rank."""
+
+    lineage: Count
+    nodes: tuple[Text, ...]
+    domains: tuple[Text, ...] = ()
+
+
+_FIELDS = TypeAdapter(dict[str, Any])
+
+
+def read_domains(run_dir: Path) -> RecordedDomains | None:
+    """The failure domains in the file; None if this node protects nothing, or the file cannot be read."""
+    try:
+        record = typed(RecordedDomains, read_json(run_dir / PROTECTION_FILE, _FIELDS))
+    except (OSError, ValueError):
+        return None
+    return record if len(record.domains) in (0, len(set(record.nodes))) else None

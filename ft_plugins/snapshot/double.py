@@ -24,7 +24,7 @@ def with_parity(
     layout: Layout, nodes: Sequence[str], groups: Sequence[Sequence[int]], losses: int, bucket_bytes: int
 ) -> Layout:
     """`layout` with the parity that its rank computes; unchanged unless `losses` is LOCAL_LOSSES. `nodes[rank]` is the
-    name of a rank's node, `groups` are the sharding groups."""
+    name of a rank's node, `groups` are the redundancy groups."""
     names, _ = positions(nodes)
     position_of = {name: position for position, name in enumerate(names)}
     streams = _replicated(layout)

@@ -26,11 +26,19 @@ from ..model.host import Host
 from ..smp.wire import read_secret
 from ..snapshot.room import check_room
 from ..snapshot.shape import Shape
+from .failure_domains import JobNodeNames, exchange_names
 from .reft import Reft
 from .reft_plan import check_replicas
 from .reft_reports import budget_table
 
-_PER_NODE = {"node_name", "interface", "secret_file", "orphan_seconds", "faults"}  # may differ between nodes
+_PER_NODE = {
+    "node_name",
+    "failure_domain",
+    "interface",
+    "secret_file",
+    "orphan_seconds",
+    "faults",
+}  # may differ between nodes
 
 
 def join_ranks(config: Config) -> Collective:
@@ -95,10 +103,13 @@ def claim_memory(
 
     Raises an FtError, on all ranks, if training may not begin.
     """
-    nodes = tuple(name.decode() for name in collective.gather(events.node.encode()))
+    names = exchange_names(
+        collective, events.node, config.failure_domain, context.run_dir, fresh=config.resume == "fresh"
+    )
+    nodes = names.nodes
     reft: Reft | None = None
     with collective.agreement(lambda error: isinstance(error, ProtectionError)) as building:
-        reft = _build(host, config, context, collective, events, nodes)
+        reft = _build(host, config, context, collective, events, names)
     built = collective.gather(b"1" if reft is not None else b"")
     # a segment of any rank: all ranks may be able to resume from an earlier incarnation's state
     state = any(collective.gather(b"1" if reft is not None and reft.claimed else b""))
@@ -133,6 +144,9 @@ def claim_memory(
         for node in dict.fromkeys(nodes):
             on_node = {rank: Shape(*values) for rank, values in enumerate(shapes) if nodes[rank] == node}
             say(budget_table(on_node, node, reft.plan.certifies), who="")
+    if first or (host.rank == 0 and names.domains != names.reported):
+        for line in reft.nodes.describe_domains():
+            say(line)
     sizes = reft.nodes.report_sizes()
     if sizes and first:
         say(sizes)
@@ -140,7 +154,7 @@ def claim_memory(
 
 
 def _build(
-    host: Host, config: Config, context: LaunchContext, collective: Collective, events: Events, nodes: tuple[str, ...]
+    host: Host, config: Config, context: LaunchContext, collective: Collective, events: Events, names: JobNodeNames
 ) -> Reft:
     if context.run_dir is None:
         flags = " ".join(f"--{name}" for name in config.systems)
@@ -148,7 +162,7 @@ def _build(
             "no snapshot process (SMP): start the job with ft-run instead of torchrun or python; "
             f"if it was, ft-run did not see this configuration: give {flags} as well"
         )
-    return Reft(host, config, collective, nodes, context.run_dir, context.token, events, context.master_addr)
+    return Reft(host, config, collective, names, context.run_dir, context.token, events, context.master_addr)
 
 
 def _check_room(reft: Reft, collective: Collective, nodes: Sequence[str]) -> None:

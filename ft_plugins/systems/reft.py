@@ -36,6 +36,7 @@ from ..snapshot.paths import path_of
 from ..snapshot.segment import Segment
 from ..snapshot.shape import Shape
 from ..snapshot.slots import Mark, Version, captured_after
+from .failure_domains import JobNodeNames
 from .reft_nodes import ReftNodes
 from .reft_plan import CapturePlan
 from .reft_recovery import ExchangeRole, ReftRecovery
@@ -53,17 +54,17 @@ class Reft:
     """REFT on one rank. From `claim` to `close` it has a mapped segment, from `resume` on a capture thread."""
 
     def __init__(
-        self, host: Host, config: Config, collective: Collective, nodes: tuple[str, ...], run_dir: Path, token: int,
+        self, host: Host, config: Config, collective: Collective, names: JobNodeNames, run_dir: Path, token: int,
         events: Events, towards: str = "localhost",
     ) -> None:  # fmt: skip
-        """`nodes[rank]` is the node of each rank; `towards` a host of the job. Raises ConfigError, TopologyError."""
+        """`towards` is a host of the job. Raises ConfigError, TopologyError."""
         if config.capture is None:
             raise ConfigError("REFT is not on")
         self._host, self._collective = host, collective
         self._interval = config.capture.interval
         self._run_dir, self._token = run_dir, token
-        self.nodes = ReftNodes(host, config, collective, nodes, run_dir, token, events, towards)
-        layout = self.nodes.with_parity(plan_layout(host.inventory(), nodes, config.capture.bucket_mib << 20))
+        self.nodes = ReftNodes(host, config, collective, names, run_dir, token, events, towards)
+        layout = self.nodes.with_parity(plan_layout(host.inventory(), names.nodes, config.capture.bucket_mib << 20))
         self.plan = CapturePlan(host, config, config.capture, layout, self.nodes.losses, collective.world_size)
         self._reports = ReftReports(events, run_dir if self.nodes.leads else None)
         self._recovery = ReftRecovery(host, collective, self.plan, self.nodes, run_dir, token, self._reports)

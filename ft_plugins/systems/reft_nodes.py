@@ -3,8 +3,8 @@
 Invariant: redundancy that the user named is provided or refused with the reason; if the default one is impossible, that
 is printed. Nothing here is in the step path.
 
-In: host, configuration, the node of each rank. Out: the job's `Nodes` for a recovery; a slot filled with state of
-another data-parallel size; the numbers of nodes with which the job could continue.
+In: host, configuration, the nodes and their failure domains. Out: the job's `Nodes` for a recovery; a slot filled with
+state of another data-parallel size; the numbers of nodes with which the job could continue.
 """
 
 from __future__ import annotations
@@ -21,18 +21,23 @@ from ..errors import ConfigError, FtError, ResumeError
 from ..events import Events, catalogue, say
 from ..model.host import Host
 from ..model.topology import Topology
+from ..planner.group_survival import choose_group_nodes
 from ..recovery.nodes import JobNodes, LinkedNodes, NodeTierConfig, SeenNodes
 from ..recovery.resize import sizes
 from ..recovery.resize.previous_job import PreviousJob
 from ..recovery.resize.previous_size import ResizePlan
 from ..recovery.resize.refill import TakingOver, refill
 from ..redundancy import neighbour
-from ..redundancy.exchange_plan import why_unprotected
+from ..redundancy.exchange_plan import NAMES, positions, why_unprotected
+from ..redundancy.grouping import redundancy_groups, shared_domains
 from ..snapshot.double import replica_shares, with_parity
 from ..snapshot.layout import Layout
 from ..snapshot.manifest import Manifest
 from ..snapshot.segment import Segment
 from ..snapshot.shape import Shape
+from .failure_domains import JobNodeNames
+
+_SHOWN = 4  # entries of a list in a message
 
 
 def audits_every(config: Config) -> int:
@@ -41,37 +46,38 @@ def audits_every(config: Config) -> int:
 
 
 class ReftNodes:
-    """The nodes of one incarnation of a job. `losses`: how many of a sharding group may be lost, 0 for none."""
+    """The nodes of one incarnation of a job. `losses`: how many of a redundancy group may be lost, 0 for none."""
 
     def __init__(
         self,
         host: Host,
         config: Config,
         collective: Collective,
-        nodes: tuple[str, ...],
+        names: JobNodeNames,
         run_dir: Path,
         token: int,
         events: Events,
         towards: str,
     ) -> None:
-        """`nodes[rank]` is the node of each rank; `towards` a host of the job. Raises ConfigError."""
+        """`towards` is a host of the job. Raises ConfigError."""
         if config.capture is None:
             raise ConfigError("REFT is not on")
         self._host = host
         self._job = config
         self._config: ReftConfig = config.capture
         self._collective = collective
-        self._nodes = nodes
+        self._names = names
+        self._nodes = names.nodes
         self._run_dir = run_dir
         self._token = token
         self._events = events
         self._towards = towards
-        self._groups = tuple(host.topology().sharding_groups().values())
         self._copied = self._config.redundancy in ("neighbour", "both")
         self._encoded = self._config.redundancy in ("raim5", "raim6", "both")
         self._resize_plan: ResizePlan | None = None
         self.lineage = 0  # the newest that any node knew at start, at any size of the job
-        self.losses = self._survivable(nodes)
+        self.losses = self._survivable(names.nodes)
+        self._groups = self._cut_groups()
 
     @property
     def leads(self) -> bool:
@@ -84,13 +90,50 @@ class ReftNodes:
             return layout
         return with_parity(layout, self._nodes, self._groups, self.losses, self._config.bucket_mib << 20)
 
+    def _cut_groups(self) -> tuple[tuple[int, ...], ...]:
+        """The redundancy groups, as ranks; the sharding groups if no parity is kept."""
+        groups = tuple(self._host.topology().sharding_groups().values())
+        if not self.losses or not self._encoded:
+            return groups
+        wanted = self._config.group_nodes
+        most = choose_group_nodes(len(set(self._nodes)), self.losses) if wanted == "auto" else wanted
+        return redundancy_groups(self._nodes, groups, most, self.losses, self._names.domains)
+
+    def describe_domains(self) -> list[str]:
+        """Messages on failure domains: those whose loss is not survived, and those that do not count yet."""
+        names, reported = self._names, self._names.reported
+        if not self.losses or not self._encoded:
+            return []
+        shared = list(shared_domains(names.nodes, self._groups, self.losses, reported))
+        lines = [
+            f"the loss of failure domain {one.domain} is not survived: nodes {_listed(one.nodes)} are in one "
+            f"redundancy group, {NAMES[self.losses]} makes up for {self.losses}; spread data parallelism over more "
+            "domains"
+            for one in shared[:_SHOWN]
+        ]
+        if len(shared) > _SHOWN:
+            lines.append(f"nor is that of {len(shared) - _SHOWN} more failure domains")
+        if names.domains != reported:
+            there = positions(names.nodes)[0]
+            counted, given = names.domains or [""] * len(there), reported or [""] * len(there)
+            changed = [
+                f"{name} ({after or 'none'}, so far {before or 'none'})"
+                for name, before, after in zip(there, counted, given, strict=True)
+                if before != after
+            ]
+            lines.append(
+                "redundancy groups stay as they are for the snapshots in memory: other failure domains count after a "
+                f"resize or with --ftp-resume fresh, of nodes {_listed(changed)}"
+            )
+        return lines
+
     @property
     def _named(self) -> bool:
         """Whether the user named this redundancy."""
         return self._job.baft is not None or (self._job.reft is not None and self._job.reft.redundancy is not None)
 
     def _survivable(self, nodes: tuple[str, ...]) -> int:
-        """How many nodes of a sharding group may be lost. Raises ConfigError if a named redundancy is impossible."""
+        """How many nodes of a redundancy group may be lost. Raises ConfigError if a named redundancy is impossible."""
         redundancy = self._config.redundancy or "none"
         losses = {"none": 0, "raim5": 1, "raim6": 2, "neighbour": neighbour.LOSSES, "both": 1}[redundancy]
         reason = self._impossible(self._host.topology(), nodes, losses) if losses else ""
@@ -111,7 +154,7 @@ class ReftNodes:
         reason = neighbour.why_unplaced(nodes, neighbour.pipelines(topology)) if self._copied else ""
         if reason or not self._encoded:
             return reason
-        return why_unprotected(nodes, tuple(topology.sharding_groups().values()), losses)
+        return why_unprotected(nodes, tuple(topology.sharding_groups().values()), losses, whole=False)
 
     def of_job(self, shape: Shape, layout: Layout) -> SeenNodes:
         """The nodes of the job, of which there may be one: it may have been a spare while the job went on elsewhere.
@@ -137,7 +180,7 @@ class ReftNodes:
         return NodeTierConfig(
             self.losses, stages, math.lcm(interval, audits) if audits else interval, self._config.exchange_mbps,
             self._job.detect_seconds, secret_file, self._job.interface, self._towards, self._run_dir, self._token,
-            both=self._copied and self._encoded, audited=audits > 0,
+            both=self._copied and self._encoded, audited=audits > 0, domains=self._names.domains,
             measure=self._job.baft is not None and self._job.baft.link_mbps is None, encrypt=self._job.encrypt,
         )  # fmt: skip
 
@@ -221,3 +264,9 @@ class ReftNodes:
                 f"iteration {plan.version.iteration} of {plan.world_size} ranks restored on "
                 f"{self._collective.world_size} ranks, {seconds:.1f} s"
             )
+
+
+def _listed(entries: Sequence[str]) -> str:
+    """The first entries of a list, and how many more there are."""
+    more = [f"and {len(entries) - _SHOWN} more"] if len(entries) > _SHOWN else []
+    return ", ".join([*entries[:_SHOWN], *more])

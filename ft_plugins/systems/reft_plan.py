@@ -34,7 +34,7 @@ _SMALL_FLOOR = 64 << 10  # minimum bytes claimed for small state, else twice its
 
 
 class CapturePlan:
-    """The content of one rank's versions. `losses`: how many nodes of a sharding group may be lost."""
+    """The content of one rank's versions. `losses`: how many nodes of a redundancy group may be lost."""
 
     def __init__(
         self, host: Host, config: Config, reft: ReftConfig, layout: Layout, losses: int, world_size: int

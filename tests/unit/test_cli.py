@@ -290,6 +290,22 @@ def test_plan_as_json_is_one_object(ft_plugins: Command) -> None:
     assert found["intervals"]["schemes"]["raim6"]["rebuild_seconds"] == 60 + 6 * 60 / 20
 
 
+def test_plan_cuts_large_sharding_groups_as_a_job_does_and_knows_failure_domains(ft_plugins: Command) -> None:
+    large = ("plan", "--nodes", "2048", "--group-nodes", "512", "--hw-rate", "1e-3", "--sw-rate", "1e-4")
+    assert "is cut into 64 redundancy groups of 8" in ft_plugins(*large)
+
+    def days(*more: str) -> float:
+        return float(json.loads(ft_plugins(*large, *more, "--json"))["survival"]["schemes"]["raim5"]["days"])
+
+    by_size = [days("--reft-group-nodes", size) for size in ("512", "16", "8", "4")]
+    assert by_size == sorted(by_size) and by_size[-1] > 3 * by_size[0]
+    assert by_size[-1] > days("--reft-group-nodes", "auto") > by_size[1]
+    racks = ("--domain-nodes", "16", "--domain-rate", "1e-3")
+    assert days() > days(*racks) > days("--domain-nodes", "300", "--domain-rate", "1e-3")
+    assert "some redundancy groups lose too many" in ft_plugins(*large, "--domain-nodes", "300", *racks[2:])
+    assert "lose too many" not in ft_plugins(*large, *racks)
+
+
 PIPELINE = ("--stages", "8", "--microbatches", "32", "--message-passes", "0.05")
 
 
@@ -311,7 +327,12 @@ def test_plan_draws_the_pipeline(ft_plugins: Command, tmp_path: Path) -> None:
     ft_plugins(*PAPER, *SAVING, *PIPELINE, "--plot-bubbles", str(tmp_path / "pipeline.svg"))
     drawn = (tmp_path / "pipeline.svg").read_text()
     labels = [
-        "forward", "receive, waiting", "rank of the pipeline", "BAFT", "synchronous replication", "restarts alone",
+        "forward",
+        "receive, waiting",
+        "rank of the pipeline",
+        "BAFT",
+        "synchronous replication",
+        "restarts alone",
     ]
     assert all(f"<!-- {label} -->" in drawn for label in labels)
 
@@ -320,6 +341,8 @@ def test_plan_draws_the_pipeline(ft_plugins: Command, tmp_path: Path) -> None:
     ("words", "said"),
     [
         (("--nodes", "3071"), "nodes: expected a multiple of group_nodes (6), found 3071"),
+        (("--reft-group-nodes", "1"), "--reft-group-nodes: expected an integer >= 2 or auto, found '1'"),
+        (("--domain-nodes", "0"), "domain_nodes: expected an integer >= 1, found 0"),
         (("--threshold", "1.5"), "threshold: expected a number above 0 and below 1, found 1.5"),
         (("--max-overhead", "0.02"), "max_overhead: no effect without state_gib, iteration_seconds, snapshot_"),
         (("--chunks", "2"), "chunks: no effect without stages, microbatches; give them too"),

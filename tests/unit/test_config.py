@@ -206,6 +206,24 @@ def test_what_a_key_of_storage_expects_is_named(words: list[str], expected: str)
         ({"reft": {"interval": "1"}}, "ft_plugins.reft.interval: expected an integer >= 1, found '1'"),
         ({"reft": {"interval": True}}, "ft_plugins.reft.interval: expected an integer >= 1, found True"),
         ({"reft": {"bucket_mib": 2e3}}, "ft_plugins.reft.bucket_mib: expected an integer >= 1 and <= 1024, found 2000"),
+        (
+            {"reft": {"group_nodes": 1}},
+            "ft_plugins.reft.group_nodes: expected an integer >= 2 and <= 256, or auto, found",
+        ),
+        ({"reft": {"group_nodes": "all"}}, "ft_plugins.reft.group_nodes: expected an integer >= 2 and <= 256, or auto"),
+        (
+            {"reft": {"group_nodes": 4, "redundancy": "none"}},
+            "ft_plugins.reft.group_nodes: has no effect with redundan",
+        ),
+        (
+            {"baft": True, "failure_domain": "rack"},
+            "ft_plugins.failure_domain: has no effect with redundancy neighbour",
+        ),
+        (
+            {"reft": {"group_nodes": 3, "redundancy": "raim6"}},
+            "ft_plugins.reft.group_nodes: 3 contradicts ft_plugins.re",
+        ),
+        ({"failure_domain": "rack"}, "ft_plugins.failure_domain: has no effect while no system that protects state"),
         ({"reft": 3}, "ft_plugins.reft: expected an object, true or false, found 3"),
         ({"reft": {}, "resume": "disk"}, "ft_plugins.resume: expected one of auto, memory, storage, fresh, found"),
         ({"reft": {}, "orphan_seconds": 1e999}, "ft_plugins.orphan_seconds: expected a number >= 0, found inf"),

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_plugins.errors import ConfigError
+from ft_plugins.planner.group_survival import log_group_survival
 from ft_plugins.planner.survival import (
     Cluster,
     Scheme,
     days_until,
-    log_group_survival,
     log_survival,
     loss,
     mean_rate,

@@ -103,6 +103,14 @@ def test_what_is_out_of_range_is_refused_with_its_reason(message: dict[str, Any]
         requests.peer(message)
 
 
+def test_failure_domains_are_those_of_all_nodes_or_none() -> None:
+    for domains in ([], ["x", ""]):
+        assert Protection.read({**PROTECTION.block(), "domains": domains}).domains == tuple(domains)
+    for domains in (["x"], ["x", "y", "z"], [1, 2], "xy"):
+        with pytest.raises(ProtocolError):
+            Protection.read({**PROTECTION.block(), "domains": domains})
+
+
 def test_a_shape_names_its_fields_and_holds_no_more_parity_than_bytes() -> None:
     attach = {"do": "attach", **OF_RANK, "fingerprint": {"layers": (1, 2)}, "pid": 1, "fresh": False}
     fields = requests.local({**attach, "shape": {**SHAPES, **_others(SHAPES)}})

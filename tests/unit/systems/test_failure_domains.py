@@ -1,0 +1,52 @@
+"""Which failure domains count: those that nodes report, or those by which the snapshots in memory were protected."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ft_plugins.smp.protection import PROTECTION_FILE, RecordedDomains, read_domains
+from ft_plugins.systems.failure_domains import differences, kept, without_own
+
+NODES = ("a", "a", "b", "c")  # of each rank
+
+
+def test_a_record_says_where_it_differs_from_what_the_nodes_report() -> None:
+    record = RecordedDomains(3, NODES, ("x", "x", "y"))
+    assert differences(record, ("x", "x", "y"), 3) == []
+    assert differences(record, ("x", "z", ""), 3) == [(1, "x"), (2, "y")]
+    assert differences(record, (), 3) == [(0, "x"), (1, "x"), (2, "y")]
+    assert differences(RecordedDomains(3, NODES), ("", "z", ""), 3) == [(1, "")]
+
+
+def test_a_record_of_other_numbers_of_ranks_on_nodes_says_nothing() -> None:
+    assert differences(RecordedDomains(3, ("a", "b", "b", "b"), ("x", "y")), ("x", "y", "z"), 3) is None
+
+
+def test_the_record_of_the_newest_lineage_counts_and_without_one_the_report() -> None:
+    old, new = (1, [(0, "old"), (1, "old")]), (4, [(0, "new")])
+    assert kept(("a", "b"), [old, new, (3, None)], 2) == ("new", "b")
+    assert kept(("a", "b"), [(9, None)], 2) == ("a", "b") == kept(("a", "b"), [], 2)
+    assert kept((), [(1, [(1, "x")])], 2) == ("", "x")
+    assert kept(("a", ""), [(1, [(0, "")])], 2) == (), "every node is a domain of its own again"
+    assert without_own(["", ""]) == ()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "", "[]", "{}", '{"lineage": 1, "nodes": "ab", "domains": []}', '{"lineage": -1, "nodes": [], "domains": []}',
+        '{"lineage": 1, "nodes": ["a", "b"], "domains": ["x"]}', '{"lineage": 1, "nodes": ["a"], "domains": [1]}',
+    ],
+)  # fmt: skip
+def test_a_file_that_is_no_record_counts_as_none(tmp_path: Path, content: str) -> None:
+    assert read_domains(tmp_path) is None
+    (tmp_path / PROTECTION_FILE).write_text(content)
+    assert read_domains(tmp_path) is None
+
+
+def test_a_record_of_a_version_that_knew_no_domains_says_that_each_node_was_its_own(tmp_path: Path) -> None:
+    (tmp_path / PROTECTION_FILE).write_text(json.dumps({"lineage": 2, "nodes": ["a", "b"], "groups": [[0, 1]]}))
+    assert read_domains(tmp_path) == RecordedDomains(2, ("a", "b"), ())
