@@ -169,7 +169,7 @@ class LayerPlanning:
         )  # fmt: skip
         if self._folder is not None:
             try:
-                write_profile(plan.profile, self._folder / "layers.json")
+                write_profile(plan.profile, self._folder / "layer-profile.json")
             except OSError as error:  # the plan holds without it
                 say(f"the profile of layers could not be written to {self._folder}: {error}; training goes on")
 

@@ -365,8 +365,8 @@ def layers_file(folder: Path) -> Path:
     """A profile of ten layers: 0.3 s of compute, 10 MB over 4 replicas."""
     times = {"forward_seconds": 0.01, "backward_seconds": 0.02, "communication_seconds": 0.04, "bytes": 1_000_000}
     layers = [{"name": f"h.{number}"} | times for number in range(10)]
-    (folder / "layers.json").write_text(json.dumps({"version": 1, "replicas": 4, "layers": layers}))
-    return folder / "layers.json"
+    (folder / "layer-profile.json").write_text(json.dumps({"version": 1, "replicas": 4, "layers": layers}))
+    return folder / "layer-profile.json"
 
 
 def test_plan_compares_policies_of_synchronisation(ft_plugins: Command, tmp_path: Path) -> None:

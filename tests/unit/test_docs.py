@@ -116,7 +116,7 @@ def run_ft_plugins(line: str, words: list[str], folder: Path) -> None:
     group.make_context(context.info_name, list(arguments))
     if words[1] in ("config", "plan"):
         layers = LayerProfile(tuple(LayerTimes(f"layer {n}", 0.01, 0.02, 0.1, 1 << 20) for n in range(8)), 8)
-        write_profile(layers, folder / "layers.json")  # the file that the pages name
+        write_profile(layers, folder / "layer-profile.json")  # the file that the pages name
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(folder)
             app(words[1:], standalone_mode=False)

@@ -166,7 +166,7 @@ def test_layers_are_planned_from_what_the_job_measures(node: Node, ranks: Ranks)
     assert planned[0][0]["reason"] == "the first profile"
     assert lives[0]["state"]["origin"] == lives[1]["state"]["origin"] == 12
     assert lives[0]["state"]["stages"] == lives[1]["state"]["stages"]
-    profile = read_profile(node.run_dir / "layers.json")
+    profile = read_profile(node.run_dir / "layer-profile.json")
     assert [layer.name for layer in profile.layers] == list(LAYERS) and profile.replicas == 2
     assert all(layer.forward > 0 and layer.backward > 0 and layer.communication > 0 for layer in profile.layers)
     sizes = dict(zip(LAYERS, zip(local.SIZES, local.SIZES[1:], strict=False), strict=True))
@@ -175,7 +175,7 @@ def test_layers_are_planned_from_what_the_job_measures(node: Node, ranks: Ranks)
 
 def test_a_profile_that_cannot_be_written_does_not_end_training(node: Node, ranks: Ranks) -> None:
     node.start()
-    (node.run_dir / "layers.json").mkdir()
+    (node.run_dir / "layer-profile.json").mkdir()
     block = {"sync": {"policy": "dreamddp", "tau": 100}, "reft": {}, "node_name": "n"}  # h: as many as there are layers
     lives = ranks(_life, 2, block, 13, "sgd", node.run_dir, node.fence())
     assert all(max(life["digests"]) == 13 and life["state"]["origin"] == 12 for life in lives)
