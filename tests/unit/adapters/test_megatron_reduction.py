@@ -15,7 +15,10 @@ _spec.loader.exec_module(gang_stories)
 
 FILES = ("megatron_reduction_stories", "megatron_module_stories", "megatron_instance_stories")
 
-pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra [megatron]")
+pytestmark = [
+    pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra [megatron]"),
+    pytest.mark.all_configurations,  # by default trajectories of whole jobs prove it: test_megatron_local_sgd
+]
 
 
 @pytest.fixture(scope="module")
