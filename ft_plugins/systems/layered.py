@@ -76,18 +76,18 @@ class LayeredAveraging:
         that."""
         self._config, self._policy, self._under_way = config, policy, under_way
         self._layers, self._stage = groups.layers(), groups.stage
-        nbytes = {module.name: module.nbytes for module in modules}
-        self._held, self._nbytes = frozenset(nbytes), nbytes
+        self._nbytes = {module.name: module.nbytes for module in modules}  # of the layers that this rank holds
         self._first_schedule = self._before_measuring(len(groups.wait.sync))
-        self._digest = xxhash.xxh3_64_hexdigest(repr((self._layers, self._first_schedule)).encode())
+        depends = self._layers, self._first_schedule, config.h, config.measures_layers, policy.warmup
+        self._digest = xxhash.xxh3_64_hexdigest(repr(depends).encode())
         self._schedule, self._origin = self._first_schedule, policy.warmup
         self._turn: tuple[str, ...] = ()  # the layers of the present iteration
         self._updated: set[str] = set()  # those of them that are updated already
-        self._measurement = LayerMeasurement(Stopwatch(groups.device), nbytes)
+        self._measurement = LayerMeasurement(Stopwatch(groups.device), self._nbytes)
         self._planning: LayerPlanning | None = None
         if config.measures_layers and len(groups.wait.sync) > 1:
             self._planning = LayerPlanning(
-                config, groups, self._layers, under_way, self._measurement, nbytes, events, folder
+                config, groups, self._layers, under_way, self._measurement, self._nbytes, events, folder
             )
         under_way.exchange = lambda name: self._measurement.averaging(name, synchronisation.exchange)
         self.updates_first, self.order_reason = self._order(host)
@@ -169,7 +169,7 @@ class LayeredAveraging:
         """Find the layers of iteration `step`."""
         layered = step > self._policy.warmup and not self._policy.due(step)
         due = self._schedule.due(self._stage, step - self._origin - 1) if layered else ()
-        self._turn = tuple(name for name in due if name in self._held)
+        self._turn = tuple(name for name in due if name in self._nbytes)
         self._updated.clear()
         self._under_way.start_some(step, self._turn, finishes=bool(due))
         if self._planning is not None:

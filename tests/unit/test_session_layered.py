@@ -1,5 +1,5 @@
 """DreamDDP in a session: equal to one process that simulates all replicas, in both update orders; exact over a lost
-incarnation; planned from what the job measures, on all ranks alike."""
+incarnation; planned from what the job measures, and the same way on all ranks."""
 
 from __future__ import annotations
 
@@ -171,6 +171,25 @@ def test_layers_are_planned_from_what_the_job_measures(node: Node, ranks: Ranks)
     assert all(layer.forward > 0 and layer.backward > 0 and layer.communication > 0 for layer in profile.layers)
     sizes = dict(zip(LAYERS, zip(local.SIZES, local.SIZES[1:], strict=False), strict=True))
     assert [layer.nbytes for layer in profile.layers] == [4 * (a + 1) * b for a, b in sizes.values()]
+
+
+@pytest.mark.parametrize("changed", [{}, {"schedule": "equal"}, {"h": 2}], ids=["unchanged", "equal", "h"])
+def test_a_measured_schedule_is_continued_with_unless_keys_were_changed(
+    node: Node, ranks: Ranks, changed: dict[str, Any]
+) -> None:
+    """Planned after iteration 12, whose version is restored."""
+    node.start()
+    sync = {"policy": "dreamddp", "tau": 12}  # h: as many as there are layers
+    block = {"sync": sync, "reft": {}, "node_name": "n"}
+    first = ranks(_life, 2, block, LAST, "sgd", node.run_dir, node.fence(), 13)
+    second = ranks(_life, 2, {**block, "sync": sync | changed}, LAST, "sgd", node.run_dir, node.fence())
+    assert [life["began"] for life in second] == [13, 13]
+    for before, after in zip(first, second, strict=True):
+        assert before["state"]["planned"] != [None, None] and before["state"]["origin"] == 12
+        if changed:
+            assert after["state"]["planned"] == [None, None]
+        else:
+            assert after["state"] == before["state"]
 
 
 def test_a_profile_that_cannot_be_written_does_not_end_training(node: Node, ranks: Ranks) -> None:
