@@ -155,7 +155,7 @@ class FsdpHost(TorchHost):
         mesh = self._mesh
         return FsdpReduction(
             self.rank, self._module, parameters, self._layout, mesh,
-            lambda: 0 if self._hooks is None else self._hooks.iteration,
+            lambda: self._iteration,
         )  # fmt: skip
 
     def early_refusal(self) -> str:

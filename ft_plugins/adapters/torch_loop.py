@@ -121,7 +121,7 @@ class TorchHost(PlainHost, ReducingHost):
         self._groups = self._group_members()
         self._position: DataPosition | None = None
         if sampler is not None:
-            self._position = position_of(sampler, lambda: self._hooks is not None and self._hooks.iteration > 0)
+            self._position = position_of(sampler, lambda: self._iteration > 0)
         super().__init__(
             {name: local_part(tensor).detach() for name, (_, tensor) in self._known.items()},
             rank=rank,
@@ -196,14 +196,14 @@ class TorchHost(PlainHost, ReducingHost):
         """Raises StateChangedError if tensors were added, removed or replaced since the host was built."""
         present = {name: identity(tensor) for name, (_, tensor) in self._present()}
         if present != self._identities or self._group_members() != self._groups:
-            at = self._hooks.iteration if self._hooks is not None else 0
-            raise changed_since(self._identities, present, f"rank {self.rank}: iteration {at}", type(self).__name__)
+            place = f"rank {self.rank}: iteration {self._iteration}"
+            raise changed_since(self._identities, present, place, type(self).__name__)
 
     def _require_scheduler(self) -> None:
         """Raises StateChangedError if a torch scheduler that the host was not given sets the learning rate."""
         missing = self._scheduler is None and any(hasattr(self._optimizer.step, mark) for mark in _SCHEDULED)
         scheduler = "a learning rate scheduler"
-        if not missing and self._hooks is not None and self._hooks.iteration > 0 and not self._searched:
+        if not missing and self._iteration > 0 and not self._searched:
             self._searched = True
             other = other_scheduler(self._optimizer, self._scheduler)
             missing, scheduler = other is not None, f"{scheduler} ({type(other).__name__})"
@@ -229,8 +229,8 @@ class TorchHost(PlainHost, ReducingHost):
             self._early.require_ended()
         self._require_unchanged()
         self._require_scheduler()
-        if self._hooks is not None and self._hooks.iteration > 0:  # before the first iteration only the size is needed
-            self._watch.mark(self._hooks.iteration)
+        if self._iteration > 0:  # before the first iteration only the size is needed
+            self._watch.mark(self._iteration)
         return super().small_state()
 
     def _values(self) -> dict[str, Any]:
@@ -292,17 +292,23 @@ class TorchHost(PlainHost, ReducingHost):
         """Call `hooks` around every update from now on, and reach the fault points."""
         self._hooks = hooks
         self._watch.install(self._optimizer, {name: tensor for name, (_, tensor) in self._known.items()})
-        self._optimizer.register_step_pre_hook(lambda *args: self._before_update(hooks))
+        self._optimizer.register_step_pre_hook(lambda *args: self._before_update())
         self._optimizer.register_step_post_hook(lambda *args: self._after_update(hooks))
 
-    def _before_update(self, hooks: Hooks) -> None:
+    def _before_update(self) -> None:
         if self._early is not None and self._early.begun:
             self._early.before_step()
         else:
-            self._begin_update(hooks)
+            self._begin_update()
 
-    def _begin_update(self, hooks: Hooks) -> None:
+    @property
+    def _iteration(self) -> int:
+        """The present iteration, 0 before the first."""
+        return 0 if self._hooks is None else self._hooks.iteration
+
+    def _begin_update(self) -> None:
         """The fence."""
+        assert (hooks := self._hooks) is not None
         if hooks.iteration == self._updated:
             raise ConfigError(
                 f"rank {self.rank}: optimizer.step() was called outside of an iteration, or twice in iteration "
@@ -344,10 +350,5 @@ class TorchHost(PlainHost, ReducingHost):
         members: dict[str, list[torch.nn.Parameter]] = {}
         for name, module in self.modules().items():
             members.setdefault(module, []).append(parameters[name])
-
-        def hooks() -> Hooks:
-            return self._hooks  # type: ignore[return-value]  # there are iterations
-
-        fence, iteration = (lambda: self._begin_update(hooks())), (lambda: hooks().iteration)
-        self._early = EarlyUpdate(self.rank, self._optimizer, members, fence, iteration)
+        self._early = EarlyUpdate(self.rank, self._optimizer, members, self._begin_update, lambda: self._iteration)
         self._early.install(wanted, updated)

@@ -36,6 +36,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter
 
+from .. import files
 from ..errors import ConfigError
 from ..intake import Count, Text, read_json, shown
 
@@ -207,8 +208,8 @@ def read_profile(path: Path) -> LayerProfile:
 
 
 def write_profile(profile: LayerProfile, path: Path) -> None:
-    """Write a profile for `read_profile`. Raises OSError."""
-    path.write_text(json.dumps(profile.block(), indent=1) + "\n")
+    """Write a profile for `read_profile`, in place of a file of that name. Raises OSError."""
+    files.write(path, json.dumps(profile.block(), indent=1) + "\n")
 
 
 def _ns(seconds: float) -> int:

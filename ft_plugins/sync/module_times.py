@@ -3,7 +3,7 @@
 The time between two edges belongs to the module that is innermost then: begun last, not ended. So an outer module has
 what none of its inner ones has, and no time is counted twice. Time in which no module is open belongs to none.
 
-Everything within a backward is backward, also the forwards of a recomputation. Micro-batches add up, in whatever order
+Everything within a backward is backward, also the forwards of a recomputation. Microbatches add up, in whatever order
 a pipeline runs their forwards and backwards.
 
 Invariant: the times of all modules add up to the time between the first edge and the end of the iteration at most.

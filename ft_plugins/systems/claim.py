@@ -31,14 +31,8 @@ from .reft import Reft
 from .reft_plan import check_replicas
 from .reft_reports import budget_table
 
-_PER_NODE = {
-    "node_name",
-    "failure_domain",
-    "interface",
-    "secret_file",
-    "orphan_seconds",
-    "faults",
-}  # may differ between nodes
+# may differ between nodes
+_PER_NODE = {"node_name", "failure_domain", "interface", "secret_file", "orphan_seconds", "faults"}
 
 
 def join_ranks(config: Config) -> Collective:

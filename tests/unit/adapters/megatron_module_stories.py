@@ -52,7 +52,7 @@ RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "r
 
 
 def _calls(rank: int, world: int, flags: list[str], tied: bool, config: dict[str, Any]) -> list[str]:
-    """What was called in an iteration of two micro-batches. Its first calls change the parameters of their module; the
+    """What was called in an iteration of two microbatches. Its first calls change the parameters of their module; the
     gradients are those of a job whose parameters were changed before."""
     flags = [*flags, "--global-batch", str(2 * world // (2 if "--pp" in flags else 1))]
     model: dict[str, Any] = {"gpt": {"share_embeddings_and_output_weights": tied}, **config}
@@ -151,7 +151,7 @@ ALONE = ["embedding", "layer 1", "layer 2", "head"]
 
 
 def it_reports_the_edges_of_each_module_whatever_the_optimizer_holds() -> None:
-    """A rank alone, then two replicas, whose two or one micro-batches are reduced behind the backward or during it."""
+    """A rank alone, then two replicas, whose two or one microbatches are reduced behind the backward or during it."""
     once = [*forward(*ALONE), *backward(*reversed(ALONE))]
     sharded = [*BF16, *SHARDED, "2"]
     for world, flags in (
@@ -171,7 +171,7 @@ def it_reports_edges_with_tensor_parallelism() -> None:
 
 
 def it_reports_edges_of_stages_and_chunks() -> None:
-    """The first stage has micro-batches in flight; the last one runs a backward after each forward."""
+    """The first stage has microbatches in flight; the last one runs a backward after each forward."""
     for tied in (True, False):
         more = {"gpt": {"share_embeddings_and_output_weights": tied}}
         first, last = gang(_followed, 2, ["--pp", "2", "--global-batch", "2"], more, seconds=60.0)

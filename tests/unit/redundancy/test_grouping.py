@@ -246,7 +246,7 @@ def test_groups_of_thousands_of_ranks_are_cut_in_a_second(world: int, order: str
     assert max(took) < SECONDS, took
 
 
-def test_groups_of_one_node_set_are_cut_alike_so_fewer_pairs_are_fatal() -> None:
+def test_groups_on_the_same_nodes_are_cut_the_same_way_so_fewer_pairs_are_fatal() -> None:
     topology = Topology(tp=8, dp=24, pp=1)
     nodes = [f"n{rank // 8}" for rank in range(topology.world_size)]
     made = redundancy_groups(nodes, tuple(topology.sharding_groups().values()), 8, 1)

@@ -133,7 +133,7 @@ def test_the_period_that_is_not_given_is_five_or_as_many_as_there_are_layers():
     few, many = JobLayers((("a", "b"),), ()), JobLayers((tuple("abcdefgh"),), ())
     assert (job_period(few, None), job_period(many, None)) == (2, 5)
     assert (job_period(many, "auto"), job_period(few, 7)) == (None, 7)
-    assert equal_schedule(JobLayers(((),), ("tied",)), None).stages == (((("tied"),),),)
+    assert equal_schedule(JobLayers(((),), ("tied",)), None).stages == ((("tied",),),)
 
 
 def test_a_schedule_survives_its_plain_values():
