@@ -51,8 +51,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from figures import ProcessorUse, line
-from ft_plugins.config import Config
-from ft_plugins.errors import ConfigError, FtError
+from ft_plugins.errors import FtError
 from ft_plugins.sync.layer_profile import NANO, LayerProfile, write_profile
 from ft_plugins.testing.emulated_nodes import EmulatedHost, network
 from ft_plugins.testing.gang import gang
@@ -99,10 +98,6 @@ class ColumnResult:
         return statistics.median(row[policy] for row in self.seconds)
 
     @property
-    def policies(self) -> list[str]:
-        return [policy for policy in COMPARED if all(policy in row for row in self.seconds)]
-
-    @property
     def paper_overlapped(self) -> float:
         """Seconds that the paper's overlapped baseline takes at this compute."""
         return self.scenario.column.overlapped_of_compute * self.scenario.compute
@@ -111,7 +106,7 @@ class ColumnResult:
         """The column's figures, without its name. Prints the gains."""
         plan, scenario = self.plan, self.scenario
         link = scenario.column.ratio * scenario.compute
-        values: Figures = {f"{policy}_ms": 1000 * self.middle(policy) for policy in self.policies}
+        values: Figures = {f"{policy}_ms": 1000 * self.middle(policy) for policy in COMPARED}
         values |= {f"{policy}_planned_ms": 1000 * seconds for policy, seconds in plan.seconds.items()}
         values |= {
             "compute_ms": 1000 * plan.compute,
@@ -123,8 +118,6 @@ class ColumnResult:
             "exchange_of_link": plan.communication / link,
             "plain_of_ideal": self.middle(PLAIN) / plan.seconds[PLAIN],
         }
-        if DREAMDDP not in self.policies:
-            return values
         plain = [min(row[PLAIN], self.paper_overlapped) for row in self.seconds]
         for name, baselines, policy, wanted in (
             ("over_overlapped_x", plain, PLAIN, OVERLAPPED_LEAST),
@@ -145,19 +138,7 @@ class ColumnResult:
         return values | {"period_error": error, "period_error_holds": abs(error) <= PERIOD_MOST}
 
 
-def known_policies() -> list[str]:
-    """The policies that the installed package has; says which ones it lacks."""
-    try:
-        Config.from_json({"sync": {"policy": DREAMDDP}})
-    except ConfigError as error:
-        print(f"{DREAMDDP}, {ENP}: left out, because this version of ft_plugins does not have it: {error}", flush=True)
-        return [PLAIN, FULL]
-    return list(COMPARED)
-
-
-def measure(
-    scenario: ColumnScenario, known: Sequence[str], hosts: Sequence[EmulatedHost], seed: int, folder: Path
-) -> ColumnResult:
+def measure(scenario: ColumnScenario, hosts: Sequence[EmulatedHost], seed: int, folder: Path) -> ColumnResult:
     """Measure the layers of one column, then run all its rounds."""
     order, path = random.Random(f"{seed} {scenario.name}"), folder / f"{scenario.name}.json"
 
@@ -177,11 +158,10 @@ def measure(
         flush=True,
     )
     for number in range(scenario.rounds):
-        chosen = [policy for policy in COMPARED if policy in known]
-        blocks = [scenario.block(policy, path, number == 0) for policy in order.sample(chosen, len(chosen))]
+        blocks = [scenario.block(policy, path, number == 0) for policy in order.sample(COMPARED, len(COMPARED))]
         by_block = zip(*run(blocks), strict=True)
         result.add({block.policy: list(each) for block, each in zip(blocks, by_block, strict=True)})
-        times = "   ".join(f"{policy} {1000 * result.seconds[-1][policy]:.1f}" for policy in chosen)
+        times = "   ".join(f"{policy} {1000 * result.seconds[-1][policy]:.1f}" for policy in COMPARED)
         print(f"{scenario.name}, round {number + 1}: ms of an iteration: {times}", flush=True)
     return result
 
@@ -190,31 +170,27 @@ def over_columns(by_column: Mapping[str, Figures]) -> Figures:
     """The figures of all columns together, and whether each claim holds in all of them."""
     values: Figures = {}
     for name in ("over_overlapped_x", "over_ddp_x", "over_full_x", "over_enp_x", "plain_of_ideal"):
-        found = [float(figures[name]) for figures in by_column.values() if name in figures]
-        if found:
-            values |= {name: min(found), f"{name}_middle": statistics.median(found), f"{name}_most": max(found)}
-    errors = [float(figures["period_error"]) for figures in by_column.values() if "period_error" in figures]
-    if errors:
-        values["period_error"] = max(errors, key=abs)
+        found = [float(figures[name]) for figures in by_column.values()]
+        values |= {name: min(found), f"{name}_middle": statistics.median(found), f"{name}_most": max(found)}
+    values["period_error"] = max((float(figures["period_error"]) for figures in by_column.values()), key=abs)
     for name in ("over_overlapped_x", "over_full_x", "over_enp_x", "period_error"):
-        if name in values:
-            values[f"{name}_holds"] = all(bool(figures[f"{name}_holds"]) for figures in by_column.values())
+        values[f"{name}_holds"] = all(bool(figures[f"{name}_holds"]) for figures in by_column.values())
     return values
 
 
 def run_emulated(
-    scenarios: Sequence[ColumnScenario], known: Sequence[str], hosts: Sequence[EmulatedHost], seed: int, folder: Path
+    scenarios: Sequence[ColumnScenario], hosts: Sequence[EmulatedHost], seed: int, folder: Path
 ) -> tuple[list[ColumnResult], Figures]:
     """All columns."""
-    results = [measure(scenario, known, hosts, seed, folder) for scenario in scenarios]
+    results = [measure(scenario, hosts, seed, folder) for scenario in scenarios]
     by_column = {result.scenario.name: result.figures() for result in results}
     values = {f"{column}_{name}": value for column, own in by_column.items() for name, value in own.items()}
     return results, values | over_columns(by_column)
 
 
-def run_real(scale: real_replica.RealScale, known: Sequence[str], hosts: Sequence[EmulatedHost], seed: int) -> Figures:
+def run_real(scale: real_replica.RealScale, hosts: Sequence[EmulatedHost], seed: int) -> Figures:
     """The job without emulated compute."""
-    chosen = [policy for policy in real_replica.COMPARED if policy in known]
+    chosen = real_replica.COMPARED
     order, rows = random.Random(f"{seed} real"), []
     setting = real_replica.calibrate(scale, hosts)
     print(
@@ -228,13 +204,11 @@ def run_real(scale: real_replica.RealScale, known: Sequence[str], hosts: Sequenc
         print(f"real, round {number + 1}: ms of an iteration: {times}", flush=True)
     values: Figures = {"real_compute_ms": 1000 * setting.compute, "real_mbps": setting.mbps}
     values |= {f"real_{policy}_ms": 1000 * statistics.median(row[policy] for row in rows) for policy in chosen}
-    if DREAMDDP in chosen:
-        for name, policy in (("real_x", PLAIN), ("real_over_full_x", FULL)):
-            figure = PolicyFigure.of([row[policy] / row[DREAMDDP] for row in rows])
-            values |= {name: figure.value, f"{name}_low": figure.low, f"{name}_high": figure.high}
-            print(f"{name}: {figure}", flush=True)
-        values["real_x_holds"] = values["real_x_low"] > 1.0
-    return values
+    for name, policy in (("real_x", PLAIN), ("real_over_full_x", FULL)):
+        figure = PolicyFigure.of([row[policy] / row[DREAMDDP] for row in rows])
+        values |= {name: figure.value, f"{name}_low": figure.low, f"{name}_high": figure.high}
+        print(f"{name}: {figure}", flush=True)
+    return values | {"real_x_holds": values["real_x_low"] > 1.0}
 
 
 def main() -> None:
@@ -261,7 +235,7 @@ def main() -> None:
         scenarios, scale = [replace(one, rounds=args.rounds) for one in scenarios], replace(scale, rounds=args.rounds)
     if args.compute is not None:
         scenarios = [replace(one, compute=args.compute) for one in scenarios]
-    known, use = known_policies(), ProcessorUse()
+    use = ProcessorUse()
     results: list[ColumnResult] = []
     values: Figures = {}
     sleeping_replica.preload()
@@ -274,9 +248,9 @@ def main() -> None:
             if not all(host.namespace for host in hosts):
                 raise FtError("cannot throttle links without network namespaces; run as root or with CAP_NET_ADMIN")
             if "emulated" in args.parts:
-                results, values = run_emulated(scenarios, known, hosts, args.seed, args.output or Path(folder))
+                results, values = run_emulated(scenarios, hosts, args.seed, args.output or Path(folder))
             if "real" in args.parts:
-                values |= run_real(scale, known, hosts, args.seed)
+                values |= run_real(scale, hosts, args.seed)
     except FtError as error:
         sys.exit(f"dreamddp: {error}")
     text = line("dreamddp", values | use.figures())

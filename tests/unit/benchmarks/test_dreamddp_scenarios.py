@@ -163,11 +163,3 @@ def test_a_period_that_takes_longer_than_planned_is_an_error() -> None:
     result.seconds = [row | {DREAMDDP: 1.06 * row[DREAMDDP]} for row in result.seconds]
     figures = result.figures()
     assert figures["period_error"] == pytest.approx(0.06) and not figures["period_error_holds"]
-
-
-def test_without_dreamddp_there_are_no_gains() -> None:
-    result = result_of(SCENARIO, 1.0)
-    result.seconds = [{policy: row[policy] for policy in (PLAIN, FULL)} for row in result.seconds]
-    figures = result.figures()
-    assert "over_full_x" not in figures and figures["plain_of_ideal"] == pytest.approx(1.0)
-    assert "period_error" not in over_columns({"one": figures})
