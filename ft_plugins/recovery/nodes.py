@@ -9,21 +9,19 @@ In: nodes, redundancy groups and segment shapes of all ranks. Out: `recovery.res
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import msgpack
-import psutil
 
 from ..collective import Collective
-from ..errors import BudgetError, ConfigError, FencedError, FtError, ProtocolError
+from ..errors import BudgetError, FencedError, FtError, ProtocolError
 from ..redundancy.exchange_plan import ExchangePlan, positions
 from ..smp.client import Client
+from ..smp.own_address import own_address
 from ..smp.protection import Protection
 from ..snapshot.double import ReplicaShare, replica_extents
 from ..snapshot.shape import Shape
@@ -132,7 +130,12 @@ class LinkedNodes(SeenNodes):
         """Raises ConfigError (secret, interface), ProtocolError, on all ranks."""
         super().__init__(collective, nodes, config.run_dir)
         self._config = config
-        endpoints = self.ask(lambda client: list(client.endpoint(_address(config), config.secret_file, config.encrypt)))
+
+        def listen(client: Client) -> list[Any]:
+            address = own_address(config.interface, config.towards)
+            return list(client.endpoint(address, config.secret_file, config.encrypt))
+
+        endpoints = self.ask(listen)
         self._endpoints = tuple((str(host), int(port)) for host, port in endpoints)
 
     def spares(self, previous: Protection, report: Callable[[FtError], None]) -> list[Spare]:
@@ -263,28 +266,3 @@ def links_of(sent: Sequence[Sequence[tuple[int, float]]]) -> dict[int, float]:
     links = {position: max(rate, into[position]) for position, rate in out.items()}
     least = min((rate for rate in links.values() if rate > 0), default=0.0)
     return {position: rate or least for position, rate in links.items()} if least else {}
-
-
-def _address(config: NodeTierConfig) -> str:
-    """The address at which other nodes reach this node's SMP. Raises ConfigError."""
-    if config.interface is None:
-        try:
-            family = socket.getaddrinfo(config.towards, 9, type=socket.SOCK_DGRAM)[0]
-            with closing(socket.socket(family[0], socket.SOCK_DGRAM)) as probe:
-                probe.connect(family[4])  # sends nothing; the kernel chooses a route
-                return str(probe.getsockname()[0])
-        except OSError as error:
-            raise ConfigError(
-                f"no interface leads to '{config.towards}' ({error}); name one by --ftp-interface"
-            ) from error
-    devices = psutil.net_if_addrs()
-    addresses = {entry.address for device in devices.values() for entry in device}
-    if config.interface in addresses:
-        return config.interface
-    for wanted in (socket.AF_INET, socket.AF_INET6):
-        for entry in devices.get(config.interface, []):
-            if entry.family == wanted:
-                return str(entry.address)
-    raise ConfigError(
-        f"--ftp-interface {config.interface}: no device or address of this node; its devices are {', '.join(devices)}"
-    )

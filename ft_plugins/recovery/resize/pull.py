@@ -16,7 +16,7 @@ import msgpack
 import numpy as np
 import numpy.typing as npt
 
-from ...collective import Collective
+from ...collective import Collective, Transfers
 
 FRAME_BYTES = 4 << 20
 
@@ -58,8 +58,9 @@ def pull(collective: Collective, ranges: Sequence[PullRange], read: Callable[[in
             if one.reader == own:
                 send.setdefault(rank, []).append(one)
         rounds = max([rounds, *counts.values()])
-    for number in range(rounds):
-        _round(collective, number, send, receive, read, into)
+    with collective.transfers() as transfers:
+        for number in range(rounds):
+            _round(transfers, number, send, receive, read, into)
 
 
 def _frames(one: PullRange) -> list[PullRange]:
@@ -70,7 +71,7 @@ def _frames(one: PullRange) -> list[PullRange]:
 
 
 def _round(
-    collective: Collective,
+    transfers: Transfers,
     number: int,
     send: Mapping[int, Sequence[PullRange]],
     receive: Mapping[int, Sequence[PullRange]],
@@ -87,7 +88,7 @@ def _round(
         for rank, frames in receive.items()
         if number < len(frames)
     }
-    collective.swap(outgoing, incoming)
+    transfers.swap(outgoing, incoming)
     for rank, received in incoming.items():
         one = receive[rank][number]
         into[one.target : one.target + one.nbytes] = received

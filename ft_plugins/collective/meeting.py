@@ -1,0 +1,267 @@
+"""How the ranks of an incarnation find each other: through the job's store, then by their secret.
+
+Invariant: any process that reaches the store can read and write it, so an address from there is only a place to try. A
+rank proves twice that it belongs there: by the nonce that rank 0 leaves in the store for this incarnation, then by the
+job's secret. If only the first holds, the two ranks have different secrets: they can report that to all ranks, and
+nothing else.
+
+A rank with others below it writes one entry, each rank but rank 0 reads one.
+
+In: the store, the rank's place, the secret. Out: a link to each neighbour, the nonce, what is wrong with a secret.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import queue
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import ConfigError, ProtocolError
+from ..events import Events
+from ..smp import protocol
+from ..smp.channel import HANDSHAKE_LIMIT, Channel, ClientHandshake, Party, ServerHandshake
+from ..smp.connections import RejectedConnections
+from ..smp.unproven import Unproven
+from .rank_links import Link
+from .rank_tree import RankPlace
+
+NONCE = 32  # bytes
+_ENTRY_LIMIT = NONCE + 2 + 64  # bytes: nonce, port, address
+_PAUSE_SECONDS = (0.02, 1.0)  # before a rank tries to connect again: first, longest
+_PURPOSE = "ranks"
+
+Arrived = tuple[socket.socket, int, Channel]
+
+
+@dataclass(frozen=True)
+class RankMeeting:
+    """How this rank reaches the others. `name` distinguishes the meetings of an incarnation; `seconds` bounds it."""
+
+    store: Any  # torch.distributed.Store
+    name: str
+    place: RankPlace
+    secret: bytes
+    address: str  # of this node
+    encrypt: bool
+    seconds: float
+    events: Events
+
+
+@dataclass(frozen=True)
+class Met:
+    """The neighbours, by rank. `key` is known to this job's ranks of this incarnation alone, as far as it has a secret.
+
+    `refusal`: why the ranks cannot work together; '' if they can.
+    """
+
+    links: dict[int, Link]
+    key: bytes
+    refusal: str
+
+
+def meet(meeting: RankMeeting) -> Met:
+    """Connect to the neighbours in the tree. Every rank calls. Raises ProtocolError if they cannot be reached in time,
+    ConfigError if this node's address cannot be used."""
+    place, until = meeting.place, time.monotonic() + meeting.seconds
+    nonce, parent_at = secrets.token_bytes(NONCE), ("", 0)
+    if place.parent is not None:
+        nonce, parent_at = _read_entry(meeting, place.parent)
+    key = hmac.digest(meeting.secret or b"none", b"ft_plugins ranks" + nonce, "sha256")
+    links: dict[int, Link] = {}
+    refusals: list[str] = []
+
+    def admit(connection: socket.socket, rank: int, channel: Channel, proven: Channel | str) -> None:
+        if isinstance(proven, str):
+            refusals.append(f"rank {place.rank}: rank {rank} {proven}")
+            proven = channel
+        links[rank] = Link(rank, connection, proven)
+
+    proving = Party(_PURPOSE, meeting.name, str(place.rank), meeting.encrypt)
+    with Door(meeting.address, nonce, meeting.name, place.rank, meeting.events) as door:
+        if place.children:
+            door.open()
+            port = door.endpoint[1].to_bytes(2, "big")
+            _ask(meeting, lambda: meeting.store.set(_key(meeting, place.rank), nonce + port + meeting.address.encode()))
+        if place.parent is not None:
+            connection, channel = dial(parent_at, nonce, door.me, place.parent, until)
+            admit(connection, place.parent, channel, _prove(connection, until, key, proving))
+        while len(links) < len(place.children) + (place.parent is not None):
+            connection, rank, channel = door.next(until, set(place.children) - links.keys())
+            try:
+                admit(connection, rank, channel, _check(connection, until, key, proving))
+            except (OSError, ProtocolError):  # cut off: it tries again
+                connection.close()
+    return Met(links, key, refusals[0] if refusals else "")
+
+
+class Door:
+    """A listening socket for ranks that prove that they know `secret`."""
+
+    def __init__(
+        self, address: str, secret: bytes, name: str, rank: int, events: Events, encrypt: bool = False
+    ) -> None:
+        self.me = Party(_PURPOSE, name, str(rank), encrypt)
+        self._address = address
+        self._secret = secret
+        self._events = events
+        self._arrived: queue.SimpleQueue[Arrived] = queue.SimpleQueue()
+        self._unproven: Unproven | None = None
+        self.endpoint = ("", 0)
+
+    def open(self) -> None:
+        """Listen. Raises ConfigError if the address cannot be used."""
+        listener = socket.socket(socket.AF_INET6 if ":" in self._address else socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            listener.bind((self._address, 0))
+            listener.listen(512)
+        except OSError as error:
+            listener.close()
+            raise ConfigError(
+                f"rank {self.me.node} cannot listen on {self._address} ({error.strerror}); choose another "
+                "--ftp-interface"
+            ) from error
+        self.endpoint = (self._address, int(listener.getsockname()[1]))
+        self._unproven = Unproven(
+            listener, self._secret, self.me, self._admit, RejectedConnections(self._events), "ft-ranks-door"
+        )
+
+    def _admit(self, connection: socket.socket, address: str, channel: Channel) -> None:
+        if channel.node.isdecimal():
+            self._arrived.put((connection, int(channel.node), channel))
+        else:
+            connection.close()
+
+    def next(self, until: float, expected: set[int]) -> Arrived:
+        """The next of the `expected` ranks that arrives; others are sent away. Raises ProtocolError if none does."""
+        while (left := until - time.monotonic()) > 0:
+            with suppress(queue.Empty):
+                arrived = self._arrived.get(timeout=left)
+                if arrived[1] in expected:
+                    return arrived
+                arrived[0].close()
+        some = ", ".join(map(str, sorted(expected)[:8]))
+        raise ProtocolError(
+            f"rank {self.me.node}: rank {some} did not connect to {self.endpoint[0]}:{self.endpoint[1]} in time; "
+            "check that the nodes reach each other there, or choose another --ftp-interface"
+        )
+
+    def __enter__(self) -> Door:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop listening. Idempotent."""
+        if self._unproven is not None:
+            self._unproven.close()
+            self._unproven = None
+        with suppress(queue.Empty):
+            while True:
+                self._arrived.get_nowait()[0].close()
+
+
+def dial(where: tuple[str, int], secret: bytes, me: Party, rank: int, until: float) -> tuple[socket.socket, Channel]:
+    """Connect to `rank`, which listens at `where` for those that know `secret`. Raises ProtocolError if it cannot be
+    reached in time, or is another one."""
+    pause, longest = _PAUSE_SECONDS
+    while True:
+        try:
+            connection = socket.create_connection(where, max(0.001, until - time.monotonic()))
+        except OSError as error:
+            cause: Exception = error
+        else:
+            try:
+                handshake = ClientHandshake(secret, me)
+                protocol.send(connection, handshake.hello())
+                answer, channel = handshake.answer(_message(connection, until))
+                if channel.node != str(rank):
+                    raise ProtocolError(f"it is rank {channel.node}")
+                protocol.send(connection, answer)
+                return connection, channel
+            except (OSError, ProtocolError) as error:  # it may have made room for others
+                connection.close()
+                cause = error
+        if time.monotonic() + pause >= until:
+            raise ProtocolError(
+                f"rank {me.node}: rank {rank} cannot be reached at {where[0]}:{where[1]} ({cause}); check that the "
+                "nodes reach each other there, or choose another --ftp-interface"
+            ) from cause
+        time.sleep(pause)
+        pause = min(2 * pause, longest)
+
+
+def _prove(connection: socket.socket, until: float, key: bytes, me: Party) -> Channel | str:
+    """As the one that has dialled, prove that this rank knows the job's secret. Returns what is wrong with the other
+    one if it cannot prove that. Raises OSError, ProtocolError."""
+    handshake = ClientHandshake(key, me)
+    protocol.send(connection, handshake.hello())
+    challenge = _message(connection, until)
+    try:
+        answer, channel = handshake.answer(challenge)
+    except ProtocolError:
+        protocol.send(connection, {"proof": bytes(NONCE)})
+        return _wrong(challenge, me)
+    protocol.send(connection, answer)
+    return channel
+
+
+def _check(connection: socket.socket, until: float, key: bytes, me: Party) -> Channel | str:
+    """The other side of `_prove`."""
+    handshake = ServerHandshake(key, me)
+    hello = _message(connection, until)
+    protocol.send(connection, handshake.challenge(hello))
+    answer = _message(connection, until)
+    try:
+        return handshake.finish(answer)
+    except ProtocolError:
+        return _wrong(hello, me)
+
+
+def _wrong(message: dict[str, Any], me: Party) -> str:
+    if (message.get("encrypt") is True) is not me.encrypt:
+        return "differs in --ftp-encrypt; give all nodes the same"
+    return (
+        "has another secret, or only one of the two has one; give --ftp-secret-file, with the same content, on all "
+        "nodes"
+    )
+
+
+def _message(connection: socket.socket, until: float) -> dict[str, Any]:
+    message = protocol.receive(connection, until, HANDSHAKE_LIMIT)
+    if message is None:
+        raise ConnectionResetError("it hung up")
+    return message
+
+
+def _key(meeting: RankMeeting, rank: int) -> str:
+    return f"ft_plugins/ranks/{meeting.name}/{rank}"
+
+
+def _ask(meeting: RankMeeting, call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except RuntimeError as error:  # of torch
+        raise ProtocolError(f"rank {meeting.place.rank}: the job's store did not answer: {error}") from error
+
+
+def _read_entry(meeting: RankMeeting, rank: int) -> tuple[bytes, tuple[str, int]]:
+    """The incarnation's nonce, and where `rank` listens. Waits until it has said so. Raises ProtocolError."""
+    entry = bytes(_ask(meeting, lambda: meeting.store.get(_key(meeting, rank))))
+    try:
+        if not NONCE + 2 < len(entry) <= _ENTRY_LIMIT:
+            raise ValueError(f"{len(entry)} bytes")
+        address = str(ipaddress.ip_address(entry[NONCE + 2 :].decode()))
+    except ValueError as error:
+        raise ProtocolError(
+            f"rank {meeting.place.rank}: what the job's store has of rank {rank} is no address ({error}): another "
+            "process writes to the store; make sure that only the job's nodes reach its port"
+        ) from error
+    return entry[:NONCE], (address, int.from_bytes(entry[NONCE : NONCE + 2], "big"))
