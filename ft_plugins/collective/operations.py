@@ -38,7 +38,7 @@ class FrameKind(IntEnum):
 
 
 @dataclass(frozen=True)
-class Frame:
+class RankFrame:
     """A message between two neighbours. `number` counts the operations of a rank; 0 for what is none."""
 
     kind: FrameKind
@@ -51,7 +51,7 @@ class SendFrame:
     """Send `frame` to the neighbour `to`."""
 
     to: int
-    frame: Frame
+    frame: RankFrame
 
 
 @dataclass(frozen=True)
@@ -93,18 +93,18 @@ class Operations:
     def call(self, kind: FrameKind, body: Buffer) -> tuple[int, list[Action]]:
         """Take part in the next operation. Returns its number. Raises ProtocolError if a child called another one."""
         self._called += 1
-        return self._called, self._join(self._place.rank, Frame(kind, self._called, body))
+        return self._called, self._join(self._place.rank, RankFrame(kind, self._called, body))
 
     def announce(self, word: str) -> list[Action]:
         """Send `word` to all ranks; `Known` follows."""
         return [Known(word)] if word in self.words else self._spread(word, None)
 
-    def receive(self, sender: int, frame: Frame) -> list[Action]:
+    def receive(self, sender: int, frame: RankFrame) -> list[Action]:
         """Take a frame of a neighbour. Raises ProtocolError for one that makes no sense."""
         match frame.kind:
             case FrameKind.WORD:
                 word = bytes(frame.body).decode(errors="replace")
-                known = SendFrame(sender, Frame(FrameKind.HEARD, body=frame.body))
+                known = SendFrame(sender, RankFrame(FrameKind.HEARD, body=frame.body))
                 return [known] if word in self.words else self._spread(word, sender)
             case FrameKind.HEARD:
                 return self._heard(sender, bytes(frame.body).decode(errors="replace"))
@@ -125,7 +125,7 @@ class Operations:
         parts = self._joining[min(self._joining)].parts
         return [child for child in self._place.children if child not in parts]
 
-    def _join(self, rank: int, frame: Frame) -> list[Action]:
+    def _join(self, rank: int, frame: RankFrame) -> list[Action]:
         joining = self._joining.setdefault(frame.number, _Joining(frame.kind))
         if joining.kind != frame.kind:
             there = min(joining.parts)
@@ -139,10 +139,10 @@ class Operations:
         del self._joining[frame.number]
         ordered = [joining.parts[each] for each in sorted(joining.parts)]
         body = ordered[0] if len(ordered) == 1 else _JOIN[frame.kind](ordered)
-        joined = Frame(frame.kind, frame.number, body)
+        joined = RankFrame(frame.kind, frame.number, body)
         return self._finish(joined) if self._place.parent is None else [SendFrame(self._place.parent, joined)]
 
-    def _finish(self, frame: Frame) -> list[Action]:
+    def _finish(self, frame: RankFrame) -> list[Action]:
         down: list[Action] = [SendFrame(child, frame) for child in self._place.children]
         return [*down, Finished(frame.number, frame.body)]
 
@@ -150,7 +150,9 @@ class Operations:
         self.words.add(word)
         neighbours = {*self._place.children, *([] if self._place.parent is None else [self._place.parent])}
         self._unheard[word] = source, neighbours - {source}
-        spread = [SendFrame(to, Frame(FrameKind.WORD, body=word.encode())) for to in sorted(neighbours) if to != source]
+        spread = [
+            SendFrame(to, RankFrame(FrameKind.WORD, body=word.encode())) for to in sorted(neighbours) if to != source
+        ]
         return [*spread, *self._heard(None, word)]
 
     def _heard(self, sender: int | None, word: str) -> list[Action]:
@@ -161,7 +163,7 @@ class Operations:
         if waiting:
             return []
         del self._unheard[word]
-        return [Known(word)] if source is None else [SendFrame(source, Frame(FrameKind.HEARD, body=word.encode()))]
+        return [Known(word)] if source is None else [SendFrame(source, RankFrame(FrameKind.HEARD, body=word.encode()))]
 
 
 def framed(payload: Buffer) -> bytes:

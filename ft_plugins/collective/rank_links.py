@@ -20,7 +20,7 @@ from collections.abc import Iterator
 
 from ..errors import ProtocolError
 from ..smp.channel import TAG, Channel
-from .operations import Buffer, Frame, FrameKind
+from .operations import Buffer, FrameKind, RankFrame
 
 UNIT = 1 << 20  # bytes that have one tag: larger ones would not be faster
 BODY_LIMIT = 1 << 30  # bytes: a payload of 64 KiB from each of 16,384 ranks
@@ -51,7 +51,7 @@ class Link:
         self._header: tuple[FrameKind, int, int] | None = None
         self._body = bytearray()
 
-    def push(self, frame: Frame) -> None:
+    def push(self, frame: RankFrame) -> None:
         """Queue a frame for `write`. Raises ProtocolError if it is too large."""
         nbytes = len(frame.body)
         if nbytes > BODY_LIMIT:
@@ -88,7 +88,7 @@ class Link:
     def _front(self) -> list[memoryview]:
         return [self._out[place] for place in range(_PARTS)]
 
-    def read(self) -> Iterator[Frame]:
+    def read(self) -> Iterator[RankFrame]:
         """The frames that have arrived. Raises ProtocolError; ConnectionError if the neighbour has closed."""
         for _ in range(2 * _READS):
             try:
@@ -103,7 +103,7 @@ class Link:
                 if frame is not None:
                     yield frame
 
-    def _advance(self) -> Frame | None:
+    def _advance(self) -> RankFrame | None:
         """Take the part that is complete; returns the frame that it completes."""
         part, self._filled = self._part, 0
         if not self._length:
@@ -126,7 +126,7 @@ class Link:
         if len(self._body) > nbytes:
             raise ProtocolError(f"a frame of {nbytes} bytes has {len(self._body)}")
         body, self._body, self._header = self._body, bytearray(), None
-        return Frame(kind, number, body)
+        return RankFrame(kind, number, body)
 
     def close(self) -> None:
         """Close the connection; what was written still arrives."""

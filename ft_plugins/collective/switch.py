@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from ..errors import ProtocolError
-from .operations import Action, Buffer, Finished, Frame, FrameKind, Known, Operations, SendFrame
+from .operations import Action, Buffer, Finished, FrameKind, Known, Operations, RankFrame, SendFrame
 from .rank_links import Link
 from .rank_tree import RankPlace
 
@@ -170,7 +170,7 @@ class Switch:
                 case Known(word):
                     self._words.setdefault(word, threading.Event()).set()
 
-    def _send(self, link: Link, frame: Frame) -> None:
+    def _send(self, link: Link, frame: RankFrame) -> None:
         link.push(frame)
         with contextlib.suppress(OSError):  # reading from it says what is wrong
             link.write()
@@ -204,7 +204,7 @@ class Switch:
             waiting = [*self._calls.values(), *(call for _, call in self._requests)]
         for link in self._links.values():
             if link is not source:
-                link.push(Frame(FrameKind.LOST, body=reason.encode()))
+                link.push(RankFrame(FrameKind.LOST, body=reason.encode()))
         for _, done in self._finishing:  # a result that is here is not lost
             done.over.set()
         for call in waiting:

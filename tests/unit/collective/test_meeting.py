@@ -14,7 +14,7 @@ from torch.distributed import HashStore
 
 from ft_plugins.collective import meeting as module
 from ft_plugins.collective.meeting import Met, RankMeeting, meet
-from ft_plugins.collective.operations import Frame, FrameKind, framed, payloads
+from ft_plugins.collective.operations import FrameKind, RankFrame, framed, payloads
 from ft_plugins.collective.rank_links import UNIT, Link
 from ft_plugins.collective.rank_tree import place_of
 from ft_plugins.collective.switch import Switch
@@ -194,8 +194,8 @@ def pair(encrypt: bool = False) -> tuple[Link, Link]:
     return Link(1, near, near_end), Link(0, far, far_end)
 
 
-def pump(source: Link, target: Link) -> list[Frame]:
-    found: list[Frame] = []
+def pump(source: Link, target: Link) -> list[RankFrame]:
+    found: list[RankFrame] = []
     while source.waiting:
         source.write()
         found += target.read()
@@ -208,7 +208,7 @@ def pump(source: Link, target: Link) -> list[Frame]:
 @pytest.mark.parametrize("sizes", [[0], [1, 0, UNIT], [UNIT + 1, 5 * UNIT + 3], [0] * 300])
 def test_frames_arrive_whole_and_in_order(sizes: Sequence[int], encrypt: bool) -> None:
     near, far = pair(encrypt)
-    sent = [Frame(FrameKind.GATHER, number, bytes([number % 251]) * size) for number, size in enumerate(sizes)]
+    sent = [RankFrame(FrameKind.GATHER, number, bytes([number % 251]) * size) for number, size in enumerate(sizes)]
     for frame in sent:
         near.push(frame)
     found = pump(near, far)
@@ -223,7 +223,7 @@ def test_a_byte_that_was_altered_on_the_way_ends_the_connection(at: int) -> None
     near, far = pair()
     tapped, onwards = socket.socketpair()
     near.connection, wire = tapped, near.connection
-    near.push(Frame(FrameKind.GATHER, 1, b"payload"))
+    near.push(RankFrame(FrameKind.GATHER, 1, b"payload"))
     near.write()
     data = bytearray(onwards.recv(1 << 16))
     data[at] ^= 1
@@ -238,7 +238,7 @@ def test_a_frame_that_was_sent_before_is_not_taken_again() -> None:
     near, far = pair()
     tapped, onwards = socket.socketpair()
     near.connection, wire = tapped, near.connection
-    near.push(Frame(FrameKind.GATHER, 1, b"payload"))
+    near.push(RankFrame(FrameKind.GATHER, 1, b"payload"))
     near.write()
     data = onwards.recv(1 << 16)
     wire.sendall(data + data)

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from ft_plugins.collective.operations import (
     Action,
     Finished,
-    Frame,
     FrameKind,
     Known,
     Operations,
+    RankFrame,
     SendFrame,
     failed,
     failure,
@@ -32,7 +32,7 @@ class Network:
 
     def __init__(self, world_size: int, on_node: int, seed: int) -> None:
         self.ranks = [Operations(place_of(rank, world_size, on_node)) for rank in range(world_size)]
-        self.links: dict[tuple[int, int], deque[Frame]] = {}
+        self.links: dict[tuple[int, int], deque[RankFrame]] = {}
         self.results: list[list[bytes]] = [[] for _ in range(world_size)]
         self.known: set[int] = set()  # ranks that were told that all know their word
         self.random = random.Random(seed)
@@ -131,7 +131,7 @@ def test_another_operation_than_that_of_the_other_ranks_is_named() -> None:
 @pytest.mark.parametrize("number", [17, 1 << 60])
 def test_a_rank_far_ahead_is_not_believed(number: int) -> None:
     with pytest.raises(ProtocolError, match=f"rank 1 is at operation {number}, rank 0 at 0"):
-        Operations(place_of(0, 2, 1)).receive(1, Frame(FrameKind.GATHER, number, b""))
+        Operations(place_of(0, 2, 1)).receive(1, RankFrame(FrameKind.GATHER, number, b""))
 
 
 @pytest.mark.parametrize("joined", [b"", b"\1", framed(b"a") + b"\0", framed(b"a"), framed(b"a") * 3, b"\xff" * 16])
