@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ..errors import TopologyError
 
-ARITY = 16  # nodes below a node: 4,096 nodes are three levels, and a node needs no more than 17 connections to others
+ARITY = 8  # nodes below a node: 4,096 nodes are four levels, and a node needs no more than 9 connections to others
 
 
 @dataclass(frozen=True)
