@@ -44,7 +44,7 @@ class ReportDue:
 
 @dataclass(frozen=True)
 class Announced:
-    """The job's newest decision, as it is known here. `lost` are positions that have been silent for too long; `reason`:
+    """The job's newest decision, as it is known here. `lost`: positions that have been silent for too long. `reason`:
     why position 0 is presumed to be one of them, if this node found that out itself."""
 
     decision: ExchangeDecision

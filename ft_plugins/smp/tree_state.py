@@ -185,7 +185,9 @@ class TreeState:
         if self.parent is not None and now >= self._up_due:
             up = self._sent = self._summary
             self._sent_at = now
-        down = tuple(position for position in self._sources if position != self.position and self._answer(position, now))
+        down = tuple(
+            position for position in self._sources if position != self.position and self._answer(position, now)
+        )
         connect = self._seek(now)
         leave, self._leaving = tuple(self._leaving), []
         return Outbox(up, down, connect, leave, self._wake(now))

@@ -19,6 +19,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,16 @@ PART_SECONDS = 120.0  # for a length, message or payload: a reader may wait for 
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 _RETRY_SECONDS = (0.02, 1.0)  # pause before a handshake that was cut off is retried: first, longest
 
-Handler = Callable[[dict[str, Any], Bytes], tuple[dict[str, Any], "Bytes | None"]]
+
+@dataclass(frozen=True)
+class Handover:
+    """The answer to a request after which `take` owns the connection. It calls its last argument once it has closed the
+    connection."""
+
+    take: Callable[[socket.socket, Channel, Callable[[], None]], None]
+
+
+Handler = Callable[[dict[str, Any], Bytes], "tuple[dict[str, Any], Bytes | None] | Handover"]
 
 
 def read_secret(path: Path) -> bytes:
@@ -179,6 +189,24 @@ class Peer:
                 self._connection.close()
             self._connection = self._authenticated = None
 
+    def wait_until_closed(self, seconds: float) -> None:
+        """Wait until the peer, or `close`, ends the connection, but no longer than `seconds`. Returns at once if there
+        is none. For the thread that makes the requests."""
+        connection = self._connection
+        if connection is not None and not self._closed:
+            poller = select.poll()
+            poller.register(connection, select.POLLIN)
+            poller.poll(1000 * seconds)
+
+    def surrender(self) -> tuple[socket.socket, Channel]:
+        """The connection, after a request that was answered: the caller owns it now. Raises ProtocolError."""
+        with self._lock, self._connecting:
+            connection, authenticated = self._connection, self._authenticated
+            if connection is None or authenticated is None or self._closed:
+                raise ProtocolError("this side has hung up")
+            self._connection = self._authenticated = None
+            return connection, authenticated.channel
+
     def close(self) -> None:
         """Hang up for good, without waiting: a request in flight or a connection attempt fails."""
         with self._connecting:
@@ -253,7 +281,9 @@ class Server:
             self._rejected.count(address, f"node {channel.node}: no thread for its connection ({error})")
 
     def _serve(self, admitted: OpenConnection, channel: Channel) -> None:
-        """Serve until the peer hangs up, is idle for too long, sends a malformed frame, or has to make room."""
+        """Serve until the peer hangs up, is idle for too long, sends a malformed frame, has to make room, or its
+        connection is handed over: then it keeps its place until that is closed."""
+        handed_over = False
         with admitted.connection as connection:
             try:
                 _set_timeouts(connection)
@@ -266,10 +296,16 @@ class Server:
                         break
                     message, payload = frame
                     try:
-                        reply, data = self._handle(message, payload)
+                        answer = self._handle(message, payload)
                     except FtError as error:
-                        reply, data = protocol.refusal(error), None
-                    authenticated.send({"ok": True, **reply}, data)
+                        answer = protocol.refusal(error), None
+                    if isinstance(answer, Handover):
+                        authenticated.send({"ok": True})
+                        handed_over = True
+                        own = socket.socket(fileno=connection.detach())
+                        answer.take(own, channel, lambda: self._connections.leave(admitted))
+                        return
+                    authenticated.send({"ok": True, **answer[0]}, answer[1])
                     self._connections.rest(admitted)
             except Exception as error:  # a malformed frame or request, or a dead peer: this connection ends
                 known = isinstance(error, (FtError, OSError))
@@ -278,7 +314,8 @@ class Server:
                     reason = f"no byte of a frame passed within {PART_SECONDS:g} s"
                 self._events.emit(catalogue.PEER_DISCONNECTED, peer=channel.node, reason=reason)
             finally:
-                self._connections.leave(admitted)
+                if not handed_over:
+                    self._connections.leave(admitted)
 
     def close(self) -> None:
         """Stop listening; connections end at their next request."""

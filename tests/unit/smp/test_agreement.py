@@ -28,15 +28,15 @@ from ft_plugins.smp.agreement import (
     summarize,
 )
 from ft_plugins.smp.node_step import (
+    Announced,
     Committed,
     CommitVersion,
     Event,
-    HeartbeatAnswered,
-    HeartbeatDue,
     NodeState,
     Observation,
+    ReportDue,
     SealChecked,
-    SendHeartbeat,
+    SendReport,
     StartExchange,
     Switched,
     SwitchExchange,
@@ -214,7 +214,7 @@ epochs = st.builds(ExchangeEpoch, st.just(2), versions, st.just(4), st.integers(
 decisions = st.builds(ExchangeDecision, versions, versions)
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=800, deadline=None)
 @given(epochs, decisions, any_reports(4))
 def test_merged_reports_lead_to_the_same_decision_as_all_of_them(
     epoch: ExchangeEpoch, before: ExchangeDecision, heard: dict[int, NodeReport]
@@ -222,7 +222,7 @@ def test_merged_reports_lead_to_the_same_decision_as_all_of_them(
     assert decide(epoch, before, summary_of(heard)) == decided_from_all(epoch, before, heard)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(any_reports(6), any_reports(6), any_reports(6), st.sets(st.integers(0, 5)))
 def test_reports_are_merged_in_any_order_and_more_than_once(
     first: dict[int, NodeReport], second: dict[int, NodeReport], third: dict[int, NodeReport], lost: set[int]
@@ -236,7 +236,7 @@ def test_reports_are_merged_in_any_order_and_more_than_once(
     assert whole.lost == tuple(sorted(lost))
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(epochs, decisions, any_reports(4), any_reports(4))
 def test_an_outdated_report_that_arrives_on_another_way_never_causes_a_commit(
     epoch: ExchangeEpoch, before: ExchangeDecision, heard: dict[int, NodeReport], outdated: dict[int, NodeReport]
@@ -252,8 +252,6 @@ def test_an_outdated_report_that_arrives_on_another_way_never_causes_a_commit(
 def test_a_summary_names_the_lowest_of_the_lost_and_no_more_than_fit() -> None:
     halves = [Summary(lost=tuple(range(start, 200, 2))[:LOST_LIMIT]) for start in (0, 1)]
     assert merge(halves).lost == tuple(range(LOST_LIMIT))
-
-
 
 
 @st.composite
@@ -362,7 +360,7 @@ class Node:
 
     def start(self, epoch: ExchangeEpoch) -> None:
         """An SMP that knows nothing but what pins and parity store show."""
-        self.state, self.done = NodeState(epoch, self.position, False, 30.0, 0.0), {}
+        self.state, self.done = NodeState(epoch, self.position, False), {}
         self.receiving, self.taken, self.waiting, self.answer = None, set(), None, None
         kept = set.intersection(*(rank.pinned(Pin.NODE) for rank in self.ranks)) & self.store.pinned(Pin.NODE)
         self.committed = max(kept & self.store.clean(), default=None)
@@ -376,20 +374,20 @@ class Node:
         slots = [slot.version for rank in self.ranks for slot in rank.slots if slot.version]
         begun = max((each.iteration for each in slots if each.lineage == self.state.epoch.lineage), default=0)
         complete = self.running is not None and all(self.done.values()) and self.running in self.store.clean()
-        (heartbeat,) = self._feed(HeartbeatDue(Observation(begun, self.committed, self.running, complete)))
-        return heartbeat.report
+        (sent,) = self._feed(ReportDue(Observation(begun, self.committed, self.running, complete)))
+        return sent.report
 
     def follow(self, decision: ExchangeDecision) -> None:
-        self._feed(HeartbeatAnswered(0.0, decision))
+        self._feed(Announced(decision))
 
-    def _feed(self, event: Event) -> list[SendHeartbeat]:
-        events, heartbeats = [event], []
+    def _feed(self, event: Event) -> list[SendReport]:
+        events, sent = [event], []
         while events:
             self.state, actions = step(self.state, events.pop(0))
             for action in actions:
                 match action:
-                    case SendHeartbeat():
-                        heartbeats.append(action)
+                    case SendReport():
+                        sent.append(action)
                     case CommitVersion(version):
                         self._commit(version)
                         events += [Committed(version)] if self.committed == version else []
@@ -402,7 +400,7 @@ class Node:
                         events.append(Switched(decision))
                     case StartExchange():
                         self.done = {target: False for target in range(self.others + 1) if target != self.position}
-        return heartbeats
+        return sent
 
     def _commit(self, version: Version) -> None:
         if version not in self.store.clean():
@@ -454,7 +452,7 @@ class Job:
         self.random = random
         self.interval = interval
         slots = slots_for(Pin.NODE, Pin.SOURCE)
-        fresh = NodeState(ExchangeEpoch(0, None, nodes, interval), 0, False, 30.0, 0.0)
+        fresh = NodeState(ExchangeEpoch(0, None, nodes, interval), 0, False)
         self.nodes = [
             Node(position, nodes - 1, [Slots(slots) for _ in range(RANKS_PER_NODE)], Slots(2), fresh)
             for position in range(nodes)

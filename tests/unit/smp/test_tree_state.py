@@ -7,13 +7,13 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.smp.tree_network import DETECT, LATENCY, Network
 
 from ft_plugins.errors import ProtocolError
 from ft_plugins.smp import tree
 from ft_plugins.smp.agreement import Announcement, ExchangeDecision, ExchangeEpoch, NodeReport, Summary, summarize
 from ft_plugins.smp.tree_state import TreeState
 from ft_plugins.snapshot.slots import Version
+from tests.unit.smp.tree_network import DETECT, LATENCY, Network
 
 PERIOD = TreeState(ExchangeEpoch(1, None, 2, 1), 1, DETECT, 0.0).heartbeat_seconds
 SETTLING = 5.0  # seconds until all have joined
