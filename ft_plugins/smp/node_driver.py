@@ -76,6 +76,8 @@ class NodeDriver:
         now, epoch = time.monotonic(), protection.epoch()
         self._state = steps.NodeState(epoch, protection.position, protection.audited)
         self._period = min(OBSERVE_SECONDS, protection.detect_seconds / 5)
+        self._reported: NodeReport | None = None
+        self._reported_at, self._refresh = now, protection.detect_seconds / 10
         self._wake = threading.Event()  # there is something to look at
         self._peers = TreePeers(protection, self.plan.nodes, connect, events)
         self._loop = TreeLoop()
@@ -189,8 +191,11 @@ class NodeDriver:
         return None
 
     def _report(self, report: NodeReport) -> steps.Announced:
-        """Report to the job; what it has announced so far."""
-        self._member.report(report)
+        """Report to the job, if there is news or as a sign of life; what the job has announced so far."""
+        now = time.monotonic()
+        if report != self._reported or now >= self._reported_at + self._refresh:
+            self._member.report(report)
+            self._reported, self._reported_at = report, now
         announcement = self._member.announcement
         return steps.Announced(announcement.decision, announcement.lost, self._member.reason)
 

@@ -36,7 +36,7 @@ class TreeLink:
         self.position = position
         self.connection = connection
         self.node = channel.node
-        self.sent_bytes = 0
+        self.sent_messages = self.sent_bytes = 0
         self._channel = channel
         self._ended = ended
         self._received = bytearray()
@@ -72,6 +72,7 @@ class TreeLink:
         if len(unit) > MESSAGE_LIMIT or len(self._waiting) > _WAITING_LIMIT:
             raise ProtocolError(f"{len(unit)} bytes for a peer that has not read {len(self._waiting)}")
         body, tag = self._channel.sealer.seal(unit)
+        self.sent_messages += 1
         self._waiting += b"".join((struct.pack(">I", len(unit)), body, tag))
         self.flush()
 

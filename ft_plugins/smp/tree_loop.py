@@ -97,8 +97,17 @@ class TreeLoop:
             self.step()
 
     def step(self, longest: float = _LONGEST_SECONDS) -> None:
-        """Wait for something to do, but no longer than `longest` seconds, and do it."""
-        for key, mask in self._selector.select(self._seconds(longest)):
+        """Wait for something to do, but no longer than `longest` seconds, and do it.
+
+        Members look what is due at a time before which everything that had arrived has been read, however long this
+        process was stopped in between.
+        """
+        now = time.monotonic()
+        ready = self._selector.select(self._seconds(longest))
+        if not ready:
+            now = time.monotonic()
+            ready = self._selector.select(0)
+        for key, mask in ready:
             if key.data is None:
                 with contextlib.suppress(OSError):
                     self._woken.recv(4096)
@@ -108,14 +117,13 @@ class TreeLoop:
                 self.touch(member)
         for _ in range(len(self._calls)):
             self._calls.popleft()()
-        now = time.monotonic()
         while self._wakes and self._wakes[0][0] <= now:
             when, _, member = heapq.heappop(self._wakes)
             if member.wake == when:
                 self.touch(member)
         touched, self._touched = self._touched, {}
         for member in touched:
-            member.advance()
+            member.advance(now)
             heapq.heappush(self._wakes, (member.wake, next(self._numbers), member))
 
     def _seconds(self, longest: float) -> float:
@@ -196,9 +204,9 @@ class TreeMember:
             self._drop(link)
 
     @property
-    def sockets(self) -> int:
-        """The number of connections."""
-        return len(self._links)
+    def links(self) -> tuple[TreeLink, ...]:
+        """The connections."""
+        return tuple(self._links.values())
 
     def _report(self, report: NodeReport) -> None:
         if not self._closed:
@@ -270,13 +278,13 @@ class TreeMember:
         if self._state.announcement != before:
             self._changed()
 
-    def advance(self) -> None:
-        """Do what is due."""
+    def advance(self, now: float) -> None:
+        """Do what is due at `now`."""
         if self._closed:
             self.wake = float("inf")
             return
         before = self._state.announcement
-        outbox = self._state.advance(time.monotonic())
+        outbox = self._state.advance(now)
         if self._state.announcement != before:
             self._changed()
         for position in outbox.leave:
