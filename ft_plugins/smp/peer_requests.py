@@ -83,7 +83,7 @@ class PeerRequests:
         raise AssertionError(f"no answer to {request}")
 
     def _taken(self, store: ParityStore, version: Version, nbytes: int) -> Reply:
-        if version in store.versions():
+        if store.receiving is None:
             self._received()
         return {"taken": nbytes}, None
 
