@@ -291,7 +291,7 @@ class TreeState:
             if not self.acts_as_root:
                 self._act_as_root(now)
             self._round = candidates(self.position)
-            self._retry_at = now + min(_RETRY_SECONDS, self._detect / 20)
+            self._retry_at = now + self.heartbeat_seconds
         return self._trying
 
     @property

@@ -135,6 +135,7 @@ def test_a_node_that_was_stopped_presumes_none_lost_before_it_has_read_what_they
     stopped, go_on = threading.Event(), threading.Event()
 
     def stop() -> None:
+        root.loop.touch(root.member)
         stopped.set()
         go_on.wait(SECONDS)
 

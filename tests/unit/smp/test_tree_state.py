@@ -52,6 +52,17 @@ def test_the_parent_hears_of_a_change_at_once_and_of_nothing_new_at_each_heartbe
     assert node.advance(outbox.wake + PERIOD).up == summarize(1, NodeReport(3)), "it is alive"
 
 
+def test_an_smp_that_takes_the_place_of_a_child_is_answered_at_once() -> None:
+    node = TreeState(ExchangeEpoch(1, None, 2, 1), 0, DETECT, 0.0)
+    node.hear_child(1, Summary(2), 0.0)
+    assert node.advance(0.0).down == (1,)
+    node.hear_child(1, Summary(2), 0.1)
+    assert node.advance(0.1).down == (), "it has just been answered, with the same"
+    node.child_joined(1)
+    node.hear_child(1, Summary(2), 0.2)
+    assert node.advance(0.2).down == (1,)
+
+
 def test_what_cannot_come_from_a_child_is_refused() -> None:
     node = TreeState(ExchangeEpoch(1, None, 40, 1), 2, DETECT, 0.0)
     with pytest.raises(ProtocolError, match="position 2 cannot report"):
