@@ -66,7 +66,11 @@ def from_child(message: Mapping[str, Any]) -> Summary | None:
     if message.get("do") != "summary":
         raise ProtocolError(f"unknown message of a child: {shown(message.get('do'))}")
     up = parsed(_Up, message, "summary")
-    return Summary(int.from_bytes(up.covered, "little"), up.begun, *up.versions, up.lost)
+    exchange, missed, least_encoded, newest_encoded, least_committed, newest_committed = up.versions
+    return Summary(
+        int.from_bytes(up.covered, "little"), up.begun, exchange, missed, least_encoded, newest_encoded,
+        least_committed, newest_committed, up.lost,
+    )  # fmt: skip
 
 
 def packed_announcement(announcement: Announcement) -> dict[str, Any]:

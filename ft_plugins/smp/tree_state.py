@@ -3,7 +3,7 @@
 Reports go up: a node merges its own with the newest summaries of its children, and sends the result when it has changed
 and at each heartbeat. Announcements go down: a parent sends its newest one when it has changed and in answer to each
 heartbeat. The root (`tree`) decides by `agreement.decide`. Each node merges the decision that it hears with the one
-that it knows and with its own report: neither part goes back, whoever it hears next.
+that it knows and with its own report, so neither part goes back when it changes its parent.
 
 Who is lost:
 - A child, or this node's own driver, from which nothing is heard for `detect_seconds`. Its parent reports that at once.
@@ -135,7 +135,8 @@ class TreeState:
 
     def child_left(self, position: int) -> None:
         """A child has another parent now. A connection that only ends changes nothing: its SMP may be replaced."""
-        if position != self.position and self._sources.pop(position, None):
+        if position != self.position and position in self._sources:
+            del self._sources[position]
             self._changed = True
 
     def hear_parent(self, position: int, announcement: Announcement, now: float) -> None:

@@ -1,4 +1,4 @@
-"""Nodes of the tree, with a clock and a network that are made up: whoever is lost is found, and nobody else."""
+"""Nodes of the tree, with a clock and a network that are made up: all that are lost are found, and no other."""
 
 from __future__ import annotations
 
