@@ -1,8 +1,9 @@
-"""What the benchmark of the tree measures is what happened: every version everywhere, the lost node, each connection."""
+"""What the benchmark of the tree measures is what happened: versions everywhere, the lost node, every connection."""
 
 from __future__ import annotations
 
 import pytest
+
 from workloads.tree_scale import measure
 
 DETECT = 1.5
