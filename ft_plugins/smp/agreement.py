@@ -1,23 +1,28 @@
 """Decide which version to exchange next and which version is committed for the node tier. Pure; no I/O.
 
 A version is committed once every node reports that its data, parity and copies are complete. The previously committed
-version stays pinned until then. The coordinator (the node at position 0) decides from the nodes' reports alone, so a
-replacement coordinator can reconstruct the decision.
+version stays pinned until then. The node at position 0 decides, from the nodes' reports alone, so a replacement of its
+SMP can reconstruct the decision.
+
+Reports are merged on their way to it into one `Summary` of bounded size. Merging is commutative, associative and
+idempotent: a node that has just changed its place in the tree may be included twice, once with an outdated report. An
+outdated report can delay a commit, never cause one: what must hold for all nodes must hold for both reports.
 
 The next version to exchange is announced before any rank starts capturing it, so every SMP is waiting when its ranks
 seal it. An SMP that missed it reports that, and a later one is announced. After a recovery the restored version is
 exchanged first, because its redundancy was lost.
 
-In: `NodeReport`s, the incarnation's facts, times (seconds, monotonic). Out: `ExchangeDecision`, silent positions.
+In: `NodeReport`s, the incarnation's facts. Out: `Summary`, `ExchangeDecision`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 
-from ..errors import ProtocolError
 from ..snapshot.slots import Version
+
+LOST_LIMIT = 64  # positions in one summary; more are reported after these have been dealt with
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,7 @@ class NodeReport:
     """The state of one node. `begun` is the newest iteration that one of its ranks has begun to capture.
 
     `exchange`: the version that this node sends, or waits to send because it was announced.
+    `missed`: a version, announced to this node, that it can never send or complete; no newer than `exchange`, if any.
     `encoded`: all receivers have taken what this node sent of that version, and what it stores of it is complete.
     """
 
@@ -53,66 +59,101 @@ class ExchangeDecision:
     committed: Version | None = None
 
 
-def decide(epoch: ExchangeEpoch, before: ExchangeDecision, reports: Mapping[int, NodeReport]) -> ExchangeDecision:
-    """The decision after `before`, from the newest report of each position that has sent one."""
-    committed = _newest(before.committed, *(report.committed for report in reports.values()))
-    exchange = _newest(before.exchange, *(report.exchange for report in reports.values()))
+@dataclass(frozen=True)
+class Announcement:
+    """What position 0 announces to all nodes: its decision, and positions that have been silent for too long."""
+
+    decision: ExchangeDecision = ExchangeDecision()
+    lost: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The reports of the positions in `covered`, a bitmap. None is less than any version.
+
+    `lost` are positions that were silent for too long where they were expected: at most the LOST_LIMIT lowest.
+    """
+
+    covered: int = 0
+    begun: int = 0
+    exchange: Version | None = None  # the newest, as the next one
+    missed: Version | None = None
+    least_encoded: Version | None = None
+    newest_encoded: Version | None = None
+    least_committed: Version | None = None
+    newest_committed: Version | None = None
+    lost: tuple[int, ...] = ()
+
+
+def summarize(position: int, report: NodeReport) -> Summary:
+    """The summary of one report."""
+    return Summary(
+        1 << position, report.begun, report.exchange, report.missed, report.encoded, report.encoded, report.committed,
+        report.committed,
+    )  # fmt: skip
+
+
+def merge(summaries: Iterable[Summary]) -> Summary:
+    """The summary of all reports that are in any of `summaries`."""
+    summaries = list(summaries)
+    some = [summary for summary in summaries if summary.covered]
+    covered = 0
+    for summary in some:
+        covered |= summary.covered
+    lost = {position for summary in summaries for position in summary.lost}
+    return Summary(
+        covered,
+        max((summary.begun for summary in some), default=0),
+        _newest(summary.exchange for summary in some),
+        _newest(summary.missed for summary in some),
+        _least(summary.least_encoded for summary in some),
+        _newest(summary.newest_encoded for summary in some),
+        _least(summary.least_committed for summary in some),
+        _newest(summary.newest_committed for summary in some),
+        tuple(sorted(lost)[:LOST_LIMIT]),
+    )
+
+
+def decide(epoch: ExchangeEpoch, before: ExchangeDecision, summary: Summary) -> ExchangeDecision:
+    """The decision after `before`, from the newest reports."""
+    committed = _newest((before.committed, summary.newest_committed))
+    exchange = _newest((before.exchange, summary.exchange))
     if exchange is not None and committed is not None and exchange <= committed:
         exchange = None
-    if len(reports) < epoch.nodes:
+    if summary.covered != (1 << epoch.nodes) - 1:
         return ExchangeDecision(exchange, committed)
-    if exchange is not None and all(report.encoded == exchange for report in reports.values()):
+    if exchange is not None and summary.least_encoded == summary.newest_encoded == exchange:
         committed, exchange = exchange, None
-    elif exchange is not None and any(report.missed == exchange for report in reports.values()):
+    elif exchange is not None and summary.missed == exchange:
         exchange = None
     if exchange is None:
-        exchange = _next(epoch, committed, reports)
+        exchange = _next(epoch, committed, summary)
     return ExchangeDecision(exchange, committed)
 
 
-def _next(epoch: ExchangeEpoch, committed: Version | None, reports: Mapping[int, NodeReport]) -> Version:
+def _next(epoch: ExchangeEpoch, committed: Version | None, summary: Summary) -> Version:
     """The restored version until every node has committed it, then the next due iteration that no rank has begun."""
-    missed = _newest(*(report.missed for report in reports.values()))
-    base = epoch.base
+    base, missed = epoch.base, summary.missed
     unsettled = base is not None and (committed is None or committed <= base) and missed is None
-    if base is not None and unsettled and any(report.committed != base for report in reports.values()):
+    if base is not None and unsettled and not summary.least_committed == summary.newest_committed == base:
         return base
-    begun = max(base.iteration if base else 0, *(report.begun for report in reports.values()))
+    begun = max(base.iteration if base else 0, summary.begun)
     if missed is not None and missed.lineage == epoch.lineage:
         begun = max(begun, missed.iteration)
     return Version(epoch.lineage, (begun // epoch.interval + 1) * epoch.interval)
 
 
-def _newest(*versions: Version | None) -> Version | None:
+def newer(one: ExchangeDecision, other: ExchangeDecision) -> ExchangeDecision:
+    """The later of two decisions of one incarnation, of which neither part ever goes back."""
+    exchange, committed = (one.exchange, other.exchange), (one.committed, other.committed)
+    return ExchangeDecision(_newest(exchange), _newest(committed))
+
+
+def _newest(versions: Iterable[Version | None]) -> Version | None:
     return max((version for version in versions if version is not None), default=None)
 
 
-@dataclass(frozen=True)
-class Coordinator:
-    """The state of the coordinator: the newest report of each position and when it arrived.
-
-    A node is lost when it has been silent for `detect_seconds`, whether it was killed, stopped or cut off.
-    """
-
-    epoch: ExchangeEpoch
-    detect_seconds: float
-    heard: Mapping[int, float]
-    reports: Mapping[int, NodeReport] = field(default_factory=dict)
-    decision: ExchangeDecision = ExchangeDecision()
-
-    @classmethod
-    def start(cls, epoch: ExchangeEpoch, detect_seconds: float, now: float) -> Coordinator:
-        """Every node has `detect_seconds` from now for its first report."""
-        return cls(epoch, detect_seconds, dict.fromkeys(range(epoch.nodes), now))
-
-    def receive(self, position: int, report: NodeReport, now: float) -> Coordinator:
-        """The state after a report; its `decision` is the reply. Raises ProtocolError for an unknown position."""
-        if position not in self.heard:
-            raise ProtocolError(f"position {position} is not in this job of {self.epoch.nodes} nodes")
-        reports = {**self.reports, position: report}
-        decision = decide(self.epoch, self.decision, reports)
-        return replace(self, heard={**self.heard, position: now}, reports=reports, decision=decision)
-
-    def lost(self, now: float) -> tuple[int, ...]:
-        """The positions that have been silent for too long."""
-        return tuple(position for position, heard in self.heard.items() if now - heard > self.detect_seconds)
+def _least(versions: Iterable[Version | None]) -> Version | None:
+    every = list(versions)
+    present = [version for version in every if version is not None]
+    return min(present) if present and len(present) == len(every) else None

@@ -36,6 +36,7 @@ class AuthenticatedConnection:
     def __init__(self, connection: socket.socket, channel: Channel, seconds: float = math.inf) -> None:
         """`seconds` bounds each part of a frame, if the socket blocks for no longer than that; by default only the
         socket's timeout does."""
+        self.channel = channel
         self._connection = connection
         self._seconds = seconds
         self._seal = channel.sealer.seal

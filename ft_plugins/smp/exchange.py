@@ -43,8 +43,13 @@ from .replica_checks import Difference
 from .traffic import step_back
 from .wire import Peer
 
-_REPEAT_SECONDS = 0.2  # before a complete receiver is queried again; or after an error
-_WAIT_SECONDS = 0.02  # for a receiver that does not expect the version yet
+_RETRY_SECONDS = 0.2  # after an error
+# Before a receiver is asked again that does not expect the version yet: the first pause, and the longest. Almost none
+# has to be: a version is announced to all nodes before any rank captures it.
+_WAIT_SECONDS = (0.02, 0.2)
+# Before a receiver that has everything is asked again, while the connection lasts: an SMP that replaces it has nothing,
+# but does not have this connection either.
+_CHECK_SECONDS = 10.0
 _REPORTED = 4  # differences with an event of their own; a wholly corrupt replica has thousands
 
 Bytes = npt.NDArray[np.uint8]
@@ -92,12 +97,13 @@ class ExchangeSender:
         events: Events,
         agreed: Callable[[Version], None] = lambda version: None,
         pacers: Mapping[int, Pacer] | None = None,
+        progressed: Callable[[], None] = lambda: None,
     ) -> None:
         """`segments` of this node's ranks hold `version` pinned; `connect` makes a connection to a position's SMP.
 
         `pacers` pace the data of their ranks, `pacer` everything else. `agreed` is called once every replica from which
-        parity was computed here equals its counterpart. Raises ProtocolError if the layout of a slot differs from the
-        plan's.
+        parity was computed here equals its counterpart, `progressed` whenever `done`, `corrupt` or `differences` have
+        changed. Raises ProtocolError if the layout of a slot differs from the plan's.
         """
         self._plan = plan
         self._position = position
@@ -112,6 +118,7 @@ class ExchangeSender:
         self._verified: bool | None = None
         self._verifying = threading.Lock()
         self._agreed = agreed
+        self._progressed = progressed
         self._checks = replica_checks.by_target(plan, plan.ranks[position], segments)
         self._unchecked = set(self._checks)  # positions that have not yet confirmed that replicas agree
         self._counting = threading.Lock()
@@ -165,16 +172,23 @@ class ExchangeSender:
 
     def _feed(self, lane: Lane) -> None:
         reported = False
+        first, longest = _WAIT_SECONDS
+        wait = first
         step_back()
         while not self._stop.is_set():
-            pause = _REPEAT_SECONDS
+            pause = _RETRY_SECONDS
             try:
                 if not self._slots_match():
+                    self._progressed()
                     return
                 waiting = self._feed_once(lane)
                 if self.differences:
+                    self._progressed()
                     return
-                pause = _WAIT_SECONDS if waiting else _REPEAT_SECONDS
+                pause, wait = (wait, min(2 * wait, longest)) if waiting else (0.0, first)
+                if self._done[lane]:
+                    self._progressed()
+                    self._peers[lane].wait_until_closed(_CHECK_SECONDS)
             except Exception as error:  # any error: without this thread no version would ever be committed again
                 if self._stop.is_set():
                     return

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import astuple, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,6 @@ from ..snapshot.paths import parity_path_of
 from ..snapshot.segment import Segment, marks_in
 from ..snapshot.slots import Pin, SlotState, Version
 from . import replica_checks, traffic
-from .agreement import ExchangeDecision, NodeReport
 from .alarms import Alarms
 from .node_driver import NodeDriver
 from .pace import Pace
@@ -43,7 +43,7 @@ from .readers import LocalReader
 from .rebuild import decode, fetch
 from .requests import RebuildSlot, ReleaseSpare, SpareState
 from .resize.previous_segments import PreviousSegments
-from .wire import Peer
+from .wire import Handover, Peer
 
 # in the run directory
 _RELEASED = "released.json"  # the lineage in which the job has continued without this node
@@ -86,7 +86,7 @@ class NodeTier:
         self._store: ParityStore | None = None
         self._previous = previous
         self._memory = LocalReader(segments, previous, lambda: self._store)
-        self._requests = PeerRequests(self._memory, segments, self._storing, self._receive_report, self._as_spare)
+        self._requests = PeerRequests(self._memory, segments, self._storing, self._join, self._received, self._as_spare)
         self._endpoint = PeerEndpoint(run_dir, job, node, self._requests.handle, events)
         self._spare_handler: SpareHandler | None = None
         self._released = _number(run_dir / _RELEASED)
@@ -149,7 +149,7 @@ class NodeTier:
     def _driver_of(self, protection: Protection, store: ParityStore) -> NodeDriver:
         plan = protection.plan()
         return NodeDriver(
-            protection, store, self._pinned, self._segments, lambda position: self._connect(protection, plan, position),
+            protection, store, self._pinned, self._segments, partial(self._connect, protection, plan),
             self._lock, self._events, self._alarms, lambda lost: self.declare_lost(self.token, lost),
         )  # fmt: skip
 
@@ -226,8 +226,9 @@ class NodeTier:
                 "released": self._released,
             }
 
-    def _connect(self, protection: Protection, plan: ExchangePlan, position: int) -> Peer:
-        return self.peer(protection.endpoints[position], protection.detect_seconds, plan.nodes[position])
+    def _connect(self, protection: Protection, plan: ExchangePlan, position: int, patience: float = 1.0) -> Peer:
+        seconds = patience * protection.detect_seconds
+        return self.peer(protection.endpoints[position], seconds, plan.nodes[position])
 
     def peer(self, where: tuple[str, int], timeout: float, node: str = "") -> Peer:
         """A connection to another node's SMP; `node` is its name, if that is known."""
@@ -279,11 +280,15 @@ class NodeTier:
                 raise ProtocolError(f"rejected an exchange of lineage {epoch}; the current lineage is {current}")
             return self._driver.store
 
-    def _receive_report(self, position: int, report: NodeReport) -> tuple[ExchangeDecision, tuple[int, ...]]:
+    def _received(self) -> None:
+        if (driver := self._driver) is not None:
+            driver.wake()
+
+    def _join(self, position: int) -> Handover:
         driver = self._driver
         if driver is None:
             raise ProtocolError(f"node {self._node} does not store parity now")
-        return driver.receive(position, report)
+        return driver.join(position)
 
     # ---- begin and end ----
 

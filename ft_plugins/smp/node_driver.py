@@ -1,10 +1,13 @@
 """Drive one incarnation's node tier: a thread that feeds `node_step.step` and carries out the actions it returns.
 
-Invariant: it decides nothing. It reads the node's memory, sends heartbeats and runs the exchange; `node_step` decides
-for the node, and `agreement` for the job. An action that fails, for example because a disk is full, ends its round; the
-answer to the next heartbeat requests it again.
+Invariant: it decides nothing. It reads the node's memory, reports, and runs the exchange; `node_step` decides for the
+node, and `agreement` for the job. An action that fails, for example because a disk is full, ends its round; the next
+round requests it again.
 
-In: one incarnation's `Protection`, its parity store and pins. Out: heartbeats, an `ExchangeSender`, pins;
+A round begins when the tree has an announcement, when the exchange has progressed, and otherwise every OBSERVE_SECONDS:
+ranks only write to shared memory, so what they capture and seal, and the verdicts of audits, are looked for.
+
+In: one incarnation's `Protection`, its parity store and pins. Out: reports to the tree, an `ExchangeSender`, pins;
 `version.committed`, `exchange.started` and `coordinator.lost` events, alarms.
 """
 
@@ -20,23 +23,25 @@ from typing import Any
 from ..bubbles.bubble_plan import rate_duties
 from ..bubbles.gate import Gate
 from ..bubbles.gate_pacer import GatePacer
-from ..errors import FtError, ProtocolError
+from ..errors import FtError
 from ..events import Events, catalogue
-from ..intake import parsed
 from ..snapshot.segment import Segment
 from ..snapshot.slots import Mark, Version
 from . import node_step as steps
-from .agreement import Coordinator, ExchangeDecision, NodeReport
+from .agreement import NodeReport
 from .alarms import Alarms
 from .exchange import ExchangeSender
 from .pace import Pace
 from .parity_store import ParityStore
 from .pinned import PinnedVersions
 from .protection import Protection
-from .requests import HeartbeatReply, packed_report
 from .traffic import RatePacer
-from .wire import Peer
+from .tree_loop import TreeLoop, TreeMember
+from .tree_peers import TreePeers
+from .tree_state import TreeState
+from .wire import Handover, Peer
 
+OBSERVE_SECONDS = 0.05  # between two looks at this node's memory; less than `detect_seconds` / 5 if that is short
 _POLL_SECONDS = 0.005  # while the version to exchange is being sealed: must be shorter than two iterations
 
 
@@ -49,13 +54,14 @@ class NodeDriver:
         store: ParityStore,
         pinned: PinnedVersions,
         segments: Mapping[int, Segment],
-        connect: Callable[[int], Peer],
+        connect: Callable[..., Peer],
         lock: AbstractContextManager[Any],
         events: Events,
         alarms: Alarms,
         declare: Callable[[list[str]], None],
     ) -> None:
-        """`connect` makes a connection to the SMP at a position; `declare` notifies the agent of lost nodes."""
+        """`connect(position, patience)` makes a connection to the SMP at a position, within that share of
+        `detect_seconds`; `declare` notifies the agent of lost nodes."""
         self.protection = protection
         self.plan = protection.plan()
         self.store = store
@@ -67,11 +73,16 @@ class NodeDriver:
         self._events = events
         self._alarms = alarms
         self._declare = declare
-        self._coordinator_peer = connect(0)
-        now, epoch, patience = time.monotonic(), protection.epoch(), protection.detect_seconds
-        self._coordinating = threading.Lock()  # unlike `lock`, never held for long
-        self._coordinator = Coordinator.start(epoch, patience, now) if protection.position == 0 else None
-        self._state = steps.NodeState(epoch, protection.position, protection.audited, patience, now)
+        now, epoch = time.monotonic(), protection.epoch()
+        self._state = steps.NodeState(epoch, protection.position, protection.audited)
+        self._period = min(OBSERVE_SECONDS, protection.detect_seconds / 5)
+        self._reported: NodeReport | None = None
+        self._reported_at, self._refresh = now, protection.detect_seconds / 10
+        self._wake = threading.Event()  # there is something to look at
+        self._peers = TreePeers(protection, self.plan.nodes, connect, events)
+        self._loop = TreeLoop()
+        place = TreeState(epoch, protection.position, protection.detect_seconds, now)
+        self._member = TreeMember(self._loop, place, self._peers.connect, self.wake, self._peers.disconnected)
         self._exchange: ExchangeSender | None = None
         self._switched_at = now
         self._stop = threading.Event()
@@ -88,46 +99,52 @@ class NodeDriver:
         return self._state.decision.exchange
 
     def start(self) -> None:
-        """Run the thread."""
+        """Join the tree and run the thread."""
+        self._loop.start()
         self._thread = threading.Thread(target=self._run, name="smp-node-tier", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread and the exchange; complete versions can be read. Idempotent."""
+        """End the thread, the exchange and the connections of the tree; complete versions can be read. Idempotent."""
         self._stop.set()
+        self._wake.set()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._coordinator_peer.close()
             self._thread.join()
             self._thread = None
-        with self._coordinating:
-            self._coordinator = None
+        self.leave()
         with self._lock:
             self._end_exchange()
             self.pace.pacers = {}  # they reference the segments
             self.store.pause()
 
-    def receive(self, position: int, report: NodeReport) -> tuple[ExchangeDecision, tuple[int, ...]]:
-        """Take a report, as the coordinator. Returns the decision and the lost positions. Raises ProtocolError."""
-        with self._coordinating:
-            if self._coordinator is None:
-                raise ProtocolError(f"position {self.protection.position} is not the coordinator, which is position 0")
-            now = time.monotonic()
-            self._coordinator = self._coordinator.receive(position, report, now)
-            return self._coordinator.decision, self._coordinator.lost(now)
+    def wake(self) -> None:
+        """Begin a round now: the exchange has progressed."""
+        self._wake.set()
+
+    def leave(self) -> None:
+        """Close the connections of the tree, as if this SMP had died: another one may take its place. Idempotent."""
+        self._loop.stop()
+        self._member.close()
+        self._peers.close()
+        self._loop.close()
+
+    def join(self, position: int) -> Handover:
+        """Have the node at `position` report to this one. Raises ProtocolError."""
+        return self._peers.handover(position, self._member)
 
     # ---- the thread ----
 
     def _run(self) -> None:
-        period = self._state.heartbeat_seconds
         while not self.stopped:
             began = time.monotonic()
+            self._wake.clear()
             with self._lock:
-                due = None if self.stopped else steps.HeartbeatDue(self._observe())
+                due = None if self.stopped else steps.ReportDue(self._observe())
             if due is not None:
                 self._feed(due)
-            while not self.stopped and self._seal_awaited() and time.monotonic() - began < period:
-                self._stop.wait(_POLL_SECONDS)
-            self._stop.wait(max(0.0, period - (time.monotonic() - began)))
+            while not self._wake.is_set() and self._seal_awaited() and time.monotonic() - began < self._period:
+                self._wake.wait(_POLL_SECONDS)
+            self._wake.wait(max(0.0, self._period - (time.monotonic() - began)))
 
     def _feed(self, first: steps.Event) -> None:
         """Step with `first`, and with the events that its actions lead to."""
@@ -147,8 +164,8 @@ class NodeDriver:
 
     def _carry_out(self, action: steps.Action) -> steps.Event | None:
         """Carry out one action; returns the event that it leads to."""
-        if isinstance(action, steps.SendHeartbeat):
-            return self._send(action.report)  # without the lock: it waits for another node
+        if isinstance(action, steps.SendReport):
+            return self._report(action.report)
         with self._lock:
             if self.stopped:
                 return None
@@ -173,21 +190,14 @@ class NodeDriver:
                     self._alarms.say(topic, kind, words)
         return None
 
-    def _send(self, report: NodeReport) -> steps.Event:
-        """Report to the coordinator, which may be this node."""
-        protection = self.protection
-        try:
-            if protection.position == 0:
-                decision, lost = self.receive(0, report)
-            else:
-                reply, _ = self._coordinator_peer.ask(
-                    "heartbeat", epoch=protection.lineage, position=protection.position, report=packed_report(report)
-                )
-                answer = parsed(HeartbeatReply, reply, "heartbeat")
-                decision, lost = ExchangeDecision(answer.exchange, answer.committed), answer.lost
-        except (FtError, OSError) as error:
-            return steps.HeartbeatUnanswered(time.monotonic(), str(error))
-        return steps.HeartbeatAnswered(time.monotonic(), decision, lost)
+    def _report(self, report: NodeReport) -> steps.Announced:
+        """Report to the job, if there is news or as a sign of life; what the job has announced so far."""
+        now = time.monotonic()
+        if report != self._reported or now >= self._reported_at + self._refresh:
+            self._member.report(report)
+            self._reported, self._reported_at = report, now
+        announcement = self._member.announcement
+        return steps.Announced(announcement.decision, announcement.lost, self._member.reason)
 
     def _observe(self) -> steps.Observation:
         """The state of this node's memory now. Call with the lock held."""
@@ -252,7 +262,7 @@ class NodeDriver:
         self._exchange = ExchangeSender(
             self.plan, self.protection.position, version, self.protection.lineage,
             {rank: self._segments[rank] for rank in ranks}, self._connect, rate, self._events,
-            self.store.replicas_agree, pacers,
+            self.store.replicas_agree, pacers, self.wake,
         )  # fmt: skip
 
     def _end_exchange(self) -> None:

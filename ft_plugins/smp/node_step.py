@@ -1,13 +1,13 @@
 """The node tier's state machine: `step(state, event)` returns the next state and the actions to carry out. Pure.
 
-One round: `HeartbeatDue` -> `SendHeartbeat` -> `HeartbeatAnswered` -> `CommitVersion`, `SwitchExchange`, `DeclareLost`;
-then `SealChecked` until this node's ranks have sealed the version that the job exchanges -> `StartExchange`.
+One round: `ReportDue` -> `SendReport` -> `Announced` -> `CommitVersion`, `SwitchExchange`, `DeclareLost`; then
+`SealChecked` until this node's ranks have sealed the version that the job exchanges -> `StartExchange`.
 
 Invariant: a state never claims more than was carried out. `CommitVersion`, `SwitchExchange` and `DeclareLost` are
 confirmed by events (`Committed`, `Switched`, `Declared`). If one is not, because a disk was full or a version has not
-arrived here, the answer to the next heartbeat requests it again. So every action may be carried out twice.
+arrived here, the next round requests it again. So every action may be carried out twice.
 
-In: events with times (seconds, monotonic). Out: a `NodeState`, actions for `node.NodeTier`.
+In: events. Out: a `NodeState`, actions for `node_driver.NodeDriver`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,6 @@ from dataclasses import dataclass, replace
 from ..events import EventType, catalogue
 from ..snapshot.slots import Mark, Version
 from .agreement import ExchangeDecision, ExchangeEpoch, NodeReport
-
-_HEARTBEATS_PER_DETECTION = 5
-_FASTEST_SECONDS = 0.05
-_NODES_PER_SECOND = 1000  # heartbeats that the coordinator can take
 
 
 @dataclass(frozen=True)
@@ -40,27 +36,20 @@ class Observation:
 
 
 @dataclass(frozen=True)
-class HeartbeatDue:
-    """It is time for the next heartbeat."""
+class ReportDue:
+    """It is time for the next report."""
 
     seen: Observation
 
 
 @dataclass(frozen=True)
-class HeartbeatAnswered:
-    """The coordinator has answered the heartbeat. `lost` are positions that have been silent for too long."""
+class Announced:
+    """The job's newest decision, as it is known here. `lost`: positions that have been silent for too long. `reason`:
+    why position 0 is presumed to be one of them, if this node found that out itself."""
 
-    now: float
     decision: ExchangeDecision
     lost: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class HeartbeatUnanswered:
-    """The coordinator has not answered the heartbeat, for this reason."""
-
-    now: float
-    reason: str
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -89,15 +78,15 @@ class SealChecked:
     sealed: bool | None
 
 
-Event = HeartbeatDue | HeartbeatAnswered | HeartbeatUnanswered | Committed | Switched | Declared | SealChecked
+Event = ReportDue | Announced | Committed | Switched | Declared | SealChecked
 
 
 # ---- actions ----
 
 
 @dataclass(frozen=True)
-class SendHeartbeat:
-    """Send `report` to the coordinator; continue with `HeartbeatAnswered` or `HeartbeatUnanswered`."""
+class SendReport:
+    """Report to the job; continue with `Announced`."""
 
     report: NodeReport
 
@@ -132,7 +121,7 @@ class DeclareLost:
 
 @dataclass(frozen=True)
 class ReportSilence:
-    """Record why the coordinator is presumed lost."""
+    """Record why position 0, which decides, is presumed lost."""
 
     reason: str
 
@@ -146,30 +135,22 @@ class RaiseAlarm:
     words: str
 
 
-Action = SendHeartbeat | CommitVersion | SwitchExchange | StartExchange | DeclareLost | ReportSilence | RaiseAlarm
+Action = SendReport | CommitVersion | SwitchExchange | StartExchange | DeclareLost | ReportSilence | RaiseAlarm
 
 
 @dataclass(frozen=True)
 class NodeState:
-    """The state of one node in one incarnation. `heard`: when the coordinator last answered."""
+    """The state of one node in one incarnation."""
 
     epoch: ExchangeEpoch
     position: int
     audited: bool  # a version is committed only if its replicas were compared and agree
-    detect_seconds: float
-    heard: float
     decision: ExchangeDecision = ExchangeDecision()
     committed: Version | None = None
     sending: Version | None = None
     missed: Version | None = None  # the version that this node can never send or complete
     declared: bool = False  # lost nodes were declared, which happens once per incarnation
     protected: bool = False  # a version was committed in this incarnation
-
-    @property
-    def heartbeat_seconds(self) -> float:
-        """Seconds between heartbeats: several within `detect_seconds`, but no more than the coordinator can take."""
-        fastest = max(_FASTEST_SECONDS, self.epoch.nodes / _NODES_PER_SECOND)
-        return min(self.detect_seconds / _HEARTBEATS_PER_DETECTION, fastest)
 
     @property
     def awaited(self) -> Version | None:
@@ -181,14 +162,10 @@ class NodeState:
 def step(state: NodeState, event: Event) -> tuple[NodeState, tuple[Action, ...]]:
     """The state after `event`, and what to do now, in order."""
     match event:
-        case HeartbeatDue(seen):
+        case ReportDue(seen):
             return _report(state, seen)
-        case HeartbeatAnswered(now, decision, lost):
-            return _follow(replace(state, heard=now), decision, lost)
-        case HeartbeatUnanswered(now, reason):
-            if state.declared or now - state.heard <= state.detect_seconds:
-                return state, ()
-            return state, (ReportSilence(reason), DeclareLost((0,)))
+        case Announced():
+            return _follow(state, event)
         case Committed(version):
             return _committed(state, version)
         case Switched(decision):
@@ -202,8 +179,8 @@ def step(state: NodeState, event: Event) -> tuple[NodeState, tuple[Action, ...]]
 def _report(state: NodeState, seen: Observation) -> tuple[NodeState, tuple[Action, ...]]:
     """Report a version as missed if it differs, is corrupt or failed its audit: it can never be committed.
 
-    A version that this node still waits for is reported too: a replaced coordinator has no other way to know that it
-    was announced, once ranks have begun to capture it.
+    A version that this node still waits for is reported too: a replaced SMP at position 0 has no other way to know that
+    it was announced, once ranks have begun to capture it.
     """
     sending, missed = seen.sending, state.missed
     encoded = sending if seen.complete else None
@@ -219,21 +196,21 @@ def _report(state: NodeState, seen: Observation) -> tuple[NodeState, tuple[Actio
         encoded = encoded if seen.mark.preferred else None
     report = NodeReport(seen.begun, sending or state.decision.exchange, missed, encoded, seen.committed)
     state = replace(state, committed=seen.committed, sending=sending, missed=missed)
-    return state, (*alarms, SendHeartbeat(report))
+    return state, (*alarms, SendReport(report))
 
 
-def _follow(
-    state: NodeState, decision: ExchangeDecision, lost: tuple[int, ...]
-) -> tuple[NodeState, tuple[Action, ...]]:
-    actions: list[Action] = []
-    if decision.committed is not None and decision.committed != state.committed:
+def _follow(state: NodeState, announced: Announced) -> tuple[NodeState, tuple[Action, ...]]:
+    decision, actions = announced.decision, list[Action]()
+    if decision.committed is not None and (state.committed is None or decision.committed > state.committed):
         actions.append(CommitVersion(decision.committed))
     if decision.exchange != state.decision.exchange:
         actions.append(SwitchExchange(decision))
     else:
         state = replace(state, decision=decision)
-    if lost and not state.declared:
-        actions.append(DeclareLost(lost))
+    if announced.lost and not state.declared:
+        if announced.reason:
+            actions.append(ReportSilence(announced.reason))
+        actions.append(DeclareLost(announced.lost))
     return state, tuple(actions)
 
 

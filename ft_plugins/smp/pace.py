@@ -4,7 +4,7 @@ The plan is what the trainers write next to their gates (bubbles.gate): the iter
 version. As only every `interval`-th version is exchanged, the plan is at least that.
 
 Invariant: facts only, of one incarnation; nothing here changes what is sent. A version is announced before it exists,
-and not before the previous one is committed, which takes a heartbeat: so one iteration more than planned is normal.
+and not before the previous one is committed on all nodes: so one iteration more than planned is normal.
 `rarer` means more than twice the plan, several times in a row, or that nothing is committed any more.
 
 In: versions as they are committed, the pacers of this node's ranks. Out: fields for events and `ft-plugins status`.

@@ -130,6 +130,11 @@ class ParityStore:
             self._agreed = not self._computes_parity
             self._seal_if_complete()
 
+    @property
+    def receiving(self) -> Version | None:
+        """The version being received; None once it is complete."""
+        return self._version
+
     def replicas_agree(self, version: Version) -> None:
         """The replicas from which this node's ranks computed parity equal those that other nodes captured."""
         with self._lock:

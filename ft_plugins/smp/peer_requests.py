@@ -1,4 +1,4 @@
-"""Carry out the requests of other nodes' SMPs: heartbeats, frames and copies to store, bytes to read.
+"""Carry out the requests of other nodes' SMPs: joining the tree, frames and copies to store, bytes to read.
 
 Invariant: a request of another epoch than the one protected here changes nothing. A repeated request has no further
 effect: a peer whose connection was closed sends its request again. `requests.peer` parses the messages.
@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 
 from ..snapshot.segment import Segment
+from ..snapshot.slots import Version
 from . import replica_checks, requests
-from .agreement import ExchangeDecision, NodeReport
 from .authenticated import PAYLOAD_LIMIT, Bytes
 from .frames import Data, Parity
 from .parity_store import ParityStore
-from .protocol import packed
 from .readers import LocalReader
 from .traffic import step_back
+from .wire import Handover
 
 Reply = tuple[dict[str, Any], Bytes | None]
 
@@ -34,38 +34,40 @@ class PeerRequests:
         memory: LocalReader,
         segments: Mapping[int, Segment],
         storing: Callable[[int], ParityStore],
-        heartbeat: Callable[[int, NodeReport], tuple[ExchangeDecision, tuple[int, ...]]],
+        join: Callable[[int], Handover],
+        received: Callable[[], None],
         as_spare: Callable[[requests.SpareState | requests.ReleaseSpare], dict[str, Any]],
     ) -> None:
-        """`storing(epoch)` is the parity store that receives frames of that epoch; `heartbeat` takes the report of a
-        position and returns the decision and the lost positions. Both raise ProtocolError if this node cannot.
-        `as_spare` answers if this node has no part in the job."""
+        """`storing(epoch)` is the parity store that receives frames of that epoch; `join` takes over the connection of
+        a position that reports to this node. Both raise ProtocolError if this node cannot. `received` is called once
+        everything of a version is here; `as_spare` answers if this node has no part in the job."""
         self._memory = memory
         self._segments = segments
         self._storing = storing
-        self._heartbeat = heartbeat
+        self._join = join
+        self._received = received
         self._as_spare = as_spare
 
-    def handle(self, message: dict[str, Any], payload: Bytes) -> Reply:
+    def handle(self, message: dict[str, Any], payload: Bytes) -> Reply | Handover:
         """The reply to a request. Raises ProtocolError, SegmentError."""
         match request := requests.peer(message):
             case requests.Probe():
                 return {}, None
             case requests.SpareState() | requests.ReleaseSpare():
                 return self._as_spare(request), None
-            case requests.Heartbeat():
+            case requests.Join(position=position):
                 self._storing(request.epoch)
-                return self.heartbeat(request), None
+                return self._join(position)
             case requests.BeginLane():  # this connection carries data, which is not urgent
                 step_back()
                 return self.begin(self._storing(request.epoch), request), None
             case requests.TakeFrame(version=version, key=key, node=node, at=at, exponent=exponent):
                 step_back()  # the lane may have connected again since its `begin`
                 store = self._storing(request.epoch)
-                return {"taken": store.take(version, key, node, at, exponent, payload)}, None
+                return self._taken(store, version, store.take(version, key, node, at, exponent, payload))
             case requests.TakeCopy(version=version, rank=rank, at=at, total=total):
                 store = self._storing(request.epoch)
-                return {"taken": store.take_copy(version, rank, at, total, payload)}, None
+                return self._taken(store, version, store.take_copy(version, rank, at, total, payload))
             case requests.CompareReplicas():
                 self._storing(request.epoch)
                 mismatched = replica_checks.mismatched(self._segments, request.version, payload)
@@ -80,10 +82,10 @@ class PeerRequests:
                 return _part(self._memory.slot(rank, version), offset)
         raise AssertionError(f"no answer to {request}")
 
-    def heartbeat(self, request: requests.Heartbeat) -> dict[str, Any]:
-        """Take a node's report to the coordinator; the reply is a `HeartbeatReply`."""
-        decision, lost = self._heartbeat(request.position, request.report)
-        return {"exchange": packed(decision.exchange), "committed": packed(decision.committed), "lost": list(lost)}
+    def _taken(self, store: ParityStore, version: Version, nbytes: int) -> Reply:
+        if store.receiving is None:
+            self._received()
+        return {"taken": nbytes}, None
 
     def begin(self, store: ParityStore, request: requests.BeginLane) -> dict[str, Any]:
         """How much of a sender's part is here already; `wait` while this node does not expect its version."""

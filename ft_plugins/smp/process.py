@@ -27,6 +27,7 @@ from ..snapshot import paths
 from . import connections, liveness, protocol
 from .connections import Connections, OpenConnection, RejectedConnections
 from .owner import SnapshotProcess
+from .serving import Serving
 from .traffic import step_back_session
 
 WATCH_SECONDS = 0.2  # maximum delay in noticing that another process is watched
@@ -39,7 +40,7 @@ _LOCAL = "local"  # the address of all connections of this node
 
 
 class _Server:
-    """Accepts on the Unix socket, with a thread per connection.
+    """Accepts on the Unix socket, with a thread for each request.
 
     Liveness does not depend on a connection: `watch` and `attach` name a process, which is watched. So any idle
     connection may make room for a newer one; `client.Client` connects again at its next request.
@@ -59,6 +60,7 @@ class _Server:
         self._events = events
         self._rejected = RejectedConnections(events)
         self._connections = Connections(connections.places(_CONNECTIONS))
+        self._serving = Serving(self._serve, self._end, "smp-serve", _CONNECTIONS)
         threading.Thread(target=self._accept, name="smp-accept", daemon=True).start()
 
     def _accept(self) -> None:
@@ -77,31 +79,31 @@ class _Server:
                 continue
             admitted = self._connections.take(connection, _LOCAL, None)
             assert admitted is not None, "admission without a time limit failed"
-            try:
-                threading.Thread(target=self._serve, args=(admitted,), name="smp-serve", daemon=True).start()
-            except RuntimeError as error:
-                self._connections.leave(admitted)
-                connection.close()
-                self._rejected.count(_LOCAL, f"no thread for its connection ({error})")
-                self._process.ended.wait(_ACCEPT_PAUSE_SECONDS)
+            self._serving.add(admitted)
 
-    def _serve(self, admitted: OpenConnection) -> None:
-        """Serve until the peer hangs up, sends a malformed frame, or has to make room."""
-        with admitted.connection as connection:
-            try:
-                idle = select.poll()
-                idle.register(connection, select.POLLIN)
-                while idle.poll() and self._connections.begin(admitted):
-                    if (request := protocol.receive(connection, time.monotonic() + _FRAME_SECONDS)) is None:
-                        break
-                    reply = self._answer(request)
-                    connection.settimeout(_FRAME_SECONDS)
-                    protocol.send(connection, reply)
-                    self._connections.rest(admitted)
-            except (FtError, OSError) as error:  # a malformed frame or a dead peer: only its connection ends
-                self._rejected.count(_LOCAL, str(error))
-            finally:
-                self._connections.leave(admitted)
+    def _serve(self, admitted: OpenConnection) -> bool:
+        """Carry out one request. False once the connection has ended: the peer has hung up or sent a malformed frame,
+        or it has to make room."""
+        connection, reason = admitted.connection, ""
+        try:
+            until = time.monotonic() + _FRAME_SECONDS
+            if self._connections.begin(admitted) and (request := protocol.receive(connection, until)) is not None:
+                reply = self._answer(request)
+                connection.settimeout(_FRAME_SECONDS)
+                protocol.send(connection, reply)
+                self._connections.rest(admitted)
+                return True
+        except (FtError, OSError) as error:  # a malformed frame or a dead peer: only its connection ends
+            reason = str(error)
+        self._end(admitted, reason)
+        return False
+
+    def _end(self, admitted: OpenConnection, reason: str) -> None:
+        """Close a connection, because of an error if there is a reason."""
+        self._connections.leave(admitted)
+        admitted.connection.close()
+        if reason:
+            self._rejected.count(_LOCAL, reason)
 
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """The reply; an unexpected error becomes a refusal too."""
@@ -115,6 +117,7 @@ class _Server:
 
     def close(self) -> None:
         self._path.unlink(missing_ok=True)
+        self._serving.close()
 
 
 def serve(run_dir: Path, job: str, node: str, orphan_seconds: float, ready: int, watch: int = 0) -> None:

@@ -19,13 +19,11 @@ from ..errors import ProtocolError
 from ..intake import Address, Count, Flag, Port, Seconds, Text, Unfit, parsed, require_shallow, shown
 from ..snapshot.retention import Storage
 from ..snapshot.shape import Shape
-from .agreement import NodeReport
 from .authenticated import PAYLOAD_LIMIT
 from .protection import Protection
-from .protocol import MaybeVersion, PackedVersion, maybe_version, packed
+from .protocol import MaybeVersion, PackedVersion
 
 _SHAPE_FIELDS = {each.name for each in fields(Shape)}
-_REPORT_FIELDS = [each.name for each in fields(NodeReport)]
 
 
 def _exact(shape: Any) -> Any:
@@ -48,13 +46,6 @@ def _plain(fingerprint: dict[str, Any]) -> dict[str, Any]:
         return dict(json.loads(json.dumps(fingerprint)))
     except TypeError as error:
         raise Unfit(str(error)) from error
-
-
-def _report(value: Any) -> NodeReport:
-    """From what `packed_report` makes."""
-    if not isinstance(value, list) or len(value) != len(_REPORT_FIELDS) or type(value[0]) is not int:
-        raise Unfit(f"expected {', '.join(_REPORT_FIELDS)}")
-    return NodeReport(value[0], *map(maybe_version, value[1:]))
 
 
 HostPort = tuple[Address, Port]
@@ -231,11 +222,10 @@ class OfEpoch:
 
 
 @dataclass(frozen=True)
-class Heartbeat(OfEpoch):
-    """The state of the node at `position`, which is alive."""
+class Join(OfEpoch):
+    """The node at `position` reports to this one from now on, on this connection (`tree_messages`)."""
 
     position: Count
-    report: Annotated[NodeReport, BeforeValidator(_report)]
 
 
 @dataclass(frozen=True)
@@ -314,7 +304,7 @@ class ReadSlot:
 
 
 _PEER: Mapping[str, type[Any]] = {
-    "probe": Probe, "spare": SpareState, "release": ReleaseSpare, "heartbeat": Heartbeat, "begin": BeginLane,
+    "probe": Probe, "spare": SpareState, "release": ReleaseSpare, "join": Join, "begin": BeginLane,
     "take": TakeFrame, "copy": TakeCopy, "check": CompareReplicas,
 }  # fmt: skip
 _READ: Mapping[str, type[Any]] = {"data": ReadData, "parity": ReadParity, "copy": ReadCopy, "slot": ReadSlot}
@@ -333,21 +323,3 @@ def _read(message: Mapping[str, Any], key: str, kinds: Mapping[str, type[Any]], 
     if kind is None:
         raise ProtocolError(f"unknown {what}: {shown(name)}; known are {sorted(kinds)}")
     return parsed(kind, message, str(name))
-
-
-# ---- replies ----
-
-
-@dataclass(frozen=True)
-class HeartbeatReply:
-    """The coordinator's decision, and the positions that have been silent for too long."""
-
-    exchange: MaybeVersion
-    committed: MaybeVersion
-    lost: tuple[Count, ...]
-
-
-def packed_report(report: NodeReport) -> list[Any]:
-    """A report as plain values, for a message."""
-    versions = (report.exchange, report.missed, report.encoded, report.committed)
-    return [report.begun, *map(packed, versions)]

@@ -1,7 +1,7 @@
 """What an SMP reports about its node: a signal in one word (as in REFT) and its segments; and how to read that report.
 
 Invariant: facts of this moment only; nothing is decided by them. Silence alone decides which nodes are lost
-(`agreement.Coordinator`, `SnapshotProcess.check_trainers`).
+(`tree_state`, `SnapshotProcess.check_trainers`).
 
 In: segments, the node tier's status; a status. Out: `Signal`, plain values; versions.
 """

@@ -19,6 +19,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,12 @@ from . import connections, protocol, unproven
 from .authenticated import AuthenticatedConnection, Bytes, limit_in_kernel
 from .channel import HANDSHAKE_LIMIT, Channel, ClientHandshake, Party
 from .connections import Connections, OpenConnection, RejectedConnections
+from .serving import Serving
 
 PURPOSE = "smp"  # of these connections, among all of a job
 SECRET_LIMIT = 4096
 _CONNECTIONS = 4096  # authenticated connections
+_THREADS = 8  # that carry out requests at a time: as many as a node of eight ranks needs to restore them together
 _OTHERS = 512 + unproven.CONNECTIONS  # the SMP's other connections: those of its own node, and unproven ones
 # A connection without a request for so long is closed: its peer may be without power, or a relay may hold it open. A
 # live peer connects again. The launcher's connections have the same limit.
@@ -42,7 +45,16 @@ PART_SECONDS = 120.0  # for a length, message or payload: a reader may wait for 
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 _RETRY_SECONDS = (0.02, 1.0)  # pause before a handshake that was cut off is retried: first, longest
 
-Handler = Callable[[dict[str, Any], Bytes], tuple[dict[str, Any], "Bytes | None"]]
+
+@dataclass(frozen=True)
+class Handover:
+    """The answer to a request after which `take` owns the connection. It calls its last argument once it has closed the
+    connection."""
+
+    take: Callable[[socket.socket, Channel, Callable[[], None]], None]
+
+
+Handler = Callable[[dict[str, Any], Bytes], "tuple[dict[str, Any], Bytes | None] | Handover"]
 
 
 def read_secret(path: Path) -> bytes:
@@ -179,6 +191,24 @@ class Peer:
                 self._connection.close()
             self._connection = self._authenticated = None
 
+    def wait_until_closed(self, seconds: float) -> None:
+        """Wait until the peer, or `close`, ends the connection, but no longer than `seconds`. Returns at once if there
+        is none. For the thread that makes the requests."""
+        connection = self._connection
+        if connection is not None and not self._closed:
+            poller = select.poll()
+            poller.register(connection, select.POLLIN)
+            poller.poll(1000 * seconds)
+
+    def surrender(self) -> tuple[socket.socket, Channel]:
+        """The connection, after a request that was answered: the caller owns it now. Raises ProtocolError."""
+        with self._lock, self._connecting:
+            connection, authenticated = self._connection, self._authenticated
+            if connection is None or authenticated is None or self._closed:
+                raise ProtocolError("this side has hung up")
+            self._connection = self._authenticated = None
+            return connection, authenticated.channel
+
     def close(self) -> None:
         """Hang up for good, without waiting: a request in flight or a connection attempt fails."""
         with self._connecting:
@@ -214,8 +244,18 @@ def _expected(message: dict[str, Any] | None) -> dict[str, Any]:
     return message
 
 
+@dataclass(eq=False)
+class _Served:
+    """An authenticated connection of the server."""
+
+    connection: socket.socket
+    admitted: OpenConnection
+    channel: Channel
+    frames: AuthenticatedConnection
+
+
 class Server:
-    """Accepts other nodes' SMPs on one address. `handle` answers their requests, in a thread per connection."""
+    """Accepts other nodes' SMPs on one address. `handle` answers their requests, in at most _THREADS threads."""
 
     def __init__(self, address: str, port: int, me: Party, secret: bytes, handle: Handler, events: Events) -> None:
         """Listen on `address` and `port` (0: any). Raises ConfigError if the system refuses."""
@@ -236,51 +276,61 @@ class Server:
         listener.listen(512)
         self.endpoint: tuple[str, int] = (address, int(listener.getsockname()[1]))
         self._rejected = RejectedConnections(events)
+        self._serving = Serving(self._serve, self._end, "smp-peer", _THREADS, IDLE_SECONDS)
         self._unproven = unproven.Unproven(listener, secret, me, self._admit, self._rejected, "smp-peers")
 
     def _admit(self, connection: socket.socket, address: str, channel: Channel) -> None:
-        """Start a thread that serves an authenticated connection."""
+        """Serve an authenticated connection."""
         admitted = self._connections.take(connection, channel.node)
         if admitted is None:
             connection.close()
             self._rejected.count(address, f"node {channel.node}: all {self._connections.most} connections are busy")
             return
+        served = _Served(connection, admitted, channel, AuthenticatedConnection(connection, channel, PART_SECONDS))
         try:
-            threading.Thread(target=self._serve, args=(admitted, channel), name="smp-peer", daemon=True).start()
-        except RuntimeError as error:
-            self._connections.leave(admitted)
-            connection.close()
-            self._rejected.count(address, f"node {channel.node}: no thread for its connection ({error})")
+            _set_timeouts(connection)
+            served.frames.send({"ok": True})  # its first bytes: they do not wait
+        except (FtError, OSError) as error:
+            self._end(served, protocol.legible(error))
+            return
+        self._serving.add(served)
 
-    def _serve(self, admitted: OpenConnection, channel: Channel) -> None:
-        """Serve until the peer hangs up, is idle for too long, sends a malformed frame, or has to make room."""
-        with admitted.connection as connection:
+    def _serve(self, served: _Served) -> bool:
+        """Carry out one request. False once the connection has ended: the peer has hung up, or sent a malformed frame,
+        or it has to make room, or is handed over; then it keeps its place until it is closed."""
+        try:
+            if self._closing or not self._connections.begin(served.admitted) or not (frame := served.frames.receive()):
+                self._end(served, "")
+                return False
             try:
-                _set_timeouts(connection)
-                authenticated = AuthenticatedConnection(connection, channel, PART_SECONDS)
-                authenticated.send({"ok": True})
-                idle = select.poll()
-                idle.register(connection, select.POLLIN)
-                while not self._closing and idle.poll(1000 * IDLE_SECONDS) and self._connections.begin(admitted):
-                    if (frame := authenticated.receive()) is None:
-                        break
-                    message, payload = frame
-                    try:
-                        reply, data = self._handle(message, payload)
-                    except FtError as error:
-                        reply, data = protocol.refusal(error), None
-                    authenticated.send({"ok": True, **reply}, data)
-                    self._connections.rest(admitted)
-            except Exception as error:  # a malformed frame or request, or a dead peer: this connection ends
-                known = isinstance(error, (FtError, OSError))
-                reason = protocol.legible(error) if known else str(protocol.unexpected(error))
-                if isinstance(error, BlockingIOError):
-                    reason = f"no byte of a frame passed within {PART_SECONDS:g} s"
-                self._events.emit(catalogue.PEER_DISCONNECTED, peer=channel.node, reason=reason)
-            finally:
-                self._connections.leave(admitted)
+                answer = self._handle(*frame)
+            except FtError as error:
+                answer = protocol.refusal(error), None
+            if isinstance(answer, Handover):
+                served.frames.send({"ok": True})
+                own = socket.socket(fileno=served.connection.detach())
+                answer.take(own, served.channel, lambda: self._connections.leave(served.admitted))
+                return False
+            served.frames.send({"ok": True, **answer[0]}, answer[1])
+            self._connections.rest(served.admitted)
+            return True
+        except Exception as error:  # a malformed frame or request, or a dead peer: this connection ends
+            known = isinstance(error, (FtError, OSError))
+            reason = protocol.legible(error) if known else str(protocol.unexpected(error))
+            if isinstance(error, BlockingIOError):
+                reason = f"no byte of a frame passed within {PART_SECONDS:g} s"
+            self._end(served, reason)
+            return False
+
+    def _end(self, served: _Served, reason: str) -> None:
+        """Close a connection, because of an error if there is a reason."""
+        self._connections.leave(served.admitted)
+        served.connection.close()
+        if reason:
+            self._events.emit(catalogue.PEER_DISCONNECTED, peer=served.channel.node, reason=reason)
 
     def close(self) -> None:
-        """Stop listening; connections end at their next request."""
+        """Stop listening and end idle connections; others end after their request."""
         self._closing = True
         self._unproven.close()
+        self._serving.close()

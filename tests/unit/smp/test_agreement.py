@@ -17,17 +17,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ft_plugins.smp.agreement import ExchangeDecision, ExchangeEpoch, NodeReport, decide
+from ft_plugins.smp.agreement import (
+    LOST_LIMIT,
+    ExchangeDecision,
+    ExchangeEpoch,
+    NodeReport,
+    Summary,
+    decide,
+    merge,
+    summarize,
+)
 from ft_plugins.smp.node_step import (
+    Announced,
     Committed,
     CommitVersion,
     Event,
-    HeartbeatAnswered,
-    HeartbeatDue,
     NodeState,
     Observation,
+    ReportDue,
     SealChecked,
-    SendHeartbeat,
+    SendReport,
     StartExchange,
     Switched,
     SwitchExchange,
@@ -49,8 +58,12 @@ FRESH = ExchangeEpoch(1, None, 3, 4)
 RESTORED = ExchangeEpoch(2, v(10), 3, 4)
 
 
-def all_of(*reports: NodeReport) -> dict[int, NodeReport]:
-    return dict(enumerate(reports))
+def summary_of(reports: Mapping[int, NodeReport]) -> Summary:
+    return merge(summarize(position, report) for position, report in reports.items())
+
+
+def all_of(*reports: NodeReport) -> Summary:
+    return summary_of(dict(enumerate(reports)))
 
 
 @pytest.mark.parametrize(
@@ -63,7 +76,7 @@ def test_the_next_turn_that_no_rank_has_begun_is_named(begun: tuple[int, ...], i
 
 
 def test_nothing_is_named_before_every_node_was_heard() -> None:
-    assert decide(FRESH, ExchangeDecision(), {0: NodeReport(3), 2: NodeReport(3)}) == ExchangeDecision()
+    assert decide(FRESH, ExchangeDecision(), summary_of({0: NodeReport(3), 2: NodeReport(3)})) == ExchangeDecision()
 
 
 def test_a_version_counts_when_the_last_node_has_encoded_it_and_the_next_one_is_named() -> None:
@@ -101,7 +114,7 @@ def test_a_missed_version_is_not_named_again_however_little_has_begun() -> None:
 
 def test_one_who_decides_anew_goes_on_from_reports_alone() -> None:
     running = NodeReport(9, v(8), committed=v(4))
-    assert decide(FRESH, ExchangeDecision(), {1: running}) == ExchangeDecision(v(8), v(4))
+    assert decide(FRESH, ExchangeDecision(), summary_of({1: running})) == ExchangeDecision(v(8), v(4))
     replaced = NodeReport(9, committed=v(4))
     assert decide(FRESH, ExchangeDecision(), all_of(replaced, running, running)) == ExchangeDecision(v(8), v(4))
     ahead = NodeReport(9, v(12), committed=v(8))
@@ -145,10 +158,100 @@ def test_a_restored_version_that_a_node_cannot_send_is_left_so_that_a_newer_one_
 
 def test_what_is_named_after_a_recovery_is_of_the_new_lineage() -> None:
     epoch = ExchangeEpoch(5, None, 1, 3)
-    assert decide(epoch, ExchangeDecision(), {0: NodeReport(0)}) == ExchangeDecision(v(3, 5), None)
+    assert decide(epoch, ExchangeDecision(), all_of(NodeReport(0))) == ExchangeDecision(v(3, 5), None)
+
+
+# ---- from any reports, what was decided before they were merged on their way ----
+
+
+def decided_from_all(
+    epoch: ExchangeEpoch, before: ExchangeDecision, heard: Mapping[int, NodeReport]
+) -> ExchangeDecision:
+    """`decide` as it was while position 0 received every report itself."""
+    newest = lambda *versions: max((version for version in versions if version is not None), default=None)  # noqa: E731
+    committed = newest(before.committed, *(report.committed for report in heard.values()))
+    exchange = newest(before.exchange, *(report.exchange for report in heard.values()))
+    if exchange is not None and committed is not None and exchange <= committed:
+        exchange = None
+    if len(heard) < epoch.nodes:
+        return ExchangeDecision(exchange, committed)
+    if exchange is not None and all(report.encoded == exchange for report in heard.values()):
+        committed, exchange = exchange, None
+    elif exchange is not None and any(report.missed == exchange for report in heard.values()):
+        exchange = None
+    if exchange is not None:
+        return ExchangeDecision(exchange, committed)
+    missed, base = newest(*(report.missed for report in heard.values())), epoch.base
+    unsettled = base is not None and (committed is None or committed <= base) and missed is None
+    if base is not None and unsettled and any(report.committed != base for report in heard.values()):
+        return ExchangeDecision(base, committed)
+    begun = max(base.iteration if base else 0, *(report.begun for report in heard.values()), 0)
+    if missed is not None and missed.lineage == epoch.lineage:
+        begun = max(begun, missed.iteration)
+    return ExchangeDecision(v((begun // epoch.interval + 1) * epoch.interval, epoch.lineage), committed)
 
 
 iterations = st.integers(0, 12)
+versions = st.none() | st.builds(v, st.integers(0, 6), st.integers(1, 2))
+
+
+@st.composite
+def any_reports(draw: st.DrawFn, nodes: int) -> dict[int, NodeReport]:
+    """What nodes may report: a node has missed only what was announced to it. Few values, so that they often agree."""
+    some: dict[int, NodeReport] = {}
+    usual = draw(versions)
+    for position in draw(st.sets(st.integers(0, nodes - 1)) | st.just(set(range(nodes)))):
+        exchange = draw(st.just(usual) | versions)
+        missed = draw(st.none() | st.just(exchange) | versions)
+        if missed is not None and (exchange is None or missed > exchange):
+            missed = exchange
+        encoded, committed = draw(st.just(usual) | versions), draw(st.just(usual) | versions)
+        some[position] = NodeReport(draw(st.integers(0, 9)), exchange, missed, encoded, committed)
+    return some
+
+
+epochs = st.builds(ExchangeEpoch, st.just(2), versions, st.just(4), st.integers(1, 3))
+decisions = st.builds(ExchangeDecision, versions, versions)
+
+
+@settings(max_examples=800, deadline=None)
+@given(epochs, decisions, any_reports(4))
+def test_merged_reports_lead_to_the_same_decision_as_all_of_them(
+    epoch: ExchangeEpoch, before: ExchangeDecision, heard: dict[int, NodeReport]
+) -> None:
+    assert decide(epoch, before, summary_of(heard)) == decided_from_all(epoch, before, heard)
+
+
+@settings(max_examples=200, deadline=None)
+@given(any_reports(6), any_reports(6), any_reports(6), st.sets(st.integers(0, 5)))
+def test_reports_are_merged_in_any_order_and_more_than_once(
+    first: dict[int, NodeReport], second: dict[int, NodeReport], third: dict[int, NodeReport], lost: set[int]
+) -> None:
+    one, two, three = (summary_of(reports) for reports in (first, second, third))
+    one = replace(one, lost=tuple(sorted(lost)))
+    whole = merge([one, two, three])
+    assert whole == merge([merge([one, two]), three]) == merge([one, merge([three, two])]) == merge([two, whole, one])
+    assert merge([one]) == one == merge([one, one]) == merge([Summary(), one])
+    assert whole.covered == sum(1 << position for position in first.keys() | second.keys() | third.keys())
+    assert whole.lost == tuple(sorted(lost))
+
+
+@settings(max_examples=400, deadline=None)
+@given(epochs, decisions, any_reports(4), any_reports(4))
+def test_an_outdated_report_that_arrives_on_another_way_never_causes_a_commit(
+    epoch: ExchangeEpoch, before: ExchangeDecision, heard: dict[int, NodeReport], outdated: dict[int, NodeReport]
+) -> None:
+    after = decide(epoch, before, merge([summary_of(heard), summary_of(outdated)]))
+    every = [*heard.values(), *outdated.values()]
+    known = [before.committed, *(report.committed for report in every)]
+    if after.committed not in known:
+        assert {report.encoded for report in every} == {after.committed}
+        assert heard.keys() | outdated.keys() == set(range(4))
+
+
+def test_a_summary_names_the_lowest_of_the_lost_and_no_more_than_fit() -> None:
+    halves = [Summary(lost=tuple(range(start, 200, 2))[:LOST_LIMIT]) for start in (0, 1)]
+    assert merge(halves).lost == tuple(range(LOST_LIMIT))
 
 
 @st.composite
@@ -174,7 +277,7 @@ def reports(draw: st.DrawFn) -> dict[int, NodeReport]:
 def test_whatever_is_reported_nothing_is_taken_back_and_nothing_counts_by_hearsay(
     before: ExchangeDecision, heard: dict[int, NodeReport], interval: int
 ) -> None:
-    after = decide(ExchangeEpoch(1, None, 3, interval), before, heard)
+    after = decide(ExchangeEpoch(1, None, 3, interval), before, summary_of(heard))
     known = [before.committed, *(report.committed for report in heard.values())]
     newest = max((version for version in known if version), default=None)
     assert newest is None or after.committed is not None and after.committed >= newest
@@ -257,7 +360,7 @@ class Node:
 
     def start(self, epoch: ExchangeEpoch) -> None:
         """An SMP that knows nothing but what pins and parity store show."""
-        self.state, self.done = NodeState(epoch, self.position, False, 30.0, 0.0), {}
+        self.state, self.done = NodeState(epoch, self.position, False), {}
         self.receiving, self.taken, self.waiting, self.answer = None, set(), None, None
         kept = set.intersection(*(rank.pinned(Pin.NODE) for rank in self.ranks)) & self.store.pinned(Pin.NODE)
         self.committed = max(kept & self.store.clean(), default=None)
@@ -271,20 +374,20 @@ class Node:
         slots = [slot.version for rank in self.ranks for slot in rank.slots if slot.version]
         begun = max((each.iteration for each in slots if each.lineage == self.state.epoch.lineage), default=0)
         complete = self.running is not None and all(self.done.values()) and self.running in self.store.clean()
-        (heartbeat,) = self._feed(HeartbeatDue(Observation(begun, self.committed, self.running, complete)))
-        return heartbeat.report
+        (sent,) = self._feed(ReportDue(Observation(begun, self.committed, self.running, complete)))
+        return sent.report
 
     def follow(self, decision: ExchangeDecision) -> None:
-        self._feed(HeartbeatAnswered(0.0, decision))
+        self._feed(Announced(decision))
 
-    def _feed(self, event: Event) -> list[SendHeartbeat]:
-        events, heartbeats = [event], []
+    def _feed(self, event: Event) -> list[SendReport]:
+        events, sent = [event], []
         while events:
             self.state, actions = step(self.state, events.pop(0))
             for action in actions:
                 match action:
-                    case SendHeartbeat():
-                        heartbeats.append(action)
+                    case SendReport():
+                        sent.append(action)
                     case CommitVersion(version):
                         self._commit(version)
                         events += [Committed(version)] if self.committed == version else []
@@ -297,7 +400,7 @@ class Node:
                         events.append(Switched(decision))
                     case StartExchange():
                         self.done = {target: False for target in range(self.others + 1) if target != self.position}
-        return heartbeats
+        return sent
 
     def _commit(self, version: Version) -> None:
         if version not in self.store.clean():
@@ -349,7 +452,7 @@ class Job:
         self.random = random
         self.interval = interval
         slots = slots_for(Pin.NODE, Pin.SOURCE)
-        fresh = NodeState(ExchangeEpoch(0, None, nodes, interval), 0, False, 30.0, 0.0)
+        fresh = NodeState(ExchangeEpoch(0, None, nodes, interval), 0, False)
         self.nodes = [
             Node(position, nodes - 1, [Slots(slots) for _ in range(RANKS_PER_NODE)], Slots(2), fresh)
             for position in range(nodes)
@@ -404,7 +507,8 @@ class Job:
             self.encoded[request.report.encoded].add(request.position)
         if request.report.committed == self.base:
             self.again.add(request.position)
-        directive = decide(self.epoch(), self.before, self.heard)
+        directive = decide(self.epoch(), self.before, summary_of(self.heard))
+        assert directive == decided_from_all(self.epoch(), self.before, self.heard)
         if self.base is not None and directive.exchange not in (None, self.base):
             assert self.again == set(range(len(self.nodes))), "the restored version is left before it counts everywhere"
         version = directive.committed

@@ -274,7 +274,7 @@ def test_what_another_node_sends_is_answered_or_refused(smp: Smp, source: random
         {"do": "read", "what": "data", **version, "rank": 0, "at": 0, "nbytes": 10},
         {"do": "read", "what": "parity", **version, "key": [0, 0, 0], "at": 0, "nbytes": 10},
         {"do": "read", "what": "slot", **version, "rank": 0, "offset": 0},
-        {"do": "heartbeat", "epoch": 1, "position": 0, "report": [1, None, None, None, None]},
+        {"do": "join", "epoch": 1, "position": 0},
         {"do": "begin", **version, "nodes": [[0, 0]], "ranks": [0]},
         {"do": "take", **version, "key": [0, 0, 0], "node": 0, "at": 0, "exponent": 0},
         {"do": "copy", **version, "rank": 0, "at": 0, "total": 10},

@@ -17,7 +17,7 @@ import xxhash
 
 from ft_plugins.events import Event, Events
 from ft_plugins.smp import node_step
-from ft_plugins.smp.agreement import NodeReport
+from ft_plugins.smp.agreement import ExchangeDecision, NodeReport
 from ft_plugins.smp.node import NodeTier
 from ft_plugins.smp.node_driver import NodeDriver
 from ft_plugins.smp.protection import Protection
@@ -85,6 +85,7 @@ class Node:
         driver._stop.set()
         assert driver._thread is not None
         driver._thread.join(SECONDS)
+        driver.leave()
         if driver._exchange is not None:
             driver._exchange.stop()
         dead._endpoint.close()
@@ -97,10 +98,10 @@ class Node:
 
     def encoded(self) -> Version | None:
         """The version of which the node would report now that it is complete on its side."""
-        due = node_step.HeartbeatDue(self.driver._observe())
-        (heartbeat,) = node_step.step(self.driver._state, due)[1]
-        assert isinstance(heartbeat, node_step.SendHeartbeat)
-        return heartbeat.report.encoded
+        due = node_step.ReportDue(self.driver._observe())
+        (sent,) = node_step.step(self.driver._state, due)[1]
+        assert isinstance(sent, node_step.SendReport)
+        return sent.report.encoded
 
     def close(self) -> None:
         self.tier.close()
@@ -253,15 +254,15 @@ def test_what_counts_on_one_node_is_kept_by_the_one_that_had_not_heard_of_it(mak
     job.counts(1)
     job.waits_for(2)
     first, deaf = job.nodes
-    send = deaf.driver._send
+    report = deaf.driver._report
 
-    def not_heard(report: NodeReport) -> node_step.Event:
-        event = send(report)
-        if isinstance(event, node_step.HeartbeatAnswered) and event.decision.committed == Version(1, 2):
-            return node_step.HeartbeatUnanswered(event.now, "lost on the way")
-        return event
+    def not_heard(sent: NodeReport) -> node_step.Announced:
+        announced = report(sent)
+        if announced.decision.committed == Version(1, 2):
+            return node_step.Announced(ExchangeDecision(Version(1, 2), Version(1, 1)))  # the one before
+        return announced
 
-    deaf.driver._send = not_heard  # type: ignore[method-assign]
+    deaf.driver._report = not_heard  # type: ignore[method-assign]
     job.write(2, 2)
     wait(lambda: first.status("committed") == [1, 2])
     job.write(3, 4)

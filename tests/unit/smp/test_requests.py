@@ -8,10 +8,8 @@ import pytest
 
 from ft_plugins.errors import FtError, ProtocolError
 from ft_plugins.smp import requests
-from ft_plugins.smp.agreement import NodeReport
 from ft_plugins.smp.protection import Protection
 from ft_plugins.snapshot.shape import Shape
-from ft_plugins.snapshot.slots import Version
 
 SHAPE = Shape(100_000, 1000, 1, 77, 5)
 PROTECTION = Protection(
@@ -41,7 +39,7 @@ PEER: list[dict[str, Any]] = [
     {"do": "probe"},
     {"do": "spare", "node": "c", "world_size": 4},
     {"do": "release", "lineage": 3},
-    {"do": "heartbeat", "epoch": 1, "position": 0, "report": [5, None, [1, 4], None, [1, 2]]},
+    {"do": "join", "epoch": 1, "position": 3},
     {"do": "begin", "epoch": 1, "version": [1, 2], "nodes": [[0, 1]], "ranks": [3]},
     {"do": "take", "epoch": 1, "version": [1, 2], "key": [0, 1, 0], "node": 1, "at": 0, "exponent": 3},
     {"do": "copy", "epoch": 1, "version": [1, 2], "rank": 1, "at": 0, "total": 10},
@@ -91,8 +89,6 @@ def test_what_is_not_of_its_type_is_this_project_s_error(message: dict[str, Any]
         ({"do": "take", **{**PEER[5], "exponent": 255}}, "exponent"),
         ({**PEER[8], "nbytes": (1 << 20) + 1}, "nbytes"),
         ({**PEER[8], "version": [1]}, "version: .*expected a lineage and an iteration"),
-        ({**PEER[3], "report": [5, None]}, "report: .*expected begun, exchange, missed, encoded, committed"),
-        ({**PEER[3], "report": [5, None, [1, -4], None, None]}, "report"),
         ({"do": "read", "what": "disk"}, "unknown read: 'disk'"),
         ({"do": ["take"]}, r"unknown request between SMPs: \['take'\]"),
         ({}, "unknown request between SMPs: None"),
@@ -124,9 +120,3 @@ def test_a_shape_names_its_fields_and_holds_no_more_parity_than_bytes() -> None:
 
 def _others(shape: dict[str, int]) -> dict[str, int]:
     return {name: 0 for name in Shape.__dataclass_fields__ if name not in shape}
-
-
-def test_a_report_comes_back_as_it_was_packed() -> None:
-    report = NodeReport(7, Version(1, 8), None, Version(1, 8), Version(1, 4))
-    message = {"do": "heartbeat", "epoch": 1, "position": 2, "report": requests.packed_report(report)}
-    assert requests.peer(message) == requests.Heartbeat(1, 2, report)

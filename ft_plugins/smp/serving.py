@@ -1,0 +1,172 @@
+"""Serve connections: one thread watches those that are idle; one that has a request gets a thread as long as it has.
+
+Invariant: an idle connection costs no thread, and no more than `most` threads serve at a time. Connections beyond that
+wait, the oldest first, and a thread that has answered a request gives its place up to them. A request is read, carried
+out and answered by one thread. Threads are started by the watching one alone: a thread inherits the priority of the one
+that starts it, and serving may lower that (`traffic.step_back`).
+
+In: open connections, functions to serve and to end one. Out: calls of these functions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import select
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+# A thread stays with its connection for so long after a reply: the lanes of an exchange send frame after frame.
+LINGER_SECONDS = 0.05
+
+
+class HasConnection(Protocol):
+    """Whatever belongs to an open connection."""
+
+    @property
+    def connection(self) -> socket.socket:
+        """The connection."""
+
+
+T = TypeVar("T", bound=HasConnection)
+
+
+class Serving(Generic[T]):
+    """The open connections of one server, between requests."""
+
+    def __init__(
+        self,
+        serve: Callable[[T], bool],
+        end: Callable[[T, str], None],
+        name: str,
+        most: int,
+        idle_seconds: float = math.inf,
+    ) -> None:
+        """`serve` carries out the one request that has arrived, in a thread called `name`, and returns whether the
+        connection goes on; it raises nothing. `end` closes a connection that was idle for `idle_seconds`, cannot be
+        watched, or has no thread; its second argument is why, '' where that is usual."""
+        self._serve = serve
+        self._end = end
+        self._name = name
+        self._most = most
+        self._idle_seconds = idle_seconds
+        self._lock = threading.Lock()
+        self._added: list[T] = []
+        self._waiting: deque[T] = deque()  # with a request, for a thread
+        self._active = 0  # threads that serve
+        self._watched: dict[T, float] = {}  # idle ones, and since when; the longest idle comes first
+        self._closing = False
+        self._selector = selectors.DefaultSelector()
+        self._woken, self._waker = socket.socketpair()
+        self._woken.setblocking(False)
+        self._waker.setblocking(False)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name=f"{name}-idle", daemon=True)
+        self._thread.start()
+
+    def add(self, one: T) -> None:
+        """Serve a connection from now on. From any thread."""
+        with self._lock:
+            if not self._closing:
+                self._added.append(one)
+                self._wake_up()
+                return
+        self._end(one, "")
+
+    def close(self) -> None:
+        """End the connections that are idle now, and the others after their requests. Idempotent."""
+        with self._lock:
+            self._closing = True
+        self._wake_up()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _wake_up(self) -> None:
+        with contextlib.suppress(OSError):  # full: it will wake anyway; closed: it has ended
+            self._waker.send(b"1")
+
+    # ---- the watching thread ----
+
+    def _run(self) -> None:
+        while not self._closing:
+            for key, _ in self._selector.select(self._wait()):
+                if key.data is None:
+                    with contextlib.suppress(OSError):
+                        self._woken.recv(4096)
+                else:
+                    self._selector.unregister(key.fileobj)
+                    del self._watched[key.data]
+                    self._waiting.append(key.data)
+            with self._lock:
+                added, self._added = self._added, []
+            for one in added:
+                self._watch(one)
+            self._start_threads()
+            while self._watched and (one := next(iter(self._watched))) and self._idle_until(one) <= time.monotonic():
+                self._unwatch(one)
+        with self._lock:
+            left = [*self._watched, *self._added, *self._waiting]
+        for one in left:
+            self._end(one, "")
+        for each in (self._selector, self._woken, self._waker):
+            each.close()
+
+    def _idle_until(self, one: T) -> float:
+        return self._watched[one] + self._idle_seconds
+
+    def _wait(self) -> float | None:
+        """Seconds until the longest idle connection has been idle for too long; None: there is none."""
+        until = self._idle_until(next(iter(self._watched))) if self._watched else math.inf
+        return max(0.0, until - time.monotonic()) if until < math.inf else None
+
+    def _watch(self, one: T) -> None:
+        try:
+            self._selector.register(one.connection, selectors.EVENT_READ, one)
+            self._watched[one] = time.monotonic()
+        except (OSError, ValueError) as error:  # it was closed meanwhile
+            self._end(one, str(error))
+
+    def _unwatch(self, one: T) -> None:
+        self._selector.unregister(one.connection)
+        del self._watched[one]
+        self._end(one, "")
+
+    def _start_threads(self) -> None:
+        while self._waiting and self._active < self._most:
+            one = self._waiting.popleft()
+            with self._lock:
+                self._active += 1
+            try:
+                threading.Thread(target=self._work, args=(one,), name=self._name, daemon=True).start()
+            except RuntimeError as error:
+                with self._lock:
+                    self._active -= 1
+                self._end(one, f"no thread for its connection ({error})")
+
+    # ---- a serving thread ----
+
+    def _work(self, one: T) -> None:
+        goes_on = True
+        try:
+            while goes_on := self._serve(one):
+                if self._waiting or self._closing or not _readable(one.connection):
+                    break
+        finally:
+            with self._lock:
+                self._active -= 1
+            if goes_on:
+                self.add(one)
+            else:
+                self._wake_up()  # another one may wait
+
+
+def _readable(connection: socket.socket) -> bool:
+    """Whether a request arrives, or the connection ends, within LINGER_SECONDS."""
+    poller = select.poll()
+    poller.register(connection, select.POLLIN)
+    return bool(poller.poll(1000 * LINGER_SECONDS))

@@ -1,0 +1,90 @@
+"""Messages between neighbours in the tree of SMPs, on the connections that `join` requests have opened.
+
+Invariant: bounded, and parsed completely before use. No message has an answer of its own.
+
+    up     {"do": "summary", "covered": bitmap, "begun": n, "versions": six, "lost": [...]} | {"do": "leave"}
+    down   {"do": "announce", "exchange": version, "committed": version, "lost": [...]}
+
+In, out: `Summary`, `Announcement`; messages of `protocol`, maps of plain values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from ..errors import ProtocolError
+from ..intake import Count, parsed, shown
+from .agreement import LOST_LIMIT, Announcement, ExchangeDecision, Summary
+from .protocol import MaybeVersion, packed
+
+MESSAGE_LIMIT = 1 << 14  # bytes of a message: a bitmap of all nodes, and the lost positions
+_BITMAP = 1 << 13  # bytes: 65,536 nodes
+
+Lost = Annotated[tuple[Count, ...], Field(max_length=LOST_LIMIT)]
+Versions = Annotated[tuple[MaybeVersion, ...], Field(min_length=6, max_length=6)]
+
+
+@dataclass(frozen=True)
+class _Up:
+    covered: Annotated[bytes, Field(strict=True, max_length=_BITMAP)]
+    begun: Count
+    versions: Versions
+    lost: Lost
+
+
+@dataclass(frozen=True)
+class _Down:
+    exchange: MaybeVersion
+    committed: MaybeVersion
+    lost: Lost
+
+
+LEAVE: Mapping[str, Any] = {"do": "leave"}  # this child reports to another node from now on
+
+
+def packed_summary(summary: Summary) -> dict[str, Any]:
+    """A summary as a message."""
+    versions = (
+        summary.exchange, summary.missed, summary.least_encoded, summary.newest_encoded, summary.least_committed,
+        summary.newest_committed,
+    )  # fmt: skip
+    covered = summary.covered.to_bytes((summary.covered.bit_length() + 7) // 8, "little")
+    return {
+        "do": "summary", "covered": covered, "begun": summary.begun, "versions": list(map(packed, versions)),
+        "lost": list(summary.lost),
+    }  # fmt: skip
+
+
+def from_child(message: Mapping[str, Any]) -> Summary | None:
+    """A summary from a child; None if it leaves. Raises ProtocolError."""
+    if message.get("do") == "leave":
+        return None
+    if message.get("do") != "summary":
+        raise ProtocolError(f"unknown message of a child: {shown(message.get('do'))}")
+    up = parsed(_Up, message, "summary")
+    exchange, missed, least_encoded, newest_encoded, least_committed, newest_committed = up.versions
+    return Summary(
+        int.from_bytes(up.covered, "little"), up.begun, exchange, missed, least_encoded, newest_encoded,
+        least_committed, newest_committed, up.lost,
+    )  # fmt: skip
+
+
+def packed_announcement(announcement: Announcement) -> dict[str, Any]:
+    """An announcement as a message."""
+    decision = announcement.decision
+    return {
+        "do": "announce", "exchange": packed(decision.exchange), "committed": packed(decision.committed),
+        "lost": list(announcement.lost),
+    }  # fmt: skip
+
+
+def from_parent(message: Mapping[str, Any]) -> Announcement:
+    """An announcement of the parent. Raises ProtocolError."""
+    if message.get("do") != "announce":
+        raise ProtocolError(f"unknown message of a parent: {shown(message.get('do'))}")
+    down = parsed(_Down, message, "announce")
+    return Announcement(ExchangeDecision(down.exchange, down.committed), down.lost)

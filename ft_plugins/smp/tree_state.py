@@ -1,0 +1,320 @@
+"""One node of the tree of SMPs: merges the reports of its subtree, passes announcements on, finds lost nodes. No I/O.
+
+Reports go up: a node merges its own with the newest summaries of its children, and sends the result when it has changed
+and at each heartbeat. Announcements go down: a parent sends its newest one when it has changed and in answer to each
+heartbeat. The root (`tree`) decides by `agreement.decide`. Each node merges the decision that it hears with the one
+that it knows and with its own report, so neither part goes back when it changes its parent.
+
+Who is lost:
+- A child, or this node's own driver, from which nothing is heard for `detect_seconds`. Its parent reports that at once.
+- Any position that the root has not seen in a summary for GRACE of that time: its parent may be lost, too. Within that
+  time it has to attach to another parent, for which it has begun to look earlier: after PATIENCE of that time without a
+  message of its parent. So the loss of an inner node usually leaves no gap. A position is never lost while any parent
+  hears of it.
+- Position 0, and others that no node is below: they are found by the lowest live position, which acts as root as long
+  as no lower one can be reached. It announces who is lost, and decides nothing, because its summary lacks position 0.
+
+Invariant: deterministic; only positions and times (seconds, monotonic) come from outside. One message at a time is on
+its way to a neighbour, of bounded size.
+
+In: reports, messages, connections made and ended. Out: an `Outbox` of what to send and when to look again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ..errors import ProtocolError
+from .agreement import (
+    LOST_LIMIT,
+    Announcement,
+    ExchangeDecision,
+    ExchangeEpoch,
+    NodeReport,
+    Summary,
+    decide,
+    merge,
+    newer,
+    summarize,
+)
+from .tree import candidates, parent_of
+
+_HEARTBEATS_PER_DETECTION = 5
+_SLOWEST_SECONDS = 1.0  # between two heartbeats
+_SPACING_SECONDS = 0.005  # least time between two summaries to a parent: changes in a subtree are sent together
+_RETRY_SECONDS = 0.1  # before the same parent is tried again
+PATIENCE = 0.5  # of `detect_seconds`, without a message of the parent, before another one is tried
+GRACE = 0.5  # of `detect_seconds`, for a node to attach to another parent
+
+
+@dataclass(eq=False)
+class _Source:
+    """A child, or this node itself: its newest summary, until it is `lost`."""
+
+    heard: float
+    summary: Summary | None = None
+    lost: bool = False
+    sent: Announcement | None = None  # what was sent to it last, and when
+    answered: float = float("-inf")
+    waits: bool = True  # for an answer
+
+
+@dataclass(frozen=True)
+class Outbox:
+    """What to do now: send a summary to the parent and the announcement to children, connect to a candidate, end
+    connections in order. At `wake` there is more to do, even if nothing arrives."""
+
+    up: Summary | None
+    down: tuple[int, ...]
+    connect: int | None
+    leave: tuple[int, ...]
+    wake: float
+
+
+class TreeState:
+    """The state of one node in one incarnation. Every method takes the time; call `advance` after each other one."""
+
+    def __init__(self, epoch: ExchangeEpoch, position: int, detect_seconds: float, now: float) -> None:
+        self.position = position
+        self.announcement = Announcement()
+        self.parent: int | None = None  # to which this node is connected
+        self.reason = ""  # why the last connection to a parent failed or ended
+        self._epoch = epoch
+        self._detect = detect_seconds
+        self._sources: dict[int, _Source] = {position: _Source(now)}
+        self._summary, self._changed = Summary(), True
+        self._sent: Summary | None = None  # to the parent, and when
+        self._sent_at = float("-inf")
+        self._expected = self._last = parent_of(position)  # the parent to return to; the last one
+        self._heard_parent = now
+        self._trying: int | None = None
+        self._retry_at = self._return_at = now
+        self._round: Iterator[int] | None = None  # through all candidates
+        self._silent: dict[int, float] = {}  # candidates that could not be reached, and since when
+        self._leaving: list[int] = []
+        self.acts_as_root = False
+        self._present = np.zeros(epoch.nodes, dtype=bool)  # at the root: positions in the summary when it last looked
+        self._seen = np.zeros(epoch.nodes)  # when each was in it last
+        self._looked_at, self._looked_for = now, 0
+        self._absent: tuple[int, ...] = ()
+        if position == 0:
+            self._act_as_root(now)
+
+    @property
+    def heartbeat_seconds(self) -> float:
+        """Maximum seconds between two messages to a neighbour."""
+        return min(self._detect / _HEARTBEATS_PER_DETECTION, _SLOWEST_SECONDS)
+
+    # ---- what happens ----
+
+    def report(self, report: NodeReport, now: float) -> None:
+        """This node's own state, which its driver reports several times in `detect_seconds`."""
+        self._take(self.position, summarize(self.position, report), now)
+        self.announcement = replace(self.announcement, decision=self._known(self.announcement.decision))
+
+    def hear_child(self, position: int, summary: Summary, now: float) -> None:
+        """A summary of a child. Raises ProtocolError if it cannot be one."""
+        if not self.position < position < self._epoch.nodes:
+            raise ProtocolError(f"position {position} cannot report to position {self.position}")
+        if summary.covered & ((1 << position) - 1) or summary.covered >> self._epoch.nodes:
+            raise ProtocolError(f"position {position} reports for positions that are not below it")
+        self._take(position, summary, now)
+
+    def _take(self, position: int, summary: Summary, now: float) -> None:
+        source = self._sources.setdefault(position, _Source(now))
+        self._changed |= summary != source.summary
+        source.summary, source.heard, source.lost, source.waits = summary, now, False, True
+
+    def child_joined(self, position: int) -> None:
+        """A connection from a child, perhaps of an SMP that replaces another one."""
+        if source := self._sources.get(position):
+            source.sent = None
+
+    def child_left(self, position: int) -> None:
+        """A child has another parent now. A connection that only ends changes nothing: its SMP may be replaced."""
+        if position != self.position and position in self._sources:
+            del self._sources[position]
+            self._changed = True
+
+    def hear_parent(self, position: int, announcement: Announcement, now: float) -> None:
+        """An announcement; ignored unless it comes from the parent."""
+        if position == self.parent:
+            self._found_parent(now)
+            self.announcement = replace(announcement, decision=self._known(announcement.decision))
+
+    def joined(self, position: int, now: float) -> None:
+        """The candidate that was tried is the parent now."""
+        if self.parent not in (None, position):
+            assert self.parent is not None
+            self._leaving.append(self.parent)
+        self.parent = self._last = position
+        self._trying, self._sent, self.reason = None, None, ""
+        self._return_at = now + self._detect
+        self._found_parent(now)
+
+    def _found_parent(self, now: float) -> None:
+        self._heard_parent = now
+        self._round, self.acts_as_root = None, False
+        self._silent.clear()
+
+    def failed(self, position: int, reason: str, now: float) -> None:
+        """The candidate that was tried cannot be reached, or the connection to the parent has ended."""
+        self.reason = f"position {position}: {reason}"
+        if position == self._trying:
+            self._trying = None
+            self._silent.setdefault(position, now)
+        if position == self.parent:
+            self.parent = None
+        if now - self._heard_parent <= PATIENCE * self._detect:
+            self._retry_at = now + min(_RETRY_SECONDS, self._detect / 20)
+
+    # ---- what to do ----
+
+    def advance(self, now: float) -> Outbox:
+        """What is due at `now`. Read everything that has arrived before, so that no neighbour seems silent that is
+        not."""
+        self._expire(now)
+        if self._changed:
+            self._changed = False
+            self._summary = self._merged()
+        if self.acts_as_root:
+            self._rule(now)
+        up = None
+        if self.parent is not None and now >= self._up_due:
+            up = self._sent = self._summary
+            self._sent_at = now
+        down = tuple(
+            position for position in self._sources if position != self.position and self._answer(position, now)
+        )
+        connect = self._seek(now)
+        leave, self._leaving = tuple(self._leaving), []
+        return Outbox(up, down, connect, leave, self._wake(now))
+
+    def _expire(self, now: float) -> None:
+        """Drop the summaries of the silent. They are reported as lost for as long again, then forgotten."""
+        for position, source in list(self._sources.items()):
+            if not source.lost and now >= source.heard + self._detect:
+                source.lost, source.summary, self._changed = True, None, True
+            elif source.lost and position != self.position and now >= source.heard + 2 * self._detect:
+                del self._sources[position]
+                self._changed = True
+
+    def _merged(self) -> Summary:
+        lost = tuple(position for position, source in self._sources.items() if source.lost)
+        parts = [source.summary for source in self._sources.values() if source.summary is not None]
+        whole = merge([*parts, Summary(lost=lost)])
+        return replace(whole, lost=tuple(one for one in whole.lost if not whole.covered >> one & 1))
+
+    def _known(self, decision: ExchangeDecision) -> ExchangeDecision:
+        """`decision`, or what is newer of what this node knows already."""
+        known = newer(decision, self.announcement.decision)
+        own = self._sources[self.position].summary
+        return known if own is None else newer(known, ExchangeDecision(own.exchange, own.newest_committed))
+
+    def _answer(self, position: int, now: float) -> bool:
+        """Whether the announcement is due to be sent to a child."""
+        source = self._sources[position]
+        if source.lost or (source.sent == self.announcement and not (source.waits and now >= self._answer_due(source))):
+            return False
+        source.sent, source.answered, source.waits = self.announcement, now, False
+        return True
+
+    def _answer_due(self, source: _Source) -> float:
+        return source.answered + self.heartbeat_seconds / 2
+
+    @property
+    def _up_due(self) -> float:
+        return self._sent_at + (self.heartbeat_seconds if self._sent == self._summary else _SPACING_SECONDS)
+
+    # ---- the root ----
+
+    def _act_as_root(self, now: float) -> None:
+        """All others have `detect_seconds` from now to be in a summary."""
+        self.acts_as_root = True
+        self._seen[:] = now + (1 - GRACE) * self._detect
+        self._present[:] = False
+        self._looked_at, self._looked_for, self._absent = now, 0, ()
+
+    def _rule(self, now: float) -> None:
+        """Decide, and find out who is lost."""
+        covered = self._summary.covered
+        if covered != self._looked_for or now >= self._look_due:
+            self._look(now)
+        lost = {*self._summary.lost, *self._absent}
+        lost |= {one for one, since in self._silent.items() if now >= since + self._detect and not covered >> one & 1}
+        before = self._known(self.announcement.decision)
+        decision = decide(self._epoch, before, self._summary) if self.position == 0 else before
+        self.announcement = Announcement(decision, tuple(sorted(lost)[:LOST_LIMIT]))
+
+    @property
+    def _look_due(self) -> float:
+        whole = self._looked_for == (1 << self._epoch.nodes) - 1
+        return self._looked_at + (self.heartbeat_seconds if whole else self._detect / 20)
+
+    def _look(self, now: float) -> None:
+        """Record which positions are in the summary, and which have not been for too long."""
+        covered, nodes = self._summary.covered, self._epoch.nodes
+        self._seen[self._present] = np.maximum(self._seen[self._present], now)
+        if covered != self._looked_for:
+            bits = np.frombuffer(covered.to_bytes((nodes + 7) // 8, "little"), dtype=np.uint8)
+            self._present = np.unpackbits(bits, count=nodes, bitorder="little").astype(bool)
+        absent = ~self._present & (now >= self._seen + GRACE * self._detect)
+        self._absent = tuple(map(int, np.flatnonzero(absent)[:LOST_LIMIT]))
+        self._looked_at, self._looked_for = now, covered
+
+    # ---- the way up ----
+
+    def _seek(self, now: float) -> int | None:
+        """The candidate to connect to now."""
+        if self.position == 0 or self._trying is not None or now < self._retry_at:
+            return None
+        assert self._expected is not None and self._last is not None
+        if now < self._impatient_at:
+            if self.parent is None:
+                self._trying = self._last  # it may be starting, or its SMP may be replaced
+            elif self.parent != self._expected and now >= self._return_at:
+                self._trying, self._return_at = self._expected, now + self._detect
+            return self._trying
+        if self.parent is not None:
+            self._silent.setdefault(self.parent, self._heard_parent)
+            if now >= self._heard_parent + self._detect:
+                self.reason = self.reason or f"position {self.parent}: silent for {self._detect:g} s"
+                self._leaving.append(self.parent)
+                self.parent = None
+        if self._round is None:
+            self._round = iter([one for one in candidates(self.position) if one != self._last])
+            self._silent.setdefault(self._last, self._heard_parent)
+        self._trying = next((one for one in self._round if one != self.parent), None)
+        if self._trying is None:  # none can be reached
+            if not self.acts_as_root:
+                self._act_as_root(now)
+            self._round = candidates(self.position)
+            self._retry_at = now + self.heartbeat_seconds
+        return self._trying
+
+    @property
+    def _impatient_at(self) -> float:
+        return self._heard_parent + PATIENCE * self._detect
+
+    def _wake(self, now: float) -> float:
+        """When `advance` has more to do, if nothing happens."""
+        times = [now + self.heartbeat_seconds]
+        for position, source in self._sources.items():
+            times.append(source.heard + self._detect * (2 if source.lost else 1))
+            if position != self.position and source.waits and not source.lost:
+                times.append(self._answer_due(source))
+        if self.parent is not None:
+            times.append(self._up_due)
+        if self.acts_as_root:
+            times.append(self._look_due)
+        if self.position and self._trying is None:
+            if self.parent is None or now >= self._impatient_at:
+                times.append(self._retry_at)
+            else:
+                times.append(self._impatient_at)
+                if self.parent != self._expected:
+                    times.append(self._return_at)
+        return max(now, min(times))

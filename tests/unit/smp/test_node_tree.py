@@ -1,0 +1,145 @@
+"""Node tiers that agree over a tree of several levels: real segments, sockets and threads, as in `test_node`."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ft_plugins.errors import ProtocolError
+from ft_plugins.smp import tree
+from ft_plugins.smp.channel import Party
+from ft_plugins.smp.wire import PURPOSE, Peer
+from ft_plugins.snapshot.slots import Version
+from tests.unit.smp.test_node import DETECT, PER_NODE, Cluster, Node, driver_of, wait
+
+GROUP = 8  # nodes
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, job: str) -> Iterator[Callable[[int], Cluster]]:
+    """Nodes in redundancy groups of at most eight."""
+    made: list[Cluster] = []
+
+    def make(count: int) -> Cluster:
+        made.append(Cluster(tmp_path, job, count, 1))
+        halves = [range(at, min(at + GROUP, count)) for at in range(0, count, GROUP)]
+        groups = tuple(tuple(PER_NODE * node + at for node in half) for half in halves for at in range(PER_NODE))
+        made[-1].protection = replace(made[-1].protection, groups=groups)
+        return made[-1]
+
+    yield make
+    for each in made:
+        for node in each.made:
+            node.destroy()
+
+
+@pytest.fixture
+def deep(cluster: Callable[[int], Cluster], monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    """Seven nodes in three levels, which protect each other."""
+    monkeypatch.setattr(tree, "ARITY", 2)
+    job = cluster(7)
+    job.protect()
+    wait(lambda: parents(job) == [None, 0, 0, 1, 1, 2, 2])
+    return job
+
+
+def parents(job: Cluster) -> list[int | None]:
+    return [driver_of(node)._member._state.parent for node in job.nodes]
+
+
+def die(node: Node) -> None:
+    """The SMP ends, and none replaces it."""
+    driver_of(node)._stop.set()
+    driver_of(node).leave()
+    node.tier._endpoint.close()
+
+
+def declared(node: Node) -> list[str]:
+    path = node.run_dir / "lost.json"
+    return list(json.loads(path.read_text())["lost"]) if path.exists() else []
+
+
+def test_versions_are_committed_over_several_levels_and_a_replaced_inner_smp_loses_nothing(deep: Cluster) -> None:
+    deep.train(1, 3)
+    for position in (1, 0):
+        deep.nodes[position].replace_smp()
+        wait(lambda: parents(deep) == [None, 0, 0, 1, 1, 2, 2])
+        newest = deep.nodes[2].tier.status()["committed"][1]
+        deep.train(newest + 1, newest + 2)
+    time.sleep(DETECT)
+    assert not any(declared(node) for node in deep.nodes)
+
+
+@pytest.mark.parametrize("lost", [0, 1, 6])
+def test_a_lost_node_is_declared_by_all_others_wherever_it_was(deep: Cluster, lost: int) -> None:
+    deep.train(1, 1)
+    die(deep.nodes[lost])
+    others = [node for node in deep.nodes if node.position != lost]
+    wait(lambda: all(declared(node) == [f"node n{lost}"] for node in others))
+    silent = [event.fields["reason"] for node in others for event in node.seen if event.name == "coordinator.lost"]
+    assert len(silent) == (lost == 0), "found out by the node that acts as root in its place"
+    assert all(reason.startswith("position 0: ") for reason in silent)
+
+
+def test_none_but_the_node_of_a_position_reports_for_it(deep: Cluster) -> None:
+    where, secret = deep.nodes[1].endpoint, deep.secret.read_bytes()
+    peer = Peer(where, Party(PURPOSE, deep.job, "n5"), secret, 5)
+    for position in (1, 0, 7):
+        with pytest.raises(ProtocolError, match=f"position {position} cannot report to position 1 of 7 nodes"):
+            peer.ask("join", epoch=1, position=position)
+    with pytest.raises(ProtocolError, match="lineage 9"):
+        peer.ask("join", epoch=9, position=3)
+    peer.ask("join", epoch=1, position=3)
+    peer.wait_until_closed(5)
+    wait(lambda: any(event.name == "peer.disconnected" for event in deep.nodes[1].seen))
+    (event,) = [event for event in deep.nodes[1].seen if event.name == "peer.disconnected"]
+    assert event.fields["peer"] == "n5" and "node n3 is at position 3" in event.fields["reason"]
+    peer.close()
+    deep.train(1, 1)
+
+
+def test_a_version_is_committed_without_waiting_for_the_next_look_at_memory(
+    cluster: Callable[[int], Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is looked for again and again is only what ranks write: that they have sealed."""
+    monkeypatch.setattr("ft_plugins.smp.node_driver.OBSERVE_SECONDS", 3.0)
+    job = cluster(3)
+    job.protection = replace(job.protection, detect_seconds=60.0)
+    job.protect()
+    job.train(1, 1)
+    wait(lambda: all(driver_of(node)._state.awaited == Version(1, 2) for node in job.nodes))
+    time.sleep(0.2)
+    began = time.monotonic()
+    job.train(2, 5)
+    assert time.monotonic() - began < 3.0
+
+
+def test_threads_of_a_node_are_those_of_its_group_and_do_not_grow_with_the_job(
+    cluster: Callable[[int], Cluster],
+) -> None:
+    job = cluster(16)
+    most: Counter[str] = Counter()
+    stop = threading.Event()
+
+    def count() -> None:
+        while not stop.wait(0.002):
+            names = Counter(thread.name.partition("-send")[0] for thread in threading.enumerate())
+            most.update({name: number - most[name] for name, number in names.items() if number > most[name]})
+
+    counting = threading.Thread(target=count, name="counting")
+    counting.start()
+    job.protect()
+    job.train(1, 2)
+    stop.set()
+    counting.join()
+    assert most["smp-tree"] == most["smp-node-tier"] == most["smp-peers"] == most["smp-peer-idle"] == 16
+    assert most["smp"] == 16 * (GROUP - 1), "a lane to each other node of the group"
+    assert most["smp-peer"] <= 16 * 8, "no more than there may be"
+    wait(lambda: not any(thread.name == "smp-peer" for thread in threading.enumerate()))

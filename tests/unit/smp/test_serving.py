@@ -1,0 +1,242 @@
+"""Connections that are idle cost no thread, and those with requests no more than there may be."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ft_plugins.errors import ProtocolError
+from ft_plugins.events import Event, Events
+from ft_plugins.smp.channel import Channel, Party
+from ft_plugins.smp.serving import Serving
+from ft_plugins.smp.tree_link import TreeLink
+from ft_plugins.smp.wire import Handover, Peer, Server
+
+SECONDS = 20.0
+SECRET = b"a secret of this test"
+NAME = "test-serving"
+
+
+def wait(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {SECONDS} s"
+        time.sleep(0.005)
+
+
+def threads() -> int:
+    return sum(thread.name == NAME for thread in threading.enumerate())
+
+
+@dataclass(eq=False)
+class One:
+    connection: socket.socket
+    peer: socket.socket
+    ended: list[str] = field(default_factory=list)
+
+    def ask(self, what: bytes) -> None:
+        self.peer.sendall(what)
+
+    def answer(self) -> bytes:
+        return self.peer.recv(1)
+
+
+class Echo:
+    """Answers each byte; b'w' once `go_on` is set, b'x' never again."""
+
+    def __init__(self, most: int, idle_seconds: float = 100.0) -> None:
+        self.go_on = threading.Event()
+        self.serving = Serving[One](self.serve, self.end, NAME, most, idle_seconds)
+        self.made: list[One] = []
+        self.most_threads = 0
+
+    def one(self) -> One:
+        ours, theirs = socket.socketpair()
+        theirs.settimeout(SECONDS)
+        self.made.append(One(ours, theirs))
+        self.serving.add(self.made[-1])
+        return self.made[-1]
+
+    def serve(self, one: One) -> bool:
+        self.most_threads = max(self.most_threads, threads())
+        what = one.connection.recv(1)
+        if what == b"w":
+            self.go_on.wait(SECONDS)
+        if what in (b"", b"x"):
+            self.end(one, "asked to")
+            return False
+        one.connection.send(what)
+        return True
+
+    def end(self, one: One, reason: str) -> None:
+        one.ended.append(reason)
+        one.connection.close()
+
+
+@pytest.fixture
+def echo() -> Iterator[Callable[..., Echo]]:
+    made: list[Echo] = []
+
+    def make(*args: Any) -> Echo:
+        made.append(Echo(*args))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.go_on.set()
+        each.serving.close()
+        for one in each.made:
+            one.peer.close()
+
+
+def test_idle_connections_cost_no_thread(echo: Callable[..., Echo]) -> None:
+    there = echo(4)
+    ones = [there.one() for _ in range(40)]
+    for one in ones:
+        one.ask(b"a")
+    assert [one.answer() for one in ones] == [b"a"] * 40
+    assert there.most_threads <= 4
+    wait(lambda: threads() == 0)
+    ones[7].ask(b"b")
+    assert ones[7].answer() == b"b"
+
+
+def test_requests_beyond_the_threads_wait_and_are_answered_in_turn(echo: Callable[..., Echo]) -> None:
+    there = echo(2)
+    slow, quick = [there.one() for _ in range(2)], [there.one() for _ in range(6)]
+    for one in slow:
+        one.ask(b"w")
+    wait(lambda: threads() == 2)
+    for one in quick:
+        one.ask(b"q")
+    quick[0].peer.settimeout(0.1)
+    with pytest.raises(TimeoutError):
+        quick[0].answer()
+    there.go_on.set()
+    quick[0].peer.settimeout(SECONDS)
+    assert [one.answer() for one in slow + quick] == [b"w"] * 2 + [b"q"] * 6
+
+
+def test_one_that_asks_again_and_again_keeps_no_other_waiting(echo: Callable[..., Echo]) -> None:
+    there = echo(1)
+    busy, other = there.one(), there.one()
+    stop = threading.Event()
+
+    def ask() -> None:
+        while not stop.is_set():
+            busy.ask(b"a")
+            assert busy.answer() == b"a"
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    for _ in range(20):
+        other.ask(b"o")
+        assert other.answer() == b"o"
+    stop.set()
+    thread.join()
+
+
+def test_one_that_is_idle_for_too_long_is_ended_without_a_reason(echo: Callable[..., Echo]) -> None:
+    there = echo(4, 0.3)
+    idle, used = there.one(), there.one()
+    until = time.monotonic() + 0.6
+    while time.monotonic() < until:
+        used.ask(b"a")
+        assert used.answer() == b"a"
+    wait(lambda: idle.ended == [""])
+    assert idle.answer() == b"" and used.ended == []
+
+
+def test_closing_ends_idle_ones_and_the_others_after_their_request(echo: Callable[..., Echo]) -> None:
+    there = echo(4)
+    idle, busy = there.one(), there.one()
+    busy.ask(b"w")
+    wait(lambda: threads() == 1)
+    there.serving.close()
+    assert idle.ended == [""] and busy.ended == []
+    there.go_on.set()
+    assert busy.answer() == b"w" and busy.answer() == b""
+    late = there.one()
+    assert late.ended == [""]
+
+
+# ---- a connection that is handed over ----
+
+
+class Joined:
+    """A server that hands over the connections of those who ask to join."""
+
+    def __init__(self) -> None:
+        self.taken: list[tuple[socket.socket, Channel]] = []
+        self.ended: list[Callable[[], None]] = []
+        self.seen: list[Event] = []
+        events = Events("n")
+        events.subscribe(self.seen.append)
+        self.server = Server("127.0.0.1", 0, Party("smp", "job", "there"), SECRET, self.handle, events)
+
+    def handle(self, message: dict[str, Any], payload: Any) -> Any:
+        if message["do"] == "join":
+            return Handover(self.take)
+        return {"echo": message["do"]}, None
+
+    def take(self, connection: socket.socket, channel: Channel, ended: Callable[[], None]) -> None:
+        self.taken.append((connection, channel))
+        self.ended.append(ended)
+
+    @property
+    def places(self) -> int:
+        return len(self.server._connections._open)
+
+
+@pytest.fixture
+def there() -> Iterator[Joined]:
+    made = Joined()
+    yield made
+    made.server.close()
+    for connection, _ in made.taken:
+        connection.close()
+
+
+def test_a_connection_is_handed_over_by_both_sides_with_its_keys_and_keeps_its_place(there: Joined) -> None:
+    peer = Peer(there.server.endpoint, Party("smp", "job", "here"), SECRET, SECONDS)
+    assert peer.ask("hello", np.ones(1000, dtype=np.uint8))[0]["echo"] == "hello"
+    peer.ask("join")
+    ours = TreeLink(0, *peer.surrender())
+    wait(lambda: bool(there.taken))
+    theirs = TreeLink(1, *there.taken[0])
+    ours.send({"do": "leave", "number": 1})
+    theirs.send({"do": "announce", "number": 2})
+    heard: list[Any] = []
+    wait(lambda: bool(heard.extend(theirs.receive()[0]) or heard))
+    wait(lambda: bool(heard.extend(ours.receive()[0]) or len(heard) > 1))
+    assert [message["number"] for message in heard] == [1, 2]
+    assert there.places == 1 and (ours.node, theirs.node) == ("there", "here")
+    wait(lambda: not any(thread.name == "smp-peer" for thread in threading.enumerate()))
+    ours.close()
+    wait(lambda: theirs.receive()[1])
+    there.ended[0]()
+    assert there.places == 0 and not there.seen
+    with pytest.raises(ProtocolError, match="hung up"):
+        peer.surrender()
+    assert peer.ask("hello")[0]["echo"] == "hello", "on a new connection"
+    peer.close()
+
+
+def test_waiting_until_a_connection_is_closed_ends_with_either_side(there: Joined) -> None:
+    peer = Peer(there.server.endpoint, Party("smp", "job", "here"), SECRET, SECONDS)
+    peer.wait_until_closed(SECONDS)  # there is none
+    peer.ask("hello")
+    began = time.monotonic()
+    peer.wait_until_closed(0.1)
+    assert 0.09 < time.monotonic() - began < SECONDS / 2
+    threading.Timer(0.1, there.server.close).start()
+    peer.wait_until_closed(SECONDS)
+    assert time.monotonic() - began < SECONDS / 2
+    peer.close()

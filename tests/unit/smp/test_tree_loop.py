@@ -1,0 +1,253 @@
+"""Nodes of the tree over real sockets: each with a thread of its own, or stepped by hand."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+import pytest
+
+from ft_plugins.smp import protocol
+from ft_plugins.smp.agreement import ExchangeDecision, ExchangeEpoch, NodeReport
+from ft_plugins.smp.channel import Channel, ClientHandshake, Party, ServerHandshake
+from ft_plugins.smp.tree_loop import Connected, TreeLoop, TreeMember
+from ft_plugins.smp.tree_messages import MESSAGE_LIMIT
+from ft_plugins.smp.tree_state import TreeState
+from ft_plugins.snapshot.slots import Version
+
+SECRET = b"a secret of this test"
+SECONDS = 20.0
+
+
+def channels(client: int, server: int) -> tuple[Channel, Channel]:
+    asking = ClientHandshake(SECRET, Party("smp", "job", f"n{client}"))
+    answering = ServerHandshake(SECRET, Party("smp", "job", f"n{server}"))
+    answer, channel = asking.answer(answering.challenge(asking.hello()))
+    return channel, answering.finish(answer)
+
+
+def wait(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {SECONDS} s"
+        time.sleep(0.005)
+
+
+class Node:
+    """One member with its loop; `job` are all nodes by position."""
+
+    def __init__(self, job: Job, position: int) -> None:
+        self.job = job
+        self.position = position
+        self.changes = 0
+        self.errors: list[tuple[str, str]] = []
+        self.ended = 0
+        self.loop = TreeLoop()
+        self.state = TreeState(job.epoch, position, job.detect, time.monotonic())
+        self.member = TreeMember(self.loop, self.state, self.connect, self.changed, self.failed)
+        self.listening = True
+
+    def changed(self) -> None:
+        self.changes += 1
+
+    def failed(self, node: str, reason: str) -> None:
+        self.errors.append((node, reason))
+
+    def connect(self, parent: int, done: Callable[[Connected | str], None]) -> None:
+        node = self.job.nodes[parent]
+        if not node.listening:
+            done("refused")
+            return
+        ours, theirs = socket.socketpair()
+        channel, accepted = channels(self.position, parent)
+        node.member.adopt(self.position, Connected(theirs, accepted), node.end)
+        done(Connected(ours, channel))
+
+    def end(self) -> None:
+        self.ended += 1
+
+    def close(self) -> None:
+        self.listening = False
+        self.loop.stop()
+        self.member.close()
+        self.loop.close()
+
+    @property
+    def decision(self) -> ExchangeDecision:
+        return self.member.announcement.decision
+
+
+class Job:
+    def __init__(self, nodes: int, detect: float = 2.0) -> None:
+        self.detect = detect
+        self.epoch = ExchangeEpoch(1, None, nodes, 1)
+        self.nodes = [Node(self, position) for position in range(nodes)]
+
+    def start(self) -> None:
+        for node in self.nodes:
+            node.loop.start()
+            node.member.report(NodeReport(0))
+
+    def close(self) -> None:
+        for node in self.nodes:
+            node.close()
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Job]]:
+    made: list[Job] = []
+
+    def make_job(nodes: int, detect: float = 2.0) -> Job:
+        made.append(Job(nodes, detect))
+        return made[-1]
+
+    yield make_job
+    for job in made:
+        job.close()
+
+
+def test_a_version_is_committed_by_messages_alone_without_waiting_for_a_heartbeat(make: Callable[..., Job]) -> None:
+    """20 nodes in three levels; heartbeats would come every second."""
+    job = make(20, detect=60.0)
+    job.start()
+    wait(lambda: all(node.decision == ExchangeDecision(Version(1, 1)) for node in job.nodes))
+    began = time.monotonic()
+    for iteration in range(1, 11):
+        for node in job.nodes:
+            node.member.report(NodeReport(iteration, Version(1, iteration), encoded=Version(1, iteration)))
+        after = ExchangeDecision(Version(1, iteration + 1), Version(1, iteration))
+        wait(lambda after=after: all(node.decision == after for node in job.nodes))
+    assert time.monotonic() - began < 10 * 0.5
+    assert all(node.changes == 11 for node in job.nodes), "each announcement is news once"
+    assert [len(node.member.links) for node in job.nodes] == [16, 4, *[1] * 18]
+    threads = [thread.name for thread in threading.enumerate()]
+    assert threads.count("smp-tree") == 20, "one for each node"
+
+
+def test_a_node_that_was_stopped_presumes_none_lost_before_it_has_read_what_they_sent(make: Callable[..., Job]) -> None:
+    job = make(3, detect=1.0)
+    job.start()
+    wait(lambda: all(node.decision.exchange is not None for node in job.nodes))
+    root = job.nodes[0]
+    stopped, go_on = threading.Event(), threading.Event()
+
+    def stop() -> None:
+        root.loop.touch(root.member)
+        stopped.set()
+        go_on.wait(SECONDS)
+
+    root.loop.call(stop)
+    assert stopped.wait(SECONDS)
+    sent = time.monotonic() + 0.8
+    while time.monotonic() < sent + 0.6:  # longer than the detection time; the others and its own driver go on
+        for node in job.nodes:
+            node.member.report(NodeReport(0))
+        time.sleep(0.02)
+    lost: list[tuple[int, ...]] = []
+    root.member._changed = lambda: lost.append(root.member.announcement.lost)
+    go_on.set()
+    time.sleep(0.3)
+    assert not any(lost) and root.member.announcement.lost == ()
+
+
+@pytest.mark.parametrize(
+    "sent", [b"\xff\xff\xff\xff", b"\x00\x00\x00\x02\x80\x80" + b"0" * 16, (MESSAGE_LIMIT + 1).to_bytes(4, "big")]
+)
+def test_a_child_that_sends_what_is_malformed_is_hung_up_on_and_the_others_go_on(
+    make: Callable[..., Job], sent: bytes
+) -> None:
+    job = make(3)
+    root = job.nodes[0]
+    job.nodes[2].listening = False
+    for node in job.nodes[:2]:
+        node.loop.start()
+    ours, theirs = socket.socketpair()
+    root.member.adopt(2, Connected(theirs, channels(2, 0)[1]), root.end)
+    ours.sendall(sent)
+    ours.settimeout(SECONDS)
+    with suppress(ConnectionResetError):
+        assert ours.recv(1) == b"", "it is hung up on"
+    wait(lambda: root.ended == 1)
+    assert [node for node, _ in root.errors] == ["n2"]
+    wait(lambda: len(root.member.links) == 1)
+    ours.close()
+
+
+def test_a_message_that_no_child_may_send_ends_its_connection_alone(make: Callable[..., Job]) -> None:
+    job = make(3)
+    job.start()
+    root = job.nodes[0]
+    wait(lambda: len(root.member.links) == 2)
+    link = job.nodes[2].member.links[0]
+    job.nodes[2].loop.call(lambda: link.send({"do": "announce", "exchange": None, "committed": None, "lost": []}))
+    wait(lambda: root.errors == [("n2", "unknown message of a child: 'announce'")])
+    wait(lambda: len(root.member.links) == 2)  # it joins again
+
+
+def test_a_child_that_reads_nothing_stops_none_of_the_others(make: Callable[..., Job]) -> None:
+    job = make(3, detect=60.0)
+    root, other = job.nodes[:2]
+    job.nodes[2].listening = False
+    for node in (root, other):
+        node.loop.start()
+        node.member.report(NodeReport(0))
+    ours, theirs = socket.socketpair()
+    theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    root.member.adopt(2, Connected(theirs, channels(2, 0)[1]), root.end)
+    wait(lambda: len(root.member.links) == 2)
+    (link,) = [each for each in root.member.links if each.position == 2]
+    filled = threading.Event()
+
+    def fill() -> None:
+        for _ in range(10_000):
+            with suppress(Exception):
+                link.send({"do": "announce", "exchange": None, "committed": None, "lost": []})
+        filled.set()
+
+    root.loop.call(fill)
+    assert filled.wait(SECONDS) and link.waits and len(link._waiting) < 6 * MESSAGE_LIMIT
+    before = other.member.links[0].sent_messages
+    other.member.report(NodeReport(7))
+    wait(lambda: other.member.links[0].sent_messages > before and root.state._summary.begun == 7)
+    ours.close()
+
+
+def test_an_smp_that_takes_the_place_of_another_one_takes_over_its_connection(make: Callable[..., Job]) -> None:
+    job = make(3)
+    job.start()
+    wait(lambda: len(job.nodes[0].member.links) == 2)
+    dead = job.nodes[2]
+    job.nodes[2] = fresh = Node(job, 2)
+    fresh.loop.start()
+    fresh.member.report(NodeReport(5))
+    wait(lambda: job.nodes[0].state._summary.begun == 5)
+    assert len(job.nodes[0].member.links) == 2 and job.nodes[0].ended == 1, "the one before is closed"
+    dead.close()
+
+
+def test_a_connection_that_is_made_after_the_end_is_closed(make: Callable[..., Job]) -> None:
+    job = make(2)
+    root = job.nodes[0]
+    root.loop.start()
+    root.close()
+    ours, theirs = socket.socketpair()
+    root.member.adopt(1, Connected(theirs, channels(1, 0)[1]), root.end)
+    ours.settimeout(SECONDS)
+    assert ours.recv(1) == b"" and root.ended == 1
+    ours.close()
+
+
+def test_what_is_sent_on_the_tree_is_authenticated(make: Callable[..., Job]) -> None:
+    job = make(2)
+    root = job.nodes[0]
+    root.loop.start()
+    ours, theirs = socket.socketpair()
+    root.member.adopt(1, Connected(theirs, channels(1, 0)[1]), root.end)
+    unit = protocol.pack({"do": "leave"})
+    ours.sendall(len(unit).to_bytes(4, "big") + unit + bytes(16))
+    wait(lambda: bool(root.errors))
+    assert "authentication" in root.errors[0][1]
+    ours.close()

@@ -1,0 +1,71 @@
+"""What neighbours in the tree send each other comes back as it was packed, or is refused whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ft_plugins.errors import ProtocolError
+from ft_plugins.smp import protocol
+from ft_plugins.smp.agreement import LOST_LIMIT, Announcement, ExchangeDecision, Summary
+from ft_plugins.smp.tree_messages import (
+    LEAVE,
+    MESSAGE_LIMIT,
+    from_child,
+    from_parent,
+    packed_announcement,
+    packed_summary,
+)
+from ft_plugins.snapshot.slots import Version
+
+numbers = st.integers(0, 2**63 - 1)
+versions = st.none() | st.builds(Version, numbers, numbers)
+lost = st.lists(numbers, max_size=LOST_LIMIT).map(tuple)
+bitmaps = st.integers(0, 2**40) | st.sets(st.integers(0, 65535)).map(lambda ones: sum(1 << one for one in ones))
+summaries = st.builds(Summary, bitmaps, numbers, versions, versions, versions, versions, versions, versions, lost)
+
+
+@given(summaries)
+def test_a_summary_arrives_as_it_was_and_within_the_limit(summary: Summary) -> None:
+    message = protocol.pack(packed_summary(summary))
+    assert len(message) <= MESSAGE_LIMIT
+    assert from_child(protocol.unpack(message)) == summary
+
+
+@given(st.builds(Announcement, st.builds(ExchangeDecision, versions, versions), lost))
+def test_an_announcement_arrives_as_it_was(announcement: Announcement) -> None:
+    assert from_parent(protocol.unpack(protocol.pack(packed_announcement(announcement)))) == announcement
+
+
+def test_a_child_may_leave() -> None:
+    assert from_child(LEAVE) is None
+
+
+SUMMARY = packed_summary(Summary(5, 3, Version(1, 2), lost=(1,)))
+ANNOUNCEMENT = packed_announcement(Announcement())
+
+
+@pytest.mark.parametrize("name", SUMMARY.keys() - {"do"})
+@pytest.mark.parametrize("value", [None, -1, 1.5, "1", True, [[1, -4]], {}, b"x" * 8193, [1] * 65, [None] * 5])
+def test_a_summary_with_a_field_of_another_kind_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(ProtocolError, match=f"summary: {name}"):
+        from_child({**SUMMARY, name: value})
+    with pytest.raises(ProtocolError, match="Field required"):
+        from_child({key: field for key, field in SUMMARY.items() if key != name})
+
+
+@pytest.mark.parametrize(
+    "change", [{"lost": [1] * 65}, {"lost": [-1]}, {"exchange": [1]}, {"committed": 7}, {"do": "summary"}, {"do": None}]
+)
+def test_an_announcement_that_is_malformed_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(ProtocolError):
+        from_parent({**ANNOUNCEMENT, **change})
+
+
+@pytest.mark.parametrize("name", [None, "announce", "take", ["summary"], 7])
+def test_other_messages_of_a_child_are_refused_by_name(name: Any) -> None:
+    with pytest.raises(ProtocolError, match="unknown message of a child"):
+        from_child({**SUMMARY, "do": name})

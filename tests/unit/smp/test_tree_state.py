@@ -1,0 +1,236 @@
+"""Nodes of the tree, with a clock and a network that are made up: all that are lost are found, and no other."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ft_plugins.errors import ProtocolError
+from ft_plugins.smp import tree
+from ft_plugins.smp.agreement import Announcement, ExchangeDecision, ExchangeEpoch, NodeReport, Summary, summarize
+from ft_plugins.smp.tree_state import TreeState
+from ft_plugins.snapshot.slots import Version
+from tests.unit.smp.tree_network import DETECT, LATENCY, Network
+
+PERIOD = TreeState(ExchangeEpoch(1, None, 2, 1), 1, DETECT, 0.0).heartbeat_seconds
+SETTLING = 5.0  # seconds until all have joined
+MARGIN = 0.3  # seconds for messages of all levels
+
+
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A deep tree of few nodes."""
+    monkeypatch.setattr(tree, "ARITY", 3)
+
+
+def settled(nodes: int, seed: int = 0) -> Network:
+    network = Network(nodes, seed)
+    network.run(SETTLING)
+    assert network.parents() == [tree.parent_of(position) for position in range(nodes)]
+    return network
+
+
+def test_the_parent_hears_of_a_change_at_once_and_of_nothing_new_at_each_heartbeat() -> None:
+    node = TreeState(ExchangeEpoch(1, None, 2, 1), 1, DETECT, 0.0)
+    assert node.advance(0.0).connect == 0
+    node.joined(0, 0.1)
+    node.report(NodeReport(1), 0.1)
+    assert node.advance(0.1).up == summarize(1, NodeReport(1))
+    node.hear_parent(0, Announcement(), 0.1)
+    node.report(NodeReport(1), 0.5)
+    assert node.advance(0.5).up is None
+    node.report(NodeReport(2), 0.6)
+    assert node.advance(0.6).up == summarize(1, NodeReport(2))
+    node.report(NodeReport(3), 0.601)
+    outbox = node.advance(0.601)
+    assert outbox.up is None and outbox.wake < 0.62, "changes within milliseconds are sent together"
+    assert node.advance(outbox.wake).up == summarize(1, NodeReport(3))
+    node.report(NodeReport(3), 1.0)
+    assert node.advance(outbox.wake + PERIOD).up == summarize(1, NodeReport(3)), "it is alive"
+
+
+def test_an_smp_that_takes_the_place_of_a_child_is_answered_at_once() -> None:
+    node = TreeState(ExchangeEpoch(1, None, 2, 1), 0, DETECT, 0.0)
+    node.hear_child(1, Summary(2), 0.0)
+    assert node.advance(0.0).down == (1,)
+    node.hear_child(1, Summary(2), 0.1)
+    assert node.advance(0.1).down == (), "it has just been answered, with the same"
+    node.child_joined(1)
+    node.hear_child(1, Summary(2), 0.2)
+    assert node.advance(0.2).down == (1,)
+
+
+def test_what_cannot_come_from_a_child_is_refused() -> None:
+    node = TreeState(ExchangeEpoch(1, None, 40, 1), 2, DETECT, 0.0)
+    with pytest.raises(ProtocolError, match="position 2 cannot report"):
+        node.hear_child(2, Summary(), 0.0)
+    with pytest.raises(ProtocolError, match="position 40 cannot report"):
+        node.hear_child(40, Summary(), 0.0)
+    for covered in (1 << 3, 1 << 40):
+        with pytest.raises(ProtocolError, match="not below it"):
+            node.hear_child(33, Summary(covered | 1 << 33), 0.0)
+
+
+def test_neither_part_of_a_decision_goes_back_whoever_it_is_heard_from() -> None:
+    def v(iteration: int) -> Version:
+        return Version(1, iteration)
+
+    node = TreeState(ExchangeEpoch(1, None, 40, 1), 20, DETECT, 0.0)
+    node.report(NodeReport(9, None, committed=v(6)), 0.0)
+    assert node.announcement.decision == ExchangeDecision(None, v(6)), "an SMP that replaces another one"
+    node.joined(1, 0.1)
+    node.hear_parent(1, Announcement(ExchangeDecision(v(8), v(4))), 0.1)
+    assert node.announcement.decision == ExchangeDecision(v(8), v(6))
+    node.joined(2, 0.2)
+    node.hear_parent(1, Announcement(ExchangeDecision(v(10), v(8))), 0.3)
+    assert node.announcement.decision == ExchangeDecision(v(8), v(6)), "it is no parent any more"
+    node.hear_parent(2, Announcement(ExchangeDecision(v(7), v(4)), (3,)), 0.4)
+    assert node.announcement == Announcement(ExchangeDecision(v(8), v(6)), (3,))
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 17])
+def test_a_small_job_is_a_star(nodes: int) -> None:
+    network = settled(nodes)
+    assert network.parents() == [None] + [0] * (nodes - 1)
+    assert len(network.commits) > 3
+
+
+@pytest.mark.usefixtures("narrow")
+def test_versions_are_committed_within_milliseconds_after_the_last_node_has_encoded_them() -> None:
+    """40 nodes in 4 levels; a version takes up to 0.3 s."""
+    network = settled(40)
+    count, began = len(network.commits), network.now
+    network.run(30.0)
+    per_version = (network.now - began) / (len(network.commits) - count)
+    assert per_version < 0.3 + 4 * 2 * (LATENCY + 0.005) + 0.02
+    assert network.lost() == {()}
+
+
+@pytest.mark.usefixtures("narrow")
+def test_a_node_without_news_costs_its_neighbours_a_message_each_way_at_each_heartbeat() -> None:
+    network = settled(40)
+    network.encoding = 1e9
+    network.run(1.0)
+    network.up, network.down = dict.fromkeys(network.up, 0), dict.fromkeys(network.down, 0)
+    network.run(100 * PERIOD)
+    assert all(98 <= count <= 102 for at, count in network.up.items() if at) and network.up[0] == 0
+    assert all(network.down[at] <= 102 * len(tree.children_of(at, 40)) for at in range(40))
+
+
+@pytest.mark.usefixtures("narrow")
+@pytest.mark.parametrize("powered", [True, False])
+@pytest.mark.parametrize("position", [0, 1, 2, 5, 39])
+def test_one_that_is_lost_is_known_everywhere_after_the_detection_time(position: int, powered: bool) -> None:
+    """The root, inner nodes of two levels, a leaf; the process alone, or the machine without a word."""
+    network = settled(40, seed=position)
+    killed = network.now
+    network.kill(position, powered)
+    assert network.run(2 * DETECT, lambda: network.lost() != {()})
+    assert network.now - killed >= DETECT - PERIOD - MARGIN, "not earlier"
+    assert network.run(MARGIN, lambda: network.lost() == {(position,)}), network.lost()
+    assert network.now - killed <= DETECT + MARGIN
+
+
+@pytest.mark.usefixtures("narrow")
+@settings(max_examples=60, deadline=None)
+@given(st.integers(2, 45), st.sets(st.integers(0, 44), min_size=1, max_size=6), st.integers(0, 99), st.booleans())
+def test_of_any_that_are_lost_together_some_are_known_everywhere_and_never_one_that_lives(
+    nodes: int, lost: set[int], seed: int, powered: bool
+) -> None:
+    lost = {position % nodes for position in lost} - {Random(seed).randrange(nodes)}
+    network = settled(nodes, seed)
+    for position in lost:
+        network.kill(position, powered)
+    tries = len(lost) * (0.1 if powered else DETECT / 4)  # one after another, of those that do not answer
+    assert not lost or network.run(2 * DETECT + tries + 1, lambda: () not in network.lost()), network.lost()
+    for _ in range(60):
+        network.run(DETECT / 20)
+        assert all(set(one) <= lost for one in network.lost()), "a live node is announced as lost"
+    found = set(network.lost())
+    assert found == {tuple(sorted(lost))}, "in the end all of them, on all nodes"
+
+
+@pytest.mark.usefixtures("narrow")
+@pytest.mark.parametrize("position", [0, 1, 5, 39])
+def test_a_replaced_smp_loses_nothing_and_versions_go_on(position: int) -> None:
+    network = settled(40, seed=position)
+    for _ in range(3):
+        network.replace_smp(position)
+        count = len(network.commits)
+        network.run(DETECT)
+        assert network.lost() == {()}
+        assert len(network.commits) > count + 5
+    assert network.parents() == [tree.parent_of(at) for at in range(40)]
+
+
+@pytest.mark.usefixtures("narrow")
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 30), st.lists(st.tuples(st.integers(0, 29), st.floats(0, 3)), max_size=8), st.integers(0, 99))
+def test_however_smps_are_replaced_no_version_is_committed_too_early_and_one_is_in_the_end(
+    nodes: int, replaced: list[tuple[int, float]], seed: int
+) -> None:
+    """`Network` checks that no node is made to commit what it has not encoded, or to go back."""
+    network = settled(nodes, seed)
+    for position, pause in replaced:
+        if network.machines[position % nodes].alive:
+            network.replace_smp(position % nodes, 0.5)
+        network.run(pause)
+    network.run(DETECT)
+    count = len(network.commits)
+    network.run(5.0)
+    assert network.lost() == {()} and len(network.commits) > count
+
+
+@pytest.mark.usefixtures("narrow")
+@pytest.mark.parametrize(("child", "other"), [(5, 3), (16, 6), (2, 1)])
+def test_a_link_that_carries_nothing_any_more_costs_no_node(child: int, other: int) -> None:
+    """Both ends live: the child reports elsewhere before its parent has missed it for too long, and comes back once
+    the link works again."""
+    network = settled(40)
+    above = network.machines[child].state.parent
+    assert above is not None
+    network.cut.add((child, above))
+    for _ in range(60):
+        network.run(DETECT / 20)
+        assert network.lost() == {()}
+    assert network.machines[child].state.parent == other
+    count = len(network.commits)
+    network.cut.clear()
+    network.run(3 * DETECT)
+    assert network.machines[child].state.parent == above and network.lost() == {()}
+    assert len(network.commits) > count + 10
+
+
+@pytest.mark.usefixtures("narrow")
+@pytest.mark.parametrize("position", [0, 2, 39])
+def test_a_node_whose_driver_hangs_is_lost_though_its_connections_work(position: int) -> None:
+    network = settled(40)
+    network.machines[position].hung = True
+    network.run(DETECT + MARGIN)
+    assert network.lost() == {(position,)}
+
+
+@pytest.mark.usefixtures("narrow")
+def test_a_node_that_never_joins_is_lost_after_the_detection_time() -> None:
+    network = Network(20)
+    network.machines[7].alive = False
+    network.run(DETECT - 0.5)
+    assert network.lost() == {()} and not network.commits
+    network.run(0.5 + DETECT / 20 + MARGIN)
+    assert network.lost() == {(7,)}
+
+
+def test_2048_nodes_join_commit_and_find_a_lost_inner_node() -> None:
+    network = Network(2048, encoding=1.0)
+    network.run(2.0)
+    assert network.parents() == [tree.parent_of(position) for position in range(2048)]
+    assert network.run(5.0, lambda: len(network.commits) >= 2)
+    network.encoding = 1e9
+    killed = network.now
+    network.kill(40)
+    assert network.run(2 * DETECT, lambda: bool(network.machines[0].state.announcement.lost))
+    network.run(MARGIN)
+    assert network.lost() == {(40,)} and network.now - killed <= DETECT + MARGIN
