@@ -28,10 +28,14 @@ from . import round_store
 from .endpoint import Endpoint
 from .local_node import LocalNode
 from .node_messages import Admission, Leader, RoundView
-from .round_machine import Application, Phase
+from .roster import RosterPage
+from .round_machine import Phase
 from .wait_report import WaitReport, incomplete
+from .waiting_nodes import Application
 
-LOOK_SECONDS = 0.1  # between two looks at an incomplete round
+LOOK_SECONDS = 0.1  # between two looks at an incomplete round, on the leader; between two checks, on other nodes
+_SEARCH_GROWTH, _LONGEST_SEARCH_PAUSE = 1.5, 1.0  # of the pauses between two searches of the leader
+_SEARCHES = 512  # a second, by all nodes together in the end
 _MEET_SECONDS = 1.0  # between two searches of the leader for absent nodes
 
 
@@ -66,6 +70,8 @@ class RoundJoin:
         """The leader; finally this node, if it is elected. Raises what `check` does, and ConfigError."""
         began = time.monotonic()
         patience = 2 * self._node.settings.silence
+        longest = min(_LONGEST_SEARCH_PAUSE, max(LOOK_SECONDS, self._node.settings.rules.max_nodes / _SEARCHES))
+        between = LOOK_SECONDS
         while True:
             self.check()
             searched = time.monotonic() - began
@@ -73,7 +79,8 @@ class RoundJoin:
                 return leader
             if searched > patience:
                 self._warn_of_other_job()
-            pause()
+            pause(between)
+            between = min(longest, between * _SEARCH_GROWTH)
 
     def _warn_of_other_job(self) -> None:
         """Report once that a node of another job answers. Raises ConfigError without a secret: it is on this machine.
@@ -98,15 +105,18 @@ class RoundJoin:
         link.follow(leader)
         if not self._acknowledged:
             self._apply()
+        seen = 0
         try:
             while True:
                 self.check()
                 if leads:
                     node.search.meet_absent(_MEET_SECONDS, node.reach)
-                last = node.roster_file.roster.round
-                view = parsed(RoundView, link.ask_patiently(self.check, "look", round=last))
-                if view.roster:
-                    node.roster_file.remember(view.roster)
+                known = node.roster_file.roster
+                view = link.watch_patiently(self.check, known.round, LOOK_SECONDS, known)
+                if view is None:
+                    self._report(leads)
+                    continue
+                self._remember(view.roster)
                 complete, chosen = view.phase is Phase.COMPLETE, view.rank is not None
                 self._acknowledged = view.round if chosen and complete else 0
                 if chosen and complete and view.begun:
@@ -123,15 +133,28 @@ class RoundJoin:
                 if self.is_spare:
                     self._extend_deadline()
                 self._last_view = view
-                if self._wait_report and not (complete or chosen):
-                    self._wait_report.update(view.waiting, view.missing, leads, self._deadline)
-                pause(node.rest if self.is_spare else LOOK_SECONDS)
+                self._report(leads)
+                if view.changes == seen:
+                    pause(node.rest if self.is_spare else LOOK_SECONDS)
+                seen = view.changes
         except (ConnectionError, ProtocolError):
             raise  # there is no leader left to notify
         except BaseException:
             with contextlib.suppress(ConnectionError, ProtocolError):
                 link.ask("leave")
             raise
+
+    def _report(self, leads: bool) -> None:
+        """Report an incomplete round for which this node is not chosen, if it is time to."""
+        view = self._last_view
+        if self._wait_report and view and view.phase is not Phase.COMPLETE and view.rank is None:
+            self._wait_report.update(view.waiting, view.missing, leads, self._deadline)
+
+    def _remember(self, first: RosterPage | None) -> None:
+        """Store the roster whose first page has arrived."""
+        file = self._node.roster_file
+        if first and (roster := self._node.link.read_roster(first, file.roster)):
+            file.remember(roster)
 
     def _apply(self) -> None:
         """Apply to the leader until it accepts. Raises ConfigError if another live node has this node's name."""
@@ -150,7 +173,9 @@ class RoundJoin:
         fields = asdict(application)
         began = time.monotonic()
         while True:
-            admission = parsed(Admission, node.link.ask_patiently(self.check, "apply", application=fields))
+            admission = parsed(
+                Admission, node.link.ask_patiently(self.check, "apply", application=fields, base=roster.digest)
+            )
             if admission.accepted:
                 break
             self.check()
@@ -160,7 +185,7 @@ class RoundJoin:
                     "one (--ftp-node-name, or node_name in --rdzv-conf)"
                 )
             pause()
-        node.roster_file.remember(admission.roster)
+        self._remember(admission.roster)
         self.served_store = None
 
     def check(self) -> None:
