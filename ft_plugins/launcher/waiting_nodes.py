@@ -23,6 +23,9 @@ from .roster import Roster
 from .rounds import Candidate, Seat, Turnout
 
 
+_DEPARTED = 64  # entries of a heap that belong to nodes that have left
+
+
 @dataclass(frozen=True)
 class Application:
     """A node's request to take part. `token` identifies its process: a restarted node has another one.
@@ -92,7 +95,9 @@ class WaitingNodes:
         self._arrived += 1
         self._arrivals[token] = self._arrived
         insort(self._sorted, rounds.natural(node))
-        heapq.heappush(self._knowing, (-application.newest_round, token, self._arrived))
+        heapq.heappush(self._knowing, self._knowledge(application))
+        if len(self._knowing) > 2 * len(self) + _DEPARTED:
+            self._knowing = sorted(map(self._knowledge, self))
         if (rank := self._last.ranks.get(node)) is not None:
             del self._missing[bisect_left(self._missing, rank)]
         self._count(application)
@@ -111,6 +116,9 @@ class WaitingNodes:
             self._of_round[seat.round] -= 1
             self._newest_left |= seat == self._newest
         return application
+
+    def _knowledge(self, application: Application) -> tuple[int, str, int]:
+        return -application.newest_round, application.token, self._arrivals[application.token]
 
     def _count(self, application: Application) -> None:
         own, remembered = application.seat, self._last.seat(application.node)
