@@ -281,7 +281,6 @@ class NodeService:
             if now - self._stepped >= _STEP_SECONDS:
                 self._stepped = now
                 self._rounds.step(now)
-                self._roster_pages(self._rounds)  # so that the roster before is known when a round completes
             resting = self._rounds.phase is Phase.COMPLETE
             return _REST_SECONDS if resting else _STEP_SECONDS
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import random
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import timedelta
 
@@ -70,8 +71,7 @@ class RoundJoin:
         """The leader; finally this node, if it is elected. Raises what `check` does, and ConfigError."""
         began = time.monotonic()
         patience = 2 * self._node.settings.silence
-        longest = min(_LONGEST_SEARCH_PAUSE, max(LOOK_SECONDS, self._node.settings.rules.max_nodes / _SEARCHES))
-        between = LOOK_SECONDS
+        pauses = search_pauses(self._node.settings.rules.max_nodes)
         while True:
             self.check()
             searched = time.monotonic() - began
@@ -79,8 +79,7 @@ class RoundJoin:
                 return leader
             if searched > patience:
                 self._warn_of_other_job()
-            pause(between)
-            between = min(longest, between * _SEARCH_GROWTH)
+            pause(next(pauses))
 
     def _warn_of_other_job(self) -> None:
         """Report once that a node of another job answers. Raises ConfigError without a secret: it is on this machine.
@@ -214,6 +213,15 @@ class RoundJoin:
             f"node {node.me.node}, job '{node.me.run}': no round was complete within "
             f"{settings.join + settings.rules.wait:g} s: {missing}" + (f"; {other_job}" if other_job else "")
         )
+
+
+def search_pauses(nodes: int) -> Iterator[float]:
+    """Seconds between two searches of the leader, where so many nodes may search it: longer and longer."""
+    longest = min(_LONGEST_SEARCH_PAUSE, max(LOOK_SECONDS, nodes / _SEARCHES))
+    seconds = LOOK_SECONDS
+    while True:
+        yield seconds
+        seconds = min(longest, seconds * _SEARCH_GROWTH)
 
 
 def pause(seconds: float = LOOK_SECONDS) -> None:

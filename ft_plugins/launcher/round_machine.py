@@ -182,8 +182,6 @@ class RoundMachine:
     def hang_up(self, token: str, now: float) -> None:
         """Note that a process has closed its connection: it is lost unless it sends another message."""
         self._alive.hang_up(token)
-        if self.phase is Phase.PROPOSED and self.proposal and token in self.proposal.ranks:
-            self._unheard.add(token)
         if token in self._nodes:
             self._ended.pop(token, None)
             self._find(token)

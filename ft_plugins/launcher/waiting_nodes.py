@@ -22,7 +22,6 @@ from .field_types import Count, EndpointText, Name, Reported, Token, Workers
 from .roster import Roster
 from .rounds import Candidate, Seat, Turnout
 
-
 _DEPARTED = 64  # entries of a heap that belong to nodes that have left
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,7 +46,7 @@ class Lead:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, nodes: int = 3) -> None:
         self.now = 1000.0
-        monkeypatch.setattr("ft_plugins.launcher.node_service.time.monotonic", lambda: self.now)
+        monkeypatch.setattr("ft_plugins.launcher.node_service.time", SimpleNamespace(monotonic=lambda: self.now))
         self.service = NodeService(NodeIdentity("job", "a", "t-a", "127.0.0.1:1"), Rules(nodes, nodes), SILENCE)
         leader = Leader("a", "t-a", "127.0.0.1:1", 1)
         self.service.answer({"do": "elect", "lead": vars(leader)})
@@ -315,6 +316,17 @@ def test_a_node_learns_of_a_step_at_once_and_of_nothing_else(nodes: list[Node]) 
     assert time.monotonic() - before < SILENCE / 8, "long before its look would have been answered anyway"
 
 
+def test_the_first_look_at_a_leader_is_answered_at_once(nodes: list[Node]) -> None:
+    a, b, _ = nodes
+    apply(a), apply(b)
+    seen = news(b).changes
+    assert b.link.watch(4, 0.2) is None
+    assert a.link.leader is not None
+    b.link.follow(a.link.leader)
+    apply(b)
+    assert news(b, SILENCE / 8).changes == seen, "it might be another one that has counted as far"
+
+
 def test_a_request_while_a_look_is_held_has_its_own_reply(nodes: list[Node]) -> None:
     a, b, _ = nodes
     apply(a), apply(b)
@@ -371,7 +383,7 @@ def test_a_node_that_cannot_use_a_change_reads_the_whole_roster(nodes: list[Node
     assert service._rounds is not None
     old, new = roster_of(3), Roster(5, roster_of(2 * PAGE).members[1:])
     service._rounds.roster = old
-    service.tick()
+    b.link.ask("roster")
     service._rounds.roster = new
     reply = b.link.ask("apply", application=application("b")["application"], base=old.digest)
     first = parsed(Admission, reply).roster

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from ft_plugins.launcher.node_service import NodeIdentity, NodeService
 from ft_plugins.launcher.peer_client import ASKED_AT_ONCE, Credentials
 from ft_plugins.launcher.peer_server import PeerServer
 from ft_plugins.launcher.roster_file import RosterFile
+from ft_plugins.launcher.round_join import search_pauses
 from ft_plugins.launcher.round_machine import Place, Roster
 from ft_plugins.launcher.rounds import Rules
 
@@ -205,6 +207,13 @@ def test_who_does_not_lead_says_so_to_those_who_ask_it_to(make: Callable[..., li
 
 
 # ---- many nodes ----
+
+
+def test_many_nodes_search_the_lead_less_and_less_often_and_few_do_as_before() -> None:
+    few, many = ([round(each, 2) for each in islice(search_pauses(nodes), 8)] for nodes in (8, 2048))
+    assert few == [0.1] * 8
+    assert many == [0.1, 0.15, 0.23, 0.34, 0.51, 0.76, 1.0, 1.0], "never more than a second"
+    assert max(islice(search_pauses(128), 100)) == 0.25
 
 
 def test_a_lead_meets_absent_nodes_a_few_at_a_time_and_all_in_turn(

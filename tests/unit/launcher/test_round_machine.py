@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -296,7 +296,8 @@ class Lead:
     def __init__(self, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = count
         self.now = 1000.0
-        monkeypatch.setattr("ft_plugins.launcher.node_service.time.monotonic", lambda: self.now)
+        self.clock = SimpleNamespace(monotonic=lambda: self.now)
+        monkeypatch.setattr("ft_plugins.launcher.node_service.time", self.clock)
         self.service = NodeService(NodeIdentity("job", "n0", "t0", "h:1"), Rules(count, count, wait=1e6), SILENCE)
         leader = Leader("n0", "t0", "h:1", 1)
         assert self.service.answer({"do": "elect", "lead": vars(leader)})["granted"]
@@ -359,7 +360,7 @@ def test_what_a_lead_does_while_nodes_wait_costs_the_same_for_few_and_for_many(m
     few, many = (Lead(count, monkeypatch) for count in (16, 1024))
     found = []
     for lead in (few, many):
-        monkeypatch.setattr("ft_plugins.launcher.node_service.time.monotonic", lambda lead=lead: lead.now)
+        monkeypatch.setattr("ft_plugins.launcher.node_service.time", lead.clock)
         lead.run_one_round()
         assert (view := lead.look(1, known=1)) is not None and view["begun"], view
         lead.lose_one()
