@@ -29,8 +29,8 @@ from typing import Any
 
 from ft_plugins.intake import parsed
 from ft_plugins.launcher import job_secret
+from ft_plugins.launcher.held_looks import longest_hold
 from ft_plugins.launcher.node_messages import Message
-from ft_plugins.launcher.node_service import longest_hold
 from ft_plugins.launcher.peer_client import ADMITTED, HEAD, PURPOSE, length_prefix
 from ft_plugins.launcher.roster import Roster, RosterPage, assembled
 from ft_plugins.launcher.waiting_nodes import Application

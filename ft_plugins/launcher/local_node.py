@@ -18,9 +18,10 @@ from ..recovery.resize.sizes import SizeReport
 from ..smp import connections
 from . import endpoint, peer_client
 from .endpoint import Endpoint
+from .held_looks import longest_hold
 from .leader_search import LeaderSearch
 from .node_messages import Answered, Leader, Message, RosterReply, RoundView
-from .node_service import NodeIdentity, NodeService, longest_hold
+from .node_service import NodeIdentity, NodeService
 from .peer_client import Credentials, PeerConnection
 from .peer_server import PeerServer
 from .rendezvous_settings import RendezvousSettings

@@ -16,7 +16,6 @@ In: requests of other nodes and of this one. Out: replies, as maps.
 
 from __future__ import annotations
 
-import heapq
 import threading
 import time
 from dataclasses import asdict, dataclass, replace
@@ -25,6 +24,7 @@ from typing import Any
 from ..errors import ProtocolError
 from ..intake import parsed
 from ..recovery.resize.sizes import SizeReport
+from .held_looks import HeldLooks, longest_hold
 from .node_messages import (
     ANSWERED_BY_ALL,
     ANSWERED_BY_LEADER,
@@ -51,8 +51,6 @@ _STEP_SECONDS = 0.05  # between two steps of the leader's round
 _REST_SECONDS = 0.25  # while the round is complete or another node leads
 _AHEAD = 1 << 24  # generations, one per election, that this node may have missed
 _NAMED = 16  # maximum of nodes named in a reply
-_HELD_SILENCE = 0.25  # for so much of the silence of a lost node a look may be held: it has four to be heard from
-_LONGEST_HELD = 10.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -63,11 +61,6 @@ class NodeIdentity:
     node: str
     token: str
     endpoint: str
-
-
-def longest_hold(silence: float) -> float:
-    """The maximum of seconds for which a look is held back, where a node is lost after `silence` seconds."""
-    return min(_HELD_SILENCE * silence, _LONGEST_HELD)
 
 
 class NodeService:
@@ -90,9 +83,7 @@ class NodeService:
         # by connection: the token of its last request; a token is at the connection that used it last
         self._connections: dict[int, str] = {}
         self._connection_of: dict[str, int] = {}  # the inverse
-        self._held: dict[int, tuple[float, Look]] = {}  # by connection: until when (monotonic), and the look
-        self._held_until: list[tuple[float, int]] = []  # heap of the same times, and of looks since answered
-        self._held_at = (0, 0)  # leads and changes as of the held looks
+        self._held = HeldLooks()
         self._leads = 0  # how often this node took or gave up the lead, or the rendezvous ended
         self._pages = RosterPages(Roster(0))
         self._common: tuple[tuple[int, int], Message] = ((0, 0), {})  # leads and revision; what all looks show then
@@ -220,38 +211,28 @@ class NodeService:
             rounds.hear(look.token, look.round, now)
             if look.seen != rounds.changes:
                 return False
-            if not self._held:
-                self._held_at = (self._leads, rounds.changes)
             until = now + min(look.wait, longest_hold(self._silence))
-            self._held[connection] = until, look
-            heapq.heappush(self._held_until, (until, connection))
+            self._held.hold(connection, look, until, self._news)
             return True
+
+    @property
+    def _news(self) -> tuple[int, int]:
+        """Differs when nodes that look have to learn something at once."""
+        return self._leads, self._rounds.changes if self._rounds else 0
 
     def released(self) -> list[tuple[int, Message]]:
         """Connections with the replies to their held looks: all if something has changed, else those whose time is
         over."""
         with self._lock:
-            now = time.monotonic()
-            if self._held and self._held_at != (self._leads, self._rounds.changes if self._rounds else 0):
-                ready = list(self._held)
-                self._held_until.clear()
-            else:
-                ready = []
-                while self._held_until and self._held_until[0][0] <= now:
-                    until, connection = heapq.heappop(self._held_until)
-                    if connection in self._held and self._held[connection][0] == until:
-                        ready.append(connection)
-            return [(connection, self._release(connection)) for connection in ready]
+            due = self._held.due(time.monotonic(), self._news)
+            return [(connection, self.release(connection)) for connection in due]
 
     def release(self, connection: int) -> Message:
         """The reply to the held look of a connection now: its user has sent another request."""
         with self._lock:
-            return self._release(connection)
-
-    def _release(self, connection: int) -> Message:
-        _, look = self._held.pop(connection)
-        reply = {"closed": self._closed, "in_order": self._in_order, "moved": self._rounds is None}
-        return reply | (self._look(self._rounds, look, hears=False) if self._rounds else {})
+            look = self._held.release(connection)
+            reply = {"closed": self._closed, "in_order": self._in_order, "moved": self._rounds is None}
+            return reply | (self._look(self._rounds, look, hears=False) if self._rounds else {})
 
     def _note_user(self, connection: int, token: str) -> None:
         if not connection or self._connections.get(connection) == token:
@@ -265,7 +246,7 @@ class NodeService:
     def gone(self, connection: int) -> None:
         """Note that a connection has ended: its last user is lost, unless it returns on another one."""
         with self._lock:
-            self._held.pop(connection, None)
+            self._held.drop(connection)
             token = self._connections.pop(connection, None)
             if token:
                 del self._connection_of[token]

@@ -20,7 +20,7 @@ from enum import Enum
 from itertools import accumulate
 
 from . import rounds
-from .liveness import Liveness
+from .last_messages import LastMessages
 from .roster import Place, Roster
 from .rounds import Rules
 from .waiting_nodes import Application, WaitingNodes
@@ -77,7 +77,7 @@ class RoundMachine:
         self._rules = rules
         self._silence = silence
         self._waiting = WaitingNodes(self.roster)
-        self._alive = Liveness(silence)  # watches those that wait and those that have not acknowledged the round
+        self._alive = LastMessages(silence)  # watches those that wait and those that have not acknowledged the round
         self._members: dict[str, str] = {}  # token by node, of the complete round
         self._nodes: dict[str, str] = {}  # node by token, of the complete round
         self._back: set[str] = set()  # nodes of the complete round that wait

@@ -15,9 +15,10 @@ from ft_plugins.events import Events
 from ft_plugins.intake import parsed
 from ft_plugins.launcher import endpoint
 from ft_plugins.launcher.field_types import MOST_NODES
+from ft_plugins.launcher.held_looks import longest_hold
 from ft_plugins.launcher.local_node import LeaderLink
 from ft_plugins.launcher.node_messages import Admission, Leader, Message, RoundView
-from ft_plugins.launcher.node_service import NodeIdentity, NodeService, longest_hold
+from ft_plugins.launcher.node_service import NodeIdentity, NodeService
 from ft_plugins.launcher.peer_client import Credentials, PeerConnection
 from ft_plugins.launcher.peer_server import PeerServer
 from ft_plugins.launcher.roster import PAGE, Place, Roster

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ft_plugins.launcher.liveness import Liveness
+from ft_plugins.launcher.last_messages import LastMessages
 
 SILENCE = 10.0
 STEPS = st.tuples(
@@ -20,7 +20,7 @@ STEPS = st.tuples(
 def test_whatever_happens_those_are_silent_who_were_not_heard_from_for_so_long(
     story: list[tuple[str, str, float]],
 ) -> None:
-    alive, now = Liveness(SILENCE), 1000.0
+    alive, now = LastMessages(SILENCE), 1000.0
     last: dict[str, float] = {}
     watched: set[str] = set()
     for what, token, seconds in story:
@@ -58,7 +58,7 @@ def test_whatever_happens_those_are_silent_who_were_not_heard_from_for_so_long(
 
 
 def test_the_silent_ones_come_in_the_order_of_their_last_messages() -> None:
-    alive = Liveness(SILENCE)
+    alive = LastMessages(SILENCE)
     for number, token in enumerate("abc"):
         alive.watch(token, float(number))
     alive.hear("a", 3.0)
@@ -67,7 +67,7 @@ def test_the_silent_ones_come_in_the_order_of_their_last_messages() -> None:
 
 
 def test_messages_that_were_noted_before_a_stop_was_noticed_do_not_hide_the_silence_of_others() -> None:
-    alive = Liveness(SILENCE)
+    alive = LastMessages(SILENCE)
     alive.watch("a", 0.0)
     alive.hear("a", 500.0)  # this process was stopped since, and has not noticed it yet
     alive.was_stopped(499.0, 500.0)

@@ -2,7 +2,7 @@
 
 Invariant: watched processes are in the order of their last messages, so a message costs the same for two processes as
 for thousands, and so does a search in which none is silent. While this process was stopped no message could arrive:
-that time is nobody's silence.
+that time does not count.
 
 In: messages, by token; the time. Out: the silent ones.
 """
@@ -15,7 +15,7 @@ from collections.abc import Iterable
 _NEVER = float("-inf")
 
 
-class Liveness:
+class LastMessages:
     """Last messages of processes. Each call has a `now` that is not before that of the last one."""
 
     def __init__(self, silence: float) -> None:
