@@ -103,7 +103,8 @@ def _lead(ready: Connection, port: int, nodes: int) -> None:
     from ft_plugins.launcher import plugin
 
     place, run = f"127.0.0.1:{port}", _run(port)
-    config = {"node_name": _name(_LEAD), "detect_seconds": SILENCE, "wait_seconds": _BOUND, "join_timeout": _BOUND}
+    bounds = {"detect_seconds": SILENCE, "wait_seconds": _BOUND, "join_timeout": _BOUND}
+    config: dict[str, Any] = {"node_name": _name(_LEAD), **bounds}
     handler: Any = plugin.create(RendezvousParameters("ft_plugins", place, run, nodes, nodes, **config))
     handler.workers = WORKERS
     ready.send(True)

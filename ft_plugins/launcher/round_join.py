@@ -59,7 +59,7 @@ class RoundJoin:
     def begin(self, opened: bool, trained: bool, workers: int) -> None:
         """Start to wait for the next round; see `Application` for the arguments."""
         self._opened, self._trained, self._workers = opened, trained, workers
-        self.is_spare, self._acknowledged = False, 0
+        self.is_spare, self._acknowledged, self._last_view = False, 0, None
         self._extend_deadline()
         settings = self._node.settings
         self._wait_report = WaitReport(settings.rules, settings.silence, settings.command)
