@@ -114,6 +114,8 @@ class RoundJoin:
                 view = link.watch_patiently(self.check, known.round, LOOK_SECONDS, known)
                 if view is None:
                     self._report(leads)
+                    if self.is_spare:
+                        self._extend_deadline()
                     continue
                 self._remember(view.roster)
                 complete, chosen = view.phase is Phase.COMPLETE, view.rank is not None
