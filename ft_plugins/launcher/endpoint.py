@@ -21,6 +21,7 @@ DEFAULT_PORT = 29400  # torch's, for an endpoint without one
 LOOPBACK = "127.0.0.1"
 _PREDECESSOR_SECONDS = 1.0  # for the kernel to end a killed process and the ranks that it forked
 _RETRY_SECONDS = 0.1
+_BACKLOG = 4096  # connections of a port that wait to be accepted: thousands of nodes connect when a job starts
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,6 @@ def _listen_on(host: str) -> socket.socket:
 
 def _listen(host: str, port: int) -> socket.socket:
     if not host and socket.has_dualstack_ipv6():
-        return socket.create_server((host, port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
+        return socket.create_server((host, port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=1024)
+    return socket.create_server((host, port), family=family, backlog=_BACKLOG)

@@ -39,4 +39,5 @@ EndpointText = Annotated[str, StringConstraints(max_length=300), AfterValidator(
 Reason = Annotated[str, StringConstraints(max_length=1000), AfterValidator(_printable)]
 Count = Annotated[int, Field(strict=True, ge=0, le=LIMIT)]
 Reported = Annotated[int, Field(strict=True, ge=0, le=PLAUSIBLE)]  # a round or generation, by another node
+Wait = Annotated[float, Field(strict=True, ge=0, le=60, allow_inf_nan=False)]  # seconds
 Workers = Annotated[int, Field(strict=True, ge=0, le=1 << 16)]  # of one node; thousands of nodes stay below LIMIT

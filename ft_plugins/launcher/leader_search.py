@@ -11,17 +11,17 @@ In: this node's service, endpoints. Out: a `Leader` that was alive and leading w
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 
 from ..errors import ProtocolError
 from ..intake import parsed
 from .node_messages import Leader, Meeting, Message, Vote
 from .node_service import NodeService
-from .peer_client import ASKED_AT_ONCE, Credentials, ForeignError, ask, ask_all
+from .peer_client import ASKED_AT_ONCE, Credentials, ForeignError, ask_all
 from .roster_file import RosterFile
 
-_AT_ONCE = 8  # nodes before this one in the order that are asked together, before the rest
+_AT_ONCE = 8  # nodes before this one in the order that are asked together, before the rest; candidates' first voters
 
 Check = Callable[[], None]
 
@@ -45,6 +45,8 @@ class LeaderSearch:
         self._reach = reach
         self._credentials = credentials
         self._next_meeting = 0.0  # monotonic
+        self._absent: list[str] = []  # endpoints, in the order in which they are met next
+        self._absent_as_of: object = None  # the state of the service and the roster from which they were found
 
     def order(self) -> list[str]:
         """Endpoints of the nodes that may lead, the first one first."""
@@ -117,18 +119,15 @@ class LeaderSearch:
         return max(leaders, key=lambda leader: leader.standing, default=None)
 
     def meet_absent(self, pause: float, reach: float) -> None:
-        """As the leader, introduce this node to absent nodes, at most once per `pause` seconds. Raises ConnectionError
-        if this node no longer leads, or resigns now because another leader has a higher standing."""
+        """As the leader, introduce this node to absent nodes, at most once per `pause` seconds, and to a few at a time.
+        Raises ConnectionError if this node no longer leads, or resigns now because another leader has a higher
+        standing."""
         own, now = self._service.leading, time.monotonic()
         if own is None:
             raise ConnectionError("this node no longer leads")
         if now < self._next_meeting:
             return
-        present = {place.endpoint for place in self._service.present}
-        if own.complete:
-            present |= set(self._roster_file.roster.endpoints)
-        absent = [endpoint for endpoint in self.order() if endpoint not in present]
-        better = self.best(self.meet([self._me.endpoint, *absent], own, reach), reach)
+        better = self.best(self.meet([self._me.endpoint, *self._next_absent(own.complete)], own, reach), reach)
         spent = time.monotonic() - now
         self._next_meeting = now + spent + max(pause, spent)
         own = self._service.leading  # its round may have become complete meanwhile
@@ -136,24 +135,43 @@ class LeaderSearch:
             self._service.resign()
             raise ConnectionError(f"this node resigned in favour of {better.node}")
 
+    def _next_absent(self, complete: bool) -> list[str]:
+        """Endpoints of the absent nodes whose turn it is."""
+        as_of = (self._service.revision, self._roster_file.roster.digest)
+        if as_of != self._absent_as_of:
+            present = {self._me.endpoint, *(place.endpoint for place in self._service.present)}
+            if complete:
+                present |= set(self._roster_file.roster.endpoints)
+            absent = dict.fromkeys(endpoint for endpoint in self.order() if endpoint not in present)
+            met = dict.fromkeys(endpoint for endpoint in self._absent if endpoint in absent)
+            self._absent = [*(endpoint for endpoint in absent if endpoint not in met), *met]
+            self._absent_as_of = as_of
+        turn = self._absent[:ASKED_AT_ONCE]
+        self._absent = self._absent[ASKED_AT_ONCE:] + turn
+        return turn
+
     def _claim(self, known: dict[str, Meeting], check: Check = _no_check) -> Leader | None:
         """This node as the leader, if all nodes in `known` consent."""
         me = self._me
         leader = Leader(me.node, me.token, me.endpoint, self._service.generation + 1)
         message = {"do": "elect", "lead": asdict(leader)}
-        for endpoint in sorted({*known, me.endpoint}):
+        voters = sorted({*known, me.endpoint})
+        for some in _batches(voters):
             check()
-            try:
-                own = endpoint == me.endpoint
-                vote = parsed(
-                    Vote,
-                    self._service.answer(message) if own else ask(endpoint, message, self._reach, self._credentials),
-                )
-            except (ConnectionError, ProtocolError):
-                continue  # lost since it was met
-            if not vote.granted:
-                self._service.heard_of(vote.generation)
-                return None
+            replies: dict[str, Message | ConnectionError] = {}
+            if me.endpoint in some:
+                replies[me.endpoint] = self._service.answer(message)
+            replies |= ask_all([each for each in some if each != me.endpoint], message, self._reach, self._credentials)
+            for reply in replies.values():
+                try:
+                    if isinstance(reply, ConnectionError):
+                        raise reply
+                    vote = parsed(Vote, reply)
+                except (ConnectionError, ProtocolError):
+                    continue  # lost since it was met
+                if not vote.granted:
+                    self._service.heard_of(vote.generation)
+                    return None
         return self._service.leading if self._service.take_lead(leader, self._roster_file.roster) else None
 
     def other_job(self) -> str:
@@ -173,6 +191,14 @@ class LeaderSearch:
             f"expected a node of the job at one of {', '.join(self.order())}, found none ({asked}); "
             "give the endpoint of a live node in --rdzv-endpoint, the same on all nodes"
         )
+
+
+def _batches(voters: list[str]) -> Iterator[list[str]]:
+    """The first ones alone, so that of two candidates one is refused early; the others together."""
+    for voter in voters[:_AT_ONCE]:
+        yield [voter]
+    for begin in range(_AT_ONCE, len(voters), ASKED_AT_ONCE):
+        yield voters[begin : begin + ASKED_AT_ONCE]
 
 
 _ABSENT = Meeting("", "", False, 0, None, ())

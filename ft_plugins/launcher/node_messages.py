@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..intake import Flag
-from .field_types import Count, EndpointText, Name, Reason, Reported, Token
-from .round_machine import Application, Phase, Roster
+from .field_types import Count, EndpointText, Name, Reason, Reported, Token, Wait
+from .roster import Digest, PageNumber, RosterPage
+from .round_machine import Phase
+from .waiting_nodes import Application
 
 Message = dict[str, Any]
 REQUEST_LIMIT = 8 << 10  # bytes; the longest one names an endpoint or two, and a reason
@@ -71,18 +73,37 @@ class Leave:
 
 @dataclass(frozen=True)
 class Apply:
-    """This process applies to take part."""
+    """This process applies to take part. `base`: the digest of the roster that it knows."""
 
     token: Token
     application: Application
+    base: Digest = ""
 
 
 @dataclass(frozen=True)
 class Look:
-    """Report the state of the round. `round`: the newest one that this process knows to be complete."""
+    """Report the state of the round. `round`: the newest one that this process knows to be complete.
+
+    `wait`: seconds for which the reply may be held back while nothing has changed that the process must learn at once.
+    `seen`: the `RoundView.changes` that it knows. `roster`: it wants that of a newer round; `base`: the digest of the
+    one that it knows.
+    """
 
     token: Token
     round: Reported = 0
+    wait: Wait = 0.0
+    seen: Count = 0
+    roster: Flag = False
+    base: Digest = ""
+
+
+@dataclass(frozen=True)
+class ReadRoster:
+    """One page of the last complete round's roster; see `RosterPages.page`."""
+
+    token: Token
+    base: Digest = ""
+    page: PageNumber = 0
 
 
 @dataclass(frozen=True)
@@ -102,7 +123,7 @@ class Finish:
 
 
 ANSWERED_BY_ALL = {"meet": Meet, "elect": Elect, "leave": Leave, "close": Close}
-ANSWERED_BY_LEADER = {"apply": Apply, "look": Look, "serve": Serve, "finish": Finish}
+ANSWERED_BY_LEADER = {"apply": Apply, "look": Look, "roster": ReadRoster, "serve": Serve, "finish": Finish}
 
 
 # ---- replies ----
@@ -132,17 +153,26 @@ class Vote:
 
 @dataclass(frozen=True)
 class Admission:
-    """Whether an application was accepted, and the last complete round."""
+    """Whether an application was accepted, and the first page of the last complete round if the process did not know
+    that one."""
 
     accepted: Flag
-    roster: Roster
+    roster: RosterPage | None = None
+
+
+@dataclass(frozen=True)
+class RosterReply:
+    """A page of the last complete round's roster."""
+
+    roster: RosterPage
 
 
 @dataclass(frozen=True)
 class RoundView:
     """The round as one process sees it.
 
-    `rank`, `size`, `store`: if the process was chosen. `roster`: if the round is complete and the process did not know.
+    `rank`, `size`, `store`: if the process was chosen. `roster`: the first page, if the process asked for that of a
+    newer round. `changes`: see `Look.seen`.
     `names`, `missing`: of waiting nodes, of nodes of the last round that do not wait; not all if there are many.
     `opened`, `trained`: see `Proposal`. `first`: global rank of the process's first worker; `workers`: number of all.
     """
@@ -163,7 +193,8 @@ class RoundView:
     trained: Flag = False
     first: Count = 0
     workers: Count = 0
-    roster: Roster | None = None
+    roster: RosterPage | None = None
+    changes: Count = 0
 
 
 @dataclass(frozen=True)

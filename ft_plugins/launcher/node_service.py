@@ -4,6 +4,10 @@ Invariant: among nodes that reach each other at most one leader is elected per g
 of every node that it reaches; a node consents once per generation, and never while it leads. An election transfers no
 memory of rounds: nodes send it when they apply.
 
+A look may be held back until something has changed that its sender must learn at once, or its time is over: a node
+that waits need not ask again and again. A held look is answered when another request comes on its connection, and when
+this node no longer leads or the rendezvous is over.
+
 Leaders that could not reach each other when they were elected (a network partition, a stopped process) compare their
 `standing`: the lower one resigns when it learns of the other, unless its round is complete.
 
@@ -20,10 +24,10 @@ from typing import Any
 from ..errors import ProtocolError
 from ..intake import parsed
 from ..recovery.resize.sizes import SizeReport
+from .held_looks import HeldLooks, longest_hold
 from .node_messages import (
     ANSWERED_BY_ALL,
     ANSWERED_BY_LEADER,
-    Admission,
     Answered,
     Apply,
     Close,
@@ -35,11 +39,12 @@ from .node_messages import (
     Meet,
     Meeting,
     Message,
-    RoundView,
+    ReadRoster,
     Serve,
     Vote,
 )
-from .round_machine import Phase, Place, Roster, RoundMachine
+from .roster import Place, Roster, RosterPages
+from .round_machine import Phase, RoundMachine
 from .rounds import Rules
 
 _STEP_SECONDS = 0.05  # between two steps of the leader's round
@@ -77,6 +82,11 @@ class NodeService:
         self._stepped = 0.0
         # by connection: the token of its last request; a token is at the connection that used it last
         self._connections: dict[int, str] = {}
+        self._connection_of: dict[str, int] = {}  # the inverse
+        self._held = HeldLooks()
+        self._leads = 0  # how often this node took or gave up the lead, or the rendezvous ended
+        self._pages = RosterPages(Roster(0))
+        self._common: tuple[tuple[int, int], Message] = ((0, 0), {})  # leads and revision; what all looks show then
 
     # ---- for this node ----
 
@@ -126,6 +136,12 @@ class NodeService:
         with self._lock:
             return self._rounds.places if self._rounds else []
 
+    @property
+    def revision(self) -> tuple[int, int]:
+        """Differs when `leading` or `present` does."""
+        with self._lock:
+            return self._leads, self._rounds.revision if self._rounds else 0
+
     def heard_of(self, generation: int) -> None:
         """Note that another node knows this generation."""
         with self._lock:
@@ -143,18 +159,22 @@ class NodeService:
             if self._elected is None or self._elected.token != self.me.token or self._generation != leader.generation:
                 return False
             self._rounds = RoundMachine(self._rules, self._silence, last, time.monotonic())
+            self._pages = RosterPages(self._rounds.roster)
+            self._leads += 1
             return True
 
     def resign(self) -> None:
         """Stop leading: the replies to waiting nodes say so, and they search for the other leader."""
         with self._lock:
             self._rounds = self._elected = None
+            self._leads += 1
 
     def close(self, reason: str, in_order: bool) -> None:
         """Note that the rendezvous is over."""
         with self._lock:
             if not self._closed:
                 self._closed, self._in_order = reason, in_order
+                self._leads += 1
 
     # ---- for the port ----
 
@@ -171,15 +191,65 @@ class NodeService:
                 return reply | getattr(self, f"_{name}")(message)
             if self._rounds is None:
                 return reply | {"moved": True}
-            if connection and self._connections.get(connection) != message.token:
-                others = {each: token for each, token in self._connections.items() if token != message.token}
-                self._connections = others | {connection: message.token}
+            self._note_user(connection, message.token)
             return reply | getattr(self, f"_{name}")(self._rounds, message)
+
+    def answer_or_hold(self, request: Message, connection: int) -> Message | None:
+        """As `answer`; None if the request is a look that is held back: `released` has its reply later."""
+        if request.get("do") == "look" and request.get("wait") and self._hold(request, connection):
+            return None
+        return self.answer(request, connection)
+
+    def _hold(self, request: Message, connection: int) -> bool:
+        """Hold a look back, if nothing has changed since its sender's last one. Raises ProtocolError."""
+        look = parsed(Look, request, "look")
+        with self._lock:
+            rounds, now = self._rounds, time.monotonic()
+            if rounds is None or self._closed or not rounds.knows(look.token):
+                return False
+            self._note_user(connection, look.token)
+            rounds.hear(look.token, look.round, now)
+            if look.seen != rounds.changes:
+                return False
+            until = now + min(look.wait, longest_hold(self._silence))
+            self._held.hold(connection, look, until, self._news)
+            return True
+
+    @property
+    def _news(self) -> tuple[int, int]:
+        """Differs when nodes that look have to learn something at once."""
+        return self._leads, self._rounds.changes if self._rounds else 0
+
+    def released(self) -> list[tuple[int, Message]]:
+        """Connections with the replies to their held looks: all if something has changed, else those whose time is
+        over."""
+        with self._lock:
+            due = self._held.due(time.monotonic(), self._news)
+            return [(connection, self.release(connection)) for connection in due]
+
+    def release(self, connection: int) -> Message:
+        """The reply to the held look of a connection now: its user has sent another request."""
+        with self._lock:
+            look = self._held.release(connection)
+            reply = {"closed": self._closed, "in_order": self._in_order, "moved": self._rounds is None}
+            return reply | (self._look(self._rounds, look, hears=False) if self._rounds else {})
+
+    def _note_user(self, connection: int, token: str) -> None:
+        if not connection or self._connections.get(connection) == token:
+            return
+        if (before := self._connections.get(connection)) is not None:
+            del self._connection_of[before]
+        if (other := self._connection_of.get(token)) is not None:
+            del self._connections[other]
+        self._connections[connection], self._connection_of[token] = token, connection
 
     def gone(self, connection: int) -> None:
         """Note that a connection has ended: its last user is lost, unless it returns on another one."""
         with self._lock:
+            self._held.drop(connection)
             token = self._connections.pop(connection, None)
+            if token:
+                del self._connection_of[token]
             if token and self._rounds:
                 self._rounds.hang_up(token, time.monotonic())
 
@@ -221,31 +291,50 @@ class NodeService:
         return {"closed": self._closed}
 
     def _apply(self, rounds: RoundMachine, request: Apply) -> Message:
-        return asdict(Admission(rounds.apply(request.application, time.monotonic()), rounds.roster))
+        accepted = rounds.apply(request.application, time.monotonic())
+        unknown = accepted and rounds.roster.round > request.application.knows
+        return {"accepted": accepted, "roster": self._roster_pages(rounds).page(request.base, 0) if unknown else None}
 
-    def _look(self, rounds: RoundMachine, request: Look) -> Message:
-        now = time.monotonic()
-        waits = rounds.hear(request.token, request.round, now)
-        proposal, waiting = rounds.proposal, rounds.waiting
-        view = RoundView(
-            phase=rounds.phase,
-            round=rounds.round,
-            begun=rounds.begun,
-            waits=waits,
-            waiting=len(waiting),
-            names=tuple(waiting[:_NAMED]),
-            missing=tuple(rounds.missing[:_NAMED]),
-            done=len(rounds.done),
-            lost=len(rounds.lost(now)),
-        )
-        if proposal and request.token in proposal.ranks and waits is (rounds.phase is Phase.PROPOSED):
-            rank, size = proposal.ranks[request.token], len(proposal.ranks)
-            view = replace(view, rank=rank, size=size, store=proposal.store or None)
-            view = replace(view, opened=proposal.opened, trained=proposal.trained)
-            view = replace(view, first=sum(proposal.workers[:rank]), workers=sum(proposal.workers))
-        if rounds.phase is Phase.COMPLETE and request.round != rounds.round:
-            view = replace(view, roster=rounds.roster)
-        return asdict(view) | {"phase": view.phase.value}
+    def _roster(self, rounds: RoundMachine, request: ReadRoster) -> Message:
+        rounds.hear(request.token, 0, time.monotonic())
+        return {"roster": self._roster_pages(rounds).page(request.base, request.page)}
+
+    def _roster_pages(self, rounds: RoundMachine) -> RosterPages:
+        if self._pages.roster is not rounds.roster:
+            self._pages = RosterPages(rounds.roster, self._pages.roster)
+        return self._pages
+
+    def _look(self, rounds: RoundMachine, request: Look, hears: bool = True) -> Message:
+        """`hears`: it has just arrived."""
+        token, now = request.token, time.monotonic()
+        waits = rounds.hear(token, request.round, now) if hears else rounds.is_waiting(token)
+        if self._common[0] != (self._leads, rounds.revision):
+            self._common = (self._leads, rounds.revision), self._seen_by_all(rounds)
+        view: Message = {**self._common[1], "waits": waits}
+        proposal = rounds.proposal
+        if proposal and token in proposal.ranks and waits is (rounds.phase is Phase.PROPOSED):
+            rank = proposal.ranks[token]
+            view |= {"rank": rank, "size": len(proposal.ranks), "store": proposal.store or None}
+            view |= {"opened": proposal.opened, "trained": proposal.trained}
+            view |= {"first": proposal.first_workers[rank], "workers": proposal.first_workers[-1]}
+        if request.roster and rounds.phase is Phase.COMPLETE and request.round != rounds.round:
+            view["roster"] = self._roster_pages(rounds).page(request.base, 0)
+        return view
+
+    @staticmethod
+    def _seen_by_all(rounds: RoundMachine) -> Message:
+        """The fields of a `RoundView` that do not depend on who looks."""
+        return {
+            "phase": rounds.phase.value,
+            "round": rounds.round,
+            "begun": rounds.begun,
+            "waiting": rounds.waiting_count,
+            "names": rounds.first_waiting(_NAMED),
+            "missing": rounds.first_missing(_NAMED),
+            "done": len(rounds.done),
+            "lost": rounds.lost_count,
+            "changes": rounds.changes,
+        }
 
     def _serve(self, rounds: RoundMachine, request: Serve) -> Message:
         rounds.serve(request.token, request.store)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import select
 import socket
 import struct
 import time
@@ -64,6 +65,7 @@ class PeerConnection:
         """`seconds`: limit for connecting including the handshake, and for each reply."""
         self.endpoint = endpoint
         self._seconds = seconds
+        self._awaited = 0  # replies to requests that were sent
         until = time.monotonic() + seconds
         pause, longest = _RETRY_SECONDS
         while True:
@@ -113,14 +115,35 @@ class PeerConnection:
         return channel
 
     def ask(self, message: Message) -> Message:
-        """The reply to `message`."""
-        until = time.monotonic() + self._seconds
+        """The reply to `message`; replies to earlier ones are dropped."""
+        self.send(message)
+        while self._awaited > 1:
+            self.receive()
+        return self.receive()
+
+    def send(self, message: Message) -> None:
+        """Send a request whose reply is received later."""
         try:
             payload = protocol.pack(message)
             body, tag = self._channel.sealer.seal(payload)
             self._socket.settimeout(self._seconds)
             self._socket.sendall(b"".join((length_prefix(payload), body, tag)))
-            return self._receive(self._channel, until)
+        except (OSError, ProtocolError) as error:
+            self.close()
+            raise ConnectionError(_why(error, self._seconds)) from error
+        self._awaited += 1
+
+    def is_readable(self, seconds: float) -> bool:
+        """Whether a reply has begun to arrive, or the connection has ended, within `seconds`."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(1000 * seconds))
+
+    def receive(self) -> Message:
+        """The next reply."""
+        try:
+            self._awaited -= 1
+            return self._receive(self._channel, time.monotonic() + self._seconds)
         except EOFError as error:
             self.close()
             raise ConnectionError("it closed the connection") from error

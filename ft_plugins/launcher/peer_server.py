@@ -3,8 +3,9 @@
 Invariant: a peer cannot end the thread or exceed the limits given here. Until it has proved that it knows the job's
 secret, it gets 4 KiB, a few seconds and one of a few places; the oldest unproven connection is dropped for a new one.
 After that, one request is answered at a time, and the next one only once its reply is sent, so unread replies do not
-pile up. A request that cannot be answered ends its connection. The only thread resolves no names and holds no lock
-while it waits, so a process forked meanwhile inherits no lock to hang on.
+pile up. A reply may be held back: it is sent when `Held` releases it, or when another request arrives after it. Neither
+a request nor a sweep searches all connections. A request that cannot be answered ends its connection. The only thread
+resolves no names and holds no lock while it waits, so a process forked meanwhile inherits no lock to hang on.
 
 In: a function from a request to its reply. Out: replies; counts of rejected connections, at most once a minute.
 """
@@ -15,9 +16,10 @@ import selectors
 import socket
 import threading
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from ..errors import ProtocolError
 from ..events import Events
@@ -29,7 +31,7 @@ from .node_messages import REQUEST_LIMIT, Message
 from .peer_client import ADMITTED, HEAD, REFUSED, Credentials, close_connection, length_prefix
 
 _PROOF_SECONDS = 5.0  # for a handshake, which takes a live peer milliseconds
-_UNPROVEN, _OF_ONE_ADDRESS = 64, 8  # unproven connections at a time
+_UNPROVEN, _OF_ONE_ADDRESS = 256, 8  # unproven connections at a time; thousands of nodes connect when a job starts
 _IDLE_SECONDS = 120.0  # an idle connection is closed after this; a live peer makes a new one
 _UNREAD_SECONDS = 10.0  # for a peer to read a reply
 _SWEEP_SECONDS = 1.0  # between two searches for connections to close
@@ -39,14 +41,27 @@ _TOO_MANY, _SILENT = "more connections than may be open without a proof", "no pr
 _SHORT_SECONDS = 0.5  # pause in accepting when descriptors have run out
 
 
+class Held(Protocol):
+    """Replies that are held back, by connection."""
+
+    def released(self) -> list[tuple[int, Message]]:
+        """Those whose time has come."""
+
+    def release(self, connection: int) -> Message:
+        """That of a connection on which another request has arrived."""
+
+
 @dataclass
 class _Peer:
     """One connection, with the bytes of an incomplete frame and those still to be sent."""
 
     number: int
     address: str
+    crowd: str
     server: ServerHandshake
     used: float
+    held: bool = False  # its last request is not answered yet
+    writes: bool = False  # whether it is waited for until more can be sent
     greeted: bool = False  # the challenge was sent
     channel: Channel | None = None  # once it has proved that it knows the secret
     received: bytearray = field(default_factory=bytearray)
@@ -81,19 +96,21 @@ class _Peer:
 class PeerServer:
     """Answers on a listening socket, from a thread, until `close`.
 
-    `answer(request, connection)` gives the reply; `connection` is a number, and `gone(connection)` is called when it
-    ends. `tick()` is called repeatedly; it returns the seconds until the next call. If one of them fails, all
-    connections are closed, so that other nodes see this one as lost, and `check` raises the failure on this one.
+    `answer(request, connection)` gives the reply, or None if `held` has it later; `connection` is a number, and
+    `gone(connection)` is called when it ends. `tick()` is called repeatedly; it returns the seconds until the next
+    call. If one of them fails, all connections are closed, so that other nodes see this one as lost, and `check` raises
+    the failure on this one.
     """
 
     def __init__(
         self,
         listener: socket.socket,
         credentials: Credentials,
-        answer: Callable[[Message, int], Message],
+        answer: Callable[[Message, int], Message | None],
         gone: Callable[[int], None],
         tick: Callable[[], float],
         events: Events,
+        held: Held | None = None,
     ) -> None:
         self.port = int(listener.getsockname()[1])
         self._listener = listener
@@ -101,9 +118,13 @@ class PeerServer:
         self._answer = answer
         self._gone = gone
         self._tick = tick
+        self._held = held
         self._rejected = RejectedConnections(events)
         self._accepted = 0
         self._unproven: dict[socket.socket, _Peer] = {}  # the oldest one first
+        self._proven: OrderedDict[socket.socket, _Peer] = OrderedDict()  # the longest unused one first
+        self._unread: dict[socket.socket, _Peer] = {}  # proven ones with a reply to be sent
+        self._by_number: dict[int, socket.socket] = {}  # proven ones
         self._places = connections.places(_CONNECTIONS)
         self._failure: Exception | None = None
         self._next_sweep = self._accept_again = 0.0  # monotonic
@@ -155,6 +176,8 @@ class PeerServer:
                     self._accept()
                 elif key.fileobj.fileno() >= 0:  # type: ignore[union-attr]  # not dropped meanwhile
                     self._attend(key.fileobj, key.data, events)  # type: ignore[arg-type]
+            for number, reply in self._held.released() if self._held else ():
+                self._send_held(number, reply)
 
     def _accept(self) -> None:
         try:
@@ -174,18 +197,18 @@ class PeerServer:
         connection.setblocking(False)
         self._accepted += 1
         server = ServerHandshake(self._credentials.secret, self._credentials.who)
-        peer = _Peer(self._accepted, str(address), server, time.monotonic())
+        peer = _Peer(self._accepted, str(address), crowd_of(str(address)), server, time.monotonic())
         self._unproven[connection] = peer
         self._selector.register(connection, selectors.EVENT_READ, peer)
 
     def _make_room(self, address: str) -> None:
         """At the limit of unproven connections, drop the oldest one of `address`, or of the address with the most."""
-        crowd, crowds = crowd_of(address), Counter(crowd_of(peer.address) for peer in self._unproven.values())
+        crowd, crowds = crowd_of(address), Counter(peer.crowd for peer in self._unproven.values())
         if crowds[crowd] < _OF_ONE_ADDRESS:
             if len(self._unproven) < _UNPROVEN:
                 return
             crowd = crowds.most_common(1)[0][0]
-        oldest = next(each for each, peer in self._unproven.items() if crowd_of(peer.address) == crowd)
+        oldest = next(each for each, peer in self._unproven.items() if peer.crowd == crowd)
         self._drop(oldest, self._unproven[oldest], _TOO_MANY)
 
     def _attend(self, connection: socket.socket, peer: _Peer, events: int) -> None:
@@ -197,13 +220,18 @@ class PeerServer:
                     self._drop(connection, peer, "" if peer.channel else _SILENT)
                     return
                 peer.received += part
-                if peer.channel:  # a handshake has a fixed time, however it is split
-                    peer.used = time.monotonic()
+                self._note_use(connection, peer)
             while True:
                 if peer.sending:
                     del peer.sending[: connection.send(peer.sending)]
-                    peer.used = time.monotonic() if peer.channel else peer.used
-                if peer.sending or (frame := peer.next_frame()) is None:
+                    self._note_use(connection, peer)
+                if peer.sending:
+                    break
+                if peer.held and peer.received and self._held:
+                    peer.held = False
+                    peer.reply(self._held.release(peer.number))
+                    continue
+                if (frame := peer.next_frame()) is None:
                     break
                 self._handle(connection, peer, frame)
         except BlockingIOError:
@@ -217,16 +245,46 @@ class PeerServer:
         except Exception as error:  # anything that a request causes ends its connection, never the thread
             self._drop(connection, peer, str(protocol.unexpected(error)))
             return
-        self._selector.modify(connection, selectors.EVENT_WRITE if peer.sending else selectors.EVENT_READ, peer)
+        writes = bool(peer.sending)
+        if writes != peer.writes:
+            peer.writes = writes
+            self._selector.modify(connection, selectors.EVENT_WRITE if writes else selectors.EVENT_READ, peer)
+            if writes and peer.channel:
+                self._unread[connection] = peer
+            elif not writes:
+                self._unread.pop(connection, None)
+
+    def _note_use(self, connection: socket.socket, peer: _Peer) -> None:
+        if peer.channel:  # a handshake has a fixed time, however it is split
+            peer.used = time.monotonic()
+            self._proven.move_to_end(connection)
+
+    def _send_held(self, number: int, reply: Message) -> None:
+        """Send a reply that was held back, if its connection has not ended meanwhile."""
+        connection = self._by_number.get(number)
+        if connection is None:
+            return
+        peer = self._proven[connection]
+        if peer.held:
+            peer.held = False
+            peer.reply(reply)
+            self._attend(connection, peer, 0)
 
     def _handle(self, connection: socket.socket, peer: _Peer, frame: bytes) -> None:
         """Answer one step of the handshake, or one request."""
         if peer.channel:
             unit = peer.channel.opener.open(frame[:-TAG], frame[-TAG:])
-            peer.reply(self._answer(protocol.unpack(unit), peer.number))
+            reply = self._answer(protocol.unpack(unit), peer.number)
+            if reply is None:
+                peer.held = True
+            else:
+                peer.reply(reply)
         elif peer.greeted:
             peer.channel = peer.server.finish(protocol.unpack(frame, proven=False))
             del self._unproven[connection]
+            self._proven[connection] = peer
+            self._by_number[peer.number] = connection
+            peer.used = time.monotonic()
             peer.reply(ADMITTED)
         else:
             hello = protocol.unpack(frame, proven=False)
@@ -244,6 +302,9 @@ class PeerServer:
         if why:
             self._rejected.count(peer.address, why)
         self._unproven.pop(connection, None)
+        self._proven.pop(connection, None)
+        self._unread.pop(connection, None)
+        self._by_number.pop(peer.number, None)
         self._selector.unregister(connection)
         close_connection(connection)
         if peer.channel:
@@ -251,16 +312,15 @@ class PeerServer:
 
     def _sweep(self, now: float) -> None:
         """Close connections whose time is over."""
-        for key in list(self._selector.get_map().values()):
-            if not isinstance(key.data, _Peer):
-                continue
-            peer, quiet = key.data, now - key.data.used
-            if peer.channel is None:
-                late = quiet > _PROOF_SECONDS
-            else:
-                late = quiet > (_UNREAD_SECONDS if peer.sending else _IDLE_SECONDS)
-            if late:
-                self._drop(key.fileobj, peer, "" if peer.channel else _SILENT)  # type: ignore[arg-type]
+        for connection, peer in list(self._unread.items()):
+            if now - peer.used > _UNREAD_SECONDS:
+                self._drop(connection, peer)
+        for group, patience, why in ((self._unproven, _PROOF_SECONDS, _SILENT), (self._proven, _IDLE_SECONDS, "")):
+            while group:
+                connection, peer = next(iter(group.items()))
+                if now - peer.used <= patience:
+                    break
+                self._drop(connection, peer, why)
 
     def _close_all(self) -> None:
         """Does not call `gone`, which may be what failed."""

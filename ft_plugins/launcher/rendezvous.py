@@ -29,7 +29,7 @@ from .endpoint import Endpoint
 from .local_node import LocalNode
 from .node_messages import RoundView
 from .rendezvous_settings import BACKEND, RendezvousSettings
-from .round_join import RoundJoin, pause
+from .round_join import LOOK_SECONDS, RoundJoin, pause
 from .round_machine import Phase
 
 _STORE_SECONDS = 60.0  # maximum for one operation on a round's store; as torch's `read_timeout`
@@ -124,17 +124,20 @@ class Rendezvous(RendezvousHandler):
         if self._round == 0 or self._is_shut:
             return 0
         self._node.service.wake()
-        if now >= self._next_look:
+        due = now >= self._next_look
+        if due:
             self._next_look = now + self._node.rest
             self._node.read_sizes()
-            failed = (1, "the port of this node no longer answers")
-            self._waiting, self.waiting_reason = self._nodes_waiting() if self._node.server.is_serving else failed
+        if not self._node.server.is_serving:
+            self._waiting, self.waiting_reason = 1, "the port of this node no longer answers"
+        elif due or not self._node.service.leading:
+            self._waiting, self.waiting_reason = self._nodes_waiting()
         return self._waiting
 
     def _nodes_waiting(self) -> tuple[int, str]:
         link, silence = self._node.link, self._node.settings.silence
         try:
-            view = link.look(self._round)
+            view = link.watch(self._round, 0.0)
             if self._node.service.leading:
                 self._node.search.meet_absent(silence, _STRANGER_SECONDS)
         except (ConnectionError, ProtocolError) as error:
@@ -142,7 +145,8 @@ class Rendezvous(RendezvousHandler):
                 return 0, ""
             node = link.leader.node if link.leader else "?"
             return 1, f"the leader, node {node}, has not answered for {link.silent_seconds:.1f} s: {error}"
-        link.note_reply()
+        if view is None:
+            return self._waiting, self.waiting_reason
         if view.phase is Phase.COMPLETE and view.round == self._round:
             return 0, ""
         return max(1, view.waiting), (
@@ -158,18 +162,22 @@ class Rendezvous(RendezvousHandler):
         too: like torch, this node then stops waiting.
         """
         deadline = time.monotonic() + seconds
+        is_reported = False
         while time.monotonic() < deadline and not self._node.service.closed:
             self._node.service.wake()
             try:
-                self._node.link.ask("finish", round=self._round)
-                view = self._node.link.look(self._round)
+                if not is_reported:
+                    self._node.link.ask("finish", round=self._round)
+                    is_reported = True
+                view = self._node.link.watch(self._round, LOOK_SECONDS)
             except (ConnectionError, ProtocolError) as error:
                 if self._node.service.closed:
                     break
                 if self._node.link.is_only_slow(error):
                     continue
                 return False
-            self._node.link.note_reply()
+            if view is None:
+                continue
             if view.phase is not Phase.COMPLETE or view.round != self._round or view.lost:
                 return False
             if view.done >= self._size:

@@ -17,7 +17,7 @@ from ..events import say
 from ..intake import json_value, read_bytes, typed
 from ..recovery.resize import sizes
 from .field_types import REMEMBERED
-from .round_machine import Roster
+from .roster import Roster
 
 _LIMIT = 4 << 20  # bytes of the file; enough for thousands of nodes
 

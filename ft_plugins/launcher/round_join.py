@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import random
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import timedelta
 
@@ -28,10 +29,14 @@ from . import round_store
 from .endpoint import Endpoint
 from .local_node import LocalNode
 from .node_messages import Admission, Leader, RoundView
-from .round_machine import Application, Phase
+from .roster import RosterPage
+from .round_machine import Phase
 from .wait_report import WaitReport, incomplete
+from .waiting_nodes import Application
 
-LOOK_SECONDS = 0.1  # between two looks at an incomplete round
+LOOK_SECONDS = 0.1  # between two looks at an incomplete round, on the leader; between two checks, on other nodes
+_SEARCH_GROWTH, _LONGEST_SEARCH_PAUSE = 1.5, 1.0  # of the pauses between two searches of the leader
+_SEARCHES = 512  # a second, by all nodes together in the end
 _MEET_SECONDS = 1.0  # between two searches of the leader for absent nodes
 
 
@@ -54,7 +59,7 @@ class RoundJoin:
     def begin(self, opened: bool, trained: bool, workers: int) -> None:
         """Start to wait for the next round; see `Application` for the arguments."""
         self._opened, self._trained, self._workers = opened, trained, workers
-        self.is_spare, self._acknowledged = False, 0
+        self.is_spare, self._acknowledged, self._last_view = False, 0, None
         self._extend_deadline()
         settings = self._node.settings
         self._wait_report = WaitReport(settings.rules, settings.silence, settings.command)
@@ -66,6 +71,7 @@ class RoundJoin:
         """The leader; finally this node, if it is elected. Raises what `check` does, and ConfigError."""
         began = time.monotonic()
         patience = 2 * self._node.settings.silence
+        pauses = search_pauses(self._node.settings.rules.max_nodes)
         while True:
             self.check()
             searched = time.monotonic() - began
@@ -73,7 +79,7 @@ class RoundJoin:
                 return leader
             if searched > patience:
                 self._warn_of_other_job()
-            pause()
+            pause(next(pauses))
 
     def _warn_of_other_job(self) -> None:
         """Report once that a node of another job answers. Raises ConfigError without a secret: it is on this machine.
@@ -98,15 +104,20 @@ class RoundJoin:
         link.follow(leader)
         if not self._acknowledged:
             self._apply()
+        seen = 0
         try:
             while True:
                 self.check()
                 if leads:
                     node.search.meet_absent(_MEET_SECONDS, node.reach)
-                last = node.roster_file.roster.round
-                view = parsed(RoundView, link.ask_patiently(self.check, "look", round=last))
-                if view.roster:
-                    node.roster_file.remember(view.roster)
+                known = node.roster_file.roster
+                view = link.watch_patiently(self.check, known.round, LOOK_SECONDS, known)
+                if view is None:
+                    self._report(leads)
+                    if self.is_spare:
+                        self._extend_deadline()
+                    continue
+                self._remember(view.roster)
                 complete, chosen = view.phase is Phase.COMPLETE, view.rank is not None
                 self._acknowledged = view.round if chosen and complete else 0
                 if chosen and complete and view.begun:
@@ -123,15 +134,28 @@ class RoundJoin:
                 if self.is_spare:
                     self._extend_deadline()
                 self._last_view = view
-                if self._wait_report and not (complete or chosen):
-                    self._wait_report.update(view.waiting, view.missing, leads, self._deadline)
-                pause(node.rest if self.is_spare else LOOK_SECONDS)
+                self._report(leads)
+                if view.changes == seen:
+                    pause(node.rest if self.is_spare else LOOK_SECONDS)
+                seen = view.changes
         except (ConnectionError, ProtocolError):
             raise  # there is no leader left to notify
         except BaseException:
             with contextlib.suppress(ConnectionError, ProtocolError):
                 link.ask("leave")
             raise
+
+    def _report(self, leads: bool) -> None:
+        """Report an incomplete round for which this node is not chosen, if it is time to."""
+        view = self._last_view
+        if self._wait_report and view and view.phase is not Phase.COMPLETE and view.rank is None:
+            self._wait_report.update(view.waiting, view.missing, leads, self._deadline)
+
+    def _remember(self, first: RosterPage | None) -> None:
+        """Store the roster whose first page has arrived."""
+        file = self._node.roster_file
+        if first and (roster := self._node.link.read_roster(first, file.roster)):
+            file.remember(roster)
 
     def _apply(self) -> None:
         """Apply to the leader until it accepts. Raises ConfigError if another live node has this node's name."""
@@ -150,7 +174,9 @@ class RoundJoin:
         fields = asdict(application)
         began = time.monotonic()
         while True:
-            admission = parsed(Admission, node.link.ask_patiently(self.check, "apply", application=fields))
+            admission = parsed(
+                Admission, node.link.ask_patiently(self.check, "apply", application=fields, base=roster.digest)
+            )
             if admission.accepted:
                 break
             self.check()
@@ -160,7 +186,7 @@ class RoundJoin:
                     "one (--ftp-node-name, or node_name in --rdzv-conf)"
                 )
             pause()
-        node.roster_file.remember(admission.roster)
+        self._remember(admission.roster)
         self.served_store = None
 
     def check(self) -> None:
@@ -189,6 +215,15 @@ class RoundJoin:
             f"node {node.me.node}, job '{node.me.run}': no round was complete within "
             f"{settings.join + settings.rules.wait:g} s: {missing}" + (f"; {other_job}" if other_job else "")
         )
+
+
+def search_pauses(nodes: int) -> Iterator[float]:
+    """Seconds between two searches of the leader, where so many nodes may search it: longer and longer."""
+    longest = min(_LONGEST_SEARCH_PAUSE, max(LOOK_SECONDS, nodes / _SEARCHES))
+    seconds = LOOK_SECONDS
+    while True:
+        yield seconds
+        seconds = min(longest, seconds * _SEARCH_GROWTH)
 
 
 def pause(seconds: float = LOOK_SECONDS) -> None:

@@ -15,17 +15,15 @@ In: applications and looks of nodes, the time. Out: the phase, a `Roster` for ea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Annotated
+from itertools import accumulate
 
-from pydantic import Field
-
-from ..intake import Flag
 from . import rounds
-from .field_types import MOST_NODES, Count, EndpointText, Name, Reported, Token, Workers
-from .rounds import Candidate, Rules, Seat
+from .last_messages import LastMessages
+from .roster import Place, Roster
+from .rounds import Rules
+from .waiting_nodes import Application, WaitingNodes
 
 _PAUSE_SECONDS = 1.0  # maximum between two steps; if they are further apart, this process was stopped
 
@@ -46,78 +44,28 @@ _NEXT = {
 
 
 @dataclass(frozen=True)
-class Place:
-    """A node and its endpoint."""
-
-    node: Name
-    endpoint: EndpointText
-
-
-Places = Annotated[tuple[Place, ...], Field(max_length=MOST_NODES)]
-
-
-@dataclass(frozen=True)
-class Roster:
-    """A complete round: its nodes by rank, and its spares. Raises ValueError."""
-
-    round: Count
-    members: Places = ()
-    spares: Places = ()
-
-    def __post_init__(self) -> None:
-        if self.members and not self.round:
-            raise ValueError("expected a round from 1 for its members")
-
-    def seat(self, node: str) -> Seat | None:
-        """The seat of `node`; None if it did not take part."""
-        names = [place.node for place in self.members]
-        return Seat(self.round, names.index(node), len(names)) if node in names else None
-
-    @property
-    def endpoints(self) -> list[str]:
-        """The endpoints of the nodes of this round, by rank, then of the spares."""
-        return [place.endpoint for place in (*self.members, *self.spares)]
-
-
-@dataclass(frozen=True)
-class Application:
-    """A node's request to take part. `token` identifies its process: a restarted node has another one.
-
-    `knows`: the newest complete round that it knows of, with or without a seat in it. `opened`: its ranks have captured
-    under the running command. `trained`: they have completed an iteration, or hold a version. `workers`: how many it
-    starts.
-    """
-
-    node: Name
-    token: Token
-    endpoint: EndpointText
-    seat: Seat | None = None
-    wanted: Count | None = None
-    knows: Reported = 0
-    opened: Flag = False
-    trained: Flag = False
-    workers: Workers = 0
-
-
-@dataclass(frozen=True)
 class Proposal:
-    """Ranks by token, when they were assigned, and the endpoint of the round's store, '' until rank 0 reports it.
+    """Ranks by token, and the endpoint of the round's store, '' until rank 0 reports it.
 
-    `opened`, `trained`: whether any of its nodes has `Application.opened`, `Application.trained`. `workers`: of each
-    node, by rank.
+    `opened`, `trained`: whether any of its nodes has `Application.opened`, `Application.trained`. `first_workers`: the
+    global rank of each node's first worker, by rank, then the number of all workers.
     """
 
     round: int
     ranks: dict[str, int]
-    since: float
     store: str = ""
     opened: bool = False
     trained: bool = False
-    workers: tuple[int, ...] = ()
+    first_workers: tuple[int, ...] = (0,)
 
 
 class RoundMachine:
-    """The rounds of one rendezvous, led by this node. `last`: the last complete round that it knows of."""
+    """The rounds of one rendezvous, led by this node. `last`: the last complete round that it knows of.
+
+    `revision` counts all that a look can show. `changes` counts what a node must learn at once: another phase, the
+    beginning of a round, a lost node, the last node whose workers have succeeded. No look searches all nodes; a step
+    does so only when it assigns ranks or completes a round.
+    """
 
     def __init__(self, rules: Rules, silence: float, last: Roster | None, now: float) -> None:
         """`silence`: seconds without a message after which a node is lost."""
@@ -125,14 +73,18 @@ class RoundMachine:
         self.roster = last or Roster(0)
         self.proposal: Proposal | None = None  # of the proposed or complete round
         self.done: set[str] = set()  # tokens of nodes whose workers have succeeded in the complete round
+        self.revision = self.changes = 1
         self._rules = rules
         self._silence = silence
-        self._waiting: dict[str, Application] = {}  # by token, in order of arrival
-        self._names: list[str] | None = None  # of the waiting nodes, sorted; None: to be sorted again
+        self._waiting = WaitingNodes(self.roster)
+        self._alive = LastMessages(silence)  # watches those that wait and those that have not acknowledged the round
         self._members: dict[str, str] = {}  # token by node, of the complete round
-        self._unaware: set[str] = set()  # tokens of the members that have not acknowledged it
-        self._heard: dict[str, float] = {}  # time of the last message, by token
-        self._ended: dict[str, float] = {}  # by token of a member: since when it has no connection
+        self._nodes: dict[str, str] = {}  # node by token, of the complete round
+        self._back: set[str] = set()  # nodes of the complete round that wait
+        self._unheard: set[str] = set()  # chosen tokens that were not heard from since
+        self._unaware: set[str] = set()  # tokens of the members that have not acknowledged the round
+        self._ended: dict[str, float] = {}  # by token of a member: since when it has no connection, in order of time
+        self._lost: dict[str, None] = {}  # members whose connections ended too long ago
         self._enough_since: float | None = None
         self._looked = now
 
@@ -148,9 +100,7 @@ class RoundMachine:
     @property
     def last_round(self) -> int:
         """The newest complete round that this node or a waiting one knows of."""
-        waiting = self._waiting.values()
-        seats = [each.seat.round for each in waiting if each.seat]
-        return max([self.roster.round, *seats, *(each.knows for each in waiting)])
+        return max(self.roster.round, self._waiting.newest_round)
 
     @property
     def begun(self) -> bool:
@@ -158,65 +108,118 @@ class RoundMachine:
         return self.phase is Phase.COMPLETE and not self._unaware
 
     @property
+    def waiting_count(self) -> int:
+        """How many nodes wait."""
+        return len(self._waiting)
+
+    @property
     def waiting(self) -> list[str]:
         """Names of the waiting nodes, in natural order."""
-        if self._names is None:
-            self._names = sorted((each.node for each in self._waiting.values()), key=rounds.natural)
-        return self._names
+        return self._waiting.names()
+
+    def first_waiting(self, most: int) -> list[str]:
+        """The first `most` of `waiting`."""
+        return self._waiting.names(most)
 
     @property
     def missing(self) -> list[str]:
         """Names of the nodes of the last round that do not wait."""
-        waiting = set(self.waiting)
-        return [place.node for place in self.roster.members if place.node not in waiting]
+        return self._waiting.missing()
+
+    def first_missing(self, most: int) -> list[str]:
+        """The first `most` of `missing`."""
+        return self._waiting.missing(most)
 
     @property
     def places(self) -> list[Place]:
-        """The waiting nodes."""
-        return [Place(each.node, each.endpoint) for each in self._waiting.values()]
+        """The waiting nodes, in order of arrival."""
+        return [Place(each.node, each.endpoint) for each in self._waiting]
+
+    @property
+    def lost_count(self) -> int:
+        """How many nodes of the complete round are lost, as of the last step."""
+        return len(self._lost)
+
+    def is_waiting(self, token: str) -> bool:
+        """Whether a process waits."""
+        return token in self._waiting
+
+    def knows(self, token: str) -> bool:
+        """Whether a process waits, or is a member of the last complete round."""
+        return token in self._waiting or token in self._nodes
 
     def apply(self, application: Application, now: float) -> bool:
         """Add a node that waits for a round. False while another live process has its name: to be tried again."""
-        holders = [each.token for each in self._waiting.values() if each.node == application.node]
-        holders += [token for node, token in self._members.items() if node == application.node]
-        for token in holders:
-            if token != application.token and now - self._heard.get(token, now) <= self._silence:
-                return False
-        for token in holders:
-            self.leave(token)
-        self._waiting[application.token] = application
-        self._names = None
-        self._heard[application.token] = now
+        token, node = application.token, application.node
+        holders = [each for each in (self._waiting.token(node), self._members.get(node)) if each]
+        if any(each != token and not self._alive.is_silent(each, now) for each in holders):
+            return False
+        for each in (*holders, token):
+            self.leave(each)
+        self._waiting.add(application)
+        self._alive.watch(token, now)
+        if node in self._members:
+            self._back.add(node)
+        self.revision += 1
         self._reopen(now)
         return True
 
     def hear(self, token: str, knows: int, now: float) -> bool:
         """Note that a process is alive, and that it `knows` a round to be complete. False if it does not wait here."""
-        if token in self._heard:
-            self._heard[token] = now
+        if token in self._alive:
+            self._alive.hear(token, now)
+            self._unheard.discard(token)
             self._ended.pop(token, None)
-        if self.phase is Phase.COMPLETE and knows == self.round:
-            self._unaware.discard(token)
+            self._find(token)
+        if token in self._unaware and self.phase is Phase.COMPLETE and knows == self.round:
+            self._unaware.remove(token)
+            if token not in self._waiting:
+                self._alive.rest(token)
+            if not self._unaware:
+                self._changed()
         return token in self._waiting
 
     def hang_up(self, token: str, now: float) -> None:
         """Note that a process has closed its connection: it is lost unless it sends another message."""
-        if token in self._heard:
-            self._heard[token] = float("-inf")
-        if token in self._members.values():
+        self._alive.hang_up(token)
+        if token in self._nodes:
+            self._ended.pop(token, None)
+            self._find(token)
             self._ended[token] = now
 
     def lost(self, now: float) -> list[str]:
         """Nodes of the complete round whose connections ended before their workers succeeded."""
-        if not self._ended:
-            return []
-        lost = {token for token, since in self._ended.items() if now - since > self._silence} - self.done
-        return [node for node, token in self._members.items() if token in lost]
+        self._search_lost(now)
+        return [self._nodes[token] for token in self._lost]
+
+    def _search_lost(self, now: float) -> None:
+        while self._ended:
+            token, since = next(iter(self._ended.items()))
+            if now - since <= self._silence:
+                break
+            del self._ended[token]
+            if token not in self.done:
+                self._lost[token] = None
+                self.revision += 1
+                self.changes += self.phase is Phase.COMPLETE
+
+    def _find(self, token: str) -> None:
+        """Take a node no longer for lost."""
+        if token in self._lost:
+            del self._lost[token]
+            self.revision += 1
 
     def leave(self, token: str) -> None:
         """Remove a waiting node."""
-        self._waiting.pop(token, None)
-        self._names = None
+        application = self._waiting.remove(token)
+        if application is None:
+            return
+        self._back.discard(application.node)
+        if token in self._nodes:
+            self._alive.rest(token)
+        else:
+            self._alive.forget(token)
+        self.revision += 1
         if self.phase is Phase.PROPOSED and self.proposal and token in self.proposal.ranks:
             self._turn(Phase.OPEN)
 
@@ -224,74 +227,82 @@ class RoundMachine:
         """Note the endpoint of the proposed round's store, reported by the node of rank 0."""
         if self.phase is Phase.PROPOSED and self.proposal and self.proposal.ranks.get(token) == 0:
             self.proposal = replace(self.proposal, store=store)
+            self.revision += 1
 
     def finish(self, token: str, number: int) -> None:
         """Note that the workers of a node have succeeded in round `number`."""
-        if self.phase is Phase.COMPLETE and number == self.round and token in self._members.values():
+        if self.phase is Phase.COMPLETE and number == self.round and token in self._nodes and token not in self.done:
             self.done.add(token)
+            self._find(token)
+            self.revision += 1
+            if len(self.done) == len(self._nodes):
+                self._changed()
 
     def step(self, now: float) -> None:
         """Advance to time `now`: drop silent nodes, choose, complete."""
-        slept = max(0.0, now - self._looked - _PAUSE_SECONDS)
+        stopped = max(0.0, now - self._looked - _PAUSE_SECONDS)
         self._looked = now
-        if slept:  # no message could arrive meanwhile
-            self._heard = {token: at + slept for token, at in self._heard.items()}
-        for token in [token for token in self._waiting if now - self._heard[token] > self._silence]:
+        if stopped:  # no message could arrive meanwhile
+            self._alive.was_stopped(stopped, now)
+        silent = self._alive.silent(now)
+        for token in silent:
             self.leave(token)
+        self._search_lost(now)
         self._reopen(now)
         if self.phase is Phase.OPEN:
             self._choose(now)
         elif self.phase is Phase.PROPOSED and self.proposal and self.proposal.store:
-            chosen, since = self.proposal.ranks, self.proposal.since
-            if all(self._heard[token] > since for token in chosen):
+            if not self._unheard:
                 self._complete(self.proposal)
-        elif self.phase is Phase.COMPLETE and any(now - self._heard[token] > self._silence for token in self._unaware):
+        elif self.phase is Phase.COMPLETE and not self._unaware.isdisjoint(silent):
             self._turn(Phase.OPEN)
 
     def _reopen(self, now: float) -> None:
         """End a complete round if one of its nodes is back, or it can become larger, or replace a lost node."""
-        size, waiting = len(self._members), self._waiting.values()
+        size, waiting = len(self._members), len(self._waiting)
         if self.phase is not Phase.COMPLETE or not waiting:
             return
-        back = any(each.node in self._members for each in waiting)
-        if back or self._rules.fit(size + len(waiting)) > size or self.lost(now):
+        self._search_lost(now)
+        if self._back or self._rules.fit(size + waiting) > size or self._lost:
             self._turn(Phase.OPEN)
 
     def _choose(self, now: float) -> None:
-        candidates = self._candidates()
-        if not self._rules.fit(len(candidates)):
+        turnout = self._waiting.turnout
+        if not self._rules.fit(turnout.nodes):
             self._enough_since = None
             return
         self._enough_since = now if self._enough_since is None else self._enough_since
-        size = rounds.size_now(self._rules, candidates, now - self._enough_since)
+        size = rounds.size_of(self._rules, turnout, now - self._enough_since)
         if size:
-            tokens = {each.node: each.token for each in self._waiting.values()}
-            assigned = rounds.ranks(candidates, size)
-            chosen = [self._waiting[tokens[node]] for node in assigned]
-            ranks = {tokens[node]: rank for node, rank in assigned.items()}
-            opened, trained = any(each.opened for each in chosen), any(each.trained for each in chosen)
-            workers = tuple(self._waiting[token].workers for token in sorted(ranks, key=ranks.__getitem__))
-            self.proposal = Proposal(self.round, ranks, now, opened=opened, trained=trained, workers=workers)
-            self._turn(Phase.PROPOSED)
+            self._propose(size)
 
-    def _candidates(self) -> Sequence[Candidate]:
-        """The waiting nodes, with the newest seat that they or this node remember."""
-        candidates = []
-        for each in self._waiting.values():
-            seats = [seat for seat in (each.seat, self.roster.seat(each.node)) if seat]
-            candidates.append(Candidate(each.node, max(seats, default=None), each.wanted))
-        return candidates
+    def _propose(self, size: int) -> None:
+        assigned = rounds.ranks(self._waiting.candidates(), size)
+        tokens = {node: self._waiting.token(node) or "" for node in sorted(assigned, key=assigned.__getitem__)}
+        chosen = [self._waiting[token] for token in tokens.values()]  # by rank
+        self.proposal = Proposal(
+            self.round,
+            {tokens[node]: rank for node, rank in assigned.items()},
+            opened=any(each.opened for each in chosen),
+            trained=any(each.trained for each in chosen),
+            first_workers=tuple(accumulate((each.workers for each in chosen), initial=0)),
+        )
+        self._unheard = set(tokens.values())
+        self._turn(Phase.PROPOSED)
 
     def _complete(self, proposal: Proposal) -> None:
-        by_rank = [self._waiting.pop(token) for token in sorted(proposal.ranks, key=proposal.ranks.__getitem__)]
-        self._names = None
+        by_rank = [self._waiting[token] for token in sorted(proposal.ranks, key=proposal.ranks.__getitem__)]
+        for each in by_rank:
+            self._waiting.remove(each.token)
         members = tuple(Place(each.node, each.endpoint) for each in by_rank)
         self._members = {each.node: each.token for each in by_rank}
+        self._nodes = {each.token: each.node for each in by_rank}
+        self._back = set()
         self._unaware = set(proposal.ranks)
         self.roster = Roster(proposal.round, members, tuple(self.places))
-        self._heard = {token: self._heard[token] for token in (*proposal.ranks, *self._waiting)}
-        self._ended = {}
-        self.done = set()
+        self._waiting.follow(self.roster)
+        self._alive.keep((*proposal.ranks, *(each.token for each in self._waiting)))
+        self._ended, self._lost, self.done = {}, {}, set()
         self._turn(Phase.COMPLETE)
 
     def _turn(self, phase: Phase) -> None:
@@ -301,4 +312,12 @@ class RoundMachine:
             self.proposal = None
         if self.phase is Phase.COMPLETE:
             self._enough_since = None
+            for token in self._unaware:
+                if token not in self._waiting:
+                    self._alive.rest(token)
         self.phase = phase
+        self._changed()
+
+    def _changed(self) -> None:
+        self.revision += 1
+        self.changes += 1

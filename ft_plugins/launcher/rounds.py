@@ -96,21 +96,42 @@ def last_seats(candidates: Iterable[Candidate]) -> tuple[int, int]:
     return (newest.round, newest.size) if newest else (0, 0)
 
 
+@dataclass(frozen=True)
+class Turnout:
+    """What the size of a round depends on: how many nodes wait, and how many of them are `back` from the last round, of
+    `last_size` nodes. `last`: its number; 0 if no waiting node had a seat."""
+
+    nodes: int
+    last: int = 0
+    last_size: int = 0
+    back: int = 0
+
+    @classmethod
+    def of(cls, candidates: Sequence[Candidate]) -> Turnout:
+        """Counted from the nodes that wait."""
+        last, last_size = last_seats(candidates)
+        back = sum(each.seat is not None and each.seat.round == last for each in candidates)
+        return cls(len(candidates), last, last_size, back)
+
+
 def size_now(rules: Rules, candidates: Sequence[Candidate], waited: float) -> int:
+    """`size_of` for these nodes."""
+    return size_of(rules, Turnout.of(candidates), waited)
+
+
+def size_of(rules: Rules, turnout: Turnout, waited: float) -> int:
     """The size of the round that can begin now, `waited` seconds after there were enough nodes; 0: not yet.
 
     It begins at once if it cannot get larger, or if all nodes of the last round are back. If the job cannot read state
     from spares (`Rules.stateful`), it includes every node of the last round that is back; else surplus nodes become
     spares of the largest possible round.
     """
-    size = rules.fit(len(candidates))
-    last, last_size = last_seats(candidates)
-    back = sum(each.seat is not None and each.seat.round == last for each in candidates)
-    if size in (0, rules.largest) or last and back >= last_size:
+    size = rules.fit(turnout.nodes)
+    if size in (0, rules.largest) or turnout.last and turnout.back >= turnout.last_size:
         return size
-    if rules.stateful and size < back:
+    if rules.stateful and size < turnout.back:
         return 0  # a spare would hold state of the last round: wait for a substitute
-    return size if waited >= (rules.wait if last else rules.last_call) else 0
+    return size if waited >= (rules.wait if turnout.last else rules.last_call) else 0
 
 
 def ranks(candidates: Sequence[Candidate], size: int) -> dict[str, int]:
@@ -133,12 +154,12 @@ def ranks(candidates: Sequence[Candidate], size: int) -> dict[str, int]:
     seated = sorted((each for each in by_name if each.seat), key=_newest_first)
     newest = [each for each in seated if each.seat and each.seat.round == last]
     assigned: dict[str, int] = {}
-    vacant = list(range(size))
+    vacant = dict.fromkeys(range(size))  # in ascending order
 
     def assign(node: Candidate, rank: int) -> None:
         if node.node not in assigned and rank in vacant:
             assigned[node.node] = rank
-            vacant.remove(rank)
+            del vacant[rank]
 
     def assign_own(nodes: Sequence[Candidate]) -> None:
         for each in nodes:
@@ -148,7 +169,7 @@ def ranks(candidates: Sequence[Candidate], size: int) -> dict[str, int]:
     def assign_lowest(nodes: Sequence[Candidate]) -> None:
         for each in nodes:
             if vacant:
-                assign(each, vacant[0])
+                assign(each, next(iter(vacant)))
 
     assign_own(newest)
     assign_lowest(newest)

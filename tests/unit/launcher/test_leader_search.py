@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -12,12 +13,13 @@ import pytest
 from ft_plugins.errors import ProtocolError
 from ft_plugins.events import Events
 from ft_plugins.launcher import endpoint
-from ft_plugins.launcher.leader_search import LeaderSearch
+from ft_plugins.launcher.leader_search import _AT_ONCE, LeaderSearch
 from ft_plugins.launcher.node_messages import Leader
 from ft_plugins.launcher.node_service import NodeIdentity, NodeService
-from ft_plugins.launcher.peer_client import Credentials
+from ft_plugins.launcher.peer_client import ASKED_AT_ONCE, Credentials
 from ft_plugins.launcher.peer_server import PeerServer
 from ft_plugins.launcher.roster_file import RosterFile
+from ft_plugins.launcher.round_join import search_pauses
 from ft_plugins.launcher.round_machine import Place, Roster
 from ft_plugins.launcher.rounds import Rules
 
@@ -202,3 +204,50 @@ def test_who_does_not_lead_says_so_to_those_who_ask_it_to(make: Callable[..., li
     for request in ({"do": "look"}, {}, {"do": "no"}, {"do": "elect"}, {"do": ["look"]}):
         with pytest.raises(ProtocolError):
             a.service.answer(request)
+
+
+# ---- many nodes ----
+
+
+def test_many_nodes_search_the_lead_less_and_less_often_and_few_do_as_before() -> None:
+    few, many = ([round(each, 2) for each in islice(search_pauses(nodes), 8)] for nodes in (8, 2048))
+    assert few == [0.1] * 8
+    assert many == [0.1, 0.15, 0.23, 0.34, 0.51, 0.76, 1.0, 1.0], "never more than a second"
+    assert max(islice(search_pauses(128), 100)) == 0.25
+
+
+def test_a_lead_meets_absent_nodes_a_few_at_a_time_and_all_in_turn(
+    make: Callable[..., list[Node]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [a] = make("a")
+    assert a.search.look(patient=True) is not None
+    names = [f"n{number}" for number in range(100)]
+    places = [Place(name, f"127.0.0.1:{number + 1}") for number, name in enumerate(names)]
+    a.roster_file.remember(Roster(2, (a.place(), *places)))
+    met: list[list[str]] = []
+    monkeypatch.setattr(a.search, "meet", lambda endpoints, *rest, **named: met.append(list(endpoints)) or {})
+    for _ in range(4):
+        a.search.meet_absent(0.0, REACH)
+        a.search._next_meeting = 0.0
+    assert all(each[0] == a.endpoint and len(each) <= 1 + ASKED_AT_ONCE for each in met)
+    turns = [endpoint for each in met for endpoint in each[1:]]
+    assert set(turns) == {place.endpoint for place in places} and turns[:100] == [place.endpoint for place in places]
+    for place in places[:50]:
+        application = {"node": place.node, "token": place.node, "endpoint": place.endpoint}
+        assert a.service.answer({"do": "apply", "token": place.node, "application": application})["accepted"]
+    del met[:]
+    for _ in range(2):
+        a.search.meet_absent(0.0, REACH)
+        a.search._next_meeting = 0.0
+    assert {endpoint for each in met for endpoint in each[1:]} == {place.endpoint for place in places[50:]}
+
+
+def test_a_candidate_among_many_needs_the_consent_of_each_of_them(make: Callable[..., list[Node]]) -> None:
+    nodes = make(*(f"n{number:02d}" for number in range(2 * _AT_ONCE)))
+    known = nodes[0].search.meet([node.endpoint for node in nodes])
+    last = max(nodes[1:], key=lambda node: node.endpoint)  # who is asked last
+    assert elect(last, lead("x", 1))
+    assert nodes[0].search._claim(known) is None and nodes[0].service.leading is None
+    found = nodes[0].search.look(patient=True)
+    assert found is not None and (found.node, found.generation) == ("n00", 2)
+    assert not any(elect(node, lead("y", 2)) for node in nodes[1:]), "each has consented"
