@@ -40,8 +40,8 @@ import xxhash
 from baselines import xor_work
 from figures import line
 from ft_plugins.redundancy import blocked, kernels
-from ft_plugins.redundancy.kernels import Loops
 from ft_plugins.redundancy.field import power
+from ft_plugins.redundancy.kernels import Loops
 from ft_plugins.redundancy.parity import Placement, Stripe, StripeRebuild, place_parity, plan_decode
 
 GROUP_BYTES = 128 << 20  # four times the last-level cache of the reference machine

@@ -74,13 +74,13 @@ def combine_into(
             target[longest:].fill(0)
 
 
-def _ranges(
-    targets: Sequence[Bytes], sources: Sequence[Bytes]
-) -> Iterator[tuple[int, int, list[int], list[int]]]:
+def _ranges(targets: Sequence[Bytes], sources: Sequence[Bytes]) -> Iterator[tuple[int, int, list[int], list[int]]]:
     """Ranges over which the same targets and sources have bytes, and the indices of those targets and sources."""
     start = 0
     for stop in sorted({array.size for array in (*targets, *sources)} - {0}):
-        reaching, present = ([at for at, array in enumerate(arrays) if array.size >= stop] for arrays in (targets, sources))
+        reaching, present = (
+            [at for at, array in enumerate(arrays) if array.size >= stop] for arrays in (targets, sources)
+        )
         if reaching and present:
             yield start, stop, reaching, present
         start = stop
@@ -101,8 +101,8 @@ def _check(targets: Sequence[Bytes], sources: Sequence[Bytes], factors: Sequence
             raise ValueError(f"a source of {source.size} bytes does not fit a target of {size}")
     if [len(row) for row in factors] != [len(sources)] * len(targets):
         raise ValueError(
-            f"{len(targets)} targets and {len(sources)} sources have factors {[list(row) for row in factors]}: expected "
-            "a row for each target, with a factor for each source"
+            f"{len(targets)} targets and {len(sources)} sources have factors {[list(row) for row in factors]}: "
+            "expected a row for each target, with a factor for each source"
         )
     for factor in (factor for row in factors for factor in row):
         if not 0 <= factor <= 255:

@@ -6,6 +6,7 @@ import itertools
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -61,7 +62,10 @@ def test_each_target_gets_its_own_sum_of_products_as_far_as_it_and_the_sources_r
     loops: Loops, data: st.DataObject
 ) -> None:
     size = data.draw(LENGTHS)
-    targets = [random_bytes(size, 98, data.draw(st.integers(0, 9))), *data.draw(arrays(size, data.draw(st.integers(0, 2))))]
+    targets = [
+        random_bytes(size, 98, data.draw(st.integers(0, 9))),
+        *data.draw(arrays(size, data.draw(st.integers(0, 2)))),
+    ]
     sources = data.draw(arrays(size, data.draw(st.integers(0, 11))))
     factors = [data.draw(ROWS)[: len(sources)] for _ in targets]
     overwrite = data.draw(st.booleans())
@@ -123,6 +127,31 @@ def test_no_loop_is_given_more_sources_than_it_takes_well() -> None:
     assert given_sources == [kernels.MAX_SOURCES, kernels.MAX_SOURCES, 3]
 
 
+@with_llvm
+def test_threads_that_need_the_same_loop_compile_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    described: list[str] = []
+    together = threading.Barrier(4)
+    describe = compiled._module
+
+    def slowly(name: str, count: int, plain: tuple[bool, ...]) -> object:
+        described.append(name)
+        time.sleep(0.1)  # so the others come while this one is compiling
+        return describe(name, count, plain)
+
+    def work() -> None:
+        together.wait(30)
+        compiled._loop(6, (True, False, True, False))
+
+    monkeypatch.setattr(compiled, "_module", slowly)
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert described == ["combine_6_plain_scaled_plain_scaled"]
+
+
 @both
 def test_threads_that_call_for_the_first_time_together_get_their_own_sums(loops: Loops) -> None:
     """Given a number of sources for which no loop was compiled before."""
@@ -170,7 +199,11 @@ def test_with_llvmlite_the_loops_are_compiled() -> None:
 def test_what_cannot_be_compiled_for_is_left_to_numpy(old: str) -> None:
     code = (
         "import llvmlite.binding as llvm\n"
-        + ("llvm.get_host_cpu_features = lambda: {'sse2': True}\n" if "shuffle" in old else "llvm.llvm_version_info = 15, 0, 7\n")
+        + (
+            "llvm.get_host_cpu_features = lambda: {'sse2': True}\n"
+            if "shuffle" in old
+            else "llvm.llvm_version_info = 15, 0, 7\n"
+        )
         + "from ft_plugins.redundancy import blocked, kernels\n"
         "assert kernels.LOOPS is blocked\n"
     )
@@ -187,10 +220,9 @@ def test_vectors_of_each_width_give_the_same_bytes(feature: str) -> None:
         pytest.skip(f"this processor has no {feature}")
     code = (
         "import numpy as np\n"
+        "import llvmlite.binding as llvm\n"
+        f"llvm.get_host_cpu_features = lambda: llvm.targets.FeatureMap({ {feature: True} })\n"
         "from ft_plugins.redundancy import blocked, compiled\n"
-        f"compiled._SHUFFLES = tuple(one for one in compiled._SHUFFLES if one[0] == '{feature}')\n"
-        "compiled._MACHINE, compiled._WIDTH, compiled._SHUFFLE = compiled._machine()\n"
-        "compiled._VECTOR = compiled.ir.VectorType(compiled._BYTE, compiled._WIDTH)\n"
         "sources = list(np.random.default_rng(1).integers(0, 256, (5, 1003), dtype=np.uint8))\n"
         "rows = [[1] * 5, [2, 3, 200, 255, 0]]\n"
         "one, other = np.zeros((2, 2, 1003), np.uint8)\n"
@@ -199,7 +231,7 @@ def test_vectors_of_each_width_give_the_same_bytes(feature: str) -> None:
         "print(compiled._WIDTH, (one == other).all())\n"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert found.stdout == f"{ {'avx512bw': 64, 'avx2': 32, 'ssse3': 16}[feature]} True\n", found.stderr
+    assert found.stdout == f"{ {'avx512bw': 64, 'avx2': 32, 'ssse3': 16}[feature] } True\n", found.stderr
 
 
 def test_arrays_that_do_not_go_together_are_refused_before_anything_is_changed() -> None:

@@ -152,7 +152,7 @@ def thing(stripe: Stripe, kind: str, which: int, streams: list[Bytes], parities:
 
 
 def check_undone(placement: Placement, lost: Collection[int], loops: Loops = blocked) -> None:
-    """Decode the loss of `lost`, all blocks of a stripe in one pass, and compare all that lay there with what it was."""
+    """Decode the loss of `lost`, a stripe in one pass, and compare all that lay there with what it was."""
     streams = streams_of(list(placement.sizes))
     parities = encode(placement, streams, loops)
     wanted: Counter[object] = Counter()
