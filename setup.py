@@ -9,7 +9,7 @@ from setuptools import find_packages, setup
 EXTRAS = {
     "megatron": ["megatron-core>=0.14", "pybind11", "pyyaml", "regex", "six"],  # the rest for Megatron-LM
     "deepspeed": ["deepspeed>=0.16.9"],
-    "fast": ["numba"],
+    "fast": ["llvmlite>=0.45"],
     "bench": ["scikit-learn", "torchsnapshot", "dlrover[torch]", "grpcio", "protobuf", "requests"],  # last: of dlrover
     "report": ["matplotlib"],
     "docs": ["mkdocs-material"],

@@ -13,7 +13,7 @@ import platform
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-_PACKAGES = ("torch", "numpy", "xxhash", "megatron-core", "deepspeed", "torchsnapshot", "dlrover", "numba")
+_PACKAGES = ("torch", "numpy", "xxhash", "megatron-core", "deepspeed", "torchsnapshot", "dlrover", "llvmlite")
 
 
 def versions(packages: Iterable[str] = _PACKAGES) -> dict[str, str]:

@@ -13,10 +13,11 @@ nothing here waits, and the machine is shared.
     double_encode   RAIM6, n = 4..8: P and Q
     double_decode   all data and parity of two lost nodes, adjacent and apart; the worse
 
-`_numpy`: without numba. `extra_stripes`: peak of temporary allocations, in parity blocks. `compile_seconds`: the
+`_numpy`: without llvmlite. `extra_stripes`: peak of temporary allocations, in parity blocks. `compile_seconds`: the
 slowest first call of a kernel.
 
-Claims: encode >= 0.9, decode >= 0.7, double_encode >= 0.8 with numba and >= 0.25 without, extra_stripes <= 1.
+Claims: encode >= 0.9, decode >= 0.7, double_encode >= 0.8 and double_decode >= 0.7 with llvmlite, double_encode >= 0.25
+without, extra_stripes <= 1.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ import xxhash
 from baselines import xor_work
 from figures import line
 from ft_plugins.redundancy import blocked, kernels
+from ft_plugins.redundancy.field import power
 from ft_plugins.redundancy.kernels import Loops
-from ft_plugins.redundancy.parity import Placement, Stripe, place_parity, plan_decode
+from ft_plugins.redundancy.parity import Placement, Stripe, StripeRebuild, place_parity, plan_decode
 
 GROUP_BYTES = 128 << 20  # four times the last-level cache of the reference machine
 FRAME_BYTES = 512 << 10  # verified and added at once, so that source and target frame stay in cache
@@ -91,11 +93,8 @@ class Group:
         for stripe in self.placement.stripes:
             pieces = [self.streams[piece.node][piece.start : piece.stop] for piece in stripe.data]
             parities = [self.parity_of(stripe.index, which) for which in range(len(stripe.parity_nodes))]
-            if len(parities) == 1:
-                kernels.xor_many_into(*parities, pieces, overwrite=True, loops=loops)
-            else:
-                exponents = [piece.exponent for piece in stripe.data]
-                kernels.pq_into(*parities, pieces, exponents, overwrite=True, loops=loops)
+            factors = [[power(which * piece.exponent) for piece in stripe.data] for which in range(len(parities))]
+            kernels.combine_into(parities, pieces, factors, overwrite=True, loops=loops)
 
     def digest(self) -> None:
         """Compute the digests of everything that decoding can read."""
@@ -110,53 +109,55 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Use:
-    """The use of a source for one target. `first`: it overwrites the target."""
+class StripeDecode:
+    """The lost blocks of a stripe that have bytes, and what they are computed from."""
 
-    target: Bytes
-    factor: int
-    first: bool
+    targets: list[Bytes]
+    sources: list[Bytes]
+    digests: list[list[int]]  # of each source, one per frame
+    factors: list[list[int]]
 
 
 class Decode:
-    """Rebuilds lost nodes of a group into separate memory."""
+    """Rebuilds lost nodes of a group into separate memory, all lost blocks of a stripe in one pass."""
 
     def __init__(self, group: Group, lost: tuple[int, ...]) -> None:
         self._group = group
-        plan = plan_decode(group.placement, lost)
-        self._stripes = [list(group) for _, group in itertools.groupby(plan, key=lambda rebuild: rebuild.stripe)]
-        self._targets = {}
-        for rebuild in plan:
-            original = group.bytes_of(group.placement.stripes[rebuild.stripe], *rebuild.wanted)
-            self._targets[rebuild] = aligned(original.size)
-        read = {(rebuild.stripe, kind, which) for rebuild in plan for kind, which, _ in rebuild.sources}
-        self.nbytes = sum(
-            group.bytes_of(group.placement.stripes[stripe], kind, which).size for stripe, kind, which in read
+        self._targets: dict[StripeRebuild, Bytes] = {}
+        self._stripes = [
+            self._stripe(group.placement.stripes[index], list(rebuilds))
+            for index, rebuilds in itertools.groupby(plan_decode(group.placement, lost), lambda one: one.stripe)
+        ]
+        self.nbytes = sum(source.size for stripe in self._stripes for source in stripe.sources)
+
+    def _stripe(self, stripe: Stripe, rebuilds: list[StripeRebuild]) -> StripeDecode:
+        targets = [aligned(self._group.bytes_of(stripe, *rebuild.wanted).size) for rebuild in rebuilds]
+        self._targets.update(zip(rebuilds, targets, strict=True))
+        members = list(dict.fromkeys(source[:2] for rebuild in rebuilds for source in rebuild.sources))
+        factors = [{source[:2]: source[2] for source in rebuild.sources} for rebuild in rebuilds]
+        return StripeDecode(
+            targets,
+            [self._group.bytes_of(stripe, *member) for member in members],
+            [self._group.digests[(stripe.index, *member)] for member in members],
+            [[row.get(member, 0) for member in members] for row in factors],
         )
 
     def run(self, loops: Loops) -> None:
-        """Decode everything, frame by frame. A frame is verified when it is first added."""
-        for rebuilds in self._stripes:
-            stripe = self._group.placement.stripes[rebuilds[0].stripe]
-            uses: dict[tuple[str, int], list[Use]] = {}
-            for rebuild in rebuilds:
-                for number, (kind, which, factor) in enumerate(rebuild.sources):
-                    uses.setdefault((kind, which), []).append(Use(self._targets[rebuild], factor, number == 0))
-            sources = [
-                (self._group.bytes_of(stripe, *source), self._group.digests[(stripe.index, *source)], used)
-                for source, used in uses.items()
-            ]
-            for number, start in enumerate(range(0, self._group.placement.block, FRAME_BYTES)):
-                for source, digests, used in sources:
-                    frame = source[start : start + FRAME_BYTES]
-                    buckets = [(0, frame.size, digests[number])] if frame.size else []
-                    for use in used:
-                        part = use.target[start : start + FRAME_BYTES]
-                        if use is used[0]:
-                            kernels.digest_xor_into(part, frame, buckets, use.factor, overwrite=use.first, loops=loops)
-                        else:
-                            fitting = frame[: part.size]
-                            kernels.scale_xor_into(part, fitting, use.factor, overwrite=use.first, loops=loops)
+        """Decode everything, frame by frame. Each frame is verified once, right before it is used."""
+        for stripe in self._stripes:
+            longest = max(target.size for target in stripe.targets)
+            for number, start in enumerate(range(0, longest, FRAME_BYTES)):
+                stop = start + FRAME_BYTES
+                frames = [source[start:stop] for source in stripe.sources]
+                for frame, digests in zip(frames, stripe.digests, strict=True):
+                    assert not frame.size or xxhash.xxh3_64_intdigest(frame.data) == digests[number]
+                kernels.combine_into(
+                    [target[start:stop] for target in stripe.targets],
+                    [frame[: longest - start] for frame in frames],
+                    stripe.factors,
+                    overwrite=True,
+                    loops=loops,
+                )
 
     def check(self) -> None:
         """Assert that the decoded bytes equal the lost ones."""
@@ -198,11 +199,9 @@ def compile_seconds(count: int) -> float:
     """The slowest first call of a kernel for `count` sources."""
     sources = [np.zeros(64, dtype=np.uint8) for _ in range(count)]
     p, q = np.zeros((2, 64), dtype=np.uint8)
-    return max(
-        seconds_of(lambda: kernels.scale_xor_into(q, p, 2)),
-        seconds_of(lambda: kernels.xor_many_into(p, sources)),
-        seconds_of(lambda: kernels.pq_into(p, q, sources, range(count))),
-    )
+    one, two = [1] * count, [2] * count
+    kinds = ([one], [two], [one, two], [two, two])
+    return max(seconds_of(partial(kernels.combine_into, [p, q][: len(rows)], sources, rows)) for rows in kinds)
 
 
 def measure_group(
@@ -228,7 +227,7 @@ def measure_group(
         decode.check()
     for name, variants in works.items():
         for suffix, loops in all_loops.items():
-            slow = loops is blocked and name == "double_decode"  # ten times as long as anything else
+            slow = loops is blocked and name == "double_decode"  # many times as long as anything else
             times = max(1, rounds // 5) if slow else rounds
             figures[f"{name}{suffix}_x"] = min(
                 ratio(partial(work, loops), nbytes, baseline, times) for work, nbytes in variants
@@ -255,7 +254,7 @@ def measure(quick: bool) -> dict[str, float | bool]:
             for name, x in measure_group(nodes, losses, pool, baseline, 5 if quick else 25).items():
                 worst = min if name.endswith("_x") else max
                 figures[name] = worst(figures.get(name, x), x)
-    return {"numba": compiled, **figures}
+    return {"compiled": compiled, **figures}
 
 
 def main() -> None:

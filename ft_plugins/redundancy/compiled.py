@@ -1,127 +1,147 @@
-"""The parity loops compiled by numba: one pass over memory for all sources, without the GIL.
+"""The parity loop compiled by LLVM: all targets in one pass over the sources, without the GIL.
 
-Invariant: the same bytes as blocked.py. All arrays are uint8, contiguous and of the target's size; any length, any
-alignment. With `overwrite` the previous content of the target is ignored. The loops are written for bytes, and LLVM
-vectorises them: a doubling is four instructions. There is one loop for each number of sources, compiled on first call:
-0.2 to 1.2 s, once per process and number, with the GIL held. To avoid that delay later, call it once at start with a
-few bytes. Nothing is cached on disk; threads may call, and compile, at the same time.
+Invariant: the same bytes as blocked.py. All arrays are uint8, contiguous and of one size; any length, any alignment.
+With `overwrite` the previous content of the targets is ignored.
 
-Importing this module raises ImportError if numba is missing or does not support this NumPy.
+A product is the sum of the products of a byte's low and high four bits. So a factor needs two tables of 16 bytes, and
+the processor's byte shuffle looks up a vector at once. A row of ones is plain XOR, without tables. There is one loop
+for each number of sources and kind of rows, compiled on first call in about 10 ms. Nothing is cached on disk; threads
+may call, and compile, at the same time.
+
+Importing this module raises ImportError if llvmlite is missing or too old, or if the processor has no byte shuffle.
 """
 
 from __future__ import annotations
 
+import ctypes
+import threading
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
 
-import numba
+import llvmlite.binding as llvm
 import numpy as np
 import numpy.typing as npt
+from llvmlite import ir
 
-from .field import POLYNOMIAL
+from . import blocked
+from .field import times
 
 Bytes = npt.NDArray[np.uint8]
 
-_REDUCTION = POLYNOMIAL & 0xFF
+_HALF = 16  # values of four bits, and bytes of a table
+_SHUFFLES = (  # feature of the processor, bytes of a vector, LLVM's name of the shuffle; the widest first
+    ("avx512bw", 64, "llvm.x86.avx512.pshuf.b.512"),
+    ("avx2", 32, "llvm.x86.avx2.pshuf.b"),
+    ("ssse3", 16, "llvm.x86.ssse3.pshuf.b.128"),
+    ("neon", 16, "llvm.aarch64.neon.tbl1.v16i8"),
+)
+_SIGNATURE = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 2, ctypes.c_char_p, ctypes.c_int64, ctypes.c_uint8)
 
 
-def xor(target: Bytes, sources: Sequence[Bytes], overwrite: bool) -> None:
-    """target += sum of sources."""
-    _xor_loop(len(sources))(target, _frozen(sources), _mask(overwrite))
+def combine(
+    targets: Sequence[Bytes], sources: Sequence[Bytes], factors: Sequence[Sequence[int]], overwrite: bool
+) -> None:
+    """targets[i] += sum_j factors[i][j] * sources[j]."""
+    plain = tuple(all(factor == 1 for factor in row) for row in factors)
+    tables = b"".join(_tables(factor) for row, ones in zip(factors, plain, strict=True) if not ones for factor in row)
+    size = targets[0].size
+    whole = size - size % _WIDTH
+    _loop(len(sources), plain)(_addresses(targets), _addresses(sources), tables, whole, 0 if overwrite else 255)
+    if whole < size:
+        blocked.combine([each[whole:] for each in targets], [each[whole:] for each in sources], factors, overwrite)
 
 
-def scale(target: Bytes, source: Bytes, factor: int, overwrite: bool) -> None:
-    """target += factor * source."""
-    _scale_loop(target, *_frozen((source,)), factor, _mask(overwrite))
-
-
-def pq(p: Bytes, q: Bytes, sources: Sequence[Bytes], factor: int, overwrite: bool) -> None:
-    """p += sum_j sources[j], q += factor * sum_j 2**j sources[j]."""
-    _pq_loop(len(sources), factor == 1)(p, q, _frozen(sources), factor, _mask(overwrite))
-
-
-def _mask(overwrite: bool) -> np.uint8:
-    """The bits of the target to keep. Reading it even to overwrite it costs nothing: its memory is fetched anyway."""
-    return np.uint8(0 if overwrite else 255)
-
-
-def _frozen(sources: Sequence[Bytes]) -> tuple[Bytes, ...]:
-    """Read-only views: numba compiles again for each mixture of writable and read-only arrays."""
-    views = tuple(source.view() for source in sources)
-    for view in views:
-        view.flags.writeable = False
-    return views
-
-
-@numba.njit(inline="always")
-def _double(value: Any) -> Any:
-    return np.uint8((value << 1) ^ (_REDUCTION if value >= 128 else 0))
-
-
-@numba.njit(inline="always")
-def _times(value: Any, factor: Any) -> Any:
-    """factor * value; LLVM hoists the masks of the factor's bits out of the caller's loop."""
-    total = np.uint8(0)
-    for bit in range(8):
-        total = np.uint8(total ^ (value & np.uint8(255 * (factor >> bit & 1))))
-        value = _double(value)
-    return total
-
-
-@numba.njit(nogil=True)
-def _scale_loop(target: Any, source: Any, factor: Any, mask: Any) -> None:
-    for at in range(target.size):
-        target[at] = (target[at] & mask) ^ _times(source[at], factor)
+def _addresses(arrays: Sequence[Bytes]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(arrays))(*[array.ctypes.data for array in arrays])
 
 
 @cache
-def _plain_sum(count: int) -> Callable[..., Any]:
-    """(sources, at) -> the sum of the first `count` sources at index `at`; unrolled, one function per count."""
-    if count == 1:
-        return numba.njit(lambda sources, at: sources[0][at])  # type: ignore[no-any-return]
-    others, last = _plain_sum(count - 1), count - 1
-    return numba.njit(lambda sources, at: np.uint8(others(sources, at) ^ sources[last][at]))  # type: ignore[no-any-return]
+def _tables(factor: int) -> bytes:
+    """The products of `factor` with each value of the low four bits of a byte, then of the high four."""
+    return bytes(times(factor, half << shift) for shift in (0, 4) for half in range(_HALF))
+
+
+def _machine() -> tuple[llvm.TargetMachine, int, str]:
+    """Code generation for this processor, the bytes of its vectors, and its shuffle. Raises ImportError."""
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    features = llvm.get_host_cpu_features()
+    for feature, width, shuffle in _SHUFFLES:
+        if features.get(feature):
+            target = llvm.Target.from_default_triple()
+            return target.create_target_machine(llvm.get_host_cpu_name(), features.flatten(), jit=True), width, shuffle
+    raise ImportError("this processor has no byte shuffle")
+
+
+if tuple(llvm.llvm_version_info)[0] < 20:
+    raise ImportError("llvmlite is too old: expected LLVM 20 or newer, whose pointers have no types")
+_MACHINE, _WIDTH, _SHUFFLE = _machine()
+_ENGINE = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _MACHINE)
+_COMPILING = threading.Lock()
+_BYTE, _INDEX, _POINTER = ir.IntType(8), ir.IntType(64), ir.PointerType()
+_VECTOR, _TABLE = ir.VectorType(_BYTE, _WIDTH), ir.VectorType(_BYTE, _HALF)
+
+
+def _loop(count: int, plain: tuple[bool, ...]) -> Callable[..., None]:
+    """The loop for `count` sources and a target for each of `plain`, whether its factors are all 1."""
+    with _COMPILING:
+        return _compiled(count, plain)
 
 
 @cache
-def _weighted_sum(count: int, first: int = 0) -> Callable[..., Any]:
-    """(sources, at) -> sum_j 2**j sources[first + j] over `count` sources, by Horner's rule."""
-    if count == 1:
-        return numba.njit(lambda sources, at: sources[first][at])  # type: ignore[no-any-return]
-    others = _weighted_sum(count - 1, first + 1)
-    return numba.njit(lambda sources, at: np.uint8(_double(others(sources, at)) ^ sources[first][at]))  # type: ignore[no-any-return]
+def _compiled(count: int, plain: tuple[bool, ...]) -> Callable[..., None]:
+    name = f"combine_{count}_{'_'.join('plain' if ones else 'scaled' for ones in plain)}"
+    module = llvm.parse_assembly(str(_module(name, count, plain)))
+    module.verify()
+    _ENGINE.add_module(module)
+    _ENGINE.finalize_object()
+    return _SIGNATURE(_ENGINE.get_function_address(name))
 
 
-@cache
-def _xor_loop(count: int) -> Callable[..., None]:
-    total = _plain_sum(count)
+def _module(name: str, count: int, plain: tuple[bool, ...]) -> ir.Module:
+    """`name`(targets, sources, tables, nbytes, mask): the bits of `mask` are kept of each byte of the targets.
 
-    @numba.njit(nogil=True)
-    def loop(target: Any, sources: Any, mask: Any) -> None:
-        for at in range(target.size):
-            target[at] = (target[at] & mask) ^ total(sources, at)
+    Reading a target even to overwrite it costs nothing: its memory is fetched anyway.
+    """
+    module = ir.Module(name)
+    shuffle = ir.Function(module, ir.FunctionType(_VECTOR, [_VECTOR, _VECTOR]), _SHUFFLE)
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [_POINTER] * 3 + [_INDEX, _BYTE]), name)
+    start, body, end = (function.append_basic_block(label) for label in ("start", "body", "end"))
+    at_targets, at_sources, at_tables, nbytes, mask = function.args
+    code = ir.IRBuilder(start)
 
-    return loop  # type: ignore[no-any-return]
+    def pointers(array: ir.Value, size: int) -> list[ir.Value]:
+        places = [code.gep(array, [_INDEX(at)], source_etype=_POINTER) for at in range(size)]
+        return [code.load(place, typ=_POINTER) for place in places]
 
+    def repeated(value: ir.Value, pattern: Sequence[int]) -> ir.Value:
+        return code.shuffle_vector(value, value, ir.Constant(ir.VectorType(ir.IntType(32), _WIDTH), pattern))
 
-@cache
-def _pq_loop(count: int, plain: bool) -> Callable[..., None]:
-    """The loop for `count` sources; with `plain`, for factor 1 only."""
-    total, weighted = _plain_sum(count), _weighted_sum(count)
+    def vector_at(array: ir.Value, at: ir.Value, kind: ir.Type) -> ir.Value:
+        return code.load(code.gep(array, [at], source_etype=_BYTE), typ=kind, align=1)
 
-    @numba.njit(nogil=True)
-    def plain_loop(p: Any, q: Any, sources: Any, factor: Any, mask: Any) -> None:
-        for at in range(p.size):
-            plain, own = total(sources, at), weighted(sources, at)
-            p[at] = (p[at] & mask) ^ plain
-            q[at] = (q[at] & mask) ^ own
+    targets, sources = pointers(at_targets, len(plain)), pointers(at_sources, count)
+    number = count * plain.count(False) * 2
+    halves = [vector_at(at_tables, _INDEX(_HALF * at), _TABLE) for at in range(number)]
+    tables = iter([repeated(half, [lane % _HALF for lane in range(_WIDTH)]) for half in halves])
+    kept = repeated(code.insert_element(ir.Constant(_VECTOR, ir.Undefined), mask, _INDEX(0)), [0] * _WIDTH)
+    code.cbranch(code.icmp_signed(">", nbytes, _INDEX(0)), body, end)
 
-    @numba.njit(nogil=True)
-    def scaled_loop(p: Any, q: Any, sources: Any, factor: Any, mask: Any) -> None:
-        for at in range(p.size):
-            plain, own = total(sources, at), weighted(sources, at)
-            p[at] = (p[at] & mask) ^ plain
-            q[at] = (q[at] & mask) ^ _times(own, factor)
-
-    return plain_loop if plain else scaled_loop  # type: ignore[no-any-return]
+    code.position_at_end(body)
+    at = code.phi(_INDEX)
+    values = [vector_at(source, at, _VECTOR) for source in sources]
+    low = [code.and_(value, ir.Constant(_VECTOR, [15] * _WIDTH)) for value in values]
+    high = [code.lshr(value, ir.Constant(_VECTOR, [4] * _WIDTH)) for value in values]
+    for target, ones in zip(targets, plain, strict=True):
+        total = code.and_(vector_at(target, at, _VECTOR), kept)
+        for value, *parts in zip(values, low, high, strict=True):
+            for each in [value] if ones else [code.call(shuffle, [next(tables), part]) for part in parts]:
+                total = code.xor(total, each)
+        code.store(total, code.gep(target, [at], source_etype=_BYTE), align=1)
+    following = code.add(at, _INDEX(_WIDTH))
+    at.add_incoming(_INDEX(0), start)
+    at.add_incoming(following, body)
+    code.cbranch(code.icmp_signed("<", following, nbytes), body, end)
+    code.position_at_end(end)
+    code.ret_void()
+    return module

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 _PACKAGE = "ft_plugins"
-_NEEDED = "annotated_types cryptography msgpack numba numpy pydantic pydantic_core typing_extensions xxhash".split()
+_NEEDED = "annotated_types cryptography llvmlite msgpack numpy pydantic pydantic_core typing_extensions xxhash".split()
 
 
 def command() -> list[str]:

@@ -56,11 +56,9 @@ class ParityStore:
 
     def __init__(self, path: Path, plan: ExchangePlan, position: int, shape: Shape) -> None:
         """Claim the memory, or adopt an existing store. Raises BudgetError, SegmentError."""
-        from ..redundancy import kernels  # imported here: only SMPs with parity pay the second that numba takes
+        from ..redundancy import kernels  # imported here: only SMPs with parity pay for loading LLVM
 
-        self._add = kernels.scale_xor_into
-        for factor in (1, 2):  # compile it before the first frame arrives, which takes another second
-            self._add(np.zeros(8, dtype=np.uint8), np.ones(8, dtype=np.uint8), factor)
+        self._add = kernels.combine_into
         self._plan = plan
         self._position = position
         try:
@@ -185,7 +183,7 @@ class ParityStore:
             if at + len(frame) > self._cleared[key]:
                 parity[self._cleared[key] : at + len(frame)] = 0
                 self._cleared[key] = at + len(frame)
-            self._add(parity[at : at + len(frame)], frame, power(exponent))
+            self._add((parity[at : at + len(frame)],), (frame,), ((power(exponent),),))
             faults.reach("parity_store.xored", section=key[0], stripe=key[1], node=node, at=at, position=self._position)
             with self._lock:
                 if version != self._version:

@@ -278,6 +278,6 @@ def _add(target: Bytes, part: Bytes, factor: int) -> None:
     if factor == 1:
         np.bitwise_xor(target, part, out=target)
         return
-    from ..redundancy import kernels  # imported here: numba takes a second to import and to compile
+    from ..redundancy import kernels  # imported here: only a rebuild from Q pays for loading LLVM
 
-    kernels.scale_xor_into(target, part, factor)
+    kernels.combine_into((target,), (part,), ((factor,),))

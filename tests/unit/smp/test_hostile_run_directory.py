@@ -395,7 +395,7 @@ def test_nothing_in_the_working_directory_takes_the_place_of_what_the_smp_import
     node: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Given a working directory, on PYTHONPATH too, with folders and files of the names of modules."""
-    for name in ("numba", "msgpack", "numpy"):
+    for name in ("llvmlite", "msgpack", "numpy"):
         (tmp_path / name).mkdir()
     for name in ("xxhash", "json", "ft_plugins", "pydantic"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong one')")
