@@ -176,6 +176,12 @@ class ExchangePlan:
             return None
         return self.sections_of_rank[rank]
 
+    def nodes_for(self, rank: int) -> frozenset[int]:
+        """The positions of which any may take part in rebuilding the slot of a rank: those of all sections with its
+        state, and those that keep its small state."""
+        sections = (section.positions for section in self.sections_of_rank[rank])
+        return frozenset(self.small_state_holders(rank)).union(*sections)
+
     @cached_property
     def parts(self) -> tuple[tuple[ParityPart, ...], ...]:
         """By rank, the parity of LOCAL sections in its slots, after the data, in order."""

@@ -1,4 +1,4 @@
-"""Whether a lost node can be survived if ranks lie in order on nodes of `per_node` ranks: rank r on r // per_node. Pure.
+"""Whether a lost node can be survived if ranks lie in order on nodes of `per_node`: rank r on r // per_node. Pure.
 
 Groups of a topology are copies of each other, moved by some ranks. Moved by whole nodes, a group is on as many nodes as
 before. So only groups that begin at different places of a node are looked at, at most `per_node`, and each only until

@@ -36,15 +36,18 @@ class PeerRequests:
         storing: Callable[[int], ParityStore],
         heartbeat: Callable[[int, NodeReport], tuple[ExchangeDecision, tuple[int, ...]]],
         as_spare: Callable[[requests.SpareState | requests.ReleaseSpare], dict[str, Any]],
+        job_file: Callable[[str], bytes],
     ) -> None:
         """`storing(epoch)` is the parity store that receives frames of that epoch; `heartbeat` takes the report of a
         position and returns the decision and the lost positions. Both raise ProtocolError if this node cannot.
-        `as_spare` answers if this node has no part in the job."""
+        `as_spare` answers if this node has no part in the job. `job_file(digest)` is the content of a job file here; it
+        raises ProtocolError."""
         self._memory = memory
         self._segments = segments
         self._storing = storing
         self._heartbeat = heartbeat
         self._as_spare = as_spare
+        self._job_file = job_file
 
     def handle(self, message: dict[str, Any], payload: Bytes) -> Reply:
         """The reply to a request. Raises ProtocolError, SegmentError."""
@@ -78,6 +81,8 @@ class PeerRequests:
                 return _part(self._memory.copy(rank, version), offset)
             case requests.ReadSlot(version=version, rank=rank, offset=offset):
                 return _part(self._memory.slot(rank, version), offset)
+            case requests.ReadJob(job=digest, offset=offset):
+                return _part(self._job_file(digest), offset)
         raise AssertionError(f"no answer to {request}")
 
     def heartbeat(self, request: requests.Heartbeat) -> dict[str, Any]:

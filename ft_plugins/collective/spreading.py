@@ -1,0 +1,41 @@
+"""Copy bytes from the ranks that have them to those that lack them, in rounds in which the number of holders doubles.
+
+Invariant: all ranks that take part know who has the bytes, so no message needs a header; a rank sends to as many others
+as there are rounds, the logarithm of their number. Other ranks do not call.
+
+In: who has the bytes and who lacks them. Out: the bytes on all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from .ranks import Collective
+
+
+def rounds_of(have: Sequence[int], lack: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """By round, the (sender, receiver) of each copy. Pure."""
+    holders, waiting, rounds = list(have), list(lack), list[list[tuple[int, int]]]()
+    while waiting and holders:
+        pairs = list(zip(holders, waiting, strict=False))
+        rounds.append(pairs)
+        holders += waiting[: len(pairs)]
+        waiting = waiting[len(pairs) :]
+    return rounds
+
+
+def spread(
+    collective: Collective, have: Sequence[int], lack: Sequence[int], nbytes: int, content: bytes | None
+) -> bytes:
+    """The `content` of `nbytes` bytes, which the ranks `have`, on this rank too. Each of these ranks calls. Raises
+    ProtocolError for altered bytes."""
+    held = np.frombuffer(content, dtype=np.uint8) if content is not None else np.empty(nbytes, dtype=np.uint8)
+    for pairs in rounds_of(have, lack):
+        for sender, receiver in pairs:
+            if sender == collective.rank:
+                collective.swap({receiver: held}, {})
+            elif receiver == collective.rank:
+                collective.swap({}, {sender: held})
+    return held.tobytes()
