@@ -10,9 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
-from .ranks import Collective
+from .ranks import Bytes, Collective
 
 
 def rounds_of(have: Sequence[int], lack: Sequence[int]) -> list[list[tuple[int, int]]]:
@@ -26,16 +24,14 @@ def rounds_of(have: Sequence[int], lack: Sequence[int]) -> list[list[tuple[int, 
     return rounds
 
 
-def spread(
-    collective: Collective, have: Sequence[int], lack: Sequence[int], nbytes: int, content: bytes | None
-) -> bytes:
-    """The `content` of `nbytes` bytes, which the ranks `have`, on this rank too. Each of these ranks calls. Raises
-    ProtocolError for altered bytes."""
-    held = np.frombuffer(content, dtype=np.uint8) if content is not None else np.empty(nbytes, dtype=np.uint8)
+def spread(collective: Collective, have: Sequence[int], lack: Sequence[int], held: Bytes) -> None:
+    """Fill `held` on the ranks that `lack` it with what it is on those that `have` it. Each of these ranks calls.
+
+    Raises ProtocolError for altered bytes.
+    """
     for pairs in rounds_of(have, lack):
         for sender, receiver in pairs:
             if sender == collective.rank:
                 collective.swap({receiver: held}, {})
             elif receiver == collective.rank:
                 collective.swap({}, {sender: held})
-    return held.tobytes()

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
+import numpy as np
 import psutil
 
 from ..collective import Collective
@@ -127,10 +128,12 @@ class SeenNodes:
                 if not self._leads or not lack:
                     continue
                 holds = self._position in holders
-                own = job_file.read_content(self._run_dir, reference.job) if holds else None
-                content = spread(self._collective, have, lack, reference.nbytes, own)
+                content = np.empty(reference.nbytes, dtype=np.uint8)
+                if holds:
+                    content[:] = np.frombuffer(job_file.read_content(self._run_dir, reference.job), dtype=np.uint8)
+                spread(self._collective, have, lack, content)
                 if not holds:
-                    job_file.write_content(self._run_dir, reference.job, content)
+                    job_file.write_content(self._run_dir, reference.job, content.tobytes())
 
     def protection(self, reference: ProtectionReference) -> Protection:
         """The protection that a reference names, from this node's files. Called by one rank. Raises ProtocolError."""

@@ -50,8 +50,8 @@ def replica_shares(layout: Layout) -> list[ReplicaShare]:
 
 
 def replica_extents(by_rank: Sequence[Sequence[ReplicaShare]]) -> tuple[tuple[Extent, ...], ...]:
-    """The replica sets of a job in order, each as the extents of slots that make up its stream. The members of a set are
-    the ranks that have a share in it. Raises InventoryError if its digest is not that of its members."""
+    """The replica sets of a job in order, each as the extents of slots that make up its stream. The members of a set
+    are the ranks that have a share in it. Raises InventoryError if its digest is not that of its members."""
     sets: dict[int, list[tuple[int, int, Extent]]] = {}
     for rank, shares in enumerate(by_rank):
         for digest, start, offset, nbytes in shares:
@@ -60,7 +60,7 @@ def replica_extents(by_rank: Sequence[Sequence[ReplicaShare]]) -> tuple[tuple[Ex
     for digest, ranks in members.items():
         if set_digest(ranks) != digest:
             raise InventoryError(
-                f"ranks {ranks[0]} to {ranks[-1]} name a set of replicas of which not all ranks, or others too, name it; "
+                f"ranks {ranks[0]} to {ranks[-1]} name a replica set that not all of its ranks, or others too, name; "
                 "build the replicas of a parameter the same way on all ranks"
             )
     ordered = sorted(sets, key=lambda digest: members[digest])

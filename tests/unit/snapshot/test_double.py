@@ -373,5 +373,5 @@ def test_a_set_that_one_of_its_ranks_does_not_name_is_refused() -> None:
     layouts = [plan_layout(one, tuple("abc"), BUCKET) for one in inventories(3, {"x": ((0, 1, 2), LATE, 300)})]
     shares = [replica_shares(layout) for layout in layouts]
     for altered in ([shares[0], shares[1], []], [shares[0], [], shares[2]]):
-        with pytest.raises(InventoryError, match="not all ranks"):
+        with pytest.raises(InventoryError, match="not all of its ranks"):
             replica_extents(altered)

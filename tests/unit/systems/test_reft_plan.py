@@ -1,4 +1,4 @@
-"""The ranks of a replica set hold the same items, or the job does not start; what they send does not grow with the set."""
+"""The ranks of a replica set hold the same items, or the job does not start; what they send is short in a large set."""
 
 from __future__ import annotations
 
