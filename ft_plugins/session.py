@@ -37,11 +37,11 @@ class Session:
         `profiling`: how iterations are measured; None measures them only if BAFT is on.
         """
         self._host, self._config, self._context = host, config, context
-        self._collective = join_ranks(config)
         self._events = Events(config.node_name or (context.run_dir.name if context.run_dir else ""), host.rank)
         if context.run_dir is not None:
             self._events.subscribe(file_sink(context.run_dir / "events.jsonl"))
         self._events.subscribe(log_sink())
+        self._collective = join_ranks(config, context, self._events)
         faults.arm(config.faults, rank=host.rank, restart=context.restart)
         self._reft: Reft | None = None
         self._pending: dict[str, Any] | None = None  # small state whose data position and RNG are still to be restored

@@ -234,13 +234,12 @@ def _facts(job: ScaledJob) -> _Plan:
     parts = [
         msgpack.packb([astuple(shape), shares]) for shape, shares in zip(job.shapes, job.replica_shares, strict=True)
     ]
-    longest = max(map(len, parts))
 
     def unpack() -> int:
         facts = [msgpack.unpackb(part) for part in parts]
         tuple(Shape(*values) for values, _ in facts)
         replica_extents([shares for _, shares in facts])
-        return longest * len(parts)
+        return sum(map(len, parts))
 
     return _Plan("facts of all ranks, unpacked", unpack, has_messages=True)
 

@@ -179,7 +179,8 @@ def require_equal_replicas(
     messages.
     """
     own = {name: (_digest(name, tensor), first) for name, (tensor, first) in replicas.items()}
-    gathered = [msgpack.unpackb(part) for part in Collective().gather(msgpack.packb(own))]
+    with Collective() as collective:
+        gathered = [msgpack.unpackb(part) for part in collective.gather(msgpack.packb(own))]
     for other, theirs in enumerate(gathered):
         names = theirs.keys() | gathered[0].keys()
         firsts = {name: theirs[name][1] if name in theirs else 0 for name in names}

@@ -1,5 +1,6 @@
 """Collective operations over all ranks of the job, outside the step path."""
 
 from .ranks import Agreement, Collective, PendingGather
+from .transfers import Transfers
 
-__all__ = ["Agreement", "Collective", "PendingGather"]
+__all__ = ["Agreement", "Collective", "PendingGather", "Transfers"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .ranks import Bytes, Collective
+from .transfers import Bytes, Transfers
 
 
 def rounds_of(have: Sequence[int], lack: Sequence[int]) -> list[list[tuple[int, int]]]:
@@ -24,14 +24,14 @@ def rounds_of(have: Sequence[int], lack: Sequence[int]) -> list[list[tuple[int, 
     return rounds
 
 
-def spread(collective: Collective, have: Sequence[int], lack: Sequence[int], held: Bytes) -> None:
-    """Fill `held` on the ranks that `lack` it with what it is on those that `have` it. Each of these ranks calls.
+def spread(transfers: Transfers, rank: int, have: Sequence[int], lack: Sequence[int], held: Bytes) -> None:
+    """Fill `held` on the ranks that `lack` it with what it is on those that `have` it. Each `rank` of these calls.
 
     Raises ProtocolError for altered bytes.
     """
     for pairs in rounds_of(have, lack):
         for sender, receiver in pairs:
-            if sender == collective.rank:
-                collective.swap({receiver: held}, {})
-            elif receiver == collective.rank:
-                collective.swap({}, {sender: held})
+            if sender == rank:
+                transfers.swap({receiver: held}, {})
+            elif receiver == rank:
+                transfers.swap({}, {sender: held})

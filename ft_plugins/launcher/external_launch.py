@@ -18,10 +18,11 @@ from pathlib import Path
 
 import msgpack
 
-from ..collective import Collective
 from ..config import Config, LaunchContext, run_directory
 from ..errors import ConfigError, ProtectionError
+from ..events import Events
 from ..smp import client as smp
+from ..systems.claim import join_ranks
 from . import job_identity
 
 _CALL_SECONDS = 30.0
@@ -33,7 +34,7 @@ def join(config: Config, context: LaunchContext) -> tuple[LaunchContext, Callabl
     Raises BusyError and ConfigError of any rank. After a ProtectionError the context is returned unchanged, and the
     session fails if protection is required.
     """
-    collective = Collective()
+    collective = join_ranks(config, context, Events())
     started: tuple[str, int] | None = None
     with collective.agreement():
         if context.local_rank == 0:

@@ -9,25 +9,23 @@ In: nodes, redundancy groups and segment shapes of all ranks. Out: `recovery.res
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import closing
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import msgpack
 import numpy as np
-import psutil
 
 from ..collective import Collective
 from ..collective.spreading import spread
-from ..errors import BudgetError, ConfigError, FencedError, FtError, ProtocolError
+from ..errors import BudgetError, FencedError, FtError, ProtocolError
 from ..redundancy.exchange_plan import ExchangePlan, positions
 from ..smp import job_file
 from ..smp.client import Client
 from ..smp.job_file import ProtectionReference
+from ..smp.own_address import own_address
 from ..smp.protection import Protection
 from ..snapshot.double import ReplicaShare, replica_extents
 from ..snapshot.shape import Shape
@@ -121,7 +119,7 @@ class SeenNodes:
         if all(len(holders) == len(self.ranks) for _, holders in known):
             return
         leads = [ranks[0] for ranks in self.ranks]
-        with self._collective.agreement():
+        with self._collective.transfers() as transfers, self._collective.agreement():
             for reference, holders in known:
                 have = [lead for position, lead in enumerate(leads) if position in holders]
                 lack = [lead for position, lead in enumerate(leads) if position not in holders]
@@ -131,7 +129,7 @@ class SeenNodes:
                 content = np.empty(reference.nbytes, dtype=np.uint8)
                 if holds:
                     content[:] = np.frombuffer(job_file.read_content(self._run_dir, reference.job), dtype=np.uint8)
-                spread(self._collective, have, lack, content)
+                spread(transfers, self._collective.rank, have, lack, content)
                 if not holds:
                     job_file.write_content(self._run_dir, reference.job, content.tobytes())
 
@@ -162,7 +160,12 @@ class LinkedNodes(SeenNodes):
         """Raises ConfigError (secret, interface), ProtocolError, on all ranks."""
         super().__init__(collective, nodes, config.run_dir)
         self._config = config
-        endpoints = self.ask(lambda client: list(client.endpoint(_address(config), config.secret_file, config.encrypt)))
+
+        def listen(client: Client) -> list[Any]:
+            address = own_address(config.interface, config.towards)
+            return list(client.endpoint(address, config.secret_file, config.encrypt))
+
+        endpoints = self.ask(listen)
         self._endpoints = tuple((str(host), int(port)) for host, port in endpoints)
 
     def spares(self, previous: Protection, report: Callable[[FtError], None]) -> list[Spare]:
@@ -293,28 +296,3 @@ def links_of(sent: Sequence[Sequence[tuple[int, float]]]) -> dict[int, float]:
     links = {position: max(rate, into[position]) for position, rate in out.items()}
     least = min((rate for rate in links.values() if rate > 0), default=0.0)
     return {position: rate or least for position, rate in links.items()} if least else {}
-
-
-def _address(config: NodeTierConfig) -> str:
-    """The address at which other nodes reach this node's SMP. Raises ConfigError."""
-    if config.interface is None:
-        try:
-            family = socket.getaddrinfo(config.towards, 9, type=socket.SOCK_DGRAM)[0]
-            with closing(socket.socket(family[0], socket.SOCK_DGRAM)) as probe:
-                probe.connect(family[4])  # sends nothing; the kernel chooses a route
-                return str(probe.getsockname()[0])
-        except OSError as error:
-            raise ConfigError(
-                f"no interface leads to '{config.towards}' ({error}); name one by --ftp-interface"
-            ) from error
-    devices = psutil.net_if_addrs()
-    addresses = {entry.address for device in devices.values() for entry in device}
-    if config.interface in addresses:
-        return config.interface
-    for wanted in (socket.AF_INET, socket.AF_INET6):
-        for entry in devices.get(config.interface, []):
-            if entry.family == wanted:
-                return str(entry.address)
-    raise ConfigError(
-        f"--ftp-interface {config.interface}: no device or address of this node; its devices are {', '.join(devices)}"
-    )

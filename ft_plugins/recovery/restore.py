@@ -117,15 +117,15 @@ def load_tensors(
     if index is None:
         raise CorruptSlotError(f"rank {segment.rank}: version {plan.version} is no longer in memory; restart the job")
     data = segment.data(index)
-    collective.connect(stream.replicas for stream in layout.streams)
-    for number, stream in enumerate(layout.streams):
-        faults.reach("restore.tensors", iteration=plan.version.iteration, stream=number)
-        own = stream.share_of(layout.rank)
-        share = data[stream.slot_offset : stream.slot_offset + own.stop - own.start]
-        flat = {item.name: flat_bytes(item.name, tensors[item.name]) for item in stream.items}
-        ranges = [(share.start, share.stop) for share in stream.shares]
-        for offset, arrived in collective.exchange_shares(stream.replicas, ranges, share):
-            _scatter(stream, flat, offset, arrived)
+    with collective.transfers() as transfers:
+        for number, stream in enumerate(layout.streams):
+            faults.reach("restore.tensors", iteration=plan.version.iteration, stream=number)
+            own = stream.share_of(layout.rank)
+            share = data[stream.slot_offset : stream.slot_offset + own.stop - own.start]
+            flat = {item.name: flat_bytes(item.name, tensors[item.name]) for item in stream.items}
+            ranges = [(share.start, share.stop) for share in stream.shares]
+            for offset, arrived in transfers.exchange_shares(stream.replicas, ranges, share):
+                _scatter(stream, flat, offset, arrived)
     return segment.small(index)
 
 

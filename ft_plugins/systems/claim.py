@@ -35,8 +35,8 @@ from .reft_reports import budget_table
 _PER_NODE = {"node_name", "failure_domain", "interface", "secret_file", "orphan_seconds", "faults"}
 
 
-def join_ranks(config: Config) -> Collective:
-    """Connect to all ranks of the job. Raises ConfigError, on all ranks, if their secrets differ.
+def join_ranks(config: Config, context: LaunchContext, events: Events) -> Collective:
+    """Connect to all ranks of the job. Raises ConfigError, on all ranks, if their secrets differ; ProtocolError.
 
     A rank that cannot read its secret file raises that error; the others report that the secrets differ.
     """
@@ -47,7 +47,7 @@ def join_ranks(config: Config) -> Collective:
     except ConfigError as error:  # if no rank can read it, the node tier reports that if it needs the secret
         unread = error
     try:
-        return Collective(secret)
+        return Collective(secret, config.interface, config.encrypt, context, events)
     except ConfigError as error:
         raise unread or error from None
 

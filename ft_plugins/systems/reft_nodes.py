@@ -47,7 +47,8 @@ def audits_every(config: Config) -> int:
 
 
 class ReftNodes:
-    """The nodes of one incarnation of a job. `losses`: how many of a redundancy group may be lost, 0 for none."""
+    """The nodes of one incarnation of a job. `losses`: how many of a redundancy group may be lost, 0 for none. `leads`:
+    whether this rank is the lowest of its node, which acts for it."""
 
     def __init__(
         self,
@@ -69,6 +70,7 @@ class ReftNodes:
         self._collective = collective
         self._names = names
         self._nodes = names.nodes
+        self.leads = names.nodes.index(names.nodes[host.rank]) == host.rank
         self._run_dir = run_dir
         self._token = token
         self._events = events
@@ -79,11 +81,6 @@ class ReftNodes:
         self.lineage = 0  # the newest that any node knew at start, at any size of the job
         self.losses = self._survivable(names.nodes)
         self._groups = self._cut_groups()
-
-    @property
-    def leads(self) -> bool:
-        """Whether this rank is the lowest of its node, which acts for it."""
-        return self._nodes.index(self._nodes[self._host.rank]) == self._host.rank
 
     def with_parity(self, layout: Layout) -> Layout:
         """`layout` with the parity that this rank computes of other nodes' shares."""

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ...collective import Collective
+from ...collective import Collective, Transfers
 
 FRAME_BYTES = 4 << 20
 _COUNT, _FIELD = np.dtype("<u4"), np.dtype("<u8")  # of a message
@@ -58,9 +58,10 @@ def pull(collective: Collective, ranges: Sequence[PullRange], read: Callable[[in
             receive.setdefault(one.reader, []).extend(_frames(one))
     counts = {reader: len(frames) for reader, frames in receive.items()}
     asked, rounds = _asked_of(own, collective.gather(_packed(counts)))
-    send = _exchange_requests(collective, receive, asked)
-    for number in range(rounds):
-        _round(collective, number, send, receive, read, into)
+    with collective.transfers() as transfers:
+        send = _exchange_requests(transfers, receive, asked)
+        for number in range(rounds):
+            _round(transfers, number, send, receive, read, into)
 
 
 def _packed(counts: Mapping[int, int]) -> bytes:
@@ -78,7 +79,7 @@ def _asked_of(own: int, messages: Sequence[bytes]) -> tuple[dict[int, int], int]
 
 
 def _exchange_requests(
-    collective: Collective, receive: Mapping[int, Sequence[PullRange]], asked: Mapping[int, int]
+    transfers: Transfers, receive: Mapping[int, Sequence[PullRange]], asked: Mapping[int, int]
 ) -> dict[int, list[_Requested]]:
     """Send each reader this rank's requests. Returns by rank what it requests of this one, in order."""
     leaving = {
@@ -86,7 +87,7 @@ def _exchange_requests(
         for reader, frames in receive.items()
     }
     arriving = {rank: np.empty((count, 3), dtype=_FIELD) for rank, count in asked.items()}
-    collective.swap(
+    transfers.swap(
         {reader: entries.reshape(-1) for reader, entries in leaving.items()},
         {rank: entries.reshape(-1).view(np.uint8) for rank, entries in arriving.items()},
     )
@@ -101,7 +102,7 @@ def _frames(one: PullRange) -> list[PullRange]:
 
 
 def _round(
-    collective: Collective,
+    transfers: Transfers,
     number: int,
     send: Mapping[int, Sequence[_Requested]],
     receive: Mapping[int, Sequence[PullRange]],
@@ -118,7 +119,7 @@ def _round(
         for rank, frames in receive.items()
         if number < len(frames)
     }
-    collective.swap(outgoing, incoming)
+    transfers.swap(outgoing, incoming)
     for rank, received in incoming.items():
         one = receive[rank][number]
         into[one.target : one.target + one.nbytes] = received

@@ -112,7 +112,8 @@ def refill(
         peers = _ranks_at(target.coordinates, collective)
         ranges = [PullRange(reader(r), r, 0, sizes[r], at) for r, at in zip(ranks, starts, strict=False)]
         pull(collective, ranges if own == peers[0] else [], slots.small, joined)
-        spread(collective, peers[:1], peers[1:], joined)
+        with collective.transfers() as transfers:
+            spread(transfers, own, peers[:1], peers[1:], joined)
         names = [f"rank {r} of {plan.world_size}, version {plan.version}" for r in ranks]
         parts = [joined[at : at + sizes[r]].tobytes() for r, at in zip(ranks, starts, strict=False)]
         smalls = [manifest.split(*part) for part in zip(parts, names, strict=True)]

@@ -1,4 +1,4 @@
-"""The collectives of protection, on real gloo ranks."""
+"""The collectives of protection, between real processes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch.distributed as dist
 
-from ft_plugins.collective import Collective
-from ft_plugins.collective import ranks as module
+from ft_plugins.collective import Collective, Transfers
+from ft_plugins.collective import transfers as module
+from ft_plugins.collective.transfers import _Outgoing
 from ft_plugins.errors import BudgetError, ConfigError, FtError, ProtocolError, ResumeError
 
 Ranks = Callable[..., list[Any]]
@@ -79,7 +79,8 @@ def test_a_job_of_one_process_needs_no_process_group() -> None:
         raise BudgetError("bytes")
     assert not caught.value.echo
     own = np.arange(9, dtype=np.uint8)
-    ((offset, arrived),) = collective.exchange_shares([0], [(0, 9)], own)
+    with collective.transfers() as transfers:
+        ((offset, arrived),) = transfers.exchange_shares([0], [(0, 9)], own)
     assert offset == 0 and (arrived == own).all()
 
 
@@ -96,10 +97,11 @@ STREAMS = [  # replica set, shares
 
 def _exchange(rank: int, world: int, part_bytes: int) -> list[tuple[bytes, int]]:
     module.PART_BYTES = part_bytes
-    others = [dist.new_group([0, 1]), dist.new_group([0])]  # the framework has groups too, not on all ranks as many
-    collective = Collective()
-    for _ in range(2):
-        collective.connect(replicas for replicas, _ in STREAMS if rank in replicas)
+    with Collective() as collective, collective.transfers() as transfers:
+        return _streams(rank, transfers)
+
+
+def _streams(rank: int, transfers: Transfers) -> list[tuple[bytes, int]]:
     found = []
     for number, (replicas, shares) in enumerate(STREAMS):
         if rank not in replicas:
@@ -109,14 +111,13 @@ def _exchange(rank: int, world: int, part_bytes: int) -> list[tuple[bytes, int]]
         received = np.zeros(len(stream), dtype=np.uint8)
         times = np.zeros(len(stream), dtype=np.uint8)
         longest = 0
-        for offset, arrived in collective.exchange_shares(replicas, shares, stream[start:stop].copy()):
+        for offset, arrived in transfers.exchange_shares(replicas, shares, stream[start:stop].copy()):
             received[offset : offset + len(arrived)] = arrived
             times[offset : offset + len(arrived)] += 1
             longest = max(longest, len(arrived))
         assert (times == 1).all(), "every byte passes once"
         assert (received == stream).all(), (rank, number)
         found.append((received.tobytes(), longest))
-    assert len(others) == 2
     return found
 
 
@@ -129,8 +130,8 @@ def test_a_set_puts_its_stream_together_from_uneven_shares_in_bounded_rounds(ran
 
 def _start_gather(rank: int, world: int) -> list[list[bytes]]:
     collective = Collective()
-    first = collective.start_gather(bytes([rank]) * rank, 5)
-    second = collective.start_gather(b"later", 5)
+    first = collective.start_gather(bytes([rank]) * rank)
+    second = collective.start_gather(b"later")
     between = collective.gather(b"between")  # whatever else the ranks do meanwhile
     assert between == [b"between"] * world
     return [second.result(), first.result()]
@@ -138,157 +139,61 @@ def _start_gather(rank: int, world: int) -> list[list[bytes]]:
 
 def test_what_was_started_is_read_whenever_it_suits(ranks: Ranks) -> None:
     assert ranks(_start_gather, 3) == [[[b"later"] * 3, [b"", b"\1", b"\2\2"]]] * 3
-    assert Collective().start_gather(b"alone", 8).result() == [b"alone"]
-    with pytest.raises(ValueError, match="6 bytes, more than the agreed 5"):
-        Collective().start_gather(b"longer", 5)
+    assert Collective().start_gather(b"alone").result() == [b"alone"]
 
 
-class _Relay:
-    """Between rank 1 and the others: what arrives in its gathers goes through `change`, which has all earlier ones."""
-
-    def __init__(self, change: str) -> None:
-        self._real = dist.all_gather
-        self._change = change
-        self._seen: list[list[Any]] = []
-
-    def all_gather(self, found: list[Any], own: Any, group: Any = None, async_op: bool = False) -> Any:
-        self._real(found, own, group=group)
-        before = next((each for each in self._seen[::-1] if len(each[0]) == len(own)), None)
-        self._seen.append([part.clone() for part in found])
-        if self._change == "a byte of the payload":
-            found[2][8] ^= 1
-        elif self._change == "its length":
-            found[2][0] ^= 2
-        elif self._change == "an earlier one in its place" and before is not None:
-            found[2].copy_(before[2])
-        elif self._change == "that of another rank":
-            found[2].copy_(found[0])
-        return self if async_op else None
-
-    def wait(self) -> None:
-        """All is here."""
-
-
-def _altered(rank: int, world: int, change: str) -> list[str]:
+def _swap(rank: int, world: int, nbytes: int, change: bool) -> list[str]:
+    """Each rank swaps with both others, twice; rank 0 alters a byte after it was authenticated, if `change`."""
     collective = Collective(SECRET)
-    if rank == 1:
-        dist.all_gather = _Relay(change).all_gather
-    said = []
-    for payload in (b"one", b"two"):
-        started = collective.start_gather(payload, 5)  # of which `gather` is made
-        try:
-            assert started.result() == [payload] * world
-        except ProtocolError as error:
-            said.append(str(error))
-    return said
+    others = [other for other in range(world) if other != rank]
+    if change and rank == 0:
+        real = _Outgoing.advance
 
+        def altering(way: _Outgoing) -> bool:
+            if way._left:
+                way._left[0] = memoryview(bytes(way._left[0][:-1]) + bytes([way._left[0][-1] ^ 1]))
+            return real(way)
 
-@pytest.mark.parametrize(
-    "change", ["a byte of the payload", "its length", "an earlier one in its place", "that of another rank"]
-)
-def test_a_payload_that_was_altered_on_the_way_is_refused_with_the_rank_that_sent_it(
-    ranks: Ranks, change: str
-) -> None:
-    none, altered, nothing = ranks(_altered, 3, change)
-    assert none == nothing == [] and altered
-    assert all(words.startswith("rank 1: rejected data of rank 2: it was altered in transit") for words in altered)
-
-
-def _altered_shares(rank: int, world: int, change: str) -> list[str]:
-    """What a rank says of two streams of one round each, which rank 1 gets otherwise than they were sent."""
-    collective = Collective(SECRET)
-    collective.connect([range(world)])
-    if rank == 1:
-        dist.all_gather = _Relay(change).all_gather
-    said = []
-    for stream in range(2):
-        own = np.arange(64, dtype=np.uint8) + rank + stream
-        shares = [(64 * r, 64 * r + 64) for r in range(world)]
-        try:
-            for offset, arrived in collective.exchange_shares(range(world), shares, own):
-                assert arrived.tolist() == [offset // 64 + stream + i for i in range(64)]
-        except ProtocolError as error:
-            said.append(str(error))
-    return said
-
-
-@pytest.mark.parametrize("change", ["a byte of the payload", "an earlier one in its place", "that of another rank"])
-def test_shares_that_were_altered_on_the_way_are_not_taken(ranks: Ranks, change: str) -> None:
-    none, altered, nothing = ranks(_altered_shares, 3, change)
-    assert none == nothing == [] and altered
-    assert all(words.startswith("rank 1: rejected data of rank 2: it was altered in transit") for words in altered)
-
-
-class _Arriving:
-    """A receive of which `change` makes something else."""
-
-    def __init__(self, work: Any, tensor: Any, change: str, before: list[Any]) -> None:
-        self._work, self._tensor, self._change, self._before = work, tensor, change, before
-
-    def wait(self) -> None:
-        self._work.wait()
-        real = self._tensor.clone()
-        if self._change == "a byte":
-            self._tensor[3] ^= 1
-        elif self._change == "the one before" and self._before:
-            self._tensor.copy_(self._before[-1])
-        self._before.append(real)
-
-
-def _swap(rank: int, world: int, change: str) -> list[str]:
-    """What a rank says of two rounds in which each sends its number and the round's to the next."""
-    collective = Collective(SECRET)
-    real, before = dist.irecv, list[Any]()
-    if rank == 1:
-        dist.irecv = lambda tensor, **to: _Arriving(real(tensor, **to), tensor, change, before)
-    into, said = np.zeros(4, dtype=np.uint8), []
-    for number in range(2):
-        sent = np.array([rank, number, 5, 6], dtype=np.uint8)
-        try:
-            collective.swap({(rank + 1) % world: sent}, {(rank - 1) % world: into})
-            assert into.tolist() == [(rank - 1) % world, number, 5, 6]
-        except ProtocolError as error:
-            said.append(str(error))
-    return said
-
-
-@pytest.mark.parametrize("change", ["nothing", "a byte", "the one before"])
-def test_swapped_bytes_arrive_and_those_that_were_altered_on_the_way_are_not_taken(ranks: Ranks, change: str) -> None:
-    none, altered, nothing = ranks(_swap, 3, change)
-    assert none == nothing == [] and bool(altered) == (change != "nothing")
-    assert all(words.startswith("rank 1: rejected data of rank 0: it was altered in transit") for words in altered)
-
-
-def _words(rank: int, world: int, forge: bytes, real: bool) -> tuple[bool, bool]:
-    collective = Collective(SECRET)
-    store = dist.distributed_c10d._get_default_store()
-    if rank == 1 and forge:
-        store.set("ft_plugins/degraded", forge)
+        module._Outgoing.advance = altering  # type: ignore[method-assign]
+    found = []
+    with collective.transfers() as transfers:
+        for turn in range(2):
+            send = {other: np.full(nbytes + rank, 10 * turn + rank, dtype=np.uint8) for other in others}
+            receive = {other: np.zeros(nbytes + other, dtype=np.uint8) for other in others}
+            try:
+                transfers.swap(send, receive)
+            except ProtocolError as error:
+                found.append(str(error))
+                break
+            for other, into in receive.items():
+                assert (into == 10 * turn + other).all()
     collective.barrier()
-    before = collective.announced("degraded")
-    collective.barrier()
-    if rank == 1 and real:
-        collective.announce("degraded")
-    collective.barrier()
-    return before, collective.announced("degraded")
+    return found
 
 
-@pytest.mark.parametrize("forge", [b"", b"1", b"0", bytes(32)])
-def test_a_word_is_believed_from_a_rank_and_from_no_one_else(ranks: Ranks, forge: bytes) -> None:
-    assert ranks(_words, 3, forge, True) == [(False, True)] * 3
-    assert ranks(_words, 2, forge, False) == [(False, False)] * 2
+@pytest.mark.parametrize("nbytes", [1, 5 << 20])
+def test_swapped_bytes_arrive_whatever_their_number(ranks: Ranks, nbytes: int) -> None:
+    assert ranks(_swap, 3, nbytes, False) == [[], [], []]
 
 
-def _replay(rank: int, world: int) -> bool:
+def test_bytes_that_were_altered_on_the_way_are_not_taken(ranks: Ranks) -> None:
+    found = ranks(_swap, 3, 64 << 20, True)  # more than a socket takes at once
+    refused = [words for of_rank in found[1:] for words in of_rank]
+    assert refused and all("rejected data of rank 0: unit" in words or "was lost" in words for words in refused)
+    assert any("rejected data of rank 0" in words for words in refused)
+
+
+def _meets_again(rank: int, world: int) -> list[bool]:
     first, second = Collective(SECRET), Collective(SECRET)  # as of two incarnations
     if rank == 0:
         first.announce("degraded")
     second.barrier()
-    return second.announced("degraded")
+    first.barrier()
+    return [first.announced("degraded"), second.announced("degraded")]
 
 
-def test_a_word_of_another_incarnation_is_not_believed(ranks: Ranks) -> None:
-    assert ranks(_replay, 2) == [False, False]
+def test_a_word_is_known_to_the_ranks_of_its_incarnation_alone(ranks: Ranks) -> None:
+    assert ranks(_meets_again, 3) == [[True, False]] * 3
 
 
 def _unlike(rank: int, world: int, *known: bytes) -> str:
@@ -303,4 +208,4 @@ def _unlike(rank: int, world: int, *known: bytes) -> str:
 def test_ranks_with_different_secrets_all_say_so(ranks: Ranks, other: bytes) -> None:
     found = ranks(_unlike, 3, SECRET, SECRET, other)
     assert all("give --ftp-secret-file, with the same content" in words for words in found)
-    assert found[0].startswith("rank 0: rank 2 has another secret")
+    assert all(words.startswith("rank 0: rank 2 has another secret") for words in found), "the lowest speaks for all"

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_plugins.collective import Collective
+from ft_plugins.collective import Collective, Transfers
 from ft_plugins.collective.spreading import rounds_of, spread
 from ft_plugins.errors import FtError
 from ft_plugins.recovery.nodes import SeenNodes
@@ -40,10 +40,15 @@ def test_each_that_lacks_it_receives_once_from_one_that_has_it(count: int, lacki
 
 def _spread(rank: int, world: int) -> bytes:
     collective = Collective()
-    if rank == 0:  # takes no part
-        return b""
+    with collective.transfers() as transfers:
+        if rank == 0:  # takes no part
+            return b""
+        return _filled(transfers, rank)
+
+
+def _filled(transfers: Transfers, rank: int) -> bytes:
     held = np.frombuffer(CONTENT, dtype=np.uint8).copy() if rank == 2 else np.zeros(len(CONTENT), dtype=np.uint8)
-    spread(collective, [2], [1, 3, 4], held)
+    spread(transfers, rank, [2], [1, 3, 4], held)
     return held.tobytes()
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ft_plugins.collective import Collective
-from ft_plugins.collective import ranks as module
+from ft_plugins.collective import transfers as module
 from ft_plugins.errors import CorruptSlotError
 from ft_plugins.model.inventory import Inventory, Item, IterationSpan, Role
 from ft_plugins.recovery.restore import agree_on_version, load_tensors

@@ -1,0 +1,288 @@
+"""How the ranks of an incarnation find each other: through the job's store, then by their secret.
+
+Invariant: any process that reaches the store can read and write it, so an address from there is only a place to try. A
+rank proves twice that it belongs there: by the nonce that rank 0 leaves in the store for this incarnation, then by the
+job's secret. If only the first holds, the two ranks have different secrets: they can report that to all ranks, and
+nothing else.
+
+Rank 0 writes what all ranks have to know: the nonce, and how many ranks a node has. A rank with others below it writes
+where it listens. A rank reads the entry of rank 0 and that of the rank above it, and writes one at most.
+
+In: the store, the rank's place, the secret. Out: a link to each neighbour, the nonce, what is wrong with a secret.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import queue
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import ConfigError, ProtocolError
+from ..events import Events
+from ..smp import protocol
+from ..smp.channel import HANDSHAKE_LIMIT, Channel, ClientHandshake, Party, ServerHandshake
+from ..smp.connections import RejectedConnections
+from ..smp.unproven import Unproven
+from .rank_links import Link
+from .rank_tree import RankPlace, place_of
+
+NONCE = 32  # bytes
+_ENTRY_LIMIT = 2 + 64  # bytes: port, address
+_MOST_ON_NODE = 1 << 16  # ranks
+_PAUSE_SECONDS = (0.02, 1.0)  # before a rank tries to connect again: first, longest
+_PURPOSE = "ranks"
+
+Arrived = tuple[socket.socket, int, Channel]
+
+
+@dataclass(frozen=True)
+class RankMeeting:
+    """How this rank reaches the others. `name` distinguishes the meetings of an incarnation; `seconds` bounds it."""
+
+    store: Any  # torch.distributed.Store
+    name: str
+    rank: int
+    world_size: int
+    on_node: int  # ranks of this node; rank 0's is used by all
+    secret: bytes
+    address: str  # of this node
+    encrypt: bool
+    seconds: float
+    events: Events
+
+
+@dataclass(frozen=True)
+class Met:
+    """The place of this rank, and its neighbours by rank. `key` is known to this job's ranks of this incarnation alone,
+    as far as it has a secret.
+
+    `refusal`: why the ranks cannot work together; '' if they can.
+    """
+
+    place: RankPlace
+    links: dict[int, Link]
+    key: bytes
+    refusal: str
+
+
+def meet(meeting: RankMeeting) -> Met:
+    """Connect to the neighbours in the tree. Every rank calls. Raises ProtocolError if they cannot be reached in time,
+    ConfigError if this node's address cannot be used."""
+    until = time.monotonic() + meeting.seconds
+    nonce, on_node = _agree_on_tree(meeting)
+    place = place_of(meeting.rank, meeting.world_size, on_node)
+    key = hmac.digest(meeting.secret or b"none", b"ft_plugins ranks" + nonce, "sha256")
+    links: dict[int, Link] = {}
+    refusals: list[str] = []
+
+    def admit(connection: socket.socket, rank: int, channel: Channel, proven: Channel | str) -> None:
+        if isinstance(proven, str):
+            refusals.append(f"rank {place.rank}: rank {rank} {proven}")
+            proven = channel
+        links[rank] = Link(rank, connection, proven)
+
+    proving = Party(_PURPOSE, meeting.name, str(place.rank), meeting.encrypt)
+    with Door(meeting.address, nonce, meeting.name, place.rank, meeting.events) as door:
+        if place.children:
+            door.open()
+            entry = door.endpoint[1].to_bytes(2, "big") + meeting.address.encode()
+            _ask(meeting, lambda: meeting.store.set(_key(meeting, str(place.rank)), entry))
+        if place.parent is not None:
+            connection, channel = dial(_read_entry(meeting, place.parent), nonce, door.me, place.parent, until)
+            admit(connection, place.parent, channel, _prove(connection, until, key, proving))
+        while len(links) < len(place.children) + (place.parent is not None):
+            connection, rank, channel = door.next(until, set(place.children) - links.keys())
+            try:
+                admit(connection, rank, channel, _check(connection, until, key, proving))
+            except (OSError, ProtocolError):  # cut off: it tries again
+                connection.close()
+    return Met(place, links, key, refusals[0] if refusals else "")
+
+
+class Door:
+    """A listening socket for ranks that prove that they know `secret`."""
+
+    def __init__(
+        self, address: str, secret: bytes, name: str, rank: int, events: Events, encrypt: bool = False
+    ) -> None:
+        self.me = Party(_PURPOSE, name, str(rank), encrypt)
+        self._address = address
+        self._secret = secret
+        self._events = events
+        self._arrived: queue.SimpleQueue[Arrived] = queue.SimpleQueue()
+        self._unproven: Unproven | None = None
+        self.endpoint = ("", 0)
+
+    def open(self) -> None:
+        """Listen. Raises ConfigError if the address cannot be used."""
+        listener = socket.socket(socket.AF_INET6 if ":" in self._address else socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            listener.bind((self._address, 0))
+            listener.listen(512)
+        except OSError as error:
+            listener.close()
+            raise ConfigError(
+                f"rank {self.me.node} cannot listen on {self._address} ({error.strerror}); choose another "
+                "--ftp-interface"
+            ) from error
+        self.endpoint = (self._address, int(listener.getsockname()[1]))
+        self._unproven = Unproven(
+            listener, self._secret, self.me, self._admit, RejectedConnections(self._events), "ft-ranks-door"
+        )
+
+    def _admit(self, connection: socket.socket, address: str, channel: Channel) -> None:
+        if channel.node.isdecimal():
+            self._arrived.put((connection, int(channel.node), channel))
+        else:
+            connection.close()
+
+    def next(self, until: float, expected: set[int]) -> Arrived:
+        """The next of the `expected` ranks that arrives; others are sent away. Raises ProtocolError if none does."""
+        while (left := until - time.monotonic()) > 0:
+            with suppress(queue.Empty):
+                arrived = self._arrived.get(timeout=left)
+                if arrived[1] in expected:
+                    return arrived
+                arrived[0].close()
+        some = ", ".join(map(str, sorted(expected)[:8]))
+        raise ProtocolError(
+            f"rank {self.me.node}: rank {some} did not connect to {self.endpoint[0]}:{self.endpoint[1]} in time; "
+            "check that the nodes reach each other there, or choose another --ftp-interface"
+        )
+
+    def __enter__(self) -> Door:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop listening. Idempotent."""
+        if self._unproven is not None:
+            self._unproven.close()
+            self._unproven = None
+        with suppress(queue.Empty):
+            while True:
+                self._arrived.get_nowait()[0].close()
+
+
+def dial(where: tuple[str, int], secret: bytes, me: Party, rank: int, until: float) -> tuple[socket.socket, Channel]:
+    """Connect to `rank`, which listens at `where` for those that know `secret`. Raises ProtocolError if it cannot be
+    reached in time, or is another one."""
+    pause, longest = _PAUSE_SECONDS
+    while True:
+        try:
+            connection = socket.create_connection(where, max(0.001, until - time.monotonic()))
+        except OSError as error:
+            cause: Exception = error
+        else:
+            try:
+                handshake = ClientHandshake(secret, me)
+                protocol.send(connection, handshake.hello())
+                answer, channel = handshake.answer(_message(connection, until))
+                if channel.node != str(rank):
+                    raise ProtocolError(f"it is rank {channel.node}")
+                protocol.send(connection, answer)
+                return connection, channel
+            except (OSError, ProtocolError) as error:  # it may have made room for others
+                connection.close()
+                cause = error
+        if time.monotonic() + pause >= until:
+            raise ProtocolError(
+                f"rank {me.node}: rank {rank} cannot be reached at {where[0]}:{where[1]} ({cause}); check that the "
+                "nodes reach each other there, or choose another --ftp-interface"
+            ) from cause
+        time.sleep(pause)
+        pause = min(2 * pause, longest)
+
+
+def _prove(connection: socket.socket, until: float, key: bytes, me: Party) -> Channel | str:
+    """As the one that has dialled, prove that this rank knows the job's secret. Returns what is wrong with the other
+    one if it cannot prove that. Raises OSError, ProtocolError."""
+    handshake = ClientHandshake(key, me)
+    protocol.send(connection, handshake.hello())
+    challenge = _message(connection, until)
+    try:
+        answer, channel = handshake.answer(challenge)
+    except ProtocolError:
+        protocol.send(connection, {"proof": bytes(NONCE)})
+        return _wrong(challenge, me)
+    protocol.send(connection, answer)
+    return channel
+
+
+def _check(connection: socket.socket, until: float, key: bytes, me: Party) -> Channel | str:
+    """The other side of `_prove`."""
+    handshake = ServerHandshake(key, me)
+    hello = _message(connection, until)
+    protocol.send(connection, handshake.challenge(hello))
+    answer = _message(connection, until)
+    try:
+        return handshake.finish(answer)
+    except ProtocolError:
+        return _wrong(hello, me)
+
+
+def _wrong(message: dict[str, Any], me: Party) -> str:
+    if (message.get("encrypt") is True) is not me.encrypt:
+        return "differs in --ftp-encrypt; give all nodes the same"
+    return (
+        "has another secret, or only one of the two has one; give --ftp-secret-file, with the same content, on all "
+        "nodes"
+    )
+
+
+def _message(connection: socket.socket, until: float) -> dict[str, Any]:
+    message = protocol.receive(connection, until, HANDSHAKE_LIMIT)
+    if message is None:
+        raise ConnectionResetError("it hung up")
+    return message
+
+
+def _key(meeting: RankMeeting, what: str) -> str:
+    return f"ft_plugins/ranks/{meeting.name}/{what}"
+
+
+def _ask(meeting: RankMeeting, call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except RuntimeError as error:  # of torch
+        raise ProtocolError(f"rank {meeting.rank}: the job's store did not answer: {error}") from error
+
+
+def _agree_on_tree(meeting: RankMeeting) -> tuple[bytes, int]:
+    """The incarnation's nonce, and how many ranks of a node the tree assumes: of rank 0. Raises ProtocolError."""
+    if meeting.rank == 0:
+        nonce, on_node = secrets.token_bytes(NONCE), min(meeting.on_node, _MOST_ON_NODE)
+        _ask(meeting, lambda: meeting.store.set(_key(meeting, "tree"), nonce + on_node.to_bytes(4, "big")))
+        return nonce, on_node
+    entry = bytes(_ask(meeting, lambda: meeting.store.get(_key(meeting, "tree"))))
+    on_node = int.from_bytes(entry[NONCE:], "big")
+    if len(entry) != NONCE + 4 or not 0 < on_node <= _MOST_ON_NODE:
+        raise _foreign(meeting, 0, f"{len(entry)} bytes, {on_node} ranks on a node")
+    return entry[:NONCE], on_node
+
+
+def _read_entry(meeting: RankMeeting, rank: int) -> tuple[str, int]:
+    """Where `rank` listens. Waits until it has written that. Raises ProtocolError."""
+    entry = bytes(_ask(meeting, lambda: meeting.store.get(_key(meeting, str(rank)))))
+    try:
+        if not 2 < len(entry) <= _ENTRY_LIMIT:
+            raise ValueError(f"{len(entry)} bytes")
+        return str(ipaddress.ip_address(entry[2:].decode())), int.from_bytes(entry[:2], "big")
+    except ValueError as error:
+        raise _foreign(meeting, rank, str(error)) from error
+
+
+def _foreign(meeting: RankMeeting, rank: int, reason: str) -> ProtocolError:
+    return ProtocolError(
+        f"rank {meeting.rank}: the entry of rank {rank} in the job's store makes no sense ({reason}): another process "
+        "writes to the store; make sure that only the job's nodes reach its port"
+    )

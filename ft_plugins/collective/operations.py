@@ -1,0 +1,216 @@
+"""What a rank does with what it receives in the tree of ranks: joins, passes on, finishes. Pure.
+
+An operation goes up the tree, is joined at each rank, and its result goes down from the root to all. A word goes from
+the rank that announces it to all others; each acknowledges it once all ranks behind it have.
+
+Invariant: all ranks call the same operations in the same order; if one does not, that is an error that names both. A
+rank acknowledges a word that it knows already at once: another rank has announced it as well, and waits for the rest.
+
+In: calls of this rank, frames of its neighbours. Out: frames to send; results; words that all ranks know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+import msgpack
+
+from ..errors import ProtocolError
+from .rank_tree import RankPlace
+
+SIZE = 8  # bytes of the length in front of a payload
+_AHEAD = 16  # operations that a neighbour may be ahead of this rank; as many as a caller may have started
+
+Buffer = bytes | bytearray | memoryview
+
+
+class FrameKind(IntEnum):
+    """What a frame is."""
+
+    GATHER = 1  # every rank gets the payloads of all, by rank
+    AGREE = 2  # every rank gets the first failure, b"" if there is none
+    WORD = 3
+    HEARD = 4  # of a word, by all ranks behind the sender
+    LOST = 5  # a neighbour, with the reason
+
+
+@dataclass(frozen=True)
+class RankFrame:
+    """A message between two neighbours. `number` counts the operations of a rank; 0 for what is none."""
+
+    kind: FrameKind
+    number: int = 0
+    body: Buffer = b""
+
+
+@dataclass(frozen=True)
+class SendFrame:
+    """Send `frame` to the neighbour `to`."""
+
+    to: int
+    frame: RankFrame
+
+
+@dataclass(frozen=True)
+class Finished:
+    """Operation `number` has this result."""
+
+    number: int
+    result: Buffer
+
+
+@dataclass(frozen=True)
+class Known:
+    """All ranks know `word`, which this rank has announced."""
+
+    word: str
+
+
+Action = SendFrame | Finished | Known
+
+
+@dataclass
+class _Joining:
+    kind: FrameKind
+    parts: dict[int, Buffer] = field(default_factory=dict)  # by rank: this one's and its children's
+
+
+class Operations:
+    """The operations and words of one rank."""
+
+    def __init__(self, place: RankPlace) -> None:
+        self._place = place
+        self._joining: dict[int, _Joining] = {}
+        self._called = 0  # the number of this rank's last operation
+        self._unheard: dict[
+            str, tuple[int | None, set[int]]
+        ] = {}  # by word: its sender, the neighbours that have yet to acknowledge
+        self.words: set[str] = set()
+
+    def call(self, kind: FrameKind, body: Buffer) -> tuple[int, list[Action]]:
+        """Take part in the next operation. Returns its number. Raises ProtocolError if a child called another one."""
+        self._called += 1
+        return self._called, self._join(self._place.rank, RankFrame(kind, self._called, body))
+
+    def announce(self, word: str) -> list[Action]:
+        """Send `word` to all ranks; `Known` follows."""
+        return [Known(word)] if word in self.words else self._spread(word, None)
+
+    def receive(self, sender: int, frame: RankFrame) -> list[Action]:
+        """Take a frame of a neighbour. Raises ProtocolError for one that makes no sense."""
+        match frame.kind:
+            case FrameKind.WORD:
+                word = bytes(frame.body).decode(errors="replace")
+                known = SendFrame(sender, RankFrame(FrameKind.HEARD, body=frame.body))
+                return [known] if word in self.words else self._spread(word, sender)
+            case FrameKind.HEARD:
+                return self._heard(sender, bytes(frame.body).decode(errors="replace"))
+            case FrameKind.LOST:
+                raise ProtocolError(bytes(frame.body).decode(errors="replace"))
+        if sender == self._place.parent:
+            return self._finish(frame)
+        if not self._called - _AHEAD <= frame.number <= self._called + _AHEAD:
+            raise ProtocolError(
+                f"rank {sender} is at operation {frame.number}, rank {self._place.rank} at {self._called}"
+            )
+        return self._join(sender, frame)
+
+    def missing(self) -> list[int]:
+        """The neighbours that the oldest unfinished operation waits for."""
+        if not self._joining:
+            return [] if self._place.parent is None else [self._place.parent]
+        parts = self._joining[min(self._joining)].parts
+        return [child for child in self._place.children if child not in parts]
+
+    def _join(self, rank: int, frame: RankFrame) -> list[Action]:
+        joining = self._joining.setdefault(frame.number, _Joining(frame.kind))
+        if joining.kind != frame.kind:
+            there = min(joining.parts)
+            raise ProtocolError(
+                f"operation {frame.number} is {frame.kind.name.lower()} on rank {rank}, but "
+                f"{joining.kind.name.lower()} on rank {there}: the ranks do not run the same program"
+            )
+        joining.parts[rank] = frame.body
+        if len(joining.parts) <= len(self._place.children):
+            return []
+        del self._joining[frame.number]
+        ordered = [joining.parts[each] for each in sorted(joining.parts)]
+        body = ordered[0] if len(ordered) == 1 else _JOIN[frame.kind](ordered)
+        joined = RankFrame(frame.kind, frame.number, body)
+        return self._finish(joined) if self._place.parent is None else [SendFrame(self._place.parent, joined)]
+
+    def _finish(self, frame: RankFrame) -> list[Action]:
+        down: list[Action] = [SendFrame(child, frame) for child in self._place.children]
+        return [*down, Finished(frame.number, frame.body)]
+
+    def _spread(self, word: str, source: int | None) -> list[Action]:
+        self.words.add(word)
+        neighbours = {*self._place.children, *([] if self._place.parent is None else [self._place.parent])}
+        self._unheard[word] = source, neighbours - {source}
+        spread = [
+            SendFrame(to, RankFrame(FrameKind.WORD, body=word.encode())) for to in sorted(neighbours) if to != source
+        ]
+        return [*spread, *self._heard(None, word)]
+
+    def _heard(self, sender: int | None, word: str) -> list[Action]:
+        if word not in self._unheard:
+            return []
+        source, waiting = self._unheard[word]
+        waiting.discard(-1 if sender is None else sender)
+        if waiting:
+            return []
+        del self._unheard[word]
+        return [Known(word)] if source is None else [SendFrame(source, RankFrame(FrameKind.HEARD, body=word.encode()))]
+
+
+def framed(payload: Buffer) -> bytes:
+    """A payload as part of a gather."""
+    return b"".join((len(payload).to_bytes(SIZE, "little"), payload))
+
+
+def payloads(joined: Buffer, count: int) -> list[bytes]:
+    """The payloads in the result of a gather, by rank. Raises ProtocolError unless there are `count`."""
+    view, at = memoryview(joined), 0
+    found: list[bytes] = []
+    while at + SIZE <= len(view) and len(found) < count:
+        nbytes = int.from_bytes(view[at : at + SIZE], "little")
+        found.append(bytes(view[at + SIZE : at + SIZE + nbytes]))
+        at += SIZE + nbytes
+    if at != len(view) or len(found) != count:
+        raise ProtocolError(f"expected the payloads of {count} ranks, found {len(found)} in {len(view)} bytes")
+    return found
+
+
+def failure(rank: int, kind: str, text: str, echo: bool) -> bytes:
+    """An error of `rank` as part of an agreement."""
+    return bytes(msgpack.packb([echo, rank, kind, text]))
+
+
+def failed(body: Buffer) -> tuple[int, str, str] | None:
+    """Rank, kind and text of the error that an agreement found; None if there is none. Raises ProtocolError."""
+    if not body:
+        return None
+    _, rank, kind, text = _entry(body)
+    return rank, kind, text
+
+
+def _entry(body: Buffer) -> tuple[bool, int, str, str]:
+    try:
+        echo, rank, kind, text = msgpack.unpackb(body)
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise ProtocolError(f"an error of another rank cannot be read ({error})") from error
+    if not (type(echo) is bool and type(rank) is int and isinstance(kind, str) and isinstance(text, str)):
+        raise ProtocolError("an error of another rank cannot be read")
+    return echo, rank, kind, text
+
+
+def _first_failure(parts: Sequence[Buffer]) -> Buffer:
+    """The failure of the lowest rank that is not an echo, else of the lowest rank."""
+    entries: list[Any] = [(_entry(part)[:2], part) for part in parts if part]
+    return min(entries, key=lambda entry: entry[0])[1] if entries else b""
+
+
+_JOIN: Mapping[FrameKind, Any] = {FrameKind.GATHER: b"".join, FrameKind.AGREE: _first_failure}

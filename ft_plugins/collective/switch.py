@@ -1,0 +1,246 @@
+"""Serve a rank's connections in the tree of ranks, in a thread of its own: frames go on while the rank computes.
+
+Invariant: `Operations` decides what is sent. A result is given to the caller only when the ranks below can have it,
+even if this process ends at once. A connection that ends, or breaks the rules, fails every operation that is not
+finished and all later ones, on all ranks, with the same reason.
+
+In: links, calls of this rank. Out: results; ProtocolError after a loss or a timeout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import selectors
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from ..errors import ProtocolError
+from .operations import Action, Buffer, Finished, FrameKind, Known, Operations, RankFrame, SendFrame
+from .rank_links import Link
+from .rank_tree import RankPlace
+
+_PARTING_SECONDS = 1.0  # in which the reason of a loss is sent on
+
+
+@dataclass
+class Call:
+    """An operation that this rank has called."""
+
+    number: int = 0
+    over: threading.Event = field(default_factory=threading.Event)
+    body: Buffer = b""
+    reason: str = ""  # why it has failed
+
+
+class Switch:
+    """The connections of one rank, until `close`."""
+
+    def __init__(self, place: RankPlace, links: Mapping[int, Link], seconds: float) -> None:
+        """`seconds` bounds each wait for other ranks."""
+        self._place = place
+        self._links = dict(links)
+        self._seconds = seconds
+        self._operations = Operations(place)
+        self._calls: dict[int, Call] = {}
+        self._words: dict[str, threading.Event] = {}  # announced here, until all ranks know them
+        self._requests: deque[tuple[Callable[[], None], Call | None]] = deque()
+        self._finishing: deque[tuple[dict[int, int], Call]] = deque()  # until so many bytes of each link are written
+        self._reason = ""  # of the loss
+        self._lock = threading.Lock()
+        self._closing = False
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        for link in self._links.values():
+            self._selector.register(link.connection, selectors.EVENT_READ, link)
+        self._thread = threading.Thread(target=self._run, name="ft-ranks", daemon=True)
+        self._thread.start()
+
+    # ---- calls of this rank ----
+
+    def start(self, kind: FrameKind, body: Buffer) -> Call:
+        """Take part in the next operation, which all ranks call. Does not wait."""
+        call = Call()
+
+        def begin() -> None:
+            call.number, actions = self._operations.call(kind, body)
+            self._calls[call.number] = call
+            self._carry_out(actions)
+
+        self._request(begin, call)
+        return call
+
+    def result(self, call: Call) -> Buffer:
+        """The result of an operation. Raises ProtocolError if a rank was lost, or did not take part in time."""
+        if not call.over.wait(self._seconds):
+            missing = ", ".join(map(str, self._operations.missing()))
+            raise ProtocolError(
+                f"rank {self._place.rank}: waited {self._seconds:g} s in vain for rank {missing}, or for ranks behind "
+                "it: they may hang; the job's timeout is that of torch.distributed.init_process_group"
+            )
+        if call.reason:
+            raise ProtocolError(call.reason)
+        return call.body
+
+    def announce(self, word: str, seconds: float) -> bool:
+        """Send `word` to all ranks. Returns whether all had it within `seconds`."""
+        known = self._words.setdefault(word, threading.Event())
+        self._request(lambda: self._carry_out(self._operations.announce(word)))
+        return known.wait(seconds) and not self._reason
+
+    def knows(self, word: str) -> bool:
+        """Whether a rank has announced `word`. Sends nothing."""
+        return word in self._operations.words
+
+    def close(self) -> None:
+        """Close the connections, after what this rank has passed on was sent. Idempotent."""
+        self._closing = True
+        self._notify()
+        self._thread.join(_PARTING_SECONDS)
+
+    def _request(self, call: Callable[[], None], waiting: Call | None = None) -> None:
+        with self._lock:
+            if self._reason or self._closing:
+                _fail(waiting, self._reason or f"rank {self._place.rank}: the connections are closed")
+                return
+            self._requests.append((call, waiting))
+        self._notify()
+
+    def _notify(self) -> None:
+        with contextlib.suppress(OSError):  # closed meanwhile, or full: it is awake anyway
+            os.eventfd_write(self._wake, 1)
+
+    # ---- the thread ----
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._turn()
+        except Exception as error:  # any error: the callers must not wait for a thread that has ended
+            self._lose(f"rank {self._place.rank}: {type(error).__name__}: {error}", None)
+        self._part()
+
+    def _turn(self) -> None:
+        for key, _ in self._selector.select():
+            link: Link | None = key.data
+            if link is None:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._wake)
+            elif not self._serve(link):
+                return
+        while self._requests:
+            request, call = self._requests.popleft()
+            try:
+                request()
+            except ProtocolError as error:
+                self._lose(f"rank {self._place.rank}: {error}", None)
+                _fail(call, self._reason)
+                return
+        self._finish()
+
+    def _serve(self, link: Link) -> bool:
+        """Read and write what there is. Returns False if the tree is broken."""
+        try:
+            link.write()
+            for frame in link.read():
+                self._carry_out(self._operations.receive(link.rank, frame))
+            self._watch(link)
+        except ProtocolError as error:
+            self._lose(str(error), link)
+        except OSError as error:
+            self._lose(
+                f"rank {self._place.rank}: the connection to rank {link.rank} is lost ({error.strerror or error}): "
+                "it has ended, or its node cannot be reached",
+                link,
+            )
+        return not self._reason
+
+    def _carry_out(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case SendFrame(to, frame):
+                    self._send(self._links[to], frame)
+                case Finished(number, result):
+                    self._take(number, result)
+                case Known(word):
+                    self._words.setdefault(word, threading.Event()).set()
+
+    def _send(self, link: Link, frame: RankFrame) -> None:
+        link.push(frame)
+        with contextlib.suppress(OSError):  # reading from it says what is wrong
+            link.write()
+        self._watch(link)
+
+    def _watch(self, link: Link) -> None:
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.waiting else 0)
+        self._selector.modify(link.connection, events, link)
+
+    def _take(self, number: int, result: Buffer) -> None:
+        call = self._calls.pop(number, None)
+        if call is None:
+            raise ProtocolError(f"rank {self._place.rank}: a result of operation {number}, which it has not called")
+        call.body = result
+        self._finishing.append(({child: self._links[child].queued for child in self._place.children}, call))
+
+    def _finish(self) -> None:
+        """End the operations whose results have been written for the ranks below."""
+        while self._finishing:
+            marks, call = self._finishing[0]
+            if any(self._links[child].written < queued for child, queued in marks.items()):
+                return
+            self._finishing.popleft()[1].over.set()
+
+    def _lose(self, reason: str, source: Link | None) -> None:
+        """Fail whatever is not finished, and send the neighbours the reason."""
+        with self._lock:
+            if self._reason:
+                return
+            self._reason = reason
+            waiting = [*self._calls.values(), *(call for _, call in self._requests)]
+        for link in self._links.values():
+            if link is not source:
+                link.push(RankFrame(FrameKind.LOST, body=reason.encode()))
+        for _, done in self._finishing:  # a result that is here is not lost
+            done.over.set()
+        for call in waiting:
+            _fail(call, reason)
+        for word in self._words.values():
+            word.set()
+        self._closing = True
+
+    def _part(self) -> None:
+        """Write what is queued, for a bounded time, then close."""
+        until = time.monotonic() + _PARTING_SECONDS
+        waiting = {link.connection.fileno(): link for link in self._links.values() if link.waiting}
+        while waiting and (left := until - time.monotonic()) > 0:
+            poller = select.poll()
+            for descriptor in waiting:
+                poller.register(descriptor, select.POLLOUT)
+            for descriptor, _ in poller.poll(1000 * left):
+                try:
+                    waiting[descriptor].write()
+                except OSError:
+                    del waiting[descriptor]
+                else:
+                    if not waiting[descriptor].waiting:
+                        del waiting[descriptor]
+        with self._lock:
+            self._reason = self._reason or f"rank {self._place.rank}: the connections are closed"
+            left_over = [call for _, call in self._requests]
+        for call in (*self._calls.values(), *left_over):
+            _fail(call, self._reason)
+        for link in self._links.values():
+            link.close()
+        self._selector.close()
+        os.close(self._wake)
+
+
+def _fail(call: Call | None, reason: str) -> None:
+    if call is not None and not call.over.is_set():
+        call.reason = reason
+        call.over.set()

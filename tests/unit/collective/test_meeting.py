@@ -1,0 +1,275 @@
+"""Ranks find each other through the store, and believe nobody without the secret. The ranks are threads here."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from ft_plugins.collective import meeting as module
+from ft_plugins.collective.meeting import Met, RankMeeting, meet
+from ft_plugins.collective.operations import FrameKind, RankFrame, framed, payloads
+from ft_plugins.collective.rank_links import UNIT, Link
+from ft_plugins.collective.switch import Switch
+from ft_plugins.errors import FtError, ProtocolError
+from ft_plugins.events import Events
+from ft_plugins.smp.channel import Channel, Opener, Sealer
+
+SECRET = b"sixteen bytes or more"
+SECONDS = 20.0
+
+
+def together(count: int, work: Callable[[int], Any]) -> list[Any]:
+    """What `work(rank)` returns, or raises, by rank."""
+    found: list[Any] = [None] * count
+
+    def run(rank: int) -> None:
+        try:
+            found[rank] = work(rank)
+        except FtError as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * SECONDS)
+        assert not thread.is_alive()
+    return found
+
+
+def meeting(
+    rank: int,
+    count: int,
+    store: Any,
+    secret: bytes = SECRET,
+    on_node: int = 1,
+    seconds: float = SECONDS,
+    encrypt: bool = False,
+) -> RankMeeting:
+    return RankMeeting(store, "0", rank, count, on_node, secret, "127.0.0.1", encrypt, seconds, Events())
+
+
+@contextlib.contextmanager
+def switches(count: int, on_node: int = 1, seconds: float = SECONDS) -> Iterator[list[Switch]]:
+    store = HashStore()
+    met: list[Met] = together(count, lambda rank: meet(meeting(rank, count, store, on_node=on_node)))
+    made = [Switch(one.place, one.links, seconds) for one in met]
+    try:
+        yield made
+    finally:
+        for switch in made:
+            switch.close()
+
+
+@pytest.mark.parametrize("count, on_node", [(2, 1), (5, 2), (40, 1), (23, 8)])
+def test_what_ranks_gather_arrives_whatever_its_size(count: int, on_node: int) -> None:
+    bodies = [bytes([rank]) * ((rank * 77_777) % (3 * UNIT)) for rank in range(count)]
+    with switches(count, on_node) as made:
+        calls = [switch.start(FrameKind.GATHER, framed(body)) for switch, body in zip(made, bodies, strict=True)]
+        for switch, call in zip(made, calls, strict=True):
+            assert payloads(switch.result(call), count) == bodies
+
+
+def test_a_word_is_known_to_all_when_the_announcer_goes_on() -> None:
+    with switches(20, 4) as made:
+        assert not any(switch.knows("degraded") for switch in made)
+        assert made[13].announce("degraded", SECONDS)
+        assert all(switch.knows("degraded") for switch in made)
+
+
+@pytest.mark.parametrize("lost", [0, 1, 4])
+def test_a_lost_rank_ends_the_operation_on_all_with_its_name(lost: int) -> None:
+    """Ranks 0 and 4 have others below them, 1 has none."""
+    with switches(8, 4) as made:
+        others = [rank for rank in range(8) if rank != lost]
+        calls = {rank: made[rank].start(FrameKind.GATHER, b"") for rank in others}
+        made[lost].close()  # its connections, as the kernel does for a process that was killed
+        for rank, call in calls.items():
+            with pytest.raises(ProtocolError, match=rf"the connection to rank ({lost}|0|4) is lost"):
+                made[rank].result(call)
+        with pytest.raises(ProtocolError, match="is lost"):
+            made[others[0]].result(made[others[0]].start(FrameKind.AGREE, b""))
+
+
+def test_a_rank_that_does_not_take_part_is_named_after_the_jobs_timeout() -> None:
+    with switches(3, 1, seconds=0.3) as made:
+        call = made[0].start(FrameKind.GATHER, framed(b""))
+        made[1].start(FrameKind.GATHER, framed(b""))
+        with pytest.raises(ProtocolError, match="rank 0: waited 0.3 s in vain for rank 2, "):
+            made[0].result(call)
+
+
+def test_a_result_is_with_the_ranks_below_before_the_caller_may_end() -> None:
+    large = bytes(8 * UNIT)
+    with switches(2) as made:
+        calls = [switch.start(FrameKind.GATHER, framed(large)) for switch in made]
+        made[0].result(calls[0])
+        made[0].close()
+        assert payloads(made[1].result(calls[1]), 2) == [large, large]
+
+
+@pytest.mark.parametrize("other", [b"", b"another secret, as long"])
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_ranks_with_different_secrets_say_so_and_their_connection_is_of_no_other_use(other: bytes, odd: int) -> None:
+    store = HashStore()
+    secrets = [other if rank == odd else SECRET for rank in range(3)]
+    met = together(3, lambda rank: meet(meeting(rank, 3, store, secrets[rank])))
+    pairs = {0: ["0-1", "0-2"], 1: ["0-1"], 2: ["0-2"]}[odd]
+    for rank in range(3):
+        named = [pair for pair in pairs if str(rank) in pair.split("-")]
+        assert bool(met[rank].refusal) == bool(named)
+        if named:
+            assert "has another secret, or only one of the two has one; give --ftp-secret-file" in met[rank].refusal
+
+
+def test_ranks_that_differ_in_encryption_say_so() -> None:
+    store = HashStore()
+    met = together(2, lambda rank: meet(meeting(rank, 2, store, encrypt=rank == 1)))
+    assert [one.refusal for one in met] == [
+        "rank 0: rank 1 differs in --ftp-encrypt; give all nodes the same",
+        "rank 1: rank 0 differs in --ftp-encrypt; give all nodes the same",
+    ]
+
+
+def test_strangers_at_the_port_of_a_rank_keep_nobody_out() -> None:
+    store = HashStore()
+    silent: list[socket.socket] = []
+
+    def work(rank: int) -> Any:
+        if rank == 1:
+            entry = store.get("ft_plugins/ranks/0/0")
+            port = int.from_bytes(entry[:2], "big")
+            for _ in range(30):
+                silent.append(socket.create_connection(("127.0.0.1", port), 5))
+            silent[0].sendall(b"\0\0\0\5hello")
+        return meet(meeting(rank, 2, store))
+
+    met = together(2, work)
+    assert [sorted(one.links) for one in met] == [[1], [0]] and not any(one.refusal for one in met)
+    for connection in silent:
+        connection.close()
+
+
+TREE = bytes(module.NONCE) + (1).to_bytes(4, "big")
+
+
+@pytest.mark.parametrize(
+    "key, entry",
+    [
+        ("tree", b""),
+        ("tree", bytes(36)),
+        ("tree", TREE + b"1"),
+        ("tree", bytes(32) + b"\xff" * 4),
+        ("0", b""),
+        ("0", bytes(2) + b"not an address"),
+        ("0", bytes(2) + b"1" * 65),
+    ],
+)
+def test_what_a_stranger_writes_to_the_store_is_refused(key: str, entry: bytes) -> None:
+    store = HashStore()
+    store.set("ft_plugins/ranks/0/tree", TREE)
+    store.set(f"ft_plugins/ranks/0/{key}", entry)
+    with pytest.raises(ProtocolError, match="rank 1: the entry of rank 0 in the job's store makes no sense"):
+        meet(meeting(1, 2, store))
+
+
+def test_nodes_with_different_numbers_of_ranks_form_one_tree() -> None:
+    """The last node has one rank; each knows its own number only."""
+    store = HashStore()
+    met = together(5, lambda rank: meet(meeting(rank, 5, store, on_node=1 if rank == 4 else 2)))
+    assert [one.place.parent for one in met] == [None, 0, 0, 2, 0]
+
+
+def test_where_nobody_listens_the_rank_and_the_remedy_are_named() -> None:
+    store = HashStore()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    store.set("ft_plugins/ranks/0/tree", TREE)
+    store.set("ft_plugins/ranks/0/0", port.to_bytes(2, "big") + b"127.0.0.1")
+    with pytest.raises(ProtocolError, match=f"rank 1: rank 0 cannot be reached at 127.0.0.1:{port} .*--ftp-interface"):
+        meet(meeting(1, 2, store, seconds=0.2))
+
+
+def test_ranks_that_never_come_are_named() -> None:
+    began = time.monotonic()
+    with pytest.raises(ProtocolError, match="rank 0: rank 1, 2 did not connect to 127.0.0.1:"):
+        meet(meeting(0, 3, HashStore(), seconds=0.3))
+    assert time.monotonic() - began < SECONDS
+
+
+# ---- frames on one connection ----
+
+
+def pair(encrypt: bool = False) -> tuple[Link, Link]:
+    near, far = socket.socketpair()
+    keys = [bytes([number]) * 32 for number in range(2)]
+    near_end = Channel("0", Sealer(keys[0], encrypt), Opener(keys[1], encrypt))
+    far_end = Channel("1", Sealer(keys[1], encrypt), Opener(keys[0], encrypt))
+    return Link(1, near, near_end), Link(0, far, far_end)
+
+
+def pump(source: Link, target: Link) -> list[RankFrame]:
+    found: list[RankFrame] = []
+    while source.waiting:
+        source.write()
+        found += target.read()
+    while more := list(target.read()):
+        found += more
+    return found
+
+
+@pytest.mark.parametrize("encrypt", [False, True])
+@pytest.mark.parametrize("sizes", [[0], [1, 0, UNIT], [UNIT + 1, 5 * UNIT + 3], [0] * 300])
+def test_frames_arrive_whole_and_in_order(sizes: Sequence[int], encrypt: bool) -> None:
+    near, far = pair(encrypt)
+    sent = [RankFrame(FrameKind.GATHER, number, bytes([number % 251]) * size) for number, size in enumerate(sizes)]
+    for frame in sent:
+        near.push(frame)
+    found = pump(near, far)
+    assert [(one.kind, one.number, bytes(one.body)) for one in found] == [
+        (one.kind, one.number, bytes(one.body)) for one in sent
+    ]
+    assert near.queued == near.written > 0
+
+
+@pytest.mark.parametrize("at", [0, 3, 4, 20, 21, 40, 50, -1])
+def test_a_byte_that_was_altered_on_the_way_ends_the_connection(at: int) -> None:
+    near, far = pair()
+    tapped, onwards = socket.socketpair()
+    near.connection, wire = tapped, near.connection
+    near.push(RankFrame(FrameKind.GATHER, 1, b"payload"))
+    near.write()
+    data = bytearray(onwards.recv(1 << 16))
+    data[at] ^= 1
+    wire.sendall(data)
+    wire.shutdown(socket.SHUT_WR)
+    with pytest.raises((ProtocolError, ConnectionResetError)):
+        list(far.read())
+        list(far.read())
+
+
+def test_a_frame_that_was_sent_before_is_not_taken_again() -> None:
+    near, far = pair()
+    tapped, onwards = socket.socketpair()
+    near.connection, wire = tapped, near.connection
+    near.push(RankFrame(FrameKind.GATHER, 1, b"payload"))
+    near.write()
+    data = onwards.recv(1 << 16)
+    wire.sendall(data + data)
+    with pytest.raises(ProtocolError, match="failed its authentication"):
+        list(far.read())
+
+
+@pytest.mark.parametrize("head", [b"\0\0\0\0", b"\xff\xff\xff\xff", (UNIT + 1).to_bytes(4, "big")])
+def test_the_length_of_a_unit_is_bounded(head: bytes) -> None:
+    near, far = pair()
+    near.connection.sendall(head)
+    with pytest.raises(ProtocolError, match="was announced; the limit is"):
+        list(far.read())
