@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,13 +19,14 @@ from typing import Any
 
 @contextmanager
 def replacing(
-    path: Path, *, durable: bool = False, before_rename: Callable[[int], None] | None = None
+    path: Path, *, durable: bool = False, before_rename: Callable[[int], None] | None = None, shared: bool = False
 ) -> Iterator[int]:
     """A descriptor of a new, empty file that becomes `path` when the block ends, and is removed if the block raises.
 
-    `before_rename` is called with the descriptor once the content is synced.
+    `before_rename` is called with the descriptor once the content is synced. `shared`: several threads or processes may
+    write the same content at once, so each has a temporary name of its own.
     """
-    building = path.with_name(path.name + ".new")
+    building = path.with_name(f"{path.name}.{threading.get_native_id()}.new" if shared else path.name + ".new")
     building.unlink(missing_ok=True)  # not opened: a pipe would block, a link could lead to another file
     descriptor = os.open(building, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
@@ -52,9 +54,9 @@ def write_all(descriptor: int, content: bytes | memoryview) -> None:
         left = left[os.write(descriptor, left) :]
 
 
-def write(path: Path, content: bytes | str, *, durable: bool = False) -> None:
+def write(path: Path, content: bytes | str, *, durable: bool = False, shared: bool = False) -> None:
     """Write `content` to `path`; text as UTF-8."""
-    with replacing(path, durable=durable) as descriptor:
+    with replacing(path, durable=durable, shared=shared) as descriptor:
         write_all(descriptor, content.encode() if isinstance(content, str) else content)
 
 

@@ -25,6 +25,7 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from .errors import ProtocolError
 
 FILE_LIMIT = 1 << 20  # bytes of a small file: a thousand times what most of them hold
+_PART = 1 << 20  # bytes that are read at once
 DEPTH = 32  # of nested containers; what this project writes has fewer than ten
 SHOWN = 80  # characters of a foreign value in a message
 SECONDS_LIMIT = 1e9  # thirty years; a thread cannot wait for ten times as long
@@ -58,12 +59,15 @@ def open_regular(path: Path) -> int:
 
 
 def read_bytes(path: Path, limit: int = FILE_LIMIT) -> bytes:
-    """The content of a regular file of at most `limit` bytes. Raises OSError, Unfit."""
+    """The content of a regular file of at most `limit` bytes. Raises OSError, Unfit. Memory is allocated for what the
+    file has, not for the limit."""
+    content = bytearray()
     with open(open_regular(path), "rb") as file:
-        content = file.read(limit + 1)
-    if len(content) > limit:
-        raise Unfit(f"it has more than {limit} bytes")
-    return content
+        while part := file.read(min(_PART, limit + 1 - len(content))):
+            content += part
+            if len(content) > limit:
+                raise Unfit(f"it has more than {limit} bytes")
+    return bytes(content)
 
 
 def json_value(text: bytes | str, once: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:

@@ -10,9 +10,12 @@ In: what an adapter knows. Out: `Inventory`, read by snapshot.layout, recovery a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import struct
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+
+import xxhash
 
 from ..errors import InventoryError
 
@@ -101,3 +104,8 @@ class Inventory:
         for item in self.items:
             sets.setdefault(item.replicas, []).append(item)
         return {replicas: tuple(sets[replicas]) for replicas in sorted(sets)}
+
+
+def set_digest(ranks: Sequence[int]) -> int:
+    """A digest of a replica set. Each of its ranks sends it in place of the ranks: those that send it are the set."""
+    return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(ranks)}I", *ranks))

@@ -136,6 +136,10 @@ class Topology:
         strides = [prod(sizes[before] for before in names[:place]) for place in range(len(names))]
         return tuple(Axis(name, sizes[name], stride) for name, stride in zip(names, strides, strict=True))
 
+    def dense_axes(self, *names: str) -> tuple[Axis, ...]:
+        """The axes of dense layers with these names: tp, cp, dp or pp."""
+        return tuple(self._axis(name, expert=False) for name in names)
+
     def _axis(self, name: str, expert: bool) -> Axis:
         return next(axis for axis in (self._sparse if expert else self._dense) if axis.name == name)
 

@@ -11,11 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 
+from ..redundancy.node_kinds import runs, shortened
 from ..snapshot.slots import Mark, Slot, SlotState, Version, marks_of
-
-_SHOWN = 8  # entries of a list in a message
 
 
 @dataclass(frozen=True)
@@ -169,14 +167,7 @@ def in_memory(facts: Sequence[RankFacts], nodes: Sequence[NodeFacts]) -> str:
 
 def _ranks(ranks: Sequence[int]) -> str:
     """'rank 3', 'ranks 0-2, 5'; `ranks` ascend."""
-    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), key=lambda entry: entry[1] - entry[0])]
-    entries = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(shortened(entries))}"
-
-
-def shortened(entries: Sequence[str]) -> list[str]:
-    """The first entries of a long list, and how many more there are."""
-    return [*entries[:_SHOWN], *([f"and {len(entries) - _SHOWN} more"] if len(entries) > _SHOWN else [])]
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(shortened(runs(ranks)))}"
 
 
 def _all_versions(facts: Sequence[RankFacts], nodes: Sequence[NodeFacts]) -> set[Version]:

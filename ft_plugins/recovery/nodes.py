@@ -10,17 +10,21 @@ In: nodes, redundancy groups and segment shapes of all ranks. Out: `recovery.res
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import msgpack
+import numpy as np
 
 from ..collective import Collective
+from ..collective.spreading import spread
 from ..errors import BudgetError, FencedError, FtError, ProtocolError
 from ..redundancy.exchange_plan import ExchangePlan, positions
+from ..smp import job_file
 from ..smp.client import Client
+from ..smp.job_file import ProtectionReference
 from ..smp.own_address import own_address
 from ..smp.protection import Protection
 from ..snapshot.double import ReplicaShare, replica_extents
@@ -56,11 +60,13 @@ class NodeTierConfig:
 
 @dataclass(frozen=True)
 class Spare:
-    """A node without a part in the job. `report` of its SMP at `endpoint` lists what it holds of previous sizes."""
+    """A node without a part in the job. `report` of its SMP at `endpoint` lists what it holds of previous sizes; it was
+    received by the node at the position `asker`."""
 
     name: str
     endpoint: Endpoint
     report: Mapping[str, Any]
+    asker: int = 0
 
 
 def read_marks(entries: Sequence[Sequence[int]]) -> dict[Version, Mark]:
@@ -107,6 +113,30 @@ class SeenNodes:
             for inventory in self.ask(lambda client: client.inventory())
         ]
 
+    def share_jobs(self, known: Sequence[tuple[ProtectionReference, Collection[int]]]) -> None:
+        """Copy the job file of each reference to the nodes that lack it, from the nodes at its positions, which have
+        it; the first rank of each node takes part."""
+        if all(len(holders) == len(self.ranks) for _, holders in known):
+            return
+        leads = [ranks[0] for ranks in self.ranks]
+        with self._collective.transfers() as transfers, self._collective.agreement():
+            for reference, holders in known:
+                have = [lead for position, lead in enumerate(leads) if position in holders]
+                lack = [lead for position, lead in enumerate(leads) if position not in holders]
+                if not self._leads or not lack:
+                    continue
+                holds = self._position in holders
+                content = np.empty(reference.nbytes, dtype=np.uint8)
+                if holds:
+                    content[:] = np.frombuffer(job_file.read_content(self._run_dir, reference.job), dtype=np.uint8)
+                spread(transfers, self._collective.rank, have, lack, content)
+                if not holds:
+                    job_file.write_content(self._run_dir, reference.job, content.tobytes())
+
+    def protection(self, reference: ProtectionReference) -> Protection:
+        """The protection that a reference names, from this node's files. Called by one rank. Raises ProtocolError."""
+        return job_file.read(self._run_dir, reference)
+
     def rebuild(self, plan: RecoveryPlan) -> None:
         """Raises ProtocolError: nothing can be rebuilt."""
         raise ProtocolError(f"rank {self._collective.rank}: nodes do not protect each other, but got '{plan.table()}'")
@@ -149,8 +179,8 @@ class LinkedNodes(SeenNodes):
             answers = [[at, self._ask_spare(client, names[at], previous.endpoints[at], report)] for at in mine]
             return [answer for answer in answers if answer[1] is not None]
 
-        reports = {at: received for answers in self.ask(ask) for at, received in answers}
-        return [Spare(names[at], previous.endpoints[at], received) for at, received in sorted(reports.items())]
+        reports = {at: (received, asker) for asker, answers in enumerate(self.ask(ask)) for at, received in answers}
+        return [Spare(names[at], previous.endpoints[at], *received) for at, received in sorted(reports.items())]
 
     def _ask_spare(
         self, client: Client, name: str, where: Endpoint, report: Callable[[FtError], None]

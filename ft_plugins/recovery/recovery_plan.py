@@ -24,6 +24,7 @@ from enum import Enum
 
 from ..errors import ResumeError
 from ..redundancy.exchange_plan import ExchangePlan
+from ..redundancy.node_kinds import shortened
 from ..snapshot.slots import Mark, Version, recovery_order
 from .facts import (
     NodeFacts,
@@ -32,7 +33,6 @@ from .facts import (
     first_capture_interrupted,
     in_memory,
     newest_lineage,
-    shortened,
     usable,
 )
 

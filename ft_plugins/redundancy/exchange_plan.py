@@ -15,16 +15,19 @@ Out: `ExchangePlan`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from ..errors import TopologyError
 from .field import ORDER
+from .node_kinds import SHOWN, node_lines, runs, shortened
 from .parity import LEAST_NODES, OnDemand, StripePiece, place_parity
 from .sections import Encoding, Extent, ParityPart, Section, lay_out, local_sections, remainder
 
 NAMES = {1: "RAIM5", 2: "RAIM6"}  # by number of losses
+_KINDS = {Encoding.EXCHANGED: ("group", ""), Encoding.LOCAL: ("replicas", f", {Encoding.LOCAL.value}")}
 
 
 @dataclass(frozen=True)
@@ -173,6 +176,12 @@ class ExchangePlan:
             return None
         return self.sections_of_rank[rank]
 
+    def nodes_for(self, rank: int) -> frozenset[int]:
+        """The positions of which any may take part in rebuilding the slot of a rank: those of all sections with its
+        state, and those that keep its small state."""
+        sections = (section.positions for section in self.sections_of_rank[rank])
+        return frozenset(self.small_state_holders(rank)).union(*sections)
+
     @cached_property
     def parts(self) -> tuple[tuple[ParityPart, ...], ...]:
         """By rank, the parity of LOCAL sections in its slots, after the data, in order."""
@@ -228,22 +237,32 @@ class ExchangePlan:
         )
 
     def table(self) -> str:
-        """The plan as text."""
+        """The plan as text: the first groups by name, the others by their size; nodes with equal figures once."""
         lines = [f"{self.name} over {len(self.nodes)} nodes: any {self.losses} of each group may be lost"]
-        for section in self.sections:
-            ranks = sorted({extent.rank for stream in section.streams for extent in stream})
-            nodes = ", ".join(self.nodes[position] for position in section.positions)
-            if section.encoding is Encoding.EXCHANGED:
-                name, how = f"group {section.index}", ""
-            else:
-                name, how = "  replicas", f", {section.encoding.value}"
-            lines.append(f"  {name}: ranks {ranks} on {nodes}; blocks of {section.placement.block} bytes{how}")
-        for position, node in enumerate(self.nodes):
-            sent = sum(s.placement.losses * s.placement.sizes[n] for s, n in self._sections_at[position])
-            line = f"  {node}: keeps {self.parity_bytes(position)} bytes of parity, sends {sent} per version"
-            local = sum(part.stop - part.start for rank in self.ranks[position] for part in self.parts[rank])
-            lines.append(f"{line}; computes {local} of its own" if local else line)
-        return "\n".join(lines)
+        lines += [self._section_line(section) for section in self.sections[:SHOWN]]
+        more = Counter(
+            (len(section.positions), section.placement.block, section.encoding) for section in self.sections[SHOWN:]
+        )
+        for (count, block, encoding), times in list(more.items())[:SHOWN]:
+            name, how = _KINDS[encoding]
+            lines.append(f"  ... and {times} {name} more of {count} nodes; blocks of {block} bytes{how}")
+        if len(more) > SHOWN:
+            lines.append(f"  ... and {sum(list(more.values())[SHOWN:])} more of other sizes")
+        return "\n".join([*lines, *node_lines(map(self._node_text, range(len(self.nodes))), self.nodes)])
+
+    def _section_line(self, section: Section) -> str:
+        ranks = sorted({extent.rank for stream in section.streams for extent in stream})
+        nodes = ", ".join(shortened([self.nodes[position] for position in section.positions]))
+        name, how = _KINDS[section.encoding]
+        label = f"{name} {section.index}" if section.encoding is Encoding.EXCHANGED else f"  {name}"
+        members = ", ".join(shortened(runs(ranks)))
+        return f"  {label}: ranks {members} on {nodes}; blocks of {section.placement.block} bytes{how}"
+
+    def _node_text(self, position: int) -> str:
+        sent = sum(s.placement.losses * s.placement.sizes[n] for s, n in self._sections_at[position])
+        local = sum(part.stop - part.start for rank in self.ranks[position] for part in self.parts[rank])
+        text = f"keeps {self.parity_bytes(position)} bytes of parity, sends {sent} per version"
+        return f"{text}; computes {local} of its own" if local else text
 
 
 def positions(nodes: Sequence[str]) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]:

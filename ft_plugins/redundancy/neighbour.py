@@ -35,13 +35,14 @@ from functools import cached_property
 from ..errors import TopologyError
 from ..model.topology import Topology
 from .exchange_plan import ExchangePlan, plan_exchange, positions
+from .node_kinds import node_lines
 from .parity import ALIGNMENT, OnDemand, Placement, Stripe, StripePiece
 from .sections import Extent, Section
 
 NAME = "a copy on the neighbouring stage"
 LOSSES = 1  # of a rank's two nodes: its own, or the one that keeps its copy
 VERSIONS = 2  # stored by a receiving node: the committed one and the one being received
-TABLE_COPIES = 64
+TABLE_COPIES = 16
 _PAIRS = 6  # pairs of nodes listed by name
 
 
@@ -146,20 +147,14 @@ class NeighbourPlan:
         return CopyPlan(self.nodes, self.ranks, LOSSES, tuple(sections), sizes, NAME, self)
 
     def table(self) -> str:
-        """The plan as text: which losses are survived, what each node sends and keeps, and the first copies."""
+        """The plan as text: which losses are survived, what each kind of node sends and keeps, and the first copies."""
         pairs = [f"{self.nodes[a]}+{self.nodes[b]}" for a, b in self.fatal_pairs]
         shown = ", ".join(pairs[:_PAIRS]) + (f" and {len(pairs) - _PAIRS} more" if len(pairs) > _PAIRS else "")
         lines = [
             f"copies on the nearest stage of the partner node, {len(self.nodes)} nodes: any one may be lost; "
             f"of several, all but those with {shown}"
         ]
-        for position, node in enumerate(self.nodes):
-            targets = ", ".join(self.nodes[at] for at in sorted(self.keepers[position]))
-            kept = self.kept_bytes(position)
-            lines.append(
-                f"  {node}: sends {self.sent_bytes(position)} bytes per version to {targets}; keeps {kept} bytes of "
-                f"others, {VERSIONS * kept} for {VERSIONS} versions"
-            )
+        lines += node_lines(map(self._node_text, range(len(self.nodes))), self.nodes)
         for copy in self.copies[:TABLE_COPIES]:
             away = abs(copy.stages_back)
             back = f"{away} stage{'s' if away > 1 else ''} {'back' if copy.stages_back > 0 else 'on'}"
@@ -170,6 +165,13 @@ class NeighbourPlan:
         if len(self.copies) > TABLE_COPIES:
             lines.append(f"  ... and {len(self.copies) - TABLE_COPIES} more ranks")
         return "\n".join(lines)
+
+    def _node_text(self, position: int) -> str:
+        targets, kept = len(self.keepers[position]), self.kept_bytes(position)
+        return (
+            f"sends {self.sent_bytes(position)} bytes per version to {targets} node{'s' * (targets > 1)}; keeps {kept} "
+            f"bytes of others, {VERSIONS * kept} for {VERSIONS} versions"
+        )
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from ..snapshot import paths
 from ..snapshot.retention import Storage
 from ..snapshot.shape import Shape
 from ..snapshot.slots import Version
-from . import isolated, liveness, protocol
+from . import isolated, job_file, liveness, protocol
 from .checkpoint_schedule import REQUEST as REQUEST  # the reason of a checkpoint that a user requests
 from .protection import Protection
 
@@ -165,10 +165,13 @@ class Client:
         `lost` are the positions that cannot be read, `holders` the endpoints of those that can. If `protection`
         describes a previous size of the job, `previous` is that job's fingerprint, and the slot is rebuilt in a segment
         of that size."""
+        reference = job_file.write(self._run_dir, protection)
+        needed = protection.plan().nodes_for(rank)
         self._ask(
             "rebuild", extra_seconds=protection.shapes[rank].nbytes / _REBUILT_BYTES_PER_SECOND, rank=rank, token=token,
-            version=protocol.packed(version), protection=protection.block(), source=list(source) if source else None,
-            holders=[[position, *where] for position, where in sorted(holders.items())], lost=sorted(lost),
+            version=protocol.packed(version), protection=reference.block(), source=list(source) if source else None,
+            holders=[[position, *where] for position, where in sorted(holders.items()) if position in needed],
+            lost=sorted(needed.intersection(lost)),
             previous=previous is not None, fingerprint=dict(previous or {}),
         )  # fmt: skip
 
@@ -209,7 +212,8 @@ class Client:
     def protect(self, rank: int, token: int, protection: Protection) -> dict[str, Any]:
         """Protect this node's slots on other nodes from now on. Returns `bytes` claimed, `resident_bytes`, `links`."""
         seconds = sum(shape.total for shape in protection.shapes) / _FAULT_BYTES_PER_SECOND
-        return self._ask("protect", extra_seconds=seconds, rank=rank, token=token, protection=protection.block())
+        reference = job_file.write(self._run_dir, protection)
+        return self._ask("protect", extra_seconds=seconds, rank=rank, token=token, protection=reference.block())
 
     def checkpoint(self, reason: str, seconds: float, only_due: bool = False, keep: bool = False) -> dict[str, Any]:
         """Have the newest version written to storage, and wait up to `seconds` for it.

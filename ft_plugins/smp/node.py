@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,12 @@ from pydantic import TypeAdapter
 from .. import files
 from ..errors import FtError, ProtocolError
 from ..events import Events, catalogue
-from ..intake import Count, read_json, typed
+from ..intake import Count, read_json
 from ..redundancy.exchange_plan import ExchangePlan
 from ..snapshot.paths import parity_path_of
 from ..snapshot.segment import Segment, marks_in
 from ..snapshot.slots import Pin, SlotState, Version
-from . import replica_checks, traffic
+from . import job_file, replica_checks, traffic
 from .alarms import Alarms
 from .node_driver import NodeDriver
 from .pace import Pace
@@ -37,7 +37,7 @@ from .parity_store import ParityStore, shape_of
 from .peer_endpoint import PeerEndpoint
 from .peer_requests import PeerRequests
 from .pinned import PinnedVersions
-from .protection import PROTECTION_FILE, Protection
+from .protection import Protection
 from .protocol import packed
 from .readers import LocalReader
 from .rebuild import decode, fetch
@@ -52,14 +52,7 @@ _ALARMS = ("replicas", "checkpoints", "protection")  # topics that belong to one
 SpareHandler = Callable[[SpareState | ReleaseSpare], dict[str, Any]]
 
 
-@dataclass(frozen=True)
-class _Token:
-    """What `protection.json` holds in addition to a `Protection`: the token of the incarnation."""
-
-    token: Count
-
-
-_COUNT, _BLOCK = TypeAdapter(Count), TypeAdapter(dict[str, Any])
+_COUNT = TypeAdapter(Count)
 
 
 class NodeTier:
@@ -86,7 +79,10 @@ class NodeTier:
         self._store: ParityStore | None = None
         self._previous = previous
         self._memory = LocalReader(segments, previous, lambda: self._store)
-        self._requests = PeerRequests(self._memory, segments, self._storing, self._join, self._received, self._as_spare)
+        self._requests = PeerRequests(
+            self._memory, segments, self._storing, self._join, self._received, self._as_spare,
+            lambda digest: job_file.read_content(run_dir, digest),
+        )  # fmt: skip
         self._endpoint = PeerEndpoint(run_dir, job, node, self._requests.handle, events)
         self._spare_handler: SpareHandler | None = None
         self._released = _number(run_dir / _RELEASED)
@@ -113,11 +109,11 @@ class NodeTier:
         links = self._links(protection) if protection.measure else []  # there is no other traffic now
         self.suspend()
         with self._lock:
+            reference = job_file.write(self._run_dir, protection)
             store = self._claim(protection, token)
             self._pinned.begin(protection, store)
             self._driver = self._driver_of(protection, store)
-            # after the pins that it implies
-            files.write_json(self._run_dir / PROTECTION_FILE, {**protection.block(), "token": token})
+            job_file.record(self._run_dir, reference, token)  # after the pins that it implies
             self._driver.start()
             return {"bytes": store.nbytes, "resident_bytes": store.resident_bytes, "links": links}
 
@@ -185,14 +181,15 @@ class NodeTier:
                 "committed": packed(self._pinned.committed),
                 "position": self._protection.position if self._protection else None,
                 "plan": self._protection.digest if self._protection else 0,
-                "protection": self._protection.block() if self._protection else None,
+                "protection": job_file.refer(self._protection)[0].block() if self._protection else None,
                 "released": self._released,
             }
 
-    def rebuild(self, request: RebuildSlot, into: Segment | None = None) -> None:
-        """Rebuild the slot of a rank: from `source` if that is given, otherwise from parity without the `lost`
-        positions. `into` replaces the rank's own segment. Raises what `fetch` and `decode` raise."""
-        rank, version, source, protection = request.rank, request.version, request.source, request.protection
+    def rebuild(self, request: RebuildSlot, protection: Protection, into: Segment | None = None) -> None:
+        """Rebuild the slot of a rank of the job that `protection` describes: from `source` if that is given, otherwise
+        from parity without the `lost` positions. `into` replaces the rank's own segment. Raises what `fetch` and
+        `decode` raise."""
+        rank, version, source = request.rank, request.version, request.source
         segment = self._segments.get(rank) if into is None else into
         if segment is None:
             raise ProtocolError(f"rank {rank}: rebuild before attach")
@@ -261,7 +258,8 @@ class NodeTier:
             parity_path_of(self._job, self._node).unlink(missing_ok=True)
             self._store = self._protection = self._driver = None
             self._pinned.forget()
-            (self._run_dir / PROTECTION_FILE).unlink(missing_ok=True)
+            (self._run_dir / job_file.PROTECTION_FILE).unlink(missing_ok=True)
+            job_file.forget(self._run_dir)
 
     def declare_lost(self, token: int, lost: list[str]) -> None:
         """Notify the agent, through a file, that these are lost: the workers of incarnation `token` must restart."""
@@ -296,10 +294,9 @@ class NodeTier:
         """Continue from the files of a previous SMP, if there are any."""
         try:
             self._endpoint.resume()
-            block = read_json(self._run_dir / PROTECTION_FILE, _BLOCK)
-            token = typed(_Token, block).token
+            reference, token = job_file.read_record(self._run_dir)
             with self._lock:
-                protection = Protection.read(block)
+                protection = job_file.read(self._run_dir, reference)
                 store = self._claim(protection, token)
                 whole = self._pinned.resume(protection, store)
                 self._driver = self._driver_of(protection, store)
@@ -331,8 +328,9 @@ class NodeTier:
             self._store = None
         self._pinned.forget()
         self._endpoint.forget()
-        for name in (PROTECTION_FILE, _RELEASED):
+        for name in (job_file.PROTECTION_FILE, _RELEASED):
             (self._run_dir / name).unlink(missing_ok=True)
+        job_file.forget(self._run_dir)
 
 
 def _number(path: Path) -> int:

@@ -27,7 +27,7 @@ from ..snapshot import paths
 from ..snapshot import segment as segments
 from ..snapshot.segment import OWNER, Segment
 from ..snapshot.slots import voided_slots
-from . import adoption, liveness, protocol, requests
+from . import adoption, job_file, liveness, protocol, requests
 from .alarms import Alarms
 from .checkpoint_schedule import REQUEST
 from .node import NodeTier
@@ -233,24 +233,26 @@ class SnapshotProcess:
 
     def _rebuild(self, request: requests.RebuildSlot) -> dict[str, Any]:
         self._require_current(request)
-        shapes, into = request.protection.shapes, None
+        protection = job_file.read(self._run_dir, request.protection)
+        shapes, into = protection.shapes, None
         if request.previous:
             if request.rank >= len(shapes):
                 raise ProtocolError(f"rank {request.rank} was not in the previous job of {len(shapes)} ranks")
             into = self._previous.create(len(shapes), request.rank, shapes[request.rank], request.fingerprint)
-        self._tier.rebuild(request, into)
+        self._tier.rebuild(request, protection, into)
         return {}
 
     def _protect(self, request: requests.Protect) -> dict[str, Any]:
         self._require_current(request)
+        protection = job_file.read(self._run_dir, request.protection)
         with self._lock:
-            here = {rank for rank, node in enumerate(request.protection.nodes) if node == self._node}
+            here = {rank for rank, node in enumerate(protection.nodes) if node == self._node}
             moved = set(self._segments) - here
             for rank in moved:
                 self._segments.pop(rank).close()  # it is on another node now, where it was restored
                 paths.path_of(self._job, self._node, rank).unlink(missing_ok=True)
             self.persister.release(sorted(moved))  # otherwise its mapping keeps the memory
-        return self._tier.protect(request.protection, self.token)
+        return self._tier.protect(protection, self.token)
 
     # ---- resizes ----
 

@@ -37,16 +37,19 @@ class PeerRequests:
         join: Callable[[int], Handover],
         received: Callable[[], None],
         as_spare: Callable[[requests.SpareState | requests.ReleaseSpare], dict[str, Any]],
+        job_file: Callable[[str], bytes],
     ) -> None:
         """`storing(epoch)` is the parity store that receives frames of that epoch; `join` takes over the connection of
         a position that reports to this node. Both raise ProtocolError if this node cannot. `received` is called once
-        everything of a version is here; `as_spare` answers if this node has no part in the job."""
+        everything of a version is here; `as_spare` answers if this node has no part in the job. `job_file(digest)` is
+        the content of a job file here; it raises ProtocolError."""
         self._memory = memory
         self._segments = segments
         self._storing = storing
         self._join = join
         self._received = received
         self._as_spare = as_spare
+        self._job_file = job_file
 
     def handle(self, message: dict[str, Any], payload: Bytes) -> Reply | Handover:
         """The reply to a request. Raises ProtocolError, SegmentError."""
@@ -80,6 +83,8 @@ class PeerRequests:
                 return _part(self._memory.copy(rank, version), offset)
             case requests.ReadSlot(version=version, rank=rank, offset=offset):
                 return _part(self._memory.slot(rank, version), offset)
+            case requests.ReadJob(job=digest, offset=offset):
+                return _part(self._job_file(digest), offset)
         raise AssertionError(f"no answer to {request}")
 
     def _taken(self, store: ParityStore, version: Version, nbytes: int) -> Reply:

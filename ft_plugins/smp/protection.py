@@ -1,32 +1,30 @@
 """The facts about the protected job, as a trainer sends them to its node's SMP; they determine the exchange plan.
 
-Invariant: plain values, bounded and checked; written to the run directory as received, so that another SMP continues.
+Invariant: plain values, bounded and checked. `job_file` writes them to the run directory: another SMP can continue.
 
-In: a request, or the file. Out: `Protection`; of the file, the failure domains alone.
+In: plain values. Out: `Protection`, and plain values again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, astuple, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import cached_property
-from pathlib import Path
 from typing import Annotated, Any
 
 import xxhash
-from pydantic import BeforeValidator, Field, TypeAdapter
+from pydantic import BeforeValidator, Field
 
 from ..errors import ProtocolError
-from ..intake import Address, Count, Flag, Port, Seconds, Text, Unfit, read_json, typed
+from ..intake import Address, Count, Flag, Port, Seconds, Text, Unfit, typed
 from ..redundancy.exchange_plan import ExchangePlan, plan_exchange
 from ..redundancy.neighbour import plan_copies_and_parity, plan_neighbours
 from ..redundancy.sections import Extent
 from ..snapshot.shape import Shape
 from .agreement import ExchangeEpoch
-from .protocol import MaybeVersion
+from .protocol import MaybeVersion, packed
 
-PROTECTION_FILE = "protection.json"  # in the run directory
-
+_OWN = ("lineage", "base", "position", "committed")  # fields that are not the same on all nodes and in all recoveries
 Ranks = Annotated[tuple[Count, ...], Field(min_length=1)]
 
 
@@ -42,6 +40,7 @@ def _by_position(kind: type[Any]) -> BeforeValidator:
     return BeforeValidator(named)
 
 
+_SHAPE = tuple(each.name for each in fields(Shape))
 PackedShape = Annotated[Shape, _by_position(Shape)]
 PackedExtent = Annotated[Extent, _by_position(Extent)]
 
@@ -70,7 +69,11 @@ class Protection:
     domains: tuple[Text, ...] = ()  # failure domains by which groups were cut, by position; (): each node is its own
 
     def plan(self) -> ExchangePlan:
-        """Who sends what to whom. Raises TopologyError."""
+        """Who sends what to whom; computed once. Raises TopologyError."""
+        return self._plan
+
+    @cached_property
+    def _plan(self) -> ExchangePlan:
         sizes = [shape.data_nbytes for shape in self.shapes]
         if self.stages and self.both:
             return plan_copies_and_parity(self.nodes, self.stages, self.groups, sizes, self.replicated)
@@ -93,12 +96,15 @@ class Protection:
         return xxhash.xxh3_64_intdigest(repr(facts).encode()) >> 1
 
     def block(self) -> dict[str, Any]:
-        """As plain values, for a message or a file."""
-        block = asdict(self)
-        block["shapes"] = [list(astuple(shape)) for shape in self.shapes]
-        block["replicated"] = [[list(astuple(extent)) for extent in stream] for stream in self.replicated]
-        block["base"] = list(astuple(self.base)) if self.base else None
-        block["committed"] = list(astuple(self.committed)) if self.committed else None
+        """As plain values."""
+        own = {"lineage": self.lineage, "base": packed(self.base), "position": self.position}
+        return {**self.job_block(), **own, "committed": packed(self.committed)}
+
+    def job_block(self) -> dict[str, Any]:
+        """What is the same on all nodes and in all recoveries of an incarnation, as plain values."""
+        block = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _OWN}
+        block["shapes"] = [[getattr(shape, name) for name in _SHAPE] for shape in self.shapes]
+        block["replicated"] = [[[one.rank, one.offset, one.nbytes] for one in stream] for stream in self.replicated]
         return block
 
     @classmethod
@@ -127,24 +133,3 @@ class Protection:
         for extent in (extent for stream in self.replicated for extent in stream):
             if extent.rank >= count or extent.offset + extent.nbytes > self.shapes[extent.rank].data_nbytes:
                 raise Unfit(f"{extent} is in no slot")
-
-
-@dataclass(frozen=True)
-class RecordedDomains:
-    """The part of the file that says by which failure domains the groups were cut; `nodes` of each rank."""
-
-    lineage: Count
-    nodes: tuple[Text, ...]
-    domains: tuple[Text, ...] = ()
-
-
-_FIELDS = TypeAdapter(dict[str, Any])
-
-
-def read_domains(run_dir: Path) -> RecordedDomains | None:
-    """The failure domains in the file; None if this node protects nothing, or the file cannot be read."""
-    try:
-        record = typed(RecordedDomains, read_json(run_dir / PROTECTION_FILE, _FIELDS))
-    except (OSError, ValueError):
-        return None
-    return record if len(record.domains) in (0, len(set(record.nodes))) else None

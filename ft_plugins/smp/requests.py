@@ -20,7 +20,7 @@ from ..intake import Address, Count, Flag, Port, Seconds, Text, Unfit, parsed, r
 from ..snapshot.retention import Storage
 from ..snapshot.shape import Shape
 from .authenticated import PAYLOAD_LIMIT
-from .protection import Protection
+from .job_file import JobDigest, ProtectionReference
 from .protocol import MaybeVersion, PackedVersion
 
 _SHAPE_FIELDS = {each.name for each in fields(Shape)}
@@ -56,7 +56,6 @@ Exponent = Annotated[int, Field(strict=True, ge=0, lt=255)]
 FrameBytes = Annotated[int, Field(strict=True, ge=0, le=PAYLOAD_LIMIT)]
 ShapeField = Annotated[Shape, BeforeValidator(_exact), AfterValidator(_coherent)]
 Fingerprint = Annotated[dict[str, Any], AfterValidator(_plain)]
-ProtectionField = Annotated[Protection, BeforeValidator(Protection.read)]
 
 
 # ---- from this node's trainers, ft-run and command line ----
@@ -122,19 +121,19 @@ class Listen:
 class Protect(OfRank):
     """Protect the job from now on."""
 
-    protection: ProtectionField
+    protection: ProtectionReference
 
 
 @dataclass(frozen=True)
 class RebuildSlot(OfRank):
     """Rebuild this rank's slot of `version`: from the node at `source`, or, if that is None, from parity.
 
-    `holders` are (position, address, port) of the nodes that can be read, `lost` the positions that cannot.
+    `holders` are (position, address, port) of the nodes of its sections that can be read, `lost` those that cannot.
     `previous`: the slot becomes one of the job at the size that `protection` describes, with that job's `fingerprint`.
     """
 
     version: PackedVersion
-    protection: ProtectionField
+    protection: ProtectionReference
     holders: tuple[tuple[Count, Address, Port], ...]
     lost: tuple[Count, ...]
     source: HostPort | None = None
@@ -303,11 +302,25 @@ class ReadSlot:
     offset: Count
 
 
+@dataclass(frozen=True)
+class ReadJob:
+    """The job file with that digest, from `offset` on."""
+
+    job: JobDigest
+    offset: Count
+
+
 _PEER: Mapping[str, type[Any]] = {
     "probe": Probe, "spare": SpareState, "release": ReleaseSpare, "join": Join, "begin": BeginLane,
     "take": TakeFrame, "copy": TakeCopy, "check": CompareReplicas,
 }  # fmt: skip
-_READ: Mapping[str, type[Any]] = {"data": ReadData, "parity": ReadParity, "copy": ReadCopy, "slot": ReadSlot}
+_READ: Mapping[str, type[Any]] = {
+    "data": ReadData,
+    "parity": ReadParity,
+    "copy": ReadCopy,
+    "slot": ReadSlot,
+    "job": ReadJob,
+}
 
 
 def peer(message: Mapping[str, Any]) -> Any:

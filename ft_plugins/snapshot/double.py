@@ -13,11 +13,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from ..errors import InventoryError
+from ..model.inventory import set_digest
 from ..redundancy.exchange_plan import positions
 from ..redundancy.sections import Extent, ParityPart, Section, lay_out, local_sections
 from .layout import Layout, ParityBucket, ParitySource, ReplicaStream, Share
 
-ReplicaShare = tuple[tuple[int, ...], int, int, int]  # replicas; start of the own share in stream, in slot; bytes
+ReplicaShare = tuple[int, int, int, int]  # digest of the replica set; start of the own share in stream, in slot; bytes
 
 
 def with_parity(
@@ -43,17 +45,26 @@ def replica_shares(layout: Layout) -> list[ReplicaShare]:
     shares = []
     for stream in _replicated(layout):
         own = stream.share_of(layout.rank)
-        shares.append((stream.replicas, own.start, stream.slot_offset, own.stop - own.start))
+        shares.append((set_digest(stream.replicas), own.start, stream.slot_offset, own.stop - own.start))
     return shares
 
 
 def replica_extents(by_rank: Sequence[Sequence[ReplicaShare]]) -> tuple[tuple[Extent, ...], ...]:
-    """The replica sets of a job in order, each as the extents of slots that make up its stream."""
-    sets: dict[tuple[int, ...], list[tuple[int, int, Extent]]] = {}
+    """The replica sets of a job in order, each as the extents of slots that make up its stream. The members of a set
+    are the ranks that have a share in it. Raises InventoryError if its digest is not that of its members."""
+    sets: dict[int, list[tuple[int, int, Extent]]] = {}
     for rank, shares in enumerate(by_rank):
-        for replicas, start, offset, nbytes in shares:
-            sets.setdefault(tuple(replicas), []).append((start, start + nbytes, Extent(rank, offset, nbytes)))
-    return tuple(tuple(extent for *_, extent in sorted(sets[key], key=_order)) for key in sorted(sets))
+        for digest, start, offset, nbytes in shares:
+            sets.setdefault(digest, []).append((start, start + nbytes, Extent(rank, offset, nbytes)))
+    members = {digest: tuple(dict.fromkeys(extent.rank for *_, extent in sets[digest])) for digest in sets}
+    for digest, ranks in members.items():
+        if set_digest(ranks) != digest:
+            raise InventoryError(
+                f"ranks {ranks[0]} to {ranks[-1]} name a replica set that not all of its ranks, or others too, name; "
+                "build the replicas of a parameter the same way on all ranks"
+            )
+    ordered = sorted(sets, key=lambda digest: members[digest])
+    return tuple(tuple(extent for *_, extent in sorted(sets[digest], key=_order)) for digest in ordered)
 
 
 def _order(entry: tuple[int, int, Extent]) -> tuple[int, int, int]:

@@ -135,9 +135,7 @@ def claim_memory(
         return claiming.tolerated or ProtectionError(f"rank {shapes.index(None)} is not protected")
     first = host.rank == 0 and context.restart == 0
     if first:
-        for node in dict.fromkeys(nodes):
-            on_node = {rank: Shape(*values) for rank, values in enumerate(shapes) if nodes[rank] == node}
-            say(budget_table(on_node, node, reft.plan.certifies), who="")
+        say(budget_table([Shape(*values) for values in shapes], nodes, reft.plan.certifies), who="")
     if first or (host.rank == 0 and names.domains != names.reported):
         for line in reft.nodes.describe_domains():
             say(line)

@@ -21,7 +21,7 @@ import xxhash
 
 from ..collective import Collective
 from ..redundancy.exchange_plan import positions
-from ..smp.protection import RecordedDomains, read_domains
+from ..smp.job_file import RecordedDomains, read_domains
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from ..recovery.resize.refill import TakingOver, refill
 from ..redundancy import neighbour
 from ..redundancy.exchange_plan import NAMES, positions, why_unprotected
 from ..redundancy.grouping import redundancy_groups, shared_domains
+from ..redundancy.in_order import copies_possible, parity_possible
 from ..snapshot.double import replica_shares, with_parity
 from ..snapshot.layout import Layout
 from ..snapshot.manifest import Manifest
@@ -221,21 +222,36 @@ class ReftNodes:
             previous.keep_only(self._resize_plan)
 
     def report_sizes(self) -> str:
-        """Report to the rendezvous with how many nodes the job could continue. Returns a message, '' for one node.
+        """Report to the rendezvous with how many nodes the job could continue. Returns a message, '' for one node and
+        on all ranks but 0, which computes the numbers. Every rank of the job calls.
 
         If the user named the redundancy, each of those numbers provides it.
         """
-        topology, admits = self._host.topology(), self._host.admits
-        numbers = protected = sizes.admissible(
-            topology, self._nodes, admits,
-            lambda resized, nodes: self._impossible(resized, nodes, self.losses) if self.losses else "",
-        )  # fmt: skip
-        if not self._named:
-            numbers = sizes.admissible(topology, self._nodes, admits, lambda resized, nodes: "")
+        numbers: tuple[int, ...] = ()
+        message = ""
+        if self._host.rank == 0:
+            numbers, message = self._find_sizes()
+        numbers = sizes.unpacked(self._collective.gather(sizes.packed(numbers))[0])
         if self.leads:
             sizes.write(self._run_dir, sizes.SizeReport(numbers, spares_asked=self.losses > 0))
+        return message
+
+    def _find_sizes(self) -> tuple[tuple[int, ...], str]:
+        """The numbers of nodes with which the job could continue, and a message on them, '' for one node."""
+        topology, admits = self._host.topology(), self._host.admits
+        numbers = protected = sizes.admissible(topology, self._nodes, admits, self._survives)
+        if not self._named:
+            numbers = sizes.admissible(topology, self._nodes, admits, lambda resized, per_node: True)
         count = len(set(self._nodes))
-        return sizes.describe(numbers, count, protected) if count > 1 and numbers else ""
+        return numbers, sizes.describe(numbers, count, set(protected)) if count > 1 and numbers else ""
+
+    def _survives(self, topology: Topology, per_node: int) -> bool:
+        """Whether a lost node could be survived if ranks were in order on nodes of that many ranks."""
+        if not self.losses:
+            return True
+        if self._copied and not copies_possible(topology, per_node):
+            return False
+        return not self._encoded or parity_possible(topology, per_node, self.losses)
 
     def restore_previous_size(self, segment: Segment, manifest: Manifest) -> None:
         """Fill a slot with the state that `find_previous_size` found, if any. Every rank of the job calls.

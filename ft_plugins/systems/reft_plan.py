@@ -21,7 +21,7 @@ from ..collective import Collective
 from ..config import Config, ReftConfig
 from ..errors import InventoryError
 from ..model.host import Host
-from ..model.inventory import Inventory
+from ..model.inventory import Inventory, set_digest
 from ..snapshot import codec, index, manifest
 from ..snapshot.layout import Layout, layout_digest
 from ..snapshot.manifest import Manifest
@@ -100,14 +100,17 @@ def check_replicas(inventory: Inventory, collective: Collective) -> None:
     """Check that the ranks of each replica set hold the same items. Every rank calls. Raises InventoryError."""
     shared = {replicas: items for replicas, items in inventory.replica_sets().items() if len(replicas) > 1}
     own = {
-        replicas: xxhash.xxh3_64_intdigest(repr([(i.name, i.dtype, i.shape, i.background) for i in items]).encode())
+        replicas: (
+            set_digest(replicas),
+            xxhash.xxh3_64_intdigest(repr([(i.name, i.dtype, i.shape, i.background) for i in items]).encode()),
+        )
         for replicas, items in shared.items()
     }
-    gathered = collective.gather(msgpack.packb([[list(key), digest] for key, digest in own.items()]))
-    by_rank = [{tuple(key): digest for key, digest in msgpack.unpackb(part)} for part in gathered]
-    for replicas, digest in own.items():
+    gathered = collective.gather(msgpack.packb(dict(own.values())))
+    named = {rank: msgpack.unpackb(gathered[rank], strict_map_key=False) for rank in set().union(*own)}
+    for replicas, (key, digest) in own.items():
         for rank in replicas:
-            if by_rank[rank].get(replicas) != digest:
+            if named[rank].get(key) != digest:
                 raise InventoryError(
                     f"rank {inventory.rank}: expected rank {rank} to hold the same {len(shared[replicas])} items as "
                     f"the other replicas in {replicas}, but it has different ones; build the replicas of a parameter "

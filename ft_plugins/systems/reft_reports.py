@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -20,6 +20,8 @@ from ..events import Events, EventType, catalogue, say
 from ..intake import Text, read_json
 from ..recovery.nodes import JobNodes
 from ..recovery.recovery_plan import RecoveryPlan
+from ..redundancy.exchange_plan import positions
+from ..redundancy.node_kinds import SHOWN, grouped, more_kinds, node_label, node_lines, runs, shortened
 from ..smp.protocol import ALARM
 from ..snapshot.capture import Commit
 from ..snapshot.shape import Shape
@@ -125,27 +127,54 @@ class ReftReports:
 
 
 def protection_table(nodes: JobNodes, claimed: Sequence[tuple[str, int]]) -> str:
-    """A table of the nodes that protect each other and the memory that each has `claimed` for that."""
+    """A table of the nodes that protect each other and the memory that each has `claimed` for that; nodes with equal
+    figures once."""
     lines = [nodes.exchange.table() if nodes.exchange else ""]
-    lines += [f"  {name}: {nbytes} bytes claimed for two versions of parity and copies" for name, nbytes in claimed]
-    for (name, _), rate in zip(claimed, nodes.links.values(), strict=False):
-        lines.append(f"  {name}: its link carries {rate * 8e-6:.0f} megabits per second (measured)")
+    names = [name for name, _ in claimed]
+    lines += node_lines((f"{size} bytes claimed for two versions of parity and copies" for _, size in claimed), names)
+    if rates := list(nodes.links.values())[: len(names)]:
+        slowest, fastest = min(range(len(rates)), key=rates.__getitem__), max(range(len(rates)), key=rates.__getitem__)
+        lines.append(
+            f"  links carry {rates[slowest] * 8e-6:.0f} (node {names[slowest]}) to {rates[fastest] * 8e-6:.0f} "
+            f"(node {names[fastest]}) megabits per second, measured"
+        )
     return "\n".join(lines)
 
 
-def budget_table(shapes: Mapping[int, Shape], node: str, certifies: int = 0) -> str:
-    """A table of the memory claimed on a node, by rank and in total.
+def budget_table(shapes: Sequence[Shape], nodes: Sequence[str], certifies: int = 0) -> str:
+    """A table of the memory claimed on each kind of node, by rank and in total; nodes with equal budgets are one.
 
-    A slot holds the captured share, its digests and small state, in whole pages. `certifies`: iterations between two
-    versions whose replicas are compared, 0 for none.
+    `shapes[rank]` is the shape of each rank's segment, `nodes[rank]` its node. A slot holds the captured share, its
+    digests and small state, in whole pages. `certifies`: iterations between two versions whose replicas are compared, 0
+    for none.
     """
-    total = sum(shape.total for shape in shapes.values())
-    share = sum(shape.data_nbytes for shape in shapes.values())
-    parity = sum(shape.parity_nbytes for shape in shapes.values())
-    content = f"{share} bytes captured" + (f" and {parity} of parity computed from replicas" if parity else "")
-    lines = [f"host memory for protection on node {node}: {total} bytes for {content}, all of it resident"]
-    lines += [f"  rank {rank}: {shape.slots} slots x {shape.slot_room} bytes" for rank, shape in sorted(shapes.items())]
+    names, ranks = positions(nodes)
+    kinds = grouped(tuple((shapes[r].total, shapes[r].slots, shapes[r].slot_room) for r in there) for there in ranks)
+    lines = []
+    for kind, places in list(kinds.items())[:SHOWN]:
+        each = " each" if len(places) > 1 else ""
+        captured = _span([sum(shapes[rank].data_nbytes for rank in ranks[place]) for place in places])
+        parity = [sum(shapes[rank].parity_nbytes for rank in ranks[place]) for place in places]
+        content = f"{captured} bytes captured"
+        content += f" and {_span(parity)} of parity computed from replicas" if any(parity) else ""
+        lines.append(
+            f"host memory for protection on {node_label(places, names)}: {sum(total for total, _, _ in kind)} bytes"
+            f"{each} for {content}, all of it resident"
+        )
+        for (_, slots, room), members in grouped(kind).items():
+            if len(places) == 1:
+                members = [ranks[places[0]][member] for member in members]
+            label = f"rank{'s' * (len(members) > 1)} {', '.join(shortened(runs(members)))}"
+            label += " of each, counted on the node" if len(places) > 1 else ""
+            lines.append(f"  {label}: {slots} slots x {room} bytes{' each' if len(members) > 1 else ''}")
+    lines += more_kinds(list(kinds.values())[SHOWN:])
     if certifies:
         which = "every iteration" if certifies == 1 else f"every {certifies} iterations"
         lines.append(f"  one slot of each rank keeps the newest snapshot whose replicas agreed; compared {which}")
     return "\n".join(lines)
+
+
+def _span(numbers: Sequence[int]) -> str:
+    """'5', or '5 to 7'."""
+    low, high = min(numbers), max(numbers)
+    return f"{low}" if low == high else f"{low} to {high}"

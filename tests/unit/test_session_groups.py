@@ -19,6 +19,7 @@ from ft_plugins.config import Config, LaunchContext
 from ft_plugins.errors import FtError
 from ft_plugins.model.inventory import Inventory, Item, Role
 from ft_plugins.session import attach
+from ft_plugins.smp import job_file
 
 Node = Any  # the fixture's class lives in conftest
 Ranks = Callable[..., list[Any]]
@@ -131,7 +132,10 @@ class Job:
 
     def record(self) -> dict[str, Any]:
         """What the SMPs protect; the same on all nodes but for the position."""
-        (first, *rest) = (json.loads((node.run_dir / "protection.json").read_text()) for node in self.there)
+        referred = [(node.run_dir, job_file.read_record(node.run_dir)[0]) for node in self.there]
+        assert len({reference.job for _, reference in referred}) == 1
+        blocks = [job_file.read(run_dir, reference).block() for run_dir, reference in referred]
+        (first, *rest) = json.loads(json.dumps(blocks))
         assert all(other["groups"] == first["groups"] and other["domains"] == first["domains"] for other in rest)
         return dict(first)
 

@@ -34,6 +34,7 @@ from .previous_size import (
     PreviousSize,
     ResizePlan,
     assign_nodes,
+    newest_references,
     plan_current_size,
     plan_previous_size,
     read_previous_sizes,
@@ -65,6 +66,7 @@ class PreviousJob:
         None if there is none, or the current size has a version as new. Raises ResumeError on all ranks."""
         reports = self._nodes.ask(lambda client: client.previous_sizes())
         self._spares = self._ask_spares(reports)
+        self._share_jobs(reports)
         for report in (*reports, *(spare.report for spare in self._spares)):
             if any(resizable(previous) != resizable(fingerprint) for _, previous in report["fingerprints"]):
                 raise self._refusal(
@@ -75,7 +77,7 @@ class PreviousJob:
         world_size = self._collective.world_size
         facts = self._nodes.facts()
         current = plan_current_size(facts, world_size, self._nodes.exchange, self._nodes.digest)
-        sizes = read_previous_sizes(reports, [spare.report for spare in self._spares])
+        sizes = self._read(reports)
         plans = [(plan_previous_size(size), size) for size in sizes]
         plan, size = max(plans, key=lambda entry: entry[0].version or Version(0, 0))
         if current.version is not None and (plan.version is None or current.version >= plan.version):
@@ -107,17 +109,26 @@ class PreviousJob:
     def _ask_spares(self, reports: Sequence[Mapping[str, Any]]) -> list[Spare]:
         """The spares that answer now, each once: nodes of the jobs that were last protected at the previous sizes."""
         spares: dict[Endpoint, Spare] = {}
-        for size in read_previous_sizes(reports):
+        self._share_jobs(reports, spares=False)
+        for size in read_previous_sizes(reports, described=self._nodes.protection):
             if size.protection is not None:
                 spares |= {spare.endpoint: spare for spare in self._nodes.spares(size.protection, self._report)}
         return list(spares.values())
+
+    def _share_jobs(self, reports: Sequence[Mapping[str, Any]], spares: bool = True) -> None:
+        """Have the job files that are needed to read the reports copied to all nodes."""
+        asked = [(spare.report, spare.asker) for spare in self._spares] if spares else []
+        self._nodes.share_jobs(newest_references(reports, asked))
+
+    def _read(self, reports: Sequence[Mapping[str, Any]]) -> tuple[PreviousSize, ...]:
+        return read_previous_sizes(reports, [spare.report for spare in self._spares], self._nodes.protection)
 
     def _read_again(self, size: PreviousSize) -> PreviousSize:
         """The previous size with the spares that still answer."""
         reports = self._nodes.ask(lambda client: client.previous_sizes())
         self._spares = self._ask_spares(reports)
-        sizes = read_previous_sizes(reports, [spare.report for spare in self._spares])
-        return next((updated for updated in sizes if updated.world_size == size.world_size), size)
+        self._share_jobs(reports)
+        return next((updated for updated in self._read(reports) if updated.world_size == size.world_size), size)
 
     def _refusal(self, message: str) -> ResumeError:
         error = ResumeError(message)

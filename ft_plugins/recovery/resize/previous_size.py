@@ -4,17 +4,20 @@ Invariant: the same reports give the same plan on every rank. A version is chose
 has it, in a slot, or rebuilt from parity or a copy. Spares are sources like other nodes, but the plan puts all state on
 nodes of the job as it is now.
 
-In: reports of the nodes' SMPs and of spares (`PreviousSegments.report`, with the parity that belongs to it). Out:
-`PreviousSize`s, a `RecoveryPlan` for each, a node for each rank of the previous job.
+In: reports of the nodes' SMPs and of spares (`PreviousSegments.report`, with the parity that belongs to it and a
+reference to the protection, which is read once). Out: `PreviousSize`s, a `RecoveryPlan` for each, a node for each rank
+of the previous job.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ...intake import parsed
 from ...redundancy.exchange_plan import ExchangePlan
+from ...smp.job_file import ProtectionReference
 from ...smp.protection import Protection
 from ...snapshot.slots import Mark, Slot, SlotState, Version
 from ..facts import NodeFacts, RankFacts
@@ -71,20 +74,60 @@ class ResizePlan:
         return tuple(sorted(rank for rank, its_own in self.coordinates.items() if its_own == coordinates))
 
 
+Described = Callable[[ProtectionReference], Protection]
+
+
+def newest_references(
+    reports: Sequence[Mapping[str, Any]], spares: Sequence[tuple[Mapping[str, Any], int]] = ()
+) -> list[tuple[ProtectionReference, set[int]]]:
+    """The newest protection of each size that reports name, and the positions that have its job file.
+
+    `reports` are by position; a spare's comes with the position that asked it, which has the file of the spare's
+    protection. Raises ProtocolError.
+    """
+    every_report = [(report, position) for position, report in enumerate(reports)] + list(spares)
+    named = [(_reference(report), position) for report, position in every_report]
+    newest: dict[int, ProtectionReference] = {}
+    for reference, _ in named:
+        if reference is not None and (
+            reference.ranks not in newest or reference.lineage > newest[reference.ranks].lineage
+        ):
+            newest[reference.ranks] = reference
+    return [
+        (reference, {position for other, position in named if other is not None and other.job == reference.job})
+        for _, reference in sorted(newest.items())
+    ]
+
+
+def _reference(report: Mapping[str, Any]) -> ProtectionReference | None:
+    block = report["protection"]
+    return None if block is None else parsed(ProtectionReference, block, "protection")
+
+
 def read_previous_sizes(
-    reports: Sequence[Mapping[str, Any]], spares: Sequence[Mapping[str, Any]] = ()
+    reports: Sequence[Mapping[str, Any]],
+    spares: Sequence[Mapping[str, Any]] = (),
+    described: Described | None = None,
 ) -> tuple[PreviousSize, ...]:
-    """The previous sizes in the reports of every node's SMP and of spares, ascending. Raises ProtocolError."""
+    """The previous sizes in the reports of every node's SMP and of spares, ascending. Raises ProtocolError.
+
+    `described` reads the newest protection of a size; None: it is not needed.
+    """
     every_report = (*reports, *spares)
     sizes = sorted({int(size) for report in every_report for size, _ in report["sizes"]})
-    return tuple(_read_previous_size(world_size, every_report, len(reports)) for world_size in sizes)
+    newest = {reference.ranks: reference for reference, _ in newest_references(every_report)}
+    protections = {
+        size: described(newest[size]) if described is not None and size in newest else None for size in sizes
+    }
+    return tuple(_read_previous_size(size, every_report, len(reports), protections[size]) for size in sizes)
 
 
-def _read_previous_size(world_size: int, reports: Sequence[Mapping[str, Any]], members: int) -> PreviousSize:
+def _read_previous_size(
+    world_size: int, reports: Sequence[Mapping[str, Any]], members: int, protection: Protection | None
+) -> PreviousSize:
     ranks: dict[int, RankFacts] = {}
     coordinates: dict[int, Coordinates] = {}
     nodes: list[NodeFacts] = []
-    protection: Protection | None = None
     fingerprint: Mapping[str, Any] = {}
     for report in reports:
         fingerprint = dict(report["fingerprints"]).get(world_size, fingerprint)
@@ -99,12 +142,10 @@ def _read_previous_size(world_size: int, reports: Sequence[Mapping[str, Any]], m
             ranks[rank] = facts if known is None or known.lineage < lineage else known
             if at is not None:
                 coordinates[rank] = (at[0], at[1])
-        block = report["protection"]
-        of_this_size = block is not None and len(block["nodes"]) == world_size
+        reference = _reference(report)
+        of_this_size = reference is not None and reference.ranks == world_size
         committed = Version(*report["committed"]) if of_this_size and report["committed"] else None
         parity = frozenset(Version(*version) for version in report["parity"]) if of_this_size else frozenset()
-        if of_this_size and (protection is None or block["lineage"] > protection.lineage):
-            protection = Protection.read(block)
         nodes.append(
             NodeFacts(
                 held, parity, report["position"] if of_this_size else None, report["plan"] if of_this_size else 0,

@@ -20,13 +20,14 @@ import xxhash
 
 from ... import faults
 from ...collective import Collective
+from ...collective.spreading import spread
 from ...errors import SegmentError
 from ...snapshot import codec, manifest
 from ...snapshot.manifest import Manifest
 from ...snapshot.segment import NOT_COMPUTED, Segment
 from ...snapshot.slots import Mark, SlotState, Version, choose
 from .previous_job import open_previous
-from .previous_size import ResizePlan
+from .previous_size import Coordinates, ResizePlan
 from .pull import Bytes, PullRange, pull
 from .reshard import plan_moves
 
@@ -108,8 +109,11 @@ def refill(
         ranks = plan.ranks_of(target.coordinates)
         starts = np.cumsum([0, *(sizes[rank] for rank in ranks)]).tolist()
         joined: Bytes = np.empty(starts[-1], dtype=np.uint8)
+        peers = _ranks_at(target.coordinates, collective)
         ranges = [PullRange(reader(r), r, 0, sizes[r], at) for r, at in zip(ranks, starts, strict=False)]
-        pull(collective, ranges, slots.small, joined)
+        pull(collective, ranges if own == peers[0] else [], slots.small, joined)
+        with collective.transfers() as transfers:
+            spread(transfers, own, peers[:1], peers[1:], joined)
         names = [f"rank {r} of {plan.world_size}, version {plan.version}" for r in ranks]
         parts = [joined[at : at + sizes[r]].tobytes() for r, at in zip(ranks, starts, strict=False)]
         smalls = [manifest.split(*part) for part in zip(parts, names, strict=True)]
@@ -132,6 +136,13 @@ def refill(
     segment.completed = plan.completed
     collective.barrier()  # all ranks have their state: only then may the previous segments be removed
     return sum(move.nbytes for move in moves)
+
+
+def _ranks_at(coordinates: Coordinates, collective: Collective) -> list[int]:
+    """The ranks of this job at these coordinates in the model. They need the same small states: the first one collects
+    them for all."""
+    places = collective.gather(msgpack.packb(coordinates))
+    return [rank for rank, place in enumerate(places) if place == msgpack.packb(coordinates)]
 
 
 def _small_sizes(

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,10 @@ from pydantic import TypeAdapter
 from ... import files
 from ...errors import FtError, ProtocolError
 from ...events import Events, catalogue
-from ...intake import Count, read_json
+from ...intake import Count, parsed, read_json
 from ...snapshot.segment import Segment
-from .. import liveness
+from .. import job_file, liveness
+from ..job_file import ProtectionReference
 from ..node import NodeTier
 from ..requests import HostPort, ReleaseSpare, SpareState
 from ..wire import Peer
@@ -118,6 +119,7 @@ class SpareClient:
 
     def __init__(self, run_dir: Path, tier: NodeTier, events: Events) -> None:
         """Continue with the spares that an earlier SMP of this node had to release."""
+        self._run_dir = run_dir
         self._path = run_dir / _TO_RELEASE_FILE
         self._tier = tier
         self._events = events
@@ -134,7 +136,8 @@ class SpareClient:
         return bool(self._to_release)
 
     def ask(self, node: str, where: Endpoint, world_size: int, timeout: float) -> dict[str, Any]:
-        """The report of the SMP of `node` at `where` on sizes other than `world_size`, or `busy`.
+        """The report of the SMP of `node` at `where` on sizes other than `world_size`, or `busy`. The job file that it
+        names is here afterwards.
 
         Retries for `timeout` seconds while that SMP refuses or resets the connection: it is being replaced. Raises
         ProtocolError, or the error with which it refused."""
@@ -143,11 +146,27 @@ class SpareClient:
             try:
                 with closing(self._tier.peer(where, timeout, node)) as peer:
                     reply, _ = peer.ask("spare", node=node, world_size=world_size)
+                    self._fetch_job(peer, reply)
                     return {name: value for name, value in reply.items() if name != "ok"}
             except ProtocolError as error:
                 if not isinstance(error.__cause__, ConnectionError) or time.monotonic() > deadline:
                     raise
             time.sleep(_RETRY_SECONDS)
+
+    def _fetch_job(self, peer: Peer, reply: Mapping[str, Any]) -> None:
+        """Copy the job file that a spare's report names to this node, unless it is here. Raises ProtocolError."""
+        if reply.get("protection") is None:
+            return
+        reference = parsed(ProtectionReference, reply["protection"], "spare")
+        if job_file.holds(self._run_dir, reference.job):
+            return
+        content = bytearray()
+        while len(content) < reference.nbytes:
+            _, part = peer.ask("read", what="job", job=reference.job, offset=len(content))
+            if not len(part):
+                break
+            content += part.tobytes()
+        job_file.write_content(self._run_dir, reference.job, bytes(content))
 
     def release_later(self, endpoints: Sequence[Endpoint]) -> None:
         """Remember spares to release when the job is safe without their state."""

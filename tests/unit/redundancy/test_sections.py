@@ -5,7 +5,6 @@ What a plan says is carried out byte by byte, for random jobs with random replic
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -177,9 +176,7 @@ def test_any_lost_node_of_each_group_is_computed_from_the_others_also_the_parity
     rng = np.random.default_rng(seed)
     slots = [rng.integers(0, 256, size, dtype=np.uint8) for size in job.nbytes]
     for section in plan.encoded(Encoding.LOCAL):
-        whole = [
-            np.concatenate([slots[e.rank][e.offset :][: e.nbytes] for e in stream]) for stream in section.streams
-        ]
+        whole = [np.concatenate([slots[e.rank][e.offset :][: e.nbytes] for e in stream]) for stream in section.streams]
         kept = [np.zeros(section.placement.block, dtype=np.uint8) for _ in section.placement.stripes]
         for stripe in section.placement.stripes:
             for _, at, e in section.sources(stripe.index, 0, section.placement.block):
@@ -227,11 +224,9 @@ def test_a_job_whose_state_is_all_replicated_sends_none_of_it_and_claims_no_room
     assert all(send.start == send.stop for sends in plan.sends for send in sends)
     assert plan.table().splitlines() == [
         "RAIM5 over 3 nodes: any 1 of each group may be lost",
-        "  group 0: ranks [0, 1, 2] on a, b, c; blocks of 0 bytes",
-        "    replicas: ranks [0, 1, 2] on a, b, c; blocks of 640 bytes, computed locally",
-        "  a: keeps 0 bytes of parity, sends 0 per version; computes 640 of its own",
-        "  b: keeps 0 bytes of parity, sends 0 per version; computes 640 of its own",
-        "  c: keeps 0 bytes of parity, sends 0 per version; computes 640 of its own",
+        "  group 0: ranks 0-2 on a, b, c; blocks of 0 bytes",
+        "    replicas: ranks 0-2 on a, b, c; blocks of 640 bytes, computed locally",
+        "  nodes a, b, c: each keeps 0 bytes of parity, sends 0 per version; computes 640 of its own",
     ]
 
 
@@ -253,5 +248,5 @@ def test_a_job_of_4096_ranks_is_planned(width: int) -> None:
     buckets = [(at, min(4 << 20, part.offset + part.stop - part.start - at)) for at in
                range(part.offset, part.offset + part.stop - part.start, 4 << 20)]  # fmt: skip
     assert len(list(plan.checks(5, buckets))) == len(buckets) * (width - 1)
-    assert len(list(itertools.islice(plan.table().splitlines(), 10))) == 10
+    assert len(plan.table().splitlines()) <= 1 + 8 + 3 + 8
     assert time.perf_counter() - began < PLANNING_SECONDS

@@ -22,6 +22,7 @@ from ft_plugins.events import Event, Events
 from ft_plugins.model.inventory import Inventory, Item, Role
 from ft_plugins.smp import protocol
 from ft_plugins.smp import replica_checks as checks
+from ft_plugins.smp.job_file import refer
 from ft_plugins.smp.node import NodeTier
 from ft_plugins.smp.protection import Protection
 from ft_plugins.smp.requests import RebuildSlot
@@ -189,8 +190,9 @@ class Cluster:
     def rebuild(self, position: int, version: Version) -> None:
         holders = tuple((at, *where) for at, where in enumerate(self._endpoints()) if at != position)
         protection = replace(self.told, nodes=self._nodes())
+        reference, _ = refer(protection)
         for rank in self.ranks(position):
-            self.tiers[position].rebuild(RebuildSlot(rank, 0, version, protection, holders, (position,)))
+            self.tiers[position].rebuild(RebuildSlot(rank, 0, version, reference, holders, (position,)), protection)
 
     def end(self) -> None:
         for tier in self.tiers:

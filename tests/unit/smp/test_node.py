@@ -29,6 +29,7 @@ from ft_plugins.events import Event, Events, catalogue
 from ft_plugins.model.pacer import Allowance
 from ft_plugins.smp import protocol
 from ft_plugins.smp.channel import Party
+from ft_plugins.smp.job_file import refer
 from ft_plugins.smp.node import NodeTier
 from ft_plugins.smp.node_driver import NodeDriver
 from ft_plugins.smp.protection import Protection
@@ -183,7 +184,7 @@ class Cluster:
         names = tuple(self.nodes[r // PER_NODE].name for r in range(len(self.shapes)))
         told = replace(self.protection, nodes=names, endpoints=tuple(n.endpoint for n in self.nodes))
         holders = tuple((n.position, *n.endpoint) for n in self.nodes if n.position not in lost)
-        node.tier.rebuild(RebuildSlot(rank, 7, version, told, holders, tuple(lost)))
+        node.tier.rebuild(RebuildSlot(rank, 7, version, refer(told)[0], holders, tuple(lost)), told)
 
 
 def driver_of(node: Node) -> NodeDriver:

@@ -26,7 +26,7 @@ import xxhash
 
 from ft_plugins.errors import BudgetError, FencedError, FtError, ProtocolError, ResumeError, SegmentError
 from ft_plugins.events import Event, Events
-from ft_plugins.smp import liveness, process, protocol
+from ft_plugins.smp import job_file, liveness, process, protocol
 from ft_plugins.smp.client import Client, ensure
 from ft_plugins.smp.process import SnapshotProcess
 from ft_plugins.smp.protection import Protection
@@ -544,9 +544,7 @@ def test_idle_connections_keep_no_request_out_and_one_that_works_is_never_closed
     assert replies == [{"ok": True, "did": "hold"}] and not seen
 
 
-def test_half_a_request_is_hung_up_on(
-    fine: tuple[Fine, Path, list[Event]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_half_a_request_is_hung_up_on(fine: tuple[Fine, Path, list[Event]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "_FRAME_SECONDS", 0.1)
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(SECONDS)
@@ -828,7 +826,8 @@ def test_the_memory_of_a_rank_that_has_moved_to_another_node_is_given_back(job: 
         2, None, ("n", "other"), ((0, 1),), (SHAPE, SHAPE), 1, 0, ((where["host"], where["port"]), ("127.0.0.1", 1)), 1,
         0.0, 600.0,
     )  # fmt: skip
-    assert daemon.answer({"do": "protect", "rank": 0, "token": 0, "protection": told.block()})["ok"]
+    reference = job_file.write(tmp_path, told)
+    assert daemon.answer({"do": "protect", "rank": 0, "token": 0, "protection": reference.block()})["ok"]
     try:
         deadline = time.monotonic() + SECONDS
         while any(line.endswith(f"{paths[1]} (deleted)") for line in Path("/proc/self/maps").read_text().splitlines()):

@@ -8,6 +8,7 @@ import pytest
 
 from ft_plugins.errors import FtError, ProtocolError
 from ft_plugins.smp import requests
+from ft_plugins.smp.job_file import refer
 from ft_plugins.smp.protection import Protection
 from ft_plugins.snapshot.shape import Shape
 
@@ -15,6 +16,7 @@ SHAPE = Shape(100_000, 1000, 1, 77, 5)
 PROTECTION = Protection(
     1, None, ("a", "b"), ((0, 1),), (SHAPE, SHAPE), 1, 0, (("127.0.0.1", 1), ("127.0.0.1", 2)), 1, 0.0, 5.0
 )
+REFERENCE, _ = refer(PROTECTION)
 OF_RANK: dict[str, Any] = {"rank": 0, "token": 1}
 SHAPES = {"nbytes": 100, "small_nbytes": 10, "buckets": 1, "layout": 5, "slots": 3}
 LOCAL: list[dict[str, Any]] = [
@@ -25,9 +27,9 @@ LOCAL: list[dict[str, Any]] = [
     {"do": "shutdown", **OF_RANK},
     {"do": "end"},
     {"do": "endpoint", "address": "127.0.0.1", "secret_file": "/secret", "encrypt": False},
-    {"do": "protect", **OF_RANK, "protection": PROTECTION.block()},
+    {"do": "protect", **OF_RANK, "protection": REFERENCE.block()},
     {"do": "inventory"},
-    {"do": "rebuild", **OF_RANK, "version": [1, 2], "protection": PROTECTION.block(), "holders": [[1, "127.0.0.1", 9]],
+    {"do": "rebuild", **OF_RANK, "version": [1, 2], "protection": REFERENCE.block(), "holders": [[1, "127.0.0.1", 9]],
      "lost": [0]},
     {"do": "resize", **OF_RANK, "world_size": 4},
     {"do": "previous_sizes"},
@@ -48,6 +50,7 @@ PEER: list[dict[str, Any]] = [
     {"do": "read", "what": "parity", "version": [1, 2], "key": [0, 1, 0], "at": 0, "nbytes": 10},
     {"do": "read", "what": "copy", "version": [1, 2], "rank": 1, "offset": 0},
     {"do": "read", "what": "slot", "version": [1, 2], "rank": 1, "offset": 0},
+    {"do": "read", "what": "job", "job": REFERENCE.job, "offset": 0},
 ]
 OPTIONAL = {"base"}
 

@@ -5,6 +5,7 @@ All ranks of a job are here in one process, each with its segment and its captur
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_plugins import faults
-from ft_plugins.errors import FencedError
+from ft_plugins.errors import FencedError, InventoryError
 from ft_plugins.model.inventory import Inventory, Item, IterationSpan, Role
 from ft_plugins.redundancy.exchange_plan import ExchangePlan, plan_exchange
-from ft_plugins.redundancy.sections import Encoding
+from ft_plugins.redundancy.sections import Encoding, Extent
 from ft_plugins.snapshot.capture import Capture
 from ft_plugins.snapshot.checkpoint import Origin
 from ft_plugins.snapshot.double import replica_extents, replica_shares, with_parity
@@ -338,3 +339,39 @@ def test_against_two_losses_and_without_other_nodes_nothing_is_added() -> None:
     for nodes, losses in (("abcd", 2), ("aaaa", 1), ("abcd", 0)):
         layouts = layouts_of(nodes, [(0, 1, 2, 3)], everyone(4), losses)
         assert not any(layout.parity for layout in layouts)
+
+
+def replica_extents_by_lists(layouts: list[Layout]) -> tuple[tuple[Extent, ...], ...]:
+    """The reference: each rank names all ranks of its sets."""
+    sets: dict[tuple[int, ...], list[tuple[int, int, Extent]]] = {}
+    for layout in layouts:
+        for stream in layout.streams:
+            if stream.background and len(stream.replicas) > 1:
+                own = stream.share_of(layout.rank)
+                extent = Extent(layout.rank, stream.slot_offset, own.stop - own.start)
+                sets.setdefault(stream.replicas, []).append((own.start, own.stop, extent))
+    order = operator.itemgetter(0, 1)
+    return tuple(
+        tuple(extent for *_, extent in sorted(sets[key], key=lambda one: (*order(one), one[2].rank)))
+        for key in sorted(sets)
+    )
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data(), st.integers(2, 12))
+def test_sets_that_are_named_by_digests_are_those_that_are_named_by_their_ranks(
+    data: st.DataObject, world: int
+) -> None:
+    ranks = st.sets(st.integers(0, world - 1), min_size=1).map(lambda found: tuple(sorted(found)))
+    kinds = st.tuples(ranks, st.sampled_from([LATE, EARLY]), st.integers(0, 5000))
+    sets = {f"i{number}": kind for number, kind in enumerate(data.draw(st.lists(kinds, max_size=8)))}
+    layouts = [plan_layout(inventory, ("a", "b") * world, BUCKET) for inventory in inventories(world, sets)]
+    assert replica_extents([replica_shares(layout) for layout in layouts]) == replica_extents_by_lists(layouts)
+
+
+def test_a_set_that_one_of_its_ranks_does_not_name_is_refused() -> None:
+    layouts = [plan_layout(one, tuple("abc"), BUCKET) for one in inventories(3, {"x": ((0, 1, 2), LATE, 300)})]
+    shares = [replica_shares(layout) for layout in layouts]
+    for altered in ([shares[0], shares[1], []], [shares[0], [], shares[2]]):
+        with pytest.raises(InventoryError, match="not all of its ranks"):
+            replica_extents(altered)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from ft_plugins.smp.protection import PROTECTION_FILE, RecordedDomains, read_domains
+from ft_plugins.smp import job_file
+from ft_plugins.smp.job_file import PROTECTION_FILE, RecordedDomains, read_domains
+from ft_plugins.smp.protection import Protection
+from ft_plugins.snapshot.shape import Shape
 from ft_plugins.systems.failure_domains import differences, kept, without_own
 
 NODES = ("a", "a", "b", "c")  # of each rank
@@ -34,19 +37,31 @@ def test_the_record_of_the_newest_lineage_counts_and_without_one_the_report() ->
     assert without_own(["", ""]) == ()
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        "", "[]", "{}", '{"lineage": 1, "nodes": "ab", "domains": []}', '{"lineage": -1, "nodes": [], "domains": []}',
-        '{"lineage": 1, "nodes": ["a", "b"], "domains": ["x"]}', '{"lineage": 1, "nodes": ["a"], "domains": [1]}',
-    ],
+PROTECTED = Protection(
+    2, None, ("a", "b"), ((0, 1),), (Shape(10, 10, 1, 7),) * 2, 1, 0, (("127.0.0.1", 1), ("127.0.0.1", 2)), 1, 0.0, 5.0,
+    domains=("x", "y"),
 )  # fmt: skip
-def test_a_file_that_is_no_record_counts_as_none(tmp_path: Path, content: str) -> None:
+
+
+def test_the_record_says_by_which_domains_groups_were_cut(tmp_path: Path) -> None:
     assert read_domains(tmp_path) is None
+    job_file.record(tmp_path, job_file.write(tmp_path, PROTECTED), 3)
+    assert read_domains(tmp_path) == RecordedDomains(2, ("a", "b"), ("x", "y"))
+    job_file.record(tmp_path, job_file.write(tmp_path, replace(PROTECTED, domains=())), 3)
+    assert read_domains(tmp_path) == RecordedDomains(2, ("a", "b"), ()), "each node is a domain of its own"
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"job": "../x", "lineage": 1}', '{"lineage": -1, "token": 1}'])
+def test_a_file_that_is_no_record_counts_as_none(tmp_path: Path, content: str) -> None:
     (tmp_path / PROTECTION_FILE).write_text(content)
     assert read_domains(tmp_path) is None
 
 
-def test_a_record_of_a_version_that_knew_no_domains_says_that_each_node_was_its_own(tmp_path: Path) -> None:
-    (tmp_path / PROTECTION_FILE).write_text(json.dumps({"lineage": 2, "nodes": ["a", "b"], "groups": [[0, 1]]}))
-    assert read_domains(tmp_path) == RecordedDomains(2, ("a", "b"), ())
+def test_a_record_whose_job_file_is_lost_or_damaged_counts_as_none(tmp_path: Path) -> None:
+    reference = job_file.write(tmp_path, PROTECTED)
+    job_file.record(tmp_path, reference, 3)
+    (path,) = tmp_path.glob("job-*.json")
+    path.write_bytes(path.read_bytes().replace(b'"x"', b'"z"'))
+    assert read_domains(tmp_path) is None
+    path.unlink()
+    assert read_domains(tmp_path) is None

@@ -14,6 +14,7 @@ from ft_plugins.recovery import nodes as job_nodes
 from ft_plugins.recovery.nodes import LinkedNodes, NodeTierConfig, Spare
 from ft_plugins.recovery.recovery_plan import RecoveryPlan
 from ft_plugins.recovery.resize.previous_job import PreviousJob
+from ft_plugins.smp.job_file import ProtectionReference, refer
 from ft_plugins.smp.protection import Protection
 from ft_plugins.snapshot.shape import Shape
 from ft_plugins.snapshot.slots import Version
@@ -43,7 +44,7 @@ def answer(rank: int, lineage: int = 1, losses: int = 1) -> dict[str, Any]:
         "committed": [1, 4],
         "position": rank,
         "plan": told.digest,
-        "protection": told.block(),
+        "protection": refer(told)[0].block(),
         "released": 0,
         "lineage": lineage,
     }
@@ -65,6 +66,7 @@ class Nodes:
         self.ranks = [[0]] * len(members)
         self.lives, self.lives_on, self.refuses = True, lives_on, refuses
         self.asked: list[tuple[int, bool]] = []
+        self.shared: list[str] = []
         self.settled: list[tuple[Any, ...]] = []
 
     def ask(self, question: Callable[[Any], Any]) -> list[Any]:
@@ -72,6 +74,13 @@ class Nodes:
 
     def facts(self) -> list[Any]:
         return []
+
+    def share_jobs(self, known: Sequence[tuple[ProtectionReference, Any]]) -> None:
+        self.shared = [reference.job for reference, _ in known]
+
+    def protection(self, reference: ProtectionReference) -> Protection:
+        assert reference.job in self.shared
+        return protection(reference.position, self.losses)
 
     def spares(self, previous: Protection, report: Callable[[FtError], None]) -> list[Spare]:
         assert previous.nodes == ("n0", "n1", "n2", "n3")

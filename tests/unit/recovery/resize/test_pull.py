@@ -27,7 +27,7 @@ class Ranks:
 class OneOf:
     def __init__(self, ranks: Ranks, rank: int) -> None:
         self.ranks, self.rank = ranks, rank
-        self.most = 0
+        self.most, self.requested = 0, False
 
     def gather(self, payload: bytes) -> list[bytes]:
         self.ranks.payloads[self.rank] = payload
@@ -40,7 +40,9 @@ class OneOf:
         return nullcontext(self)
 
     def swap(self, send: Mapping[int, np.ndarray], receive: Mapping[int, np.ndarray]) -> None:
-        self.most = max([self.most, *(len(data) for data in send.values())])
+        if self.requested:
+            self.most = max([self.most, *(len(data) for data in send.values())])
+        self.requested = True  # by the first one
         for rank, data in send.items():
             self.ranks.boxes[self.rank, rank] = data
         for _ in range(2):
@@ -88,3 +90,33 @@ def test_every_rank_receives_the_ranges_it_asked_for(data: st.DataObject, count:
     for rank, wants in enumerate(asked):
         assert found[rank] == b"".join(held[source][at : at + nbytes].tobytes() for source, at, nbytes in wants)
     assert all(one.most <= frame for one in ones)
+
+
+@pytest.mark.parametrize("count", [8, 64])
+def test_what_a_rank_receives_does_not_grow_with_what_others_request(count: int) -> None:
+    """Each rank requests two ranges of each of two others: all ranks learn that, and only those two what they are."""
+    sent: list[int] = []
+
+    class Counted(OneOf):
+        def gather(self, payload: bytes) -> list[bytes]:
+            sent.append(len(payload))
+            return super().gather(payload)
+
+    ranks, found = Ranks(count), dict[int, np.ndarray]()
+    held = [np.full(64, rank, dtype=np.uint8) for rank in range(count)]
+
+    def work(rank: int) -> None:
+        others = [(rank + step) % count for step in (1, 2)]
+        into = np.zeros(64, dtype=np.uint8)
+        ranges = [PullRange(o, o, at, 16, 32 * n + at) for n, o in enumerate(others) for at in (0, 16)]
+        pull(Counted(ranks, rank), ranges, lambda source: held[source], into)  # type: ignore[arg-type]
+        found[rank] = into
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for rank in range(count):
+        assert found[rank].tolist() == [(rank + 1) % count] * 32 + [(rank + 2) % count] * 32
+    assert sent == [16] * count, "two numbers for each rank that it reads from"

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ft_plugins.launcher.roster_file import RosterFile
 from ft_plugins.launcher.rounds import Rules
@@ -14,6 +18,7 @@ from ft_plugins.model.topology import Topology
 from ft_plugins.recovery.resize import sizes
 from ft_plugins.recovery.resize.sizes import SizeReport, admissible
 from ft_plugins.redundancy.exchange_plan import why_unprotected
+from ft_plugins.redundancy.in_order import copies_possible, parity_possible
 from ft_plugins.redundancy.neighbour import pipelines, why_unplaced
 
 
@@ -27,11 +32,84 @@ def batch(total: int):
 
 def survives(losses: int):
     """Parity over the nodes of a sharding group, against so many losses."""
-    return lambda topology, nodes: why_unprotected(nodes, tuple(topology.sharding_groups().values()), losses)
+    return lambda topology, per_node: parity_possible(topology, per_node, losses)
 
 
-def anything(topology: Topology, nodes: Sequence[str]) -> str:
-    return ""
+def anything(topology: Topology, per_node: int) -> bool:
+    return True
+
+
+def rank_by_rank(
+    topology: Topology,
+    nodes: Sequence[str],
+    admits: Callable[[int], bool],
+    impossible: Callable[[Topology, Sequence[str]], str],
+    largest: int,
+) -> tuple[int, ...]:
+    """The reference: each number of nodes with the nodes of all ranks written out, at a quadratic cost."""
+    names = set(nodes)
+    per_node = len(nodes) // len(names)
+    if any(nodes.count(name) != per_node for name in names) or topology.ep > 1:
+        return ()
+    model = topology.tp * topology.pp * topology.cp
+    counts = []
+    for count in range(1, max(largest, len(names)) + 1):
+        ranks = count * per_node
+        if ranks % model or not admits(ranks // model):
+            continue
+        resized = replace(topology, dp=ranks // model)
+        if count <= len(names) and impossible(resized, [f"node{rank // per_node}" for rank in range(ranks)]):
+            continue
+        counts.append(count)
+    return tuple(counts)
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> tuple[Topology, int]:
+    """A topology and ranks per node that fill whole nodes."""
+    axes = draw(st.permutations(["tp", "cp", "ep", "dp", "pp"]))
+    tp, pp, cp = (draw(st.integers(1, 4)) for _ in range(3))
+    if cp > 1:  # experts, laid out without cp, must have the same pipeline stages
+        axes = [*(axis for axis in axes if axis != "pp"), "pp"]
+    dp, per_node = draw(st.integers(1, 12)), draw(st.integers(1, 9))
+    return Topology(tp, pp, dp * per_node, cp, order="-".join(axes)), per_node
+
+
+@settings(max_examples=300, deadline=None)
+@given(jobs(), st.sampled_from([(0, False), (1, False), (2, False), (0, True), (1, True)]), st.integers(1, 5))
+def test_sizes_by_arithmetic_equal_those_found_rank_by_rank(
+    job: tuple[Topology, int], protected: tuple[int, bool], divisor: int
+) -> None:
+    (topology, per_node), (losses, copied) = job, protected
+
+    def by_arithmetic(resized: Topology, on_node: int) -> bool:
+        return not (copied and not copies_possible(resized, on_node)) and (
+            not losses or parity_possible(resized, on_node, losses)
+        )
+
+    def by_rank(resized: Topology, there: Sequence[str]) -> str:
+        reason = why_unplaced(there, pipelines(resized)) if copied else ""
+        groups = tuple(resized.sharding_groups().values())
+        return reason or (why_unprotected(there, groups, losses, whole=False) if losses else "")
+
+    there = nodes(topology.world_size // per_node, per_node)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sizes, "_MAX_NODES", 40)
+        found = admissible(topology, there, lambda replicas: replicas % divisor == 0, by_arithmetic)
+    assert found == rank_by_rank(topology, there, lambda replicas: replicas % divisor == 0, by_rank, 40)
+    assert sizes.unpacked(sizes.packed(found)) == found
+
+
+def test_a_size_for_which_ranks_cannot_be_laid_out_is_left_out() -> None:
+    topology = Topology(tp=1, pp=1, dp=4, etp=2)
+    assert admissible(topology, nodes(4, 1), lambda replicas: replicas < 7, anything) == (2, 4, 6)
+
+
+def test_sizes_of_16384_ranks_take_a_moment() -> None:
+    topology = Topology(tp=1, pp=4, dp=4096)
+    begin = time.process_time()
+    found = admissible(topology, nodes(2048, 8), lambda replicas: True, survives(1))
+    assert found == tuple(range(5, 2049)) and time.process_time() - begin < 3
 
 
 @pytest.mark.parametrize(
@@ -51,13 +129,16 @@ def test_the_batch_is_divided_and_what_was_asked_for_can_be_had(
 
 
 def test_copies_on_the_stage_before_need_a_pipeline_over_nodes_at_every_size() -> None:
-    def copies(topology: Topology, nodes: Sequence[str]) -> str:
-        return why_unplaced(nodes, pipelines(topology))
-
     spread = Topology(tp=2, pp=2, dp=4, order="tp-cp-ep-dp-pp")  # 4 nodes of 4 ranks: a stage on two of them
-    assert admissible(spread, nodes(4, 4), batch(24), copies) == (2, 3, 4, 6, 12)  # at 3 a stage and a half on a node
+    assert admissible(spread, nodes(4, 4), batch(24), copies_possible) == (
+        2,
+        3,
+        4,
+        6,
+        12,
+    )  # at 3 a stage and a half on a node
     within = Topology(tp=2, pp=2, dp=4, order="tp-cp-ep-pp-dp")  # a pipeline on each
-    assert admissible(within, nodes(4, 4), batch(24), copies) == (6, 12)
+    assert admissible(within, nodes(4, 4), batch(24), copies_possible) == (6, 12)
 
 
 def test_a_model_larger_than_a_node_needs_whole_replicas() -> None:

@@ -14,7 +14,9 @@ import xxhash
 
 from ft_plugins.errors import FtError, ProtocolError
 from ft_plugins.events import Event, Events
-from ft_plugins.smp import liveness
+from ft_plugins.intake import parsed
+from ft_plugins.smp import job_file, liveness
+from ft_plugins.smp.job_file import ProtectionReference
 from ft_plugins.smp.owner import SnapshotProcess
 from ft_plugins.smp.protection import Protection
 from ft_plugins.smp.resize import spares
@@ -118,8 +120,9 @@ class Job:
         return dict(reply["report"])
 
     def fetch(self, rank: int, version: Version) -> None:
+        reference = job_file.write(self.folder / "n0", self.protection)
         self.member.ask(
-            "rebuild", rank=rank, version=[version.lineage, version.iteration], protection=self.protection.block(),
+            "rebuild", rank=rank, version=[version.lineage, version.iteration], protection=reference.block(),
             source=list(self.where), holders=[], lost=[], previous=True, fingerprint={"job": 1},
         )  # fmt: skip
 
@@ -162,9 +165,24 @@ def test_it_reports_its_state_of_the_previous_size_and_protects_nothing_more(pai
     told = pair.spare()
     assert told["sizes"] == [[6, [[rank, [0, 0], 1, 5, False, [[1, 4], [1, 5]]] for rank in (4, 5)]]]
     assert (told["fingerprints"], told["position"], told["lineage"]) == ([[6, {"job": 1}]], 2, 1)
-    assert told["plan"] == pair.protection.digest and told["protection"]["nodes"] == list(NAMES)
+    assert told["plan"] == pair.protection.digest and told["protection"]["ranks"] == len(NAMES)
     assert not _protects(pair.outside.process), "nothing of that incarnation is committed from now on"
     assert len(segments_of(pair.job, "n2")) == 2, "and nothing is lost"
+
+
+def test_what_it_says_of_the_whole_job_is_copied_once_and_checked(pair: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = pair.folder / "n0"
+    job_file.forget(run_dir)
+    reference = parsed(ProtectionReference, pair.spare()["protection"])
+    assert job_file.read(run_dir, reference) == replace(pair.protection, position=2)
+    monkeypatch.setattr(job_file, "write_content", lambda *_: pytest.fail("it is here already"))
+    pair.spare()
+    monkeypatch.undo()
+    job_file.forget(run_dir)
+    (path,) = (pair.folder / "n2").glob("job-*.json")
+    path.write_bytes(path.read_bytes().replace(b'"n2"', b'"n9"'))
+    with pytest.raises(ProtocolError, match="does not match its digest"):
+        pair.spare()
 
 
 def test_its_slot_is_fetched_into_a_previous_segment_and_verified_bit_for_bit(pair: Job) -> None:
@@ -234,9 +252,7 @@ def test_a_replacement_smp_releases_the_spares_that_were_asked(pair: Job) -> Non
     until(lambda: not (pair.member.run_dir / "spares.json").exists())
 
 
-def test_spares_to_release_stay_on_file_until_they_were_released(
-    pair: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_spares_to_release_stay_on_file_until_they_were_released(pair: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     pair.spare()
     pair.member.ask("settle", world_size=6, version=[1, 5], spares=[list(pair.where)])
     commit(pair, Version(2, 6))  # a thread starts to release them

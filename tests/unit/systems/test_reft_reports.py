@@ -1,0 +1,84 @@
+"""The tables that rank 0 prints at the start: bounded, linear in the size of the job, and true."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from ft_plugins.model.topology import Topology
+from ft_plugins.redundancy.exchange_plan import plan_exchange, positions
+from ft_plugins.redundancy.grouping import redundancy_groups
+from ft_plugins.redundancy.neighbour import pipelines, plan_neighbours
+from ft_plugins.redundancy.node_kinds import node_label, node_lines
+from ft_plugins.snapshot.shape import Shape
+from ft_plugins.systems.reft_reports import budget_table
+
+SHARE = Shape(nbytes=100_000, small_nbytes=4096, buckets=1, layout="a", slots=3)
+LARGER = Shape(nbytes=300_000, small_nbytes=4096, buckets=1, layout="b", slots=5, parity_nbytes=50_000)
+
+
+def test_one_node_is_shown_by_name_and_by_rank() -> None:
+    assert budget_table([SHARE, LARGER], ["a", "a"]).splitlines() == [
+        f"host memory for protection on node a: {SHARE.total + LARGER.total} bytes for 350000 bytes captured and 50000 "
+        "of parity computed from replicas, all of it resident",
+        f"  rank 0: 3 slots x {SHARE.slot_room} bytes",
+        f"  rank 1: 5 slots x {LARGER.slot_room} bytes",
+    ]
+
+
+def test_nodes_with_equal_budgets_are_one_line() -> None:
+    nodes = [f"n{rank // 2}" for rank in range(24)]
+    shapes = [SHARE] * 20 + [SHARE, LARGER] * 2
+    assert budget_table(shapes, nodes, certifies=4).splitlines() == [
+        f"host memory for protection on nodes 0-9 (10 nodes): {2 * SHARE.total} bytes each for 200000 bytes captured, "
+        "all of it resident",
+        f"  ranks 0-1 of each, counted on the node: 3 slots x {SHARE.slot_room} bytes each",
+        f"host memory for protection on nodes n10, n11: {SHARE.total + LARGER.total} bytes each for 350000 bytes "
+        "captured and 50000 of parity computed from replicas, all of it resident",
+        f"  rank 0 of each, counted on the node: 3 slots x {SHARE.slot_room} bytes",
+        f"  rank 1 of each, counted on the node: 5 slots x {LARGER.slot_room} bytes",
+        "  one slot of each rank keeps the newest snapshot whose replicas agreed; compared every 4 iterations",
+    ]
+
+
+def test_shares_that_differ_by_a_few_bytes_are_one_kind() -> None:
+    nearly = Shape(nbytes=100_001, small_nbytes=4096, buckets=1, layout="c", slots=3)
+    (first, _) = budget_table([SHARE, nearly], ["a", "b"]).splitlines()
+    assert "on nodes a, b:" in first and "for 100000 to 100001 bytes captured" in first
+
+
+def test_many_kinds_of_nodes_are_counted() -> None:
+    shapes = [Shape(nbytes=4096 * (1 + node % 20), small_nbytes=0, buckets=1, layout="") for node in range(100)]
+    lines = budget_table(shapes, [f"n{node}" for node in range(100)]).splitlines()
+    assert len(lines) == 8 * 2 + 1 and lines[-1] == "  ... and 12 more kinds of nodes (60 nodes)"
+
+
+@pytest.mark.parametrize(
+    ("positions_", "label"),
+    [([2], "node n2"), ([0, 3], "nodes n0, n3"), ([0, 1, 2, 4, 5], "nodes 0-2, 4-5 (5 nodes)")],
+)
+def test_nodes_are_named_as_long_as_they_are_few(positions_: list[int], label: str) -> None:
+    assert node_label(positions_, [f"n{at}" for at in range(6)]) == label
+
+
+def test_every_other_node_is_not_listed_one_by_one() -> None:
+    texts = ["x" if at % 2 else "y" for at in range(1000)]
+    lines = node_lines(texts, [str(at) for at in range(1000)])
+    assert lines[0] == "  nodes 0, 2, 4, 6, 8, 10, 12, 14, and 492 more (500 nodes): each y" and len(lines) == 2
+
+
+def test_the_tables_of_16384_ranks_are_a_few_lines_and_take_a_moment() -> None:
+    topology = Topology(tp=8, pp=16, dp=128)
+    nodes = [f"n{rank // 8}" for rank in range(16384)]
+    groups = redundancy_groups(nodes, tuple(topology.sharding_groups().values()), 8, 1)
+    sizes = [(1 << 30) + (1 << 20) * (topology.coords(rank).pp in (0, 15)) for rank in range(16384)]
+    parity = plan_exchange(nodes, groups, sizes, 1)
+    copies = plan_neighbours(nodes, pipelines(topology), sizes)
+    shapes = [Shape(nbytes=size, small_nbytes=1 << 16, buckets=256, layout="") for size in sizes]
+    begin = time.process_time()
+    tables = [budget_table(shapes, nodes), parity.table(), copies.table()]
+    assert time.process_time() - begin < 10
+    assert sum(len(table.splitlines()) for table in tables) < 50
+    assert max(len(table) for table in tables) < 5000
+    assert len(positions(nodes)[0]) == 2048
