@@ -3,8 +3,8 @@
 Positions 0 to n - 1 are numbered level by level, so the parent of p is (p - 1) // ARITY and the root is position 0.
 
                      0
-          1       2      ...    16
-       17..32  33..48  ...  257..272
+          1       2      ...     8
+        9..16  17..24   ...  65..72
 
 A node whose parent is lost tries `candidates` in order and attaches to the first one that lives: the parent's siblings,
 the grandparent and its siblings, and so on to the root, then all other lower positions. The children of one lost node
@@ -21,9 +21,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-# Children of a node. 16: 2,048 nodes in 3 levels below the root. A node has at most 17 tree connections, and at most 33
-# after two losses, which leaves room below 64 sockets for lanes; a message is merged from at most 17 parts.
-ARITY = 16
+# Children of a node. 8: 2,048 nodes in 4 levels below the root. A node has at most 9 tree connections, and at most 17
+# after two losses; a message is merged from at most 9 parts. A job of ten nodes has an inner one, so small tests have.
+ARITY = 8
 
 
 def parent_of(position: int) -> int | None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ft_plugins.smp.tree import ARITY, candidates, children_of, depth_of, live_parent, parent_of
 
 
-@pytest.mark.parametrize(("nodes", "depth"), [(1, 0), (2, 1), (17, 1), (18, 2), (273, 2), (274, 3), (2048, 3)])
+@pytest.mark.parametrize(("nodes", "depth"), [(1, 0), (2, 1), (9, 1), (10, 2), (73, 2), (74, 3), (2048, 4)])
 def test_the_depth_grows_with_the_logarithm_of_the_job(nodes: int, depth: int) -> None:
     assert max(map(depth_of, range(nodes))) == depth
 
