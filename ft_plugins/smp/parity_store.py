@@ -29,6 +29,7 @@ import xxhash
 
 from .. import faults
 from ..errors import ProtocolError, SegmentError
+from ..redundancy import kernels
 from ..redundancy.exchange_plan import Area, ExchangePlan
 from ..redundancy.field import power
 from ..snapshot import segment as segments
@@ -56,9 +57,6 @@ class ParityStore:
 
     def __init__(self, path: Path, plan: ExchangePlan, position: int, shape: Shape) -> None:
         """Claim the memory, or adopt an existing store. Raises BudgetError, SegmentError."""
-        from ..redundancy import kernels  # imported here: only SMPs with parity pay for loading LLVM
-
-        self._add = kernels.combine_into
         self._plan = plan
         self._position = position
         try:
@@ -183,7 +181,7 @@ class ParityStore:
             if at + len(frame) > self._cleared[key]:
                 parity[self._cleared[key] : at + len(frame)] = 0
                 self._cleared[key] = at + len(frame)
-            self._add((parity[at : at + len(frame)],), (frame,), ((power(exponent),),))
+            kernels.combine_into((parity[at : at + len(frame)],), (frame,), ((power(exponent),),))
             faults.reach("parity_store.xored", section=key[0], stripe=key[1], node=node, at=at, position=self._position)
             with self._lock:
                 if version != self._version:

@@ -2,11 +2,12 @@
 
 Invariant: the slot is DIRTY until every bucket matches the digest table, which was copied whole in the exchange; then
 it is sealed, and restored like any other. A mismatch is an error. In addition to the slot, each of the few threads
-needs the memory of one frame.
+needs the memory of as many frames as are added in one pass (`kernels.MAX_SOURCES`).
 
 A thread takes the next frame, and requests its parts from all sources, and those of the frame after it, before it waits
-for the first part. One source is received directly into the slot, the others are added to it, each after its digest
-was verified. The thread that completes a bucket verifies it, while it is still in the processor's cache.
+for the first part. If one of them is the base of the frame, it is received directly into the slot; the others are added
+to it in one pass, while the parts of the next frame arrive. The thread that completes a bucket verifies it, while it is
+still in the processor's cache.
 
 In: an exchange plan, the lost positions, a reader per position. Out: a CLEAN slot, the number of bytes read.
 """
@@ -16,7 +17,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Protocol
 
@@ -27,6 +28,7 @@ import xxhash
 
 from .. import faults
 from ..errors import CorruptSlotError, ResumeError, SegmentError
+from ..redundancy import kernels
 from ..redundancy.exchange_plan import ExchangePlan
 from ..snapshot import manifest
 from ..snapshot.segment import NOT_COMPUTED, Segment
@@ -185,7 +187,7 @@ class _Filling:
                 stream.release()
 
     def _work(self, streams: dict[int, ReadStream]) -> None:
-        scratch: Bytes = np.empty(PAYLOAD_LIMIT, dtype=np.uint8)
+        scratch = list(np.empty((kernels.MAX_SOURCES, PAYLOAD_LIMIT), dtype=np.uint8))
         requested: deque[Frame] = deque()
         while True:
             while len(requested) < AHEAD and (frame := self._next()) is not None:
@@ -198,7 +200,7 @@ class _Filling:
                 return
             frame = requested.popleft()
             faults.reach("rebuild.frame", rank=self._rank, at=frame.offset)
-            self._sum_parts(frame, streams, scratch)
+            _sum_parts(self._data[frame.offset : frame.offset + frame.nbytes], frame, streams, scratch)
             for place in self._written(frame):
                 self._verify(place)
 
@@ -211,19 +213,6 @@ class _Filling:
         with self._lock:
             self._streams.append(stream)
         return stream
-
-    def _sum_parts(self, frame: Frame, streams: Mapping[int, ReadStream], scratch: Bytes) -> None:
-        """Receive the parts, in the order of their requests, and add them in the slot."""
-        target = self._data[frame.offset : frame.offset + frame.nbytes]
-        target[::PAGE].max()  # reading a page first maps it with its neighbours, at a quarter of the cost
-        if frame.has_base:
-            streams[frame.parts[0].position].take(target)
-        else:
-            target.fill(0)
-        for part in frame.parts[frame.has_base :]:
-            nbytes = part.wanted.nbytes
-            streams[part.position].take(scratch[:nbytes])
-            _add(target[part.at : part.at + nbytes], scratch[:nbytes], part.factor)
 
     def _written(self, frame: Frame) -> list[int]:
         """Count the frame; returns the buckets, by index, that it completed."""
@@ -273,11 +262,20 @@ class _Filling:
             stream.close()
 
 
-def _add(target: Bytes, part: Bytes, factor: int) -> None:
-    """target += factor * part."""
-    if factor == 1:
-        np.bitwise_xor(target, part, out=target)
-        return
-    from ..redundancy import kernels  # imported here: only a rebuild from Q pays for loading LLVM
-
-    kernels.combine_into((target,), (part,), ((factor,),))
+def _sum_parts(target: Bytes, frame: Frame, streams: Mapping[int, ReadStream], scratch: Sequence[Bytes]) -> None:
+    """Receive the parts, in the order of their requests, and add them in `target`, as many in one pass as there
+    is `scratch` for."""
+    target[::PAGE].max()  # reading a page first maps it with its neighbours, at a quarter of the cost
+    if frame.has_base:
+        streams[frame.parts[0].position].take(target)
+    elif not frame.parts:
+        target.fill(0)
+    added = frame.parts[frame.has_base :]
+    for first in range(0, len(added), len(scratch)):
+        parts = added[first : first + len(scratch)]
+        sources = [buffer[: part.at + part.wanted.nbytes] for part, buffer in zip(parts, scratch, strict=False)]
+        for part, source in zip(parts, sources, strict=True):
+            source[: part.at] = 0
+            streams[part.position].take(source[part.at :])
+        overwrite = first == 0 and not frame.has_base
+        kernels.combine_into((target,), sources, ([part.factor for part in parts],), overwrite=overwrite)

@@ -131,7 +131,7 @@ def streams_of(sizes: list[int]) -> list[Bytes]:
     return [rng.integers(0, 256, size, dtype=np.uint8) for size in sizes]
 
 
-def encode(placement: Placement, streams: list[Bytes], loops: Loops) -> dict[tuple[int, int], Bytes]:
+def encode(placement: Placement, streams: list[Bytes], loops: Loops | None) -> dict[tuple[int, int], Bytes]:
     """Every parity, by (stripe, 0 for P or 1 for Q)."""
     found = {}
     for stripe in placement.stripes:
@@ -151,7 +151,7 @@ def thing(stripe: Stripe, kind: str, which: int, streams: list[Bytes], parities:
     return streams[which][piece.start : piece.stop]
 
 
-def check_undone(placement: Placement, lost: Collection[int], loops: Loops = blocked) -> None:
+def check_undone(placement: Placement, lost: Collection[int], loops: Loops | None = blocked) -> None:
     """Decode the loss of `lost`, a stripe in one pass, and compare all that lay there with what it was."""
     streams = streams_of(list(placement.sizes))
     parities = encode(placement, streams, loops)
@@ -176,11 +176,11 @@ def check_undone(placement: Placement, lost: Collection[int], loops: Loops = blo
     assert wanted == Counter(data | parity)
 
 
-@pytest.mark.parametrize("loops", [blocked, kernels.LOOPS], ids=["numpy", "chosen"])
+@pytest.mark.parametrize("loops", [blocked, None], ids=["numpy", "chosen"])
 @settings(max_examples=60, deadline=None)
 @given(groups())
 def test_every_loss_that_was_promised_to_be_survived_gives_back_data_and_parity(
-    loops: Loops, group: tuple[list[int], int]
+    loops: Loops | None, group: tuple[list[int], int]
 ) -> None:
     sizes, losses = group
     placement = place_parity(sizes, losses)

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from ft_plugins import faults
 from ft_plugins.errors import ProtocolError, SegmentError
+from ft_plugins.redundancy import kernels
 from ft_plugins.redundancy.exchange_plan import ExchangePlan, plan_exchange
 from ft_plugins.smp import parity_store as module
 from ft_plugins.smp.parity_store import ParityStore, shape_of
@@ -414,12 +415,14 @@ def test_a_factor_that_the_plan_does_not_have_is_refused(make: Make) -> None:
     sources.check(store)
 
 
-def test_the_next_version_does_not_begin_while_a_frame_is_being_added(make: Make) -> None:
+def test_the_next_version_does_not_begin_while_a_frame_is_being_added(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store, first, second = make(RAIM5), Sources(RAIM5, V1), Sources(RAIM5, V2)
     store.begin(V1)
     source = next(source for source, block in first.blocks.items() if len(block))
     adding, go_on = threading.Event(), threading.Event()
-    add, refused = store._add, []
+    add, refused = kernels.combine_into, []
 
     def slowly(*arguments: object) -> None:
         adding.set()
@@ -432,14 +435,14 @@ def test_the_next_version_does_not_begin_while_a_frame_is_being_added(make: Make
         except ProtocolError as error:
             refused.append(error)
 
-    store._add = slowly
+    monkeypatch.setattr(kernels, "combine_into", slowly)
     taking, beginning = threading.Thread(target=take), threading.Thread(target=store.begin, args=(V2,))
     taking.start()
     assert adding.wait(SECONDS)
     beginning.start()
     beginning.join(0.2)
     assert beginning.is_alive(), "it would clear what is being written to"
-    store._add = add
+    monkeypatch.setattr(kernels, "combine_into", add)
     go_on.set()
     for thread in (taking, beginning):
         thread.join(SECONDS)

@@ -5,22 +5,29 @@ Lines are played by the test; those to other nodes by a server that misbehaves.
 
 from __future__ import annotations
 
+import itertools
 import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 
 import msgpack
 import numpy as np
 import pytest
 import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ft_plugins.errors import CorruptSlotError, FtError, ProtocolError, ResumeError
+from ft_plugins.redundancy import kernels
+from ft_plugins.redundancy.exchange_plan import plan_exchange
+from ft_plugins.redundancy.field import power, times
 from ft_plugins.smp import channel, protocol, rebuild
 from ft_plugins.smp.authenticated import PAYLOAD_LIMIT, AuthenticatedConnection
 from ft_plugins.smp.channel import TAG, Party
-from ft_plugins.smp.frames import Data, Parity
+from ft_plugins.smp.frames import Data, Frame, Parity, Part
 from ft_plugins.smp.readers import PipelinedPeer
 from ft_plugins.smp.wire import Peer
 from ft_plugins.snapshot.paths import path_of, remove
@@ -34,6 +41,7 @@ VERSION = Version(2, 5)
 SMALL = b"small state"
 SECRET = b"a secret of the job"
 SECONDS = 20
+TIMES = np.array([[times(a, b) for b in range(256)] for a in range(256)], dtype=np.uint8)
 
 
 @pytest.fixture
@@ -57,13 +65,17 @@ class Memory:
         self.bytes = np.random.default_rng(1).integers(0, 256, NBYTES, dtype=np.uint8)
         self.digests = [xxhash.xxh3_64_intdigest(self.bytes[at : at + size].tobytes()) for at, size in segment.ranges]
         self.made: list[Memory.Line] = []
-        self.before: Callable[[Data], None] = lambda wanted: None
+        self.before: Callable[[Data | Parity], None] = lambda wanted: None
 
     def slot(self, rank: int, version: Version) -> bytes:
         assert (rank, version) == (3, VERSION)
         return bytes(msgpack.packb([SMALL, np.array(self.digests, dtype=np.uint64).tobytes()]))
 
     copy = slot
+
+    def held(self, wanted: Data | Parity) -> np.ndarray:
+        assert isinstance(wanted, Data)
+        return self.bytes[wanted.at : wanted.at + wanted.nbytes]
 
     def stream(self) -> Memory.Line:
         self.made.append(Memory.Line(self))
@@ -72,20 +84,19 @@ class Memory:
     class Line:
         def __init__(self, memory: Memory) -> None:
             self.memory = memory
-            self.asked: deque[Data] = deque()
+            self.asked: deque[Data | Parity] = deque()
             self.most = 0
             self.closed = threading.Event()
             self.released = False
 
         def ask_for(self, wanted: Data | Parity) -> None:
-            assert isinstance(wanted, Data)
             self.asked.append(wanted)
             self.most = max(self.most, len(self.asked))
 
         def take(self, into: np.ndarray) -> None:
             wanted = self.asked.popleft()
             self.memory.before(wanted)
-            into[:] = self.memory.bytes[wanted.at : wanted.at + wanted.nbytes]
+            into[:] = self.memory.held(wanted)
 
         def close(self) -> None:
             self.closed.set()
@@ -132,7 +143,7 @@ def test_who_fails_first_is_told_of_and_the_others_are_woken(segment: Segment) -
     waiting = threading.Barrier(2)
     woken: list[bool] = []
 
-    def fail_or_wait(wanted: Data) -> None:
+    def fail_or_wait(wanted: Data | Parity) -> None:
         waiting.wait(SECONDS)  # both threads are in an answer
         if wanted.at == 0:
             raise ResumeError("the first cause")
@@ -152,6 +163,86 @@ def test_another_layout_is_refused_before_anything_is_overwritten(segment: Segme
     with pytest.raises(ResumeError, match="has another layout"):
         rebuild.fetch(segment, VERSION, 9, memory)
     assert states(segment) == {SlotState.EMPTY}
+
+
+# ---- frames of many parts ----
+
+
+@st.composite
+def frames_of_parts(draw: st.DrawFn) -> Frame:
+    """A frame whose parts begin and end anywhere in it, more of them than are added in one pass."""
+    nbytes = draw(st.integers(1, 300))
+    parts = []
+    for number in range(draw(st.integers(0, 2 * kernels.MAX_SOURCES + 1))):
+        at = draw(st.just(0) | st.integers(0, nbytes - 1))
+        size = draw(st.just(nbytes - at) | st.integers(1, nbytes - at))
+        factor = draw(st.just(1) | st.integers(1, 255))
+        parts.append(Part(draw(st.integers(0, 3)), Data(3, VERSION, 1000 * number, size), factor, at))
+    return Frame(
+        0, nbytes, tuple(sorted(parts, key=lambda part: not (part.factor == 1 and part.wanted.nbytes == nbytes)))
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(frames_of_parts())
+def test_the_parts_of_a_frame_add_up_in_the_slot_wherever_they_lie(frame: Frame) -> None:
+    """Given a slot with bytes of an older version."""
+    store = np.random.default_rng(1).integers(0, 256, 1000 * (2 * kernels.MAX_SOURCES + 2), dtype=np.uint8)
+    slot = np.random.default_rng(2).integers(0, 256, frame.nbytes, dtype=np.uint8)
+    expected = np.zeros(frame.nbytes, dtype=np.uint8)
+    for part in frame.parts:
+        source = store[part.wanted.at : part.wanted.at + part.wanted.nbytes]
+        expected[part.at : part.at + len(source)] ^= TIMES[part.factor][source]
+
+    class Stored(Memory):
+        def __init__(self) -> None:
+            self.bytes, self.made, self.before = store, [], lambda wanted: None
+
+    streams = {position: Stored().stream() for position in range(4)}
+    for part in frame.parts:
+        streams[part.position].ask_for(part.wanted)
+    scratch = list(np.full((kernels.MAX_SOURCES, 300), 99, dtype=np.uint8))
+    rebuild._sum_parts(slot, frame, streams, scratch)
+    assert (slot == expected).all()
+
+
+@pytest.mark.parametrize("nodes, lost", [(4, (0, 1)), (4, (1, 3)), (5, (4, 0)), (9, (2, 6)), (14, (0, 13))], ids=str)
+def test_two_lost_slots_are_decoded_from_all_nodes_that_are_left(job: str, nodes: int, lost: tuple[int, int]) -> None:
+    """Given streams of unequal length, so that frames and pieces end anywhere; with 14 nodes a frame has 12 parts."""
+    sizes = [nodes * PAYLOAD_LIMIT // 2 + 4099 * node for node in range(nodes)]
+    plan = plan_exchange([f"n{node}" for node in range(nodes)], [range(nodes)], sizes, 2)
+    slots = [np.random.default_rng(node).integers(0, 256, size, dtype=np.uint8) for node, size in enumerate(sizes)]
+    parity = {(a.section, a.stripe, a.which): np.zeros(a.nbytes, dtype=np.uint8) for areas in plan.areas for a in areas}
+    for send in itertools.chain(*plan.sends):
+        area, source = send.area, slots[send.node][send.start : send.stop]
+        parity[area.section, area.stripe, area.which][: len(source)] ^= TIMES[power(send.exponent)][source]
+
+    class Survivor(Memory):
+        """Holds its own slot and parity, and small states and digest tables of others."""
+
+        def __init__(self) -> None:
+            self.made, self.before = [], lambda wanted: None
+
+        def copy(self, rank: int, version: Version) -> bytes:
+            table = [
+                xxhash.xxh3_64_intdigest(slots[rank][at : at + BUCKET].data) for at in range(0, sizes[rank], BUCKET)
+            ]
+            return bytes(msgpack.packb([SMALL, np.array(table, dtype=np.uint64).tobytes()]))
+
+        def held(self, wanted: Data | Parity) -> np.ndarray:
+            whole = slots[wanted.rank] if isinstance(wanted, Data) else parity[wanted.key]
+            return whole[wanted.at : wanted.at + wanted.nbytes]
+
+    readers = {node: Survivor() for node in range(nodes) if node not in lost}
+    for rank in lost:
+        path = path_of(job, "n0", rank)
+        create(path, Shape(sizes[rank], 1000, -(-sizes[rank] // BUCKET), 7, 3), rank, {})
+        with closing(Segment(path)) as made:
+            made.ranges = [(at, min(BUCKET, sizes[rank] - at)) for at in range(0, sizes[rank], BUCKET)]
+            rebuild.decode(made, VERSION, 9, plan, lost, readers)
+            (slot,) = [slot for slot in made.slots() if slot.state is SlotState.CLEAN]
+            assert (made.data(slot.index) == slots[rank]).all()
+    remove(job, "n0")
 
 
 # ---- a line to another node ----
