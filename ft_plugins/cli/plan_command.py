@@ -16,6 +16,7 @@ import typer
 
 from ..config import ReftConfig
 from ..errors import ConfigError, FtError
+from ..planner.group_sizes import GroupSizes, plan_group_sizes
 from ..planner.group_survival import choose_group_nodes
 from ..planner.intervals import Costs, plan_intervals
 from ..planner.outlook import PipelineOutlook, PlannedPipeline, plan_pipeline
@@ -87,6 +88,9 @@ def plan(
         float | None, typer.Option(help="for goodput: time from a failure until state is loaded; unset: 600")
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="draw survival over days to this file (.png, .svg, .pdf)")] = None,
+    plot_groups: Annotated[
+        Path | None, typer.Option(help="draw survival by size of redundancy groups to this file")
+    ] = None,
     plot_bubbles: Annotated[Path | None, typer.Option(help="draw the pipeline and goodput to this file")] = None,
     sync: Annotated[
         Path | None,
@@ -134,17 +138,21 @@ def plan(
         }
     )
     outlook = plan_survival(cluster, threshold)
+    sizes = plan_group_sizes(cluster, threshold)
     intervals = plan_intervals(cluster, costs) if costs is not None else None
     pipeline = plan_pipeline(planned, cluster, costs) if planned is not None else None
     if plot is not None:
         _draw_survival(cluster, threshold, plot)
+    if plot_groups is not None:
+        _draw_group_sizes(cluster, sizes, plot_groups)
     if plot_bubbles is not None:
         _draw_bubbles(pipeline, plot_bubbles)
     if as_json:
-        parts = {"survival": outlook, "intervals": intervals, "pipeline": pipeline}
+        parts = {"survival": outlook, "intervals": intervals, "pipeline": pipeline, "group_sizes": sizes}
         print(json.dumps({name: part and part.block() for name, part in parts.items()}))
     else:
-        print("\n\n".join(part.table() for part in (outlook, intervals, pipeline) if part))
+        tables = [part.table() for part in (outlook, sizes, intervals, pipeline) if part]
+        print("\n\n".join(filter(None, tables)))
 
 
 def _redundancy_nodes(text: str, nodes: int) -> int:
@@ -161,6 +169,13 @@ def _draw_survival(cluster: Cluster, threshold: float, path: Path) -> None:
         from ..report.plan_pictures import draw_survival
 
         draw_survival(cluster, threshold, path)
+
+
+def _draw_group_sizes(cluster: Cluster, sizes: GroupSizes, path: Path) -> None:
+    with _drawing("--plot-groups", path):
+        from ..report.group_pictures import draw_group_sizes
+
+        draw_group_sizes(cluster, sizes, path)
 
 
 def _draw_bubbles(outlook: PipelineOutlook | None, path: Path) -> None:

@@ -306,6 +306,21 @@ def test_plan_cuts_large_sharding_groups_as_a_job_does_and_knows_failure_domains
     assert "lose too many" not in ft_plugins(*large, *racks)
 
 
+def test_plan_compares_sizes_of_redundancy_groups(ft_plugins: Command, tmp_path: Path) -> None:
+    large = ("plan", "--nodes", "2048", "--group-nodes", "512", "--hw-rate", "1e-3", "--sw-rate", "1e-4")
+    table = ft_plugins(*large)
+    assert "survival by size of redundancy groups" in table and "  8 *" in table
+    found = json.loads(ft_plugins(*large, "--reft-group-nodes", "16", "--json"))
+    by_size = {one["nodes"]: one["days"] for one in found["group_sizes"] if one["scheme"] == "raim5"}
+    assert by_size[16] == found["survival"]["schemes"]["raim5"]["days"] < by_size[8]
+    ft_plugins(*large, "--plot-groups", str(tmp_path / "groups.svg"))
+    drawn = (tmp_path / "groups.svg").read_text()
+    assert all(f"<!-- {label} -->" in drawn for label in ("RAIM5, groups of 8", "RAIM6, groups of 512", "14%"))
+    still = ("plan", "--nodes", "8", "--group-nodes", "8", "--hw-rate", "0", "--sw-rate", "0")
+    ft_plugins(*still, "--plot-groups", str(tmp_path / "still.png"))
+    assert (tmp_path / "still.png").read_bytes().startswith(b"\x89PNG")
+
+
 PIPELINE = ("--stages", "8", "--microbatches", "32", "--message-passes", "0.05")
 
 
