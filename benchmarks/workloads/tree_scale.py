@@ -29,7 +29,11 @@ from ft_plugins.smp.tree_loop import Connected, TreeLoop, TreeMember
 from ft_plugins.smp.tree_state import TreeState
 
 DETECT_SECONDS = 10.0  # the default of --ftp-detect-seconds
-ITERATION_SECONDS = 1.0  # every one of them is exchanged: more often than in most jobs
+# Every iteration is exchanged. It takes a second, less than in most jobs, or as long as all nodes together need on one
+# core: at least so many seconds per node.
+_ITERATION_SECONDS = 1.0
+_NODE_SECONDS = 0.0025
+_SATURATED = 0.9  # of a processor: the figures of a busier measurement are those of its backlog
 _SPREAD_SECONDS = 0.1  # between the first node that begins an iteration, or has encoded it, and the last
 _ENCODING_SECONDS = 0.3
 _JOINING_SECONDS = 60.0
@@ -39,18 +43,20 @@ _SECRET = b"a secret of this measurement"
 
 @dataclass(frozen=True)
 class TreeFigures:
-    """What the tree costs a node, and how fast it is. Messages and bytes are those sent, per node and iteration of
-    ITERATION_SECONDS, heartbeats included; shares are of one processor."""
+    """What the tree costs a node, and how fast it is. Messages and bytes are those sent, per node and iteration, with
+    the heartbeats of `iteration_seconds`; shares are of one processor."""
 
     nodes: int
     depth: int
     iterations: int
+    iteration_seconds: float
     messages: float  # of the mean node
     messages_busiest: float
     bytes: float
     bytes_busiest: float
     processor_share: float  # of the mean node
     processor_share_busiest: float
+    processor_share_all: float  # of the whole measurement, all nodes together
     commit_seconds: float  # from 'all have encoded' to 'committed everywhere', median; all nodes on one core
     lost_seconds: float  # until every live node knows of a lost inner node (of a leaf if there is none)
     detect_seconds: float
@@ -223,7 +229,8 @@ def _select_seconds() -> float:
 
 def measure(nodes: int, seconds: float, detect_seconds: float = DETECT_SECONDS) -> TreeFigures:
     """Run a job of `nodes` for about `seconds`, then lose one of them. Needs 2 descriptors per node. Raises
-    TimeoutError if the nodes do not join or do not find the lost one in time."""
+    TimeoutError if the nodes do not join or do not find the lost one in time, RuntimeError if this process has too
+    little of a processor for all of them: then the figures would be those of its backlog."""
     connections.raise_limit()
     with closing(_Job(nodes, detect_seconds)) as job:
         whole = len(job.members) - 1
@@ -235,25 +242,30 @@ def measure(nodes: int, seconds: float, detect_seconds: float = DETECT_SECONDS) 
         for member in job.members:
             member.seconds, member.wakes = 0.0, 0
         before = [_sent(member) for member in job.members]
-        iterations = max(1, round(seconds / ITERATION_SECONDS))
+        iteration_seconds = max(_ITERATION_SECONDS, nodes * _NODE_SECONDS)
+        iterations = max(1, round(seconds / iteration_seconds))
         first = max(report.begun for report in job.reports) + 1
-        began = time.monotonic()
+        began, used = time.monotonic(), time.thread_time()
         for iteration in range(first, first + iterations):
             job.iterate(iteration)
-            job.run(began + (iteration - first + 1) * ITERATION_SECONDS - time.monotonic())
+            job.run(began + (iteration - first + 1) * iteration_seconds - time.monotonic())
         elapsed = time.monotonic() - began
+        share = (time.thread_time() - used) / elapsed
         sent = [_sent(member) for member in job.members]
         messages = [(now[0] - then[0]) / iterations for now, then in zip(sent, before, strict=True)]
         nbytes = [(now[1] - then[1]) / iterations for now, then in zip(sent, before, strict=True)]
         wake = _select_seconds()
         shares = [(member.seconds + member.wakes * wake) / elapsed for member in job.members]
-        job.run(5.0, lambda: first + iterations - 1 in job.followed)
-        commits = [job.followed[at] - job.encoded_at[at] for at in job.encoded_at if at in job.followed]
+        every = range(first, first + iterations)
+        job.run(iteration_seconds, lambda: every[-1] in job.followed)
+        commits = [job.followed[at] - job.encoded_at[at] for at in every if at in job.followed]
+        if share > _SATURATED or len(commits) < iterations or statistics.median(commits) > iteration_seconds:
+            raise RuntimeError(f"{nodes} nodes did not keep up with {share:.2f} of a processor in one process")
         lost_seconds = _lose_one(job, 3 if whole > tree.ARITY else whole) if whole else 0.0
         return TreeFigures(
-            nodes, tree.depth_of(whole), iterations, statistics.mean(messages), max(messages), statistics.mean(nbytes),
-            max(nbytes), statistics.mean(shares), max(shares), statistics.median(commits) if commits else float("nan"),
-            lost_seconds, detect_seconds, 1, sockets, job.sockets(),
+            nodes, tree.depth_of(whole), iterations, iteration_seconds, statistics.mean(messages), max(messages),
+            statistics.mean(nbytes), max(nbytes), statistics.mean(shares), max(shares), share,
+            statistics.median(commits), lost_seconds, detect_seconds, 1, sockets, job.sockets(),
         )  # fmt: skip
 
 

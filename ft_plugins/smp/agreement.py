@@ -145,6 +145,8 @@ def _next(epoch: ExchangeEpoch, committed: Version | None, summary: Summary) -> 
 
 def newer(one: ExchangeDecision, other: ExchangeDecision) -> ExchangeDecision:
     """The later of two decisions of one incarnation, of which neither part ever goes back."""
+    if one == other:
+        return one
     exchange, committed = (one.exchange, other.exchange), (one.committed, other.committed)
     return ExchangeDecision(_newest(exchange), _newest(committed))
 

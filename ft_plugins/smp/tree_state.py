@@ -113,7 +113,8 @@ class TreeState:
     def report(self, report: NodeReport, now: float) -> None:
         """This node's own state, which its driver reports several times in `detect_seconds`."""
         self._take(self.position, summarize(self.position, report), now)
-        self.announcement = replace(self.announcement, decision=self._known(self.announcement.decision))
+        if (known := self._known(self.announcement.decision)) != self.announcement.decision:
+            self.announcement = replace(self.announcement, decision=known)
 
     def hear_child(self, position: int, summary: Summary, now: float) -> None:
         """A summary of a child. Raises ProtocolError if it cannot be one."""
