@@ -44,6 +44,7 @@ WORKERS = 8  # of a node
 _LEAD = 0  # its number
 _AGENT_SECONDS = 0.1  # between two looks of torch's agent at its workers
 _SEARCH_SECONDS = (0.1, 1.0)  # first and longest pause between two searches of the leader
+_RETRY_SECONDS = (0.02, 1.0)  # first and longest pause before a connection is tried again
 _BOUND = 240.0  # seconds for each step of the story
 _ABSENT_PORT = 9  # of the endpoints of emulated nodes; none listens there
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -54,10 +55,11 @@ class RendezvousFigures:
     """What `nodes` nodes cost their rendezvous lead. Shares are of one processor; messages are requests and replies.
 
     `first_round_seconds`, `next_round_seconds`: from the start of the nodes, or of the substitute, until all have begun
-    the round. `forming_messages`, `forming_bytes`: of the first round, handshakes included. `waiting_share`,
-    `waiting_messages`, `waiting_bytes`: while all but one wait for a substitute, a second. `running_share`,
-    `running_messages`: while workers run, a second. `longest_reply_seconds`: what a node waited for a reply, beyond the
-    time for which it may be held back. `threads`, `descriptors`: of the lead, the maximum.
+    the round. `forming_messages`, `forming_bytes`, `forming_processor_seconds`: of the first round, with handshakes.
+    `waiting_share`, `waiting_messages`, `waiting_bytes`: while all but one wait for a substitute, a second.
+    `running_share`, `running_messages`: while workers run, a second. `longest_reply_seconds`: what a node waited for a
+    reply, beyond the time for which it may be held back. `dropped`: connections that were closed in the first round to
+    make room for newer ones, and made again. `threads`, `descriptors`: of the lead while nodes wait.
     """
 
     nodes: int
@@ -67,10 +69,12 @@ class RendezvousFigures:
     running_share: float
     forming_messages: int
     forming_bytes: int
+    forming_processor_seconds: float
     waiting_messages: float
     waiting_bytes: float
     running_messages: float
     longest_reply_seconds: float
+    dropped: int
     threads: int
     descriptors: int
 
@@ -132,13 +136,14 @@ class _Traffic:
 
     messages: int = 0
     bytes: int = 0
+    dropped: int = 0  # connections, before they were admitted
     longest_reply: float = 0.0  # seconds
 
     def since(self, before: _Traffic) -> _Traffic:
         return _Traffic(self.messages - before.messages, self.bytes - before.bytes)
 
     def copy(self) -> _Traffic:
-        return _Traffic(self.messages, self.bytes)
+        return _Traffic(self.messages, self.bytes, self.dropped)
 
 
 class _Link:
@@ -151,13 +156,23 @@ class _Link:
     @classmethod
     @contextlib.asynccontextmanager
     async def open(cls, port: int, name: str, address: str, traffic: _Traffic) -> AsyncIterator[_Link]:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(address, 0), limit=FRAME_LIMIT)
-        try:
-            link = cls(reader, writer, traffic)
-            await link._prove(ClientHandshake(job_secret.user_secret(), Party(PURPOSE, _run(port), name)))
-            yield link
-        finally:
-            writer.close()
+        """A connection that the lead has admitted; tried again while it is dropped for newer ones, as a node does."""
+        pause, longest = _RETRY_SECONDS
+        while True:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(address, 0))
+            try:
+                link = cls(reader, writer, traffic)
+                try:
+                    await link._prove(ClientHandshake(job_secret.user_secret(), Party(PURPOSE, _run(port), name)))
+                except (EOFError, ConnectionResetError):
+                    traffic.dropped += 1
+                else:
+                    yield link
+                    return
+            finally:
+                writer.close()
+            await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(2 * pause, longest)
 
     async def _prove(self, client: ClientHandshake) -> None:
         self._write(protocol.pack(client.hello()), b"")
@@ -286,11 +301,18 @@ class _Story:
 
     async def run(self, waiting_seconds: float) -> RendezvousFigures:
         """Each step ends within bounded time. Raises as `measure` does."""
-        began = time.monotonic()
+        try:
+            return await self._run(waiting_seconds)
+        finally:
+            await self._end(*self._tasks.values())
+
+    async def _run(self, waiting_seconds: float) -> RendezvousFigures:
+        began, used = time.monotonic(), self._processor_seconds()
         for node in self._nodes:
             self._start(node)
         await self._until(lambda: all(node.begun == 1 for node in self._nodes))
         first, forming = time.monotonic() - began, self._traffic.copy()
+        used = self._processor_seconds() - used
         self._check_ranks()
         running, in_running = await self._share(waiting_seconds)
         lost = self._nodes.pop()
@@ -308,8 +330,6 @@ class _Story:
         await self._until(lambda: all(node.begun == 2 for node in self._nodes))
         again = time.monotonic() - began
         self._check_ranks()
-        for task in self._tasks.values():
-            await self._end(task)
         return RendezvousFigures(
             nodes=self._count,
             first_round_seconds=first,
@@ -318,10 +338,12 @@ class _Story:
             running_share=running,
             forming_messages=forming.messages,
             forming_bytes=forming.bytes,
+            forming_processor_seconds=used,
             waiting_messages=in_waiting.messages / waiting_seconds,
             waiting_bytes=in_waiting.bytes / waiting_seconds,
             running_messages=in_running.messages / waiting_seconds,
             longest_reply_seconds=self._traffic.longest_reply,
+            dropped=forming.dropped,
             threads=threads,
             descriptors=descriptors,
         )
@@ -329,10 +351,10 @@ class _Story:
     def _start(self, node: _Node) -> None:
         self._tasks[node.number] = asyncio.create_task(node.live())
 
-    async def _end(self, task: asyncio.Task[None]) -> None:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+    async def _end(self, *tasks: asyncio.Task[None]) -> None:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def _check_ranks(self) -> None:
         found = sorted(node.rank for node in self._nodes)

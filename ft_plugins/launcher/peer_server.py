@@ -31,7 +31,9 @@ from .node_messages import REQUEST_LIMIT, Message
 from .peer_client import ADMITTED, HEAD, REFUSED, Credentials, close_connection, length_prefix
 
 _PROOF_SECONDS = 5.0  # for a handshake, which takes a live peer milliseconds
-_UNPROVEN, _OF_ONE_ADDRESS = 256, 8  # unproven connections at a time; thousands of nodes connect when a job starts
+# unproven connections at a time. A job's nodes connect all at once when it starts, and may be slow then. If they had to
+# make room for each other, each would try again and again; so there are more places than nodes were measured with
+_UNPROVEN, _OF_ONE_ADDRESS = 2048, 8
 _IDLE_SECONDS = 120.0  # an idle connection is closed after this; a live peer makes a new one
 _UNREAD_SECONDS = 10.0  # for a peer to read a reply
 _SWEEP_SECONDS = 1.0  # between two searches for connections to close
@@ -122,6 +124,7 @@ class PeerServer:
         self._rejected = RejectedConnections(events)
         self._accepted = 0
         self._unproven: dict[socket.socket, _Peer] = {}  # the oldest one first
+        self._crowds: Counter[str] = Counter()  # of the unproven ones
         self._proven: OrderedDict[socket.socket, _Peer] = OrderedDict()  # the longest unused one first
         self._unread: dict[socket.socket, _Peer] = {}  # proven ones with a reply to be sent
         self._by_number: dict[int, socket.socket] = {}  # proven ones
@@ -199,15 +202,16 @@ class PeerServer:
         server = ServerHandshake(self._credentials.secret, self._credentials.who)
         peer = _Peer(self._accepted, str(address), crowd_of(str(address)), server, time.monotonic())
         self._unproven[connection] = peer
+        self._crowds[peer.crowd] += 1
         self._selector.register(connection, selectors.EVENT_READ, peer)
 
     def _make_room(self, address: str) -> None:
         """At the limit of unproven connections, drop the oldest one of `address`, or of the address with the most."""
-        crowd, crowds = crowd_of(address), Counter(peer.crowd for peer in self._unproven.values())
-        if crowds[crowd] < _OF_ONE_ADDRESS:
+        crowd = crowd_of(address)
+        if self._crowds[crowd] < _OF_ONE_ADDRESS:
             if len(self._unproven) < _UNPROVEN:
                 return
-            crowd = crowds.most_common(1)[0][0]
+            crowd = self._crowds.most_common(1)[0][0]
         oldest = next(each for each, peer in self._unproven.items() if peer.crowd == crowd)
         self._drop(oldest, self._unproven[oldest], _TOO_MANY)
 
@@ -281,7 +285,7 @@ class PeerServer:
                 peer.reply(reply)
         elif peer.greeted:
             peer.channel = peer.server.finish(protocol.unpack(frame, proven=False))
-            del self._unproven[connection]
+            self._leave_unproven(connection)
             self._proven[connection] = peer
             self._by_number[peer.number] = connection
             peer.used = time.monotonic()
@@ -301,7 +305,7 @@ class PeerServer:
         """End a connection. `why`: the reason if it is rejected."""
         if why:
             self._rejected.count(peer.address, why)
-        self._unproven.pop(connection, None)
+        self._leave_unproven(connection)
         self._proven.pop(connection, None)
         self._unread.pop(connection, None)
         self._by_number.pop(peer.number, None)
@@ -309,6 +313,12 @@ class PeerServer:
         close_connection(connection)
         if peer.channel:
             self._gone(peer.number)
+
+    def _leave_unproven(self, connection: socket.socket) -> None:
+        if peer := self._unproven.pop(connection, None):
+            self._crowds[peer.crowd] -= 1
+            if not self._crowds[peer.crowd]:
+                del self._crowds[peer.crowd]
 
     def _sweep(self, now: float) -> None:
         """Close connections whose time is over."""
