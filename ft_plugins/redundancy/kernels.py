@@ -2,7 +2,7 @@
 
 Invariant: a source that is shorter than a target is padded with zeros; one that is longer than all targets is rejected.
 The loop is compiled by llvmlite (the `fast` extra), or NumPy over blocks that stay in cache; both give the same bytes.
-Plain XOR is as fast in NumPy, so LLVM is loaded when a product is first needed: in 50 ms and 40 MB, with RAIM6 alone.
+One source is XORed as fast by NumPy, so LLVM, which takes 50 ms and 40 MB, is loaded when there is first more to do.
 Compiled, a call of many megabytes is one native call without the GIL; NumPy takes the GIL at every block. Calls share
 no state: threads may call at the same time, for different targets.
 
@@ -40,8 +40,8 @@ class Loops(Protocol):
 
 
 @cache
-def product_loops() -> Loops:
-    """The loops for factors other than 1: compiled, if that is possible here."""
+def fastest_loops() -> Loops:
+    """Compiled, if that is possible here."""
     try:
         from . import compiled
     except (ImportError, AttributeError):  # AttributeError: a folder named llvmlite in the working directory
@@ -64,7 +64,7 @@ def combine_into(
     """
     _check(targets, sources, factors)
     if loops is None:
-        loops = blocked if all(factor == 1 for row in factors for factor in row) else product_loops()
+        loops = blocked if len(sources) == 1 and all(row == [1] for row in map(list, factors)) else fastest_loops()
     for start, stop, reaching, present in _ranges(targets, sources):
         into = [targets[at][start:stop] for at in reaching]
         for first in range(0, len(present), MAX_SOURCES):
