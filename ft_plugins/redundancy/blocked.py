@@ -17,15 +17,14 @@ import numpy.typing as npt
 from .field import POLYNOMIAL
 
 Bytes = npt.NDArray[np.uint8]
+Rows = tuple[tuple[int, ...], ...]
 
 XOR_BYTES = 256 << 10  # a block of the target stays in the L2 cache while all sources are added
 FIELD_BYTES = 64 << 10  # so do a block of the target, the sum and the scratch buffer
 _REDUCTION = np.uint8(POLYNOMIAL & 0xFF)
 
 
-def combine(
-    targets: Sequence[Bytes], sources: Sequence[Bytes], factors: Sequence[Sequence[int]], overwrite: bool
-) -> None:
+def combine(targets: Sequence[Bytes], sources: Sequence[Bytes], factors: Rows, overwrite: bool) -> None:
     """targets[i] += sum_j factors[i][j] * sources[j]."""
     size = targets[0].size
     step = XOR_BYTES if max(map(max, factors)) <= 1 else FIELD_BYTES

@@ -16,7 +16,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 
 import llvmlite.binding as llvm
 import numpy as np
@@ -27,6 +27,7 @@ from . import blocked
 from .field import times
 
 Bytes = npt.NDArray[np.uint8]
+Rows = tuple[tuple[int, ...], ...]
 
 _HALF = 16  # values of four bits, and bytes of a table
 _SHUFFLES = (  # feature of the processor, bytes of a vector, LLVM's name of the shuffle; the widest first
@@ -38,12 +39,9 @@ _SHUFFLES = (  # feature of the processor, bytes of a vector, LLVM's name of the
 _SIGNATURE = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 2, ctypes.c_char_p, ctypes.c_int64, ctypes.c_uint8)
 
 
-def combine(
-    targets: Sequence[Bytes], sources: Sequence[Bytes], factors: Sequence[Sequence[int]], overwrite: bool
-) -> None:
+def combine(targets: Sequence[Bytes], sources: Sequence[Bytes], factors: Rows, overwrite: bool) -> None:
     """targets[i] += sum_j factors[i][j] * sources[j]."""
-    plain = tuple(all(factor == 1 for factor in row) for row in factors)
-    tables = b"".join(_tables(factor) for row, ones in zip(factors, plain, strict=True) if not ones for factor in row)
+    plain, tables = _prepared(factors)
     size, places = targets[0].size, [target.ctypes.data for target in targets]
     whole = size - size % _WIDTH
     past_cache = overwrite and not any(place % _WIDTH for place in places)
@@ -55,6 +53,14 @@ def combine(
 
 def _array(places: Sequence[int]) -> ctypes.Array[ctypes.c_void_p]:
     return (ctypes.c_void_p * len(places))(*places)
+
+
+@lru_cache(1024)
+def _prepared(factors: Rows) -> tuple[tuple[bool, ...], bytes]:
+    """Which rows are ones, and the tables of all other rows."""
+    plain = tuple(all(factor == 1 for factor in row) for row in factors)
+    scaled = [row for row, ones in zip(factors, plain, strict=True) if not ones]
+    return plain, b"".join(_tables(factor) for row in scaled for factor in row)
 
 
 @cache
