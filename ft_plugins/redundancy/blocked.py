@@ -17,21 +17,22 @@ import numpy.typing as npt
 from .field import POLYNOMIAL
 
 Bytes = npt.NDArray[np.uint8]
+Rows = tuple[tuple[int, ...], ...]
 
-BLOCK = 64 << 10  # one block of each target, the sum and the scratch buffer stay in the L2 cache
+XOR_BYTES = 256 << 10  # a block of the target stays in the L2 cache while all sources are added
+FIELD_BYTES = 64 << 10  # so do a block of the target, the sum and the scratch buffer
 _REDUCTION = np.uint8(POLYNOMIAL & 0xFF)
 
 
-def combine(
-    targets: Sequence[Bytes], sources: Sequence[Bytes], factors: Sequence[Sequence[int]], overwrite: bool
-) -> None:
+def combine(targets: Sequence[Bytes], sources: Sequence[Bytes], factors: Rows, overwrite: bool) -> None:
     """targets[i] += sum_j factors[i][j] * sources[j]."""
     size = targets[0].size
-    whole, scratch = np.empty((2, min(BLOCK, size)), dtype=np.uint8)
-    for start in range(0, size, BLOCK):
-        parts = [source[start : start + BLOCK] for source in sources]
+    step = XOR_BYTES if max(map(max, factors)) <= 1 else FIELD_BYTES
+    whole, scratch = np.empty((2, min(step, size)), dtype=np.uint8)
+    for start in range(0, size, step):
+        parts = [source[start : start + step] for source in sources]
         for target, row in zip(targets, factors, strict=True):
-            block = target[start : start + BLOCK]
+            block = target[start : start + step]
             bits = max(row).bit_length()
             in_place = overwrite or bits <= 1
             total = block if in_place else whole[: block.size]

@@ -16,7 +16,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 
 import llvmlite.binding as llvm
 import numpy as np
@@ -27,6 +27,7 @@ from . import blocked
 from .field import times
 
 Bytes = npt.NDArray[np.uint8]
+Rows = tuple[tuple[int, ...], ...]
 
 _HALF = 16  # values of four bits, and bytes of a table
 _SHUFFLES = (  # feature of the processor, bytes of a vector, LLVM's name of the shuffle; the widest first
@@ -38,21 +39,28 @@ _SHUFFLES = (  # feature of the processor, bytes of a vector, LLVM's name of the
 _SIGNATURE = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 2, ctypes.c_char_p, ctypes.c_int64, ctypes.c_uint8)
 
 
-def combine(
-    targets: Sequence[Bytes], sources: Sequence[Bytes], factors: Sequence[Sequence[int]], overwrite: bool
-) -> None:
+def combine(targets: Sequence[Bytes], sources: Sequence[Bytes], factors: Rows, overwrite: bool) -> None:
     """targets[i] += sum_j factors[i][j] * sources[j]."""
-    plain = tuple(all(factor == 1 for factor in row) for row in factors)
-    tables = b"".join(_tables(factor) for row, ones in zip(factors, plain, strict=True) if not ones for factor in row)
-    size = targets[0].size
+    plain, tables = _prepared(factors)
+    size, places = targets[0].size, [target.ctypes.data for target in targets]
     whole = size - size % _WIDTH
-    _loop(len(sources), plain)(_addresses(targets), _addresses(sources), tables, whole, 0 if overwrite else 255)
+    past_cache = overwrite and not any(place % _WIDTH for place in places)
+    loop = _loop(len(sources), plain, past_cache)
+    loop(_array(places), _array([each.ctypes.data for each in sources]), tables, whole, 0 if overwrite else 255)
     if whole < size:
         blocked.combine([each[whole:] for each in targets], [each[whole:] for each in sources], factors, overwrite)
 
 
-def _addresses(arrays: Sequence[Bytes]) -> ctypes.Array[ctypes.c_void_p]:
-    return (ctypes.c_void_p * len(arrays))(*[array.ctypes.data for array in arrays])
+def _array(places: Sequence[int]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(places))(*places)
+
+
+@lru_cache(1024)
+def _prepared(factors: Rows) -> tuple[tuple[bool, ...], bytes]:
+    """Which rows are ones, and the tables of all other rows."""
+    plain = tuple(all(factor == 1 for factor in row) for row in factors)
+    scaled = [row for row, ones in zip(factors, plain, strict=True) if not ones]
+    return plain, b"".join(_tables(factor) for row in scaled for factor in row)
 
 
 @cache
@@ -82,26 +90,26 @@ _BYTE, _INDEX, _POINTER = ir.IntType(8), ir.IntType(64), ir.PointerType()
 _VECTOR, _TABLE = ir.VectorType(_BYTE, _WIDTH), ir.VectorType(_BYTE, _HALF)
 
 
-def _loop(count: int, plain: tuple[bool, ...]) -> Callable[..., None]:
+def _loop(count: int, plain: tuple[bool, ...], past_cache: bool) -> Callable[..., None]:
     """The loop for `count` sources and a target for each of `plain`, whether its factors are all 1."""
     with _COMPILING:
-        return _compiled(count, plain)
+        return _compiled(count, plain, past_cache)
 
 
 @cache
-def _compiled(count: int, plain: tuple[bool, ...]) -> Callable[..., None]:
-    name = f"combine_{count}_{'_'.join('plain' if ones else 'scaled' for ones in plain)}"
-    module = llvm.parse_assembly(str(_module(name, count, plain)))
+def _compiled(count: int, plain: tuple[bool, ...], past_cache: bool) -> Callable[..., None]:
+    name = "_".join([f"combine_{count}", *("plain" if ones else "scaled" for ones in plain), str(past_cache)])
+    module = llvm.parse_assembly(str(_module(name, count, plain, past_cache)))
     module.verify()
     _ENGINE.add_module(module)
     _ENGINE.finalize_object()
     return _SIGNATURE(_ENGINE.get_function_address(name))
 
 
-def _module(name: str, count: int, plain: tuple[bool, ...]) -> ir.Module:
+def _module(name: str, count: int, plain: tuple[bool, ...], past_cache: bool) -> ir.Module:
     """`name`(targets, sources, tables, nbytes, mask): the bits of `mask` are kept of each byte of the targets.
 
-    Reading a target even to overwrite it costs nothing: its memory is fetched anyway.
+    `past_cache`: the mask is 0 and the targets are aligned. They are written without being fetched.
     """
     module = ir.Module(name)
     shuffle = ir.Function(module, ir.FunctionType(_VECTOR, [_VECTOR, _VECTOR]), _SHUFFLE)
@@ -133,15 +141,20 @@ def _module(name: str, count: int, plain: tuple[bool, ...]) -> ir.Module:
     low = [code.and_(value, ir.Constant(_VECTOR, [15] * _WIDTH)) for value in values]
     high = [code.lshr(value, ir.Constant(_VECTOR, [4] * _WIDTH)) for value in values]
     for target, ones in zip(targets, plain, strict=True):
-        total = code.and_(vector_at(target, at, _VECTOR), kept)
+        total = ir.Constant(_VECTOR, None) if past_cache else code.and_(vector_at(target, at, _VECTOR), kept)
         for value, *parts in zip(values, low, high, strict=True):
             for each in [value] if ones else [code.call(shuffle, [next(tables), part]) for part in parts]:
                 total = code.xor(total, each)
-        code.store(total, code.gep(target, [at], source_etype=_BYTE), align=1)
+        place = code.gep(target, [at], source_etype=_BYTE)
+        stored = code.store(total, place, align=_WIDTH if past_cache else 1)
+        if past_cache:
+            stored.set_metadata("nontemporal", module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
     following = code.add(at, _INDEX(_WIDTH))
     at.add_incoming(_INDEX(0), start)
     at.add_incoming(following, body)
     code.cbranch(code.icmp_signed("<", following, nbytes), body, end)
     code.position_at_end(end)
+    if past_cache:
+        code.fence("seq_cst")  # such stores are ordered by nothing else
     code.ret_void()
     return module

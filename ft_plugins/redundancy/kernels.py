@@ -2,7 +2,7 @@
 
 Invariant: a source that is shorter than a target is padded with zeros; one that is longer than all targets is rejected.
 The loop is compiled by llvmlite (the `fast` extra), or NumPy over blocks that stay in cache; both give the same bytes.
-Plain XOR is as fast in NumPy, so LLVM is loaded when a product is first needed: in 50 ms and 40 MB, with RAIM6 alone.
+One source is XORed as fast by NumPy, so LLVM, which takes 50 ms and 40 MB, is loaded when there is first more to do.
 Compiled, a call of many megabytes is one native call without the GIL; NumPy takes the GIL at every block. Calls share
 no state: threads may call at the same time, for different targets.
 
@@ -16,7 +16,7 @@ Out: changed targets. Raises ValueError for arrays that do not match, before any
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -25,6 +25,8 @@ import numpy.typing as npt
 from . import blocked
 
 Bytes = npt.NDArray[np.uint8]
+Rows = tuple[tuple[int, ...], ...]  # factors: a row for each target, in it one for each source
+_UINT8 = np.dtype(np.uint8)
 
 MAX_SOURCES = 8  # sources per loop: with more, their memory streams evict each other
 
@@ -32,16 +34,14 @@ MAX_SOURCES = 8  # sources per loop: with more, their memory streams evict each 
 class Loops(Protocol):
     """The interface of blocked.py and compiled.py."""
 
-    def combine(
-        self, targets: Sequence[Bytes], sources: Sequence[Bytes], factors: Sequence[Sequence[int]], overwrite: bool
-    ) -> None:
+    def combine(self, targets: Sequence[Bytes], sources: Sequence[Bytes], factors: Rows, overwrite: bool) -> None:
         """targets[i] += sum_j factors[i][j] * sources[j]. At least one source and target, all of one size."""
         ...
 
 
 @cache
-def product_loops() -> Loops:
-    """The loops for factors other than 1: compiled, if that is possible here."""
+def fastest_loops() -> Loops:
+    """Compiled, if that is possible here."""
     try:
         from . import compiled
     except (ImportError, AttributeError):  # AttributeError: a folder named llvmlite in the working directory
@@ -62,15 +62,20 @@ def combine_into(
     += is XOR; with `overwrite` the previous content of the targets is ignored, which saves clearing them. Memory is
     passed once per MAX_SOURCES sources.
     """
-    _check(targets, sources, factors)
+    rows = tuple(map(tuple, factors))
+    _check_rows(rows, len(targets), len(sources))
+    _check_arrays(targets, sources)
     if loops is None:
-        loops = blocked if all(factor == 1 for row in factors for factor in row) else product_loops()
+        loops = blocked if rows == ((1,),) else fastest_loops()
+    if len({array.size for array in (*targets, *sources)}) == 1 and targets and 0 < len(sources) <= MAX_SOURCES:
+        loops.combine(targets, sources, rows, overwrite)  # the usual case, without slicing
+        return
     for start, stop, reaching, present in _ranges(targets, sources):
         into = [targets[at][start:stop] for at in reaching]
         for first in range(0, len(present), MAX_SOURCES):
             some = present[first : first + MAX_SOURCES]
-            rows = [[factors[row][at] for at in some] for row in reaching]
-            loops.combine(into, [sources[at][start:stop] for at in some], rows, overwrite and first == 0)
+            used = tuple(tuple(rows[row][at] for at in some) for row in reaching)
+            loops.combine(into, [sources[at][start:stop] for at in some], used, overwrite and first == 0)
     if overwrite:
         longest = max((source.size for source in sources), default=0)
         for target in targets:
@@ -89,24 +94,28 @@ def _ranges(targets: Sequence[Bytes], sources: Sequence[Bytes]) -> Iterator[tupl
         start = stop
 
 
-def _check(targets: Sequence[Bytes], sources: Sequence[Bytes], factors: Sequence[Sequence[int]]) -> None:
+def _check_arrays(targets: Sequence[Bytes], sources: Sequence[Bytes]) -> None:
     for array in (*targets, *sources):
-        if array.dtype != np.uint8 or array.ndim != 1 or not array.flags.c_contiguous:
+        if array.dtype != _UINT8 or array.ndim != 1 or not array.flags.c_contiguous:
             raise ValueError(
                 f"expected contiguous uint8 arrays of one dimension, found {array.dtype}, shape {array.shape}, "
                 f"strides {array.strides}"
             )
-    if any(not target.flags.writeable for target in targets):
+    if not all(target.flags.writeable for target in targets):
         raise ValueError("a target is read-only; parity is added in place")
     size = max((target.size for target in targets), default=0)
     for source in sources:
         if source.size > size:
             raise ValueError(f"a source of {source.size} bytes does not fit a target of {size}")
-    if [len(row) for row in factors] != [len(sources)] * len(targets):
+
+
+@lru_cache(1024)
+def _check_rows(rows: Rows, targets: int, sources: int) -> None:
+    if [len(row) for row in rows] != [sources] * targets:
         raise ValueError(
-            f"{len(targets)} targets and {len(sources)} sources have factors {[list(row) for row in factors]}: "
-            "expected a row for each target, with a factor for each source"
+            f"{targets} targets and {sources} sources have factors {rows}: expected a row for each target, with a "
+            "factor for each source"
         )
-    for factor in (factor for row in factors for factor in row):
+    for factor in (factor for row in rows for factor in row):
         if not 0 <= factor <= 255:
             raise ValueError(f"factor {factor} is not in GF(256): expected 0 to 255")

@@ -154,5 +154,5 @@ def test_the_reckoning_here_is_the_one_of_the_loops() -> None:
     source = np.arange(256, dtype=np.uint8)
     for factor in (1, 2, 29, 255):
         target = np.zeros(256, dtype=np.uint8)
-        blocked.combine([target], [source], [[factor]], overwrite=False)
+        blocked.combine([target], [source], ((factor,),), overwrite=False)
         assert (target == TIMES[factor][source]).all()
