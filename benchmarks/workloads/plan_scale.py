@@ -161,8 +161,8 @@ def _timelines(job: ScaledJob) -> tuple[Timeline, ...]:
 
 
 def _bubbles(job: ScaledJob) -> _Plan:
-    """BAFT's plan of a rank: who reads which timelines, those that this rank reads, windows and grants. Its messages are
-    the summaries of all ranks and the timelines that it receives; no two are equal."""
+    """BAFT's plan of a rank: who reads which timelines, those that this rank reads, windows and grants. Its messages
+    are the summaries of all ranks and the timelines that it receives; no two are equal."""
     by_stage, world = _timelines(job), job.topology.world_size
     stages = pipelines(job.topology)
     copies = plan_neighbours(job.nodes, stages, _sizes_of(job))
