@@ -19,9 +19,11 @@ from tempfile import TemporaryDirectory
 
 import msgpack
 
-from ft_plugins.bubbles.bubble_plan import BubblePlan, plan_bubbles
+from ft_plugins.bubbles.bubble_plan import plan_bubbles
 from ft_plugins.bubbles.filling import transfers_of
 from ft_plugins.bubbles.messages import traffic
+from ft_plugins.bubbles.timeline_exchange import Summary
+from ft_plugins.bubbles.timeline_readers import TimelineReaders
 from ft_plugins.bubbles.timeline_values import Packed, pack
 from ft_plugins.bubbles.windows import Reserve
 from ft_plugins.model.timeline import Profile, SenderFacts, Timeline
@@ -159,25 +161,31 @@ def _timelines(job: ScaledJob) -> tuple[Timeline, ...]:
 
 
 def _bubbles(job: ScaledJob) -> _Plan:
-    """BAFT's plan of a rank: from packed timelines, for the ranks that share links with it."""
+    """BAFT's plan of a rank: who reads which timelines, those that this rank reads, windows and grants. Its messages
+    are the summaries of all ranks and the timelines that it receives; no two are equal."""
     by_stage, world = _timelines(job), job.topology.world_size
     stages = pipelines(job.topology)
     copies = plan_neighbours(job.nodes, stages, _sizes_of(job))
     parts = [msgpack.packb(pack(replace(line, rank=0))) for line in by_stage]
     places = [job.topology.coords(rank).pp for rank in range(world)]
-    senders = tuple(SenderFacts(0.5, 1 << 20) for _ in range(world))
+    facts = SenderFacts(0.5, 1 << 20)
+    senders = (facts,) * world
+    summary = Summary("", (), (0.0,), astuple(facts), len(parts[0]), (1 << 64) - 1, ("10.0.0.1", 40000))
 
-    def plan() -> BubblePlan:
-        profile = Profile(Packed([parts[place] for place in places]), senders, (0.0,))
+    def plan() -> int:
+        reads = TimelineReaders(copies, stages).reads(world - 1)
+        timelines = Packed([parts[place] if rank in reads else None for rank, place in enumerate(places)])
+        profile = Profile(timelines, senders, (0.0,))
         linked = copies.linked_copies(world - 1)
         ranks = {copy.rank for copy in linked}
-        return plan_bubbles(
+        plan_bubbles(
             transfers_of(linked, dict(enumerate(senders))), {rank: profile.timelines[rank] for rank in ranks},
             {rank: profile.bubbles(rank) for rank in ranks}, _LINK, Reserve(1e-3, 1e-3),
             messages=traffic(profile.timelines, stages, ranks),
         )  # fmt: skip
+        return world * len(msgpack.packb(summary)) + sum(len(parts[places[rank]]) for rank in reads)
 
-    return _Plan(f"bubble plan, {MICROBATCHES} microbatches", plan)
+    return _Plan(f"bubble plan, {MICROBATCHES} microbatches", plan, has_messages=True)
 
 
 def _recovery(job: ScaledJob) -> Iterator[_Plan]:

@@ -1,10 +1,10 @@
-"""Measure a job's iterations, give all ranks the profile of all, and measure again when it no longer fits.
+"""Measure a job's iterations, give each rank the profile that it needs, and measure again when it no longer fits.
 
     WARMING     skip a few atypical iterations, in which buffers and communicators are made
     RECORDING   record `iterations` of them, and take their median
-    SIZING      gather the lengths of the ranks' messages,          } each gather starts at the end of one
-    SHARING     then the messages: all ranks have one profile,      } iteration and is read at the end
-    AGREEING    then a number that each rank computed from it       } of the next
+    SIZING      gather summaries of all ranks,                      } each starts at the end of one
+    SHARING     then timelines of some or all (timeline_exchange),  } iteration and is read at the end
+    AGREEING    then a number that each rank computed from them     } of the next
     WATCHING    compare every `watch_every`-th iteration with the profile
     ASKING      every `ask_every` iterations: if any rank misses the profile too often, RECORDING again
     OFF         a rank has failed: all ranks know, and there is no profile
@@ -18,7 +18,7 @@ An iteration in which unplanned copies were sent (`traffic` changed) does not re
 single frame that spans a whole iteration goes unnoticed; such are few, and the median is taken.
 
 In: a `Recorder` fed by the host's edges, begin and end of iterations, a collective; facts about this rank's copies,
-gathered with its timeline. Out: `profile`, `on_profile` for each new one, `on_agreed` with the numbers of all ranks,
+gathered with the summaries. Out: `profile`, `on_profile` for each new one, `on_agreed` with the numbers of all ranks,
 `on_failure`.
 """
 
@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from enum import Enum
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import msgpack
 
@@ -36,27 +36,13 @@ from ..errors import FtError
 from ..model.timeline import Misses, Profile, SenderFacts, Timeline, median, reduce_work, reductions, strays
 from .gate import edge_tolerance
 from .record import Recorder
+from .timeline_exchange import GatherResult, Gathers, Readers, Summary, TimelineExchange
 from .timeline_values import Packed, pack
 
 _ATTEMPTS = 3  # to get a recording from every rank
 _NUMBER = 8  # bytes
 _LARGEST = (1 << 63) - 1
-
-
-class GatherResult(Protocol):
-    """A gather in progress."""
-
-    def result(self) -> list[bytes]:
-        """Wait for the payloads of all ranks, by rank."""
-        ...
-
-
-class Gathers(Protocol):
-    """A collective that gathers in the background."""
-
-    def start_gather(self, payload: bytes, longest: int) -> GatherResult:
-        """Start to gather payloads of at most `longest` bytes, the same on all ranks."""
-        ...
+_FAILED = (1 << 64) - 1  # sent in place of a number by a rank that has no profile
 
 
 @dataclass(frozen=True)
@@ -92,23 +78,13 @@ class ProfilingPhase(Enum):
 TRANSITIONS = {
     ProfilingPhase.WARMING: {ProfilingPhase.RECORDING},
     ProfilingPhase.RECORDING: {ProfilingPhase.SIZING},
-    ProfilingPhase.SIZING: {ProfilingPhase.SHARING},
-    ProfilingPhase.SHARING: {ProfilingPhase.AGREEING, ProfilingPhase.RECORDING, ProfilingPhase.OFF},
-    ProfilingPhase.AGREEING: {ProfilingPhase.WATCHING},
+    ProfilingPhase.SIZING: {ProfilingPhase.SHARING, ProfilingPhase.RECORDING, ProfilingPhase.OFF},
+    ProfilingPhase.SHARING: {ProfilingPhase.AGREEING},
+    ProfilingPhase.AGREEING: {ProfilingPhase.WATCHING, ProfilingPhase.OFF},
     ProfilingPhase.WATCHING: {ProfilingPhase.ASKING},
     ProfilingPhase.ASKING: {ProfilingPhase.WATCHING, ProfilingPhase.RECORDING, ProfilingPhase.OFF},
     ProfilingPhase.OFF: set(),
 }
-
-
-class _Message(NamedTuple):
-    """What a rank sends to the others."""
-
-    failure: str = ""
-    left_out: Sequence[int] = ()  # iterations
-    reductions: Sequence[float] = ()  # seconds of each
-    facts: Sequence[Any] = ()  # of a sender
-    timeline: bytes = b""  # packed; empty if nothing was recorded
 
 
 def _ignore(_: object) -> int:
@@ -129,9 +105,11 @@ class Profiler:
         on_failure: Callable[[str], object] = _ignore,
         sender: Callable[[], SenderFacts] = SenderFacts,
         traffic: Callable[[], int] = int,
+        readers: Readers = lambda: None,
     ) -> None:
         """`on_profile` returns a number, 0 or more; `on_agreed` receives those of all ranks, by rank, an iteration
-        later. `sender` is called once per profile, `traffic` at both ends of a recorded iteration."""
+        later. `sender` is called once per profile, `traffic` at both ends of a recorded iteration. `readers`: who reads
+        which timelines; None if every rank gets all."""
         self._rank = rank
         self._recorder = recorder
         self._collective = collective
@@ -153,7 +131,9 @@ class Profiler:
         self._measuring = False
         self._disturbed = False
         self._left_out: list[int] = []  # iterations that were disturbed
-        self._payload = b""
+        self._readers = readers
+        self._exchange: TimelineExchange | None = None
+        self._summaries: list[Summary] = []
         self._pending: GatherResult | None = None
         self._misses = settings.misses_of(1.0)  # no profile yet
         self._failure = ""  # of this rank, for the next message
@@ -179,20 +159,20 @@ class Profiler:
                     self._go(ProfilingPhase.RECORDING)
             case ProfilingPhase.RECORDING:
                 if self._ends >= self._settings.iterations:
-                    self._payload = self._own_message()
-                    self._gather(len(self._payload).to_bytes(_NUMBER, "little"), _NUMBER)
+                    summary, timeline = self._own_summary()
+                    self._exchange = TimelineExchange(self._rank, self._collective, self._readers())
+                    self._gather(msgpack.packb(self._exchange.summary(summary, timeline)))
                     self._go(ProfilingPhase.SIZING)
             case ProfilingPhase.SIZING:
-                self._gather(self._payload, max(self._gathered_numbers()))
-                self._go(ProfilingPhase.SHARING)
+                self._go(self._summarized(self._gathered()))
             case ProfilingPhase.SHARING:
-                self._go(self._shared(self._gathered()))
+                self._share()
+                self._go(ProfilingPhase.AGREEING)
             case ProfilingPhase.AGREEING:
-                self._on_agreed(self._gathered_numbers())
-                self._go(ProfilingPhase.WATCHING)
+                self._go(self._agreed(self._gathered_numbers()))
             case ProfilingPhase.WATCHING:
                 if self._ends >= self._settings.ask_every:
-                    self._gather(msgpack.packb([self._misses.limit_reached, bool(self._failure)]), 8)
+                    self._gather(bytes([self._misses.limit_reached | bool(self._failure) << 1]))
                     self._go(ProfilingPhase.ASKING)
             case ProfilingPhase.ASKING:
                 self._go(self._answered(self._gathered()))
@@ -204,8 +184,8 @@ class Profiler:
         if phase is ProfilingPhase.RECORDING:
             self._recorded, self._left_out = [], []
 
-    def _gather(self, payload: bytes, longest: int) -> None:
-        self._pending = self._collective.start_gather(payload, longest)
+    def _gather(self, payload: bytes) -> None:
+        self._pending = self._collective.start_gather(payload)
 
     def _gathered(self) -> list[bytes]:
         assert self._pending is not None
@@ -236,27 +216,31 @@ class Profiler:
         except Exception as error:
             self._failure = self._described(error)
 
-    def _own_message(self) -> bytes:
+    def _own_summary(self) -> tuple[Summary, bytes]:
+        """What this rank sends to all, and its packed timeline; b"" if there is none."""
         facts: tuple[Any, ...] = ()
         try:
             facts = astuple(self._sender())
         except Exception as error:
             self._failure = self._failure or self._described(error)
         if self._failure or not self._recorded:
-            return bytes(msgpack.packb(_Message(self._failure)))
+            return Summary(self._failure), b""
         timelines = [timeline for _, timeline in self._recorded]
         stray = sorted([*(self._recorded[index][0] for index in strays(timelines)), *self._left_out])
         usual = median(timelines)
-        return bytes(msgpack.packb(_Message("", stray, reductions(usual), facts, msgpack.packb(pack(usual)))))
+        return Summary("", stray, reductions(usual), facts), msgpack.packb(pack(usual))
 
     def _described(self, error: Exception) -> str:
         return f"rank {self._rank}: {type(error).__name__}: {error}"
 
-    def _shared(self, parts: Sequence[bytes]) -> ProfilingPhase:
-        messages = [_Message(*msgpack.unpackb(part, use_list=False)) for part in parts]
-        failure = next((one.failure for one in messages if one.failure), "")
-        empty = [rank for rank, one in enumerate(messages) if not one.timeline]
+    def _summarized(self, parts: Sequence[bytes]) -> ProfilingPhase:
+        """Take the summaries of all ranks, and start to exchange timelines, if all have one."""
+        self._summaries = [Summary(*msgpack.unpackb(part, use_list=False)) for part in parts]
+        failure = next((one.failure for one in self._summaries if one.failure), "")
+        empty = [rank for rank, one in enumerate(self._summaries) if not one.nbytes]
         self._attempts += 1
+        if (failure or empty) and self._exchange is not None:
+            self._exchange.close()
         if not failure and empty:
             if self._attempts < _ATTEMPTS:
                 return ProfilingPhase.RECORDING
@@ -265,23 +249,51 @@ class Profiler:
         if failure:
             return self._off(failure)
         self._attempts = 0
-        self.left_out = {rank: tuple(one.left_out) for rank, one in enumerate(messages) if one.left_out}
-        self.profile = Profile(
-            Packed([one.timeline for one in messages]),
-            tuple(SenderFacts(*one.facts) for one in messages),
-            reduce_work([one.reductions for one in messages]),
-        )
-        self._misses = self._settings.misses_of(self.profile.timelines[self._rank].seconds)
-        number = min(self._on_profile(self.profile), _LARGEST)
-        self._gather(number.to_bytes(_NUMBER, "little"), _NUMBER)
-        return ProfilingPhase.AGREEING
+        assert self._exchange is not None
+        try:
+            self._exchange.start(self._summaries)
+        except FtError as error:
+            self._failure = self._described(error)
+        return ProfilingPhase.SHARING
+
+    def _share(self) -> None:
+        """Take the timelines, and send the number that is computed from them; _FAILED if they did not arrive."""
+        summaries, number = self._summaries, _FAILED
+        try:
+            if self._failure:
+                raise FtError(self._failure)
+            assert self._exchange is not None
+            began = time.perf_counter()
+            timelines = self._exchange.result()
+            self.waited += time.perf_counter() - began
+        except Exception as error:
+            self._failure = self._failure or self._described(error)
+        else:
+            self.left_out = {rank: tuple(one.left_out) for rank, one in enumerate(summaries) if one.left_out}
+            self.profile = Profile(
+                Packed(timelines),
+                tuple(SenderFacts(*one.facts) for one in summaries),
+                reduce_work([one.reductions for one in summaries]),
+            )
+            self._misses = self._settings.misses_of(self.profile.timelines[self._rank].seconds)
+            number = min(self._on_profile(self.profile), _LARGEST)
+        self._summaries, self._exchange = [], None
+        self._gather(number.to_bytes(_NUMBER, "little"))
+
+    def _agreed(self, numbers: Sequence[int]) -> ProfilingPhase:
+        failed = next((rank for rank, number in enumerate(numbers) if number == _FAILED), None)
+        if failed is not None:
+            return self._off(self._failure or f"rank {failed} did not receive the timelines of other ranks")
+        self._on_agreed(numbers)
+        return ProfilingPhase.WATCHING
 
     def _answered(self, parts: Sequence[bytes]) -> ProfilingPhase:
-        answers = [msgpack.unpackb(part) for part in parts]
-        for rank, (_, failed) in enumerate(answers):
-            if failed:
-                return self._off(self._failure or f"rank {rank} failed to measure an iteration")
-        return ProfilingPhase.RECORDING if any(misfits for misfits, _ in answers) else ProfilingPhase.WATCHING
+        """Each rank's answer is a byte: bit 0 for a profile that no longer fits, bit 1 for a failure."""
+        answers = b"".join(parts)
+        failed = next((rank for rank, answer in enumerate(answers) if answer & 2), None)
+        if failed is not None:
+            return self._off(self._failure or f"rank {failed} failed to measure an iteration")
+        return ProfilingPhase.RECORDING if any(answers) else ProfilingPhase.WATCHING
 
     def _off(self, reason: str) -> ProfilingPhase:
         self.profile = None

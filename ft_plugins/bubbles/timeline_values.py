@@ -1,7 +1,8 @@
 """Timelines as plain values: packed for other ranks, and for the event from which a picture is drawn.
 
 Packed timelines of a job are unpacked one by one on demand: a rank needs those of the nodes that share its links, and
-of their neighbouring stages. Unpacking a thousand ranks would stall all of them for seconds. Packing is lossless.
+of their neighbouring stages, and may have no others. Unpacking a thousand ranks would stall all of them for seconds.
+Packing is lossless.
 
 In an event:
 
@@ -24,6 +25,7 @@ from typing import Any, overload
 
 import msgpack
 
+from ..errors import FtError
 from ..model.timeline import COMPUTE, Bubble, Kind, Span, Timeline
 from .bubble_plan import SenderPlan
 
@@ -46,8 +48,9 @@ def unpack(values: Sequence[object]) -> Timeline:
 class Packed(Sequence[Timeline]):
     """Timelines by rank, each unpacked once, when first read."""
 
-    def __init__(self, parts: Sequence[bytes]) -> None:
-        """`parts`: the result of `pack` for each rank, in MessagePack."""
+    def __init__(self, parts: Sequence[bytes | None]) -> None:
+        """`parts`: the result of `pack` for each rank, in MessagePack; None for a rank whose timeline is not here:
+        reading it raises FtError."""
         self._parts = parts
         self.unpacked: dict[int, Timeline] = {}
 
@@ -63,7 +66,9 @@ class Packed(Sequence[Timeline]):
             return tuple(self[place] for place in range(*at.indices(len(self))))
         place = range(len(self))[at]
         if place not in self.unpacked:
-            self.unpacked[place] = unpack(msgpack.unpackb(self._parts[place], use_list=False))
+            if (part := self._parts[place]) is None:
+                raise FtError(f"the timeline of rank {place} is not here: no plan of this rank reads it")
+            self.unpacked[place] = unpack(msgpack.unpackb(part, use_list=False))
         return self.unpacked[place]
 
     def __eq__(self, other: object) -> bool:

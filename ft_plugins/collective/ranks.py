@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -173,14 +174,33 @@ class Collective:
 
     def transfers(self) -> Transfers:
         """Connections for bulk data, for a `with` block. Every rank of the job calls. Raises ProtocolError."""
-        if self._meeting is None:
-            return Transfers(self.rank, [], None, b"", 0.0)
-        meeting = self._meeting
-        door = Door(meeting.address, self._key, "transfers", self.rank, meeting.events, meeting.encrypt)
         with contextlib.ExitStack() as stack:
-            stack.callback(door.close)
+            door: Door | None = None
             with self.agreement():
-                door.open()
+                door = self.listen("transfers")
+            if door is None:
+                return self.through(None, [])
+            stack.callback(door.close)
             endpoints = [tuple(msgpack.unpackb(part)) for part in self.gather(msgpack.packb(door.endpoint))]
             stack.pop_all()
-        return Transfers(self.rank, endpoints, door, self._key, meeting.seconds)
+        return self.through(door, endpoints)
+
+    def listen(self, purpose: str) -> Door | None:
+        """Listen for transfers of that purpose; None in a job of one rank. Waits for no other rank. Raises
+        ConfigError."""
+        if self._meeting is None:
+            return None
+        meeting = self._meeting
+        door = Door(meeting.address, self._key, purpose, self.rank, meeting.events, meeting.encrypt)
+        door.open()
+        return door
+
+    def through(
+        self, door: Door | None, endpoints: Sequence[tuple[str, int]], most_seconds: float = math.inf
+    ) -> Transfers:
+        """Transfers between ranks that listen at `endpoints`, this one at `door`; each wait of theirs takes at most
+        `most_seconds`. This call waits for no other rank, and transfers may be used on another thread."""
+        if self._meeting is None:
+            return Transfers(self.rank, [], None, b"", 0.0)
+        seconds = min(most_seconds, self._meeting.seconds)
+        return Transfers(self.rank, endpoints, door, self._key, seconds)

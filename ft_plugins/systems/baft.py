@@ -34,6 +34,7 @@ from ..bubbles.filling import Grant, Granularity, transfers_of
 from ..bubbles.gate import STEADY, Gate, Gatekeeper, edge_tolerance
 from ..bubbles.messages import Traffic, traffic
 from ..bubbles.pacing import least_bytes
+from ..bubbles.timeline_readers import TimelineReaders
 from ..bubbles.windows import SHORTEST_SECONDS, Reserve
 from ..config import BaftConfig
 from ..events import Events, catalogue
@@ -63,6 +64,7 @@ class Baft:
         self._clock_ns = clock_ns
         self._gate: Gate | None = None
         self.copies: NeighbourPlan | None = None  # of all ranks, while a gate is used
+        self.readers: TimelineReaders | None = None  # of each rank's timeline, while a gate is used
         self._sharing: tuple[NeighbourCopy, ...] = ()  # the copies that share links with those of this rank
         self._planned: BubblePlan | None = None  # until all ranks agree on its iterations
         self._message_seconds = 0.0
@@ -78,11 +80,12 @@ class Baft:
         self.drop_plan()
         self._links = dict(links or {})
         self._sharing = copies.linked_copies(self._rank)
+        self.readers = TimelineReaders(copies, self._pipelines)
 
     def release_gate(self) -> None:
         """Close the gate and use it no more: its memory may be unmapped."""
         self.drop_plan()
-        self._gate = self.copies = None
+        self._gate = self.copies = self.readers = None
 
     def drop_plan(self) -> None:
         """Close the gate; copies are rate-limited until there is another profile."""

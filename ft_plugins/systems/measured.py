@@ -19,8 +19,9 @@ import torch
 from ..bubbles.bubble_plan import BubblePlan
 from ..bubbles.clock import clock_of
 from ..bubbles.gate import Gate
-from ..bubbles.profile import Gathers, Profiler, Profiling, ProfilingPhase
+from ..bubbles.profile import Profiler, Profiling, ProfilingPhase
 from ..bubbles.record import EdgeFanout, Recorder
+from ..bubbles.timeline_exchange import Gathers
 from ..bubbles.timeline_values import shown
 from ..config import BaftConfig
 from ..events import Events, catalogue, say
@@ -53,11 +54,13 @@ class Measurement:
         self.edges: Edges = recorder if self.baft is None else EdgeFanout(self.baft, recorder)
         self._profiler = Profiler(
             host.rank, recorder, collective, settings, self._planned, self._agreed, self._ended, sender, self._traffic,
+            lambda: self.baft.readers if self.baft is not None else None,
         )  # fmt: skip
 
     @property
     def profile(self) -> Profile | None:
-        """The profile of all ranks; None until it is complete, and if that failed."""
+        """The profile of all ranks, with BAFT only with the timelines that this rank's plan reads; None until it is
+        complete, and if that failed."""
         return self._profiler.profile
 
     def use_gate(self, gate: Gate, copies: NeighbourPlan, links: Mapping[int, float]) -> None:

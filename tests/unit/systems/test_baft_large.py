@@ -14,6 +14,7 @@ from ft_plugins.bubbles.filling import transfers_of
 from ft_plugins.bubbles.gate import GATE_BYTES, Gate
 from ft_plugins.bubbles.messages import traffic
 from ft_plugins.bubbles.pacing import least_bytes
+from ft_plugins.bubbles.timeline_readers import TimelineReaders
 from ft_plugins.bubbles.timeline_values import Packed, pack
 from ft_plugins.bubbles.windows import SHORTEST_SECONDS, Reserve
 from ft_plugins.config import BaftConfig
@@ -63,9 +64,10 @@ class Job:
         self.copies = plan_neighbours(nodes, self.pipelines, nbytes)
         self.links = {position: 2e7 * (1 + position % 3) for position in range(len(self.copies.nodes))}
 
-    def profile(self) -> Profile:
-        """As a rank is told of it."""
-        packed = Packed([msgpack.packb(pack(one)) for one in self.timelines])
+    def profile(self, rank: int) -> Profile:
+        """As `rank` has it: with the timelines that it reads."""
+        reads = TimelineReaders(self.copies, self.pipelines).reads(rank)
+        packed = Packed([msgpack.packb(pack(one)) if at in reads else None for at, one in enumerate(self.timelines)])
         return Profile(packed, self.senders, reduce_work([reductions(one) for one in self.timelines]))
 
     def rank(self, rank: int) -> Baft:
@@ -92,7 +94,7 @@ def test_what_ranks_plan_for_themselves_is_what_would_be_planned_for_the_job(
         messages=traffic(job.timelines, job.pipelines),
     )  # fmt: skip
     found = [job.rank(rank) for rank in ranks]
-    needed = [one.plan(job.profile()) for one in found]
+    needed = [one.plan(job.profile(rank)) for rank, one in enumerate(found)]
     most = max(needed)
     assert most == whole.iterations and whole.senders[0].reason and not all(one.reason for one in whole.senders)
     assert min(needed) < most, "not all of them share links"
@@ -107,7 +109,7 @@ def test_what_ranks_plan_for_themselves_is_what_would_be_planned_for_the_job(
 
 
 def _unpacked(job: Job, rank: int) -> Sequence[int]:
-    profile = job.profile()
+    profile = job.profile(rank)
     assert job.rank(rank).plan(profile) > 0 and isinstance(profile.timelines, Packed)
     return sorted(profile.timelines.unpacked)
 
