@@ -90,8 +90,8 @@ def meet(meeting: RankMeeting) -> Met:
             port = door.endpoint[1].to_bytes(2, "big")
             _ask(meeting, lambda: meeting.store.set(_key(meeting, place.rank), nonce + port + meeting.address.encode()))
         if place.parent is not None:
-            connection, channel = dial(parent_at, nonce, door.me, place.parent, until)
-            admit(connection, place.parent, channel, _prove(connection, until, key, proving))
+            connection, channel, proven = _reach_parent(parent_at, nonce, door.me, place.parent, until, key, proving)
+            admit(connection, place.parent, channel, proven)
         while len(links) < len(place.children) + (place.parent is not None):
             connection, rank, channel = door.next(until, set(place.children) - links.keys())
             try:
@@ -190,10 +190,34 @@ def dial(where: tuple[str, int], secret: bytes, me: Party, rank: int, until: flo
                 connection.close()
                 cause = error
         if time.monotonic() + pause >= until:
-            raise ProtocolError(
-                f"rank {me.node}: rank {rank} cannot be reached at {where[0]}:{where[1]} ({cause}); check that the "
-                "nodes reach each other there, or choose another --ftp-interface"
-            ) from cause
+            raise _unreachable(where, me, rank, cause) from cause
+        time.sleep(pause)
+        pause = min(2 * pause, longest)
+
+
+def _unreachable(where: tuple[str, int], me: Party, rank: int, cause: Exception) -> ProtocolError:
+    return ProtocolError(
+        f"rank {me.node}: rank {rank} cannot be reached at {where[0]}:{where[1]} ({cause}); check that the nodes reach "
+        "each other there, or choose another --ftp-interface"
+    )
+
+
+def _reach_parent(
+    where: tuple[str, int], nonce: bytes, me: Party, parent: int, until: float, key: bytes, proving: Party
+) -> tuple[socket.socket, Channel, Channel | str]:
+    """Connect to the parent, and prove twice that this rank belongs there. Raises ProtocolError.
+
+    Again if the parent cuts the connection off in between: it may have made room before it had read the first proof.
+    """
+    pause, longest = _PAUSE_SECONDS
+    while True:
+        connection, channel = dial(where, nonce, me, parent, until)
+        try:
+            return connection, channel, _prove(connection, until, key, proving)
+        except (OSError, ProtocolError) as error:
+            connection.close()
+            if time.monotonic() + pause >= until:
+                raise _unreachable(where, me, parent, error) from error
         time.sleep(pause)
         pause = min(2 * pause, longest)
 
