@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from ..errors import ConfigError, ProtocolError
 from ..events import Events
@@ -39,6 +39,7 @@ _MOST_ON_NODE = 1 << 16  # ranks
 _PAUSE_SECONDS = (0.02, 1.0)  # before a rank tries to connect again: first, longest
 _PURPOSE = "ranks"
 
+T = TypeVar("T")
 Arrived = tuple[socket.socket, int, Channel]
 
 
@@ -95,8 +96,10 @@ def meet(meeting: RankMeeting) -> Met:
             entry = door.endpoint[1].to_bytes(2, "big") + meeting.address.encode()
             _ask(meeting, lambda: meeting.store.set(_key(meeting, str(place.rank)), entry))
         if place.parent is not None:
-            connection, channel = dial(_read_entry(meeting, place.parent), nonce, door.me, place.parent, until)
-            admit(connection, place.parent, channel, _prove(connection, until, key, proving))
+            admit(*dial(
+                _read_entry(meeting, place.parent), nonce, door.me, place.parent, until,
+                lambda connection: _prove(connection, until, key, proving),
+            ))  # fmt: skip
         while len(links) < len(place.children) + (place.parent is not None):
             connection, rank, channel = door.next(until, set(place.children) - links.keys())
             try:
@@ -138,9 +141,10 @@ class Door:
         )
 
     def _admit(self, connection: socket.socket, address: str, channel: Channel) -> None:
-        if channel.node.isdecimal():
+        try:
+            protocol.send(connection, {"ok": True})  # a new connection has room for it
             self._arrived.put((connection, int(channel.node), channel))
-        else:
+        except (OSError, ValueError):
             connection.close()
 
     def next(self, until: float, expected: set[int]) -> Arrived:
@@ -173,9 +177,14 @@ class Door:
                 self._arrived.get_nowait()[0].close()
 
 
-def dial(where: tuple[str, int], secret: bytes, me: Party, rank: int, until: float) -> tuple[socket.socket, Channel]:
-    """Connect to `rank`, which listens at `where` for those that know `secret`. Raises ProtocolError if it cannot be
-    reached in time, or is another one."""
+def dial(
+    where: tuple[str, int], secret: bytes, me: Party, rank: int, until: float, greet: Callable[[socket.socket], T]
+) -> tuple[socket.socket, int, Channel, T]:
+    """Connect to `rank`, which listens at `where` for those that know `secret`, and `greet` it.
+
+    Tries again when the connection is cut off: it may have made room for others. Raises ProtocolError if the rank cannot
+    be reached in time, or is another one.
+    """
     pause, longest = _PAUSE_SECONDS
     while True:
         try:
@@ -190,8 +199,9 @@ def dial(where: tuple[str, int], secret: bytes, me: Party, rank: int, until: flo
                 if channel.node != str(rank):
                     raise ProtocolError(f"it is rank {channel.node}")
                 protocol.send(connection, answer)
-                return connection, channel
-            except (OSError, ProtocolError) as error:  # it may have made room for others
+                _message(connection, until)  # it is admitted
+                return connection, rank, channel, greet(connection)
+            except (OSError, ProtocolError) as error:
                 connection.close()
                 cause = error
         if time.monotonic() + pause >= until:

@@ -189,7 +189,8 @@ class Transfers:
     def _connected(self, rank: int, until: float) -> tuple[socket.socket, Channel]:
         assert self._door is not None
         if rank not in self._to:
-            connection, channel = dial(self._endpoints[rank], self._key, self._door.me, rank, until)
+            where, me = self._endpoints[rank], self._door.me
+            connection, _, channel, _ = dial(where, self._key, me, rank, until, lambda connection: None)
             self._to[rank] = _ready(connection), channel
         return self._to[rank]
 

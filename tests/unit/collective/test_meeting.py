@@ -157,6 +157,36 @@ def test_strangers_at_the_port_of_a_rank_keep_nobody_out() -> None:
         connection.close()
 
 
+@pytest.mark.parametrize("error", [ConnectionResetError(), ProtocolError("it sent something else")])
+def test_a_rank_that_is_cut_off_between_its_two_proofs_tries_again(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check, cut = module._check, [0, 0]
+
+    def once(*words: Any) -> Any:
+        if not cut[0]:
+            cut[0] = 1
+            raise error
+        cut[1] += 1
+        return check(*words)
+
+    monkeypatch.setattr(module, "_check", once)
+    store = HashStore()
+    met = together(3, lambda rank: meet(meeting(rank, 3, store)))
+    assert [sorted(one.links) for one in met] == [[1, 2], [0], [0]] and not any(one.refusal for one in met)
+    assert cut == [1, 2]
+
+
+def test_a_rank_that_is_always_cut_off_names_the_other_one_and_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*words: Any) -> Any:
+        raise ConnectionResetError
+
+    monkeypatch.setattr(module, "_check", never)
+    store = HashStore()
+    met = together(2, lambda rank: meet(meeting(rank, 2, store, seconds=0.3 if rank else 0.6)))
+    assert "rank 1: rank 0 cannot be reached at 127.0.0.1" in str(met[1]) and "--ftp-interface" in str(met[1])
+
+
 TREE = bytes(module.NONCE) + (1).to_bytes(4, "big")
 
 
