@@ -22,7 +22,7 @@ import msgpack
 from ft_plugins.bubbles.bubble_plan import plan_bubbles
 from ft_plugins.bubbles.filling import transfers_of
 from ft_plugins.bubbles.messages import traffic
-from ft_plugins.bubbles.timeline_exchange import Summary
+from ft_plugins.bubbles.timeline_exchange import RankSummary
 from ft_plugins.bubbles.timeline_readers import TimelineReaders
 from ft_plugins.bubbles.timeline_values import Packed, pack
 from ft_plugins.bubbles.windows import Reserve
@@ -170,7 +170,7 @@ def _bubbles(job: ScaledJob) -> _Plan:
     places = [job.topology.coords(rank).pp for rank in range(world)]
     facts = SenderFacts(0.5, 1 << 20)
     senders = (facts,) * world
-    summary = Summary("", (), (0.0,), astuple(facts), len(parts[0]), (1 << 64) - 1, ("10.0.0.1", 40000))
+    summary = RankSummary("", (), (0.0,), astuple(facts), len(parts[0]), (1 << 64) - 1, ("10.0.0.1", 40000))
 
     def plan() -> int:
         reads = TimelineReaders(copies, stages).reads(world - 1)

@@ -36,7 +36,7 @@ from ..errors import FtError
 from ..model.timeline import Misses, Profile, SenderFacts, Timeline, median, reduce_work, reductions, strays
 from .gate import edge_tolerance
 from .record import Recorder
-from .timeline_exchange import GatherResult, Gathers, Readers, Summary, TimelineExchange
+from .timeline_exchange import GatherResult, Gathers, RankSummary, Readers, TimelineExchange
 from .timeline_values import Packed, pack
 
 _ATTEMPTS = 3  # to get a recording from every rank
@@ -133,7 +133,7 @@ class Profiler:
         self._left_out: list[int] = []  # iterations that were disturbed
         self._readers = readers
         self._exchange: TimelineExchange | None = None
-        self._summaries: list[Summary] = []
+        self._summaries: list[RankSummary] = []
         self._pending: GatherResult | None = None
         self._misses = settings.misses_of(1.0)  # no profile yet
         self._failure = ""  # of this rank, for the next message
@@ -216,7 +216,7 @@ class Profiler:
         except Exception as error:
             self._failure = self._described(error)
 
-    def _own_summary(self) -> tuple[Summary, bytes]:
+    def _own_summary(self) -> tuple[RankSummary, bytes]:
         """What this rank sends to all, and its packed timeline; b"" if there is none."""
         facts: tuple[Any, ...] = ()
         try:
@@ -224,18 +224,18 @@ class Profiler:
         except Exception as error:
             self._failure = self._failure or self._described(error)
         if self._failure or not self._recorded:
-            return Summary(self._failure), b""
+            return RankSummary(self._failure), b""
         timelines = [timeline for _, timeline in self._recorded]
         stray = sorted([*(self._recorded[index][0] for index in strays(timelines)), *self._left_out])
         usual = median(timelines)
-        return Summary("", stray, reductions(usual), facts), msgpack.packb(pack(usual))
+        return RankSummary("", stray, reductions(usual), facts), msgpack.packb(pack(usual))
 
     def _described(self, error: Exception) -> str:
         return f"rank {self._rank}: {type(error).__name__}: {error}"
 
     def _summarized(self, parts: Sequence[bytes]) -> ProfilingPhase:
         """Take the summaries of all ranks, and start to exchange timelines, if all have one."""
-        self._summaries = [Summary(*msgpack.unpackb(part, use_list=False)) for part in parts]
+        self._summaries = [RankSummary(*msgpack.unpackb(part, use_list=False)) for part in parts]
         failure = next((one.failure for one in self._summaries if one.failure), "")
         empty = [rank for rank, one in enumerate(self._summaries) if not one.nbytes]
         self._attempts += 1

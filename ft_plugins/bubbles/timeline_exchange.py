@@ -59,7 +59,7 @@ class Swaps(Protocol):
 class Gathers(Protocol):
     """The collective, as a profile uses it."""
 
-    def start_gather(self, payload: bytes, longest: int = 0) -> GatherResult:
+    def start_gather(self, payload: bytes) -> GatherResult:
         """Start to gather the payloads of all ranks."""
         ...
 
@@ -74,7 +74,7 @@ class Gathers(Protocol):
         ...
 
 
-class Summary(NamedTuple):
+class RankSummary(NamedTuple):
     """What a rank sends to all others."""
 
     failure: str = ""
@@ -98,7 +98,7 @@ class TimelineExchange:
         self._pending: GatherResult | None = None
         self._received: _Received | None = None
 
-    def summary(self, summary: Summary, timeline: bytes) -> Summary:
+    def summary(self, summary: RankSummary, timeline: bytes) -> RankSummary:
         """`summary` with what is to be known of the packed timeline; listens for those of others."""
         self._own = timeline
         if self._readers is not None:
@@ -109,11 +109,11 @@ class TimelineExchange:
             nbytes=len(timeline), digest=xxhash.xxh3_64_intdigest(timeline), endpoint=tuple(endpoint)
         )
 
-    def start(self, summaries: Sequence[Summary]) -> None:
+    def start(self, summaries: Sequence[RankSummary]) -> None:
         """Start to send and receive. Does not wait."""
         if self._readers is None or self._door is None or not all(one.endpoint for one in summaries):
             self.close()
-            self._pending = self._collective.start_gather(self._own, max(one.nbytes for one in summaries))
+            self._pending = self._collective.start_gather(self._own)
             return
         endpoints = [(str(host), int(port)) for host, port in (one.endpoint for one in summaries)]
         transfers = self._collective.through(self._door, endpoints, WAIT_SECONDS)
@@ -137,7 +137,7 @@ class _Received:
     """Timelines that arrive on a thread of their own."""
 
     def __init__(
-        self, rank: int, own: bytes, readers: TimelineReaders, summaries: Sequence[Summary],
+        self, rank: int, own: bytes, readers: TimelineReaders, summaries: Sequence[RankSummary],
         transfers: AbstractContextManager[Swaps],
     ) -> None:  # fmt: skip
         self._rank, self._own, self._transfers = rank, own, transfers

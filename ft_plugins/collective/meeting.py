@@ -182,8 +182,8 @@ def dial(
 ) -> tuple[socket.socket, int, Channel, T]:
     """Connect to `rank`, which listens at `where` for those that know `secret`, and `greet` it.
 
-    Tries again when the connection is cut off: it may have made room for others. Raises ProtocolError if the rank cannot
-    be reached in time, or is another one.
+    Tries again when the connection is cut off: it may have made room for others. Raises ProtocolError if the rank
+    cannot be reached in time, or is another one.
     """
     pause, longest = _PAUSE_SECONDS
     while True:

@@ -109,7 +109,7 @@ class Collective:
         """Every rank's payload, by rank. Raises ProtocolError if a rank is lost."""
         return self.start_gather(payload).result()
 
-    def start_gather(self, payload: bytes, longest: int = 0) -> PendingGather:
+    def start_gather(self, payload: bytes) -> PendingGather:
         """Start a gather. Does not wait."""
         call = self._switch.start(FrameKind.GATHER, framed(payload)) if self._switch is not None else None
         return PendingGather(self._switch, call, self.world_size, payload)

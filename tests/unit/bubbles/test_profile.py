@@ -35,7 +35,6 @@ class Round:
     """A gather that all ranks have to have started before one reads it."""
 
     parts: dict[int, bytes] = field(default_factory=dict)
-    longest: set[int] = field(default_factory=set)
 
 
 @dataclass
@@ -46,7 +45,6 @@ class Place:
     ranks: int
 
     def result(self) -> list[bytes]:
-        assert len(self.round.longest) == 1, "all ranks gave the same size"
         return [self.round.parts[rank] for rank in range(self.ranks)]
 
 
@@ -57,12 +55,11 @@ class Collective:
         self.rank, self.ranks, self.rounds = rank, ranks, rounds
         self.started = 0
 
-    def start_gather(self, payload: bytes, longest: int = 0) -> Place:
+    def start_gather(self, payload: bytes) -> Place:
         if self.started == len(self.rounds):
             self.rounds.append(Round())
         found = self.rounds[self.started]
         found.parts[self.rank] = payload
-        found.longest.add(longest)
         self.started += 1
         return Place(found, self.ranks)
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_plugins.bubbles.profile import Profiler, Profiling, ProfilingPhase
-from ft_plugins.bubbles.timeline_exchange import Summary, TimelineExchange
+from ft_plugins.bubbles.timeline_exchange import RankSummary, TimelineExchange
 from ft_plugins.bubbles.timeline_readers import TimelineReaders, receivers, sources
 from ft_plugins.collective import Collective
 from ft_plugins.errors import ConfigError, FtError, ProtocolError
@@ -194,10 +194,10 @@ def test_an_altered_timeline_is_refused() -> None:
             assert most_seconds <= 60, "training waits"
             return Altering()
 
-        def start_gather(self, payload: bytes, longest: int = 0) -> Any: ...
+        def start_gather(self, payload: bytes) -> Any: ...
 
     exchange = TimelineExchange(0, Two(), readers)
-    own = exchange.summary(Summary(), b"timeline")
+    own = exchange.summary(RankSummary(), b"timeline")
     exchange.start([own, own._replace(digest=1)])
     with pytest.raises(ProtocolError, match="the timeline of rank 1 was altered"):
         exchange.result()
