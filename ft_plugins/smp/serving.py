@@ -1,9 +1,9 @@
 """Serve connections: one thread watches those that are idle; one that has a request gets a thread as long as it has.
 
-Invariant: an idle connection costs no thread, and no more than `most` threads serve at a time. Connections beyond that
-wait, the oldest first, and a thread that has answered a request gives its place up to them. A request is read, carried
-out and answered by one thread. Threads are started by the watching one alone: a thread inherits the priority of the one
-that starts it, and serving may lower that (`traffic.step_back`).
+Invariant: a connection that has been idle for LINGER_SECONDS costs no thread, and no more than `most` threads serve at
+a time. Connections beyond that wait, the oldest first; a thread gives its place up to them after a reply, once it has
+served for TURN_SECONDS. A request is read, carried out and answered by one thread. Threads are started by the watching
+one alone: a thread inherits the priority of the one that starts it, and serving may lower that (`traffic.step_back`).
 
 In: open connections, functions to serve and to end one. Out: calls of these functions.
 """
@@ -21,8 +21,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
-# A thread stays with its connection for so long after a reply: the lanes of an exchange send frame after frame.
-LINGER_SECONDS = 0.05
+# A thread stays with its connection for so long after a reply, unless others wait: the lanes of an exchange send frame
+# after frame, and on a node that is fully loaded each change of threads costs as much as several frames.
+LINGER_SECONDS = 2.0
+TURN_SECONDS = 0.1
+_LOOK_SECONDS = (0.05, 0.005)  # how often a thread looks whether others wait; and while they do
 
 
 class HasConnection(Protocol):
@@ -151,10 +154,10 @@ class Serving(Generic[T]):
     # ---- a serving thread ----
 
     def _work(self, one: T) -> None:
-        goes_on = True
+        goes_on, began = True, time.monotonic()
         try:
             while goes_on := self._serve(one):
-                if self._waiting or self._closing or not _readable(one.connection):
+                if not self._stays(one, began):
                     break
         finally:
             with self._lock:
@@ -164,9 +167,18 @@ class Serving(Generic[T]):
             else:
                 self._wake_up()  # another one may wait
 
-
-def _readable(connection: socket.socket) -> bool:
-    """Whether a request arrives, or the connection ends, within LINGER_SECONDS."""
-    poller = select.poll()
-    poller.register(connection, select.POLLIN)
-    return bool(poller.poll(1000 * LINGER_SECONDS))
+    def _stays(self, one: T, began: float) -> bool:
+        """Whether this thread, which began to serve the connection at that time, goes on with it: there is a request,
+        or its end, within LINGER_SECONDS, and no other connection waits for too long."""
+        poller = select.poll()
+        poller.register(one.connection, select.POLLIN)
+        until = time.monotonic() + LINGER_SECONDS
+        while not self._closing and (now := time.monotonic()) < until:
+            crowded = bool(self._waiting) and self._active >= self._most
+            if crowded and now - began >= TURN_SECONDS:
+                return False
+            if poller.poll(1000 * _LOOK_SECONDS[crowded]):
+                return True
+            if crowded:
+                return False
+        return False
