@@ -227,7 +227,7 @@ def test_vectors_of_each_width_give_the_same_bytes(feature: str) -> None:
         f"llvm.get_host_cpu_features = lambda: llvm.targets.FeatureMap({ {feature: True} })\n"
         "from ft_plugins.redundancy import blocked, compiled\n"
         "sources = list(np.random.default_rng(1).integers(0, 256, (5, 1003), dtype=np.uint8))\n"
-        "rows = [[1] * 5, [2, 3, 200, 255, 0]]\n"
+        "rows = (1,) * 5, (2, 3, 200, 255, 0)\n"
         "one, other = np.zeros((2, 2, 1003), np.uint8)\n"
         "compiled.combine(list(one), sources, rows, False)\n"
         "blocked.combine(list(other), sources, rows, False)\n"
