@@ -69,6 +69,18 @@ def until_stopped(job: RunningJob, rank: int) -> None:
     wait_until_stopped([e.pid for e in job.events(catalogue.RANK_ATTACHED.name) if e.rank == rank][-1], BOUND)
 
 
+def until_restored(nodes: Iterable[RunningJob]) -> None:
+    """Wait until all ranks of every node have been restored for the first time."""
+
+    def restored(lines: list[Entry]) -> bool:
+        names = [entry["name"] for entry in lines]
+        assert catalogue.STATE_LOST.name not in names, "no tier had a version"
+        return names.count(catalogue.STATE_RESTORED.name) == PER_NODE
+
+    for job in nodes:
+        until(job, restored)
+
+
 def until_committed_since(nodes: Iterable[RunningJob], time: float) -> None:
     """Wait until every node has committed a version after `time`."""
 
@@ -182,8 +194,7 @@ def test_a_job_of_16_nodes_loses_two_of_different_groups_and_one_that_connects_o
     for name, place in zip(pair, places[NODES:], strict=False):
         job.start(name, place)
 
-    for name in job.nodes:
-        until(job.nodes[name], lambda lines: sum(e["name"] == catalogue.STATE_RESTORED.name for e in lines) == PER_NODE)
+    until_restored(job.nodes.values())
     restores = all_events(job.nodes.values(), catalogue.STATE_RESTORED.name)
     gone = [rank for position in PAIR for rank in ranks_at(position)]
     first = assert_recovered(job, restores, gone, pair, range(1, FIRST_STOP))
