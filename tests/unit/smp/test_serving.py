@@ -53,6 +53,7 @@ class Echo:
 
     def __init__(self, most: int, idle_seconds: float = 100.0) -> None:
         self.go_on = threading.Event()
+        self.begun = threading.Event()
         self.serving = Serving[One](self.serve, self.end, NAME, most, idle_seconds)
         self.made: list[One] = []
         self.most_threads = 0
@@ -68,6 +69,7 @@ class Echo:
         self.most_threads = max(self.most_threads, threads())
         what = one.connection.recv(1)
         if what == b"w":
+            self.begun.set()
             self.go_on.wait(SECONDS)
         if what in (b"", b"x"):
             self.end(one, "asked to")
@@ -113,7 +115,7 @@ def test_requests_beyond_the_threads_wait_and_are_answered_in_turn(echo: Callabl
     slow, quick = [there.one() for _ in range(2)], [there.one() for _ in range(6)]
     for one in slow:
         one.ask(b"w")
-    wait(lambda: threads() == 2)
+    wait(lambda: there.serving._active == 2)
     for one in quick:
         one.ask(b"q")
     quick[0].peer.settimeout(0.1)
@@ -143,6 +145,36 @@ def test_one_that_asks_again_and_again_keeps_no_other_waiting(echo: Callable[...
     thread.join()
 
 
+def test_connections_that_are_served_keep_their_threads_while_others_only_wait_for_theirs_to_start(
+    echo: Callable[..., Echo], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a loaded node a thread takes long to start; there are as many as there are connections."""
+    started: list[str] = []
+    start = threading.Thread.start
+
+    def slow(thread: threading.Thread) -> None:
+        if thread.name == NAME:
+            started.append(thread.name)
+            time.sleep(0.05)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", slow)
+    there = echo(8)
+    ones = [there.one() for _ in range(8)]
+
+    def ask(one: One) -> None:
+        for _ in range(100):
+            one.ask(b"a")
+            assert one.answer() == b"a"
+
+    asking = [threading.Thread(target=ask, args=(one,)) for one in ones]
+    for thread in asking:
+        thread.start()
+    for thread in asking:
+        thread.join()
+    assert len(started) == 8, "one for each connection, for all of its requests"
+
+
 def test_one_that_is_idle_for_too_long_is_ended_without_a_reason(echo: Callable[..., Echo]) -> None:
     there = echo(4, 0.3)
     idle, used = there.one(), there.one()
@@ -158,7 +190,7 @@ def test_closing_ends_idle_ones_and_the_others_after_their_request(echo: Callabl
     there = echo(4)
     idle, busy = there.one(), there.one()
     busy.ask(b"w")
-    wait(lambda: threads() == 1)
+    assert there.begun.wait(SECONDS)
     there.serving.close()
     assert idle.ended == [""] and busy.ended == []
     there.go_on.set()
