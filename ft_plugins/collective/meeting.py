@@ -5,7 +5,8 @@ rank proves twice that it belongs there: by the nonce that rank 0 leaves in the 
 job's secret. If only the first holds, the two ranks have different secrets: they can report that to all ranks, and
 nothing else.
 
-A rank with others below it writes one entry, each rank but rank 0 reads one.
+Rank 0 writes what all ranks have to know: the nonce, and how many ranks a node has. A rank with others below it writes
+where it listens. A rank reads the entry of rank 0 and that of the rank above it, and writes one at most.
 
 In: the store, the rank's place, the secret. Out: a link to each neighbour, the nonce, what is wrong with a secret.
 """
@@ -30,10 +31,11 @@ from ..smp.channel import HANDSHAKE_LIMIT, Channel, ClientHandshake, Party, Serv
 from ..smp.connections import RejectedConnections
 from ..smp.unproven import Unproven
 from .rank_links import Link
-from .rank_tree import RankPlace
+from .rank_tree import RankPlace, place_of
 
 NONCE = 32  # bytes
-_ENTRY_LIMIT = NONCE + 2 + 64  # bytes: nonce, port, address
+_ENTRY_LIMIT = 2 + 64  # bytes: port, address
+_MOST_ON_NODE = 1 << 16  # ranks
 _PAUSE_SECONDS = (0.02, 1.0)  # before a rank tries to connect again: first, longest
 _PURPOSE = "ranks"
 
@@ -46,7 +48,9 @@ class RankMeeting:
 
     store: Any  # torch.distributed.Store
     name: str
-    place: RankPlace
+    rank: int
+    world_size: int
+    on_node: int  # ranks of this node; rank 0's is used by all
     secret: bytes
     address: str  # of this node
     encrypt: bool
@@ -56,11 +60,13 @@ class RankMeeting:
 
 @dataclass(frozen=True)
 class Met:
-    """The neighbours, by rank. `key` is known to this job's ranks of this incarnation alone, as far as it has a secret.
+    """The place of this rank, and its neighbours by rank. `key` is known to this job's ranks of this incarnation alone,
+    as far as it has a secret.
 
     `refusal`: why the ranks cannot work together; '' if they can.
     """
 
+    place: RankPlace
     links: dict[int, Link]
     key: bytes
     refusal: str
@@ -69,10 +75,9 @@ class Met:
 def meet(meeting: RankMeeting) -> Met:
     """Connect to the neighbours in the tree. Every rank calls. Raises ProtocolError if they cannot be reached in time,
     ConfigError if this node's address cannot be used."""
-    place, until = meeting.place, time.monotonic() + meeting.seconds
-    nonce, parent_at = secrets.token_bytes(NONCE), ("", 0)
-    if place.parent is not None:
-        nonce, parent_at = _read_entry(meeting, place.parent)
+    until = time.monotonic() + meeting.seconds
+    nonce, on_node = _agree_on_tree(meeting)
+    place = place_of(meeting.rank, meeting.world_size, on_node)
     key = hmac.digest(meeting.secret or b"none", b"ft_plugins ranks" + nonce, "sha256")
     links: dict[int, Link] = {}
     refusals: list[str] = []
@@ -87,9 +92,10 @@ def meet(meeting: RankMeeting) -> Met:
     with Door(meeting.address, nonce, meeting.name, place.rank, meeting.events) as door:
         if place.children:
             door.open()
-            port = door.endpoint[1].to_bytes(2, "big")
-            _ask(meeting, lambda: meeting.store.set(_key(meeting, place.rank), nonce + port + meeting.address.encode()))
+            entry = door.endpoint[1].to_bytes(2, "big") + meeting.address.encode()
+            _ask(meeting, lambda: meeting.store.set(_key(meeting, str(place.rank)), entry))
         if place.parent is not None:
+            parent_at = _read_entry(meeting, place.parent)
             connection, channel, proven = _reach_parent(parent_at, nonce, door.me, place.parent, until, key, proving)
             admit(connection, place.parent, channel, proven)
         while len(links) < len(place.children) + (place.parent is not None):
@@ -98,7 +104,7 @@ def meet(meeting: RankMeeting) -> Met:
                 admit(connection, rank, channel, _check(connection, until, key, proving))
             except (OSError, ProtocolError):  # cut off: it tries again
                 connection.close()
-    return Met(links, key, refusals[0] if refusals else "")
+    return Met(place, links, key, refusals[0] if refusals else "")
 
 
 class Door:
@@ -265,27 +271,43 @@ def _message(connection: socket.socket, until: float) -> dict[str, Any]:
     return message
 
 
-def _key(meeting: RankMeeting, rank: int) -> str:
-    return f"ft_plugins/ranks/{meeting.name}/{rank}"
+def _key(meeting: RankMeeting, what: str) -> str:
+    return f"ft_plugins/ranks/{meeting.name}/{what}"
 
 
 def _ask(meeting: RankMeeting, call: Callable[[], Any]) -> Any:
     try:
         return call()
     except RuntimeError as error:  # of torch
-        raise ProtocolError(f"rank {meeting.place.rank}: the job's store did not answer: {error}") from error
+        raise ProtocolError(f"rank {meeting.rank}: the job's store did not answer: {error}") from error
 
 
-def _read_entry(meeting: RankMeeting, rank: int) -> tuple[bytes, tuple[str, int]]:
-    """The incarnation's nonce, and where `rank` listens. Waits until it has said so. Raises ProtocolError."""
-    entry = bytes(_ask(meeting, lambda: meeting.store.get(_key(meeting, rank))))
+def _agree_on_tree(meeting: RankMeeting) -> tuple[bytes, int]:
+    """The incarnation's nonce, and how many ranks of a node the tree assumes: of rank 0. Raises ProtocolError."""
+    if meeting.rank == 0:
+        nonce, on_node = secrets.token_bytes(NONCE), min(meeting.on_node, _MOST_ON_NODE)
+        _ask(meeting, lambda: meeting.store.set(_key(meeting, "tree"), nonce + on_node.to_bytes(4, "big")))
+        return nonce, on_node
+    entry = bytes(_ask(meeting, lambda: meeting.store.get(_key(meeting, "tree"))))
+    on_node = int.from_bytes(entry[NONCE:], "big")
+    if len(entry) != NONCE + 4 or not 0 < on_node <= _MOST_ON_NODE:
+        raise _foreign(meeting, 0, f"{len(entry)} bytes, {on_node} ranks on a node")
+    return entry[:NONCE], on_node
+
+
+def _read_entry(meeting: RankMeeting, rank: int) -> tuple[str, int]:
+    """Where `rank` listens. Waits until it has written that. Raises ProtocolError."""
+    entry = bytes(_ask(meeting, lambda: meeting.store.get(_key(meeting, str(rank)))))
     try:
-        if not NONCE + 2 < len(entry) <= _ENTRY_LIMIT:
+        if not 2 < len(entry) <= _ENTRY_LIMIT:
             raise ValueError(f"{len(entry)} bytes")
-        address = str(ipaddress.ip_address(entry[NONCE + 2 :].decode()))
+        return str(ipaddress.ip_address(entry[2:].decode())), int.from_bytes(entry[:2], "big")
     except ValueError as error:
-        raise ProtocolError(
-            f"rank {meeting.place.rank}: what the job's store has of rank {rank} is no address ({error}): another "
-            "process writes to the store; make sure that only the job's nodes reach its port"
-        ) from error
-    return entry[:NONCE], (address, int.from_bytes(entry[NONCE : NONCE + 2], "big"))
+        raise _foreign(meeting, rank, str(error)) from error
+
+
+def _foreign(meeting: RankMeeting, rank: int, reason: str) -> ProtocolError:
+    return ProtocolError(
+        f"rank {meeting.rank}: the entry of rank {rank} in the job's store makes no sense ({reason}): another process "
+        "writes to the store; make sure that only the job's nodes reach its port"
+    )

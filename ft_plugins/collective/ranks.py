@@ -26,7 +26,6 @@ from ..events import Events
 from ..smp.own_address import own_address
 from .meeting import Door, RankMeeting, meet
 from .operations import FrameKind, failed, failure, framed, payloads
-from .rank_tree import place_of
 from .switch import Call, Switch
 from .transfers import Transfers
 
@@ -85,14 +84,13 @@ class Collective:
             return
         context = context or launch_context()
         store: Any = dist.distributed_c10d._get_default_store()
-        place = place_of(self.rank, self.world_size, context.local_world_size)
         self._meeting = RankMeeting(
-            store, str(next(_numbers)), place, secret, own_address(interface, context.master_addr), encrypt,
-            store.timeout.total_seconds(), events or Events(),
+            store, str(next(_numbers)), self.rank, self.world_size, context.local_world_size, secret,
+            own_address(interface, context.master_addr), encrypt, store.timeout.total_seconds(), events or Events(),
         )  # fmt: skip
         met = meet(self._meeting)
         self._key = met.key
-        self._switch = Switch(place, met.links, self._meeting.seconds)
+        self._switch = Switch(met.place, met.links, self._meeting.seconds)
         self._raise_together(ConfigError(met.refusal) if met.refusal else None)
 
     def close(self) -> None:

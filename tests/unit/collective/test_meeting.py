@@ -16,7 +16,6 @@ from ft_plugins.collective import meeting as module
 from ft_plugins.collective.meeting import Met, RankMeeting, meet
 from ft_plugins.collective.operations import FrameKind, RankFrame, framed, payloads
 from ft_plugins.collective.rank_links import UNIT, Link
-from ft_plugins.collective.rank_tree import place_of
 from ft_plugins.collective.switch import Switch
 from ft_plugins.errors import FtError, ProtocolError
 from ft_plugins.events import Events
@@ -54,14 +53,14 @@ def meeting(
     seconds: float = SECONDS,
     encrypt: bool = False,
 ) -> RankMeeting:
-    return RankMeeting(store, "0", place_of(rank, count, on_node), secret, "127.0.0.1", encrypt, seconds, Events())
+    return RankMeeting(store, "0", rank, count, on_node, secret, "127.0.0.1", encrypt, seconds, Events())
 
 
 @contextlib.contextmanager
 def switches(count: int, on_node: int = 1, seconds: float = SECONDS) -> Iterator[list[Switch]]:
     store = HashStore()
     met: list[Met] = together(count, lambda rank: meet(meeting(rank, count, store, on_node=on_node)))
-    made = [Switch(place_of(rank, count, on_node), met[rank].links, seconds) for rank in range(count)]
+    made = [Switch(one.place, one.links, seconds) for one in met]
     try:
         yield made
     finally:
@@ -91,8 +90,7 @@ def test_a_lost_rank_ends_the_operation_on_all_with_its_name(lost: int) -> None:
     with switches(8, 4) as made:
         others = [rank for rank in range(8) if rank != lost]
         calls = {rank: made[rank].start(FrameKind.GATHER, b"") for rank in others}
-        for link in made[lost]._links.values():
-            link.connection.shutdown(socket.SHUT_RDWR)  # as the kernel does for a process that is killed
+        made[lost].close()  # its connections, as the kernel does for a process that was killed
         for rank, call in calls.items():
             with pytest.raises(ProtocolError, match=rf"the connection to rank ({lost}|0|4) is lost"):
                 made[rank].result(call)
@@ -147,7 +145,7 @@ def test_strangers_at_the_port_of_a_rank_keep_nobody_out() -> None:
     def work(rank: int) -> Any:
         if rank == 1:
             entry = store.get("ft_plugins/ranks/0/0")
-            port = int.from_bytes(entry[module.NONCE : module.NONCE + 2], "big")
+            port = int.from_bytes(entry[:2], "big")
             for _ in range(30):
                 silent.append(socket.create_connection(("127.0.0.1", port), 5))
             silent[0].sendall(b"\0\0\0\5hello")
@@ -189,19 +187,42 @@ def test_a_rank_that_is_always_cut_off_names_the_other_one_and_the_remedy(monkey
     assert "rank 1: rank 0 cannot be reached at 127.0.0.1" in str(met[1]) and "--ftp-interface" in str(met[1])
 
 
-@pytest.mark.parametrize("entry", [b"", bytes(40), bytes(34) + b"not an address", bytes(34) + b"1" * 65])
-def test_what_a_stranger_writes_to_the_store_is_refused(entry: bytes) -> None:
+TREE = bytes(module.NONCE) + (1).to_bytes(4, "big")
+
+
+@pytest.mark.parametrize(
+    "key, entry",
+    [
+        ("tree", b""),
+        ("tree", bytes(36)),
+        ("tree", TREE + b"1"),
+        ("tree", bytes(32) + b"\xff" * 4),
+        ("0", b""),
+        ("0", bytes(2) + b"not an address"),
+        ("0", bytes(2) + b"1" * 65),
+    ],
+)
+def test_what_a_stranger_writes_to_the_store_is_refused(key: str, entry: bytes) -> None:
     store = HashStore()
-    store.set("ft_plugins/ranks/0/0", entry)
-    with pytest.raises(ProtocolError, match="what the job's store has of rank 0 is no address"):
+    store.set("ft_plugins/ranks/0/tree", TREE)
+    store.set(f"ft_plugins/ranks/0/{key}", entry)
+    with pytest.raises(ProtocolError, match="rank 1: the entry of rank 0 in the job's store makes no sense"):
         meet(meeting(1, 2, store))
+
+
+def test_nodes_with_different_numbers_of_ranks_form_one_tree() -> None:
+    """The last node has one rank; each knows its own number only."""
+    store = HashStore()
+    met = together(5, lambda rank: meet(meeting(rank, 5, store, on_node=1 if rank == 4 else 2)))
+    assert [one.place.parent for one in met] == [None, 0, 0, 2, 0]
 
 
 def test_where_nobody_listens_the_rank_and_the_remedy_are_named() -> None:
     store = HashStore()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    store.set("ft_plugins/ranks/0/0", bytes(module.NONCE) + port.to_bytes(2, "big") + b"127.0.0.1")
+    store.set("ft_plugins/ranks/0/tree", TREE)
+    store.set("ft_plugins/ranks/0/0", port.to_bytes(2, "big") + b"127.0.0.1")
     with pytest.raises(ProtocolError, match=f"rank 1: rank 0 cannot be reached at 127.0.0.1:{port} .*--ftp-interface"):
         meet(meeting(1, 2, store, seconds=0.2))
 
