@@ -9,7 +9,7 @@ from workloads.tree_scale import measure
 DETECT = 1.5
 
 
-@pytest.mark.parametrize(("nodes", "depth", "sockets"), [(1, 0, 0), (8, 1, 7), (40, 2, 17)])
+@pytest.mark.parametrize(("nodes", "depth", "sockets"), [(1, 0, 0), (8, 1, 7), (40, 2, 9)])
 def test_a_small_job_is_measured(nodes: int, depth: int, sockets: int) -> None:
     figures = measure(nodes, 2.0, DETECT)
     assert (figures.nodes, figures.depth, figures.iterations, figures.sockets) == (nodes, depth, 2, sockets)

@@ -23,7 +23,7 @@ from ft_plugins.errors import ResumeError
 from ft_plugins.recovery.facts import NodeFacts, RankFacts
 from ft_plugins.recovery.recovery_plan import RecoveryPlan, Way, choose_source, newest_committed, plan_recovery
 from ft_plugins.redundancy.exchange_plan import plan_exchange
-from ft_plugins.smp.agreement import ExchangeDecision, ExchangeEpoch, NodeReport, decide
+from ft_plugins.smp.agreement import ExchangeDecision, ExchangeEpoch, NodeReport, decide, merge, summarize
 from ft_plugins.snapshot.slots import Pin, Slot, SlotState, Version, choose, pinnable_slot, slots_for, voided_slots
 
 DIGEST = 77
@@ -244,7 +244,7 @@ class Job:
         position = self.nodes.index(node)
         self.heard[position] = node.report(self.lineage)
         epoch = ExchangeEpoch(self.lineage, self.base, len(self.nodes), self.interval)
-        self.before = decide(epoch, self.before, self.heard)
+        self.before = decide(epoch, self.before, merge(summarize(*each) for each in self.heard.items()))
         if not deaf:
             node.follow(self.before)
 

@@ -268,12 +268,12 @@ def test_a_lost_node_of_1024_is_declared_by_all_others_once_and_nothing_is_commi
     job = SimulatedJob(1024)
     job.round()
     job.train()
-    job.nodes[77].down = True
+    job.nodes[777].down = True  # no node is below it
     rounds = int(DETECT / job.trees[0].heartbeat_seconds) + 3
     for _ in range(rounds):
         job.round()
     assert job.committed() == {None}
-    assert all(node.declared == [(77,)] for node in job.nodes if not node.down)
+    assert all(node.declared == [(777,)] for node in job.nodes if not node.down)
 
 
 def test_after_a_recovery_of_4096_nodes_the_restored_version_is_committed_first() -> None:
