@@ -234,6 +234,7 @@ class Session:
             self._guarded(lambda reft: reft.close(in_order=True), over=True)
             self._reft = None
             self._events.emit(catalogue.RANK_ENDED)
+        self._collective.close()
 
     def _guarded(self, call: Callable[[Reft], object], over: bool = False) -> None:
         """Call REFT. If it fails, protection degrades and training continues, on all ranks.

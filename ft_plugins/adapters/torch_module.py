@@ -19,10 +19,12 @@ import xxhash
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..collective import Collective
+from ..config import Config, launch_context
 from ..errors import ConfigError, InventoryError, UnsupportedError
+from ..events import Events
 from ..snapshot import codec
 from ..snapshot.copiers import flat_bytes
+from ..systems.claim import join_ranks
 from .host_parts import local_part
 
 _DEPTH = 3  # of the attributes searched for schedulers
@@ -179,7 +181,8 @@ def require_equal_replicas(
     messages.
     """
     own = {name: (_digest(name, tensor), first) for name, (tensor, first) in replicas.items()}
-    with Collective() as collective:
+    context = launch_context()
+    with join_ranks(context.config or Config(), context, Events()) as collective:
         gathered = [msgpack.unpackb(part) for part in collective.gather(msgpack.packb(own))]
     for other, theirs in enumerate(gathered):
         names = theirs.keys() | gathered[0].keys()

@@ -36,6 +36,7 @@ from .rank_tree import RankPlace, place_of
 NONCE = 32  # bytes
 _ENTRY_LIMIT = 2 + 64  # bytes: port, address
 _MOST_ON_NODE = 1 << 16  # ranks
+_PROOF_SECONDS = 15.0  # for the second proof of a rank that has sent the first
 _PAUSE_SECONDS = (0.02, 1.0)  # before a rank tries to connect again: first, longest
 _PURPOSE = "ranks"
 
@@ -103,7 +104,12 @@ def meet(meeting: RankMeeting) -> Met:
         while len(links) < len(place.children) + (place.parent is not None):
             connection, rank, channel = door.next(until, set(place.children) - links.keys())
             try:
-                admit(connection, rank, channel, _check(connection, until, key, proving))
+                admit(
+                    connection,
+                    rank,
+                    channel,
+                    _check(connection, min(until, time.monotonic() + _PROOF_SECONDS), key, proving),
+                )
             except (OSError, ProtocolError):  # cut off: it tries again
                 connection.close()
     return Met(place, links, key, refusals[0] if refusals else "")

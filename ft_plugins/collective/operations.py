@@ -120,9 +120,10 @@ class Operations:
 
     def missing(self) -> list[int]:
         """The neighbours that the oldest unfinished operation waits for."""
-        if not self._joining:
+        joining = dict(self._joining)  # another thread changes it
+        if not joining:
             return [] if self._place.parent is None else [self._place.parent]
-        parts = self._joining[min(self._joining)].parts
+        parts = joining[min(joining)].parts
         return [child for child in self._place.children if child not in parts]
 
     def _join(self, rank: int, frame: RankFrame) -> list[Action]:

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 
 from ..errors import ProtocolError
 from ..smp.channel import TAG, Channel
+from ..smp.wire import keep_alive
 from .operations import Buffer, FrameKind, RankFrame
 
 UNIT = 1 << 20  # bytes that have one tag: larger ones would not be faster
@@ -36,8 +37,8 @@ class Link:
     def __init__(self, rank: int, connection: socket.socket, channel: Channel) -> None:
         """`rank` is the neighbour's."""
         connection.setblocking(False)
-        with contextlib.suppress(OSError):  # a Unix socket has no such option
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with contextlib.suppress(OSError):  # a Unix socket has no such options
+            keep_alive(connection)
         self.rank = rank
         self.connection = connection
         self._seal = channel.sealer.seal
@@ -129,7 +130,9 @@ class Link:
         return RankFrame(kind, number, body)
 
     def close(self) -> None:
-        """Close the connection; what was written still arrives."""
+        """Close the connection, also for processes that have inherited it; what was written still arrives."""
+        with contextlib.suppress(OSError):  # the other end is gone
+            self.connection.shutdown(socket.SHUT_WR)
         self.connection.close()
 
 

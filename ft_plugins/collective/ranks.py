@@ -92,7 +92,13 @@ class Collective:
         met = meet(self._meeting)
         self._key = met.key
         self._switch = Switch(met.place, met.links, self._meeting.seconds)
-        self._raise_together(ConfigError(met.refusal) if met.refusal else None)
+        try:
+            self._raise_together(ConfigError(met.refusal) if met.refusal else None)
+            if met.refusal:  # what a neighbour without the secret says is not believed
+                raise ConfigError(met.refusal)
+        except FtError:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Close the connections; no operation may follow. Idempotent."""

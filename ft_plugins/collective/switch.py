@@ -15,6 +15,7 @@ import select
 import selectors
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from .rank_links import Link
 from .rank_tree import RankPlace
 
 _PARTING_SECONDS = 1.0  # in which the reason of a loss is sent on
+_SWITCHES: weakref.WeakSet[Switch] = weakref.WeakSet()  # of this process
 
 
 @dataclass
@@ -58,6 +60,7 @@ class Switch:
         self._selector.register(self._wake, selectors.EVENT_READ)
         for link in self._links.values():
             self._selector.register(link.connection, selectors.EVENT_READ, link)
+        _SWITCHES.add(self)
         self._thread = threading.Thread(target=self._run, name="ft-ranks", daemon=True)
         self._thread.start()
 
@@ -99,9 +102,18 @@ class Switch:
 
     def close(self) -> None:
         """Close the connections, after what this rank has passed on was sent. Idempotent."""
-        self._closing = True
-        self._notify()
-        self._thread.join(_PARTING_SECONDS)
+        with self._lock:
+            self._closing = True
+            self._notify()
+        self._thread.join(2 * _PARTING_SECONDS)
+
+    def close_copies(self) -> None:
+        """In a child that was forked: close what it has inherited, so the others notice the end of this rank."""
+        for link in self._links.values():
+            link.connection.close()
+        self._selector.close()
+        if self._wake >= 0:
+            os.close(self._wake)
 
     def _request(self, call: Callable[[], None], waiting: Call | None = None) -> None:
         with self._lock:
@@ -109,11 +121,13 @@ class Switch:
                 _fail(waiting, self._reason or f"rank {self._place.rank}: the connections are closed")
                 return
             self._requests.append((call, waiting))
-        self._notify()
+            self._notify()
 
     def _notify(self) -> None:
-        with contextlib.suppress(OSError):  # closed meanwhile, or full: it is awake anyway
-            os.eventfd_write(self._wake, 1)
+        """Wake the thread. Call with the lock held: the descriptor is -1 once it is closed."""
+        if self._wake >= 0:
+            with contextlib.suppress(BlockingIOError):  # full: it is awake anyway
+                os.eventfd_write(self._wake, 1)
 
     # ---- the thread ----
 
@@ -232,12 +246,24 @@ class Switch:
         with self._lock:
             self._reason = self._reason or f"rank {self._place.rank}: the connections are closed"
             left_over = [call for _, call in self._requests]
+        for _, done in self._finishing:  # a result that is here is not lost
+            done.over.set()
         for call in (*self._calls.values(), *left_over):
             _fail(call, self._reason)
         for link in self._links.values():
             link.close()
         self._selector.close()
-        os.close(self._wake)
+        with self._lock:
+            os.close(self._wake)
+            self._wake = -1
+
+
+def _close_copies() -> None:
+    for switch in tuple(_SWITCHES):
+        switch.close_copies()
+
+
+os.register_at_fork(after_in_child=_close_copies)
 
 
 def _fail(call: Call | None, reason: str) -> None:

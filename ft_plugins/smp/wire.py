@@ -230,12 +230,18 @@ def _wait_established(connection: socket.socket, deadline: float) -> None:
 
 def _set_timeouts(connection: socket.socket) -> None:
     """Have the kernel bound every wait for the peer, and detect when it is gone. Raises OSError."""
+    keep_alive(connection)
+    limit_in_kernel(connection, PART_SECONDS)
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Have the kernel send small messages at once, and detect when the peer of an idle connection is gone. Raises
+    OSError."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in {**_KEEPALIVE, "TCP_USER_TIMEOUT": int(1000 * PART_SECONDS)}.items():
         if (option := getattr(socket, name, None)) is not None:  # not on every system
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
-    limit_in_kernel(connection, PART_SECONDS)
 
 
 def _expected(message: dict[str, Any] | None) -> dict[str, Any]:

@@ -73,7 +73,6 @@ class Reft:
         self._capture: Capture | None = None
         self._lineage = 0
         self._base: Version | None = None  # the restored version
-        self._peer_degraded = False
         self.exchange = ExchangeRole()
         self._small_bytes = 0  # of the newest version
 
@@ -132,7 +131,7 @@ class Reft:
         faults.reach("restore.end")
         self._lineage, self._base = plan.lineage, plan.version
         self._capture = Capture(
-            segment, self.plan.layout, self._host.tensors, self._token, self._reports.sealed, self._check_peers
+            segment, self.plan.layout, self._host.tensors, self._token, self._reports.sealed, self._reports.print_alarms
         )
         self._reports.restored(
             plan, seconds=time.perf_counter() - started, verify_seconds=recovered.verify_seconds,
@@ -144,9 +143,14 @@ class Reft:
 
     def iteration_end(self, step: int, kept: Mapping[str, torch.Tensor] | None = None) -> None:
         """The version point: start a capture at the interval. `kept`: copies of the items that changed since it, if it
-        is past. Raises PeerDegraded."""
+        is past. Raises PeerDegraded.
+
+        A rank whose capture failed announces that at its fence, before its update, and goes on when all ranks know it;
+        this rank needed the gradients of that rank for its own update. So the last version that all ranks hold is not
+        overwritten.
+        """
         self.record_completed(step)
-        if self._peer_degraded:
+        if self._collective.announced(DEGRADED):
             raise PeerDegraded("another rank lost protection: the versions that all ranks hold stay, none is added")
         if self._capture is not None and step % self._interval == 0:
             small = self.plan.small()
@@ -241,12 +245,3 @@ class Reft:
         if self._capture is not None:
             self._capture.close()
             self._capture = None
-
-    def _check_peers(self) -> None:
-        """Check whether another rank has stopped capturing. Called after the update, so before the next capture.
-
-        A rank whose capture failed announces that at its fence, before its update, and this rank needs the gradients of
-        that rank for its own. So the last version that all ranks hold is not overwritten.
-        """
-        self._peer_degraded = self._collective.announced(DEGRADED)
-        self._reports.print_alarms()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -303,3 +305,35 @@ def test_the_length_of_a_unit_is_bounded(head: bytes) -> None:
     near.connection.sendall(head)
     with pytest.raises(ProtocolError, match="was announced; the limit is"):
         list(far.read())
+
+
+def test_closing_twice_touches_no_descriptor_that_is_another_files_by_then(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    path.write_bytes(b"")
+    with switches(2) as made:
+        number = made[0]._wake
+        made[0].close()
+        other = os.open(path, os.O_WRONLY)
+        try:
+            os.dup2(other, number)  # the same one, if the system gave it out again
+            made[0].close()
+            assert path.read_bytes() == b""
+        finally:
+            for each in {other, number}:
+                os.close(each)
+
+
+def test_a_forked_child_keeps_no_connection_of_its_parent() -> None:
+    with switches(2) as made:
+        descriptors = [link.connection.fileno() for switch in made for link in switch._links.values()]
+        read, write = os.pipe()
+        if (child := os.fork()) == 0:
+            left = [number for number in descriptors if os.path.exists(f"/proc/self/fd/{number}")]
+            os.write(write, str(left).encode())
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert os.read(read, 1000) == b"[]"
+        os.close(read)
+        os.close(write)
+        calls = [switch.start(FrameKind.GATHER, framed(b"1")) for switch in made]
+        assert payloads(made[1].result(calls[1]), 2) == [b"1", b"1"], "the parent keeps its own"

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ft_plugins.collective import Collective, Transfers
+from ft_plugins.collective import Collective, Transfers, operations
 from ft_plugins.collective import transfers as module
 from ft_plugins.collective.transfers import _Outgoing
 from ft_plugins.errors import BudgetError, ConfigError, FtError, ProtocolError, ResumeError
@@ -209,3 +209,19 @@ def test_ranks_with_different_secrets_all_say_so(ranks: Ranks, other: bytes) -> 
     found = ranks(_unlike, 3, SECRET, SECRET, other)
     assert all("give --ftp-secret-file, with the same content" in words for words in found)
     assert all(words.startswith("rank 0: rank 2 has another secret") for words in found), "the lowest speaks for all"
+
+
+def _deceived(rank: int, world: int) -> str:
+    """Rank 0 does not know the secret, and reports below that there is no error."""
+    if rank == 0:
+        operations._JOIN = {**operations._JOIN, operations.FrameKind.AGREE: lambda parts: b""}
+    try:
+        Collective(b"another secret, as long" if rank == 0 else SECRET)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_what_a_rank_without_the_secret_reports_is_not_believed(ranks: Ranks) -> None:
+    found = ranks(_deceived, 2)
+    assert found[1].startswith("rank 1: rank 0 has another secret"), found
