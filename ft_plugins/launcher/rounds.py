@@ -114,11 +114,6 @@ class Turnout:
         return cls(len(candidates), last, last_size, back)
 
 
-def size_now(rules: Rules, candidates: Sequence[Candidate], waited: float) -> int:
-    """`size_of` for these nodes."""
-    return size_of(rules, Turnout.of(candidates), waited)
-
-
 def size_of(rules: Rules, turnout: Turnout, waited: float) -> int:
     """The size of the round that can begin now, `waited` seconds after there were enough nodes; 0: not yet.
 

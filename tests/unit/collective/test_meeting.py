@@ -1,4 +1,4 @@
-"""Ranks find each other through the store, and believe nobody without the secret. The ranks are threads here."""
+"""Ranks find each other through the store, and believe none without the secret. The ranks are threads here."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_ranks_that_differ_in_encryption_say_so() -> None:
     ]
 
 
-def test_strangers_at_the_port_of_a_rank_keep_nobody_out() -> None:
+def test_strangers_at_the_port_of_a_rank_keep_no_rank_out() -> None:
     store = HashStore()
     silent: list[socket.socket] = []
 
@@ -219,7 +219,7 @@ def test_nodes_with_different_numbers_of_ranks_form_one_tree() -> None:
     assert [one.place.parent for one in met] == [None, 0, 0, 2, 0]
 
 
-def test_where_nobody_listens_the_rank_and_the_remedy_are_named() -> None:
+def test_where_no_rank_listens_the_rank_and_the_remedy_are_named() -> None:
     store = HashStore()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

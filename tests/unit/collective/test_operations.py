@@ -34,7 +34,7 @@ class Network:
         self.ranks = [Operations(place_of(rank, world_size, on_node)) for rank in range(world_size)]
         self.links: dict[tuple[int, int], deque[RankFrame]] = {}
         self.results: list[list[bytes]] = [[] for _ in range(world_size)]
-        self.known: set[int] = set()  # ranks that were told that all know their word
+        self.known: set[int] = set()  # ranks whose word all others know
         self.random = random.Random(seed)
 
     def act(self, rank: int, actions: Sequence[Action]) -> None:
@@ -116,7 +116,7 @@ def test_when_all_who_announced_a_word_go_on_everybody_knows_it(
         if network.known >= set(announcing):
             assert all("degraded" in rank.words for rank in network.ranks)
             break
-        assert network.deliver_one(), "nobody waits for ever"
+        assert network.deliver_one(), "no rank waits for ever"
     network.run()
 
 

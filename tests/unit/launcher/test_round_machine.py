@@ -132,7 +132,7 @@ class Model:
             self.enough_since = None
             return
         self.enough_since = self.now if self.enough_since is None else self.enough_since
-        if size := rounds.size_now(self.rules, candidates, self.now - self.enough_since):
+        if size := rounds.size_of(self.rules, rounds.Turnout.of(candidates), self.now - self.enough_since):
             assigned = rounds.ranks(candidates, size)
             tokens = {each.node: each.token for each in self.waiting.values()}
             self.round, self.ranks = self.last_round() + 1, {tokens[node]: rank for node, rank in assigned.items()}

@@ -12,9 +12,13 @@ from hypothesis import strategies as st
 
 from ft_plugins.errors import ConfigError
 from ft_plugins.launcher.round_machine import Application, Phase, Place, Roster, RoundMachine
-from ft_plugins.launcher.rounds import Candidate, Rules, Seat, natural, ranks, size_now
+from ft_plugins.launcher.rounds import Candidate, Rules, Seat, Turnout, natural, ranks, size_of
 
 SILENCE = 10.0
+
+
+def size_now(rules: Rules, candidates: Sequence[Candidate], waited: float) -> int:
+    return size_of(rules, Turnout.of(candidates), waited)
 
 
 def seated(*names: str, number: int = 1) -> list[Candidate]:
