@@ -27,7 +27,7 @@ from ..events import Events
 from ..smp.own_address import own_address
 from .meeting import Door, RankMeeting, meet
 from .operations import FrameKind, failed, failure, framed, payloads
-from .switch import Call, Switch
+from .switch import Call, LostNeighbour, Switch
 from .transfers import Transfers
 
 _HEARD_SECONDS = 2.0  # until all ranks have a word; a rank that is stopped never has it
@@ -126,11 +126,17 @@ class Collective:
 
     # ---- announcements ----
 
-    def announce(self, word: str) -> None:
-        """Send `word` to all ranks, for `announced`. Returns when all of them have it, in bounded time."""
+    def announce(self, word: str) -> str:
+        """Send `word` to all ranks, for `announced`. Waits, in bounded time, until all have it. Returns why some may
+        not, '' if all have; a rank that has ended in order, and those behind it, need it no more."""
         self._words.add(word)
-        if self._switch is not None:
-            self._switch.announce(word, _HEARD_SECONDS)
+        return "" if self._switch is None else self._switch.announce(word, _HEARD_SECONDS)
+
+    @property
+    def lost(self) -> LostNeighbour | None:
+        """The neighbour whose connection this rank saw end during training, if it did; no word can be announced after
+        that."""
+        return None if self._switch is None else self._switch.lost
 
     def announced(self, word: str) -> bool:
         """Whether any rank has announced `word`. Sends nothing."""
