@@ -65,10 +65,14 @@ class Session:
         self._carrying = CarryingHost(host)
         self._sync: Synchronizer | None = None
         self._deferred = 0  # the version whose tensors are captured during the next one
-        if config.paft is not None or config.sync is not None:
-            self._start_synchronizer()
-        if config.capture is not None:
-            self._start_reft()
+        try:
+            if config.paft is not None or config.sync is not None:
+                self._start_synchronizer()
+            if config.capture is not None:
+                self._start_reft()
+        except BaseException:
+            self._collective.close()
+            raise
 
     def _start_synchronizer(self) -> None:
         """Start PAFT or local SGD on every rank or on none. Raises what it raises, on all ranks."""

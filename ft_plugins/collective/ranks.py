@@ -68,12 +68,13 @@ class Collective:
         encrypt: bool = False,
         context: LaunchContext | None = None,
         events: Events | None = None,
+        unfit: ConfigError | None = None,
     ) -> None:
         """Connect to the job's other ranks, which call as well.
 
         `secret` is the job's, if it has one; without, a process that reads the job's store can take part. `interface`
-        is where other nodes reach this one. Raises ConfigError, on all ranks, when their secrets or `encrypt` differ;
-        ProtocolError if ranks do not reach each other.
+        is where other nodes reach this one. Raises ConfigError, on all ranks, when their secrets or `encrypt` differ,
+        and the error of a rank that is `unfit` to take part; ProtocolError if ranks do not reach each other.
         """
         alone = not dist.is_initialized() or dist.get_world_size() == 1
         self.rank = 0 if not dist.is_initialized() else dist.get_rank()
@@ -82,6 +83,8 @@ class Collective:
         self._switch: Switch | None = None
         self._meeting: RankMeeting | None = None
         if alone:
+            if unfit is not None:
+                raise unfit
             return
         context = context or launch_context()
         store: Any = dist.distributed_c10d._get_default_store()
@@ -93,9 +96,14 @@ class Collective:
         self._key = met.key
         self._switch = Switch(met.place, met.links, self._meeting.seconds)
         try:
-            self._raise_together(ConfigError(met.refusal) if met.refusal else None)
-            if met.refusal:  # what a neighbour without the secret says is not believed
-                raise ConfigError(met.refusal)
+            refusal = unfit
+            if refusal is None and met.refusal:
+                refusal = ConfigError(met.refusal)
+                refusal.echo = True  # if another rank is unfit, that is the cause
+            self._raise_together(refusal)
+            if refusal is not None:  # what a neighbour without the secret says is not believed
+                refusal.echo = False
+                raise refusal
         except FtError:
             self.close()
             raise

@@ -6,6 +6,7 @@ import functools
 import json
 import random
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -169,11 +170,13 @@ def test_a_first_start_prints_no_alarm_and_a_start_that_loses_iterations_does(
 
 
 def test_encryption_on_a_single_node_says_that_it_has_no_effect(
-    live: Callable[..., dict[str, Any]], capfd: pytest.CaptureFixture[str]
+    live: Callable[..., dict[str, Any]], capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert live(1, secret_file="/nowhere", encrypt=True)["error"] is None
+    (secret := tmp_path / "secret").write_bytes(b"sixteen bytes or more")
+    secret.chmod(0o600)
+    assert live(1, secret_file=str(secret), encrypt=True)["error"] is None
     assert "--ftp-encrypt has no effect on snapshots: no node of this job sends any" in capfd.readouterr().out
-    live(2, secret_file="/nowhere")
+    live(2, secret_file=str(secret))
     assert "--ftp-encrypt has no effect" not in capfd.readouterr().out
 
 
@@ -518,6 +521,16 @@ def test_a_rank_without_protection_leaves_all_without_and_all_know(node: Node, r
     found = ranks(_incarnation, 2, [node.run_dir, None], node.fence(), 3, {"require_protection": True})
     assert [outcome["error"][0] for outcome in found] == ["ProtectionError"] * 2
     assert [outcome["error"][2] for outcome in found] == [True, False]
+
+
+def _connections_after_a_refusal(rank: int, world: int) -> list[str]:
+    with pytest.raises(FtError):
+        attach(Loop(rank, world).host, config(require_protection=True), context(rank, world, None, 0))
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("ft-")]
+
+
+def test_a_session_that_does_not_start_keeps_no_connection(ranks: Ranks) -> None:
+    assert ranks(_connections_after_a_refusal, 2) == [[], []]
 
 
 def test_a_loss_of_protection_on_one_rank_alone_leaves_the_last_version_of_all(node: Node, ranks: Ranks) -> None:
