@@ -14,7 +14,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgpack
@@ -24,7 +24,7 @@ from .. import errors
 from ..config import LaunchContext, launch_context
 from ..errors import ConfigError, FtError, ProtocolError
 from ..events import Events
-from ..smp.own_address import own_address
+from ..smp.own_address import depends_on_name, own_address
 from .meeting import Door, RankMeeting, meet
 from .operations import FrameKind, failed, failure, framed, payloads
 from .switch import Call, LostNeighbour, Switch
@@ -82,17 +82,20 @@ class Collective:
         self._words: set[str] = set()  # announced by this rank
         self._switch: Switch | None = None
         self._meeting: RankMeeting | None = None
+        self._interface, self._context = interface, context
         if alone:
             if unfit is not None:
                 raise unfit
             return
-        context = context or launch_context()
+        context = self._context = context or launch_context()
         store: Any = dist.distributed_c10d._get_default_store()
         self._meeting = RankMeeting(
             store, str(next(_numbers)), self.rank, self.world_size, context.local_world_size, secret,
             own_address(interface, context.master_addr), encrypt, store.timeout.total_seconds(), events or Events(),
+            depends_on_name(interface, context.master_addr),
         )  # fmt: skip
         met = meet(self._meeting)
+        self._meeting = replace(self._meeting, address=met.address)
         self._key = met.key
         self._switch = Switch(met.place, met.links, self._meeting.seconds)
         try:
@@ -118,6 +121,13 @@ class Collective:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def address(self) -> str:
+        """Where other nodes reach this one. Raises ConfigError."""
+        if self._meeting is not None:
+            return self._meeting.address
+        return own_address(self._interface, (self._context or launch_context()).master_addr)
 
     def gather(self, payload: bytes) -> list[bytes]:
         """Every rank's payload, by rank. Raises ProtocolError if a rank is lost."""

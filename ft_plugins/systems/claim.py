@@ -154,7 +154,7 @@ def _build(
             "no snapshot process (SMP): start the job with ft-run instead of torchrun or python; "
             f"if it was, ft-run did not see this configuration: give {flags} as well"
         )
-    return Reft(host, config, collective, names, context.run_dir, context.token, events, context.master_addr)
+    return Reft(host, config, collective, names, context.run_dir, context.token, events)
 
 
 def _check_room(reft: Reft, collective: Collective, nodes: Sequence[str]) -> None:

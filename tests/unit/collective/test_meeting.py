@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from ft_plugins.collective.rank_links import UNIT, Link
 from ft_plugins.collective.switch import Switch
 from ft_plugins.errors import FtError, ProtocolError
 from ft_plugins.events import Events
+from ft_plugins.smp import own_address
 from ft_plugins.smp.channel import Channel, Opener, Sealer
 
 SECRET = b"sixteen bytes or more"
@@ -261,6 +263,44 @@ def test_a_rank_that_is_always_cut_off_names_the_other_one_and_the_remedy(monkey
     store = HashStore()
     met = together(2, lambda rank: meet(meeting(rank, 2, store, seconds=0.3 if rank else 0.6)))
     assert "rank 1: rank 0 cannot be reached at 127.0.0.1" in str(met[1]) and "--ftp-interface" in str(met[1])
+
+
+@pytest.mark.parametrize("on_node, local", [(1, [0]), (1, [1]), (2, [0, 1])])
+def test_a_node_that_resolves_its_name_to_loopback_is_reached_at_its_address_towards_another_node(
+    on_node: int, local: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks of the node whose name all have; others see its address, here another one of this machine."""
+    monkeypatch.setattr(own_address, "only_local", lambda address: address == "127.0.1.1")
+    monkeypatch.setattr(module, "only_local", own_address.only_local)
+    monkeypatch.setattr(own_address, "_on_the_way", lambda host: {"127.0.0.9": "127.0.0.8"}[host])
+    store, count = HashStore(), 3 * on_node
+
+    def work(rank: int) -> Met:
+        address = "127.0.1.1" if rank in local else "127.0.0.9"
+        return meet(replace(meeting(rank, count, store, on_node=on_node), address=address, by_name=True))
+
+    met = together(count, work)
+    assert [one.address for one in met] == ["127.0.0.8" if rank in local else "127.0.0.9" for rank in range(count)]
+    if 0 in local:
+        assert bytes(store.get("ft_plugins/ranks/0/0"))[2:] == b"127.0.0.8"
+    assert not any(one.refusal for one in met)
+
+
+def test_nodes_that_are_all_on_loopback_keep_their_addresses() -> None:
+    store = HashStore()
+    met = together(2, lambda rank: meet(replace(meeting(rank, 2, store), address=f"127.0.0.{rank + 3}", by_name=True)))
+    assert [one.address for one in met] == ["127.0.0.3", "127.0.0.4"]
+
+
+@pytest.mark.parametrize(
+    "entry, words", [(None, "rank 0: rank 1 did not come in time"), (b"eth0", "the entry of rank 1 in the job's store")]
+)
+def test_without_an_address_of_another_node_the_reason_is_named(entry: bytes | None, words: str) -> None:
+    store = HashStore()
+    if entry is not None:
+        store.set("ft_plugins/ranks/0/from1", entry)
+    with pytest.raises(ProtocolError, match=words):
+        meet(replace(meeting(0, 2, store, seconds=0.2), by_name=True))
 
 
 TREE = bytes(module.NONCE) + (1).to_bytes(4, "big")
