@@ -205,6 +205,50 @@ def test_a_link_that_carries_nothing_any_more_costs_no_node(child: int, other: i
 
 
 @pytest.mark.usefixtures("narrow")
+def test_a_child_that_comes_back_to_a_parent_that_reports_it_as_lost_is_not_lost() -> None:
+    """The other parent hears at once that it has been left, and the root hears late of the new one."""
+    network = settled(40)
+    network.slow[1, 0] = 20 * LATENCY
+    network.cut.add((5, 1))
+    network.run(1.2 * DETECT)
+    network.cut.clear()
+    assert not network.run(DETECT / 2, lambda: network.lost() != {()}), network.lost()
+    assert network.machines[5].state.parent == 1
+
+
+@pytest.mark.usefixtures("narrow")
+def test_a_job_that_is_suspended_and_resumed_has_lost_none() -> None:
+    network = settled(40)
+    for seconds in (0.1, 0.3, 1.0):
+        network.suspend(10 * DETECT)
+        network.run(seconds)
+        assert network.lost() == {()}
+    count = len(network.commits)
+    network.run(DETECT / 2)
+    assert network.lost() == {()} and len(network.commits) > count + 2
+
+
+@pytest.mark.usefixtures("narrow")
+@pytest.mark.parametrize("position", [0, 5])
+def test_one_that_is_lost_while_the_job_is_suspended_is_found(position: int) -> None:
+    network = settled(40)
+    network.suspend(10 * DETECT)
+    network.kill(position, powered=False)
+    network.run(DETECT + MARGIN + PERIOD)
+    assert network.lost() == {(position,)}
+
+
+@pytest.mark.parametrize("first", [0, 8])
+def test_every_node_knows_of_a_lost_rack_after_the_detection_time(first: int) -> None:
+    """Eight machines without power, which have most of the children; and the root."""
+    network = settled(100)
+    for position in range(first, first + 8):
+        network.kill(position, powered=False)
+    network.run(DETECT + MARGIN)
+    assert () not in network.lost()
+
+
+@pytest.mark.usefixtures("narrow")
 @pytest.mark.parametrize("position", [0, 2, 39])
 def test_a_node_whose_driver_hangs_is_lost_though_its_connections_work(position: int) -> None:
     network = settled(40)
