@@ -242,7 +242,15 @@ class SnapshotProcess:
         self._tier.rebuild(request, protection, into)
         return {}
 
+    def _claim(self, request: requests.Protect) -> dict[str, Any]:
+        self._tier.claim(self._described(request), self.token)
+        return {}
+
     def _protect(self, request: requests.Protect) -> dict[str, Any]:
+        return self._tier.protect(self._described(request), self.token)
+
+    def _described(self, request: requests.Protect) -> Protection:
+        """What to protect, once ranks that have left this node have been dropped."""
         self._require_current(request)
         protection = job_file.read(self._run_dir, request.protection)
         with self._lock:
@@ -252,7 +260,7 @@ class SnapshotProcess:
                 self._segments.pop(rank).close()  # it is on another node now, where it was restored
                 paths.path_of(self._job, self._node, rank).unlink(missing_ok=True)
             self.persister.release(sorted(moved))  # otherwise its mapping keeps the memory
-        return self._tier.protect(protection, self.token)
+        return protection
 
     # ---- resizes ----
 

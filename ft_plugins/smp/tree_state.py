@@ -27,7 +27,7 @@ In: reports, messages, connections made and ended. Out: an `Outbox` of what to s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -128,7 +128,12 @@ class TreeState:
             raise ProtocolError(f"position {position} cannot report to position {self.position}")
         if summary.covered & ((1 << position) - 1) or summary.covered >> self._epoch.nodes:
             raise ProtocolError(f"position {position} reports for positions that are not below it")
+        self._check_lost(position, summary.lost)
         self._take(position, summary, now)
+
+    def _check_lost(self, position: int, lost: Sequence[int]) -> None:
+        if any(one >= self._epoch.nodes for one in lost):
+            raise ProtocolError(f"position {position} reports a lost position that no node has")
 
     def _take(self, position: int, summary: Summary, now: float) -> None:
         source = self._sources.setdefault(position, _Source(now))
@@ -147,8 +152,9 @@ class TreeState:
             self._changed = True
 
     def hear_parent(self, position: int, announcement: Announcement, now: float) -> None:
-        """An announcement; ignored unless it comes from the parent."""
+        """An announcement; ignored unless it comes from the parent. Raises ProtocolError if it cannot be one."""
         if position == self.parent:
+            self._check_lost(position, announcement.lost)
             self._found_parent(now)
             self.announcement = replace(announcement, decision=self._known(announcement.decision))
 

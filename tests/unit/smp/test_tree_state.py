@@ -72,6 +72,16 @@ def test_what_cannot_come_from_a_child_is_refused() -> None:
     for covered in (1 << 3, 1 << 40):
         with pytest.raises(ProtocolError, match="not below it"):
             node.hear_child(33, Summary(covered | 1 << 33), 0.0)
+    with pytest.raises(ProtocolError, match="a lost position that no node has"):
+        node.hear_child(33, Summary(1 << 33, lost=(34, 40)), 0.0)
+
+
+def test_a_lost_position_that_no_node_has_is_not_announced() -> None:
+    node = TreeState(ExchangeEpoch(1, None, 40, 1), 33, DETECT, 0.0)
+    node.joined(4, 0.0)
+    with pytest.raises(ProtocolError, match="a lost position that no node has"):
+        node.hear_parent(4, Announcement(lost=(40,)), 0.0)
+    assert node.announcement == Announcement()
 
 
 def test_neither_part_of_a_decision_goes_back_whoever_it_is_heard_from() -> None:
