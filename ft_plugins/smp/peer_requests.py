@@ -40,9 +40,9 @@ class PeerRequests:
         job_file: Callable[[str], bytes],
     ) -> None:
         """`storing(epoch)` is the parity store that receives frames of that epoch; `join(epoch, position)` takes over
-        the connection of a position that reports to this node in that epoch. Both raise ProtocolError if this node cannot. `received` is called once
-        everything of a version is here; `as_spare` answers if this node has no part in the job. `job_file(digest)` is
-        the content of a job file here; it raises ProtocolError."""
+        the connection of a position that reports to this node in that epoch. Both raise ProtocolError if this node
+        cannot. `received` is called once everything of a version is here; `as_spare` answers if this node has no part
+        in the job. `job_file(digest)` is the content of a job file here; it raises ProtocolError."""
         self._memory = memory
         self._segments = segments
         self._storing = storing

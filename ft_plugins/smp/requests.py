@@ -180,8 +180,8 @@ class WriteCheckpoint:
 LOCAL: Mapping[str, type[Any]] = {
     "status": WithoutFields, "watch": WatchProcess, "fence": WithoutFields, "attach": Attach, "restore": Restore,
     "shutdown": Shutdown, "end": WithoutFields, "endpoint": Listen, "claim": Protect, "protect": Protect,
-    "inventory": WithoutFields, "rebuild": RebuildSlot, "resize": Resize, "previous_sizes": WithoutFields, "spare": AskSpare, "settle": Settle,
-    "checkpoint": WriteCheckpoint,
+    "inventory": WithoutFields, "rebuild": RebuildSlot, "resize": Resize, "previous_sizes": WithoutFields,
+    "spare": AskSpare, "settle": Settle, "checkpoint": WriteCheckpoint,
 }  # fmt: skip
 
 

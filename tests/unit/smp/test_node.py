@@ -281,7 +281,6 @@ def test_what_takes_time_is_done_before_any_node_begins_to_miss_another(cluster:
     job.train(3, 3, lineage=2)
 
 
-
 def test_a_version_that_is_only_half_sent_leaves_the_one_before_to_be_rebuilt(
     cluster: Callable[..., Cluster],
 ) -> None:

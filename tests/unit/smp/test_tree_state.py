@@ -161,6 +161,12 @@ def test_of_any_that_are_lost_together_some_are_known_everywhere_and_never_one_t
         assert all(set(one) <= lost for one in network.lost()), "a live node is announced as lost"
     found = set(network.lost())
     assert found == {tuple(sorted(lost))}, "in the end all of them, on all nodes"
+    parents, root = network.parents(), min(machine.state.position for machine in network.live())
+    for position in {machine.state.position for machine in network.live()} - {root}:
+        while position != root:
+            above = parents[position]
+            assert above is not None and above not in lost and above < position, "all are connected again"
+            position = above
 
 
 @pytest.mark.usefixtures("narrow")
