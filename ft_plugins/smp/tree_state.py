@@ -16,7 +16,7 @@ Who is lost:
 - A parent, if none has taken its place within `detect_seconds`, because other candidates are lost too: the node below
   announces that on its own, and searches on.
 
-While this process was stopped it could hear nobody, and its neighbours may have been stopped with it: that time does
+While this process was stopped it could hear no one, and its neighbours may have been stopped with it: that time does
 not count.
 
 Invariant: deterministic; only positions and times (seconds, monotonic) come from outside. One message at a time is on
