@@ -265,6 +265,8 @@ class JobNodes(LinkedNodes):
         """
         committed = newest_committed(self.facts(), base, self.exchange, self.digest)
         protection = replace(self._protection, lineage=lineage, base=base, committed=committed)
+        # first, because it takes longest on a substitute, which the others would miss meanwhile
+        self.ask(lambda client: client.claim(self._collective.rank, self._config.token, protection))
         answers = self.ask(lambda client: client.protect(self._collective.rank, self._config.token, protection))
         for name, answer in zip(self._names, answers, strict=True):
             if answer["resident_bytes"] < answer["bytes"]:
