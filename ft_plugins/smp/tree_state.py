@@ -7,10 +7,10 @@ that it knows and with its own report, so neither part goes back when it changes
 
 Who is lost:
 - A child, or this node's own driver, from which nothing is heard for `detect_seconds`. Its parent reports that at once.
-- Any position that the root has not seen in a summary for GRACE of that time: its parent may be lost, too. Within that
-  time it has to attach to another parent, for which it has begun to look earlier: after PATIENCE of that time without a
-  message of its parent. So the loss of an inner node usually leaves no gap. A position is never lost while any parent
-  hears of it.
+- Any position that the root has not seen in a summary for half of that time (`tree_presence`): its parent may be lost,
+  too. Within that time it has to attach to another parent, for which it has begun to look earlier: after PATIENCE of
+  that time without a message of its parent. So the loss of an inner node usually leaves no gap. A position is never
+  lost while any parent hears of it.
 - Position 0, and others that no node is below: they are found by the lowest live position, which acts as root as long
   as no lower one can be reached. It announces who is lost, and decides nothing, because its summary lacks position 0.
 - A parent, if none has taken its place within `detect_seconds`, because other candidates are lost too: the node below
@@ -30,8 +30,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from ..errors import ProtocolError
 from .agreement import (
     LOST_LIMIT,
@@ -46,13 +44,13 @@ from .agreement import (
     summarize,
 )
 from .tree import candidates, parent_of
+from .tree_presence import Presence
 
 _HEARTBEATS_PER_DETECTION = 5
 _SLOWEST_SECONDS = 1.0  # between two heartbeats
 _SPACING_SECONDS = 0.005  # least time between two summaries to a parent: changes in a subtree are sent together
 _RETRY_SECONDS = 0.1  # before the same parent is tried again
 PATIENCE = 0.5  # of `detect_seconds`, without a message of the parent, before another one is tried
-GRACE = 0.5  # of `detect_seconds`, for a node to attach to another parent
 
 
 @dataclass(eq=False)
@@ -101,13 +99,8 @@ class TreeState:
         self._silent: dict[int, float] = {}  # candidates that could not be reached, and since when
         self._leaving: dict[int, float] = {}  # parents of before, and when to leave them
         self._advanced = now
-        self.acts_as_root = False
-        self._present = np.zeros(epoch.nodes, dtype=bool)  # at the root: positions in the summary when it last looked
-        self._seen = np.zeros(epoch.nodes)  # when each was in it last
-        self._looked_at, self._looked_for = now, 0
-        self._absent: tuple[int, ...] = ()
-        if position == 0:
-            self._act_as_root(now)
+        self._presence = Presence(epoch.nodes, detect_seconds, self.heartbeat_seconds, now)  # used while it is the root
+        self.acts_as_root = position == 0
 
     @property
     def heartbeat_seconds(self) -> float:
@@ -227,7 +220,7 @@ class TreeState:
             source.heard = moved(source.heard)
         self._heard_parent = moved(self._heard_parent)
         self._silent = {position: moved(since) for position, since in self._silent.items()}
-        self._seen = np.maximum(self._seen, np.minimum(self._seen + stopped, now))
+        self._presence.skip(stopped, now)
 
     def _expire(self, now: float) -> None:
         """Drop the summaries of the silent. They are reported as lost for as long again, then forgotten."""
@@ -268,37 +261,16 @@ class TreeState:
     # ---- the root ----
 
     def _act_as_root(self, now: float) -> None:
-        """All others have `detect_seconds` from now to be in a summary."""
         self.acts_as_root = True
-        self._seen[:] = now + (1 - GRACE) * self._detect
-        self._present[:] = False
-        self._looked_at, self._looked_for, self._absent = now, 0, ()
+        self._presence.expect_all(now)
 
     def _rule(self, now: float) -> None:
         """Decide, and find out who is lost."""
-        covered = self._summary.covered
-        if covered != self._looked_for or now >= self._look_due:
-            self._look(now)
-        lost = {*self._summary.lost, *self._absent, *self._silent_too_long(now)}
+        self._presence.look(self._summary.covered, now)
+        lost = {*self._summary.lost, *self._presence.absent, *self._silent_too_long(now)}
         before = self._known(self.announcement.decision)
         decision = decide(self._epoch, before, self._summary) if self.position == 0 else before
         self.announcement = Announcement(decision, tuple(sorted(lost)[:LOST_LIMIT]))
-
-    @property
-    def _look_due(self) -> float:
-        whole = self._looked_for == (1 << self._epoch.nodes) - 1
-        return self._looked_at + (self.heartbeat_seconds if whole else self._detect / 20)
-
-    def _look(self, now: float) -> None:
-        """Record which positions are in the summary, and which have not been for too long."""
-        covered, nodes = self._summary.covered, self._epoch.nodes
-        self._seen[self._present] = np.maximum(self._seen[self._present], now)
-        if covered != self._looked_for:
-            bits = np.frombuffer(covered.to_bytes((nodes + 7) // 8, "little"), dtype=np.uint8)
-            self._present = np.unpackbits(bits, count=nodes, bitorder="little").astype(bool)
-        absent = ~self._present & (now >= self._seen + GRACE * self._detect)
-        self._absent = tuple(map(int, np.flatnonzero(absent)[:LOST_LIMIT]))
-        self._looked_at, self._looked_for = now, covered
 
     # ---- the way up ----
 
@@ -357,7 +329,7 @@ class TreeState:
         if self.parent is not None:
             times.append(self._up_due)
         if self.acts_as_root:
-            times.append(self._look_due)
+            times.append(self._presence.due)
         if self.position and self._trying is None:
             if self.parent is None or now >= self._impatient_at:
                 times.append(self._retry_at)
