@@ -25,6 +25,7 @@ from .systems.carried import CarryingHost
 from .systems.claim import LossRecord, claim_memory, join_ranks, require_arguments, require_one_job
 from .systems.measured import Measurement
 from .systems.reft import DEGRADED, PeerDegraded, Reft
+from .systems.start_record import StartRecord
 from .systems.synchronizer import Synchronizer, synchronizer_of
 
 
@@ -41,10 +42,12 @@ class Session:
         if context.run_dir is not None:
             self._events.subscribe(file_sink(context.run_dir / "events.jsonl"))
         self._events.subscribe(log_sink())
+        self._start: StartRecord | None = StartRecord(context, self._events)  # until the first completed iteration
         self._collective = join_ranks(config, context, self._events)
         faults.arm(config.faults, rank=host.rank, restart=context.restart)
         self._reft: Reft | None = None
         self._pending: dict[str, Any] | None = None  # small state whose data position and RNG are still to be restored
+        self._lineage = 0  # that the last `resume` opened
         self._degraded: Reft | None = None  # no longer captures, but still records completed iterations
         self._loss = LossRecord(context, config.max_unprotected_steps)
         self.iteration = self._fenced = 0  # the iteration that began last; the last one whose fence was passed
@@ -96,6 +99,8 @@ class Session:
         """
         self._carrying.restored_state = None
         done = self._restore(loaded)
+        if self._start is not None:
+            self._start.restored(self._lineage)
         if self._sync is not None:
             done = self._sync.begin(done, self._carrying.restored_state, last)
         if last is not None and not self._continues(done, last):
@@ -111,6 +116,7 @@ class Session:
                 raise error
             return loaded
         plan, self._pending = self._reft.resume(self._config.resume, loaded)
+        self._lineage = plan.lineage
         if self._loss.clear() and not plan.fresh:  # an earlier incarnation lost protection
             self._events.emit(catalogue.PROTECTION_RESTORED, reason="snapshots are taken again")
         if self._host.rank == 0:
@@ -201,6 +207,9 @@ class Session:
         self._version_point(step)
         if self.measured is not None:
             self.measured.iteration_end(step)
+        if self._start is not None:
+            self._start.completed(step)
+            self._start = None
 
     def _version_point(self, step: int) -> None:
         version = self._version(step)
