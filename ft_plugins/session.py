@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from . import faults
-from .bubbles.profile import Profiling
 from .config import Config, LaunchContext, launch_context
 from .errors import ConfigError, FencedError, FtError, ProtectionError, ResumeError, StateChangedError
 from .events import Events, catalogue, file_sink, log_sink, say
@@ -23,10 +22,13 @@ from .model.host import Checking, Host
 from .model.timeline import SenderFacts
 from .systems.carried import CarryingHost
 from .systems.claim import LossRecord, claim_memory, join_ranks, require_arguments, require_one_job
-from .systems.measured import Measurement
 from .systems.reft import DEGRADED, PeerDegraded, Reft
 from .systems.start_record import StartRecord
 from .systems.synchronizer import Synchronizer, synchronizer_of
+
+if TYPE_CHECKING:  # imports much that ranks without BAFT do not need
+    from .bubbles.profile import Profiling
+    from .systems.measured import Measurement
 
 
 class Session:
@@ -55,13 +57,8 @@ class Session:
         if self._first:
             say(config.table(), who="")
         self.measured: Measurement | None = None
-        if config.baft is not None and profiling is None:
-            profiling = Profiling(iterations=config.baft.profile_iterations)
-        if profiling is not None:
-            self.measured = Measurement(
-                host, config.baft, profiling, self._collective, self._events,
-                lambda: SenderFacts() if self._reft is None else self._reft.sender_facts,
-            )  # fmt: skip
+        if config.baft is not None or profiling is not None:
+            self.measured = self._measurement(profiling)
         self._carrying = CarryingHost(host)
         self._sync: Synchronizer | None = None
         self._deferred = 0  # the version whose tensors are captured during the next one
@@ -69,6 +66,18 @@ class Session:
             self._start_synchronizer()
         if config.capture is not None:
             self._start_reft()
+
+    def _measurement(self, profiling: Profiling | None) -> Measurement:
+        from .bubbles.profile import Profiling
+        from .systems.measured import Measurement
+
+        baft = self._config.baft
+        if profiling is None and baft is not None:
+            profiling = Profiling(iterations=baft.profile_iterations)
+        return Measurement(
+            self._host, baft, profiling or Profiling(), self._collective, self._events,
+            lambda: SenderFacts() if self._reft is None else self._reft.sender_facts,
+        )  # fmt: skip
 
     def _start_synchronizer(self) -> None:
         """Start PAFT or local SGD on every rank or on none. Raises what it raises, on all ranks."""

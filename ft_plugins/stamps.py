@@ -55,22 +55,24 @@ def pass_step(step: str) -> None:
     _taken.clock[step], _taken.processor[step] = time.monotonic(), time.process_time()
 
 
-def follow_groups(module: Any) -> None:
-    """Measure the functions of `module`, torch.distributed, that make process groups. What they do is unchanged."""
+def follow_groups(module: Any, imported: Callable[[], None]) -> None:
+    """Measure the functions of `module`, torch.distributed, that make process groups. What they do is unchanged.
+    `imported` is called right before the first of them, once."""
     depth = [0]
     for name in _GROUP_FUNCTIONS:
         original = getattr(module, name, None)
         if original is not None:
-            setattr(module, name, _measured(original, depth))
+            setattr(module, name, _measured(original, depth, imported))
 
 
-def _measured(original: Callable[..., Any], depth: list[int]) -> Callable[..., Any]:
+def _measured(original: Callable[..., Any], depth: list[int], imported: Callable[[], None]) -> Callable[..., Any]:
     @functools.wraps(original)
     def measured(*args: Any, **kwargs: Any) -> Any:
         if depth[0] or "built" in _taken.clock:
             return original(*args, **kwargs)
         if "joining" not in _taken.clock:
             pass_step("joining")
+            imported()
         began = time.monotonic()
         depth[0] += 1
         try:

@@ -32,6 +32,7 @@ from .. import faults, files, stamps
 from ..config import LaunchContext, launch_context
 from ..errors import EXIT_REFUSED, FtError, ProtocolError, ReplicaError
 from . import hooks
+from .start_collection import collect_seldom
 
 _PR_SET_PDEATHSIG = 1
 _ENDED_BY = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -57,7 +58,7 @@ def enter(context: LaunchContext) -> None:
     if context.config is not None:
         faults.arm(context.config.faults, rank=context.rank, restart=context.restart)
     if context.run_dir is not None:
-        stamps.follow_groups(torch.distributed)
+        stamps.follow_groups(torch.distributed, collect_seldom())
 
 
 def guarded(function: Callable[P, R]) -> Callable[P, R]:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import socket
 from contextlib import closing
 
-import psutil
-
 from ..errors import ConfigError
 
 
@@ -25,6 +23,8 @@ def own_address(interface: str | None, towards: str) -> str:
                 return str(probe.getsockname()[0])
         except OSError as error:
             raise ConfigError(f"no interface leads to '{towards}' ({error}); name one by --ftp-interface") from error
+    import psutil  # slow, and only needed for a name
+
     devices = psutil.net_if_addrs()
     addresses = {entry.address for device in devices.values() for entry in device}
     if interface in addresses:
