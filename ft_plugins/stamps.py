@@ -7,6 +7,7 @@ which all processes of a node share, so that the steps of a node's processes can
     joining   `torch.distributed.init_process_group` was called for the first time: imports are over
     built     `attach` was called: the model is built
     restored  the state is loaded
+    completed the first iteration is over
 
 `grouped` is how long the process was inside functions of torch that make process groups, until `built`.
 
@@ -34,6 +35,7 @@ class Stamps:
     grouped: float = 0.0
 
 
+_afterwards: list[Callable[[], None]] = []
 _taken = Stamps({"began": time.monotonic()}, {"began": time.process_time()})
 
 
@@ -53,26 +55,32 @@ def begin() -> None:
 def pass_step(step: str) -> None:
     """The process passes `step`, again if it has passed it before."""
     _taken.clock[step], _taken.processor[step] = time.monotonic(), time.process_time()
+    if step == "completed":
+        while _afterwards:
+            _afterwards.pop()()
 
 
-def follow_groups(module: Any, imported: Callable[[], None]) -> None:
-    """Measure the functions of `module`, torch.distributed, that make process groups. What they do is unchanged.
-    `imported` is called right before the first of them, once."""
+def afterwards(function: Callable[[], None]) -> None:
+    """Call `function` once, when an iteration is completed."""
+    _afterwards.append(function)
+
+
+def follow_groups(module: Any) -> None:
+    """Measure the functions of `module`, torch.distributed, that make process groups. What they do is unchanged."""
     depth = [0]
     for name in _GROUP_FUNCTIONS:
         original = getattr(module, name, None)
         if original is not None:
-            setattr(module, name, _measured(original, depth, imported))
+            setattr(module, name, _measured(original, depth))
 
 
-def _measured(original: Callable[..., Any], depth: list[int], imported: Callable[[], None]) -> Callable[..., Any]:
+def _measured(original: Callable[..., Any], depth: list[int]) -> Callable[..., Any]:
     @functools.wraps(original)
     def measured(*args: Any, **kwargs: Any) -> Any:
         if depth[0] or "built" in _taken.clock:
             return original(*args, **kwargs)
         if "joining" not in _taken.clock:
             pass_step("joining")
-            imported()
         began = time.monotonic()
         depth[0] += 1
         try:

@@ -1,4 +1,4 @@
-"""Let Python's cyclic garbage collector run seldom while a rank imports: it would find little, and takes a sixth of the
+"""Let Python's cyclic garbage collector run seldom while a rank starts: it would find little, and takes a sixth of the
 processor time of a start.
 
 Invariant: it is never off, so a script that never gets further is collected too, and a script's own settings stay.

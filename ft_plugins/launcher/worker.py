@@ -58,7 +58,8 @@ def enter(context: LaunchContext) -> None:
     if context.config is not None:
         faults.arm(context.config.faults, rank=context.rank, restart=context.restart)
     if context.run_dir is not None:
-        stamps.follow_groups(torch.distributed, collect_seldom())
+        stamps.follow_groups(torch.distributed)
+        stamps.afterwards(collect_seldom())
 
 
 def guarded(function: Callable[P, R]) -> Callable[P, R]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +58,7 @@ class StartRecord:
     def completed(self, iteration: int) -> None:
         """The first iteration is completed: on the first rank of a node, report what its ranks have noted. They have
         all loaded their state, without which there is no iteration; one that trains on its own may be missing."""
+        stamps.pass_step("completed")
         file = self._file
         if file is None or self._context.local_rank:
             return
@@ -69,7 +69,7 @@ class StartRecord:
             return
         self._events.emit(
             catalogue.RANKS_RESUMED, restart=self._context.restart, token=self._context.token, lineage=self._lineage,
-            iteration=iteration, completed=_shown(time.monotonic()), **last_of(list(ranks.values())),
+            iteration=iteration, completed=_shown(stamps.taken().clock["completed"]), **last_of(list(ranks.values())),
         )  # fmt: skip
 
 

@@ -100,7 +100,8 @@ def test_functions_that_make_groups_do_what_they_did_and_are_measured_until_the_
     monkeypatch.setattr(stamps, "_taken", stamps.Stamps())
     calls: list[str] = []
     module: Any = Module(calls)
-    stamps.follow_groups(module, lambda: calls.append("imported"))
+    stamps.follow_groups(module)
+    stamps.afterwards(lambda: calls.append("completed"))
     stamps.begin()  # 0
     assert module.init_process_group() == "made"  # joining 1, from 2 to 3
     assert stamps.taken().clock == {"began": 0.0, "joining": 1.0}
@@ -109,4 +110,6 @@ def test_functions_that_make_groups_do_what_they_did_and_are_measured_until_the_
     stamps.pass_step("built")
     module.new_group()
     assert stamps.taken().grouped == 2.0
-    assert calls == ["imported", "init", "new", "new", "new"]
+    stamps.pass_step("completed")
+    stamps.pass_step("completed")
+    assert calls == ["init", "new", "new", "new", "completed"]
