@@ -27,9 +27,9 @@ prepare()  # without a CUDA device DeepSpeed would compile an extension at each 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "launch" / "examples"))
 
 import deepspeed  # noqa: E402
-import deepspeed_gpt  # noqa: E402
-from byte_text import Text  # noqa: E402
-from deepspeed_layers import Sizes  # noqa: E402
+import deepspeed_gpt  # type: ignore[import-not-found]  # noqa: E402
+from byte_text import Text  # type: ignore[import-not-found]  # noqa: E402
+from deepspeed_layers import Sizes  # type: ignore[import-not-found]  # noqa: E402
 
 
 def main(argv: Sequence[str]) -> None:

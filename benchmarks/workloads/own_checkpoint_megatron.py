@@ -25,8 +25,8 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "launch" / "examples"))
 
-import megatron_gpt  # noqa: E402
-from gpt_job import Job  # noqa: E402
+import megatron_gpt  # type: ignore[import-not-found]  # noqa: E402
+from gpt_job import Job  # type: ignore[import-not-found]  # noqa: E402
 from megatron.core import dist_checkpointing  # noqa: E402
 
 from ft_plugins.config import launch_context  # noqa: E402
