@@ -1,6 +1,6 @@
 """Measure the downtime and the lost iterations of a failure: one trainer, one node, two nodes.
 
-    python benchmarks/recovery.py [--quick] [--namespaces]
+    python benchmarks/recovery.py [--quick] [--namespaces] [--only nodes|frameworks] [--kills N] [--every K]
 
 Each emulated node has an agent, an SMP and one rank whose state (256 MiB; 64 with --quick) shows its version.
 Processes, signals and sockets are real; torch only. A failure is injected at a random time within an iteration after
@@ -19,8 +19,13 @@ failure). `load_x_loopback`: bytes per second that the rebuild of one lost node 
 baseline. `two_load_x_loopback`: the bytes of both slots over the time in which either was rebuilt, since their nodes
 share these cores. --namespaces connects the nodes by a bridge, which reaches about half of the baseline.
 
+Then, for Megatron and DeepSpeed: a rank of the quickstart's job of 8 is killed several times, under ft-run and, in the
+same run, under torchrun with the framework's own checkpoints every K iterations (`workloads/restart_times.py`). The
+phases of ft-run's restarts are those of `ft-plugins report`; `recovery_x`: how much longer torchrun takes from the kill
+until the iteration in which it came is done, `restart_x`: until any iteration is done, lost ones not counted.
+
 Claims: load_x_loopback >= 0.5, two_load_x_loopback >= 0.4; lost_iterations <= 1 from the process tier and <= 2 from the
-node tier.
+node tier; recovery_x >= 5 of both frameworks.
 """
 
 from __future__ import annotations
@@ -51,6 +56,7 @@ from ft_plugins.testing import fills
 from ft_plugins.testing.emulated_nodes import EmulatedHost, destroy, network
 from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
 from ft_plugins.testing.job_control import entries, wait_for
+from workloads import restart_times
 
 BOUND = 120.0  # seconds, for any wait
 DETECTION_EVENTS = (  # the last one if agents start another round at once
@@ -327,8 +333,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a quarter of the state; ends within 50 s on 2 cores")
     parser.add_argument("--namespaces", action="store_true", help="one network namespace per node, if permitted")
+    parser.add_argument("--only", choices=("nodes", *restart_times.FRAMEWORKS, "frameworks"), help="only this part")
+    parser.add_argument("--kills", type=int, default=3, help="of each framework's job (default %(default)s)")
+    parser.add_argument(
+        "--every", type=int, default=24, help="iterations between the framework's checkpoints (default %(default)s)"
+    )
     options = parser.parse_args()
-    print(line("recovery", measure(options.quick, options.namespaces)))
+    figures: dict[str, float | bool] = {}
+    if options.only in (None, "nodes"):
+        figures |= measure(options.quick, options.namespaces)
+    chosen = [one for one in restart_times.FRAMEWORKS if options.only in (None, "frameworks", one)]
+    figures |= restart_times.measure(chosen, options.kills, options.every)
+    print(line("recovery", figures))
 
 
 if __name__ == "__main__":

@@ -13,10 +13,9 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from . import faults
-from .bubbles.profile import Profiling
 from .config import Config, LaunchContext, launch_context
 from .errors import ConfigError, FencedError, FtError, ProtectionError, ResumeError, StateChangedError
 from .events import Events, catalogue, file_sink, log_sink, say
@@ -25,9 +24,13 @@ from .model.timeline import SenderFacts
 from .systems.carried import CarryingHost
 from .systems.claim import LossRecord, claim_memory, join_ranks, require_arguments, require_one_job
 from .systems.disconnection import Disconnection
-from .systems.measured import Measurement
 from .systems.reft import DEGRADED, PeerDegraded, Reft
+from .systems.start_record import StartRecord
 from .systems.synchronizer import Synchronizer, synchronizer_of
+
+if TYPE_CHECKING:  # imports much that ranks without BAFT do not need
+    from .bubbles.profile import Profiling
+    from .systems.measured import Measurement
 
 
 class Session:
@@ -43,10 +46,12 @@ class Session:
         if context.run_dir is not None:
             self._events.subscribe(file_sink(context.run_dir / "events.jsonl"))
         self._events.subscribe(log_sink())
+        self._start: StartRecord | None = StartRecord(context, self._events)  # until the first completed iteration
         self._collective = join_ranks(config, context, self._events)
         faults.arm(config.faults, rank=host.rank, restart=context.restart)
         self._reft: Reft | None = None
         self._pending: dict[str, Any] | None = None  # small state whose data position and RNG are still to be restored
+        self._lineage = 0  # that the last `resume` opened
         self._degraded: Reft | None = None  # no longer captures, but still records completed iterations
         self._loss = LossRecord(context, config.max_unprotected_steps)
         self._disconnection = Disconnection()
@@ -55,13 +60,8 @@ class Session:
         if self._first:
             say(config.table(), who="")
         self.measured: Measurement | None = None
-        if config.baft is not None and profiling is None:
-            profiling = Profiling(iterations=config.baft.profile_iterations)
-        if profiling is not None:
-            self.measured = Measurement(
-                host, config.baft, profiling, self._collective, self._events,
-                lambda: SenderFacts() if self._reft is None else self._reft.sender_facts,
-            )  # fmt: skip
+        if config.baft is not None or profiling is not None:
+            self.measured = self._measurement(profiling)
         self._carrying = CarryingHost(host)
         self._sync: Synchronizer | None = None
         self._deferred = 0  # the version whose tensors are captured during the next one
@@ -73,6 +73,18 @@ class Session:
         except BaseException:
             self._collective.close()
             raise
+
+    def _measurement(self, profiling: Profiling | None) -> Measurement:
+        from .bubbles.profile import Profiling
+        from .systems.measured import Measurement
+
+        baft = self._config.baft
+        if profiling is None and baft is not None:
+            profiling = Profiling(iterations=baft.profile_iterations)
+        return Measurement(
+            self._host, baft, profiling or Profiling(), self._collective, self._events,
+            lambda: SenderFacts() if self._reft is None else self._reft.sender_facts,
+        )  # fmt: skip
 
     def _start_synchronizer(self) -> None:
         """Start PAFT or local SGD on every rank or on none. Raises what it raises, on all ranks."""
@@ -103,6 +115,8 @@ class Session:
         """
         self._carrying.restored_state = None
         done = self._restore(loaded)
+        if self._start is not None:
+            self._start.restored(self._lineage)
         if self._sync is not None:
             done = self._sync.begin(done, self._carrying.restored_state, last)
         if last is not None and not self._continues(done, last):
@@ -118,6 +132,7 @@ class Session:
                 raise error
             return loaded
         plan, self._pending = self._reft.resume(self._config.resume, loaded)
+        self._lineage = plan.lineage
         if self._loss.clear() and not plan.fresh:  # an earlier incarnation lost protection
             self._events.emit(catalogue.PROTECTION_RESTORED, reason="snapshots are taken again")
         if self._host.rank == 0:
@@ -208,6 +223,9 @@ class Session:
         self._version_point(step)
         if self.measured is not None:
             self.measured.iteration_end(step)
+        if self._start is not None:
+            self._start.completed(step)
+            self._start = None
 
     def _version_point(self, step: int) -> None:
         version = self._version(step)

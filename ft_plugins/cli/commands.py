@@ -24,7 +24,7 @@ from ..config import Config, run_root
 from ..errors import ConfigError, FtError
 from ..smp import client as smp
 from ..smp import leftovers, liveness
-from . import key_tables, status_table
+from . import key_tables, report_command, status_table
 from .plan_command import plan
 from .status_table import ASK_SECONDS, run_directories
 
@@ -34,7 +34,8 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Show, end and clean up what protects jobs on this node; export checkpoints; explain the configuration; plan.",
+    help="Show, end and clean up what protects jobs on this node; report on restarts; export checkpoints; explain the "
+    "configuration; plan.",
 )
 
 checkpoint_app = typer.Typer(no_args_is_help=True, help="Checkpoints in storage.")
@@ -188,6 +189,7 @@ def config(
 
 
 app.command()(plan)
+app.command("report")(report_command.report)
 
 
 def main() -> None:

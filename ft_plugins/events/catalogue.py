@@ -59,6 +59,22 @@ WORKERS_RESTARTED = EventType(
     "workers.restarted", NOTICE, "The training processes of this node were started again.",
     restart=Field("int", "restarts so far"), token=_TOKEN,
     seconds=Field("float", "since the failure was seen on this node", "s", optional=True),
+    clock=Field("float", "this node's monotonic clock when the first process was started", "s"),
+    seen=Field("float", "the same clock when this node saw why they have to restart", "s"),
+    ended=Field("float", "the same clock when the old processes had ended", "s"),
+)  # fmt: skip
+RANKS_RESUMED = EventType(
+    "ranks.resumed", NOTICE,
+    "The ranks of this node have completed an iteration for the first time since they were started.",
+    restart=Field("int", "restarts before"), token=_TOKEN, lineage=_LINEAGE, iteration=_ITERATION,
+    count=Field("int", "ranks of this node that are described"),
+    began=Field("float", "this node's monotonic clock when the last of them began", "s"),
+    joining=Field("float", "the same clock when the last of them began to make process groups", "s", optional=True),
+    grouped=Field("float", "for how long that one made process groups", "s"),
+    built=Field("float", "the same clock when the last of them had built its model", "s"),
+    restored=Field("float", "the same clock when the last of them had loaded its state", "s"),
+    completed=Field("float", "the same clock when the iteration was completed", "s"),
+    processor=Field("dict", "processor seconds of all of them, by part of the start"),
 )  # fmt: skip
 WORKERS_KILLED = EventType(
     "workers.killed", ALARM,

@@ -42,6 +42,7 @@ from .endpoint import Endpoint
 from .rendezvous import Rendezvous
 from .restarts import LostPeers, Verdict, WorkerFailure, judge, root_cause
 from .watcher import Job, Watcher
+from .worker_exits import WorkerExits
 
 _ENDED_PATIENCE = timedelta(seconds=10)  # after torch's barrier
 _ROUNDS_LOST = 5  # maximum in a row, each by a node that was lost just before workers started
@@ -65,6 +66,8 @@ class ProgressAgent(LocalElasticAgent):
         **torch_arguments: Any,
     ) -> None:
         super().__init__(spec, **torch_arguments)
+        self._interval, spec.monitor_interval = spec.monitor_interval, 0.0  # waited in `_monitor_workers`
+        self._exits = WorkerExits()  # of the running workers
         self._job = job
         self._watcher = watcher
         self._events = events
@@ -77,6 +80,7 @@ class ProgressAgent(LocalElasticAgent):
         self._token = 0  # of the running incarnation
         self._opened = False  # a rank has opened a lineage under this ft-run
         self._failed_at: float | None = None  # monotonic; of a failure before the restart that follows it
+        self._seen = self._ended = 0.0  # monotonic: why workers have to restart was seen; the old ones had ended
         self.verdict = Verdict(False, "failed", "")
         self.restarts = 0
         self.all_ended = True  # the workers of all nodes have ended; known once those here have succeeded
@@ -214,13 +218,19 @@ class ProgressAgent(LocalElasticAgent):
             os.environ.update(worker_environment(config, self._job.run_dir, token, os.getpid()))
         if self._channel:
             self._channel.publish("trained", str(int(bool(self._watcher and self._watcher.begun()))).encode())
+        self._exits.close()
+        clock = time.monotonic()
         with self._watcher.paused() if self._watcher else nullcontext():
             started: dict[int, Any] = super()._start_workers(worker_group)
         context = self._context()
+        self._exits = WorkerExits(context.pids().values())
         vars(context)["close"] = functools.partial(worker_failures.close_at_once, context)  # of this object only
         if self.restarts:
             seconds = None if self._failed_at is None else round(time.monotonic() - self._failed_at, 3)
-            self._events.emit(catalogue.WORKERS_RESTARTED, restart=self.restarts, token=token, seconds=seconds)
+            self._events.emit(
+                catalogue.WORKERS_RESTARTED, restart=self.restarts, token=token, seconds=seconds, clock=clock,
+                seen=self._seen, ended=self._ended,
+            )  # fmt: skip
         self._failed_at = None
         return started
 
@@ -259,6 +269,7 @@ class ProgressAgent(LocalElasticAgent):
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if self._failed_at is None:  # another node failed or joined: not counted
+            self._seen = time.monotonic()
             worker_group.spec.max_restarts += 1
             handler = worker_group.spec.rdzv_handler
             reason = handler.waiting_reason if isinstance(handler, Rendezvous) else "nodes wait for the next round"
@@ -267,14 +278,19 @@ class ProgressAgent(LocalElasticAgent):
 
     def _stop_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:
         self._shutdown(signal.SIGKILL)
+        self._ended = time.monotonic()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """torch's look at the workers, which also separates those that failed from those that were killed for it."""
+        """torch's look at the workers, which also separates those that failed from those that were killed for it. Comes
+        after the interval, or as soon as a worker has ended."""
+        self._exits.wait(self._interval)
+        seen = time.monotonic()
         first = worker_failures.failed_workers(self._context())
         result = self._end_after(first) if first else super()._monitor_workers(worker_group)
         if result.state == WorkerState.FAILED:
             if not first:  # failed since our look: torch lists the ones that failed on their own first
                 result.failures = dict(list(result.failures.items())[:1])
+            self._failed_at = self._seen = seen
             self._decide(result)
         elif result.state == WorkerState.HEALTHY and self._watcher and (lost := self._watcher.lost(self._token)):
             return self._restart_without(lost)
@@ -282,7 +298,7 @@ class ProgressAgent(LocalElasticAgent):
 
     def _restart_without(self, lost: list[str]) -> RunResult:
         """Kill the workers here: without the lost nodes or ranks they hang in a collective, or soon will."""
-        self._failed_at = time.monotonic()
+        self._failed_at = self._seen = time.monotonic()
         self._events.emit(catalogue.WORKERS_KILLED, lost=lost)
         for pid in self._context().pids().values():
             worker_failures.kill_group(pid)
@@ -305,7 +321,6 @@ class ProgressAgent(LocalElasticAgent):
 
     def _decide(self, result: RunResult) -> None:
         """Report the failures, find the cause and decide."""
-        self._failed_at = time.monotonic()
         failures = [worker_failures.described(rank, failure) for rank, failure in result.failures.items()]
         for failure in failures:
             self._events.emit(

@@ -80,6 +80,8 @@ class NodeService:
         self._in_order = False
         self._awake = float("-inf")
         self._stepped = 0.0
+        self._advanced: tuple[int, int] = (0, 0)  # the news of the last `advance`
+        self._requested = threading.Event()  # a request of another node has arrived since the last wait
         # by connection: the token of its last request; a token is at the connection that used it last
         self._connections: dict[int, str] = {}
         self._connection_of: dict[str, int] = {}  # the inverse
@@ -176,6 +178,21 @@ class NodeService:
                 self._closed, self._in_order = reason, in_order
                 self._leads += 1
 
+    def advance(self) -> bool:
+        """Advance the round now, as its leader, not at the next `tick`. Returns whether nodes whose looks are held have
+        to learn something."""
+        with self._lock:
+            if self._rounds:
+                self._stepped = time.monotonic()
+                self._rounds.step(self._stepped)
+            before, self._advanced = self._advanced, self._news
+            return before != self._advanced
+
+    def wait_for_request(self, seconds: float) -> None:
+        """Wait until another node has sent a request, at most for `seconds`."""
+        self._requested.wait(seconds)
+        self._requested.clear()
+
     # ---- for the port ----
 
     def answer(self, request: Message, connection: int = 0) -> Message:
@@ -195,7 +212,9 @@ class NodeService:
             return reply | getattr(self, f"_{name}")(self._rounds, message)
 
     def answer_or_hold(self, request: Message, connection: int) -> Message | None:
-        """As `answer`; None if the request is a look that is held back: `released` has its reply later."""
+        """As `answer`, for another node; None if the request is a look that is held back: `released` has its reply
+        later."""
+        self._requested.set()
         if request.get("do") == "look" and request.get("wait") and self._hold(request, connection):
             return None
         return self.answer(request, connection)

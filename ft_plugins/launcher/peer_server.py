@@ -12,6 +12,7 @@ In: a function from a request to its reply. Out: replies; counts of rejected con
 
 from __future__ import annotations
 
+import contextlib
 import selectors
 import socket
 import threading
@@ -39,6 +40,7 @@ _UNREAD_SECONDS = 10.0  # for a peer to read a reply
 _SWEEP_SECONDS = 1.0  # between two searches for connections to close
 _CONNECTIONS = 4096
 _LEAST_WAIT = 0.01
+_WAKES = 4096  # bytes, one for each call of `look`
 _TOO_MANY, _SILENT = "more connections than may be open without a proof", "no proof of the secret"
 _SHORT_SECONDS = 0.5  # pause in accepting when descriptors have run out
 
@@ -144,6 +146,11 @@ class PeerServer:
         close_connection(self._wake)
         self._thread.join()
 
+    def look(self) -> None:
+        """Send the replies that are held no longer at once. Callable from any thread."""
+        with contextlib.suppress(OSError):  # full: it will look; closed
+            self._wake.send(b"1", socket.MSG_DONTWAIT)
+
     @property
     def is_serving(self) -> bool:
         """Whether requests are still answered."""
@@ -174,7 +181,9 @@ class PeerServer:
             self._rejected.report()
             for key, events in self._selector.select(max(_LEAST_WAIT, self._tick())):
                 if key.fileobj is self._woken:
-                    return
+                    if not self._woken.recv(_WAKES):
+                        return
+                    continue
                 if key.fileobj is self._listener:
                     self._accept()
                 elif key.fileobj.fileno() >= 0:  # type: ignore[union-attr]  # not dropped meanwhile

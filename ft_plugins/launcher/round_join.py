@@ -37,6 +37,7 @@ from .waiting_nodes import Application
 LOOK_SECONDS = 0.1  # between two looks at an incomplete round, on the leader; between two checks, on other nodes
 _SEARCH_GROWTH, _LONGEST_SEARCH_PAUSE = 1.5, 1.0  # of the pauses between two searches of the leader
 _SEARCHES = 512  # a second, by all nodes together in the end
+_LEAST_PAUSE = 0.005  # of the leader between two looks, during which many nodes may send requests
 _MEET_SECONDS = 1.0  # between two searches of the leader for absent nodes
 
 
@@ -110,6 +111,8 @@ class RoundJoin:
                 self.check()
                 if leads:
                     node.search.meet_absent(_MEET_SECONDS, node.reach)
+                    if node.service.advance():
+                        node.server.look()
                 known = node.roster_file.roster
                 view = link.watch_patiently(self.check, known.round, LOOK_SECONDS, known)
                 if view is None:
@@ -136,7 +139,12 @@ class RoundJoin:
                 self._last_view = view
                 self._report(leads)
                 if view.changes == seen:
-                    pause(node.rest if self.is_spare else LOOK_SECONDS)
+                    seconds = node.rest if self.is_spare else LOOK_SECONDS
+                    if leads:
+                        time.sleep(_LEAST_PAUSE)
+                        node.service.wait_for_request(seconds - _LEAST_PAUSE)
+                    else:
+                        pause(seconds)
                 seen = view.changes
         except (ConnectionError, ProtocolError):
             raise  # there is no leader left to notify

@@ -25,12 +25,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn, ParamSpec, TypeVar
 
+import torch.distributed
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from .. import faults, files
+from .. import faults, files, stamps
 from ..config import LaunchContext, launch_context
 from ..errors import EXIT_REFUSED, FtError, ProtocolError, ReplicaError
 from . import hooks
+from .start_collection import collect_seldom
 
 _PR_SET_PDEATHSIG = 1
 _ENDED_BY = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -55,6 +57,9 @@ def enter(context: LaunchContext) -> None:
         bind_to_agent(context.agent_pid)
     if context.config is not None:
         faults.arm(context.config.faults, rank=context.rank, restart=context.restart)
+    if context.run_dir is not None:
+        stamps.follow_groups(torch.distributed)
+        stamps.afterwards(collect_seldom())
 
 
 def guarded(function: Callable[P, R]) -> Callable[P, R]:
@@ -78,6 +83,7 @@ def forked(function: Callable[P, R], close_copies: Sequence[Callable[[], None]])
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        stamps.begin()
         for close in close_copies:
             close()
         for number in _ENDED_BY:  # the agent's handlers raise, which a rank's code might catch

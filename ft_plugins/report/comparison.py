@@ -19,6 +19,7 @@ from typing import Any
 from ..errors import FtError
 from ..events import Event, catalogue
 from .bubble_use import CopyTraffic, bubble_use
+from .recovery_phases import RecoveryPhases, recovery_phases
 
 # the first of these shows when a launcher detected the failure
 DETECTION_EVENTS = (catalogue.WORKER_FAILED.name, catalogue.NODE_LOST.name, catalogue.WORKERS_RESTARTED.name)
@@ -97,6 +98,7 @@ class RunComparison:
     final_loss_unfailed: float
     wall_seconds: float
     wall_seconds_unfailed: float
+    phases: RecoveryPhases | None = None  # of the first recovery
     bubbles: CopyTraffic | None = None  # with BAFT
     bubbles_unfailed: CopyTraffic | None = None
     unproven: tuple[str, ...] = field(default=())  # the reasons why this is not a proof
@@ -113,7 +115,8 @@ class RunComparison:
 
     def json(self) -> str:
         """The content of `report.json`."""
-        return json.dumps({**asdict(self), "proven": self.proven}, indent=2)
+        phases = {} if self.phases is None else {"phases": self.phases.block()}
+        return json.dumps({**asdict(self), **phases, "proven": self.proven}, indent=2)
 
 
 def read_losses(path: Path) -> tuple[Loss, ...]:
@@ -163,6 +166,7 @@ def compare_runs(failed: RunRecord, unfailed: RunRecord) -> RunComparison:
         final_loss_unfailed=unfailed.losses[-1].loss,
         wall_seconds=failed.ended - failed.began,
         wall_seconds_unfailed=unfailed.ended - unfailed.began,
+        phases=next(iter(recovery_phases(failed.events)), None),
         bubbles=_traffic(failed),
         bubbles_unfailed=_traffic(unfailed),
         unproven=tuple(_unproven(len(kills), differing, losses_identical, restores, scratch_restarts, source)),

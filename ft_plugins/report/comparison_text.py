@@ -11,6 +11,7 @@ from rich.table import Table
 
 from .bubble_use import CopyTraffic
 from .comparison import RunComparison
+from .phase_table import WORDS
 
 
 def table(report: RunComparison) -> Table:
@@ -36,6 +37,7 @@ def table(report: RunComparison) -> Table:
         ("to restart the ranks", "", _s(seconds.restart)),
         ("to load the state", "", _s(seconds.load)),
         ("kill to next iteration done", "", _s(seconds.down)),
+        *_phase_rows(report),
         *_bubble_rows(report),
         ("final state", "", "identical" if report.identical else f"{len(report.differing)} PARTS DIFFER"),
     ):
@@ -53,6 +55,12 @@ def verdict(report: RunComparison) -> str:
     if report.identical:
         return "Both runs ended in identical state, but survival is not proven: " + "; ".join(report.unproven) + "."
     return "The two runs did NOT end in identical state: " + "; ".join(report.unproven) + "."
+
+
+def _phase_rows(report: RunComparison) -> Iterable[tuple[str, str, str]]:
+    for name, seconds in (report.phases.by_phase() if report.phases else {}).items():
+        if seconds is not None:
+            yield f"  {WORDS[name]}", "", _s(seconds)
 
 
 def _bubble_rows(report: RunComparison) -> Iterable[tuple[str, str, str]]:

@@ -14,8 +14,6 @@ import ipaddress
 import socket
 from contextlib import closing
 
-import psutil
-
 from ..errors import ConfigError
 
 
@@ -24,6 +22,8 @@ def own_address(interface: str | None, towards: str) -> str:
     ConfigError."""
     if interface is None:
         return _on_the_way(towards)
+    import psutil  # slow, and only needed for a name
+
     devices = psutil.net_if_addrs()
     addresses = {entry.address for device in devices.values() for entry in device}
     if interface in addresses:

@@ -22,7 +22,6 @@ from ..errors import ResumeError
 from ..model.host import Host
 from ..model.inventory import Inventory
 from ..snapshot import codec
-from .local_sgd import LocalSgd
 from .synchronizer import Synchronizer
 
 _PREFIX = "ft_plugins."  # of the carried state's entry in the small state
@@ -101,6 +100,8 @@ class CarryingHost:
         ResumeError."""
         if self.synchronizer is not None:
             return self.synchronizer.inherited([part.get(_PREFIX + self.synchronizer.name) for part in parts])
+        from .local_sgd import LocalSgd  # imports much that ranks without it do not need
+
         if any(_PREFIX + LocalSgd.name in part for part in parts):
             raise ResumeError(
                 "the state in memory was captured under local SGD, where each replica has its own, and cannot be taken "

@@ -23,7 +23,6 @@ from ..model.host import Host
 from ..recovery.nodes import JobNodes, SeenNodes
 from ..recovery.recovery_plan import RecoveryPlan, choose_source
 from ..recovery.restore import agree_on_version, load_tensors
-from ..recovery.storage import StorageTier
 from ..redundancy.neighbour import CopyAndParityPlan, CopyPlan, NeighbourPlan
 from ..smp.client import Client
 from ..snapshot import codec, manifest
@@ -97,6 +96,8 @@ class ReftRecovery:
         try:
             if storage is None:
                 return choose_source(plan, mode, loaded)
+            from ..recovery.storage import StorageTier  # only where there is storage
+
             tier = StorageTier(Path(storage.folder), job, self._collective, self._reports.storage)
             return tier.recover(plan, mode, loaded, segment, self._token)
         except ResumeError as error:

@@ -29,8 +29,6 @@ from ..events import Events
 from ..model.host import Host
 from ..model.inventory import Item
 from ..snapshot.slots import Mark
-from .local_sgd import LocalSgd
-from .paft import Paft
 
 
 class Synchronizer(Protocol):
@@ -126,8 +124,12 @@ def synchronizer_of(host: Host, config: Config, events: Events, folder: Path | N
     """The configured synchronizer, not connected yet; `folder`: of files about this run. Raises ConfigError,
     UnsupportedError."""
     if config.sync is not None:
+        from .local_sgd import LocalSgd  # each imports much that ranks without it do not need
+
         every = config.capture is not None and config.capture.versions == "every"
         return LocalSgd(host, config.sync, events, every, folder)
     if config.paft is not None:
+        from .paft import Paft
+
         return Paft(host, config.paft, events)
     raise ConfigError("no system that keeps replicas together is configured")

@@ -23,6 +23,7 @@ import pytest
 from ft_plugins import events
 from ft_plugins.config import run_directory
 from ft_plugins.events import Event
+from ft_plugins.report.recovery_phases import recovery_phases
 from ft_plugins.smp import liveness
 from ft_plugins.smp.client import Client
 from ft_plugins.snapshot import paths
@@ -166,6 +167,13 @@ def test_a_rank_killed_in_its_fourth_iteration_costs_at_most_one_and_the_result_
     assert [event.fields["iteration"] for event in job.events("state.restored") if event.rank == 0] == [resumed]
     assert [event.fields["status"] for event in job.events("job.ended")] == ["succeeded"]
     assert job.left_behind() == [] and not liveness.held(job.run_dir() / "smp.lock")
+    [phases] = recovery_phases(events.read(job.run_dir() / "events.jsonl"))
+    [again] = [event for event in job.events("ranks.resumed") if event.fields["restart"] == 1]
+    assert (phases.iteration, phases.ranks, phases.detect) == (resumed + 1, 2, None)
+    assert all(seconds is not None for name, seconds in phases.by_phase().items() if name not in ("attempts", "detect"))
+    since_failure = again.time - failure.time  # by another clock, from when the failure was reported
+    assert since_failure <= phases.total + 0.1 and phases.total - since_failure < 2
+    assert not (job.run_dir() / "starts").exists()
 
 
 def test_a_job_outlives_its_smp_and_then_its_ft_run_while_a_second_ft_run_is_kept_out(job: Job, tmp_path: Path) -> None:
@@ -265,6 +273,9 @@ def test_two_nodes_on_one_machine_start_again_together(job: Job) -> None:
     assert (int(line[1]) in (2, 3), int(line[2])) == (True, 1)
     killed = [event for node in nodes for event in job.events("worker.failed", node) if event.fields["signal"]]
     assert [event.rank for event in killed] == [1]
+    every = [event for node in nodes for event in events.read(job.run_dir(node) / "events.jsonl")]
+    [phases] = recovery_phases(every)
+    assert (phases.nodes, phases.iteration) == (2, int(line[1]) + 1)
     for node in nodes:
         assert [event.fields["restart"] for event in job.events("workers.restarted", node)] == [1]
         assert not liveness.held(job.run_dir(node) / "smp.lock")

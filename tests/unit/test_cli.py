@@ -439,3 +439,29 @@ def test_plan_says_what_to_install_where_there_is_no_matplotlib(
     line = ft_plugins(*PAPER, "--plot", str(tmp_path / "survival.png"), status=1)
     assert line == "ft-plugins: --plot needs matplotlib, which is not installed; pip install 'ft_plugins[report]'\n"
     assert not list(tmp_path.iterdir()) and "16.2" in ft_plugins(*PAPER)
+
+
+def test_report_shows_where_the_time_of_each_restart_went(ft_plugins: Command, tmp_path: Path) -> None:
+    assert "name the job" in ft_plugins("report", status=1)
+    run_dir = run_directory("restarted", "n0")
+    events = Events("n0")
+    events.subscribe(file_sink(run_dir / "events.jsonl"))
+    assert ft_plugins("report", "restarted") == "no restart has completed an iteration yet\n"
+    now = time.monotonic()
+    events.emit(
+        catalogue.WORKERS_RESTARTED, restart=1, token=2, seconds=1.0, clock=now - 5, seen=now - 6.5, ended=now - 6
+    )
+    events.emit(
+        catalogue.RANKS_RESUMED, restart=1, token=2, lineage=2, iteration=9, count=4, began=now - 4.75,
+        joining=now - 3, grouped=0.5, built=now - 2, restored=now - 1.5, completed=now, processor={"began": 1.5},
+    )  # fmt: skip
+    table = ft_plugins("report")
+    rows = {line[:24].strip(): line[24:].split() for line in table.splitlines()}
+    assert rows["end old processes"] == ["0.50"] and rows["import"] == ["1.75"] and rows["detect the failure"] == ["-"]
+    assert rows["total, from detection"] == ["6.50"] and rows["of ranks"] == ["4"]
+    assert max(map(len, table.splitlines())) <= 80
+    [line] = ft_plugins("report", "restarted", "--json").splitlines()
+    assert json.loads(line)["total"] == pytest.approx(6.5)
+    assert ft_plugins("report", "--events", str(run_dir / "events.jsonl"), "--json") == line + "\n"
+    assert "no job 'other'" in ft_plugins("report", "other", status=1)
+    assert "/gone: no such file" in ft_plugins("report", "--events", str(tmp_path / "gone"), status=1)

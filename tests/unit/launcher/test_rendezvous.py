@@ -38,14 +38,15 @@ from torch.distributed.launcher.api import LaunchConfig
 from ft_plugins.config import Config
 from ft_plugins.events import Events
 from ft_plugins.intake import within
-from ft_plugins.launcher import job_secret, peer_client, plugin, round_store
+from ft_plugins.launcher import job_secret, peer_client, plugin, rendezvous, round_join, round_store
 from ft_plugins.launcher.agent import ProgressAgent
 from ft_plugins.launcher.endpoint import Endpoint
 from ft_plugins.launcher.field_types import MOST_NODES
 from ft_plugins.launcher.node_launch import _specify
+from ft_plugins.launcher.node_service import NodeService
 from ft_plugins.launcher.peer_client import Credentials
 from ft_plugins.launcher.rendezvous import Rendezvous
-from ft_plugins.launcher.rendezvous_settings import RendezvousSettings
+from ft_plugins.launcher.rendezvous_settings import BACKEND, RendezvousSettings
 from ft_plugins.launcher.roster_file import RosterFile
 from ft_plugins.launcher.round_machine import Place, Roster
 from ft_plugins.launcher.wait_report import command
@@ -941,3 +942,21 @@ def test_the_job_tells_the_rendezvous_who_this_node_is(tmp_path: Path) -> None:
         assert json.loads((tmp_path / "nodes.json").read_text())["roster"]["members"][0]["node"] == "node7"
     finally:
         assert handler.shutdown() is True
+
+
+def test_a_round_of_one_node_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def paused(*args: Any) -> None:
+        raise AssertionError("it waits, though there is no other node")
+
+    parameters = RendezvousParameters(BACKEND, "localhost:0", f"alone-{os.getpid()}", 1, 1)
+    alone = Rendezvous(RendezvousSettings.read(parameters))
+    alone.workers = 2
+    try:
+        assert alone.next_rendezvous().world_size == 1
+        monkeypatch.setattr(round_join, "pause", paused)
+        monkeypatch.setattr(rendezvous, "pause", paused)
+        monkeypatch.setattr(NodeService, "wait_for_request", paused)
+        for _ in range(3):  # as after each failure
+            assert alone.next_rendezvous().rank == 0
+    finally:
+        alone.shutdown()

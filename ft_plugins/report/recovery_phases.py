@@ -1,0 +1,132 @@
+"""Where the time of each restart went, from the failure to the next completed iteration. Pure.
+
+    detect     the failure -> an agent saw it                     known where a test or a benchmark caused the failure
+    end        -> the old processes of the node had ended, and it was decided to restart
+    agree      -> a new round was agreed on with the other nodes, the old incarnation fenced
+    start      -> the last new process ran (standby processes: had its rank)
+    imports    -> the last one began to make process groups
+    groups     it made process groups: until the other ranks were there, too
+    build      -> the last one had built its model (all else before `attach`)
+    load       -> the last one had loaded its state
+    iteration  -> an iteration was completed
+    attempts   of the failures and starts before, since the last completed iteration: those that did not get so far
+
+Invariant: the phases of a recovery are disjoint, in this order, and their sum is its total. A step that was not noted
+adds its time to the next phase that was, and is None. Clocks of two nodes are never compared: of a job on several
+nodes the phases are those of the one node that took longest, as all complete the iteration together.
+
+In: the events of one or more nodes. Out: `RecoveryPhases`, by restart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ..events import Event, catalogue
+
+_STEPS = {"start": "began", "imports": "joining", "build": "built", "load": "restored", "iteration": "completed"}
+PHASES = ("attempts", "detect", "end", "agree", "start", "imports", "groups", "build", "load", "iteration")
+
+
+@dataclass(frozen=True)
+class RecoveryPhases:
+    """One recovery, in seconds. `processor`: seconds of processors that all ranks of the node used, by the step of
+    `stamps` that ended with them; `ranks` of them are described."""
+
+    node: str
+    nodes: int  # that noted their steps
+    restart: int  # of that node
+    lineage: int
+    iteration: int  # that was completed
+    starts: int  # since the last completed iteration; one if the first attempt succeeded
+    attempts: float | None
+    detect: float | None
+    end: float | None
+    agree: float | None
+    start: float | None
+    imports: float | None
+    groups: float | None
+    build: float | None
+    load: float | None
+    iteration_seconds: float | None
+    ranks: int = 0
+    processor: Mapping[str, float] = field(default_factory=dict)
+
+    def by_phase(self) -> dict[str, float | None]:
+        """The phases in order."""
+        return {name: getattr(self, "iteration_seconds" if name == "iteration" else name) for name in PHASES}
+
+    @property
+    def total(self) -> float:
+        """From the failure, if its time is known, else from its detection, to the completed iteration."""
+        return sum(seconds for seconds in self.by_phase().values() if seconds is not None)
+
+    def block(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**asdict(self), "total": self.total}
+
+
+def recovery_phases(events: Iterable[Event]) -> tuple[RecoveryPhases, ...]:
+    """The recoveries that ended in a completed iteration, by time. The time of a failure is that of a `signal.sent` of
+    the same node."""
+    ordered = sorted(events, key=lambda event: event.time)
+    found: dict[tuple[int, int], list[RecoveryPhases]] = {}
+    for node in sorted({event.node for event in ordered}):
+        for one in _of_node([event for event in ordered if event.node == node]):
+            found.setdefault((one.lineage, one.iteration), []).append(one)
+    return tuple(_longest(each) for each in found.values())
+
+
+def _longest(same: Sequence[RecoveryPhases]) -> RecoveryPhases:
+    """Of one recovery on several nodes, the node's that took longest."""
+    longest = max(same, key=lambda one: one.total)
+    return RecoveryPhases(**{**vars(longest), "nodes": len(same)})
+
+
+def _of_node(events: Sequence[Event]) -> Iterable[RecoveryPhases]:
+    """The recoveries of one node, from its events by time."""
+    starts: list[Event] = []  # since the last completed iteration
+    failure: float | None = None  # seconds since the epoch, of the last one before these
+    for event in events:
+        if event.type is catalogue.SIGNAL_SENT and not starts:
+            failure = event.time
+        elif event.type is catalogue.WORKERS_RESTARTED and "clock" in event.fields:
+            starts.append(event)
+        elif event.type is catalogue.RANKS_RESUMED:
+            if starts and starts[-1].fields["token"] == event.fields["token"]:
+                yield _recovery(starts, event, failure)
+            starts, failure = [], None
+
+
+def _recovery(starts: Sequence[Event], resumed: Event, failure: float | None) -> RecoveryPhases:
+    first, last, fields = starts[0], starts[-1], resumed.fields
+    seen = resumed.time - (fields["completed"] - first.fields["seen"])  # seconds since the epoch
+    detect = None if failure is None else max(0.0, seen - failure)
+    attempts = last.fields["seen"] - first.fields["seen"] if len(starts) > 1 else None
+    ends = [("end", last.fields["ended"]), ("agree", last.fields["clock"])]
+    ends += [(phase, fields.get(step)) for phase, step in _STEPS.items()]
+    phases = _phases(last.fields["seen"], ends)
+    groups, build = None, phases["build"]
+    if phases["imports"] is not None and build is not None:
+        groups = min(float(fields.get("grouped") or 0.0), build)
+        build -= groups
+    return RecoveryPhases(
+        node=resumed.node, nodes=1, restart=last.fields["restart"], lineage=int(fields.get("lineage") or 0),
+        iteration=fields["iteration"], starts=len(starts), attempts=attempts, detect=detect, end=phases["end"],
+        agree=phases["agree"], start=phases["start"], imports=phases["imports"], groups=groups, build=build,
+        load=phases["load"], iteration_seconds=phases["iteration"], ranks=fields.get("count", 0),
+        processor=dict(fields.get("processor") or {}),
+    )  # fmt: skip
+
+
+def _phases(seen: float, ends: Iterable[tuple[str, float | None]]) -> dict[str, float | None]:
+    """How long each phase took, from when it ended. One whose end is unknown is None; one that ended before its
+    beginning, as that of a process which stood by, took no time."""
+    phases: dict[str, float | None] = {}
+    reached = seen
+    for name, end in ends:
+        phases[name] = None if end is None else max(0.0, end - reached)
+        reached = reached if end is None else max(reached, end)
+    return phases

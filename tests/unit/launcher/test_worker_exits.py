@@ -1,0 +1,52 @@
+"""The end of a worker ends a wait at once, and only once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+from ft_plugins.launcher.worker_exits import WorkerExits
+
+LONG = 60.0
+
+
+def waiting() -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
+
+
+def test_a_killed_worker_ends_the_wait_and_the_next_wait_is_for_the_others() -> None:
+    first, second = waiting(), waiting()
+    exits = WorkerExits([first.pid, second.pid])
+    first.kill()
+    began = time.monotonic()
+    exits.wait(LONG)
+    assert time.monotonic() - began < LONG / 2
+    assert os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG), "it was reaped"
+    began = time.monotonic()
+    exits.wait(0.05)  # not ended by the same death again
+    assert time.monotonic() - began >= 0.05
+    second.kill()
+    exits.wait(LONG)
+    assert time.monotonic() - began < LONG / 2
+    for process in (first, second):
+        process.communicate()
+    exits.close()
+
+
+def test_a_worker_that_is_gone_already_and_a_closed_watch_are_no_error() -> None:
+    process = waiting()
+    process.kill()
+    process.communicate()
+    exits = WorkerExits([process.pid])
+    exits.wait(0.0)
+    exits.close()
+    exits.close()
+    before = set(os.listdir("/proc/self/fd"))
+    other = waiting()
+    exits = WorkerExits([other.pid])
+    exits.close()
+    other.kill()
+    other.communicate()
+    assert len(set(os.listdir("/proc/self/fd"))) == len(before)
