@@ -22,7 +22,7 @@ from ..events import Events, catalogue, say
 from ..model.host import Host
 from ..model.topology import Topology
 from ..planner.group_survival import choose_group_nodes
-from ..recovery.nodes import JobNodes, LinkedNodes, NodeTierConfig, SeenNodes
+from ..recovery.nodes import JobNodes, LinkedNodes, NodeTierConfig, RankFacts, SeenNodes, describe_protection
 from ..recovery.resize import sizes
 from ..recovery.resize.previous_job import PreviousJob
 from ..recovery.resize.previous_size import ResizePlan
@@ -31,6 +31,7 @@ from ..redundancy import neighbour
 from ..redundancy.exchange_plan import NAMES, positions, why_unprotected
 from ..redundancy.grouping import redundancy_groups, shared_domains
 from ..redundancy.in_order import copies_possible, parity_possible
+from ..smp.parity_store import store_bytes
 from ..snapshot.double import replica_shares, with_parity
 from ..snapshot.layout import Layout
 from ..snapshot.manifest import Manifest
@@ -181,6 +182,14 @@ class ReftNodes:
             both=self._copied and self._encoded, audited=audits > 0, domains=self._names.domains,
             measure=self._job.baft is not None and self._job.baft.link_mbps is None, encrypt=self._job.encrypt,
         )  # fmt: skip
+
+    def store_bytes(self, ranks: Sequence[RankFacts], position: int) -> int:
+        """The bytes that the node at `position` claims to protect other nodes; 0 if nodes do not protect each other.
+        `ranks` are the facts of all ranks. Pure."""
+        if not self.losses:
+            return 0
+        protection = describe_protection(ranks, self._nodes, self._groups, self._tier_config(""), position)
+        return store_bytes(protection, position)
 
     def _reachable(self, seen: SeenNodes, shape: Shape, layout: Layout) -> SeenNodes:
         """The nodes for a resize: their SMPs reach each other, even if they protect each other only at a previous
