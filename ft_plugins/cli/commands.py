@@ -166,7 +166,7 @@ def config(
             print(json.dumps(Config.model_json_schema(), indent=2))
 
 
-app.command()(plan)
+app.command(context_settings={"allow_extra_args": True})(plan)
 
 
 def _console() -> Console:

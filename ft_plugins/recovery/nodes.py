@@ -220,7 +220,7 @@ class LinkedNodes(SeenNodes):
 
 
 @dataclass(frozen=True)
-class RankFacts:
+class RankLayout:
     """What the plan of protection takes from one rank: the shape of its segment, and its part in each replica set
     (snapshot.double)."""
 
@@ -232,14 +232,14 @@ class RankFacts:
         return bytes(msgpack.packb([astuple(self.shape), self.replicated]))
 
     @classmethod
-    def unpack(cls, packed: bytes) -> RankFacts:
+    def unpack(cls, packed: bytes) -> RankLayout:
         """The inverse of `pack`."""
         shape, replicated = msgpack.unpackb(packed)
         return cls(Shape(*shape), [(*share,) for share in replicated])
 
 
 def describe_protection(
-    ranks: Sequence[RankFacts], nodes: Sequence[str], groups: Sequence[Sequence[int]], config: NodeTierConfig,
+    ranks: Sequence[RankLayout], nodes: Sequence[str], groups: Sequence[Sequence[int]], config: NodeTierConfig,
     position: int, endpoints: Sequence[Endpoint] = (),
 ) -> Protection:  # fmt: skip
     """The protection of a job as the node at `position` takes part in it; `ranks`, `nodes`: by rank. Pure."""
@@ -271,7 +271,7 @@ class JobNodes(LinkedNodes):
         Raises ConfigError (secret, interface), ProtocolError, on all ranks.
         """
         super().__init__(collective, nodes, config)
-        ranks = [RankFacts.unpack(part) for part in collective.gather(RankFacts(shape, replicated).pack())]
+        ranks = [RankLayout.unpack(part) for part in collective.gather(RankLayout(shape, replicated).pack())]
         self._protection = describe_protection(ranks, nodes, groups, config, self._position, self._endpoints)
         self.exchange = self._protection.plan()
         self.digest = self._protection.digest

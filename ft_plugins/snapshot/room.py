@@ -69,7 +69,7 @@ def memory_limits(mount: Path = SHM) -> Iterator[MemoryLimit]:
 
 
 def sizes_text(*sizes: int) -> tuple[str, ...]:
-    """Sizes in the unit of the first, with as many decimals as tell the first two apart."""
+    """Sizes in the unit of the first, with enough decimals for the first two to differ."""
     unit, name = (1 << 30, "GiB") if sizes[0] >= 1 << 30 else (1 << 20, "MiB")
     texts: tuple[str, ...] = ()
     for decimals in (1, 3, 6):

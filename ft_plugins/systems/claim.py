@@ -24,13 +24,14 @@ from ..config import Config, LaunchContext
 from ..errors import ConfigError, FtError, ProtectionError
 from ..events import Events, catalogue, say
 from ..model.host import Host
-from ..recovery.nodes import RankFacts
+from ..recovery.nodes import RankLayout
 from ..redundancy.exchange_plan import positions
 from ..smp.wire import read_secret
 from ..snapshot.double import replica_shares
 from ..snapshot.room import check_room
 from ..snapshot.shape import Shape
 from .failure_domains import JobNodeNames, exchange_names
+from .memory_advice import smaller_claims
 from .reft import Reft
 from .reft_plan import check_replicas
 from .reft_reports import budget_table
@@ -167,7 +168,7 @@ def _build(
 def _check_room(reft: Reft, config: Config, collective: Collective, nodes: Sequence[str]) -> None:
     """Raises BudgetError if this node lacks the memory that its ranks and its SMP are about to claim: all of it is
     checked at once, by the first rank of the node, so that no rank claims what another one will miss."""
-    facts = RankFacts(reft.plan.shape, replica_shares(reft.plan.layout))
+    facts = RankLayout(reft.plan.shape, replica_shares(reft.plan.layout))
     parts = collective.gather(msgpack.packb([0 if reft.claimed else facts.shape.total, facts.pack()]))
     if not reft.nodes.leads:
         return
@@ -178,29 +179,11 @@ def _check_room(reft: Reft, config: Config, collective: Collective, nodes: Seque
     needed = [claims[rank][0] for rank in ranks[position] if claims[rank][0]]
     if not needed:
         return
-    store = reft.nodes.store_bytes([RankFacts.unpack(packed) for _, packed in claims], position)
+    (store,) = reft.nodes.store_bytes([RankLayout.unpack(packed) for _, packed in claims], [position])
     claim = f"node {node}: protection of {len(needed)} ranks"
     if store:
         claim += ", with parity or copies of other nodes,"
-    check_room(sum(needed) + store, claim, smaller=_smaller(config, reft.nodes.losses))
-
-
-def _smaller(config: Config, losses: int) -> str:
-    """How the job could claim less, for a message; '' for not at all. Pure."""
-    reft, ways = config.capture, []
-    if reft is None:
-        return ""
-    if (getattr(reft, "slots", None) or 0) > 2:
-        ways.append(
-            "--reft-slots 2 (training then waits where sending a version takes longer than --reft-interval iterations)"
-        )
-    if losses and reft.redundancy in ("raim5", "raim6", "both"):
-        ways.append("larger redundancy groups (--reft-group-nodes), of which each node keeps less parity")
-    if losses and reft.redundancy == "raim6":
-        ways.append("--reft-redundancy raim5 (one lost node of a group instead of two)")
-    if losses and config.baft is None:
-        ways.append("--reft-redundancy none (a lost node is then survived from checkpoints only)")
-    return "; ".join(ways)
+    check_room(sum(needed) + store, claim, smaller=smaller_claims(config, reft.nodes.losses))
 
 
 class LossRecord:

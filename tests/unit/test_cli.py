@@ -448,12 +448,44 @@ SAVING = (
 )
 
 
+def details(text: str) -> str:
+    """What `plan` prints after its recommendation, without the terms."""
+    return text.partition("\n\n")[2].partition("\n\nterms ")[0]
+
+
 def test_plan_prints_survival_and_with_what_saving_takes_the_intervals(ft_plugins: Command) -> None:
     survival = ft_plugins(*PAPER, "--threshold", "0.9")
     assert "REFT, RAIM5                      1            16.2" in survival and "0.408" in survival
-    assert "intervals" not in survival
+    assert "intervals" not in details(survival)
     both = ft_plugins(*PAPER, *SAVING)
-    assert both.startswith(survival) and "1398 iterations" in both and "52.75%" in both
+    assert details(both).startswith(details(survival)) and "1398 iterations" in both and "52.75%" in both
+
+
+def test_plan_begins_with_one_recommendation_and_its_reasons(ft_plugins: Command) -> None:
+    lines = ft_plugins(*PAPER, *SAVING).partition("\n\n")[0].splitlines()
+    flags = "--reft --reft-redundancy raim5 --reft-group-nodes 6 --reft-interval 6 --reft-checkpoint-dir FOLDER "
+    assert lines[0] == f"recommended: {flags}--reft-checkpoint-interval 978"
+    assert Config.from_flags(lines[0].removeprefix("recommended: ").split())[1] == []
+    assert all(line.startswith("  - ") for line in lines[1:]) and len(lines) == 7
+    assert lines[1].startswith(
+        "  - a snapshot every 6 iterations (60 s) costs least: training waits 0.08% of the time "
+    )
+    assert lines[-1] == "  - in all this costs 0.21% of each day; checkpoints alone 52.75%"
+    advice = json.loads(ft_plugins(*PAPER, *SAVING, "--json"))["recommendation"]
+    assert (advice["interval"], advice["redundancy"], advice["checkpoint_interval"]) == (6, "raim5", 978)
+    assert [f"  - {reason}" for reason in advice["reasons"]] == lines[1:]
+
+
+def test_plan_names_one_interval_for_snapshots_in_all_of_its_tables(ft_plugins: Command) -> None:
+    found = json.loads(ft_plugins(*PAPER, *SAVING, *PIPELINE, "--json"))
+    tiers = found["intervals"]["schemes"]["raim5"]["tiers"]
+    reft = found["pipeline"]["goodput"][0]["upkeeps"]["reft"]
+    assert found["recommendation"]["interval"] == tiers["process"]["every"] == tiers["node"]["every"] == reft["every"]
+
+
+def test_plan_explains_the_words_of_its_tables(ft_plugins: Command) -> None:
+    terms = ft_plugins(*PAPER).partition("\n\nterms ")[2]
+    assert all(word in terms for word in ("interval", "losses per group", "survival", "tiers", "goodput", "glossary"))
 
 
 def test_plan_as_json_is_one_object(ft_plugins: Command) -> None:
@@ -500,7 +532,7 @@ PIPELINE = ("--stages", "8", "--microbatches", "32", "--message-passes", "0.05")
 
 def test_plan_prints_bubbles_and_with_what_saving_takes_goodput(ft_plugins: Command) -> None:
     bubbles = ft_plugins(*PAPER, *PIPELINE)
-    assert "1f1b *" in bubbles and "zero-bubble" in bubbles and "goodput" not in bubbles
+    assert "1f1b *" in bubbles and "zero-bubble" in bubbles and "goodput" not in details(bubbles)
     whole = ft_plugins(*PAPER, *SAVING, *PIPELINE, "--schedule", "interleaved", "--chunks", "4")
     assert "interleaved *" in whole and whole.count("\n  BAFT ") == 4
     assert "\n  iterations whose bubbles carry one version: ring: does not fit, pairs: 19\n" in whole
@@ -591,6 +623,98 @@ def test_plan_refuses_what_it_cannot_compare_in_one_line(
 ) -> None:
     file = str(layers_file(tmp_path))
     line = ft_plugins("plan", *(file if word == "FILE" else word for word in words), status=1)
+    assert line.startswith(f"ft-plugins: {said}") and line.count("\n") == 1
+
+
+# ------------------------------------------------------------------------------------------------ plan --memory
+
+MODEL = ("plan", "--memory", "--parameters", "7e9", "--tp", "2", "--pp", "2", "--order", "tp-cp-ep-pp-dp")
+
+
+def test_plan_of_memory_prints_each_purpose_and_whether_a_node_of_that_size_has_it(ft_plugins: Command) -> None:
+    text = ft_plugins(*MODEL, "--nodes", "4", "--node-memory-gib", "256")
+    purposes = json.loads(ft_plugins(*MODEL, "--dp", "8", "--node-memory-gib", "256", "--json"))["memory"]
+    (node,) = purposes["nodes"]
+    assert (node["count"], node["ranks"], purposes["losses"], purposes["fits"]) == (4, 8, 1, True)
+    assert node["captured"] == pytest.approx(7e9 * 12 / 4, rel=1e-6)
+    for words, nbytes in (
+        ("captured by one version", node["captured"]), (f"{node['slots']} slots of snapshots", node["snapshots"]),
+        ("parity or copies of other nodes", node["store"]), ("total", node["total"]),
+    ):  # fmt: skip
+        row = next(line for line in text.splitlines() if line.startswith(f"  {words} "))
+        figures = row.split()[-2:]
+        assert figures == [f"{nbytes / 2**30:.2f}", f"{nbytes / node['captured']:.2f}"]
+    assert "tp 2, pp 2, dp 8, 8 ranks on a node" in text and "12 bytes (fp32 master and two fp32 moments" in text
+    assert f"  fits: {node['total'] / 2**30 / 256:.0%} of 256.0 GiB (memory of a node)\n" in text
+    assert "of each redundancy group any 1 node may be lost" in text and "not counted: training itself" in text
+
+
+def test_plan_of_memory_says_what_to_do_where_it_does_not_fit(ft_plugins: Command) -> None:
+    text = ft_plugins(*MODEL, "--nodes", "4", "--node-memory-gib", "64", "--", "--reft-redundancy", "raim6")
+    assert "  does not fit: " in text and "to claim less: " in text and "--reft-redundancy raim5" in text
+    assert (
+        json.loads(ft_plugins(*MODEL, "--nodes", "4", "--node-memory-gib", "64", "--json"))["memory"]["fits"] is False
+    )
+    huge = ft_plugins("plan", "--memory", "--parameters", "1e11", "--dp", "8", "--", "--reft-bucket-mib", "1024")
+    assert huge.count("does not fit: ") >= 2 and "(/dev/shm), of which " in huge and "remount,size=" in huge
+    assert "a lost node is not survived from memory: all ranks are on one node" in huge
+
+
+def test_plan_of_memory_takes_the_precision_and_the_flags_of_the_job(ft_plugins: Command) -> None:
+    def total(*words: str) -> float:
+        nodes = json.loads(ft_plugins(*MODEL, "--nodes", "4", *words[:2], "--json", *words[2:]))["memory"]["nodes"]
+        return float(nodes[0]["total"])
+
+    whole = total("--precision", "bf16")
+    assert total("--precision", "pure-bf16") == pytest.approx(whole / 2, rel=0.01)
+    assert total("--bytes-per-parameter", "24") == pytest.approx(2 * whole, rel=0.01)
+    assert total("--precision", "bf16", "--", "--reft-checkpoint-dir", "/ck") > whole
+    stages_apart = ("plan", "--memory", "--parameters", "7e9", "--tp", "2", "--pp", "2", "--nodes", "4")
+    (baft,) = json.loads(ft_plugins(*stages_apart, "--json", "--", "--baft"))["memory"]["nodes"]
+    assert baft["store"] == pytest.approx(2 * baft["captured"], rel=0.01), "copies of two versions"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--tp", "2"), "--tp: no effect without --memory"),
+        (("--", "--reft"), "'--reft': no effect without --memory"),
+        (("--memory", "--nodes", "2"), "--parameters: missing; give the number of parameters"),
+        (("--memory", "--parameters", "7e9"), "--dp, --nodes: give the data-parallel size or the number of nodes"),
+        (
+            ("--memory", "--parameters", "7e9", "--dp", "8", "--hw-rate", "1"),
+            "--memory plans host memory alone: --hw-rate",
+        ),
+        (("--memory", "--parameters", "0.5", "--dp", "8"), "parameters: expected a number from 1 to 1e15, found 0.5"),
+        (
+            ("--memory", "--parameters", "1e13", "--dp", "8"),
+            "--parameters: a rank would capture 13970 GiB; expected at",
+        ),
+        (("--memory", "--parameters", "9", "--dp", "8", "--tp", "0"), "--tp: expected an integer >= 1, found 0"),
+        (
+            ("--memory", "--parameters", "9", "--nodes", "1", "--tp", "3"),
+            "--nodes: 1 nodes of 8 ranks cannot be divided",
+        ),
+        (
+            ("--memory", "--parameters", "9", "--dp", "8", "--nodes", "2"),
+            "--nodes: tp x pp x dp = 8 ranks need 1 nodes",
+        ),
+        (("--memory", "--parameters", "9", "--dp", "8", "--", "--reft-slts"), "--reft-slts: unknown flag"),
+        (("--memory", "--parameters", "9", "--dp", "8", "--", "x"), "x: unknown; expected flags of the job"),
+        (
+            ("--memory", "--parameters", "9", "--dp", "8", "--node-memory-gib", "0"),
+            "--node-memory-gib: expected a number",
+        ),
+        (
+            ("--memory", "--parameters", "9", "--dp", "8", "--", "--reft-redundancy", "raim5"),
+            "--reft-redundancy raim5: all ranks are on one node",
+        ),
+    ],
+)
+def test_plan_of_memory_refuses_what_it_cannot_plan_in_one_line(
+    ft_plugins: Command, words: tuple[str, ...], said: str
+) -> None:
+    line = ft_plugins("plan", *words, status=1)
     assert line.startswith(f"ft-plugins: {said}") and line.count("\n") == 1
 
 
