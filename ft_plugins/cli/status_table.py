@@ -63,7 +63,9 @@ def _training(facts: Facts) -> Iterator[str]:
         yield "no iteration is completed yet"
     yield _count(facts["restarts"], "restart")
     if facts["down_for_seconds"] is not None:
-        yield f"down for {span_text(facts['down_for_seconds'])}, in total {span_text(facts['downtime_seconds'])}"
+        before = facts["downtime_seconds"] - facts["down_for_seconds"] >= 1.0
+        total = f", in total {span_text(facts['downtime_seconds'])}" if before else ""
+        yield f"down for {span_text(facts['down_for_seconds'])}{total}"
     elif facts["downtime_seconds"]:
         yield f"was down for {span_text(facts['downtime_seconds'])} in total"
 

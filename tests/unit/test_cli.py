@@ -240,6 +240,8 @@ def test_a_paragraph_of_status_fits_a_terminal_of_80_columns_and_says_everything
     ):
         assert part in words, text
     assert len(status_table.text_of([FACTS], 0).splitlines()) == 8, "a pipe gets whole lines"
+    first = status_table.text_of([FACTS | {"downtime_seconds": 61.4}], 80)
+    assert "11 restarts; down for 61 s\n" in first
 
 
 def test_the_help_of_status_explains_each_state_in_80_columns(ft_plugins: Command) -> None:

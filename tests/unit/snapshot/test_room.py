@@ -5,6 +5,8 @@ The kernel's files are written down here as versions 1 and 2 have them, whole ma
 
 from __future__ import annotations
 
+import ctypes
+import os
 import re
 from pathlib import Path
 
@@ -142,3 +144,20 @@ def test_this_machine_says_what_it_has() -> None:
 )
 def test_sizes_are_told_apart(sizes: tuple[int, ...], texts: tuple[str, ...]) -> None:
     assert sizes_text(*sizes) == texts
+
+
+def test_a_real_mount_is_measured_with_what_others_have_taken_of_it(kernel: Path, tmp_path: Path) -> None:
+    libc, mount = ctypes.CDLL(None, use_errno=True), tmp_path / "mount"
+    mount.mkdir()
+    if libc.mount(b"tmpfs", bytes(mount), b"tmpfs", 0, b"size=8m") != 0:
+        pytest.skip(f"no tmpfs can be mounted here: {os.strerror(ctypes.get_errno())}")
+    try:
+        (mount / "other").write_bytes(bytes(3 * MIB))
+        check_room(5 * MIB, "the rest", mount)
+        said = (
+            f"8 ranks needs 6.0 MiB of host memory, but {mount} has only 5.0 MiB free, of 8.0 MiB: enlarge that mount"
+        )
+        with pytest.raises(BudgetError, match=re.escape(said)):
+            check_room(6 * MIB, "8 ranks", mount)
+    finally:
+        assert libc.umount(bytes(mount)) == 0
