@@ -7,12 +7,17 @@ that it knows and with its own report, so neither part goes back when it changes
 
 Who is lost:
 - A child, or this node's own driver, from which nothing is heard for `detect_seconds`. Its parent reports that at once.
-- Any position that the root has not seen in a summary for GRACE of that time: its parent may be lost, too. Within that
-  time it has to attach to another parent, for which it has begun to look earlier: after PATIENCE of that time without a
-  message of its parent. So the loss of an inner node usually leaves no gap. A position is never lost while any parent
-  hears of it.
+- Any position that the root has not seen in a summary for half of that time (`tree_presence`): its parent may be lost,
+  too. Within that time it has to attach to another parent, for which it has begun to look earlier: after PATIENCE of
+  that time without a message of its parent. So the loss of an inner node usually leaves no gap. A position is never
+  lost while any parent hears of it.
 - Position 0, and others that no node is below: they are found by the lowest live position, which acts as root as long
   as no lower one can be reached. It announces who is lost, and decides nothing, because its summary lacks position 0.
+- A parent, if none has taken its place within `detect_seconds`, because other candidates are lost too: the node below
+  announces that on its own, and searches on.
+
+While this process was stopped it could hear no one, and its neighbours may have been stopped with it: that time does
+not count.
 
 Invariant: deterministic; only positions and times (seconds, monotonic) come from outside. One message at a time is on
 its way to a neighbour, of bounded size.
@@ -22,10 +27,8 @@ In: reports, messages, connections made and ended. Out: an `Outbox` of what to s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-
-import numpy as np
 
 from ..errors import ProtocolError
 from .agreement import (
@@ -41,13 +44,13 @@ from .agreement import (
     summarize,
 )
 from .tree import candidates, parent_of
+from .tree_presence import Presence
 
 _HEARTBEATS_PER_DETECTION = 5
 _SLOWEST_SECONDS = 1.0  # between two heartbeats
 _SPACING_SECONDS = 0.005  # least time between two summaries to a parent: changes in a subtree are sent together
 _RETRY_SECONDS = 0.1  # before the same parent is tried again
 PATIENCE = 0.5  # of `detect_seconds`, without a message of the parent, before another one is tried
-GRACE = 0.5  # of `detect_seconds`, for a node to attach to another parent
 
 
 @dataclass(eq=False)
@@ -94,14 +97,10 @@ class TreeState:
         self._retry_at = self._return_at = now
         self._round: Iterator[int] | None = None  # through all candidates
         self._silent: dict[int, float] = {}  # candidates that could not be reached, and since when
-        self._leaving: list[int] = []
-        self.acts_as_root = False
-        self._present = np.zeros(epoch.nodes, dtype=bool)  # at the root: positions in the summary when it last looked
-        self._seen = np.zeros(epoch.nodes)  # when each was in it last
-        self._looked_at, self._looked_for = now, 0
-        self._absent: tuple[int, ...] = ()
-        if position == 0:
-            self._act_as_root(now)
+        self._leaving: dict[int, float] = {}  # parents of before, and when to leave them
+        self._advanced = now
+        self._presence = Presence(epoch.nodes, detect_seconds, self.heartbeat_seconds, now)  # used while it is the root
+        self.acts_as_root = position == 0
 
     @property
     def heartbeat_seconds(self) -> float:
@@ -122,7 +121,12 @@ class TreeState:
             raise ProtocolError(f"position {position} cannot report to position {self.position}")
         if summary.covered & ((1 << position) - 1) or summary.covered >> self._epoch.nodes:
             raise ProtocolError(f"position {position} reports for positions that are not below it")
+        self._check_lost(position, summary.lost)
         self._take(position, summary, now)
+
+    def _check_lost(self, position: int, lost: Sequence[int]) -> None:
+        if any(one >= self._epoch.nodes for one in lost):
+            raise ProtocolError(f"position {position} reports a lost position that no node has")
 
     def _take(self, position: int, summary: Summary, now: float) -> None:
         source = self._sources.setdefault(position, _Source(now))
@@ -141,16 +145,19 @@ class TreeState:
             self._changed = True
 
     def hear_parent(self, position: int, announcement: Announcement, now: float) -> None:
-        """An announcement; ignored unless it comes from the parent."""
+        """An announcement; ignored unless it comes from the parent. Raises ProtocolError if it cannot be one."""
         if position == self.parent:
+            self._check_lost(position, announcement.lost)
             self._found_parent(now)
             self.announcement = replace(announcement, decision=self._known(announcement.decision))
 
     def joined(self, position: int, now: float) -> None:
         """The candidate that was tried is the parent now."""
+        self._leaving.pop(position, None)
         if self.parent not in (None, position):
             assert self.parent is not None
-            self._leaving.append(self.parent)
+            # not at once: until the root hears of this node by its new parent, it would seem to be below none
+            self._leaving[self.parent] = now + self.heartbeat_seconds
         self.parent = self._last = position
         self._trying, self._sent, self.reason = None, None, ""
         self._return_at = now + self._detect
@@ -177,12 +184,16 @@ class TreeState:
     def advance(self, now: float) -> Outbox:
         """What is due at `now`. Read everything that has arrived before, so that no neighbour seems silent that is
         not."""
+        self._note_stop(now)
         self._expire(now)
         if self._changed:
             self._changed = False
             self._summary = self._merged()
+        self._miss_parent(now)
         if self.acts_as_root:
             self._rule(now)
+        elif self.parent is None and (lost := self._silent_too_long(now)):
+            self.announcement = replace(self.announcement, lost=tuple(sorted(lost)[:LOST_LIMIT]))
         up = None
         if self.parent is not None and now >= self._up_due:
             up = self._sent = self._summary
@@ -191,8 +202,25 @@ class TreeState:
             position for position in self._sources if position != self.position and self._answer(position, now)
         )
         connect = self._seek(now)
-        leave, self._leaving = tuple(self._leaving), []
+        leave = tuple(position for position, when in self._leaving.items() if now >= when)
+        for position in leave:
+            del self._leaving[position]
         return Outbox(up, down, connect, leave, self._wake(now))
+
+    def _note_stop(self, now: float) -> None:
+        """Move all times on if this process was stopped: it looks at each heartbeat."""
+        stopped, self._advanced = now - self._advanced - 2 * self.heartbeat_seconds, now
+        if stopped <= 0:
+            return
+
+        def moved(when: float) -> float:
+            return max(when, min(when + stopped, now))
+
+        for source in self._sources.values():
+            source.heard = moved(source.heard)
+        self._heard_parent = moved(self._heard_parent)
+        self._silent = {position: moved(since) for position, since in self._silent.items()}
+        self._presence.skip(stopped, now)
 
     def _expire(self, now: float) -> None:
         """Drop the summaries of the silent. They are reported as lost for as long again, then forgotten."""
@@ -233,40 +261,33 @@ class TreeState:
     # ---- the root ----
 
     def _act_as_root(self, now: float) -> None:
-        """All others have `detect_seconds` from now to be in a summary."""
         self.acts_as_root = True
-        self._seen[:] = now + (1 - GRACE) * self._detect
-        self._present[:] = False
-        self._looked_at, self._looked_for, self._absent = now, 0, ()
+        self._presence.expect_all(now)
 
     def _rule(self, now: float) -> None:
         """Decide, and find out who is lost."""
-        covered = self._summary.covered
-        if covered != self._looked_for or now >= self._look_due:
-            self._look(now)
-        lost = {*self._summary.lost, *self._absent}
-        lost |= {one for one, since in self._silent.items() if now >= since + self._detect and not covered >> one & 1}
+        self._presence.look(self._summary.covered, now)
+        lost = {*self._summary.lost, *self._presence.absent, *self._silent_too_long(now)}
         before = self._known(self.announcement.decision)
         decision = decide(self._epoch, before, self._summary) if self.position == 0 else before
         self.announcement = Announcement(decision, tuple(sorted(lost)[:LOST_LIMIT]))
 
-    @property
-    def _look_due(self) -> float:
-        whole = self._looked_for == (1 << self._epoch.nodes) - 1
-        return self._looked_at + (self.heartbeat_seconds if whole else self._detect / 20)
-
-    def _look(self, now: float) -> None:
-        """Record which positions are in the summary, and which have not been for too long."""
-        covered, nodes = self._summary.covered, self._epoch.nodes
-        self._seen[self._present] = np.maximum(self._seen[self._present], now)
-        if covered != self._looked_for:
-            bits = np.frombuffer(covered.to_bytes((nodes + 7) // 8, "little"), dtype=np.uint8)
-            self._present = np.unpackbits(bits, count=nodes, bitorder="little").astype(bool)
-        absent = ~self._present & (now >= self._seen + GRACE * self._detect)
-        self._absent = tuple(map(int, np.flatnonzero(absent)[:LOST_LIMIT]))
-        self._looked_at, self._looked_for = now, covered
-
     # ---- the way up ----
+
+    def _miss_parent(self, now: float) -> None:
+        """Leave a parent that has been silent for too long."""
+        if self.position and now >= self._heard_parent + self._detect:
+            assert self._last is not None
+            self._silent.setdefault(self._last, self._heard_parent)
+            if self.parent is not None:
+                self.reason = self.reason or f"position {self.parent}: silent for {self._detect:g} s"
+                self._leaving[self.parent] = now
+                self.parent = None
+
+    def _silent_too_long(self, now: float) -> set[int]:
+        """Parents and candidates that have been silent for `detect_seconds`, unless a node below hears of them."""
+        covered = self._summary.covered
+        return {one for one, since in self._silent.items() if now >= since + self._detect and not covered >> one & 1}
 
     def _seek(self, now: float) -> int | None:
         """The candidate to connect to now."""
@@ -281,10 +302,6 @@ class TreeState:
             return self._trying
         if self.parent is not None:
             self._silent.setdefault(self.parent, self._heard_parent)
-            if now >= self._heard_parent + self._detect:
-                self.reason = self.reason or f"position {self.parent}: silent for {self._detect:g} s"
-                self._leaving.append(self.parent)
-                self.parent = None
         if self._round is None:
             self._round = iter([one for one in candidates(self.position) if one != self._last])
             self._silent.setdefault(self._last, self._heard_parent)
@@ -302,7 +319,9 @@ class TreeState:
 
     def _wake(self, now: float) -> float:
         """When `advance` has more to do, if nothing happens."""
-        times = [now + self.heartbeat_seconds]
+        times = [now + self.heartbeat_seconds, *self._leaving.values()]
+        if self.position and now < (missed := self._heard_parent + self._detect):
+            times.append(missed)
         for position, source in self._sources.items():
             times.append(source.heard + self._detect * (2 if source.lost else 1))
             if position != self.position and source.waits and not source.lost:
@@ -310,7 +329,7 @@ class TreeState:
         if self.parent is not None:
             times.append(self._up_due)
         if self.acts_as_root:
-            times.append(self._look_due)
+            times.append(self._presence.due)
         if self.position and self._trying is None:
             if self.parent is None or now >= self._impatient_at:
                 times.append(self._retry_at)
