@@ -325,11 +325,6 @@ class SnapshotProcess:
         if now - self._checked > _PAUSE_SECONDS:
             self._stopped = {}  # this process was stopped, too: the whole node may be suspended
         self._checked = now
-        if self._lock.acquire(blocking=False):  # a request may hold it for long; there is another look soon
-            try:
-                self._look()
-            finally:
-                self._lock.release()
         owners = {rank: segment.owner for rank, segment in list(self._segments.items())}
         self._stopped = {
             rank: self._stopped.get(rank, now)
@@ -340,6 +335,14 @@ class SnapshotProcess:
         if lost and self._declared != self.token:
             self._declared = self.token
             self._tier.declare_lost(self.token, [f"rank {rank}" for rank in sorted(lost)])
+
+    def look(self) -> None:
+        """Record for operators how far the ranks are, unless a request is being carried out: there is another look."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._look()
+            finally:
+                self._lock.release()
 
     def _look(self, always: bool = False) -> None:
         """Record for operators what the ranks have completed, and the newest versions. Call with the lock held."""

@@ -127,8 +127,7 @@ def plan_claim(job: DryJob, config: Config) -> DryClaim:
     size = job.topology.world_size
     collective = SimpleNamespace(rank=size - 1, world_size=size)
     nodes = ReftNodes(
-        cast(Any, _DryHost(job, size - 1)), config, cast(Any, collective), JobNodeNames(job.nodes), Path(), 0, Events(),
-        "localhost",
+        cast(Any, _DryHost(job, size - 1)), config, cast(Any, collective), JobNodeNames(job.nodes), Path(), 0, Events()
     )  # fmt: skip
     names, ranks = positions(job.nodes)
     chosen = range(len(names)) if size <= _PLANNED_RANKS else _some(nodes, ranks)
