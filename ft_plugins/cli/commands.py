@@ -18,15 +18,15 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from ..config import Config, run_root
 from ..errors import ConfigError, FtError
 from ..smp import client as smp
 from ..smp import leftovers, liveness
-from . import key_tables, report_command, status_table
+from . import key_tables, report_command, status_command
 from .plan_command import plan
-from .status_table import ASK_SECONDS, run_directories
+from .status_command import known_jobs
+from .status_facts import ASK_SECONDS, run_directories
 
 _ANY_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -40,6 +40,7 @@ app = typer.Typer(
 
 checkpoint_app = typer.Typer(no_args_is_help=True, help="Checkpoints in storage.")
 app.add_typer(checkpoint_app, name="checkpoint")
+
 
 JobOption = Annotated[str | None, typer.Option("--job", help="only this job")]
 NodeOption = Annotated[str | None, typer.Option("--node", help="only this node name")]
@@ -56,32 +57,10 @@ class Format(str, Enum):
     schema = "schema"
 
 
-@app.command()
-def status(
-    job: JobOption = None,
-    node: NodeOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="one JSON object a line, for programs")] = False,
-) -> None:
-    """Show the snapshot management processes of this node and their versions."""
-    reports = list(status_table.reports(job, node))
-    if job is not None and not reports:
-        raise ConfigError(f"no job '{job}' is known here; expected one of: {_known()}")
-    if as_json:
-        for report in reports:
-            print(json.dumps(report))
-        return
-    table = Table(
-        *("job", "node", "SMP", "ft-run", "state", "token", "ranks", "host memory", "newest version", "completed"),
-        *("survives a lost node", "storage"),
-    )
-    for report in reports:
-        table.add_row(*status_table.row(report))
-    _console().print(table if reports else "no job is known here")
-    for report in reports:
-        if error := report.get("error"):
-            print(f"job {report['job']} on node {report['node']}: {error}")
-        if alarm := report["alarm"]:
-            print(f"last alarm of job {report['job']}, {alarm['time']}: {alarm['text']}")
+@app.command(context_settings=_ANY_FLAGS, add_help_option=False)
+def status(context: typer.Context) -> None:
+    """Show the jobs of this node: how far they are, what can be resumed from, and what went wrong."""
+    status_command.main(context.args)
 
 
 @app.command()
@@ -92,7 +71,7 @@ def end(
     """End a job's SMP and drop its snapshots. The training processes must have ended before."""
     directories = run_directories(job, node)
     if not directories:
-        raise ConfigError(f"no job '{job}' is known here; expected one of: {_known()}")
+        raise ConfigError(f"no job '{job}' is known here; expected one of: {known_jobs()}")
     for run_dir in directories:
         where = f"job {job} on node {run_dir.name}"
         if liveness.held(run_dir / "lock"):
@@ -118,7 +97,7 @@ def now(
     served = [path for path in run_directories(job, node) if liveness.held(path / "smp.lock")]
     names = sorted({path.parent.name for path in served})
     if not names:
-        raise ConfigError(f"no job{f' {job!r}' if job else ''} has an SMP here; known jobs: {_known()}")
+        raise ConfigError(f"no job{f' {job!r}' if job else ''} has an SMP here; known jobs: {known_jobs()}")
     if len(names) > 1:
         raise ConfigError(f"--job: several jobs have an SMP here, name one of: {', '.join(names)}")
     with ThreadPoolExecutor(len(served)) as pool:  # SMPs of nodes on one machine write one checkpoint together
@@ -188,17 +167,8 @@ def config(
             print(json.dumps(Config.model_json_schema(), indent=2))
 
 
-app.command()(plan)
+app.command(context_settings={"allow_extra_args": True})(plan)
 app.command("report")(report_command.report)
-
-
-def main() -> None:
-    """The console script."""
-    try:
-        app(prog_name="ft-plugins")
-    except FtError as error:
-        print(f"ft-plugins: {error}", file=sys.stderr)
-        sys.exit(1)
 
 
 def _console() -> Console:
@@ -209,10 +179,6 @@ def _console() -> Console:
 def _sweep_command(job: str) -> str:
     """The command that removes the segments of this job alone."""
     return f"ft-plugins sweep --job {shlex.quote(job)} --older-than 0"
-
-
-def _known() -> str:
-    return ", ".join(sorted({path.parent.name for path in run_directories(None, None)})) or "none"
 
 
 def _checkpoint(run_dir: Path, seconds: float, keep: bool) -> str:

@@ -21,8 +21,11 @@ from ..planner.group_survival import choose_group_nodes
 from ..planner.intervals import Costs, plan_intervals
 from ..planner.outlook import PipelineOutlook, PlannedPipeline, plan_pipeline
 from ..planner.pipeline import PipelineSchedule
+from ..planner.recommendation import recommend, terms
 from ..planner.survival import Cluster, Scheme, plan_survival
-from . import sync_plan_command
+from ..systems.dry_claim import ORDER
+from . import memory_plan_command, sync_plan_command
+from .memory_plan_command import MemoryOptions, Precision
 
 
 def plan(
@@ -103,13 +106,60 @@ def plan(
     sync_h: Annotated[
         str, typer.Option(help="with --sync: iterations of a period, or 'auto' for the fewest that hide everything")
     ] = "auto",
+    memory: Annotated[
+        bool,
+        typer.Option(
+            "--memory",
+            help="instead: host memory that protection of a job claims on each node; flags of the job go after '--'",
+        ),
+    ] = False,
+    parameters: Annotated[
+        float, typer.Option(help="with --memory: parameters of the model, such as 7e9", show_default=False)
+    ] = 0.0,
+    precision: Annotated[
+        Precision, typer.Option(help="with --memory: how it is trained, by Adam; decides what is captured")
+    ] = Precision.bf16,
+    bytes_per_parameter: Annotated[
+        float | None,
+        typer.Option(help="with --memory: bytes of each parameter that are captured, for other optimizers"),
+    ] = None,
+    replicated: Annotated[
+        bool,
+        typer.Option("--replicated", help="with --memory: data parallelism does not shard the optimizer's state"),
+    ] = False,
+    tp: Annotated[int, typer.Option(help="with --memory: tensor parallel size")] = 1,
+    pp: Annotated[int, typer.Option(help="with --memory: pipeline parallel size")] = 1,
+    dp: Annotated[
+        int, typer.Option(help="with --memory: data parallel size; unset: by --nodes", show_default=False)
+    ] = 0,
+    ranks_per_node: Annotated[int, typer.Option(help="with --memory: ranks on a node")] = 8,
+    order: Annotated[
+        str, typer.Option(help="with --memory: order of the parallel dimensions, as Megatron-LM's")
+    ] = ORDER,
+    node_memory_gib: Annotated[
+        float | None, typer.Option(help="with --memory: GiB of a node; unset: what this machine has free now")
+    ] = None,
     output: Annotated[Path | None, typer.Option(help="with --sync: draw policies over bandwidth to this file")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object, for programs")] = False,
 ) -> None:
-    """Show how long state in memory survives and how often to save it, from failure rates and the cost of saving.
+    """Recommend how often to save and how nodes protect each other, with reasons and figures, from failure rates and
+    the cost of saving.
     With a pipeline: its bubbles, how often a version fits into them, and goodput under every protection.
-    With --sync alone: the time of an iteration under every policy of synchronisation, by bandwidth."""
-    sync_plan_command.require_consistent(sync_plan_command.given(context))
+    With --sync alone: the time of an iteration under every policy of synchronisation, by bandwidth.
+    With --memory alone: the host memory that protection claims on each node, and whether it fits."""
+    names = sync_plan_command.given(context)
+    memory_plan_command.require_consistent(names, context.args)
+    if memory:
+        memory_plan_command.plan_memory(
+            MemoryOptions(
+                parameters, precision, bytes_per_parameter, replicated, tp, pp, dp, ranks_per_node, nodes, order,
+                node_memory_gib,
+            ),
+            context.args,
+            as_json,
+        )  # fmt: skip
+        return
+    sync_plan_command.require_consistent(names)
     if sync is not None:
         sync_plan_command.plan_policies(sync, link_mbps or (), sync_h, output, as_json, _drawing)
         return
@@ -141,6 +191,7 @@ def plan(
     sizes = plan_group_sizes(cluster, threshold)
     intervals = plan_intervals(cluster, costs) if costs is not None else None
     pipeline = plan_pipeline(planned, cluster, costs) if planned is not None else None
+    advice = recommend(outlook, sizes, intervals)
     if plot is not None:
         _draw_survival(cluster, threshold, plot)
     if plot_groups is not None:
@@ -148,11 +199,20 @@ def plan(
     if plot_bubbles is not None:
         _draw_bubbles(pipeline, plot_bubbles)
     if as_json:
-        parts = {"survival": outlook, "intervals": intervals, "pipeline": pipeline, "group_sizes": sizes}
-        print(json.dumps({name: part and part.block() for name, part in parts.items()}))
+        parts = {
+            "survival": outlook,
+            "intervals": intervals,
+            "pipeline": pipeline,
+            "group_sizes": sizes,
+        }
+        print(
+            json.dumps(
+                {"recommendation": advice.block()} | {name: part and part.block() for name, part in parts.items()}
+            )
+        )
     else:
-        tables = [part.table() for part in (outlook, sizes, intervals, pipeline) if part]
-        print("\n\n".join(filter(None, tables)))
+        tables = [part.table() for part in (advice, outlook, sizes, intervals, pipeline) if part]
+        print("\n\n".join(filter(None, [*tables, terms()])))
 
 
 def _redundancy_nodes(text: str, nodes: int) -> int:

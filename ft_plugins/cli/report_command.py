@@ -15,7 +15,7 @@ from ..errors import ConfigError
 from ..events import Event, read
 from ..report.phase_table import phase_lines
 from ..report.recovery_phases import recovery_phases
-from .status_table import run_directories
+from .status_facts import run_directories
 
 
 def report(

@@ -1,102 +1,126 @@
-"""What `ft-plugins status` shows: a report for each run directory, as JSON and as a row of a table.
+"""The facts of `ft-plugins status` as text: a paragraph for each job on this node.
 
-In: run directories, the replies of their SMPs. Out: reports, rows of text. Raises ConfigError.
+Invariant: lines are not longer than the terminal is wide, down to 60 columns, unless a single word is. A line is a
+label and its words, so more lines can be added (`_lines`).
+
+In: `Facts`. Out: text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from datetime import datetime
-from pathlib import Path
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..config import run_root
-from ..errors import FtError
-from ..events import standing_alarm
-from ..smp import client as smp
-from ..smp import liveness
-from ..smp.pace import pace_text
-from ..smp.status import Signal, marks_in, newest_common
-from ..snapshot.slots import Mark, Version
+from .status_facts import Facts
 
-ASK_SECONDS = 5.0  # timeout for an SMP's answer; a live one answers within milliseconds
+_LABEL = 15  # columns of a label, with the indentation
+_NARROWEST = 60  # columns
 
 
-def run_directories(job: str | None, node: str | None) -> list[Path]:
-    """The run directories of this machine; `job`, `node`: only of these names."""
-    every = sorted(path for path in run_root().glob("*/*") if path.is_dir())
-    return [path for path in every if job in (None, path.parent.name) and node in (None, path.name)]
+def text_of(facts: Sequence[Facts], width: int) -> str:
+    """Paragraphs of lines of at most `width` columns; 0: of any length."""
+    return "\n\n".join("\n".join(_paragraph(each, width)) for each in facts)
 
 
-def reports(job: str | None, node: str | None) -> Iterator[dict[str, Any]]:
-    """The status of each SMP. For a run directory without one, `alive` is false; so it is if the SMP does not answer or
-    refuses, with the `error`."""
-    for run_dir in run_directories(job, node):
-        report: dict[str, Any] = {"job": run_dir.parent.name, "node": run_dir.name, "alive": False}
-        if liveness.held(run_dir / "smp.lock"):
-            try:
-                with smp.Client(run_dir, ASK_SECONDS) as client:
-                    report |= {**client.status(), "alive": True}
-            except FtError as error:  # one hung SMP must not hide the other jobs
-                report["error"] = str(error)
-        yield report | {
-            "run_dir": str(run_dir), "ft_run_alive": liveness.held(run_dir / "lock"), "alarm": _alarm(run_dir),
-        }  # fmt: skip
+def _paragraph(facts: Facts, width: int) -> Iterator[str]:
+    width = max(width, _NARROWEST) if width else 1 << 20
+    yield from textwrap.wrap(_head(facts), width, subsequent_indent="  ")
+    for label, words in _lines(facts):
+        yield from textwrap.wrap(
+            words, width, initial_indent=f"  {label:<{_LABEL - 2}}", subsequent_indent=" " * _LABEL,
+            break_long_words=False, break_on_hyphens=False,
+        )  # fmt: skip
 
 
-def _alarm(run_dir: Path) -> dict[str, str] | None:
-    """The newest unresolved alarm of a run directory: time, name and text."""
-    event = standing_alarm(run_dir / "events.jsonl")
-    if event is None:
-        return None
-    when = datetime.fromtimestamp(event.time).astimezone().isoformat(" ", "seconds")
-    return {"time": when, "name": event.name, "text": event.sentence()}
+def _head(facts: Facts) -> str:
+    ranks, size, nodes = facts["ranks"], facts["world_size"], facts["nodes"]
+    counts = [f"{ranks} of {size} ranks" if size > ranks else _count(ranks, "rank")] if facts["smp_answers"] else []
+    counts += [_count(nodes, "node")] if nodes else []
+    return f"{facts['job']} on node {facts['node']}: " + ", ".join([facts["state"], *counts])
 
 
-def row(report: Mapping[str, Any]) -> list[str]:
-    """One row of the table of `status`."""
-    ft_run = "running" if report["ft_run_alive"] else "gone"
-    if not report["alive"]:
-        answer = "no answer" if "error" in report else "gone"
-        return [report["job"], report["node"], answer, ft_run, Signal.OFFLINE.value, *[""] * 7]
-    segments, newest = report["segments"], newest_common(report)
-    return [
-        report["job"],
-        report["node"],
-        f"pid {report['pid']}",
-        ft_run,
-        report["signal"],
-        str(report["token"]),
-        str(len(segments)),
-        f"{sum(segment['bytes'] for segment in segments) / 2**20:.1f} MiB",
-        _version(newest, marks_in(report).get(newest, Mark.NONE)) if newest else "none yet",
-        str(min((segment["completed"] for segment in segments), default="")),
-        _on_nodes(report.get("node_tier", {})),
-        _in_storage(report.get("storage", {})),
-    ]
+def _lines(facts: Facts) -> Iterator[tuple[str, str]]:
+    """Label and words of each line."""
+    yield "training", "; ".join(_training(facts))
+    if facts["smp_answers"]:
+        newest = facts["newest"]
+        yield "in memory", f"{_version(newest['process'], 'none yet')}; {_bytes(facts['memory_bytes'])} claimed"
+        yield "other nodes", _on_nodes(newest["node"], facts["protection"])
+        yield "storage", _in_storage(newest["storage"], facts["storage"])
+    yield "processes", _processes(facts)
+    if facts["smp_error"]:
+        yield "error", facts["smp_error"]
+    if alarm := facts["alarm"]:
+        yield "last alarm", f"{alarm['time']}: {alarm['text']}"
 
 
-def _version(version: Version, mark: Mark) -> str:
-    """A version, with the mark of its replicas."""
-    return f"iteration {version.iteration}, lineage {version.lineage}" + (f", {mark.word}" if mark else "")
+def _training(facts: Facts) -> Iterator[str]:
+    iteration, seconds = facts["iteration"], facts["iteration_age_seconds"]
+    if iteration:
+        yield f"iteration {iteration}" + (f", {ago(seconds)}" if seconds is not None else "")
+    else:
+        yield "no iteration is completed yet"
+    yield _count(facts["restarts"], "restart")
+    if facts["down_for_seconds"] is not None:
+        before = facts["downtime_seconds"] - facts["down_for_seconds"] >= 1.0
+        total = f", in total {span_text(facts['downtime_seconds'])}" if before else ""
+        yield f"down for {span_text(facts['down_for_seconds'])}{total}"
+    elif facts["downtime_seconds"]:
+        yield f"was down for {span_text(facts['downtime_seconds'])} in total"
 
 
-def _on_nodes(tier: Mapping[str, Any]) -> str:
-    """The committed version, and the pace at which versions are committed; 'no' if nodes do not protect each other."""
-    if not tier or not tier["nodes"]:
-        return "no"
-    pace = pace_text(tier)
-    if not tier["committed"]:
-        return pace or "not yet"
-    return f"iteration {tier['committed'][1]}, lineage {tier['committed'][0]}" + (f"; {pace}" if pace else "")
+def _version(newest: Mapping[str, Any] | None, absent: str) -> str:
+    if newest is None:
+        return absent
+    mark = f", {newest['mark']}" if newest.get("mark") else ""
+    return f"iteration {newest['iteration']}, {ago(newest['age_seconds'])} (lineage {newest['lineage']}{mark})"
 
 
-def _in_storage(storage: Mapping[str, Any]) -> str:
-    if not storage:
+def _on_nodes(newest: Mapping[str, Any] | None, protection: Mapping[str, Any] | None) -> str:
+    """The committed version, how often one is committed, and which losses that survives."""
+    if protection is None:
+        return "no: a lost node is not survived from memory"
+    losses = protection["losses"]
+    how = f"{protection['redundancy']}: any {_count(losses, 'node')} of a group may be lost" if losses else ""
+    return "; ".join(filter(None, [_version(newest, "none yet"), protection["pace"], how]))
+
+
+def _in_storage(newest: Mapping[str, Any] | None, storage: Mapping[str, Any] | None) -> str:
+    if storage is None:
         return "off"
-    kept = ", ".join(f"iteration {iteration}" for _, iteration in storage.get("kept", ()))
-    more = f"; kept: {kept}" if kept else ""
-    if storage["failed"]:
-        return f"failed: {storage['failed']}{more}"
-    newest = storage["newest"]
-    return (f"iteration {newest[1]}, lineage {newest[0]}" if newest else "none yet") + more
+    kept = ", ".join(f"iteration {iteration}" for _, iteration in storage["kept"])
+    failed = [f"failed: {storage['failed']}"] if storage["failed"] else []
+    return "; ".join([*failed, _version(newest, "none yet"), *([f"kept: {kept}"] if kept else [])])
+
+
+def _processes(facts: Facts) -> str:
+    ft_run = f"ft-run {'is running' if facts['ft_run_alive'] else 'is gone'}"
+    if facts["smp_answers"]:
+        return f"{ft_run}; SMP pid {facts['smp_pid']}; incarnation {facts['token']}"
+    if facts["smp_error"]:
+        return f"{ft_run}; the SMP gives no answer"
+    if facts["ft_run_alive"]:
+        return f"{ft_run}; the SMP is gone: it is being replaced"
+    return f"{ft_run}; the SMP is gone; give the same command again to resume, or remove with `ft-plugins sweep`"
+
+
+def ago(seconds: float) -> str:
+    """An age as text."""
+    return f"{span_text(seconds)} ago"
+
+
+def span_text(seconds: float) -> str:
+    """A duration as text, in the largest unit of which it has two."""
+    for unit, length in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _bytes(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 1 << 30 else f"{nbytes / 2**20:.1f} MiB"
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'' if number == 1 else 's'}"

@@ -11,13 +11,14 @@ secrets are in a file that only its owner can read.
     sources          a command line or a JSON block -> values by key; unknown keys are errors
     deepspeed_json   the block of a DeepSpeed configuration
     checks           contradictions between keys, keys without effect
-    launch_context   the environment of a worker, the run directory of a job on a node
+    launch_context   the environment of a worker
 """
 
+from ..run_directories import run_directory, run_root
 from . import deepspeed_json
 from .blocks import BaftConfig, PaftConfig, ReftConfig, SystemConfig
 from .keys import Key
-from .launch_context import LaunchContext, launch_context, run_directory, run_root, worker_environment
+from .launch_context import LaunchContext, launch_context, worker_environment
 from .schema import Config, add_flags, keys, merge
 from .sync_block import SyncConfig
 

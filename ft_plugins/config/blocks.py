@@ -15,10 +15,8 @@ from pydantic_core import PydanticCustomError
 
 from .. import faults as fault_points
 from ..errors import ConfigError
+from ..run_directories import NAME_PATTERN
 from .keys import LARGEST
-
-NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,47}$"  # becomes part of paths and of names in shared memory
-NAME_RULE = "1 to 48 letters, digits, '.', '_' or '-', the first a letter or digit"
 
 
 def more(

@@ -1,9 +1,9 @@
-"""What the processes of a job share without a command line: the environment of a worker, the run directory.
+"""What the processes of a job share without a command line: the environment of a worker.
 
-Invariant: this is the only module of the package that reads environment variables, when called, from a mapping. A
-launcher's variables are set all together or not at all; a part of them is an error.
+Invariant: this and `run_directories` are the only modules of the package that read environment variables, when called,
+from a mapping. A launcher's variables are set all together or not at all; a part of them is an error.
 
-In: an environment. Out: `LaunchContext`, the variables for workers, the private run directory of a job on a node.
+In: an environment. Out: `LaunchContext`, the variables for workers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import difflib
 import json
 import os
 import re
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,14 +19,11 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..intake import json_value, shown
-from .blocks import NAME_PATTERN, NAME_RULE
 from .schema import Config
 
 _OURS = ("FTP_CONFIG", "FTP_RUN_DIR", "FTP_TOKEN", "FTP_AGENT_PID")
 _RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # every launcher sets these
-_SOCKET = "smp.sock"
 _LOCAL = "localhost"
-_SOCKET_PATH_BYTES = 107  # sun_path of a Unix socket, without the closing zero
 
 
 @dataclass(frozen=True)
@@ -81,48 +77,6 @@ def launch_context(environ: Mapping[str, str] = os.environ) -> LaunchContext:
         restart=_number(environ, "TORCHELASTIC_RESTART_COUNT", 0),
         master_addr=environ.get("MASTER_ADDR") or _LOCAL,
     )
-
-
-def run_root(environ: Mapping[str, str] = os.environ) -> Path:
-    """The folder of this user's run directories: `$XDG_RUNTIME_DIR/ft_plugins`, else `<tempdir>/ft_plugins-<uid>`.
-
-    Created 0700. Raises ConfigError if it exists and is not a folder that only this user can enter.
-    """
-    runtime = environ.get("XDG_RUNTIME_DIR", "")
-    if runtime.startswith("/") and os.access(runtime, os.W_OK | os.X_OK):
-        return _private_folder(Path(runtime) / "ft_plugins")
-    return _private_folder(Path(environ.get("TMPDIR") or "/tmp") / f"ft_plugins-{os.getuid()}")
-
-
-def run_directory(job: str, node: str, environ: Mapping[str, str] = os.environ) -> Path:
-    """The folder of `job` on `node`: lock, socket, token, events.jsonl. Created 0700. Raises ConfigError."""
-    for flag, name in (("--ftp-job", job), ("--ftp-node-name", node)):
-        if not re.fullmatch(NAME_PATTERN, name):
-            raise ConfigError(f"{flag}: expected {NAME_RULE}, found {shown(name)}")
-    folder = run_root(environ) / job / node
-    length = len(os.fsencode(folder / _SOCKET))
-    if length > _SOCKET_PATH_BYTES:
-        raise ConfigError(
-            f"{folder}: the path of a socket in it would have {length} bytes, the system allows {_SOCKET_PATH_BYTES}; "
-            "choose a shorter --ftp-job or --ftp-node-name, or a shorter XDG_RUNTIME_DIR"
-        )
-    _private_folder(folder.parent)
-    return _private_folder(folder)
-
-
-def _private_folder(path: Path) -> Path:
-    try:
-        path.mkdir(mode=0o700, exist_ok=True)
-        status = path.lstat()
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot create this folder ({error.strerror}); set XDG_RUNTIME_DIR") from error
-    mode = stat.S_IMODE(status.st_mode)
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or mode & 0o077:
-        raise ConfigError(
-            f"{path}: expected a folder of user {os.getuid()} with mode 0700, found user {status.st_uid}, "
-            f"mode {mode:04o}; remove it, or point XDG_RUNTIME_DIR to a folder of your own"
-        )
-    return path
 
 
 def _config(environ: Mapping[str, str]) -> Config | None:

@@ -19,8 +19,9 @@ from pydantic import Field, PrivateAttr, ValidationError
 
 from ..errors import ConfigError
 from ..intake import Unfit, require_shallow
+from ..run_directories import NAME_RULE
 from . import checks, sources
-from .blocks import NAME_RULE, BaftConfig, Block, Faults, Name, NonEmptyText, PaftConfig, ReftConfig, more
+from .blocks import BaftConfig, Block, Faults, Name, NonEmptyText, PaftConfig, ReftConfig, more
 from .keys import Key, KeyPath, derive
 from .sync_block import SyncConfig
 

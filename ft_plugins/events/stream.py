@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import stat
 import sys
 import threading
@@ -28,6 +29,8 @@ from .declaration import EventType, Severity
 FILE_LIMIT = 32 << 20  # bytes of the history
 RECENT_LIMIT = 16 << 20  # bytes of routine events, one by one
 SUMMED = 100  # routine events of one name in a summary
+_BLOCK = 1 << 16  # bytes read at once from the end of a history
+_NAMED = re.compile(rb'\{"time": [^,]*, "name": "([^"]*)"')  # the begin of a line
 
 
 @dataclass(frozen=True)
@@ -214,21 +217,45 @@ def _read(path: Path) -> Iterator[Event]:
     for line in path.read_bytes().splitlines(keepends=True):
         if not line.endswith(b"\n"):
             return
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            continue
-        known = {key: entry.pop(key) for key in ("name", "time", "node", "rank", "pid")}
-        yield Event(**known, fields=entry)
+        if (event := _event(line)) is not None:
+            yield event
+
+
+def _event(line: bytes) -> Event | None:
+    """The event of one line; None for a damaged one."""
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return None
+    known = {key: entry.pop(key) for key in ("name", "time", "node", "rank", "pid")}
+    return Event(**known, fields=entry)
 
 
 def standing_alarm(path: Path) -> Event | None:
-    """The newest alarm of a history that no later event has ended; None if there is none."""
-    newest: Event | None = None
-    for event in _read(path):
-        kind = event.type
-        if kind is not None and kind.severity is Severity.ALARM:
-            newest = event
-        elif kind is not None and newest is not None and newest.name in kind.ends:
-            newest = None
-    return newest
+    """The newest alarm of a history that no later event has ended; None if there is none. Reads from the end."""
+    ended: set[str] = set()
+    for line in _backwards(path):
+        named = _NAMED.match(line)
+        kind = catalogue.EVENTS.get(named[1].decode(errors="replace")) if named else None
+        if kind is None:
+            continue
+        if kind.severity is Severity.ALARM and (event := _event(line)) is not None:
+            return None if event.name in ended else event
+        ended.update(kind.ends)
+    return None
+
+
+def _backwards(path: Path) -> Iterator[bytes]:
+    """The lines of a file, the last one first, without one that was cut short."""
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+        left = file.seek(0, os.SEEK_END)
+        rest, whole = b"", False  # the end of a line whose begin is not read yet; whether a line's end was read
+        while left:
+            size = min(_BLOCK, left)
+            left = file.seek(left - size)
+            rest, *lines = (file.read(size) + rest).split(b"\n")
+            if not whole:
+                rest, lines, whole = (rest, lines[:-1], True) if lines else (b"", [], False)
+            yield from reversed(lines)
+        if whole and rest:
+            yield rest

@@ -9,8 +9,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field, StringConstraints
 
-from ..config.blocks import NAME_PATTERN
 from ..errors import ConfigError
+from ..run_directories import NAME_PATTERN
 from .endpoint import Endpoint
 
 LIMIT = 1 << 32  # rounds, ranks and generations stay far below

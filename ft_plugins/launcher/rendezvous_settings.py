@@ -23,9 +23,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config.blocks import NAME_PATTERN, NAME_RULE
 from ..errors import ConfigError
 from ..intake import SECONDS_LIMIT, shown
+from ..run_directories import NAME_PATTERN, NAME_RULE
 from . import endpoint, job_identity, job_secret, wait_report
 from .endpoint import Endpoint
 from .rounds import Rules

@@ -9,7 +9,8 @@
 
 With F failures a day and c seconds that training waits for a save:
 
-    interval     sqrt(2 c / F) in whole iterations (Young 1974), at least what link, bubbles or storage need
+    interval     sqrt(2 c / F) in whole iterations (Young 1974), at least what link, bubbles or storage need; that of
+                 reft is the one in `intervals`
     O_save       c / interval, as a share of useful time (BAFT, 'The all overhead')
     O_lost       F (interval / 2 + lag), lag = from the snapshot until it is committed, as a share of all time
     O_restart    F (restart + load), load from where the state is: the link of a node, or storage for the whole job
@@ -214,7 +215,7 @@ class _Job:
         group = storage_rate(self.cluster, self.costs, Scheme.RAIM5)
         return (
             self._upkeep(ProtectionKind.REPLICATION, snapshot + send, 0.0, 0.0, both),
-            self._upkeep(ProtectionKind.REFT, snapshot, send, send, group),
+            self._upkeep(ProtectionKind.REFT, snapshot, max(send, snapshot / self.costs.max_overhead), send, group),
             self._upkeep(ProtectionKind.BAFT, snapshot, bubbles, bubbles, both),
         )
 

@@ -16,8 +16,9 @@ captures:
     cost           O_save = T_total / T_save x cost of one save, O_lost = T_save / 2 x T_total / T_fail (BAFT, 'The all
                    overhead'); T_save / 2 grows by the lag of a tier, because the previous save is the newest one until
                    the exchange or the write is done
-    optimum        T_save = sqrt(2 x cost of one save / rate) (Young 1974; REFT Eq. 5), in whole iterations, at least
-                   what storage needs
+    optimum        T_save = sqrt(2 x cost of one save / rate) (Young 1974; REFT Eq. 5), in whole iterations. For
+                   snapshots the rate is that of all failures, and T_save at least what the limits of
+                   `snapshot_interval` need; for checkpoints at least what storage needs
 
 Restart, load and the wait for a replacement cost the same under every scheme and are left out. The model is of first
 order: if the cost is near a whole day, it only shows that there is hardly any progress.
@@ -167,10 +168,22 @@ def plan_intervals(cluster: Cluster, costs: Costs) -> IntervalPlan:
 
 
 def snapshot_interval(costs: Costs, losses: int) -> int:
-    """Iterations between snapshots: the fewest that keep the wait at the fence below `max_overhead` of the time and
+    """The fewest iterations between snapshots that keep the wait at the fence below `max_overhead` of the time, and
     leave time for the exchange of `losses` x S."""
     seconds = max(costs.snapshot_seconds / costs.max_overhead, exchange_seconds(costs, losses))
     return iterations(seconds, costs)
+
+
+def cheapest_snapshots(cluster: Cluster, costs: Costs, losses: int) -> int:
+    """Iterations between snapshots at which saving and lost work together cost least, within the limits of
+    `snapshot_interval`."""
+    shortest, best = snapshot_interval(costs, losses), young(costs.snapshot_seconds, failures_per_day(cluster))
+    return shortest if math.isinf(best) else max(shortest, iterations(best, costs))
+
+
+def failures_per_day(cluster: Cluster) -> float:
+    """All failures of the job per day: of hardware, of software, and of failure domains."""
+    return lost_per_day(cluster) + cluster.nodes * mean_rate(cluster.sw_rate, cluster.shape)
 
 
 def exchange_seconds(costs: Costs, losses: int) -> float:
@@ -190,7 +203,7 @@ def storage_rate(cluster: Cluster, costs: Costs, scheme: Scheme) -> float:
     """
     hardware = mean_rate(cluster.hw_rate, cluster.shape)
     if scheme is Scheme.CHECKPOINT:
-        return lost_per_day(cluster) + cluster.nodes * mean_rate(cluster.sw_rate, cluster.shape)
+        return failures_per_day(cluster)
     hazard = hardware * rebuild_seconds(cluster, costs, scheme.losses) / DAY
     groups = cluster.redundancy_groups(scheme.losses)
     too_many = math.fsum(
@@ -237,7 +250,7 @@ def _reft(cluster: Cluster, costs: Costs, scheme: Scheme) -> SchemePlan:
     cost of a snapshot (REFT Eq. 11), although that snapshot is taken anyway."""
     software = mean_rate(cluster.sw_rate, cluster.shape)
     beyond, write = storage_rate(cluster, costs, scheme), _write_seconds(cluster, costs)
-    snapshots = snapshot_interval(costs, scheme.losses)
+    snapshots = cheapest_snapshots(cluster, costs, scheme.losses)
     checkpoints = _whole(max(young(costs.snapshot_seconds, beyond), write), snapshots, costs)
     tiers = (
         _tier("process", cluster.nodes * software, snapshots, costs.snapshot_seconds, 0.0, costs),

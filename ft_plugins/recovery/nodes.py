@@ -215,6 +215,41 @@ class LinkedNodes(SeenNodes):
             client.rebuild(rank, self._config.token, plan.version, protection, spare, holders, plan.gone, fingerprint)
 
 
+@dataclass(frozen=True)
+class RankLayout:
+    """What the plan of protection takes from one rank: the shape of its segment, and its part in each replica set
+    (snapshot.double)."""
+
+    shape: Shape
+    replicated: Sequence[ReplicaShare]
+
+    def pack(self) -> bytes:
+        """For other ranks."""
+        return bytes(msgpack.packb([astuple(self.shape), self.replicated]))
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> RankLayout:
+        """The inverse of `pack`."""
+        shape, replicated = msgpack.unpackb(packed)
+        return cls(Shape(*shape), [(*share,) for share in replicated])
+
+
+def describe_protection(
+    ranks: Sequence[RankLayout], nodes: Sequence[str], groups: Sequence[Sequence[int]], config: NodeTierConfig,
+    position: int, endpoints: Sequence[Endpoint] = (),
+) -> Protection:  # fmt: skip
+    """The protection of a job as the node at `position` takes part in it; `ranks`, `nodes`: by rank. Pure."""
+    return Protection(
+        lineage=0, base=None, nodes=tuple(nodes), groups=tuple(map(tuple, groups)),
+        shapes=tuple(rank.shape for rank in ranks), losses=config.losses, position=position,
+        endpoints=tuple(endpoints), interval=config.interval, exchange_mbps=config.exchange_mbps,
+        detect_seconds=config.detect_seconds,
+        replicated=() if config.stages and not config.both else replica_extents([rank.replicated for rank in ranks]),
+        stages=config.stages, both=config.both, measure=config.measure, audited=config.audited,
+        domains=config.domains,
+    )  # fmt: skip
+
+
 class JobNodes(LinkedNodes):
     """The nodes of a job that protect each other, for one incarnation."""
 
@@ -232,16 +267,8 @@ class JobNodes(LinkedNodes):
         Raises ConfigError (secret, interface), ProtocolError, on all ranks.
         """
         super().__init__(collective, nodes, config)
-        facts = [msgpack.unpackb(part) for part in collective.gather(msgpack.packb([astuple(shape), replicated]))]
-        shapes = tuple(Shape(*values) for values, _ in facts)
-        self._protection = Protection(
-            lineage=0, base=None, nodes=tuple(nodes), groups=tuple(map(tuple, groups)), shapes=shapes,
-            losses=config.losses, position=self._position, endpoints=self._endpoints, interval=config.interval,
-            exchange_mbps=config.exchange_mbps, detect_seconds=config.detect_seconds,
-            replicated=() if config.stages and not config.both else replica_extents([parts for _, parts in facts]),
-            stages=config.stages, both=config.both, measure=config.measure, audited=config.audited,
-            domains=config.domains,
-        )  # fmt: skip
+        ranks = [RankLayout.unpack(part) for part in collective.gather(RankLayout(shape, replicated).pack())]
+        self._protection = describe_protection(ranks, nodes, groups, config, self._position, self._endpoints)
         self.exchange = self._protection.plan()
         self.digest = self._protection.digest
         self.links: dict[int, float] = {}  # bytes per second by position, as measured by `protect`

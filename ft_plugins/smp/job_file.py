@@ -26,8 +26,9 @@ from .. import files
 from ..errors import ProtocolError
 from ..intake import Count, Text, Unfit, json_value, read_bytes, read_json, typed
 from ..redundancy.exchange_plan import positions
+from .packed_version import MaybeVersion
 from .protection import Protection
-from .protocol import MaybeVersion, packed
+from .protocol import packed
 
 PROTECTION_FILE = "protection.json"  # in the run directory: a reference to what is protected now, and the token
 JOB_FILE_LIMIT = 64 << 20  # bytes: ten times what a job of 16,384 ranks needs

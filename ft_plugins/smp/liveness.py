@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..errors import BusyError
-from ..intake import read_bytes
+from ..outside_values import read_bytes
 
 _PID_BYTES = 20
 # `struct flock` of a write lock on a whole file, of the open file description: it lives as long as that does, also over

@@ -232,6 +232,8 @@ class NodeTier:
                 "committed": packed(self._pinned.committed),
                 "exchange": packed(driver.expected) if driver else None,
                 **(driver.pace if driver else Pace(1, None)).status(),
+                "redundancy": driver.plan.name if driver else "",
+                "losses": driver.plan.losses if driver else 0,
                 "parity_bytes": self._store.nbytes if self._store else 0,
                 "released": self._released,
             }

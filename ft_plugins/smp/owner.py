@@ -30,6 +30,7 @@ from ..snapshot.slots import voided_slots
 from . import adoption, job_file, liveness, protocol, requests
 from .alarms import Alarms
 from .checkpoint_schedule import REQUEST
+from .job_history import NODE, STORAGE, JobHistory
 from .node import NodeTier
 from .persister import Persister
 from .protection import Protection
@@ -71,6 +72,7 @@ class SnapshotProcess:
         self._segments, self._refused = adoption.adopt(job, node, events)
         self.token = max([self.token, *(segment.token for segment in self._segments.values())])
         self.adopted = len(self._segments)
+        self._history = JobHistory(run_dir, continues=self.adopted > 0)
         self._previous = PreviousSegments(job, node)
         self._alarms = Alarms(run_dir)
         self._alarms.forget()  # those of a previous SMP
@@ -121,6 +123,7 @@ class SnapshotProcess:
 
     def _status(self, request: requests.WithoutFields) -> dict[str, Any]:
         tier = self._tier.status()
+        self._look(always=True)
         return {
             "pid": os.getpid(),
             "job": self._job,
@@ -132,6 +135,8 @@ class SnapshotProcess:
             "previous_sizes": {str(size): sorted(ranks) for size, ranks in self._previous.by_size().items() if ranks},
             "node_tier": tier,
             "storage": self.persister.status(),
+            "world_size": max([self._tier.ranks, *(each.world_size for each in self._segments.values())]),
+            "history": self._history.report(),
             "segments": [described(rank, segment) for rank, segment in sorted(self._segments.items())],
         }
 
@@ -145,6 +150,7 @@ class SnapshotProcess:
     def _fence(self, request: requests.WithoutFields) -> dict[str, Any]:
         """Supersede the running incarnation: void its token, kill its trainers and wait until they are gone."""
         self._tier.suspend()
+        self._history.fenced(any(segment.attached for segment in self._segments.values()))
         self.token += 1
         files.write_json(self._token_path, self.token)
         for rank, segment in self._segments.items():
@@ -215,6 +221,7 @@ class SnapshotProcess:
         segment = self._segments.get(request.rank)
         if segment is None:
             raise ProtocolError(f"rank {request.rank}: restore before attach")
+        self._history.opened(request.base.iteration if request.base is not None else 0)
         segment.open_lineage(request.lineage, request.base, voided_slots(segment.slots(), request.base))
         return {}
 
@@ -329,6 +336,19 @@ class SnapshotProcess:
             self._declared = self.token
             self._tier.declare_lost(self.token, [f"rank {rank}" for rank in sorted(lost)])
 
+    def look(self) -> None:
+        """Record for operators how far the ranks are, unless a request is being carried out: there is another look."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._look()
+            finally:
+                self._lock.release()
+
+    def _look(self, always: bool = False) -> None:
+        """Record for operators what the ranks have completed, and the newest versions. Call with the lock held."""
+        tiers = {NODE: self._tier.committed, STORAGE: self.persister.newest}
+        self._history.look(self._segments.values(), self.token, tiers, always)
+
     def touch(self) -> None:
         """Update the lock file's time now and then, so that a sweep knows when this SMP last lived."""
         if time.monotonic() - self._touched >= _TOUCH_SECONDS:
@@ -353,6 +373,7 @@ class SnapshotProcess:
                 segment.close()
             self._segments.clear()
             removed = paths.remove(self._job, self._node)
+            self._history.forget()
             self._events.emit(catalogue.SMP_ENDED, reason=reason, segments=removed)
         finally:
             self.ended.set()

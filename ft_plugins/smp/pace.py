@@ -14,10 +14,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..bubbles.gate_pacer import GatePacer
 from ..snapshot.slots import Version
+
+if TYPE_CHECKING:  # the command line imports this module, and not numpy
+    from ..bubbles.gate_pacer import GatePacer
 
 _IN_A_ROW = 3  # distances needed for a judgement
 _RARER = 2  # times the plan, plus one iteration

@@ -36,6 +36,7 @@ from ..snapshot import segment as segments
 from ..snapshot.segment import Segment
 from ..snapshot.shape import Shape
 from ..snapshot.slots import Pin, SlotState, Version, choose
+from .protection import Protection
 
 BUCKET = 1 << 20  # bytes of parity per digest
 VERSIONS = 2
@@ -50,6 +51,11 @@ def shape_of(plan: ExchangePlan, position: int, shapes: Sequence[Shape], layout:
     nbytes = plan.parity_bytes(position)
     copies = sum(shapes[r].small_nbytes + 8 * shapes[r].digests + _COPY_OVERHEAD for r in plan.small_state_on(position))
     return Shape(nbytes, copies + _COPY_OVERHEAD, -(-nbytes // BUCKET), layout, VERSIONS)
+
+
+def store_bytes(protection: Protection, position: int) -> int:
+    """The bytes that the SMP of the node at `position` claims to protect other nodes. Pure."""
+    return shape_of(protection.plan(), position, protection.shapes, 0).total
 
 
 class ParityStore:

@@ -138,6 +138,12 @@ class Persister:
         checkpoints = self._checkpoints
         return bool(self._calls or checkpoints.writing or checkpoints.unfinished)  # in the order that a call takes
 
+    @property
+    def newest(self) -> Version | None:
+        """The newest complete checkpoint that is known."""
+        done = self._checkpoints.done if self._storage is not None else None
+        return done[0] if done else None
+
     def status(self) -> dict[str, Any]:
         """For people: where checkpoints go, the newest complete one that is known, what has failed since."""
         if self._storage is None:

@@ -19,9 +19,10 @@ from ..intake import read_json
 from ..snapshot.segment import Segment
 from ..snapshot.slots import Mark, Pin, Slot, SlotState, Version
 from .agreement import ExchangeDecision
+from .packed_version import PackedVersion
 from .parity_store import ParityStore
 from .protection import Protection
-from .protocol import PackedVersion, packed
+from .protocol import packed
 
 _FILE = "committed.json"  # in the run directory
 _VERSION: TypeAdapter[Version] = TypeAdapter(PackedVersion)

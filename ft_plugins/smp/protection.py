@@ -22,7 +22,8 @@ from ..redundancy.neighbour import plan_copies_and_parity, plan_neighbours
 from ..redundancy.sections import Extent
 from ..snapshot.shape import Shape
 from .agreement import ExchangeEpoch
-from .protocol import MaybeVersion, packed
+from .packed_version import MaybeVersion
+from .protocol import packed
 
 _OWN = ("lineage", "base", "position", "committed")  # fields that are not the same on all nodes and in all recoveries
 Ranks = Annotated[tuple[Count, ...], Field(min_length=1)]

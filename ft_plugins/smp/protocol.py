@@ -16,14 +16,13 @@ import struct
 import time
 import traceback
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgpack
-from pydantic import BeforeValidator
 
 from .. import errors
 from ..errors import FtError, ProtocolError, printable
-from ..intake import Unfit, shown
+from ..outside_values import Unfit, shown
 from ..snapshot.slots import Version
 
 FRAME_LIMIT = 1 << 20  # bytes; fits a status of thousands of slots, the largest message
@@ -172,7 +171,8 @@ def packed(version: Version | None) -> list[int] | None:
     return [version.lineage, version.iteration] if version is not None else None
 
 
-def _version(value: Any) -> Version:
+def version_of(value: Any) -> Version:
+    """The inverse of `packed` for a version. Raises Unfit."""
     if not (isinstance(value, list) and len(value) == 2 and all(type(p) is int and 0 <= p < 1 << 63 for p in value)):
         raise Unfit("expected a lineage and an iteration")
     return Version(*value)
@@ -180,9 +180,4 @@ def _version(value: Any) -> Version:
 
 def maybe_version(value: Any) -> Version | None:
     """The inverse of `packed`. Raises Unfit."""
-    return None if value is None else _version(value)
-
-
-# types of fields in requests, replies and files that hold a packed version
-PackedVersion = Annotated[Version, BeforeValidator(_version)]
-MaybeVersion = Annotated[Version | None, BeforeValidator(maybe_version)]
+    return None if value is None else version_of(value)

@@ -21,7 +21,7 @@ from ..snapshot.retention import Storage
 from ..snapshot.shape import Shape
 from .authenticated import PAYLOAD_LIMIT
 from .job_file import JobDigest, ProtectionReference
-from .protocol import MaybeVersion, PackedVersion
+from .packed_version import MaybeVersion, PackedVersion
 
 _SHAPE_FIELDS = {each.name for each in fields(Shape)}
 

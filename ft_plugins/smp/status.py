@@ -8,13 +8,15 @@ In: segments, the node tier's status; a status. Out: `Signal`, plain values; ver
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..snapshot.segment import Segment
 from ..snapshot.slots import Mark, SlotState, Version, marks_of, recovery_order
 from . import liveness
+
+if TYPE_CHECKING:  # the command line imports this module, and not numpy
+    from ..snapshot.segment import Segment
 
 
 class Signal(str, Enum):
@@ -64,16 +66,39 @@ def described(rank: int, segment: Segment) -> dict[str, Any]:
         "completed": segment.completed,
         "lineage": segment.lineage,
         "lineage_token": segment.lineage_token,
-        "slots": [
-            {
-                "state": slot.state.name,
-                "lineage": slot.version.lineage if slot.version else None,
-                "iteration": slot.version.iteration if slot.version else None,
-                **({"mark": slot.mark.word} if slot.mark else {}),
-            }
-            for slot in segment.slots()
-        ],
+        "slots": _slots(segment),
     }
+
+
+def _slots(segment: Segment) -> list[dict[str, Any]]:
+    return [
+        {
+            "state": slot.state.name,
+            "lineage": slot.version.lineage if slot.version else None,
+            "iteration": slot.version.iteration if slot.version else None,
+            **({"mark": slot.mark.word} if slot.mark else {}),
+        }
+        for slot in segment.slots()
+    ]
+
+
+def newest_complete(segments: Iterable[Segment]) -> Version | None:
+    """`newest_common` of this node's segments."""
+    return newest_common({"segments": [{"attached": each.attached, "slots": _slots(each)} for each in segments]})
+
+
+def completed_by_all(segments: Collection[Segment], token: int) -> int | None:
+    """The last iteration that all ranks of the incarnation `token` have completed; None before they all have opened
+    its lineage."""
+    attached = [segment for segment in segments if segment.attached]
+    begun = bool(attached) and all(segment.lineage_token == token for segment in attached)
+    return min(segment.completed for segment in attached) if begun else None
+
+
+def any_failed(segments: Iterable[Segment]) -> bool:
+    """Whether a trainer that had attached has ended, and not in order."""
+    owners = [segment.owner for segment in segments if segment.attached and segment.owner[1]]
+    return any(liveness.started(pid) != began for pid, began in owners)
 
 
 def newest_common(status: Mapping[str, Any]) -> Version | None:

@@ -19,7 +19,8 @@ from pydantic import Field
 from ..errors import ProtocolError
 from ..intake import Count, parsed, shown
 from .agreement import LOST_LIMIT, Announcement, ExchangeDecision, Summary
-from .protocol import MaybeVersion, packed
+from .packed_version import MaybeVersion
+from .protocol import packed
 
 MESSAGE_LIMIT = 1 << 14  # bytes of a message: a bitmap of all nodes, and the lost positions
 _BITMAP = 1 << 13  # bytes: 65,536 nodes

@@ -1,7 +1,8 @@
-"""Check that memory is available before it is claimed: in the mount, and within the limits of the control groups.
+"""Check that memory is available before it is claimed: in the mount, in the machine, within its control groups.
 
-A claim that does not fit is rejected here, with the figure and its source; otherwise the kernel would end the process
-later, by SIGBUS or the OOM killer. Page cache is treated as free: the kernel reclaims it under pressure.
+A claim that does not fit is rejected here, with the figures, their source and what to do; otherwise the kernel would
+end the process later, by SIGBUS or the OOM killer. Page cache is treated as free: the kernel reclaims it under
+pressure.
 
 In: bytes, files of the kernel. Out: nothing, or a BudgetError.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import BudgetError
@@ -18,27 +20,73 @@ from ..errors import BudgetError
 SHM = Path("/dev/shm")
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
+MEMINFO = Path("/proc/meminfo")
 _UNLIMITED = 1 << 62  # bytes; cgroup v1 reports no limit as a number just below 1 << 63
+_STALE = "remove what ended jobs have left with 'ft-plugins sweep'"
 
 
-def check_room(nbytes: int, claim: str, mount: Path = SHM) -> None:
-    """Raises BudgetError if `mount` or a control group of this process has fewer than `nbytes` free for `claim`, which
-    the message names."""
+@dataclass(frozen=True)
+class MemoryLimit:
+    """A limit on the memory of this process: `nbytes`, of which `free` can still be claimed. `remedy`: how to raise
+    it."""
+
+    where: str
+    nbytes: int
+    free: int
+    remedy: str
+
+
+def check_room(nbytes: int, claim: str, mount: Path = SHM, smaller: str = "") -> None:
+    """Raises BudgetError if `mount`, this machine or a control group of this process has fewer than `nbytes` free for
+    `claim`, which the message names. `smaller`: how the job could claim less, for the message."""
+    for limit in memory_limits(mount):
+        if limit.free < nbytes:
+            needed, free, total = sizes_text(nbytes, limit.free, limit.nbytes)
+            raise BudgetError(
+                f"{claim} needs {needed} of host memory, but {limit.where} has only {free} free, of {total}: "
+                f"{limit.remedy}; or {_STALE}" + (f"; or claim less: {smaller}" if smaller else "")
+            )
+
+
+def memory_limits(mount: Path = SHM) -> Iterator[MemoryLimit]:
+    """The limits on what this process can claim in `mount`."""
     stat = os.statvfs(mount)
-    available = stat.f_bavail * stat.f_frsize
-    if available < nbytes:
-        raise BudgetError(
-            f"{claim} needs {nbytes} bytes in {mount}, but only {available} are free; enlarge that mount "
-            f"(docker: --shm-size, Kubernetes: an emptyDir with medium Memory and a sizeLimit) "
-            f"or remove stale segments with 'ft-plugins sweep'"
+    yield MemoryLimit(
+        str(mount), stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize,
+        "enlarge that mount (mount -o remount,size=..., docker: --shm-size, Kubernetes: an emptyDir with medium Memory "
+        "and a sizeLimit)",
+    )  # fmt: skip
+    machine = _machine()
+    if machine is not None:
+        yield MemoryLimit(
+            "this machine", *machine, "end other processes, or use more nodes or larger ones"
         )
     for file, limit, used in _limits():
-        if limit - used < nbytes:
-            raise BudgetError(
-                f"{claim} needs {nbytes} bytes, but {file} allows {limit}, of which {used} are in use: only "
-                f"{max(0, limit - used)} are free; raise that limit (docker: --memory, Kubernetes: "
-                "resources.limits.memory, Slurm: --mem) or remove stale segments with 'ft-plugins sweep'"
-            )
+        yield MemoryLimit(
+            f"the control group of {file}", limit, max(0, limit - used),
+            "raise that limit (docker: --memory, Kubernetes: resources.limits.memory, Slurm: --mem)",
+        )  # fmt: skip
+
+
+def sizes_text(*sizes: int) -> tuple[str, ...]:
+    """Sizes in the unit of the first, with enough decimals for the first two to differ."""
+    unit, name = (1 << 30, "GiB") if sizes[0] >= 1 << 30 else (1 << 20, "MiB")
+    texts: tuple[str, ...] = ()
+    for decimals in (1, 3, 6):
+        texts = tuple(f"{size / unit:.{decimals}f} {name}" for size in sizes)
+        if len(set(texts[:2])) == len(set(sizes[:2])):
+            break
+    return texts
+
+
+def _machine() -> tuple[int, int] | None:
+    """The memory of this machine and what of it can be claimed without swapping; None if the kernel does not say."""
+    try:
+        lines = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines() if ":" in line)
+        total, free = (int(lines[name].split()[0]) << 10 for name in ("MemTotal", "MemAvailable"))
+    except (OSError, KeyError, ValueError, IndexError):
+        return None
+    return total, free
 
 
 def _limits() -> Iterator[tuple[Path, int, int]]:

@@ -24,10 +24,14 @@ from ..config import Config, LaunchContext
 from ..errors import ConfigError, FtError, ProtectionError
 from ..events import Events, catalogue, say
 from ..model.host import Host
+from ..recovery.nodes import RankLayout
+from ..redundancy.exchange_plan import positions
 from ..smp.wire import read_secret
+from ..snapshot.double import replica_shares
 from ..snapshot.room import check_room
 from ..snapshot.shape import Shape
 from .failure_domains import JobNodeNames, exchange_names
+from .memory_advice import smaller_claims
 from .reft import Reft
 from .reft_plan import check_replicas
 from .reft_reports import budget_table
@@ -119,7 +123,7 @@ def claim_memory(
         if resizing.tolerated is not None:
             return resizing.tolerated
         with collective.agreement():
-            _check_room(reft, collective, nodes)
+            _check_room(reft, config, collective, nodes)
     shape: Shape | None = None
     with collective.agreement(tolerable) as claiming:
         if building.tolerated is not None:
@@ -157,13 +161,25 @@ def _build(
     return Reft(host, config, collective, names, context.run_dir, context.token, events)
 
 
-def _check_room(reft: Reft, collective: Collective, nodes: Sequence[str]) -> None:
-    """Raises BudgetError if this node lacks the memory that its ranks are about to claim."""
-    needed = 0 if reft.claimed else reft.plan.shape.total
-    parts = [msgpack.unpackb(part) for part in collective.gather(msgpack.packb(needed))]
+def _check_room(reft: Reft, config: Config, collective: Collective, nodes: Sequence[str]) -> None:
+    """Raises BudgetError if this node lacks the memory that its ranks and its SMP are about to claim: all of it is
+    checked at once, by the first rank of the node, so that no rank claims what another one will miss."""
+    facts = RankLayout(reft.plan.shape, replica_shares(reft.plan.layout))
+    parts = collective.gather(msgpack.packb([0 if reft.claimed else facts.shape.total, facts.pack()]))
+    if not reft.nodes.leads:
+        return
+    claims = [msgpack.unpackb(part) for part in parts]
+    names, ranks = positions(nodes)
     node = nodes[collective.rank]
-    on_node = [part for part, name in zip(parts, nodes, strict=True) if name == node]
-    check_room(sum(on_node), f"protection of {sum(map(bool, on_node))} ranks on node {node}")
+    position = names.index(node)
+    needed = [claims[rank][0] for rank in ranks[position] if claims[rank][0]]
+    if not needed:
+        return
+    (store,) = reft.nodes.store_bytes([RankLayout.unpack(packed) for _, packed in claims], [position])
+    claim = f"node {node}: protection of {len(needed)} ranks"
+    if store:
+        claim += ", with parity or copies of other nodes,"
+    check_room(sum(needed) + store, claim, smaller=smaller_claims(config, reft.nodes.losses))
 
 
 class LossRecord:

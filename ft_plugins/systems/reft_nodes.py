@@ -22,7 +22,7 @@ from ..events import Events, catalogue, say
 from ..model.host import Host
 from ..model.topology import Topology
 from ..planner.group_survival import choose_group_nodes
-from ..recovery.nodes import JobNodes, LinkedNodes, NodeTierConfig, SeenNodes
+from ..recovery.nodes import JobNodes, LinkedNodes, NodeTierConfig, RankLayout, SeenNodes, describe_protection
 from ..recovery.resize import sizes
 from ..recovery.resize.previous_job import PreviousJob
 from ..recovery.resize.previous_size import ResizePlan
@@ -31,6 +31,7 @@ from ..redundancy import neighbour
 from ..redundancy.exchange_plan import NAMES, positions, why_unprotected
 from ..redundancy.grouping import redundancy_groups, shared_domains
 from ..redundancy.in_order import copies_possible, parity_possible
+from ..smp.parity_store import store_bytes
 from ..snapshot.double import replica_shares, with_parity
 from ..snapshot.layout import Layout
 from ..snapshot.manifest import Manifest
@@ -77,6 +78,7 @@ class ReftNodes:
         self._encoded = self._config.redundancy in ("raim5", "raim6", "both")
         self._resize_plan: ResizePlan | None = None
         self.lineage = 0  # the newest that any node knew at start, at any size of the job
+        self.unprotected = ""  # why nodes do not protect each other although they were to
         self.losses = self._survivable(names.nodes)
         self._groups = self._cut_groups()
 
@@ -133,6 +135,7 @@ class ReftNodes:
         redundancy = self._config.redundancy or "none"
         losses = {"none": 0, "raim5": 1, "raim6": 2, "neighbour": neighbour.LOSSES, "both": 1}[redundancy]
         reason = self._impossible(self._host.topology(), nodes, losses) if losses else ""
+        self.unprotected = reason
         if not reason:
             return losses
         if self._named:
@@ -179,6 +182,19 @@ class ReftNodes:
             both=self._copied and self._encoded, audited=audits > 0, domains=self._names.domains,
             measure=self._job.baft is not None and self._job.baft.link_mbps is None, encrypt=self._job.encrypt,
         )  # fmt: skip
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The redundancy groups, as ranks; the sharding groups if no parity is kept."""
+        return self._groups
+
+    def store_bytes(self, ranks: Sequence[RankLayout], at: Sequence[int]) -> list[int]:
+        """The bytes that the nodes `at` some positions claim to protect other nodes; 0 if nodes do not protect each
+        other. `ranks` are the facts of all ranks. Pure."""
+        if not self.losses:
+            return [0 for _ in at]
+        protection = describe_protection(ranks, self._nodes, self._groups, self._tier_config(""), at[0])
+        return [store_bytes(protection, position) for position in at]
 
     def _reachable(self, seen: SeenNodes, shape: Shape, layout: Layout) -> SeenNodes:
         """The nodes for a resize: their SMPs reach each other, even if they protect each other only at a previous

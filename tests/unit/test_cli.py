@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,16 +13,18 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from ft_plugins import cli
-from ft_plugins.cli import status_table
+from ft_plugins.cli import status_command, status_facts, status_table
 from ft_plugins.config import Config, keys, run_directory
 from ft_plugins.events import Events, catalogue, file_sink
 from ft_plugins.smp import client as smp
 from ft_plugins.smp import liveness
+from ft_plugins.smp.status import Signal
 from ft_plugins.snapshot import paths
 from ft_plugins.snapshot.paths import path_of
 from ft_plugins.snapshot.retention import Storage
@@ -28,7 +32,8 @@ from ft_plugins.snapshot.segment import Segment
 from ft_plugins.snapshot.shape import Shape
 from ft_plugins.snapshot.slots import Version
 
-CONFIGURATION = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+CONFIGURATION, OPERATING = DOCS / "configuration.md", DOCS / "operating.md"
 
 
 Command = Callable[..., str]
@@ -48,10 +53,13 @@ def ft_plugins(own_run_root: None, monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
     def run(*words: str, status: int = 0) -> str:
         monkeypatch.setattr(sys, "argv", ["ft-plugins", *words])
-        with pytest.raises(SystemExit) as ended:
+        ended: str | int | None = 0
+        try:
             cli.main()
+        except SystemExit as exit:
+            ended = exit.code
         out, err = capsys.readouterr()
-        assert (ended.value.code or 0) == status, err + out
+        assert (ended or 0) == status, err + out
         return err if status else out
 
     return run
@@ -80,18 +88,67 @@ def attach(job: str) -> Path:
 # ------------------------------------------------------------------------------------------------ status, end, sweep
 
 
+def jobs_in(line: str) -> list[dict[str, Any]]:
+    """The jobs of `status --json`: one object in one line."""
+    assert line.count("\n") == 1
+    found = json.loads(line)
+    assert found["format"] == status_command.FORMAT and abs(found["time"] - time.time()) < 60
+    return list(found["jobs"])
+
+
+def words_of(text: str) -> str:
+    """A text without its line breaks and indentation."""
+    return " ".join(text.split())
+
+
 def test_status_of_a_node_without_jobs_says_so(ft_plugins: Command) -> None:
-    assert ft_plugins("status").strip() == "no job is known here"
-    assert ft_plugins("status", "--json") == ""
+    assert ft_plugins("status") == "no job is known here\n"
+    assert jobs_in(ft_plugins("status", "--json")) == []
 
 
 def test_status_shows_the_smp_and_what_it_holds(ft_plugins: Command, job: str) -> None:
     path = attach(job)
-    report = json.loads(ft_plugins("status", "--job", job, "--json"))
-    assert (report["job"], report["node"], report["alive"], report["ft_run_alive"]) == (job, "n", True, False)
-    assert [segment["path"] for segment in report["segments"]] == [str(path)]
-    table = ft_plugins("status")
-    assert job in table and f"pid {report['pid']}" in table and "none yet" in table and "gone" in table
+    (report,) = jobs_in(ft_plugins("status", "--job", job, "--json"))
+    assert (report["job"], report["node"], report["smp_answers"], report["ft_run_alive"]) == (job, "n", True, False)
+    assert (report["ranks"], report["world_size"], report["nodes"], report["token"]) == (1, 1, None, 1)
+    assert report["memory_bytes"] == path.stat().st_size
+    assert [segment["path"] for segment in report["details"]["segments"]] == [str(path)]
+    text = ft_plugins("status")
+    assert text.startswith(f"{job} on node n: HEALTHY, 1 rank\n")
+    for line in (
+        "  training     no iteration is completed yet; 0 restarts",
+        f"  in memory    none yet; {path.stat().st_size / 2**20:.1f} MiB claimed",
+        "  other nodes  no: a lost node is not survived from memory",
+        "  storage      off",
+        f"  processes    ft-run is gone; SMP pid {report['smp_pid']}; incarnation 1",
+    ):
+        assert f"{line}\n" in text
+
+
+def test_status_shows_how_old_the_newest_iteration_and_version_are(ft_plugins: Command, job: str) -> None:
+    path = attach(job)
+    with smp.Client(run_directory(job, "n")) as client:
+        client.open_lineage(0, 1, 1, None)
+    segment = Segment(path)
+    segment.ranges = [(0, 8192)]
+    segment.dirty(0, Version(1, 3), segment.token)
+    segment.seal(0, Version(1, 3), segment.token, b"", segment.digests(0))
+    segment.completed = 4
+    segment.close()
+    (report,) = jobs_in(ft_plugins("status", "--json"))
+    time.sleep(1.2)
+    (later,) = jobs_in(ft_plugins("status", "--json"))
+    assert (later["iteration"], later["restarts"], later["downtime_seconds"]) == (4, 0, 0.0)
+    assert later["newest"]["process"] | {"age_seconds": 0} == {
+        "lineage": 1, "iteration": 3, "mark": "", "age_seconds": 0,
+    }  # fmt: skip
+    for before, after in (
+        (report["iteration_age_seconds"], later["iteration_age_seconds"]),
+        (report["newest"]["process"]["age_seconds"], later["newest"]["process"]["age_seconds"]),
+    ):
+        assert before < 1.2 <= after < 20
+    assert re.search(r"training +iteration 4, \d s ago; 0 restarts\n", ft_plugins("status"))
+    assert re.search(r"in memory +iteration 3, \d s ago \(lineage 1\); 0.1 MiB claimed\n", ft_plugins("status"))
 
 
 def test_a_hung_smp_is_shown_with_the_reason_and_hides_no_other_job(
@@ -100,20 +157,20 @@ def test_a_hung_smp_is_shown_with_the_reason_and_hides_no_other_job(
     hung = f"a-{job}"  # the first in order
     run_dir = run_directory(hung, "n")
     pid = smp.ensure(run_dir, hung, "n", orphan_seconds=60)
-    monkeypatch.setattr(status_table, "ASK_SECONDS", 1.0)
+    monkeypatch.setattr(status_facts, "ASK_SECONDS", 1.0)
     try:
         os.kill(pid, signal.SIGSTOP)
         deadline = time.monotonic() + 10
         while not liveness.is_stopped(pid, liveness.started(pid)):
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        found = [json.loads(line) for line in ft_plugins("status", "--json").splitlines()]
-        assert [(report["job"], report["alive"]) for report in found] == [(hung, False), (job, True)]
+        found = jobs_in(ft_plugins("status", "--json"))
+        assert [(report["job"], report["smp_answers"]) for report in found] == [(hung, False), (job, True)]
         said = f"the SMP of {run_dir} did not answer 'status' in time"
-        assert found[0]["error"] == said and "error" not in found[1]
-        table = ft_plugins("status")
-        assert "no answer" in table and "OFFLINE" in table and f"\njob {hung} on node n: {said}\n" in table
-        assert f"pid {found[1]['pid']}" in table
+        assert (found[0]["smp_error"], found[1]["smp_error"]) == (said, None)
+        text = ft_plugins("status")
+        assert text.startswith(f"{hung} on node n: OFFLINE\n") and f"  error        {said}\n" in text
+        assert "the SMP gives no answer" in text and f"SMP pid {found[1]['smp_pid']}" in text
     finally:
         os.kill(pid, signal.SIGCONT)
         with smp.Client(run_dir) as client:
@@ -123,14 +180,133 @@ def test_a_hung_smp_is_shown_with_the_reason_and_hides_no_other_job(
 def test_status_shows_the_last_alarm_that_nothing_has_ended(ft_plugins: Command, job: str) -> None:
     events = Events("n")
     events.subscribe(file_sink(run_directory(job, "n") / "events.jsonl"))
-    assert json.loads(ft_plugins("status", "--job", job, "--json"))["alarm"] is None
+    assert jobs_in(ft_plugins("status", "--job", job, "--json"))[0]["alarm"] is None
     events.emit(catalogue.CHECKPOINT_FAILED, lineage=1, iteration=20, reason="No space left on device")
     text = f"checkpoint.failed: node n: No space left on device. {catalogue.CHECKPOINT_FAILED.action}"
-    alarm = json.loads(ft_plugins("status", "--job", job, "--json"))["alarm"]
+    alarm = jobs_in(ft_plugins("status", "--job", job, "--json"))[0]["alarm"]
     assert (alarm["name"], alarm["text"]) == ("checkpoint.failed", text)
-    assert f"last alarm of job {job}, {alarm['time']}: {text}\n" in ft_plugins("status")
+    assert f"last alarm {alarm['time']}: {text}" in words_of(ft_plugins("status"))
     events.emit(catalogue.CHECKPOINT_COMPLETED, lineage=1, iteration=30)
     assert "last alarm" not in ft_plugins("status")
+
+
+def test_a_job_that_has_ended_disappears_and_one_that_can_be_resumed_stays(
+    ft_plugins: Command, job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ft_plugins("end", job)
+    said = "no job is running here, and there is nothing to resume from; ended: 1 (`ft-plugins status --all`)\n"
+    assert ft_plugins("status") == said and jobs_in(ft_plugins("status", "--json")) == []
+    assert [each["job"] for each in jobs_in(ft_plugins("status", "--all", "--json"))] == [job]
+    assert [each["job"] for each in jobs_in(ft_plugins("status", "--job", job, "--json"))] == [job]
+    monkeypatch.setattr(paths, "SHM", tmp_path)
+    path_of(job, "n", 0).write_bytes(b"a snapshot whose SMP was killed")
+    text = ft_plugins("status")
+    assert text.startswith(f"{job} on node n: OFFLINE\n")
+    assert "give the same command again to resume, or remove with `ft-plugins sweep`" in text
+    lock = liveness.acquire(run_directory(job, "n") / "lock")
+    assert lock is not None and "it is being replaced" in ft_plugins("status")
+    os.close(lock)
+
+
+FACTS: dict[str, Any] = {
+    "job": "a-job-with-a-name-of-48-characters-and-not-a-one",
+    "node": "node-with-a-name-of-forty-eight-characters-here",
+    "state": "UNHEALTHY", "smp_answers": True, "smp_pid": 4194303, "smp_error": "the SMP did not answer", "token": 12,
+    "ft_run_alive": True, "ranks": 8, "world_size": 16384, "nodes": 2048, "memory_bytes": 123 << 30,
+    "iteration": 1234567, "iteration_age_seconds": 7300.0, "restarts": 11, "downtime_seconds": 4000.4,
+    "down_for_seconds": 61.0, "protection": {"redundancy": "RAIM5", "losses": 1, "pace": "every 4 iterations"},
+    "newest": {
+        "process": {"lineage": 3, "iteration": 1234566, "age_seconds": 59.6, "mark": "certified"},
+        "node": {"lineage": 3, "iteration": 1234560, "age_seconds": 130.0},
+        "storage": {"lineage": 2, "iteration": 1200000, "age_seconds": 400000.0},
+    },
+    "storage": {"path": "/ck", "failed": "No space left on device", "kept": [[1, 500000], [1, 600000], [2, 700000]]},
+    "alarm": {"time": "2026-11-25 17:20:11+00:00", "name": "smp.lost", "text": "smp.lost: node n: " + 12 * "it died. "},
+}  # fmt: skip
+
+
+def test_a_paragraph_of_status_fits_a_terminal_of_80_columns_and_says_everything() -> None:
+    text = status_table.text_of([FACTS, FACTS], 80)
+    assert max(map(len, text.splitlines())) <= 80
+    words = words_of(text)
+    for part in (
+        "UNHEALTHY, 8 of 16384 ranks, 2048 nodes",
+        "iteration 1234567, 2.0 h ago; 11 restarts; down for 61 s, in total 66.7 min",
+        "iteration 1234566, 60 s ago (lineage 3, certified); 123.0 GiB claimed",
+        "iteration 1234560, 2.2 min ago (lineage 3); every 4 iterations; RAIM5: any 1 node of a group may be lost",
+        "failed: No space left on device; iteration 1200000, 4.6 d ago (lineage 2); kept: iteration 500000, iteration "
+        "600000, iteration 700000",
+        "ft-run is running; SMP pid 4194303; incarnation 12",
+    ):
+        assert part in words, text
+    assert len(status_table.text_of([FACTS], 0).splitlines()) == 8, "a pipe gets whole lines"
+    first = status_table.text_of([FACTS | {"downtime_seconds": 61.4}], 80)
+    assert "11 restarts; down for 61 s\n" in first
+
+
+def test_the_help_of_status_explains_each_state_in_80_columns(ft_plugins: Command) -> None:
+    text = ft_plugins("status", "--help")
+    assert all(re.search(rf"^  {signal.value} +\w", text, re.MULTILINE) for signal in Signal)
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_the_keys_of_the_json_are_those_that_the_documentation_has(ft_plugins: Command, job: str) -> None:
+    attach(job)
+    (report,) = jobs_in(ft_plugins("status", "--json"))
+    page = OPERATING.read_text()
+    table = page[page.index("| key |") :].split("\n\n")[0]
+    keys_of_rows = [re.findall(r"`(\w+)`", row.split("|")[1]) for row in table.splitlines()[2:]]
+    assert sorted(sum(keys_of_rows, [])) == sorted(report)
+
+
+def test_status_loads_nothing_that_is_slow(job: str) -> None:
+    """Imports are most of the 200 ms that the command may take."""
+    slow = "torch numpy pydantic typer click rich matplotlib".split()
+    code = "import sys, ft_plugins.cli; sys.argv[1:] = ['status']; ft_plugins.cli.main(); "
+    code += f"sys.stderr.write(' '.join(name for name in {slow} if name in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and job in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("words", [("--watch", "0.1"), ("--watch", "0.1", "--json")])
+def test_watch_shows_it_again_until_ctrl_c(job: str, words: tuple[str, ...]) -> None:
+    code = f"import sys, ft_plugins.cli; sys.argv[1:] = ['status', *{words}]; ft_plugins.cli.main()"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    shown = 0
+    while shown < 3:
+        line = process.stdout.readline()
+        assert line, "it ended by itself"
+        shown += job in line
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert (process.returncode, err) == (0, "")
+
+
+def test_watch_redraws_a_terminal_in_place(job: str) -> None:
+    code = "import sys, ft_plugins.cli; sys.argv[1:] = ['status', '--watch']; ft_plugins.cli.main()"
+    ours, theirs = os.openpty()
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "80", "LINES": "40"}
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=theirs, stderr=subprocess.PIPE, env=environment)
+    os.close(theirs)
+    drawn = b""
+    while not (b"Ctrl-C ends" in drawn and b"processes" in drawn):
+        drawn += os.read(ours, 1 << 16)
+    process.send_signal(signal.SIGINT)
+    while process.poll() is None:
+        with contextlib.suppress(OSError):
+            drawn += os.read(ours, 1 << 16)
+    assert process.returncode == 0
+    assert b"\x1b[?1049h" in drawn and b"\x1b[?1049l" in drawn, "the screen as it was before comes back"
+    assert b"every 2 s" in drawn and job.encode() in drawn
+    os.close(ours)
+
+
+def test_an_interval_to_watch_that_is_no_number_of_seconds_is_refused(
+    ft_plugins: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "--watch: expected 0.1 to 86400 seconds, found 0" in ft_plugins("status", "--watch", "0", status=2)
+    assert "--watch: invalid" in ft_plugins("status", "--watch", "soon", status=2)
 
 
 def test_end_drops_the_snapshots_and_ends_the_smp(ft_plugins: Command, job: str) -> None:
@@ -197,7 +373,7 @@ def test_a_checkpoint_of_a_job_without_a_folder_for_it_is_refused_by_the_flag(ft
     assert line == (
         f"ft-plugins: job {job} on node n: it has no folder for checkpoints; start the job with --reft-checkpoint-dir\n"
     )
-    assert "│ off" in ft_plugins("status")
+    assert "  storage      off\n" in ft_plugins("status")
 
 
 def test_a_checkpoint_before_there_is_a_version_says_so_and_one_that_fails_says_why(
@@ -216,7 +392,7 @@ def test_a_checkpoint_before_there_is_a_version_says_so_and_one_that_fails_says_
     mapped.digests(0)[:] = 5
     line = ft_plugins("checkpoint", "now", "--seconds", "20", status=1)
     assert "bucket 0 of slot 0 does not match its digest" in line
-    assert "failed: rank 0: bucket 0" in " ".join(ft_plugins("status").replace("│", " ").split())
+    assert "failed: rank 0: bucket 0" in words_of(ft_plugins("status"))
     mapped.close()
 
 
@@ -274,12 +450,44 @@ SAVING = (
 )
 
 
+def details(text: str) -> str:
+    """What `plan` prints after its recommendation, without the terms."""
+    return text.partition("\n\n")[2].partition("\n\nterms ")[0]
+
+
 def test_plan_prints_survival_and_with_what_saving_takes_the_intervals(ft_plugins: Command) -> None:
     survival = ft_plugins(*PAPER, "--threshold", "0.9")
     assert "REFT, RAIM5                      1            16.2" in survival and "0.408" in survival
-    assert "intervals" not in survival
+    assert "intervals" not in details(survival)
     both = ft_plugins(*PAPER, *SAVING)
-    assert both.startswith(survival) and "1398 iterations" in both and "52.75%" in both
+    assert details(both).startswith(details(survival)) and "1398 iterations" in both and "52.75%" in both
+
+
+def test_plan_begins_with_one_recommendation_and_its_reasons(ft_plugins: Command) -> None:
+    lines = ft_plugins(*PAPER, *SAVING).partition("\n\n")[0].splitlines()
+    flags = "--reft --reft-redundancy raim5 --reft-group-nodes 6 --reft-interval 6 --reft-checkpoint-dir FOLDER "
+    assert lines[0] == f"recommended: {flags}--reft-checkpoint-interval 978"
+    assert Config.from_flags(lines[0].removeprefix("recommended: ").split())[1] == []
+    assert all(line.startswith("  - ") for line in lines[1:]) and len(lines) == 7
+    assert lines[1].startswith(
+        "  - a snapshot every 6 iterations (60 s) costs least: training waits 0.08% of the time "
+    )
+    assert lines[-1] == "  - in all this costs 0.21% of each day; checkpoints alone 52.75%"
+    advice = json.loads(ft_plugins(*PAPER, *SAVING, "--json"))["recommendation"]
+    assert (advice["interval"], advice["redundancy"], advice["checkpoint_interval"]) == (6, "raim5", 978)
+    assert [f"  - {reason}" for reason in advice["reasons"]] == lines[1:]
+
+
+def test_plan_names_one_interval_for_snapshots_in_all_of_its_tables(ft_plugins: Command) -> None:
+    found = json.loads(ft_plugins(*PAPER, *SAVING, *PIPELINE, "--json"))
+    tiers = found["intervals"]["schemes"]["raim5"]["tiers"]
+    reft = found["pipeline"]["goodput"][0]["upkeeps"]["reft"]
+    assert found["recommendation"]["interval"] == tiers["process"]["every"] == tiers["node"]["every"] == reft["every"]
+
+
+def test_plan_explains_the_words_of_its_tables(ft_plugins: Command) -> None:
+    terms = ft_plugins(*PAPER).partition("\n\nterms ")[2]
+    assert all(word in terms for word in ("interval", "losses per group", "survival", "tiers", "goodput", "glossary"))
 
 
 def test_plan_as_json_is_one_object(ft_plugins: Command) -> None:
@@ -326,7 +534,7 @@ PIPELINE = ("--stages", "8", "--microbatches", "32", "--message-passes", "0.05")
 
 def test_plan_prints_bubbles_and_with_what_saving_takes_goodput(ft_plugins: Command) -> None:
     bubbles = ft_plugins(*PAPER, *PIPELINE)
-    assert "1f1b *" in bubbles and "zero-bubble" in bubbles and "goodput" not in bubbles
+    assert "1f1b *" in bubbles and "zero-bubble" in bubbles and "goodput" not in details(bubbles)
     whole = ft_plugins(*PAPER, *SAVING, *PIPELINE, "--schedule", "interleaved", "--chunks", "4")
     assert "interleaved *" in whole and whole.count("\n  BAFT ") == 4
     assert "\n  iterations whose bubbles carry one version: ring: does not fit, pairs: 19\n" in whole
@@ -417,6 +625,98 @@ def test_plan_refuses_what_it_cannot_compare_in_one_line(
 ) -> None:
     file = str(layers_file(tmp_path))
     line = ft_plugins("plan", *(file if word == "FILE" else word for word in words), status=1)
+    assert line.startswith(f"ft-plugins: {said}") and line.count("\n") == 1
+
+
+# ------------------------------------------------------------------------------------------------ plan --memory
+
+MODEL = ("plan", "--memory", "--parameters", "7e9", "--tp", "2", "--pp", "2", "--order", "tp-cp-ep-pp-dp")
+
+
+def test_plan_of_memory_prints_each_purpose_and_whether_a_node_of_that_size_has_it(ft_plugins: Command) -> None:
+    text = ft_plugins(*MODEL, "--nodes", "4", "--node-memory-gib", "256")
+    purposes = json.loads(ft_plugins(*MODEL, "--dp", "8", "--node-memory-gib", "256", "--json"))["memory"]
+    (node,) = purposes["nodes"]
+    assert (node["count"], node["ranks"], purposes["losses"], purposes["fits"]) == (4, 8, 1, True)
+    assert node["captured"] == pytest.approx(7e9 * 12 / 4, rel=1e-6)
+    for words, nbytes in (
+        ("captured by one version", node["captured"]), (f"{node['slots']} slots of snapshots", node["snapshots"]),
+        ("parity or copies of other nodes", node["store"]), ("total", node["total"]),
+    ):  # fmt: skip
+        row = next(line for line in text.splitlines() if line.startswith(f"  {words} "))
+        figures = row.split()[-2:]
+        assert figures == [f"{nbytes / 2**30:.2f}", f"{nbytes / node['captured']:.2f}"]
+    assert "tp 2, pp 2, dp 8, 8 ranks on a node" in text and "12 bytes (fp32 master and two fp32 moments" in text
+    assert f"  fits: {node['total'] / 2**30 / 256:.0%} of 256.0 GiB (memory of a node)\n" in text
+    assert "of each redundancy group any 1 node may be lost" in text and "not counted: training itself" in text
+
+
+def test_plan_of_memory_says_what_to_do_where_it_does_not_fit(ft_plugins: Command) -> None:
+    text = ft_plugins(*MODEL, "--nodes", "4", "--node-memory-gib", "64", "--", "--reft-redundancy", "raim6")
+    assert "  does not fit: " in text and "to claim less: " in text and "--reft-redundancy raim5" in text
+    assert (
+        json.loads(ft_plugins(*MODEL, "--nodes", "4", "--node-memory-gib", "64", "--json"))["memory"]["fits"] is False
+    )
+    huge = ft_plugins("plan", "--memory", "--parameters", "1e11", "--dp", "8", "--", "--reft-bucket-mib", "1024")
+    assert huge.count("does not fit: ") >= 2 and "(/dev/shm), of which " in huge and "remount,size=" in huge
+    assert "a lost node is not survived from memory: all ranks are on one node" in huge
+
+
+def test_plan_of_memory_takes_the_precision_and_the_flags_of_the_job(ft_plugins: Command) -> None:
+    def total(*words: str) -> float:
+        nodes = json.loads(ft_plugins(*MODEL, "--nodes", "4", *words[:2], "--json", *words[2:]))["memory"]["nodes"]
+        return float(nodes[0]["total"])
+
+    whole = total("--precision", "bf16")
+    assert total("--precision", "pure-bf16") == pytest.approx(whole / 2, rel=0.01)
+    assert total("--bytes-per-parameter", "24") == pytest.approx(2 * whole, rel=0.01)
+    assert total("--precision", "bf16", "--", "--reft-checkpoint-dir", "/ck") > whole
+    stages_apart = ("plan", "--memory", "--parameters", "7e9", "--tp", "2", "--pp", "2", "--nodes", "4")
+    (baft,) = json.loads(ft_plugins(*stages_apart, "--json", "--", "--baft"))["memory"]["nodes"]
+    assert baft["store"] == pytest.approx(2 * baft["captured"], rel=0.01), "copies of two versions"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--tp", "2"), "--tp: no effect without --memory"),
+        (("--", "--reft"), "'--reft': no effect without --memory"),
+        (("--memory", "--nodes", "2"), "--parameters: missing; give the number of parameters"),
+        (("--memory", "--parameters", "7e9"), "--dp, --nodes: give the data-parallel size or the number of nodes"),
+        (
+            ("--memory", "--parameters", "7e9", "--dp", "8", "--hw-rate", "1"),
+            "--memory plans host memory alone: --hw-rate",
+        ),
+        (("--memory", "--parameters", "0.5", "--dp", "8"), "parameters: expected a number from 1 to 1e15, found 0.5"),
+        (
+            ("--memory", "--parameters", "1e13", "--dp", "8"),
+            "--parameters: a rank would capture 13970 GiB; expected at",
+        ),
+        (("--memory", "--parameters", "9", "--dp", "8", "--tp", "0"), "--tp: expected an integer >= 1, found 0"),
+        (
+            ("--memory", "--parameters", "9", "--nodes", "1", "--tp", "3"),
+            "--nodes: 1 nodes of 8 ranks cannot be divided",
+        ),
+        (
+            ("--memory", "--parameters", "9", "--dp", "8", "--nodes", "2"),
+            "--nodes: tp x pp x dp = 8 ranks need 1 nodes",
+        ),
+        (("--memory", "--parameters", "9", "--dp", "8", "--", "--reft-slts"), "--reft-slts: unknown flag"),
+        (("--memory", "--parameters", "9", "--dp", "8", "--", "x"), "x: unknown; expected flags of the job"),
+        (
+            ("--memory", "--parameters", "9", "--dp", "8", "--node-memory-gib", "0"),
+            "--node-memory-gib: expected a number",
+        ),
+        (
+            ("--memory", "--parameters", "9", "--dp", "8", "--", "--reft-redundancy", "raim5"),
+            "--reft-redundancy raim5: all ranks are on one node",
+        ),
+    ],
+)
+def test_plan_of_memory_refuses_what_it_cannot_plan_in_one_line(
+    ft_plugins: Command, words: tuple[str, ...], said: str
+) -> None:
+    line = ft_plugins("plan", *words, status=1)
     assert line.startswith(f"ft-plugins: {said}") and line.count("\n") == 1
 
 

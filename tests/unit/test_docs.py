@@ -19,7 +19,7 @@ import click
 import pytest
 import typer
 
-from ft_plugins.cli import app
+from ft_plugins.cli import app, status_command
 from ft_plugins.config import deepspeed_json, keys
 from ft_plugins.events import catalogue
 from ft_plugins.launcher import command
@@ -107,6 +107,9 @@ def run_ft_run(line: str, words: list[str], folder: Path) -> None:
 
 def run_ft_plugins(line: str, words: list[str], folder: Path) -> None:
     """Read as ft-plugins reads it; `config` and `plan` are executed."""
+    if words[1] == "status":
+        status_command.parser().parse_args(words[2:])
+        return
     group, arguments = typer.main.get_command(app), words[1:]
     context = click.Context(group, info_name="ft-plugins")
     while isinstance(group, click.Group):

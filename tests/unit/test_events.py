@@ -26,6 +26,7 @@ from ft_plugins.events import (
     read,
     recent_of,
     standing_alarm,
+    stream,
 )
 from ft_plugins.events.declaration import Field
 from ft_plugins.testing.job_control import entries
@@ -298,3 +299,23 @@ def test_an_alarm_stands_until_an_event_ends_it(tmp_path: Path) -> None:
         events.emit(kind)
         alarm = standing_alarm(path)
         assert (alarm and alarm.name) == expected
+
+
+@pytest.mark.parametrize("block", [1, 7, 100, 1 << 16])
+def test_the_newest_alarm_is_found_whatever_is_read_at_once(
+    tmp_path: Path, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "_BLOCK", block)
+    path = tmp_path / "events.jsonl"
+    events = Events("n")
+    events.subscribe(file_sink(path))
+    events.emit(catalogue.SMP_LOST, pid=7)
+    first = standing_alarm(path)
+    assert first is not None and (first.name, first.fields) == ("smp.lost", {}) and first.pid == 7
+    events.emit(catalogue.SMP_STARTED)
+    events.emit(catalogue.CHECKPOINT_FAILED, reason="\u00fc" * 50)
+    with open(path, "ab") as file:
+        file.write(b'{"time": 1.0, "name": "smp.lost", "rank": nothing}\n{"time": 2.0, "name": "smp.lo')  # disk full
+    last = standing_alarm(path)
+    assert last is not None and last.fields == {"reason": "\u00fc" * 50}
+

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from ft_plugins.errors import ConfigError
 from ft_plugins.planner.goodput import GIB, ProtectionKind, plan_goodput, plan_growth, table
-from ft_plugins.planner.intervals import DAY, Costs
+from ft_plugins.planner.intervals import DAY, Costs, plan_intervals
 from ft_plugins.planner.pipeline import Pipeline, PipelineSchedule
 from ft_plugins.planner.simulate import Times, simulate
-from ft_plugins.planner.survival import Cluster
+from ft_plugins.planner.survival import Cluster, Scheme
 
 TIMELINES = simulate(Pipeline(PipelineSchedule.ONE_F_ONE_B, 4, 8), Times())
 CLUSTER = Cluster(nodes=64, group_nodes=4, hw_rate=0.004, sw_rate=0.001)
@@ -113,6 +113,14 @@ def test_without_shared_bubbles_baft_sends_at_the_links_rate() -> None:
     assert plan.iterations_per_version is None and plan.bubble_share == pytest.approx(3 / 11)
     baft, reft = plan.of(ProtectionKind.BAFT), plan.of(ProtectionKind.REFT)
     assert baft.every == reft.every and "share no bubbles" in table([plan])
+
+
+@given(st.floats(0.01, 5), st.floats(1, 100), st.floats(1e-4, 1))
+def test_goodput_and_intervals_name_one_interval_for_snapshots(wait: float, state: float, rate: float) -> None:
+    cluster, costs = replace(CLUSTER, hw_rate=rate), replace(COSTS, snapshot_seconds=wait, state_gib=state)
+    reft = plan_goodput(cluster, costs, TIMELINES).of(ProtectionKind.REFT)
+    tiers = next(one for one in plan_intervals(cluster, costs).schemes if one.scheme is Scheme.RAIM5).tiers
+    assert reft.every == tiers[0].every == tiers[1].every
 
 
 def test_nothing_fails_nothing_is_saved() -> None:

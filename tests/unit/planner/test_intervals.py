@@ -17,6 +17,7 @@ from ft_plugins.planner.intervals import (
     DAY,
     Costs,
     SchemePlan,
+    cheapest_snapshots,
     exchange_seconds,
     plan_intervals,
     rebuild_seconds,
@@ -87,6 +88,25 @@ def test_an_interval_that_just_suffices_is_not_lost_to_rounding() -> None:
     costs = replace(COSTS, iteration_seconds=1, snapshot_seconds=0.07, state_gib=1)
     assert 0.07 / 0.01 > 7  # in doubles
     assert snapshot_interval(costs, 1) == 7
+
+
+@settings(max_examples=200, deadline=None)
+@given(some_costs, st.integers(1, 2))
+def test_snapshots_are_taken_as_often_as_costs_least_within_the_limits(costs: Costs, losses: int) -> None:
+    def cost(iterations: int) -> float:
+        seconds = iterations * costs.iteration_seconds
+        return DAY / seconds * costs.snapshot_seconds + seconds / 2 * 96 * 11e-3
+
+    found, shortest = cheapest_snapshots(CLUSTER, costs, losses), snapshot_interval(costs, losses)
+    assert found >= shortest
+    assert cost(found) <= cost(found + 1) * (1 + 1e-9)
+    # Young's interval is rounded up: two fewer iterations never cost less
+    assert found <= shortest + 1 or cost(found - 1) <= cost(found - 2) * (1 + 1e-9)
+
+
+def test_where_nothing_fails_snapshots_are_as_frequent_as_the_limits_allow() -> None:
+    quiet = replace(CLUSTER, hw_rate=0.0, sw_rate=0.0)
+    assert cheapest_snapshots(quiet, replace(COSTS, snapshot_seconds=0.7), 1) == 7
 
 
 # ------------------------------------------------------------------------------------------------ rates
@@ -197,11 +217,11 @@ def test_a_checkpoint_that_training_does_not_wait_for_costs_less_but_lags_behind
 
 def test_the_cost_of_reft_is_the_sum_by_hand() -> None:
     process, node, storage = scheme_plan(Scheme.RAIM5).tiers
-    assert process.every == node.every == 1
-    assert process.save_seconds == pytest.approx(DAY / 10 * 0.05) and node.save_seconds == 0
-    assert process.lost_seconds == pytest.approx(10 / 2 * 0.96)
-    assert node.lost_seconds == pytest.approx((10 / 2 + 60 / 20) * node.failures)
-    assert storage.every == math.ceil(math.sqrt(2 * 0.05 * DAY / storage.failures) / 10)
+    assert process.every == node.every == math.ceil(math.sqrt(2 * 0.05 * DAY / (96 * 0.011)) / 10) == 10
+    assert process.save_seconds == pytest.approx(DAY / 100 * 0.05) and node.save_seconds == 0
+    assert process.lost_seconds == pytest.approx(100 / 2 * 0.96)
+    assert node.lost_seconds == pytest.approx((100 / 2 + 60 / 20) * node.failures)
+    assert storage.every == 10 * math.ceil(math.ceil(math.sqrt(2 * 0.05 * DAY / storage.failures) / 10) / 10)
     plan = scheme_plan(Scheme.RAIM5)
     parts = [tier.save_seconds + tier.lost_seconds for tier in plan.tiers]
     assert plan.cost == pytest.approx(sum(parts))
@@ -250,7 +270,7 @@ def test_the_table_shows_every_tier_and_the_share_of_the_day() -> None:
     lines = plan_intervals(CLUSTER, COSTS).table().splitlines()
     assert "hardware one in 1000 days, software one in 100 days" in lines[0]
     assert [line.split()[0] for line in lines[2:4]] == ["checkpoints", "total"]
-    assert sum("total" in line for line in lines) == 3 and "1 iteration " in lines[4]
+    assert sum("total" in line for line in lines) == 3 and "10 iterations " in lines[4]
     share = scheme_plan(Scheme.RAIM5).cost / DAY
     assert f"{share:.2%}" in lines[7]
     hopeless = plan_intervals(Cluster(9600, 6, 1.0, 1.0), COSTS).table()
@@ -260,7 +280,7 @@ def test_the_table_shows_every_tier_and_the_share_of_the_day() -> None:
 def test_the_block_is_json_of_its_standard() -> None:
     block = json.loads(json.dumps(plan_intervals(CLUSTER, COSTS).block(), allow_nan=False))
     assert block["costs"]["state_gib"] == 60
-    assert block["schemes"]["raim5"]["tiers"]["process"]["every"] == 1
+    assert block["schemes"]["raim5"]["tiers"]["process"]["every"] == 10
     assert block["schemes"]["raim5"]["cost_seconds_per_day"] == scheme_plan(Scheme.RAIM5).cost
 
 

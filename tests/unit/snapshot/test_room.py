@@ -1,17 +1,20 @@
-"""Memory that a control group does not allow is refused before it is claimed, with the file and its figures.
+"""Memory that a control group, the machine or the mount does not have is refused before it is claimed, with figures.
 
 The kernel's files are written down here as versions 1 and 2 have them, whole machines and containers.
 """
 
 from __future__ import annotations
 
+import ctypes
+import os
+import re
 from pathlib import Path
 
 import pytest
 
 from ft_plugins.errors import BudgetError
 from ft_plugins.snapshot import room
-from ft_plugins.snapshot.room import check_room
+from ft_plugins.snapshot.room import check_room, sizes_text
 
 MIB = 1 << 20
 
@@ -21,6 +24,7 @@ def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What stands for /sys/fs/cgroup; beside it `own`, for /proc/self/cgroup."""
     monkeypatch.setattr(room, "CGROUPS", tmp_path / "fs")
     monkeypatch.setattr(room, "OWN_CGROUPS", tmp_path / "own")
+    monkeypatch.setattr(room, "MEMINFO", tmp_path / "meminfo")
     return tmp_path / "fs"
 
 
@@ -46,9 +50,14 @@ def v1(group: Path, limit: int, usage: int, files: int) -> None:
 
 def refused(nbytes: int, file: Path, limit: int, used: int) -> None:
     with pytest.raises(BudgetError) as error:
-        check_room(nbytes, "rank 3: protection")
-    for part in ("rank 3: protection needs", str(nbytes), f"{file} allows {limit}", f"{used} are in use", "--memory"):
-        assert part in str(error.value)
+        check_room(nbytes, "rank 3: protection", smaller="--reft-redundancy none")
+    message = str(error.value)
+    assert re.match(r"rank 3: protection needs [\d.]+ MiB of host memory, but the control group of ", message)
+    figures = [float(text) for text in re.findall(r"([\d.]+) MiB", message)]
+    assert figures == pytest.approx([nbytes / MIB, (limit - used) / MIB, limit / MIB], abs=1e-6)
+    assert figures[0] > figures[1], "the figures are told apart"
+    assert f"group of {file} has only" in message and "docker: --memory" in message
+    assert message.endswith("'ft-plugins sweep'; or claim less: --reft-redundancy none")
     check_room(limit - used, "what is left")
 
 
@@ -85,9 +94,70 @@ def test_where_nothing_is_limited_the_mount_alone_counts(kernel: Path, text: str
     v2(kernel / "job", "max", 1, 0)
     v1(kernel / "memory" / "job", 9223372036854771712, 1, 0)
     check_room(1, "little")
-    with pytest.raises(BudgetError, match="needs 1125899906842624 bytes in /dev/shm, but only"):
+    with pytest.raises(BudgetError, match="much needs 1048576.0 GiB of host memory, but /dev/shm has only"):
         check_room(1 << 50, "much")
 
 
 def test_a_machine_without_control_groups_has_no_such_limit(kernel: Path) -> None:
     check_room(1, "little")
+
+
+# ------------------------------------------------------------------------------------------------ the machine
+
+
+def meminfo(kernel: Path, total: int, available: int) -> None:
+    sizes = f"MemTotal:       {total >> 10} kB\nMemFree:        3 kB\nMemAvailable:   {available >> 10} kB\n"
+    (kernel.parent / "meminfo").write_text(sizes + "HugePages_Total: 0\n")
+
+
+def test_what_the_machine_has_left_is_the_limit_even_if_the_mount_is_larger(kernel: Path) -> None:
+    """By default a tmpfs may take half of the memory, whoever uses the other half."""
+    meminfo(kernel, 64 * MIB, 8 * MIB)
+    check_room(8 * MIB, "all of it")
+    said = "more needs 8.000001 MiB of host memory, but this machine has only 8.000000 MiB free, of 64.000000 MiB: "
+    with pytest.raises(BudgetError, match=re.escape(said) + "end other processes, or use more nodes"):
+        check_room(8 * MIB + 1, "more")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "MemTotal: 5 kB\n", "MemTotal: 5 kB\nMemAvailable: none\n", "MemTotal:\nMemAvailable:\n"]
+)
+def test_a_kernel_that_does_not_say_what_is_available_sets_no_limit(kernel: Path, text: str) -> None:
+    (kernel.parent / "meminfo").write_text(text)
+    check_room(1, "little")
+
+
+def test_this_machine_says_what_it_has() -> None:
+    limits = {limit.where: limit for limit in room.memory_limits()}
+    assert 0 < limits["this machine"].free <= limits["this machine"].nbytes < 1 << 50
+    assert 0 < limits["/dev/shm"].free <= limits["/dev/shm"].nbytes
+
+
+@pytest.mark.parametrize(
+    ("sizes", "texts"),
+    [
+        ((119 << 30, 32 << 30, 64 << 30), ("119.0 GiB", "32.0 GiB", "64.0 GiB")),
+        ((3 << 30, (3 << 30) - (1 << 22), 64 << 30), ("3.000 GiB", "2.996 GiB", "64.000 GiB")),
+        ((5 << 20, 0, 0), ("5.0 MiB", "0.0 MiB", "0.0 MiB")),
+        ((7 << 30, 7 << 30), ("7.0 GiB", "7.0 GiB")),
+    ],
+)
+def test_sizes_are_told_apart(sizes: tuple[int, ...], texts: tuple[str, ...]) -> None:
+    assert sizes_text(*sizes) == texts
+
+
+def test_a_real_mount_is_measured_with_what_others_have_taken_of_it(kernel: Path, tmp_path: Path) -> None:
+    libc, mount = ctypes.CDLL(None, use_errno=True), tmp_path / "mount"
+    mount.mkdir()
+    if libc.mount(b"tmpfs", bytes(mount), b"tmpfs", 0, b"size=8m") != 0:
+        pytest.skip(f"no tmpfs can be mounted here: {os.strerror(ctypes.get_errno())}")
+    try:
+        (mount / "other").write_bytes(bytes(3 * MIB))
+        check_room(5 * MIB, "the rest", mount)
+        said = (
+            f"8 ranks needs 6.0 MiB of host memory, but {mount} has only 5.0 MiB free, of 8.0 MiB: enlarge that mount"
+        )
+        with pytest.raises(BudgetError, match=re.escape(said)):
+            check_room(6 * MIB, "8 ranks", mount)
+    finally:
+        assert libc.umount(bytes(mount)) == 0

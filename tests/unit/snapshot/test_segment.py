@@ -86,7 +86,8 @@ def test_a_mount_that_is_too_small_is_an_error_that_names_it_and_the_bytes(
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result(sizes))
     with pytest.raises(BudgetError) as caught:
         create(segment_path, SHAPE, 3, FINGERPRINT)
-    for part in ("rank 3", str(SHAPE.total), "/dev/shm", str(5 * real.f_frsize), "--shm-size"):
+    sizes_of = [f"{nbytes / 2**20:.1f} MiB" for nbytes in (SHAPE.total, 5 * real.f_frsize)]
+    for part in ("rank 3", "/dev/shm", "--shm-size", *sizes_of):
         assert part in str(caught.value)
     assert not list(segment_path.parent.glob(segment_path.name + "*"))
 
@@ -102,7 +103,8 @@ def small_mount(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_real_mount_that_is_too_small_leaves_nothing_behind(small_mount: Path) -> None:
-    with pytest.raises(BudgetError, match=f"{SHAPE.total} bytes in {small_mount}.*only {8 * PAGE} are free"):
+    said = f"{SHAPE.total / 2**20:.1f} MiB of host memory, but {small_mount} has only 0.0 MiB free, of 0.0"
+    with pytest.raises(BudgetError, match=said):
         create(small_mount / "ftp-j-n-r0", SHAPE, 0, FINGERPRINT)
     assert list(small_mount.iterdir()) == []
 

@@ -1,4 +1,5 @@
-"""All ranks have the same configuration, or the difference is named; equal ones are compared by a digest."""
+"""All ranks have the same configuration, or the difference is named; equal ones are compared by a digest. The memory of
+a node is checked whole before any of it is claimed."""
 
 from __future__ import annotations
 
@@ -14,6 +15,9 @@ import pytest
 from ft_plugins.config import Config, launch_context
 from ft_plugins.errors import ConfigError
 from ft_plugins.events import Events
+from ft_plugins.snapshot.layout import Layout
+from ft_plugins.snapshot.shape import Shape
+from ft_plugins.systems import claim
 from ft_plugins.systems.claim import join_ranks, require_one_job
 
 
@@ -111,3 +115,55 @@ def test_a_secret_that_only_some_ranks_are_given_and_none_can_read_is_refused_to
 def test_a_job_of_one_rank_is_refused_too() -> None:
     with pytest.raises(ConfigError, match="^rank 0: --ftp-secret-file /absent: cannot be read"):
         join_ranks(Config(secret_file="/absent"), launch_context({}), Events())
+
+
+# ------------------------------------------------------------------------------------------------ memory of a node
+
+PAGES = Shape(nbytes=100, small_nbytes=10, buckets=1, layout=1)
+
+
+class OneNode:
+    """The collective of rank 0 of a node with `count` ranks, all of which claim the same."""
+
+    rank = 0
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        return [payload] * self.count
+
+
+def claiming(claimed: bool = False, store: int = 0, leads: bool = True) -> Any:
+    """A `Reft` of which only the claim is of interest."""
+    layout = Layout(0, (), (), (), 100)
+    nodes = SimpleNamespace(leads=leads, losses=1 if store else 0, store_bytes=lambda ranks, at: [store for _ in at])
+    return SimpleNamespace(claimed=claimed, plan=SimpleNamespace(shape=PAGES, layout=layout), nodes=nodes)
+
+
+def checked(
+    monkeypatch: pytest.MonkeyPatch, reft: Any, flags: tuple[str, ...] = ("--reft",)
+) -> list[tuple[int, str, str]]:
+    """What is checked at once: bytes, whose, and how the job could claim less."""
+    calls: list[tuple[int, str, str]] = []
+    monkeypatch.setattr(claim, "check_room", lambda nbytes, claim, smaller: calls.append((nbytes, claim, smaller)))
+    chosen, rest = Config.from_flags(list(flags))
+    assert not rest
+    ranks: Any = OneNode(8)
+    claim._check_room(reft, chosen, ranks, ["a"] * 8)
+    return calls
+
+
+def test_the_claim_of_all_ranks_of_a_node_and_of_its_smp_is_checked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So rank 7 is not the one to miss what seven others have claimed."""
+    assert checked(monkeypatch, claiming()) == [(8 * PAGES.total, "node a: protection of 8 ranks", "")]
+    ((nbytes, text, smaller),) = checked(monkeypatch, claiming(store=5000), ("--reft", "--reft-redundancy", "raim6"))
+    assert nbytes == 8 * PAGES.total + 5000
+    assert text == "node a: protection of 8 ranks, with parity or copies of other nodes,"
+    ways = ("larger redundancy groups (--reft-group-nodes", "--reft-redundancy raim5", "--reft-redundancy none (a lost")
+    assert all(way in smaller for way in ways)
+
+
+def test_one_rank_checks_for_its_node_and_nothing_that_is_claimed_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert checked(monkeypatch, claiming(leads=False)) == []
+    assert checked(monkeypatch, claiming(claimed=True, store=5000)) == []

@@ -1,0 +1,118 @@
+"""What `ft-plugins status` knows of each job on this node: one map of plain values for each run directory.
+
+Invariant: the keys of `Facts` are stable and documented (docs/operating.md); `details`, the reply of the SMP, is not.
+An SMP that does not answer hides no other job. Imports nothing that is slow: neither numpy nor pydantic.
+
+In: run directories, the replies of their SMPs. Out: `Facts`. Raises ConfigError.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+from ..errors import FtError
+from ..events import standing_alarm
+from ..run_directories import run_root
+from ..smp import liveness
+from ..smp.job_history import History, read_history
+from ..smp.local_connection import LocalConnection
+from ..smp.pace import pace_text
+from ..smp.status import Signal, marks_in, newest_common
+from ..snapshot import paths
+from ..snapshot.slots import Mark
+
+ASK_SECONDS = 5.0  # timeout for an SMP's answer; a live one answers within milliseconds
+
+Facts = Mapping[str, Any]
+
+
+def run_directories(job: str | None, node: str | None) -> list[Path]:
+    """The run directories of this machine; `job`, `node`: only of these names."""
+    every = sorted(path for path in run_root().glob("*/*") if path.is_dir())
+    return [path for path in every if job in (None, path.parent.name) and node in (None, path.name)]
+
+
+def is_over(run_dir: Path) -> bool:
+    """Whether the job of a run directory has ended here and left nothing to resume from."""
+    if any(liveness.held(run_dir / lock) for lock in ("smp.lock", "lock")):
+        return False
+    names = run_dir.parent.name, run_dir.name
+    return not paths.segments_of(*names) and not paths.previous_segments_of(*names)
+
+
+def facts_of(run_dirs: Sequence[Path]) -> list[Facts]:
+    """The facts of each run directory, in order. All SMPs are asked at once."""
+    results: dict[Path, Facts] = {}
+    threads = [Thread(target=lambda at=at: results.update({at: _facts(at)}), daemon=True) for at in run_dirs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [results[at] for at in run_dirs if at in results]
+
+
+def _facts(run_dir: Path) -> Facts:
+    reply: dict[str, Any] = {}
+    error = None
+    if answers := liveness.held(run_dir / "smp.lock"):
+        try:
+            with LocalConnection(run_dir, ASK_SECONDS) as connection:
+                reply = connection.status()
+        except FtError as problem:  # one hung SMP must not hide the other jobs
+            error, answers = str(problem), False
+    history = reply.get("history") or (read_history(run_dir) or History()).report(time.time())
+    segments, tier = reply.get("segments", []), reply.get("node_tier") or {}
+    nodes = len(tier.get("nodes", ()))
+    return {
+        "job": run_dir.parent.name,
+        "node": run_dir.name,
+        "run_dir": str(run_dir),
+        "state": reply.get("signal", Signal.OFFLINE.value),
+        "smp_answers": answers,
+        "smp_pid": reply.get("pid"),
+        "smp_error": error,
+        "ft_run_alive": liveness.held(run_dir / "lock"),
+        "token": reply.get("token"),
+        "ranks": len(segments),
+        "world_size": reply.get("world_size") or len(segments),
+        "nodes": nodes or None,
+        "memory_bytes": sum(segment["bytes"] for segment in segments) + tier.get("parity_bytes", 0),
+        "iteration": min((each["completed"] for each in segments), default=None) or history["iteration"],
+        "iteration_age_seconds": history["iteration_age_seconds"],
+        "restarts": history["restarts"],
+        "downtime_seconds": history["downtime_seconds"],
+        "down_for_seconds": history["down_for_seconds"],
+        "newest": _newest(reply, history["tiers"]) if reply else history["tiers"],
+        "protection": _protection(tier) if nodes else None,
+        "storage": {key: reply["storage"][key] for key in ("path", "failed", "kept")} if reply.get("storage") else None,
+        "alarm": _alarm(run_dir),
+        "details": reply or None,
+    }
+
+
+def _newest(reply: Mapping[str, Any], tiers: Mapping[str, Any]) -> dict[str, Any]:
+    """The newest version by tier, with the mark of its replicas."""
+    newest = dict(tiers)
+    common = newest_common(reply)
+    if newest["process"] and common:
+        newest["process"] = newest["process"] | {"mark": marks_in(reply).get(common, Mark.NONE).word}
+    return newest
+
+
+def _protection(tier: Mapping[str, Any]) -> dict[str, Any]:
+    """How nodes protect each other, and the pace at which versions are committed."""
+    return {"redundancy": tier.get("redundancy", ""), "losses": tier.get("losses", 0), "pace": pace_text(tier)}
+
+
+def _alarm(run_dir: Path) -> dict[str, str] | None:
+    """The newest unresolved alarm of a run directory: time, name and text."""
+    event = standing_alarm(run_dir / "events.jsonl")
+    if event is None:
+        return None
+    when = datetime.fromtimestamp(event.time).astimezone().isoformat(" ", "seconds")
+    return {"time": when, "name": event.name, "text": event.sentence()}

@@ -1,0 +1,188 @@
+"""What an operator sees of a job's past: restarts, downtime, and how old the newest iteration and versions are."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ft_plugins.smp.job_history import HISTORY_FILE, NODE, PROCESS, History, JobHistory, Sight, read_history
+from ft_plugins.snapshot.segment import Segment
+from ft_plugins.snapshot.shape import Shape
+from ft_plugins.snapshot.slots import Version
+
+SHAPE = Shape(nbytes=100, small_nbytes=10, buckets=1, layout=1)
+SECONDS = 20.0
+
+
+def story(*steps: tuple[float, Callable[[History, float], History]]) -> History:
+    """The history after some steps, each at a time."""
+    history = History()
+    for now, step in steps:
+        history = step(history, now)
+    return history
+
+
+def saw(completed: int | None = None, failed: bool = False) -> Callable[[History, float], History]:
+    return lambda history, now: history.seen(now, Sight(failed, completed))
+
+
+def fenced(attached: bool) -> Callable[[History, float], History]:
+    return lambda history, now: history.fenced(now, attached)
+
+
+def opened(base: int) -> Callable[[History, float], History]:
+    return lambda history, now: history.opened(base)
+
+
+START = ((10.0, fenced(False)), (11.0, opened(0)), (12.0, saw(0)), (13.0, saw(1)), (14.0, saw(2)))
+KILLED = (*START, (20.0, saw(2, failed=True)), (22.0, fenced(True)), (25.0, saw(None)), (26.0, opened(1)))
+
+
+def test_the_first_start_is_no_restart_and_no_downtime() -> None:
+    report = story(*START).report(15.0)
+    assert (report["restarts"], report["downtime_seconds"], report["down_for_seconds"]) == (0, 0.0, None)
+    assert (report["iteration"], report["iteration_age_seconds"]) == (2, 1.0)
+
+
+def test_downtime_lasts_from_the_failure_until_an_iteration_is_completed_again() -> None:
+    down = story(*KILLED, (27.0, saw(1)))
+    assert (down.report(28.0)["downtime_seconds"], down.report(28.0)["down_for_seconds"]) == (8.0, 8.0)
+    up = story(*KILLED, (27.0, saw(1)), (29.0, saw(2)), (60.0, saw(9)))
+    assert up.report(99.0)["restarts"] == 1
+    assert (up.report(99.0)["downtime_seconds"], up.report(99.0)["down_for_seconds"]) == (9.0, None)
+    twice = story(*KILLED, (29.0, saw(2)), (40.0, saw(2, failed=True)), (41.0, fenced(True)), (41.5, opened(2)))
+    assert twice.report(45.0)["restarts"] == 2 and twice.report(45.0)["downtime_seconds"] == 9.0 + 5.0
+
+
+def test_ranks_that_were_killed_for_another_nodes_sake_are_down_from_the_fence_at_the_latest() -> None:
+    assert story(*START, (20.0, fenced(True))).report(23.0)["downtime_seconds"] == 3.0
+
+
+def test_an_iteration_that_was_already_completed_before_does_not_end_an_outage() -> None:
+    """Ranks that restore iteration 1 report 1 as completed, without having trained."""
+    assert story(*KILLED, (27.0, saw(1)), (29.0, saw(1))).report(30.0)["down_for_seconds"] == 10.0
+
+
+def test_a_version_is_as_old_as_its_first_sight() -> None:
+    history = History()
+    for now, committed in ((10.0, None), (12.0, Version(1, 4)), (15.0, Version(1, 4)), (16.0, Version(1, 8))):
+        history = history.seen(now, Sight(versions={PROCESS: Version(1, 8), NODE: committed}))
+    tiers = history.report(18.0)["tiers"]
+    assert tiers[PROCESS] == {"lineage": 1, "iteration": 8, "age_seconds": 8.0}
+    assert tiers[NODE] == {"lineage": 1, "iteration": 8, "age_seconds": 2.0} and tiers["storage"] is None
+
+
+def test_a_trainer_that_died_while_no_smp_ran_is_down_since_that_smp_last_wrote() -> None:
+    """Both were killed, and an hour later the same command is given."""
+    history = History(written=100.0, base=1, iteration=5).seen(3700.0, Sight(failed=True))
+    assert history.report(3700.0)["down_for_seconds"] == 3600.0
+    assert History(written=100.0).seen(110.0, Sight(failed=True)).down_since == 110.0, "it was replaced at once"
+
+
+def test_the_file_is_continued_only_with_the_segments(tmp_path: Path) -> None:
+    first = JobHistory(tmp_path, continues=False)
+    first.fenced(attached=True)
+    first.opened(7)
+    assert JobHistory(tmp_path, continues=True).now == first.now
+    assert JobHistory(tmp_path, continues=False).now == History() and not (tmp_path / HISTORY_FILE).exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"restarts": -1},
+        {"restarts": True},
+        {"down_seconds": "1"},
+        {"down_since": -2.0},
+        {"moments": [1]},
+        {"base": 1.5},
+    ],
+    ids=str,
+)
+def test_a_damaged_file_is_no_history(tmp_path: Path, change: dict[str, Any]) -> None:
+    history = JobHistory(tmp_path, continues=False)
+    history.fenced(attached=True)
+    whole = json.loads((tmp_path / HISTORY_FILE).read_text())
+    assert read_history(tmp_path) == history.now
+    (tmp_path / HISTORY_FILE).write_text(json.dumps(whole | change))
+    assert read_history(tmp_path) is None
+    (tmp_path / HISTORY_FILE).write_text("{")
+    assert read_history(tmp_path) is None
+
+
+# ------------------------------------------------------------------------------------------------ a real SMP
+
+
+@pytest.fixture
+def trainer(node: Any) -> Iterator[Callable[[int], int]]:
+    """Fork a process that attaches as rank 0 with a token and stands still; its pid."""
+    pids: list[int] = []
+
+    def start(token: int) -> int:
+        readable, writable = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                with node.client() as client:
+                    client.attach(0, token, SHAPE, {}, fresh=False)
+                os.write(writable, b"1")
+                time.sleep(60)
+            finally:
+                os._exit(1)
+        os.close(writable)
+        assert os.read(readable, 1) == b"1", "the trainer could not attach"
+        os.close(readable)
+        pids.append(pid)
+        return pid
+
+    yield start
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def history_of(node: Any, until: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """The SMP's history once it is as expected."""
+    deadline = time.monotonic() + SECONDS
+    while True:
+        with node.client() as client:
+            history = dict(client.status()["history"])
+        if until(history) or time.monotonic() > deadline:
+            assert until(history), history
+            return history
+        time.sleep(0.05)
+
+
+def test_an_smp_counts_restarts_and_downtime_and_its_replacement_goes_on_counting(
+    node: Any, trainer: Callable[[int], int]
+) -> None:
+    node.start()
+    token = node.fence()
+    pid = trainer(token)
+    with node.client() as client:
+        client.open_lineage(0, token, 1, None)
+        segment = Segment(Path(client.status()["segments"][0]["path"]))
+        segment.completed = 1
+    began = history_of(node, lambda history: history["iteration"] == 1)
+    assert (began["restarts"], began["downtime_seconds"]) == (0, 0.0)
+    os.kill(pid, signal.SIGKILL)
+    history_of(node, lambda history: history["down_for_seconds"] is not None)
+    token = node.fence()
+    trainer(token)
+    node.kill()
+    node.start()
+    assert history_of(node, lambda history: True)["restarts"] == 1
+    with node.client() as client:
+        client.open_lineage(0, token, 2, None)
+    assert history_of(node, lambda history: True)["down_for_seconds"] is not None
+    segment.completed = 1
+    again = history_of(node, lambda history: history["down_for_seconds"] is None)
+    assert (again["restarts"], again["iteration"]) == (1, 1) and 0 < again["downtime_seconds"] < SECONDS
+    segment.close()
