@@ -30,6 +30,7 @@ from ..snapshot.slots import voided_slots
 from . import adoption, job_file, liveness, protocol, requests
 from .alarms import Alarms
 from .checkpoint_schedule import REQUEST
+from .hang_watch import HangWatch
 from .node import NodeTier
 from .persister import Persister
 from .resize.context import ResizeContext
@@ -79,6 +80,7 @@ class SnapshotProcess:
         context = ResizeContext(
             self, self._segments, self._previous, self._previous_storage, self.persister, self._tier, self._lock, events
         )
+        self._hangs = HangWatch(run_dir, self._segments, self._tier, events, self._tier.restart_workers)
         self._spare_client = SpareClient(run_dir, self._tier, events)
         self._spare_server = SpareServer(run_dir, node, context)
         self._transition = ResizeTransition(context, self._spare_client)
@@ -128,6 +130,7 @@ class SnapshotProcess:
             "refused": [path for path in self._refused if Path(path).exists()],
             "previous_sizes": {str(size): sorted(ranks) for size, ranks in self._previous.by_size().items() if ranks},
             "node_tier": tier,
+            "progress": self._hangs.status(),
             "storage": self.persister.status(),
             "segments": [described(rank, segment) for rank, segment in sorted(self._segments.items())],
         }
@@ -314,6 +317,8 @@ class SnapshotProcess:
         if lost and self._declared != self.token:
             self._declared = self.token
             self._tier.declare_lost(self.token, [f"rank {rank}" for rank in sorted(lost)])
+        if self._declared != self.token:
+            self._hangs.look(self.token, self._stopped)
 
     def touch(self) -> None:
         """Update the lock file's time now and then, so that a sweep knows when this SMP last lived."""

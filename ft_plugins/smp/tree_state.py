@@ -248,7 +248,9 @@ class TreeState:
         lost |= {one for one, since in self._silent.items() if now >= since + self._detect and not covered >> one & 1}
         before = self._known(self.announcement.decision)
         decision = decide(self._epoch, before, self._summary) if self.position == 0 else before
-        self.announcement = Announcement(decision, tuple(sorted(lost)[:LOST_LIMIT]))
+        whole = self.position == 0 and covered == (1 << self._epoch.nodes) - 1
+        stall = self._summary.stall if whole else None
+        self.announcement = Announcement(decision, tuple(sorted(lost)[:LOST_LIMIT]), stall)
 
     @property
     def _look_due(self) -> float:
