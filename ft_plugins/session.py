@@ -20,7 +20,7 @@ from .config import Config, LaunchContext, launch_context
 from .errors import ConfigError, FencedError, FtError, ProtectionError, ResumeError, StateChangedError
 from .events import Events, catalogue, file_sink, log_sink, say
 from .model.host import Checking, Host
-from .model.progress import FollowedHost, Phase
+from .model.progress import FollowedHost, WorkPhase
 from .model.timeline import SenderFacts
 from .systems.carried import CarryingHost
 from .systems.claim import LossRecord, claim_memory, join_ranks, require_arguments, require_one_job
@@ -168,7 +168,7 @@ class Session:
 
     def before_update(self, step: int) -> None:
         """The fence; then apply averages and repairs, to tensors that no capture is reading."""
-        self.progress.words.edge(Phase.FENCE)
+        self.progress.words.edge(WorkPhase.FENCE)
         if self._sync is not None:
             self._synchronize(self._sync, lambda sync: sync.complete(step))
         if isinstance(self._host, Checking):  # what `complete` wrote is not a change by the loop
@@ -180,7 +180,7 @@ class Session:
             self._synchronize(sync, lambda sync: sync.before_update(step))
             if self._reft is not None and (version := self._version(step - 1)):  # it is sealed, its verdict known
                 self._guarded(lambda reft: reft.mark(version, sync.mark(step - 1)))
-        self.progress.words.edge(Phase.UPDATE)
+        self.progress.words.edge(WorkPhase.UPDATE)
 
     def _wait_for_capture(self) -> None:
         if self._reft is not None:
@@ -198,13 +198,13 @@ class Session:
 
     def after_update(self, step: int) -> None:
         """The update is done: from now on replicas may be compared and averaged."""
-        self.progress.words.edge(Phase.AFTER_UPDATE)
+        self.progress.words.edge(WorkPhase.AFTER_UPDATE)
         if self._sync is not None:
             self._synchronize(self._sync, lambda sync: sync.after_update(step))
 
     def iteration_end(self, step: int) -> None:
         """The version point."""
-        self.progress.words.edge(Phase.VERSION_POINT)
+        self.progress.words.edge(WorkPhase.VERSION_POINT)
         if self.measured is not None:
             self.measured.bubbles_end()
         self._version_point(step)
@@ -309,7 +309,7 @@ def attach(
     spans = session.measured is not None
     if session.measured is not None:
         host.install_edges(session.progress.with_spans(session.measured.edges))
-    elif chosen.sync is None:  # which follows the same functions itself
+    elif chosen.sync is None and chosen.paft is None:  # which follow or repeat the same functions themselves
         spans = session.progress.follow_spans(host)
     host.install(session)
     if isinstance(host, FollowedHost) and session.progress.written:

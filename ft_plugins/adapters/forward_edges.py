@@ -18,14 +18,16 @@ from typing import Any
 
 import torch
 
-from ..model.progress import Phase, Progress
+from ..model.progress import ProgressReceiver, WorkPhase
 from .script_hooks import REPLACED
 
 
 class _Hook:
     """A hook at an edge of a forward: `trained` is the phase that begins there, None for none."""
 
-    def __init__(self, progress: Progress | None = None, trained: Phase | None = None, evaluated: bool = False) -> None:
+    def __init__(
+        self, progress: ProgressReceiver | None = None, trained: WorkPhase | None = None, evaluated: bool = False
+    ) -> None:
         self._progress, self._trained, self._evaluated = progress, trained, evaluated
 
     def __call__(self, *args: Any) -> None:
@@ -35,22 +37,26 @@ class _Hook:
             if self._trained is not None:
                 self._progress.edge(self._trained)
         elif self._evaluated:
-            self._progress.edge(Phase.EVALUATION)
+            self._progress.edge(WorkPhase.EVALUATION)
 
     def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
         return _Hook, ()
 
 
-def follow_forwards(modules: Iterable[torch.nn.Module], progress: Progress, evaluations_only: bool = False) -> None:
+def follow_forwards(
+    modules: Iterable[torch.nn.Module], progress: ProgressReceiver, evaluations_only: bool = False
+) -> None:
     """Report each forward of `modules`. `evaluations_only`: others are reported already."""
     for module in modules:
-        before = _Hook(progress, None if evaluations_only else Phase.FORWARD, evaluated=True)
+        if isinstance(module, torch.jit.ScriptModule):  # its forward calls no hooks
+            continue
+        before = _Hook(progress, None if evaluations_only else WorkPhase.FORWARD, evaluated=True)
         module.register_forward_pre_hook(before, prepend=True)
         if not evaluations_only:
-            module.register_forward_hook(_Hook(progress, Phase.AFTER_FORWARD))
+            module.register_forward_hook(_Hook(progress, WorkPhase.AFTER_FORWARD))
 
 
-def follow_saving(owner: Any, names: Iterable[str], progress: Progress) -> None:
+def follow_saving(owner: Any, names: Iterable[str], progress: ProgressReceiver) -> None:
     """Report calls of these functions of `owner`, as far as it has them, by this thread."""
     for name in names:
         original = getattr(owner, name, None)
@@ -58,16 +64,16 @@ def follow_saving(owner: Any, names: Iterable[str], progress: Progress) -> None:
             setattr(owner, name, _saving(original, progress, threading.get_ident()))
 
 
-def _saving(original: Callable[..., Any], progress: Progress, trains: int) -> Callable[..., Any]:
+def _saving(original: Callable[..., Any], progress: ProgressReceiver, trains: int) -> Callable[..., Any]:
     @functools.wraps(original)
     def save(*args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != trains:
             return original(*args, **kwargs)
-        progress.edge(Phase.SAVING)
+        progress.edge(WorkPhase.SAVING)
         try:
             return original(*args, **kwargs)
         finally:
-            progress.edge(Phase.AFTER_UPDATE)
+            progress.edge(WorkPhase.AFTER_UPDATE)
 
     if getattr(original, REPLACED, False):
         setattr(save, REPLACED, True)

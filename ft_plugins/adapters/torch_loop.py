@@ -41,7 +41,7 @@ from ..errors import ConfigError, ResumeError, StateChangedError
 from ..events import say
 from ..model.host import Hooks
 from ..model.inventory import Inventory, Item, Role
-from ..model.progress import Progress
+from ..model.progress import ProgressReceiver
 from ..model.reduction import ReductionControl
 from ..snapshot import codec
 from .early_update import EarlyUpdate, early_refusal
@@ -298,7 +298,7 @@ class TorchHost(PlainHost, ReducingHost):
         self._optimizer.register_step_pre_hook(lambda *args: self._before_update())
         self._optimizer.register_step_post_hook(lambda *args: self._after_update(hooks))
 
-    def install_progress(self, progress: Progress, spans: bool) -> None:
+    def install_progress(self, progress: ProgressReceiver, spans: bool) -> None:
         """Report forwards, and calls of torch's functions that save."""
         outer = self._module if self._parallel is None else self._parallel
         follow_forwards([outer], progress)

@@ -79,6 +79,8 @@ def status(
     for report in reports:
         if error := report.get("error"):
             print(f"job {report['job']} on node {report['node']}: {error}")
+        for rank, factor in report.get("progress", {}).get("slow", ()):
+            print(f"rank {rank} of job {report['job']} is slow: it computes {factor:g} times as long as its peers")
         if alarm := report["alarm"]:
             print(f"last alarm of job {report['job']}, {alarm['time']}: {alarm['text']}")
 

@@ -245,12 +245,12 @@ JOB_HUNG = EventType(
     limit_seconds=Field("float", "after which that is a hang", "s"),
     stacks=Field("str", "folder with the stacks of this node's ranks, or empty"), reason=_REASON,
 )  # fmt: skip
-PROGRESS_UNSEEN = EventType(
-    "progress.unseen", WARNING, "The progress of a rank cannot be watched: it is not noticed if the job hangs.",
+PROGRESS_UNWATCHED = EventType(
+    "progress.unwatched", WARNING, "The progress of a rank cannot be watched: it is not noticed if the job hangs.",
     "Remove the cause and restart.", reason=_REASON,
 )  # fmt: skip
-RANK_SLOW = EventType(
-    "rank.slow", WARNING, "A rank computes much longer than the others of its stage on its node; the job waits for it.",
+RANK_SLOWED = EventType(
+    "rank.slowed", WARNING, "A rank computes much longer than the others of its stage on its node.",
     "Look for another process, a hot or throttled device, or slow storage of its data.", about=_ABOUT,
     factor=Field("float", "its computing time in those of the others"),
     seconds=Field("float", "how much longer it computes in an iteration", "s"),

@@ -1,12 +1,12 @@
-"""What a rank does at the moment, in a few words: the phase between two edges, and who is told of edges.
+"""What a rank does at the moment: the phase between two edges, and what edges are reported to.
 
 A phase *waits* if other ranks can keep it from ending, because it holds collectives or other messages of the job; in
 all others the rank works alone. A *long* phase may take many times as long as an iteration without anything being
-wrong. A *computing* phase counts as the rank's own work when ranks are compared.
+wrong. A *computing* phase is the rank's own work when ranks are compared.
 
 Invariant: numbers of phases are in shared memory; those of long phases are LONG or larger.
 
-In: edges, as hosts and session see them. Out: calls of a `Progress`.
+In: edges, as hosts and session see them. Out: calls of a `ProgressReceiver`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .timeline import Kind
 LONG = 32
 
 
-class Phase(IntEnum):
+class WorkPhase(IntEnum):
     """What a rank does since its last edge."""
 
     STARTING = 1
@@ -56,47 +56,55 @@ class Phase(IntEnum):
     @property
     def sharded_waits(self) -> bool:
         """The same, if the forward and the backward of a microbatch hold collectives too."""
-        return self.waits or self in (Phase.FORWARD, Phase.BACKWARD)
+        return self.waits or self in (WorkPhase.FORWARD, WorkPhase.BACKWARD)
 
 
 _WORDS = {
-    Phase.STARTING: "before its first iteration",
-    Phase.DATA: "before the forward, where it reads data",
-    Phase.FORWARD: "in the forward",
-    Phase.AFTER_FORWARD: "after the forward, in the backward or the reduction of gradients",
-    Phase.BACKWARD: "in the backward",
-    Phase.SEND: "in a send to another stage",
-    Phase.RECV: "in a receive from another stage",
-    Phase.REDUCE: "in the reduction of gradients or of their norm",
-    Phase.SCHEDULE: "between two microbatches",
-    Phase.FENCE: "at the fence",
-    Phase.UPDATE: "in the update",
-    Phase.AFTER_UPDATE: "after the update",
-    Phase.VERSION_POINT: "at the version point",
-    Phase.BETWEEN: "between two iterations",
-    Phase.EVALUATION: "in an evaluation",
-    Phase.SAVING: "in the framework's own checkpoint",
-    Phase.ENDED: "after its orderly end",
+    WorkPhase.STARTING: "before its first iteration",
+    WorkPhase.DATA: "before the forward, where it reads data",
+    WorkPhase.FORWARD: "in the forward",
+    WorkPhase.AFTER_FORWARD: "after the forward, in the backward or the reduction of gradients",
+    WorkPhase.BACKWARD: "in the backward",
+    WorkPhase.SEND: "in a send to another stage",
+    WorkPhase.RECV: "in a receive from another stage",
+    WorkPhase.REDUCE: "in the reduction of gradients or of their norm",
+    WorkPhase.SCHEDULE: "between two microbatches",
+    WorkPhase.FENCE: "at the fence",
+    WorkPhase.UPDATE: "in the update",
+    WorkPhase.AFTER_UPDATE: "after the update",
+    WorkPhase.VERSION_POINT: "at the version point",
+    WorkPhase.BETWEEN: "between two iterations",
+    WorkPhase.EVALUATION: "in an evaluation",
+    WorkPhase.SAVING: "in the framework's own checkpoint",
+    WorkPhase.ENDED: "after its orderly end",
 }
 _ALONE = frozenset(
-    {Phase.STARTING, Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.SCHEDULE, Phase.FENCE, Phase.BETWEEN}
+    {
+        WorkPhase.STARTING,
+        WorkPhase.DATA,
+        WorkPhase.FORWARD,
+        WorkPhase.BACKWARD,
+        WorkPhase.SCHEDULE,
+        WorkPhase.FENCE,
+        WorkPhase.BETWEEN,
+    }
 )
-COMPUTING = frozenset({Phase.DATA, Phase.FORWARD, Phase.BACKWARD})
+COMPUTING = frozenset({WorkPhase.DATA, WorkPhase.FORWARD, WorkPhase.BACKWARD})
 
 _OF_KIND = {
-    Kind.FORWARD: Phase.FORWARD,
-    Kind.BACKWARD: Phase.BACKWARD,
-    Kind.SEND: Phase.SEND,
-    Kind.RECV: Phase.RECV,
-    Kind.REDUCE: Phase.REDUCE,
-    Kind.UPDATE: Phase.UPDATE,
+    Kind.FORWARD: WorkPhase.FORWARD,
+    Kind.BACKWARD: WorkPhase.BACKWARD,
+    Kind.SEND: WorkPhase.SEND,
+    Kind.RECV: WorkPhase.RECV,
+    Kind.REDUCE: WorkPhase.REDUCE,
+    Kind.UPDATE: WorkPhase.UPDATE,
 }
 
 
-class Progress(Protocol):
-    """Who is told of edges, in the training thread. `edge` takes less than a microsecond and does not raise."""
+class ProgressReceiver(Protocol):
+    """What edges are reported to, in the training thread. `edge` takes less than a microsecond and does not raise."""
 
-    def edge(self, phase: Phase) -> None:
+    def edge(self, phase: WorkPhase) -> None:
         """`phase` begins, and the one before ends."""
         ...
 
@@ -109,7 +117,7 @@ class Progress(Protocol):
 class FollowedHost(Protocol):
     """What a host offers in addition, if it sees more edges than the hooks of its loop."""
 
-    def install_progress(self, progress: Progress, spans: bool) -> None:
+    def install_progress(self, progress: ProgressReceiver, spans: bool) -> None:
         """Report edges from now on. `spans`: forwards and backwards are reported already, as spans."""
         ...
 
@@ -117,11 +125,11 @@ class FollowedHost(Protocol):
 class ProgressEdges:
     """Passes the edges of spans on, as phases."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: ProgressReceiver) -> None:
         self._edge = progress.edge
 
     def begin(self, kind: Kind, microbatch: int = -1, chunk: int = 0) -> None:
         self._edge(_OF_KIND[kind])
 
     def end(self, kind: Kind, microbatch: int = -1, chunk: int = 0) -> None:
-        self._edge(Phase.SCHEDULE)
+        self._edge(WorkPhase.SCHEDULE)

@@ -22,8 +22,8 @@ A rank is slow if, over the last KEPT iterations, its median computing time is S
 of its stage on its node, and what it computes longer is SLOW_SHARE of an iteration. What the host sees counts: where a
 device computes, that is how long its work takes to be submitted.
 
-In: `RankProgress` of the ranks of a node, times in seconds. Out: `Verdict`, `Stall`s of nodes merged into one of the
-job, `SlowRank`s.
+In: `RankProgress` of the ranks of a node, times in seconds. Out: `HangVerdict`; `Stall`s, of nodes and of the job;
+`SlowRank`s.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ import statistics
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ..model.progress import Phase
-from ..snapshot.progress import KEPT, RankProgress
+from ..model.progress import WorkPhase
+from ..snapshot.progress_words import KEPT, RankProgress
 
 ITERATIONS = 10.0
 LEAST_SECONDS = 60.0
@@ -57,7 +57,7 @@ class Stall:
     waits: bool
     edges: int
     rank: int
-    phase: Phase
+    phase: WorkPhase
     position: int  # of its node
     even: bool
 
@@ -74,7 +74,7 @@ class Stall:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class HangVerdict:
     """Whether the ranks of a node hang: `seconds` without progress, of `limit`, 0 if they are not judged. `stall` is
     there if they do; `ranks` are those for which the others wait, empty if none is behind."""
 
@@ -121,22 +121,22 @@ def judge(
     stopped: Collection[int] = (),
     apart: bool = False,
     hangs: int = 0,
-) -> Verdict:
+) -> HangVerdict:
     """Judge the ranks of the node at `position`. They are not judged until all have begun and once one has ended.
 
     `watched_since`: nothing is known of the time before. `stopped`: ranks that a signal has stopped.
     """
-    if not ranks or len(ranks) < ranks[0].ranks_of_node or any(rank.phase is Phase.ENDED for rank in ranks):
-        return Verdict()
+    if not ranks or len(ranks) < ranks[0].ranks_of_node or any(rank.phase is WorkPhase.ENDED for rank in ranks):
+        return HangVerdict()
     limit = limit_of(ranks, apart, hangs)
     counts_edges = any(rank.phase.long or not rank.done for rank in ranks)
     progressed = max(rank.edge_at if counts_edges else rank.since for rank in ranks)
     seconds = max(0.0, now - max(progressed, watched_since))
     if not limit or seconds <= limit:
-        return Verdict(seconds, limit)
+        return HangVerdict(seconds, limit)
     behind = culprits(ranks, stopped)
     first = min((_stall(rank, position, bool(stopped)) for rank in behind or ranks), key=lambda stall: stall.order)
-    return Verdict(seconds, limit, replace(first, even=not behind), tuple(sorted(rank.rank for rank in behind)))
+    return HangVerdict(seconds, limit, replace(first, even=not behind), tuple(sorted(rank.rank for rank in behind)))
 
 
 def culprits(ranks: Sequence[RankProgress], stopped: Collection[int] = ()) -> list[RankProgress]:

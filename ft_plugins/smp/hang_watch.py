@@ -5,23 +5,24 @@ of SMPs, and the root announces a hang of all to all: a rank of another node may
 here. If the SMPs do not know each other, each node decides for itself, with more patience.
 
 Invariant: decides nothing itself; one hang is reported once per incarnation, after stacks have been written. What
-happened while this process did not run either (a suspended machine) counts for nothing.
+happened while this process did not run either (a suspended machine) is left out.
 
-In: segments, the tree. Out: `job.hung`, `rank.slow` and `rank.recovered` events; the lost ranks for the agent.
+In: segments, the tree. Out: `job.hung`, `rank.slowed` and `rank.recovered` events; the lost ranks for the agent.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 from ..events import Events, catalogue
-from ..snapshot.progress import RankProgress, read
+from ..snapshot.progress_words import RankProgress, read
 from ..snapshot.segment import Segment
 from . import stacks
-from .hang import SlowRank, Stall, Verdict, judge, slow_ranks
+from .hang import HangVerdict, SlowRank, Stall, judge, slow_ranks
 
 PAUSED_SECONDS = 5.0  # between two looks: this process did not run
 _COMPARE_SECONDS = 2.0  # between two comparisons of ranks
@@ -46,11 +47,12 @@ class HangWatch:
         self._run_dir, self._segments, self._tree, self._events = run_dir, segments, tree, events
         self._declare = declare
         self._since = self._looked = self._compared = time.monotonic()
+        self._owners: dict[int, tuple[int, int]] = {}  # (pid, start time) by rank
         self._declared = -1  # the token whose hang was reported
         self._hung_in = 0  # the iteration of the last hang
         self._hangs = 0  # that ended in it, in a row
         self.slow: tuple[SlowRank, ...] = ()
-        self.verdict = Verdict()
+        self.verdict = HangVerdict()
 
     def status(self) -> dict[str, Any]:
         """For people."""
@@ -66,11 +68,9 @@ class HangWatch:
         if now - self._looked > PAUSED_SECONDS:
             self._since = now
         self._looked = now
-        segments = {rank: one for rank, one in list(self._segments.items()) if one.attached and one.owner[1]}
-        found = [read(rank, token, one.bytes) for rank, one in sorted(segments.items())]
-        ranks = [one for one in found if one is not None]
-        if not ranks or len(ranks) < len(found):  # an incarnation is starting, or training is over
-            self.verdict, self.slow = Verdict(), ()
+        ranks, expected = self._read(token)
+        if not ranks or len(ranks) < expected:  # an incarnation is starting, or training is over
+            self.verdict, self.slow = HangVerdict(), ()
             self._tree.report_stall(None)
             return
         position, nodes = self._tree.place()
@@ -91,12 +91,23 @@ class HangWatch:
             self._compared = now
             self._compare(ranks)
 
+    def _read(self, token: int) -> tuple[list[RankProgress], int]:
+        """The words of the ranks whose trainers live, and how many such ranks there are."""
+        found: list[RankProgress | None] = []
+        for rank, segment in sorted(self._segments.items()):
+            with suppress(AttributeError):  # closed meanwhile: the rank is on another node now
+                owner = segment.owner
+                if segment.attached and owner[1]:
+                    self._owners[rank] = owner
+                    found.append(read(rank, token, segment.bytes))
+        return [one for one in found if one is not None], len(found)
+
     def _hung(self, token: int, stall: Stall, node: str, ranks: list[RankProgress]) -> None:
         self._declared = token
         self._hangs = self._hangs + 1 if stall.iteration <= self._hung_in else 1
         self._hung_in = max(self._hung_in, stall.iteration)
         who, where, failed = stall.who(node), "", ""
-        processes = {rank.rank: self._segments[rank.rank].owner for rank in ranks}
+        processes = {rank.rank: self._owners[rank.rank] for rank in ranks}
         try:
             where = str(stacks.dump(self._run_dir, token, processes))
         except OSError as error:
@@ -115,7 +126,7 @@ class HangWatch:
         for one in self.slow:
             if before.pop(one.rank, None) is None:
                 self._events.emit(
-                    catalogue.RANK_SLOW, about=one.rank, factor=round(one.factor, 2), seconds=one.seconds,
+                    catalogue.RANK_SLOWED, about=one.rank, factor=round(one.factor, 2), seconds=one.seconds,
                     iterations=max(len(rank.computed) for rank in ranks),
                 )  # fmt: skip
         for rank in before:

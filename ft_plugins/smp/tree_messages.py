@@ -20,7 +20,7 @@ from pydantic import BeforeValidator, Field
 
 from ..errors import ProtocolError
 from ..intake import Count, Unfit, parsed, shown
-from ..model.progress import Phase
+from ..model.progress import WorkPhase
 from .agreement import LOST_LIMIT, Announcement, ExchangeDecision, Summary
 from .hang import Stall
 from .protocol import MaybeVersion, packed
@@ -39,9 +39,9 @@ def _stall(value: Any) -> Stall | None:
     if len(numbers) != _NUMBERS or not all(type(one) is int and 0 <= one < 1 << 32 for one in numbers):
         raise Unfit(f"expected {_NUMBERS} numbers")
     iteration, waits, edges, rank, phase, position, even = numbers
-    if phase not in list(Phase) or max(waits, even) > 1:
+    if phase not in list(WorkPhase) or max(waits, even) > 1:
         raise Unfit(f"unknown phase {phase}")
-    return Stall(iteration, bool(waits), edges, rank, Phase(phase), position, bool(even))
+    return Stall(iteration, bool(waits), edges, rank, WorkPhase(phase), position, bool(even))
 
 
 MaybeStall = Annotated[Stall | None, BeforeValidator(_stall)]
@@ -55,7 +55,7 @@ class _Up:
     begun: Count
     versions: Versions
     lost: Lost
-    stall: MaybeStall = None
+    stall: MaybeStall
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class _Down:
     exchange: MaybeVersion
     committed: MaybeVersion
     lost: Lost
-    stall: MaybeStall = None
+    stall: MaybeStall
 
 
 LEAVE: Mapping[str, Any] = {"do": "leave"}  # this child reports to another node from now on

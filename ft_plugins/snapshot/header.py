@@ -9,7 +9,7 @@ process may die between two stores; that leaves the old values or the new ones.
                 the other. A reader takes the newest copy that matches, so damage to one copy does no harm
     ranges      the digest of the bucket ranges in the next pages, written after them
     gate        not covered: see `bubbles.gate`
-    progress    not covered: see `progress`
+    progress    not covered: see `progress_words`
 
 In: a mapped page. Out: values, or None if they do not match their digests.
 """

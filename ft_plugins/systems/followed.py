@@ -17,11 +17,11 @@ from ..model.host import Edges, Host
 from ..model.progress import ProgressEdges
 from ..smp import stacks
 from ..snapshot.paths import path_of
-from ..snapshot.progress import NoProgress, ProgressFacts, ProgressWriter
+from ..snapshot.progress_words import NoProgress, ProgressFacts, ProgressWriter
 
 
 class ProgressReport:
-    """The words of one rank: `words`, which nobody reads before `begin`."""
+    """The words of one rank: `words`, which are not read before `begin`."""
 
     def __init__(self) -> None:
         self.words: ProgressWriter | NoProgress = NoProgress()
@@ -29,7 +29,7 @@ class ProgressReport:
 
     @property
     def written(self) -> bool:
-        """Whether anybody reads the words."""
+        """Whether the words are read."""
         return isinstance(self.words, ProgressWriter)
 
     def begin(self, host: Host, config: Config, context: LaunchContext, events: Events) -> None:
@@ -46,7 +46,7 @@ class ProgressReport:
             self.words = ProgressWriter(path_of(run_dir.parent.name, run_dir.name, host.rank), facts)
             self._deafen = stacks.listen(run_dir, host.rank)
         except (OSError, ValueError) as error:
-            events.emit(catalogue.PROGRESS_UNSEEN, reason=str(error))
+            events.emit(catalogue.PROGRESS_UNWATCHED, reason=str(error))
         if topology.tp > 1 or topology.cp > 1 or topology.ep > 1:
             self.words.shares_forward()
 

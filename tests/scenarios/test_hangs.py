@@ -10,7 +10,8 @@ import pytest
 
 from ft_plugins.events import catalogue
 from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
-from ft_plugins.testing.job_control import entries
+from ft_plugins.testing.job_control import entries, wait_for
+from ft_plugins.testing.ports import free_port
 
 BOUND = 90
 HANG_SECONDS = "2"
@@ -87,6 +88,50 @@ def test_a_job_that_is_slow_where_it_may_be_is_left_alone(
 ) -> None:
     job, found = run("--how", how, restarts=0)
     assert job.events(catalogue.JOB_HUNG.name) == []
+    require_as_unfailed(run, unfailed, found, tmp_path)
+
+
+def run_on_two_nodes(
+    server: ForkServer, jobs: Callable[..., JobSpec], folder: Path, how: str, *flags: str
+) -> tuple[list[RunningJob], list[dict[str, Any]]]:
+    """Start a rank on each of two nodes, which protect each other, and wait for both."""
+    secret, journal = folder / "secret", folder / "journal"
+    secret.write_text("secret of an emulated job")
+    secret.chmod(0o600)
+    endpoint, running = f"localhost:{free_port()}", list[RunningJob]()
+    given = ("--reft", "--ftp-hang-seconds", HANG_SECONDS, "--ftp-secret-file", str(secret), *flags)
+    for node in ("node0", "node1"):
+        spec = jobs(
+            entry="ft_plugins.testing.hangs:main", argv=("--journal", str(journal), "--how", how), nnodes=2, node=node,
+            endpoint=endpoint, flags=(*given, "--ftp-node-name", node),
+        )  # fmt: skip
+        running.append(server.start(spec))
+        if node == "node0":  # agents are sorted by address and pid: the first one started has rank 0
+            wait_for(spec.run_dir / "events.jsonl", lambda lines: any(e["name"] == "smp.started" for e in lines), BOUND)
+    for job in running:
+        assert job.wait(BOUND)["status"] == "succeeded", job.tail()
+    return running, entries(journal)
+
+
+def test_on_two_nodes_both_name_the_rank_of_one_and_go_on(
+    torch_server: ForkServer, jobs: Callable[..., JobSpec], run: Any, unfailed: dict[int, str], tmp_path: Path
+) -> None:
+    running, found = run_on_two_nodes(torch_server, jobs, tmp_path, "sleep-forward")
+    for rank, job in enumerate(running):
+        [hung] = [event.fields for event in job.events(catalogue.JOB_HUNG.name)]
+        assert (hung["about"], hung["culprit"], hung["iteration"], hung["phase"]) == (1, "node1", 6, "forward")
+        stack = (Path(hung["stacks"]) / f"rank{rank}.txt").read_text()
+        assert ("in before_forward" if rank else "in backward") in stack
+        assert "rank 1 of node node1, in the forward of iteration 6" in job.log.read_text()
+    assert {entry["from"] for entry in found if entry.get("restart")} <= {5, 6}
+    require_as_unfailed(run, unfailed, found, tmp_path)
+
+
+def test_while_a_rank_of_another_node_saves_a_checkpoint_the_job_does_not_hang(
+    torch_server: ForkServer, jobs: Callable[..., JobSpec], run: Any, unfailed: dict[int, str], tmp_path: Path
+) -> None:
+    running, found = run_on_two_nodes(torch_server, jobs, tmp_path, "slow-save")
+    assert [job.events(catalogue.JOB_HUNG.name) for job in running] == [[], []]
     require_as_unfailed(run, unfailed, found, tmp_path)
 
 

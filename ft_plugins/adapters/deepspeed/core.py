@@ -26,7 +26,7 @@ from ... import faults
 from ...errors import InventoryError, ResumeError, TopologyError, UnsupportedError
 from ...events import say
 from ...model.host import Edges, Hooks
-from ...model.progress import Progress
+from ...model.progress import ProgressReceiver
 from ...model.topology import Topology
 from ...snapshot import codec
 from ..forward_edges import follow_forwards, follow_saving
@@ -194,7 +194,7 @@ class DeepSpeedHost(DeepSpeedReduction, DeepSpeedStepping, StateItems):
 
         follow(self.engine, edges, state.inner(self.engine.optimizer))
 
-    def install_progress(self, progress: Progress, spans: bool) -> None:
+    def install_progress(self, progress: ProgressReceiver, spans: bool) -> None:
         """Report forwards, unless they are spans, evaluations, and DeepSpeed's own checkpoints."""
         follow_forwards([self.engine.module], progress, evaluations_only=spans)
         if self.engine.zero_optimization_stage() == _STAGE3:

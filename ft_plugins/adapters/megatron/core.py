@@ -36,7 +36,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from ... import faults
 from ...errors import ResumeError, TopologyError
 from ...model.host import Edges, Hooks
-from ...model.progress import Progress
+from ...model.progress import ProgressReceiver
 from ...model.topology import Topology
 from ..forward_edges import follow_forwards
 from ..host_parts import groups, restore_groups
@@ -286,7 +286,7 @@ class MegatronCoreHost(MegatronStepping, MegatronReduction):
         self.optimizer.step = step
         self._install_fault_points()
 
-    def install_progress(self, progress: Progress, spans: bool) -> None:
+    def install_progress(self, progress: ProgressReceiver, spans: bool) -> None:
         """Report forwards, unless they are spans, and evaluations."""
         follow_forwards(self.chunks, progress, evaluations_only=spans)
         if any(getattr(chunk.ddp_config, "overlap_param_gather", False) for chunk in self.chunks):

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from ft_plugins.events import Event, Events, catalogue
-from ft_plugins.model.progress import Phase
+from ft_plugins.model.progress import WorkPhase
 from ft_plugins.smp import hang, hang_watch, stacks
 from ft_plugins.smp.hang import Stall
 from ft_plugins.smp.hang_watch import HangWatch
-from ft_plugins.snapshot import progress
-from ft_plugins.snapshot.progress import KEPT, ProgressFacts, ProgressWriter
+from ft_plugins.snapshot import progress_words
+from ft_plugins.snapshot.progress_words import KEPT, ProgressFacts, ProgressWriter
 from ft_plugins.snapshot.segment import Segment, create
 from ft_plugins.snapshot.shape import Shape
 
@@ -88,7 +88,7 @@ class Node:
                 self.clock.now = began
                 writer.begin(step)
                 self.clock.now += own
-                writer.edge(Phase.AFTER_FORWARD)
+                writer.edge(WorkPhase.AFTER_FORWARD)
             self.clock.now = began + 1
             for writer in self.writers:
                 writer.end(step)
@@ -107,7 +107,7 @@ class Node:
 @pytest.fixture
 def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
     clock = Clock()
-    monkeypatch.setattr(progress, "time", clock)
+    monkeypatch.setattr(progress_words, "time", clock)
     monkeypatch.setattr(hang_watch, "time", clock)
     monkeypatch.setattr(stacks, "dump", lambda run_dir, token, processes: run_dir / "hangs" / str(token))
     folder = tmp_path / "node7"
@@ -125,8 +125,8 @@ def hang_in(node: Node, step: int) -> None:
     """Rank 1 sleeps in its forward."""
     for writer in node.writers:
         writer.begin(step)
-        writer.edge(Phase.FORWARD)
-    node.writers[0].edge(Phase.AFTER_FORWARD)
+        writer.edge(WorkPhase.FORWARD)
+    node.writers[0].edge(WorkPhase.AFTER_FORWARD)
 
 
 def test_a_hang_is_reported_once_and_the_workers_restart(node: Node) -> None:
@@ -202,7 +202,7 @@ def test_on_several_nodes_the_root_decides_and_names_the_rank_of_another_node(no
     assert node.events == [], "the other node may be saving a checkpoint"
     own = node.tree.reported
     assert own is not None and (own.position, own.even, own.iteration) == (1, True, 4)
-    node.tree.announced = Stall(4, False, 1, 3, Phase.DATA, 0, False), "node2"
+    node.tree.announced = Stall(4, False, 1, 3, WorkPhase.DATA, 0, False), "node2"
     node.look(watch, 1)
     [fields] = node.named(catalogue.JOB_HUNG)
     assert (fields["about"], fields["culprit"], fields["phase"], fields["ranks"]) == (3, "node2", "data", [])
@@ -257,7 +257,7 @@ def test_a_slow_rank_is_named_once_and_again_when_it_is_not_slow_any_more(node: 
     node.iterate(KEPT + 1, KEPT + 9, (0.1, 0.8))
     for _ in range(2):
         node.look(watch, 3)
-    [fields] = node.named(catalogue.RANK_SLOW)
+    [fields] = node.named(catalogue.RANK_SLOWED)
     assert (fields["about"], fields["factor"]) == (1, 8.0) and fields["seconds"] == pytest.approx(0.7, abs=0.01)
     assert watch.status()["slow"] == [[1, 8.0]]
     node.iterate(KEPT + 10, 3 * KEPT, (0.1, 0.1))

@@ -36,7 +36,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from ..model.progress import COMPUTING, LONG, Phase
+from ..model.progress import COMPUTING, LONG, WorkPhase
 from .header import PROGRESS
 from .shape import PAGE
 
@@ -68,7 +68,7 @@ class RankProgress:
     rank: int
     iteration: int
     edges: int
-    phase: Phase
+    phase: WorkPhase
     edge_at: float
     since: float
     done: int
@@ -89,7 +89,7 @@ class RankProgress:
 
 
 class ProgressWriter:
-    """Writes the words of this rank, from its training thread alone. A `model.progress.Progress`."""
+    """Writes the words of this rank, from its training thread alone. A `model.progress.ProgressReceiver`."""
 
     def __init__(self, path: Path, facts: ProgressFacts) -> None:
         """`path`: the rank's segment, whose first page is mapped until `close`. Raises OSError."""
@@ -102,7 +102,7 @@ class ProgressWriter:
         words[_RUN] = 0
         now = time.monotonic_ns()
         self._done, self._iteration, self._count = 0, 0, 0
-        self._phase, self._at, self._began = Phase.STARTING, now, now
+        self._phase, self._at, self._began = WorkPhase.STARTING, now, now
         self._computed = self._left_out = self._longest = 0
         for place in range(_LONGEST, WORDS):
             words[place] = 0
@@ -112,14 +112,14 @@ class ProgressWriter:
             (facts.ranks & _HALF) << 32 | min(facts.ranks_of_node, 0xFFFF) << 16 | min(facts.stage, 0x7FFF) << 1
         )
         words[_SINCE] = words[_EDGE] = now
-        words[_PLACE] = int(Phase.STARTING)
+        words[_PLACE] = int(WorkPhase.STARTING)
         self._token = facts.token & _HALF
         words[_RUN] = self._token << 32
 
     def shares_forward(self) -> None:
         self._words[_FACTS] |= 1
 
-    def edge(self, phase: Phase) -> None:
+    def edge(self, phase: WorkPhase) -> None:
         now = time.monotonic_ns()
         before = self._phase
         if _COMPUTES[before]:
@@ -137,13 +137,13 @@ class ProgressWriter:
         """Iteration `step` begins."""
         if step != self._iteration:
             self._iteration, self._count = step & _HALF, 0
-        self.edge(Phase.DATA)
+        self.edge(WorkPhase.DATA)
         if not self._done:
             self._began, self._left_out, self._computed = self._at, 0, 0
 
     def end(self, step: int) -> None:
         """Iteration `step` is completed."""
-        self.edge(Phase.BETWEEN)
+        self.edge(WorkPhase.BETWEEN)
         words, now = self._words, self._at
         took = now - self._began - self._left_out
         if not self._done:
@@ -163,19 +163,19 @@ class ProgressWriter:
     def close(self) -> None:
         """The orderly end of training. Idempotent."""
         if not self._page.closed:
-            self.edge(Phase.ENDED)
+            self.edge(WorkPhase.ENDED)
             self._words.release()
             self._words = memoryview(bytearray(8 * WORDS)).cast("Q")  # edges may still come, and are lost
             self._page.close()
 
 
 class NoProgress:
-    """The progress of a rank without a segment: nobody reads it."""
+    """The progress of a rank without a segment, which is not read."""
 
     def shares_forward(self) -> None:
         pass
 
-    def edge(self, phase: Phase) -> None:
+    def edge(self, phase: WorkPhase) -> None:
         pass
 
     def begin(self, step: int) -> None:
@@ -195,7 +195,7 @@ def read(rank: int, token: int, page: npt.NDArray[np.uint8]) -> RankProgress | N
     if not run or run >> 32 != token & _HALF:
         return None
     try:
-        phase = Phase(place & 0xFF)
+        phase = WorkPhase(place & 0xFF)
     except ValueError:  # not written by this version
         return None
     done, limit = run & _HALF, words[_LIMIT]
