@@ -11,6 +11,7 @@ In: a host, a configuration, the launch context. Out: hooks, called by the host;
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -24,6 +25,7 @@ from .model.progress import FollowedHost, WorkPhase
 from .model.timeline import SenderFacts
 from .systems.carried import CarryingHost
 from .systems.claim import LossRecord, claim_memory, join_ranks, require_arguments, require_one_job
+from .systems.disconnection import Disconnection
 from .systems.followed import ProgressReport
 from .systems.measured import Measurement
 from .systems.reft import DEGRADED, PeerDegraded, Reft
@@ -49,6 +51,7 @@ class Session:
         self._pending: dict[str, Any] | None = None  # small state whose data position and RNG are still to be restored
         self._degraded: Reft | None = None  # no longer captures, but still records completed iterations
         self._loss = LossRecord(context, config.max_unprotected_steps)
+        self._disconnection = Disconnection()
         self.iteration = self._fenced = 0  # the iteration that began last; the last one whose fence was passed
         self._first = host.rank == 0 and context.restart == 0  # prints what is printed once per job
         if self._first:
@@ -65,10 +68,14 @@ class Session:
         self._sync: Synchronizer | None = None
         self.progress = ProgressReport()
         self._deferred = 0  # the version whose tensors are captured during the next one
-        if config.paft is not None or config.sync is not None:
-            self._start_synchronizer()
-        if config.capture is not None:
-            self._start_reft()
+        try:
+            if config.paft is not None or config.sync is not None:
+                self._start_synchronizer()
+            if config.capture is not None:
+                self._start_reft()
+        except BaseException:
+            self._collective.close()
+            raise
 
     def _start_synchronizer(self) -> None:
         """Start PAFT or local SGD on every rank or on none. Raises what it raises, on all ranks."""
@@ -216,6 +223,8 @@ class Session:
         version = self._version(step)
         if self._reft is not None:
             later = self._sync is not None and self._sync.defers(step)
+            if (lost := self._disconnection.due(self._collective.lost, step, time.monotonic())) is not None:
+                self._events.emit(catalogue.RANKS_DISCONNECTED, peer=lost.rank, reason=lost.reason)
             if version:
                 self._guarded(lambda reft: self._defer(reft, version) if later else reft.iteration_end(version))
             return
@@ -262,8 +271,8 @@ class Session:
         except Exception as error:
             reft, self._reft = self._reft, None
             self._degraded = None if over else reft
-            self._collective.announce(DEGRADED)
-            self._degrade(error)
+            unaware = self._collective.announce(DEGRADED)
+            self._degrade(error, "" if over or isinstance(error, PeerDegraded) else unaware)
             with contextlib.suppress(FtError, OSError, RuntimeError):  # errors of the failed capture, reported already
                 reft.close(in_order=False)
             if self._config.require_protection and not over:
@@ -271,14 +280,21 @@ class Session:
                     f"rank {self._host.rank}: protection was lost and is required: {type(error).__name__}: {error}"
                 ) from error
 
-    def _degrade(self, error: Exception) -> None:
+    def _degrade(self, error: Exception, unaware: str = "") -> None:
+        """`unaware`: why some ranks may not know that this one no longer captures; '' if all do."""
         self._reft = None
         self._loss.begin()
         if self.measured is not None:
             self.measured.release_gate()
+        reason = str(error) if isinstance(error, FtError) else f"{type(error).__name__}: {error}"
+        if unaware:
+            reason += (
+                f". Other ranks may not know ({unaware}): they would overwrite the last snapshot that all ranks have, "
+                "so save a checkpoint if possible and restart now"
+            )
         self._events.emit(
             catalogue.PROTECTION_LOST,
-            reason=str(error) if isinstance(error, FtError) else f"{type(error).__name__}: {error}",
+            reason=reason,
             max_steps=self._config.max_unprotected_steps,
             echo=isinstance(error, PeerDegraded),
         )

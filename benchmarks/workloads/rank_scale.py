@@ -76,20 +76,24 @@ def measure(ranks: int, on_node: int = 8) -> RankFigures:
     """Have `ranks` ranks meet and agree. Raises RuntimeError if one of them fails."""
     import torch.distributed as dist
 
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=SECONDS))
     context = multiprocessing.get_context("fork")
     count = min(PROCESSES, -(-ranks // on_node))
     pipes: list[Connection] = []
     processes = []
     for part in range(count):
         ours, theirs = context.Pipe()
-        process = context.Process(target=_run, args=(part, count, ranks, on_node, server.port, theirs), daemon=True)
+        process = context.Process(target=_run, args=(part, count, ranks, on_node, theirs), daemon=True)
         process.start()
         theirs.close()
         pipes.append(ours)
         processes.append(process)
+    # after the forks: its thread looks up the names of those that connect, and a process that is forked meanwhile
+    # inherits the resolver's lock, held for ever
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=SECONDS))
     try:
         began = time.monotonic()
+        for pipe in pipes:
+            pipe.send(server.port)
         counts = [_answer(pipe) for pipe in pipes]
         seconds = {"meet": time.monotonic() - began}
         for kind in ("barrier", "gather"):
@@ -129,12 +133,12 @@ def _answer(pipe: Connection) -> Any:
     return value
 
 
-def _run(part: int, parts: int, ranks: int, on_node: int, port: int, pipe: Connection) -> None:
-    """One process: the ranks of every `parts`-th node."""
+def _run(part: int, parts: int, ranks: int, on_node: int, pipe: Connection) -> None:
+    """One process: the ranks of every `parts`-th node. Receives the store's port first."""
     import torch.distributed as dist
 
     try:
-        real = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=SECONDS))
+        real = dist.TCPStore("127.0.0.1", pipe.recv(), is_master=False, timeout=timedelta(seconds=SECONDS))
         store = CountingStore(real)
         own = [rank for rank in range(ranks) if rank // on_node % parts == part]
         switches: dict[int, Switch] = {}

@@ -6,7 +6,9 @@ job's secret. If only the first holds, the two ranks have different secrets: the
 nothing else.
 
 Rank 0 writes what all ranks have to know: the nonce, and how many ranks a node has. A rank with others below it writes
-where it listens. A rank reads the entry of rank 0 and that of the rank above it, and writes one at most.
+where it listens. A rank reads the entry of rank 0 and that of the rank above it, and writes one at most. If addresses
+depend on a name, the first ranks of the first two nodes write theirs too, for a node whose own one is loopback: see
+`smp.own_address`.
 
 In: the store, the rank's place, the secret. Out: a link to each neighbour, the nonce, what is wrong with a secret.
 """
@@ -22,6 +24,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 from ..errors import ConfigError, ProtocolError
@@ -29,6 +32,7 @@ from ..events import Events
 from ..smp import protocol
 from ..smp.channel import HANDSHAKE_LIMIT, Channel, ClientHandshake, Party, ServerHandshake
 from ..smp.connections import RejectedConnections
+from ..smp.own_address import only_local, towards_peer
 from ..smp.unproven import Unproven
 from .rank_links import Link
 from .rank_tree import RankPlace, place_of
@@ -58,12 +62,13 @@ class RankMeeting:
     encrypt: bool
     seconds: float
     events: Events
+    by_name: bool = False  # whether `address` depends on how this node resolves a name
 
 
 @dataclass(frozen=True)
 class Met:
     """The place of this rank, and its neighbours by rank. `key` is known to this job's ranks of this incarnation alone,
-    as far as it has a secret.
+    as far as it has a secret. `address` is where other nodes reach this one.
 
     `refusal`: why the ranks cannot work together; '' if they can.
     """
@@ -72,6 +77,7 @@ class Met:
     links: dict[int, Link]
     key: bytes
     refusal: str
+    address: str
 
 
 def meet(meeting: RankMeeting) -> Met:
@@ -80,6 +86,7 @@ def meet(meeting: RankMeeting) -> Met:
     until = time.monotonic() + meeting.seconds
     nonce, on_node = _agree_on_tree(meeting)
     place = place_of(meeting.rank, meeting.world_size, on_node)
+    address = _reachable_address(meeting, on_node, until)
     key = hmac.digest(meeting.secret or b"none", b"ft_plugins ranks" + nonce, "sha256")
     links: dict[int, Link] = {}
     refusals: list[str] = []
@@ -91,10 +98,10 @@ def meet(meeting: RankMeeting) -> Met:
         links[rank] = Link(rank, connection, proven)
 
     proving = Party(_PURPOSE, meeting.name, str(place.rank), meeting.encrypt)
-    with Door(meeting.address, nonce, meeting.name, place.rank, meeting.events) as door:
+    with Door(address, nonce, meeting.name, place.rank, meeting.events) as door:
         if place.children:
             door.open()
-            entry = door.endpoint[1].to_bytes(2, "big") + meeting.address.encode()
+            entry = door.endpoint[1].to_bytes(2, "big") + address.encode()
             _ask(meeting, lambda: meeting.store.set(_key(meeting, str(place.rank)), entry))
         if place.parent is not None:
             admit(*dial(
@@ -112,7 +119,7 @@ def meet(meeting: RankMeeting) -> Met:
                 )
             except (OSError, ProtocolError):  # cut off: it tries again
                 connection.close()
-    return Met(place, links, key, refusals[0] if refusals else "")
+    return Met(place, links, key, refusals[0] if refusals else "", address)
 
 
 class Door:
@@ -284,6 +291,27 @@ def _agree_on_tree(meeting: RankMeeting) -> tuple[bytes, int]:
     if len(entry) != NONCE + 4 or not 0 < on_node <= _MOST_ON_NODE:
         raise _foreign(meeting, 0, f"{len(entry)} bytes, {on_node} ranks on a node")
     return entry[:NONCE], on_node
+
+
+def _reachable_address(meeting: RankMeeting, on_node: int, until: float) -> str:
+    """Where other nodes reach this one. Raises ProtocolError, ConfigError."""
+    if not meeting.by_name or meeting.world_size <= on_node:
+        return meeting.address
+    if meeting.rank in (0, on_node):
+        _ask(meeting, lambda: meeting.store.set(_key(meeting, f"from{meeting.rank}"), meeting.address.encode()))
+    peer = on_node if meeting.rank < on_node else 0  # of another node
+    if not only_local(meeting.address):
+        return meeting.address
+    entry, left = _key(meeting, f"from{peer}"), timedelta(seconds=max(0.001, until - time.monotonic()))
+    try:
+        meeting.store.wait([entry], left)
+    except RuntimeError as error:
+        raise ProtocolError(f"rank {meeting.rank}: rank {peer} did not come in time ({error})") from error
+    try:
+        address = str(ipaddress.ip_address(bytes(_ask(meeting, lambda: meeting.store.get(entry))).decode()))
+    except ValueError as error:
+        raise _foreign(meeting, peer, str(error)) from error
+    return towards_peer(meeting.address, address)
 
 
 def _read_entry(meeting: RankMeeting, rank: int) -> tuple[str, int]:

@@ -5,6 +5,8 @@ the rank that announces it to all others; each acknowledges it once all ranks be
 
 Invariant: all ranks call the same operations in the same order; if one does not, that is an error that names both. A
 rank acknowledges a word that it knows already at once: another rank has announced it as well, and waits for the rest.
+A neighbour may end in order at any time. Only an operation that it has not taken part in fails then. No word waits for
+it, or for the ranks behind it: its last iteration is over, so every rank has reached that one and begins no other.
 
 In: calls of this rank, frames of its neighbours. Out: frames to send; results; words that all ranks know.
 """
@@ -34,7 +36,8 @@ class FrameKind(IntEnum):
     AGREE = 2  # every rank gets the first failure, b"" if there is none
     WORD = 3
     HEARD = 4  # of a word, by all ranks behind the sender
-    LOST = 5  # a neighbour, with the reason
+    LOST = 5  # the tree is broken; with the reason
+    ENDED = 6  # the sender ends in order; its last frame
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,8 @@ class Operations:
         self._unheard: dict[
             str, tuple[int | None, set[int]]
         ] = {}  # by word: its sender, the neighbours that have yet to acknowledge
+        self._finished = 0  # the number of the last operation with a result
+        self._ended: set[int] = set()  # neighbours
         self.words: set[str] = set()
 
     def call(self, kind: FrameKind, body: Buffer) -> tuple[int, list[Action]]:
@@ -108,8 +113,8 @@ class Operations:
                 return [known] if word in self.words else self._spread(word, sender)
             case FrameKind.HEARD:
                 return self._heard(sender, bytes(frame.body).decode(errors="replace"))
-            case FrameKind.LOST:
-                raise ProtocolError(bytes(frame.body).decode(errors="replace"))
+            case FrameKind.ENDED:
+                return self._end(sender)
         if sender == self._place.parent:
             return self._finish(frame)
         if not self._called - _AHEAD <= frame.number <= self._called + _AHEAD:
@@ -135,6 +140,7 @@ class Operations:
                 f"{joining.kind.name.lower()} on rank {there}: the ranks do not run the same program"
             )
         joining.parts[rank] = frame.body
+        self._require_ranks(frame.number)
         if len(joining.parts) <= len(self._place.children):
             return []
         del self._joining[frame.number]
@@ -143,13 +149,30 @@ class Operations:
         joined = RankFrame(frame.kind, frame.number, body)
         return self._finish(joined) if self._place.parent is None else [SendFrame(self._place.parent, joined)]
 
+    def _require_ranks(self, number: int) -> None:
+        """Raises ProtocolError if an operation waits for a neighbour that has ended."""
+        parts = self._joining[number].parts
+        for rank in sorted(self._ended):
+            if rank == self._place.parent or rank not in parts:
+                raise _ended_early(rank, number)
+
+    def _end(self, sender: int) -> list[Action]:
+        self._ended.add(sender)
+        for number in sorted(self._joining):
+            self._require_ranks(number)
+        if sender == self._place.parent and self._finished < self._called:
+            raise _ended_early(sender, self._finished + 1)
+        return [action for word in sorted(self._unheard) for action in self._heard(sender, word)]
+
     def _finish(self, frame: RankFrame) -> list[Action]:
-        down: list[Action] = [SendFrame(child, frame) for child in self._place.children]
+        self._finished = frame.number
+        down: list[Action] = [SendFrame(child, frame) for child in self._place.children if child not in self._ended]
         return [*down, Finished(frame.number, frame.body)]
 
     def _spread(self, word: str, source: int | None) -> list[Action]:
         self.words.add(word)
         neighbours = {*self._place.children, *([] if self._place.parent is None else [self._place.parent])}
+        neighbours -= self._ended
         self._unheard[word] = source, neighbours - {source}
         spread = [
             SendFrame(to, RankFrame(FrameKind.WORD, body=word.encode())) for to in sorted(neighbours) if to != source
@@ -164,7 +187,15 @@ class Operations:
         if waiting:
             return []
         del self._unheard[word]
-        return [Known(word)] if source is None else [SendFrame(source, RankFrame(FrameKind.HEARD, body=word.encode()))]
+        if source is None:
+            return [Known(word)]
+        return [] if source in self._ended else [SendFrame(source, RankFrame(FrameKind.HEARD, body=word.encode()))]
+
+
+def _ended_early(rank: int, number: int) -> ProtocolError:
+    return ProtocolError(
+        f"rank {rank} has ended, but did not take part in operation {number} of all ranks: see its log for the reason"
+    )
 
 
 def framed(payload: Buffer) -> bytes:

@@ -14,7 +14,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgpack
@@ -24,10 +24,10 @@ from .. import errors
 from ..config import LaunchContext, launch_context
 from ..errors import ConfigError, FtError, ProtocolError
 from ..events import Events
-from ..smp.own_address import own_address
+from ..smp.own_address import depends_on_name, own_address
 from .meeting import Door, RankMeeting, meet
 from .operations import FrameKind, failed, failure, framed, payloads
-from .switch import Call, Switch
+from .switch import Call, LostNeighbour, Switch
 from .transfers import Transfers
 
 _HEARD_SECONDS = 2.0  # until all ranks have a word; a rank that is stopped never has it
@@ -68,12 +68,13 @@ class Collective:
         encrypt: bool = False,
         context: LaunchContext | None = None,
         events: Events | None = None,
+        unfit: ConfigError | None = None,
     ) -> None:
         """Connect to the job's other ranks, which call as well.
 
         `secret` is the job's, if it has one; without, a process that reads the job's store can take part. `interface`
-        is where other nodes reach this one. Raises ConfigError, on all ranks, when their secrets or `encrypt` differ;
-        ProtocolError if ranks do not reach each other.
+        is where other nodes reach this one. Raises ConfigError, on all ranks, when their secrets or `encrypt` differ,
+        and the error of a rank that is `unfit` to take part; ProtocolError if ranks do not reach each other.
         """
         alone = not dist.is_initialized() or dist.get_world_size() == 1
         self.rank = 0 if not dist.is_initialized() else dist.get_rank()
@@ -81,21 +82,31 @@ class Collective:
         self._words: set[str] = set()  # announced by this rank
         self._switch: Switch | None = None
         self._meeting: RankMeeting | None = None
+        self._interface, self._context = interface, context
         if alone:
+            if unfit is not None:
+                raise unfit
             return
-        context = context or launch_context()
+        context = self._context = context or launch_context()
         store: Any = dist.distributed_c10d._get_default_store()
         self._meeting = RankMeeting(
             store, str(next(_numbers)), self.rank, self.world_size, context.local_world_size, secret,
             own_address(interface, context.master_addr), encrypt, store.timeout.total_seconds(), events or Events(),
+            depends_on_name(interface, context.master_addr),
         )  # fmt: skip
         met = meet(self._meeting)
+        self._meeting = replace(self._meeting, address=met.address)
         self._key = met.key
         self._switch = Switch(met.place, met.links, self._meeting.seconds)
         try:
-            self._raise_together(ConfigError(met.refusal) if met.refusal else None)
-            if met.refusal:  # what a neighbour without the secret says is not believed
-                raise ConfigError(met.refusal)
+            refusal = unfit
+            if refusal is None and met.refusal:
+                refusal = ConfigError(met.refusal)
+                refusal.echo = True  # if another rank is unfit, that is the cause
+            self._raise_together(refusal)
+            if refusal is not None:  # what a neighbour without the secret says is not believed
+                refusal.echo = False
+                raise refusal
         except FtError:
             self.close()
             raise
@@ -110,6 +121,13 @@ class Collective:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def address(self) -> str:
+        """Where other nodes reach this one. Raises ConfigError."""
+        if self._meeting is not None:
+            return self._meeting.address
+        return own_address(self._interface, (self._context or launch_context()).master_addr)
 
     def gather(self, payload: bytes) -> list[bytes]:
         """Every rank's payload, by rank. Raises ProtocolError if a rank is lost."""
@@ -126,11 +144,17 @@ class Collective:
 
     # ---- announcements ----
 
-    def announce(self, word: str) -> None:
-        """Send `word` to all ranks, for `announced`. Returns when all of them have it, in bounded time."""
+    def announce(self, word: str) -> str:
+        """Send `word` to all ranks, for `announced`. Waits, in bounded time, until all have it. Returns why some may
+        not, '' if all have; a rank that has ended in order, and those behind it, need it no more."""
         self._words.add(word)
-        if self._switch is not None:
-            self._switch.announce(word, _HEARD_SECONDS)
+        return "" if self._switch is None else self._switch.announce(word, _HEARD_SECONDS)
+
+    @property
+    def lost(self) -> LostNeighbour | None:
+        """The neighbour whose connection this rank saw end during training, if it did; no word can be announced after
+        that."""
+        return None if self._switch is None else self._switch.lost
 
     def announced(self, word: str) -> bool:
         """Whether any rank has announced `word`. Sends nothing."""

@@ -1,8 +1,14 @@
 """Serve a rank's connections in the tree of ranks, in a thread of its own: frames go on while the rank computes.
 
 Invariant: `Operations` decides what is sent. A result is given to the caller only when the ranks below can have it,
-even if this process ends at once. A connection that ends, or breaks the rules, fails every operation that is not
-finished and all later ones, on all ranks, with the same reason.
+even if this process ends at once. A connection that is lost, or breaks the rules, fails every operation that is not
+finished and all later ones, on all ranks, with the same reason. A rank that closes in order says so first, and
+is not lost.
+
+A loss raises nothing by itself, and costs no version. Nearly always the neighbour's process has ended, and the launcher
+restarts the job: what was captured by then is needed. Otherwise only the connection is gone, training goes on, and
+there is one thing that no rank can do any more, to announce a word; `announce` says so at once, and `lost` says it
+before, on the ranks at both ends of the connection alone.
 
 In: links, calls of this rank. Out: results; ProtocolError after a loss or a timeout.
 """
@@ -29,6 +35,15 @@ _PARTING_SECONDS = 1.0  # in which the reason of a loss is sent on
 _SWITCHES: weakref.WeakSet[Switch] = weakref.WeakSet()  # of this process
 
 
+@dataclass(frozen=True)
+class LostNeighbour:
+    """A neighbour whose connection this rank saw end, at `time.monotonic()`, without an orderly end."""
+
+    rank: int
+    reason: str
+    at: float
+
+
 @dataclass
 class Call:
     """An operation that this rank has called."""
@@ -49,10 +64,12 @@ class Switch:
         self._seconds = seconds
         self._operations = Operations(place)
         self._calls: dict[int, Call] = {}
-        self._words: dict[str, threading.Event] = {}  # announced here, until all ranks know them
+        self._words: dict[str, threading.Event] = {}  # announced here, until all ranks know them, or the tree is lost
+        self._known: set[str] = set()  # announced here, known to all ranks
         self._requests: deque[tuple[Callable[[], None], Call | None]] = deque()
         self._finishing: deque[tuple[dict[int, int], Call]] = deque()  # until so many bytes of each link are written
         self._reason = ""  # of the loss
+        self.lost: LostNeighbour | None = None  # if this rank noticed the loss, rather than another one
         self._lock = threading.Lock()
         self._closing = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -90,18 +107,22 @@ class Switch:
             raise ProtocolError(call.reason)
         return call.body
 
-    def announce(self, word: str, seconds: float) -> bool:
-        """Send `word` to all ranks. Returns whether all had it within `seconds`."""
-        known = self._words.setdefault(word, threading.Event())
-        self._request(lambda: self._carry_out(self._operations.announce(word)))
-        return known.wait(seconds) and not self._reason
+    def announce(self, word: str, seconds: float) -> str:
+        """Send `word` to all ranks. Returns '' once all that have not ended know it, else why some may not: after
+        `seconds`, or at once if the tree is lost."""
+        over = self._words.setdefault(word, threading.Event())
+        if self._request(lambda: self._carry_out(self._operations.announce(word))):
+            over.wait(seconds)
+        if word in self._known:
+            return ""
+        return self._reason or f"rank {self._place.rank}: no answer of some ranks for {seconds:g} s"
 
     def knows(self, word: str) -> bool:
         """Whether a rank has announced `word`. Sends nothing."""
         return word in self._operations.words
 
     def close(self) -> None:
-        """Close the connections, after what this rank has passed on was sent. Idempotent."""
+        """End in order: close the connections, after what this rank has passed on was sent. Idempotent."""
         with self._lock:
             self._closing = True
             self._notify()
@@ -115,13 +136,15 @@ class Switch:
         if self._wake >= 0:
             os.close(self._wake)
 
-    def _request(self, call: Callable[[], None], waiting: Call | None = None) -> None:
+    def _request(self, call: Callable[[], None], waiting: Call | None = None) -> bool:
+        """Have the thread `call`. Returns whether it will; else `waiting` has failed."""
         with self._lock:
             if self._reason or self._closing:
                 _fail(waiting, self._reason or f"rank {self._place.rank}: the connections are closed")
-                return
+                return False
             self._requests.append((call, waiting))
             self._notify()
+            return True
 
     def _notify(self) -> None:
         """Wake the thread. Call with the lock held: the descriptor is -1 once it is closed."""
@@ -136,7 +159,10 @@ class Switch:
             while not self._closing:
                 self._turn()
         except Exception as error:  # any error: the callers must not wait for a thread that has ended
-            self._lose(f"rank {self._place.rank}: {type(error).__name__}: {error}", None)
+            self._lose(f"rank {self._place.rank}: {type(error).__name__}: {error}")
+        if not self._reason:
+            for link in self._links.values():
+                link.push(RankFrame(FrameKind.ENDED))
         self._part()
 
     def _turn(self) -> None:
@@ -145,34 +171,59 @@ class Switch:
             if link is None:
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._wake)
-            elif not self._serve(link):
-                return
+            else:
+                self._serve(link)
+                if self._reason:
+                    return
         while self._requests:
             request, call = self._requests.popleft()
             try:
                 request()
             except ProtocolError as error:
-                self._lose(f"rank {self._place.rank}: {error}", None)
+                self._lose(f"rank {self._place.rank}: {error}")
                 _fail(call, self._reason)
                 return
         self._finish()
 
-    def _serve(self, link: Link) -> bool:
-        """Read and write what there is. Returns False if the tree is broken."""
+    def _serve(self, link: Link) -> None:
+        """Write and read what there is."""
+        broken: OSError | None = None
         try:
             link.write()
+        except OSError as error:  # what the neighbour sent before it closed may be the reason
+            broken = error
+        try:
             for frame in link.read():
-                self._carry_out(self._operations.receive(link.rank, frame))
+                if not self._take_frame(link, frame):
+                    return
+            if broken is not None:
+                raise broken
             self._watch(link)
         except ProtocolError as error:
-            self._lose(str(error), link)
+            self._lose_neighbour(link, str(error))
         except OSError as error:
-            self._lose(
+            self._lose_neighbour(
+                link,
                 f"rank {self._place.rank}: the connection to rank {link.rank} is lost ({error.strerror or error}): "
                 "it has ended, or its node cannot be reached",
-                link,
             )
-        return not self._reason
+
+    def _take_frame(self, link: Link, frame: RankFrame) -> bool:
+        """Returns whether more can follow."""
+        if frame.kind is FrameKind.LOST:
+            self._lose(bytes(frame.body).decode(errors="replace"), link)
+            return False
+        try:
+            self._carry_out(self._operations.receive(link.rank, frame))
+        except ProtocolError as error:
+            self._lose(str(error))
+            return False
+        if frame.kind is FrameKind.ENDED:
+            self._selector.unregister(link.connection)
+            del self._links[link.rank]
+            link.close()
+            return False
+        return True
 
     def _carry_out(self, actions: list[Action]) -> None:
         for action in actions:
@@ -182,6 +233,7 @@ class Switch:
                 case Finished(number, result):
                     self._take(number, result)
                 case Known(word):
+                    self._known.add(word)
                     self._words.setdefault(word, threading.Event()).set()
 
     def _send(self, link: Link, frame: RankFrame) -> None:
@@ -199,18 +251,23 @@ class Switch:
         if call is None:
             raise ProtocolError(f"rank {self._place.rank}: a result of operation {number}, which it has not called")
         call.body = result
-        self._finishing.append(({child: self._links[child].queued for child in self._place.children}, call))
+        marks = {child: self._links[child].queued for child in self._place.children if child in self._links}
+        self._finishing.append((marks, call))
 
     def _finish(self) -> None:
         """End the operations whose results have been written for the ranks below."""
         while self._finishing:
             marks, call = self._finishing[0]
-            if any(self._links[child].written < queued for child, queued in marks.items()):
+            if any(child in self._links and self._links[child].written < marks[child] for child in marks):
                 return
             self._finishing.popleft()[1].over.set()
 
-    def _lose(self, reason: str, source: Link | None) -> None:
-        """Fail whatever is not finished, and send the neighbours the reason."""
+    def _lose_neighbour(self, link: Link, reason: str) -> None:
+        self.lost = LostNeighbour(link.rank, reason, time.monotonic())
+        self._lose(reason, link)
+
+    def _lose(self, reason: str, source: Link | None = None) -> None:
+        """Fail whatever is not finished, and send all neighbours but `source`, which has it or is gone, the reason."""
         with self._lock:
             if self._reason:
                 return
@@ -223,7 +280,7 @@ class Switch:
             done.over.set()
         for call in waiting:
             _fail(call, reason)
-        for word in self._words.values():
+        for word in tuple(self._words.values()):
             word.set()
         self._closing = True
 
@@ -250,6 +307,8 @@ class Switch:
             done.over.set()
         for call in (*self._calls.values(), *left_over):
             _fail(call, self._reason)
+        for word in tuple(self._words.values()):
+            word.set()
         for link in self._links.values():
             link.close()
         self._selector.close()

@@ -107,6 +107,13 @@ PROTECTION_RESTORED = EventType(
     ends=("protection.lost", "smp.lost", "smp.hung"),
     reason=_REASON,
 )
+RANKS_DISCONNECTED = EventType(
+    "ranks.disconnected", WARNING,
+    "The connection of a rank to another one was lost, but the job trains on and takes snapshots.",
+    "Check the network between the two nodes. Nothing is lost so far, but a rank that loses protection can no longer "
+    "notify the others: they would overwrite the last snapshot that all ranks have. Restart the job when convenient.",
+    peer=Field("int", "the other rank"), reason=_REASON,
+)  # fmt: skip
 VERSION_VOIDED = EventType(
     "version.voided", WARNING, "Snapshots taken since the replicas last agreed were discarded.",
     "See audit.failed.", since=Field("int", "last iteration whose replicas agreed"),

@@ -4,20 +4,24 @@ Invariant: as under ft-run, the SMP is not a child of training, the old incarnat
 token, and an orderly end removes the segments. Missing, as the caller reports: restarts bounded by progress (the
 launcher restarts, or the user repeats the command), replacement of a dead SMP during training, replacement of nodes.
 
+The ranks stay connected between the two, so that at the end each notices at once if another one does not come.
+
 In: the configuration, the launcher's context, an initialized process group. Out: the context that ft-run would give.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgpack
 
+from ..collective import Collective
 from ..config import Config, LaunchContext, run_directory
 from ..errors import ConfigError, ProtectionError
 from ..events import Events
@@ -28,13 +32,49 @@ from . import job_identity
 _CALL_SECONDS = 30.0
 
 
-def join(config: Config, context: LaunchContext) -> tuple[LaunchContext, Callable[[], None]]:
-    """Collective. Returns the rank's context, and a function for every rank to call after an orderly end.
+@dataclass
+class Joined:
+    """A rank's part in the SMP of its node, until `leave`."""
+
+    collective: Collective
+    run_dir: Path
+    leads: bool  # on its node
+    over: bool = False
+
+    def leave(self, in_order: bool) -> None:
+        """Close the connections to the other ranks; a second call does nothing. If training ended `in_order`, every
+        rank calls, and the SMP ends before that. Raises ProtocolError, and what the SMP replies."""
+        if self.over:
+            return
+        self.over = True
+        with self.collective:
+            if not in_order:
+                return
+            self.collective.barrier()  # every rank has released its segment
+            if self.leads:
+                with smp.Client(self.run_dir, _CALL_SECONDS) as client:
+                    client.end()
+
+
+def join(config: Config, context: LaunchContext) -> tuple[LaunchContext, Callable[[bool], None]]:
+    """Collective. Returns the rank's context, and a function to call at the end, with whether that is orderly.
 
     Raises BusyError and ConfigError of any rank. After a ProtectionError the context is returned unchanged, and the
     session fails if protection is required.
     """
-    collective = join_ranks(config, context, Events())
+    with contextlib.ExitStack() as stack:
+        collective = stack.enter_context(join_ranks(config, context, Events()))
+        place = _place(config, context, collective)
+        if place is None:
+            return context, lambda in_order: None
+        stack.pop_all()
+    run_dir, token = place
+    joined = Joined(collective, run_dir, context.local_rank == 0)
+    return replace(context, run_dir=run_dir, token=token, agent_pid=os.getppid()), joined.leave
+
+
+def _place(config: Config, context: LaunchContext, collective: Collective) -> tuple[Path, int] | None:
+    """Run directory and token of this node, once its first rank has started the SMP; None if it could not."""
     started: tuple[str, int] | None = None
     with collective.agreement():
         if context.local_rank == 0:
@@ -44,17 +84,7 @@ def join(config: Config, context: LaunchContext) -> tuple[LaunchContext, Callabl
                 print(f"ft_plugins: {error}", file=sys.stderr, flush=True)
     nodes = [msgpack.unpackb(part) for part in collective.gather(msgpack.packb([context.group_rank, started]))]
     own = [place for group, place in nodes if group == context.group_rank and place is not None]
-    if not own:
-        return context, lambda: None
-    run_dir, token = Path(own[0][0]), int(own[0][1])
-
-    def leave() -> None:
-        collective.barrier()  # every rank has released its segment
-        if context.local_rank == 0:
-            with smp.Client(run_dir, _CALL_SECONDS) as client:
-                client.end()
-
-    return replace(context, run_dir=run_dir, token=token, agent_pid=os.getppid()), leave
+    return (Path(own[0][0]), int(own[0][1])) if own else None
 
 
 def _bring_up(config: Config) -> tuple[str, int]:

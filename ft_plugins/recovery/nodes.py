@@ -25,7 +25,6 @@ from ..redundancy.exchange_plan import ExchangePlan, positions
 from ..smp import job_file
 from ..smp.client import Client
 from ..smp.job_file import ProtectionReference
-from ..smp.own_address import own_address
 from ..smp.protection import Protection
 from ..snapshot.double import ReplicaShare, replica_extents
 from ..snapshot.shape import Shape
@@ -47,8 +46,6 @@ class NodeTierConfig:
     exchange_mbps: float
     detect_seconds: float
     secret_file: str
-    interface: str | None
-    towards: str  # a host of the job; if no interface is named, the one that leads there is used
     run_dir: Path
     token: int
     both: bool = False  # parity and copies
@@ -162,8 +159,7 @@ class LinkedNodes(SeenNodes):
         self._config = config
 
         def listen(client: Client) -> list[Any]:
-            address = own_address(config.interface, config.towards)
-            return list(client.endpoint(address, config.secret_file, config.encrypt))
+            return list(client.endpoint(collective.address, config.secret_file, config.encrypt))
 
         endpoints = self.ask(listen)
         self._endpoints = tuple((str(host), int(port)) for host, port in endpoints)
@@ -269,6 +265,8 @@ class JobNodes(LinkedNodes):
         """
         committed = newest_committed(self.facts(), base, self.exchange, self.digest)
         protection = replace(self._protection, lineage=lineage, base=base, committed=committed)
+        # first, because it takes longest on a substitute, which the others would miss meanwhile
+        self.ask(lambda client: client.claim(self._collective.rank, self._config.token, protection))
         answers = self.ask(lambda client: client.protect(self._collective.rank, self._config.token, protection))
         for name, answer in zip(self._names, answers, strict=True):
             if answer["resident_bytes"] < answer["bytes"]:

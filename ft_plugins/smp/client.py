@@ -209,11 +209,18 @@ class Client:
             spares=[list(where) for where in spares],
         )  # fmt: skip
 
+    def claim(self, rank: int, token: int, protection: Protection) -> None:
+        """Prepare for `protect`, which then takes no time worth mentioning, however much memory is needed."""
+        self._protect("claim", rank, token, protection)
+
     def protect(self, rank: int, token: int, protection: Protection) -> dict[str, Any]:
         """Protect this node's slots on other nodes from now on. Returns `bytes` claimed, `resident_bytes`, `links`."""
+        return self._protect("protect", rank, token, protection)
+
+    def _protect(self, name: str, rank: int, token: int, protection: Protection) -> dict[str, Any]:
         seconds = sum(shape.total for shape in protection.shapes) / _FAULT_BYTES_PER_SECOND
         reference = job_file.write(self._run_dir, protection)
-        return self._ask("protect", extra_seconds=seconds, rank=rank, token=token, protection=reference.block())
+        return self._ask(name, extra_seconds=seconds, rank=rank, token=token, protection=reference.block())
 
     def checkpoint(self, reason: str, seconds: float, only_due: bool = False, keep: bool = False) -> dict[str, Any]:
         """Have the newest version written to storage, and wait up to `seconds` for it.

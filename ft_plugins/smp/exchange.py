@@ -206,10 +206,9 @@ class ExchangeSender:
             if self._verified is None:
                 try:
                     for rank in self._plan.ranks[self._position]:
-                        if self._stop.is_set():
-                            return False
                         segment = self._segments[rank]
-                        segment.verify(slot_of(segment, self._version))
+                        if not segment.verify(slot_of(segment, self._version), self._stop.is_set):
+                            return False  # `stop` waits for this, and the node's reports for `stop`
                     self._verified = True
                 except CorruptSlotError as error:
                     self._events.emit(catalogue.SLOT_CORRUPTED, reason=str(error))

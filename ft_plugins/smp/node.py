@@ -91,6 +91,7 @@ class NodeTier:
         self._protection: Protection | None = None  # of the job that is, or was last, protected
         self._driver: NodeDriver | None = None
         self._alarms = alarms or Alarms(run_dir)
+        self._measured: list[tuple[int, float]] | None = None  # by `claim`, for `protect`
         self.token = 0  # of the incarnation that is protected
         self._adopt()
 
@@ -101,13 +102,22 @@ class NodeTier:
         with self._lock:
             return self._endpoint.listen(address, secret_file, encrypt)
 
+    def claim(self, protection: Protection, token: int) -> None:
+        """Do what takes time before `protect`: no node may begin to miss others that still do it. Raises as `protect`
+        does."""
+        self._measured = self._links(protection)  # there is no other traffic now
+        self.suspend()
+        with self._lock:
+            self._claim(protection, token)
+
     def protect(self, protection: Protection, token: int) -> dict[str, Any]:
         """Protect the job from now on. Returns the `bytes` claimed, the kernel's figure, and the `links`: bytes per
         second by position, if they are to be measured.
 
         Raises BudgetError, TopologyError, ProtocolError for a position that is not this node's.
         """
-        links = self._links(protection) if protection.measure else []  # there is no other traffic now
+        measured, self._measured = self._measured, None
+        links = self._links(protection) if measured is None else measured
         self.suspend()
         with self._lock:
             reference = job_file.write(self._run_dir, protection)
@@ -119,7 +129,10 @@ class NodeTier:
             return {"bytes": store.nbytes, "resident_bytes": store.resident_bytes, "links": links}
 
     def _links(self, protection: Protection) -> list[tuple[int, float]]:
-        """Bytes per second to each position to which this node sends copies; [] if that cannot be measured."""
+        """Bytes per second to each position to which this node sends copies; [] if that is not to be measured, or
+        cannot be."""
+        if not protection.measure:
+            return []
         plan = protection.plan()
         targets = [send.area.position for send in plan.sends[protection.position]]
         try:
@@ -307,11 +320,11 @@ class NodeTier:
         if (driver := self._driver) is not None:
             driver.wake()
 
-    def _join(self, position: int) -> Handover:
-        driver = self._driver
-        if driver is None:
-            raise ProtocolError(f"node {self._node} does not store parity now")
-        return driver.join(position)
+    def _join(self, epoch: int, position: int) -> Handover:
+        with self._lock:  # the driver is that of this epoch
+            self._storing(epoch)
+            assert self._driver is not None
+            return self._driver.join(position)
 
     # ---- begin and end ----
 

@@ -1,11 +1,16 @@
 """The address at which other nodes reach this one: of the interface that was named, else of the way to a host of the
 job.
 
-In: an interface or address, a host. Out: an address; ConfigError if there is none.
+A node often resolves its own name to a loopback address (127.0.1.1 in Debian's /etc/hosts). On the node of that name
+the way to it is then an address that is of no use to other nodes. If another node of the job is elsewhere, the way to
+that one is taken (`towards_peer`). If all are on loopback, they are emulated on one machine, and nothing changes.
+
+In: an interface or address, a host, another node's address. Out: an address; ConfigError if there is none.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 from contextlib import closing
 
@@ -18,13 +23,7 @@ def own_address(interface: str | None, towards: str) -> str:
     """The address of this node at `interface` (a device or an address), or on the way to `towards`. Raises
     ConfigError."""
     if interface is None:
-        try:
-            family = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
-            with closing(socket.socket(family[0], socket.SOCK_DGRAM)) as probe:
-                probe.connect(family[4])  # sends nothing; the kernel chooses a route
-                return str(probe.getsockname()[0])
-        except OSError as error:
-            raise ConfigError(f"no interface leads to '{towards}' ({error}); name one by --ftp-interface") from error
+        return _on_the_way(towards)
     devices = psutil.net_if_addrs()
     addresses = {entry.address for device in devices.values() for entry in device}
     if interface in addresses:
@@ -36,3 +35,34 @@ def own_address(interface: str | None, towards: str) -> str:
     raise ConfigError(
         f"--ftp-interface {interface}: no device or address of this node; its devices are {', '.join(devices)}"
     )
+
+
+def depends_on_name(interface: str | None, towards: str) -> bool:
+    """Whether `own_address` is what this node resolves a name to, so that it may be loopback although other nodes reach
+    this one. Pure."""
+    try:
+        ipaddress.ip_address(towards)
+    except ValueError:
+        return interface is None and towards != "localhost"
+    return False
+
+
+def towards_peer(own: str, peer: str) -> str:
+    """The address of this node for a node at the address `peer`: `own`, unless only that is loopback. Raises
+    ConfigError."""
+    return _on_the_way(peer) if only_local(own) and not only_local(peer) else own
+
+
+def only_local(address: str) -> bool:
+    """Whether only this machine can reach an address, because it is loopback. Pure."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def _on_the_way(host: str) -> str:
+    try:
+        family = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with closing(socket.socket(family[0], socket.SOCK_DGRAM)) as probe:
+            probe.connect(family[4])  # sends nothing; the kernel chooses a route
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(f"no interface leads to '{host}' ({error}); name one by --ftp-interface") from error

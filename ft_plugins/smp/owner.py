@@ -33,6 +33,7 @@ from .checkpoint_schedule import REQUEST
 from .hang_watch import HangWatch
 from .node import NodeTier
 from .persister import Persister
+from .protection import Protection
 from .resize.context import ResizeContext
 from .resize.previous_segments import PreviousSegments
 from .resize.previous_storage import PreviousStorage
@@ -43,6 +44,7 @@ from .status import described, signal_of
 _TOKEN = TypeAdapter(Count)
 KILL_SECONDS = 20.0  # for killed trainers to be gone; a process in uninterruptible sleep may take longer
 _TOUCH_SECONDS = 30.0
+_PAUSE_SECONDS = 2.0  # between two looks at trainers, ten times as long as usual
 # requests that are carried out under the lock; the others take it for a part of their work
 _UNDER_LOCK = frozenset({"status", "watch", "fence", "restore", "shutdown", "end"})
 
@@ -63,6 +65,7 @@ class SnapshotProcess:
         self.orphan_seconds: float | None = None  # as the watched ft-run requested
         self._detect_seconds = float("inf")  # after which a stopped trainer is lost
         self._stopped: dict[int, float] = {}  # by rank of a stopped trainer: since when (monotonic)
+        self._checked = time.monotonic()  # when it was last looked for them
         self._declared = -1  # the token under which trainers were declared lost
         self._touched = time.monotonic()
         self._allocating: dict[int, threading.Lock] = {}  # by rank: one attach at a time, even of two incarnations
@@ -245,7 +248,15 @@ class SnapshotProcess:
         self._tier.rebuild(request, protection, into)
         return {}
 
+    def _claim(self, request: requests.Protect) -> dict[str, Any]:
+        self._tier.claim(self._described(request), self.token)
+        return {}
+
     def _protect(self, request: requests.Protect) -> dict[str, Any]:
+        return self._tier.protect(self._described(request), self.token)
+
+    def _described(self, request: requests.Protect) -> Protection:
+        """What to protect, once ranks that have left this node have been dropped."""
         self._require_current(request)
         protection = job_file.read(self._run_dir, request.protection)
         with self._lock:
@@ -255,7 +266,7 @@ class SnapshotProcess:
                 self._segments.pop(rank).close()  # it is on another node now, where it was restored
                 paths.path_of(self._job, self._node, rank).unlink(missing_ok=True)
             self.persister.release(sorted(moved))  # otherwise its mapping keeps the memory
-        return self._tier.protect(protection, self.token)
+        return protection
 
     # ---- resizes ----
 
@@ -307,6 +318,9 @@ class SnapshotProcess:
         """Declare trainers lost that have been stopped for too long: their peers wait for them in a collective."""
         self._transition.drop_if_safe()
         now = time.monotonic()
+        if now - self._checked > _PAUSE_SECONDS:
+            self._stopped = {}  # this process was stopped, too: the whole node may be suspended
+        self._checked = now
         owners = {rank: segment.owner for rank, segment in list(self._segments.items())}
         self._stopped = {
             rank: self._stopped.get(rank, now)

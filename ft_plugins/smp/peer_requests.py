@@ -34,15 +34,15 @@ class PeerRequests:
         memory: LocalReader,
         segments: Mapping[int, Segment],
         storing: Callable[[int], ParityStore],
-        join: Callable[[int], Handover],
+        join: Callable[[int, int], Handover],
         received: Callable[[], None],
         as_spare: Callable[[requests.SpareState | requests.ReleaseSpare], dict[str, Any]],
         job_file: Callable[[str], bytes],
     ) -> None:
-        """`storing(epoch)` is the parity store that receives frames of that epoch; `join` takes over the connection of
-        a position that reports to this node. Both raise ProtocolError if this node cannot. `received` is called once
-        everything of a version is here; `as_spare` answers if this node has no part in the job. `job_file(digest)` is
-        the content of a job file here; it raises ProtocolError."""
+        """`storing(epoch)` is the parity store that receives frames of that epoch; `join(epoch, position)` takes over
+        the connection of a position that reports to this node in that epoch. Both raise ProtocolError if this node
+        cannot. `received` is called once everything of a version is here; `as_spare` answers if this node has no part
+        in the job. `job_file(digest)` is the content of a job file here; it raises ProtocolError."""
         self._memory = memory
         self._segments = segments
         self._storing = storing
@@ -59,8 +59,7 @@ class PeerRequests:
             case requests.SpareState() | requests.ReleaseSpare():
                 return self._as_spare(request), None
             case requests.Join(position=position):
-                self._storing(request.epoch)
-                return self._join(position)
+                return self._join(request.epoch, position)
             case requests.BeginLane():  # this connection carries data, which is not urgent
                 step_back()
                 return self.begin(self._storing(request.epoch), request), None

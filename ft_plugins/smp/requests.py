@@ -119,7 +119,7 @@ class Listen:
 
 @dataclass(frozen=True)
 class Protect(OfRank):
-    """Protect the job from now on."""
+    """Protect the job from now on; `claim`: only prepare for that."""
 
     protection: ProtectionReference
 
@@ -179,9 +179,9 @@ class WriteCheckpoint:
 
 LOCAL: Mapping[str, type[Any]] = {
     "status": WithoutFields, "watch": WatchProcess, "fence": WithoutFields, "attach": Attach, "restore": Restore,
-    "shutdown": Shutdown, "end": WithoutFields, "endpoint": Listen, "protect": Protect, "inventory": WithoutFields,
-    "rebuild": RebuildSlot, "resize": Resize, "previous_sizes": WithoutFields, "spare": AskSpare, "settle": Settle,
-    "checkpoint": WriteCheckpoint,
+    "shutdown": Shutdown, "end": WithoutFields, "endpoint": Listen, "claim": Protect, "protect": Protect,
+    "inventory": WithoutFields, "rebuild": RebuildSlot, "resize": Resize, "previous_sizes": WithoutFields,
+    "spare": AskSpare, "settle": Settle, "checkpoint": WriteCheckpoint,
 }  # fmt: skip
 
 

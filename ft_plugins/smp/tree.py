@@ -19,7 +19,7 @@ In: positions. Out: positions. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
 # Children of a node. 8: 2,048 nodes in 4 levels below the root. A node has at most 9 tree connections, and at most 17
 # after two losses; a message is merged from at most 9 parts. A job of ten nodes has an inner one, so small tests have.
@@ -60,8 +60,3 @@ def candidates(position: int) -> Iterator[int]:
         yield from generation
         above = parent_of(above)
     yield from (lower for lower in range(position) if lower not in tried)
-
-
-def live_parent(position: int, lost: Collection[int]) -> int | None:
-    """The first candidate that is not lost; None for the node that acts as root."""
-    return next((one for one in candidates(position) if one not in lost), None)

@@ -76,8 +76,12 @@ class TreeLoop:
     def close(self) -> None:
         """Free the selector, after `stop`, once the members are closed."""
         self._closed = True
-        while self._calls:  # connections may have been made meanwhile; closed members close them
-            self._calls.popleft()()
+        while True:  # connections may have been made meanwhile; closed members close them
+            try:
+                what = self._calls.popleft()
+            except IndexError:  # another thread may have taken the last one
+                break
+            what()
         for one in (self._selector, self._woken, self._waker):
             one.close()
 
@@ -217,15 +221,22 @@ class TreeMember:
         if self._closed:
             link.close()
             return
-        self._add(link)
-        self._state.child_joined(link.position)
-        self._loop.touch(self)
+        if self._add(link):
+            self._state.child_joined(link.position)
+            self._loop.touch(self)
 
-    def _add(self, link: TreeLink) -> None:
+    def _add(self, link: TreeLink) -> bool:
+        """Wait for one more connection; false if the system refuses that."""
         if link.position in self._links:
             self._drop(self._links[link.position])
+        try:
+            self._loop.watch(self, link, known=False)
+        except OSError as error:  # no memory
+            link.close()
+            self._words(link, error)
+            return False
         self._links[link.position] = link
-        self._loop.watch(self, link, known=False)
+        return True
 
     def ready(self, link: TreeLink, mask: int) -> None:
         """Read and write what can be."""
@@ -329,7 +340,8 @@ class TreeMember:
                 result.connection.close()
         elif isinstance(result, str):
             self._state.failed(position, result, time.monotonic())
-        else:
-            self._add(TreeLink(position, result.connection, result.channel))
+        elif self._add(TreeLink(position, result.connection, result.channel)):
             self._state.joined(position, time.monotonic())
+        else:
+            self._state.failed(position, "its connection cannot be used", time.monotonic())
         self._loop.touch(self)

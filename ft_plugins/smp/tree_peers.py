@@ -16,6 +16,7 @@ from ..errors import FtError, ProtocolError
 from ..events import Events, catalogue
 from .channel import Channel
 from .protection import Protection
+from .protocol import unexpected
 from .tree_loop import Connected, TreeMember
 from .wire import Handover, Peer
 
@@ -43,17 +44,20 @@ class TreePeers:
         threading.Thread(target=self._ask, args=(position, done), name="smp-tree-join", daemon=True).start()
 
     def _ask(self, position: int, done: Callable[[Connected | str], None]) -> None:
-        peer = self._connect(position, CONNECTING)
-        with self._lock:
-            self._trying = peer
-            if self._closed:
-                peer.close()
+        peer: Peer | None = None
         try:
+            peer = self._connect(position, CONNECTING)
+            with self._lock:
+                self._trying = peer
+                if self._closed:
+                    peer.close()
             peer.ask("join", epoch=self._protection.lineage, position=self._protection.position)
-            done(Connected(*peer.surrender()))
-        except (FtError, OSError) as error:
-            peer.close()
-            done(str(error))
+            result: Connected | str = Connected(*peer.surrender())
+        except Exception as error:  # any error: without a result this node would never look for a parent again
+            if peer is not None:
+                peer.close()
+            result = str(error if isinstance(error, (FtError, OSError)) else unexpected(error))
+        done(result)
 
     def handover(self, position: int, member: TreeMember) -> Handover:
         """Have `member` take over the connection of the node at `position`. Raises ProtocolError."""

@@ -13,6 +13,11 @@ Who is lost:
   hears of it.
 - Position 0, and others that no node is below: they are found by the lowest live position, which acts as root as long
   as no lower one can be reached. It announces who is lost, and decides nothing, because its summary lacks position 0.
+- A parent, if none has taken its place within `detect_seconds`, because other candidates are lost too: the node below
+  announces that on its own, and searches on.
+
+While this process was stopped it could hear no one, and its neighbours may have been stopped with it: that time does
+not count.
 
 Invariant: deterministic; only positions and times (seconds, monotonic) come from outside. One message at a time is on
 its way to a neighbour, of bounded size.
@@ -22,7 +27,7 @@ In: reports, messages, connections made and ended. Out: an `Outbox` of what to s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -94,7 +99,8 @@ class TreeState:
         self._retry_at = self._return_at = now
         self._round: Iterator[int] | None = None  # through all candidates
         self._silent: dict[int, float] = {}  # candidates that could not be reached, and since when
-        self._leaving: list[int] = []
+        self._leaving: dict[int, float] = {}  # parents of before, and when to leave them
+        self._advanced = now
         self.acts_as_root = False
         self._present = np.zeros(epoch.nodes, dtype=bool)  # at the root: positions in the summary when it last looked
         self._seen = np.zeros(epoch.nodes)  # when each was in it last
@@ -122,7 +128,12 @@ class TreeState:
             raise ProtocolError(f"position {position} cannot report to position {self.position}")
         if summary.covered & ((1 << position) - 1) or summary.covered >> self._epoch.nodes:
             raise ProtocolError(f"position {position} reports for positions that are not below it")
+        self._check_lost(position, summary.lost)
         self._take(position, summary, now)
+
+    def _check_lost(self, position: int, lost: Sequence[int]) -> None:
+        if any(one >= self._epoch.nodes for one in lost):
+            raise ProtocolError(f"position {position} reports a lost position that no node has")
 
     def _take(self, position: int, summary: Summary, now: float) -> None:
         source = self._sources.setdefault(position, _Source(now))
@@ -141,16 +152,19 @@ class TreeState:
             self._changed = True
 
     def hear_parent(self, position: int, announcement: Announcement, now: float) -> None:
-        """An announcement; ignored unless it comes from the parent."""
+        """An announcement; ignored unless it comes from the parent. Raises ProtocolError if it cannot be one."""
         if position == self.parent:
+            self._check_lost(position, announcement.lost)
             self._found_parent(now)
             self.announcement = replace(announcement, decision=self._known(announcement.decision))
 
     def joined(self, position: int, now: float) -> None:
         """The candidate that was tried is the parent now."""
+        self._leaving.pop(position, None)
         if self.parent not in (None, position):
             assert self.parent is not None
-            self._leaving.append(self.parent)
+            # not at once: until the root hears of this node by its new parent, it would seem to be below none
+            self._leaving[self.parent] = now + self.heartbeat_seconds
         self.parent = self._last = position
         self._trying, self._sent, self.reason = None, None, ""
         self._return_at = now + self._detect
@@ -177,12 +191,16 @@ class TreeState:
     def advance(self, now: float) -> Outbox:
         """What is due at `now`. Read everything that has arrived before, so that no neighbour seems silent that is
         not."""
+        self._note_stop(now)
         self._expire(now)
         if self._changed:
             self._changed = False
             self._summary = self._merged()
+        self._miss_parent(now)
         if self.acts_as_root:
             self._rule(now)
+        elif self.parent is None and (lost := self._silent_too_long(now)):
+            self.announcement = replace(self.announcement, lost=tuple(sorted(lost)[:LOST_LIMIT]))
         up = None
         if self.parent is not None and now >= self._up_due:
             up = self._sent = self._summary
@@ -191,8 +209,25 @@ class TreeState:
             position for position in self._sources if position != self.position and self._answer(position, now)
         )
         connect = self._seek(now)
-        leave, self._leaving = tuple(self._leaving), []
+        leave = tuple(position for position, when in self._leaving.items() if now >= when)
+        for position in leave:
+            del self._leaving[position]
         return Outbox(up, down, connect, leave, self._wake(now))
+
+    def _note_stop(self, now: float) -> None:
+        """Move all times on if this process was stopped: it looks at each heartbeat."""
+        stopped, self._advanced = now - self._advanced - 2 * self.heartbeat_seconds, now
+        if stopped <= 0:
+            return
+
+        def moved(when: float) -> float:
+            return max(when, min(when + stopped, now))
+
+        for source in self._sources.values():
+            source.heard = moved(source.heard)
+        self._heard_parent = moved(self._heard_parent)
+        self._silent = {position: moved(since) for position, since in self._silent.items()}
+        self._seen = np.maximum(self._seen, np.minimum(self._seen + stopped, now))
 
     def _expire(self, now: float) -> None:
         """Drop the summaries of the silent. They are reported as lost for as long again, then forgotten."""
@@ -244,8 +279,7 @@ class TreeState:
         covered = self._summary.covered
         if covered != self._looked_for or now >= self._look_due:
             self._look(now)
-        lost = {*self._summary.lost, *self._absent}
-        lost |= {one for one, since in self._silent.items() if now >= since + self._detect and not covered >> one & 1}
+        lost = {*self._summary.lost, *self._absent, *self._silent_too_long(now)}
         before = self._known(self.announcement.decision)
         decision = decide(self._epoch, before, self._summary) if self.position == 0 else before
         whole = self.position == 0 and covered == (1 << self._epoch.nodes) - 1
@@ -270,6 +304,21 @@ class TreeState:
 
     # ---- the way up ----
 
+    def _miss_parent(self, now: float) -> None:
+        """Leave a parent that has been silent for too long."""
+        if self.position and now >= self._heard_parent + self._detect:
+            assert self._last is not None
+            self._silent.setdefault(self._last, self._heard_parent)
+            if self.parent is not None:
+                self.reason = self.reason or f"position {self.parent}: silent for {self._detect:g} s"
+                self._leaving[self.parent] = now
+                self.parent = None
+
+    def _silent_too_long(self, now: float) -> set[int]:
+        """Parents and candidates that have been silent for `detect_seconds`, unless a node below hears of them."""
+        covered = self._summary.covered
+        return {one for one, since in self._silent.items() if now >= since + self._detect and not covered >> one & 1}
+
     def _seek(self, now: float) -> int | None:
         """The candidate to connect to now."""
         if self.position == 0 or self._trying is not None or now < self._retry_at:
@@ -283,10 +332,6 @@ class TreeState:
             return self._trying
         if self.parent is not None:
             self._silent.setdefault(self.parent, self._heard_parent)
-            if now >= self._heard_parent + self._detect:
-                self.reason = self.reason or f"position {self.parent}: silent for {self._detect:g} s"
-                self._leaving.append(self.parent)
-                self.parent = None
         if self._round is None:
             self._round = iter([one for one in candidates(self.position) if one != self._last])
             self._silent.setdefault(self._last, self._heard_parent)
@@ -304,7 +349,9 @@ class TreeState:
 
     def _wake(self, now: float) -> float:
         """When `advance` has more to do, if nothing happens."""
-        times = [now + self.heartbeat_seconds]
+        times = [now + self.heartbeat_seconds, *self._leaving.values()]
+        if self.position and now < (missed := self._heard_parent + self._detect):
+            times.append(missed)
         for position, source in self._sources.items():
             times.append(source.heard + self._detect * (2 if source.lost else 1))
             if position != self.position and source.waits and not source.lost:

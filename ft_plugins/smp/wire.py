@@ -64,7 +64,10 @@ def read_secret(path: Path) -> bytes:
         status, secret = path.stat(), read_bytes(path, SECRET_LIMIT).strip()
     except (OSError, ValueError) as error:  # ValueError: not a regular file, too long, or an invalid path
         why = getattr(error, "strerror", None) or error
-        raise ConfigError(f"--ftp-secret-file {path}: cannot be read ({why})") from error
+        raise ConfigError(
+            f"--ftp-secret-file {path}: cannot be read ({why}); put the same file on every node, readable for user "
+            f"{os.getuid()}, or give its path there"
+        ) from error
     if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise ConfigError(
             f"--ftp-secret-file {path}: expected mode 0600 and user {os.getuid()}, found mode "

@@ -10,7 +10,7 @@ In: a `Shape`. Out: `create` (SMP), `Segment` (trainer, SMP and recovery).
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -236,14 +236,16 @@ class Segment(SegmentFile):
             for slot in self.slots()
         )  # fmt: skip
 
-    def verify(self, index: int) -> None:
+    def verify(self, index: int, stopped: Callable[[], bool] = lambda: False) -> bool:
         """Compare every bucket of the data area with its digest, except parity that is not computed yet.
 
-        Raises CorruptSlotError.
+        False if `stopped`, which is asked before each bucket, ended it. Raises CorruptSlotError.
         """
         data, digests = self.data(index), self.digests(index)
         captured = len(self.data_ranges)
         for number, (offset, nbytes) in enumerate(self.ranges):
+            if stopped():
+                return False
             if number >= captured and int(digests[number]) == NOT_COMPUTED:
                 continue
             if xxhash.xxh3_64_intdigest(data[offset : offset + nbytes].data) != int(digests[number]):
@@ -251,6 +253,7 @@ class Segment(SegmentFile):
                     f"rank {self.rank}: bucket {number} of slot {index} ({self.slot(index).version}) "
                     "does not match its digest"
                 )
+        return True
 
 
 def marks_in(segments: Iterable[Segment]) -> list[list[int]]:

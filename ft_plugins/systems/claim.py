@@ -37,20 +37,16 @@ _PER_NODE = {"node_name", "failure_domain", "interface", "secret_file", "orphan_
 
 
 def join_ranks(config: Config, context: LaunchContext, events: Events) -> Collective:
-    """Connect to all ranks of the job. Raises ConfigError, on all ranks, if their secrets differ; ProtocolError.
-
-    A rank that cannot read its secret file raises that error; the others report that the secrets differ.
+    """Connect to all ranks of the job. Raises ConfigError, on all ranks, if one cannot read the secret file that it is
+    given, or if their secrets differ; ProtocolError.
     """
     unread: ConfigError | None = None
     secret = b""
     try:
         secret = read_secret(Path(config.secret_file)) if config.secret_file else b""
-    except ConfigError as error:  # if no rank can read it, the node tier reports that if it needs the secret
-        unread = error
-    try:
-        return Collective(secret, config.interface, config.encrypt, context, events)
-    except ConfigError as error:
-        raise unread or error from None
+    except ConfigError as error:  # reported to the other ranks, which wait for this one
+        unread = ConfigError(f"rank {context.rank}: {error}")
+    return Collective(secret, config.interface, config.encrypt, context, events, unread)
 
 
 def require_arguments(host: Any, config: Any) -> None:
@@ -158,7 +154,7 @@ def _build(
             "no snapshot process (SMP): start the job with ft-run instead of torchrun or python; "
             f"if it was, ft-run did not see this configuration: give {flags} as well"
         )
-    return Reft(host, config, collective, names, context.run_dir, context.token, events, context.master_addr)
+    return Reft(host, config, collective, names, context.run_dir, context.token, events)
 
 
 def _check_room(reft: Reft, collective: Collective, nodes: Sequence[str]) -> None:

@@ -55,15 +55,15 @@ class Reft:
 
     def __init__(
         self, host: Host, config: Config, collective: Collective, names: JobNodeNames, run_dir: Path, token: int,
-        events: Events, towards: str = "localhost",
+        events: Events,
     ) -> None:  # fmt: skip
-        """`towards` is a host of the job. Raises ConfigError, TopologyError."""
+        """Raises ConfigError, TopologyError."""
         if config.capture is None:
             raise ConfigError("REFT is not on")
         self._host, self._collective = host, collective
         self._interval = config.capture.interval
         self._run_dir, self._token = run_dir, token
-        self.nodes = ReftNodes(host, config, collective, names, run_dir, token, events, towards)
+        self.nodes = ReftNodes(host, config, collective, names, run_dir, token, events)
         layout = self.nodes.with_parity(plan_layout(host.inventory(), names.nodes, config.capture.bucket_mib << 20))
         self.plan = CapturePlan(host, config, config.capture, layout, self.nodes.losses, collective.world_size)
         self._reports = ReftReports(events, run_dir if self.nodes.leads else None)

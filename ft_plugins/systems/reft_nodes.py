@@ -59,9 +59,8 @@ class ReftNodes:
         run_dir: Path,
         token: int,
         events: Events,
-        towards: str,
     ) -> None:
-        """`towards` is a host of the job. Raises ConfigError."""
+        """Raises ConfigError."""
         if config.capture is None:
             raise ConfigError("REFT is not on")
         self._host = host
@@ -74,7 +73,6 @@ class ReftNodes:
         self._run_dir = run_dir
         self._token = token
         self._events = events
-        self._towards = towards
         self._copied = self._config.redundancy in ("neighbour", "both")
         self._encoded = self._config.redundancy in ("raim5", "raim6", "both")
         self._resize_plan: ResizePlan | None = None
@@ -177,7 +175,7 @@ class ReftNodes:
         interval, audits = self._config.interval * self._config.exchange_interval, audits_every(self._job)
         return NodeTierConfig(
             self.losses, stages, math.lcm(interval, audits) if audits else interval, self._config.exchange_mbps,
-            self._job.detect_seconds, secret_file, self._job.interface, self._towards, self._run_dir, self._token,
+            self._job.detect_seconds, secret_file, self._run_dir, self._token,
             both=self._copied and self._encoded, audited=audits > 0, domains=self._names.domains,
             measure=self._job.baft is not None and self._job.baft.link_mbps is None, encrypt=self._job.encrypt,
         )  # fmt: skip

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import random
+import socket
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,6 +20,7 @@ from ft_plugins.config import Config, LaunchContext
 from ft_plugins.errors import FtError
 from ft_plugins.session import Session, attach
 from ft_plugins.snapshot.segment import Segment
+from ft_plugins.systems import disconnection
 
 Node = Any  # the fixture's class lives in conftest
 Ranks = Callable[..., list[Any]]
@@ -167,11 +170,13 @@ def test_a_first_start_prints_no_alarm_and_a_start_that_loses_iterations_does(
 
 
 def test_encryption_on_a_single_node_says_that_it_has_no_effect(
-    live: Callable[..., dict[str, Any]], capfd: pytest.CaptureFixture[str]
+    live: Callable[..., dict[str, Any]], capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert live(1, secret_file="/nowhere", encrypt=True)["error"] is None
+    (secret := tmp_path / "secret").write_bytes(b"sixteen bytes or more")
+    secret.chmod(0o600)
+    assert live(1, secret_file=str(secret), encrypt=True)["error"] is None
     assert "--ftp-encrypt has no effect on snapshots: no node of this job sends any" in capfd.readouterr().out
-    live(2, secret_file="/nowhere")
+    live(2, secret_file=str(secret))
     assert "--ftp-encrypt has no effect" not in capfd.readouterr().out
 
 
@@ -518,6 +523,16 @@ def test_a_rank_without_protection_leaves_all_without_and_all_know(node: Node, r
     assert [outcome["error"][2] for outcome in found] == [True, False]
 
 
+def _connections_after_a_refusal(rank: int, world: int) -> list[str]:
+    with pytest.raises(FtError):
+        attach(Loop(rank, world).host, config(require_protection=True), context(rank, world, None, 0))
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("ft-")]
+
+
+def test_a_session_that_does_not_start_keeps_no_connection(ranks: Ranks) -> None:
+    assert ranks(_connections_after_a_refusal, 2) == [[], []]
+
+
 def test_a_loss_of_protection_on_one_rank_alone_leaves_the_last_version_of_all(node: Node, ranks: Ranks) -> None:
     node.start()
     run_dirs = [node.run_dir] * 2
@@ -528,6 +543,69 @@ def test_a_loss_of_protection_on_one_rank_alone_leaves_the_last_version_of_all(n
     assert [event.rank for event in node.events("protection.lost") if not event.fields["echo"]] == [1]
     found = ranks(_incarnation, 2, run_dirs, node.fence(), 4, {})
     assert [outcome["resumed"] for outcome in found] == [2, 2]
+
+
+def _cut_off(rank: int, world: int, run_dir: Path, token: int, faults: str) -> list[Any]:
+    """Ranks that lose the connection between them at the end of iteration 2, and train on."""
+    disconnection.QUIET_SECONDS = 0.0
+    loop = Loop(rank, world, meets=True)
+    session = attach(loop.host, config(faults=faults), context(rank, world, run_dir, token))
+    session.resume(0)
+    loop.run(session, 2)
+    switch = session._collective._switch
+    assert switch is not None
+    if rank == 0:
+        (link,) = switch._links.values()
+        link.connection.shutdown(socket.SHUT_RDWR)
+    while not switch._reason:
+        time.sleep(0.001)
+    loop.run(session, 8)
+    session.shutdown()
+    return [loop.iteration]
+
+
+def test_a_connection_that_is_lost_while_ranks_train_on_is_reported_and_costs_no_protection(
+    node: Node, ranks: Ranks
+) -> None:
+    node.start()
+    assert ranks(_cut_off, 2, node.run_dir, node.fence(), "") == [[8], [8]]
+    reported = node.events("ranks.disconnected")
+    assert sorted((event.rank, event.fields["peer"]) for event in reported) == [(0, 1), (1, 0)], "once by each"
+    assert all("the connection to rank" in event.fields["reason"] for event in reported)
+    assert node.events("protection.lost") == []
+    assert max(event.fields["iteration"] for event in node.events("snapshot.sealed")) == 8
+
+
+def test_a_rank_that_loses_protection_and_cannot_notify_the_others_says_so(node: Node, ranks: Ranks) -> None:
+    node.start()
+    faults = "capture.bucket.begin@iteration=6,rank=1:raise"
+    assert ranks(_cut_off, 2, node.run_dir, node.fence(), faults) == [[8], [8]]
+    (lost,) = node.events("protection.lost")
+    assert (
+        lost.rank == 1 and "Other ranks may not know (rank 1: the connection to rank 0 is lost" in lost.fields["reason"]
+    )
+
+
+def test_ranks_that_end_in_order_report_no_loss(node: Node, ranks: Ranks) -> None:
+    """One of them a while after the other."""
+    node.start()
+    assert ranks(_ends_later, 2, node.run_dir, node.fence()) == [8, 8]
+    assert node.events("ranks.disconnected") == node.events("protection.lost") == []
+
+
+def _ends_later(rank: int, world: int, run_dir: Path, token: int) -> int:
+    disconnection.QUIET_SECONDS = 0.0
+    loop = Loop(rank, world)
+    session = attach(loop.host, config(), context(rank, world, run_dir, token))
+    session.resume(0)
+    if rank:
+        switch = session._collective._switch
+        assert switch is not None
+        while switch._links:
+            time.sleep(0.001)
+    loop.run(session, 8)
+    session.shutdown()
+    return loop.iteration
 
 
 def test_a_configuration_without_a_system_hooks_in_and_does_nothing(capfd: pytest.CaptureFixture[str]) -> None:
@@ -605,9 +683,7 @@ def _differing(rank: int, world: int, run_dir: Path, token: int) -> tuple[str, s
     return "none", ""
 
 
-def test_a_start_from_the_beginning_that_one_rank_has_not_heard_of_yet_stands_for_all(
-    node: Node, ranks: Ranks
-) -> None:
+def test_a_start_from_the_beginning_that_one_rank_has_not_heard_of_yet_stands_for_all(node: Node, ranks: Ranks) -> None:
     """Given --ftp-resume fresh, killed when one rank's lineage was opened and the other's not."""
     node.start()
     ranks(_incarnation, 2, [node.run_dir] * 2, node.fence(), 5, {})

@@ -37,7 +37,7 @@ from ..script_hooks import replace_in_deepspeed as replace
 from .position import Positions
 from .shard_groups import ReplicaBuild, ShardGroups, require_divisible, require_known_early
 
-Leave = Callable[[], None]
+Leave = Callable[[bool], None]  # with whether training ended in order
 Join = Callable[[Config, LaunchContext], tuple[LaunchContext, Leave]]
 
 _UNTRACKED = (
@@ -96,8 +96,12 @@ class EngineHooks:
                 if self._join is not None and context.run_dir is None:
                     context, leave = self._join(config, context)
             shards = None if build is None else build.groups
-            self.loop = DeepSpeedLoop(engine, config, context, self.positions, leave, shards)
-            self.loop.resume()
+            try:
+                self.loop = DeepSpeedLoop(engine, config, context, self.positions, leave, shards)
+                self.loop.resume()
+            except BaseException:
+                leave(False)
+                raise
             return built
 
         return initialize
@@ -116,7 +120,7 @@ class DeepSpeedLoop:
         self, engine: Any, config: Config, context: LaunchContext, positions: Positions, leave: Leave,
         shards: ShardGroups | None = None,
     ) -> None:  # fmt: skip
-        """Build host and session. A collective. Raises what `attach` raises. `leave` is called after the end."""
+        """Build host and session. A collective. Raises what `attach` raises. `leave` is called after `shutdown`."""
         from .core import DeepSpeedHost  # imports DeepSpeed, which is imported by now
 
         self.engine = engine
@@ -148,10 +152,14 @@ class DeepSpeedLoop:
 
     def shutdown(self) -> None:
         """The orderly end of training. Idempotent."""
-        self._end()
-        self._session.shutdown()
         leave, self._leave = self._leave, _no_cleanup
-        leave()
+        try:
+            self._end()
+            self._session.shutdown()
+        except BaseException:
+            leave(False)
+            raise
+        leave(True)
 
     def _end(self) -> None:
         """The version point of an updated iteration."""
@@ -308,7 +316,7 @@ class DeepSpeedLoop:
         replace(torch.distributed, "destroy_process_group", ending)
 
 
-def _no_cleanup() -> None:
+def _no_cleanup(in_order: bool) -> None:
     """Does nothing: at the end of the job ft-run cleans up."""
 
 

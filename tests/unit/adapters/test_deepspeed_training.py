@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,9 @@ import pytest
 
 pytest.importorskip("deepspeed")
 
-from ft_plugins.adapters.deepspeed.training import DeepSpeedLoop  # noqa: E402
+from ft_plugins.adapters.deepspeed import training  # noqa: E402
+from ft_plugins.adapters.deepspeed.training import DeepSpeedLoop, EngineHooks  # noqa: E402
+from ft_plugins.config import Config  # noqa: E402
 from ft_plugins.errors import ResumeError  # noqa: E402
 
 
@@ -29,7 +32,7 @@ def loop(restored: bool) -> Any:
 @pytest.mark.parametrize("dropped", [True, False])
 def test_a_look_at_the_data_before_training_is_no_training(dropped: bool, capsys: pytest.CaptureFixture[str]) -> None:
     for restored in (False, True):
-        one, look, training = loop(restored), Source(), Source()
+        one, look, trained = loop(restored), Source(), Source()
         one._require_training_data(look)
         one._require_training_data(look)
         if dropped:
@@ -38,9 +41,9 @@ def test_a_look_at_the_data_before_training_is_no_training(dropped: bool, capsys
             look.ended = True
         if restored:
             with pytest.raises(ResumeError, match="read them before deepspeed.initialize"):
-                one._require_training_data(training)
+                one._require_training_data(trained)
         else:
-            one._require_training_data(training)
+            one._require_training_data(trained)
             assert "were not trained on" in capsys.readouterr().out
 
 
@@ -51,3 +54,43 @@ def test_loaders_that_are_read_together_and_epochs_that_follow_are_training() ->
     one._forward = True
     left.ended = True
     one._require_training_data(Source())
+
+
+def test_a_rank_leaves_once_with_whether_it_ended_in_order() -> None:
+    left: list[bool] = []
+    for fails in (False, True):
+        one = loop(False)
+        one._leave, one._updated = left.append, None
+
+        def shutdown(fails: bool = fails) -> None:
+            if fails:
+                raise ResumeError("at the end")
+
+        one._session = SimpleNamespace(shutdown=shutdown)
+        for _ in range(2):
+            try:
+                one.shutdown()
+            except ResumeError:
+                assert fails
+    assert left == [True, False]
+
+
+@pytest.mark.parametrize("where", ["__init__", "resume"])
+def test_a_rank_that_joined_leaves_if_protection_does_not_start(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[bool] = []
+
+    def fail(*args: Any) -> None:
+        raise ResumeError("at the start")
+
+    def join(config: Config, context: Any) -> tuple[Any, Callable[[bool], None]]:
+        return context, left.append
+
+    made = type("Loop", (), {"__init__": lambda *args: None, "resume": lambda self: None, where: fail})
+    monkeypatch.setattr(training, "DeepSpeedLoop", made)
+    monkeypatch.setattr(training, "require_several_ranks", lambda: None)
+    monkeypatch.setattr(training, "launch_context", lambda: SimpleNamespace(config=Config(), run_dir=None))
+    settings = {"ft_plugins": {"reft": {}}}
+    engine = SimpleNamespace(_config=SimpleNamespace(_param_dict=settings))
+    with pytest.raises(ResumeError):
+        EngineHooks(join)._initializing(lambda config=None: (engine,))(config=settings)
+    assert left == [False]

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from ft_plugins.collective.rank_links import UNIT, Link
 from ft_plugins.collective.switch import Switch
 from ft_plugins.errors import FtError, ProtocolError
 from ft_plugins.events import Events
+from ft_plugins.smp import own_address
 from ft_plugins.smp.channel import Channel, Opener, Sealer
 
 SECRET = b"sixteen bytes or more"
@@ -82,8 +84,82 @@ def test_what_ranks_gather_arrives_whatever_its_size(count: int, on_node: int) -
 def test_a_word_is_known_to_all_when_the_announcer_goes_on() -> None:
     with switches(20, 4) as made:
         assert not any(switch.knows("degraded") for switch in made)
-        assert made[13].announce("degraded", SECONDS)
+        assert made[13].announce("degraded", SECONDS) == ""
         assert all(switch.knows("degraded") for switch in made)
+
+
+def kill(switch: Switch) -> None:
+    """End its connections as the kernel does for a process that was killed."""
+    stopped = lambda *_: time.sleep(0.01)  # noqa: E731
+    switch._serve = switch._turn = stopped  # type: ignore[method-assign]
+    for link in tuple(switch._links.values()):
+        link.connection.shutdown(socket.SHUT_RDWR)
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    until = time.monotonic() + SECONDS
+    while not done():
+        assert time.monotonic() < until
+        time.sleep(0.002)
+
+
+@pytest.mark.parametrize("ended", [[0], [1], [4], [0, 4], [4, 0, 1, 2]])
+def test_a_rank_that_ends_in_order_is_no_loss_and_no_word_waits_for_it(ended: list[int]) -> None:
+    """Ranks 0 and 4 have others below them. Whether a word passes a rank that has ended makes no difference."""
+    with switches(8, 4) as made:
+        neighbours = [list(made[one]._links) for one in ended]
+        for one in ended:
+            made[one].close()
+        others = [rank for rank in range(8) if rank not in ended]
+        for one, near in zip(ended, neighbours, strict=True):
+            for rank in near:
+                wait_until(lambda one=one, rank=rank: one not in made[rank]._links or rank in ended)
+        began = time.monotonic()
+        assert [made[rank].announce("degraded", SECONDS) for rank in others] == [""] * len(others)
+        assert time.monotonic() - began < SECONDS / 2, "nothing was waited for"
+        assert [made[rank].lost for rank in others] == [None] * len(others)
+
+
+@pytest.mark.parametrize("ended", [0, 1, 4])
+def test_an_operation_that_a_rank_ended_without_fails_on_all_with_its_name(ended: int) -> None:
+    with switches(8, 4) as made:
+        others = [rank for rank in range(8) if rank != ended]
+        calls = {rank: made[rank].start(FrameKind.GATHER, b"") for rank in others[:-1]}
+        made[ended].close()
+        calls[others[-1]] = made[others[-1]].start(FrameKind.GATHER, b"")  # called after that
+        for rank, call in calls.items():
+            with pytest.raises(ProtocolError, match=f"rank {ended} has ended, but did not take part in operation 1 of"):
+                made[rank].result(call)
+        assert [made[rank].lost for rank in others] == [None] * 7
+
+
+def test_a_rank_may_end_when_it_has_done_its_part_of_an_operation() -> None:
+    with switches(2) as made:
+        made[1].start(FrameKind.GATHER, framed(b"1"))  # it does not read the result
+        wait_until(lambda: bool(made[0]._operations._joining))
+        made[1].close()
+        assert payloads(made[0].result(made[0].start(FrameKind.GATHER, framed(b"0"))), 2) == [b"0", b"1"]
+
+
+@pytest.mark.parametrize("lost, near", [(0, [1, 2, 3, 4]), (1, [0]), (4, [0, 5, 6, 7])])
+def test_a_lost_rank_is_named_by_its_neighbours_and_no_later_word_is_waited_for(lost: int, near: list[int]) -> None:
+    with switches(8, 4) as made:
+        kill(made[lost])
+        others = [rank for rank in range(8) if rank != lost]
+        for rank in others:
+            wait_until(lambda rank=rank: bool(made[rank]._reason))
+        found = {rank: made[rank].lost for rank in others}
+        assert {rank: neighbour.rank for rank, neighbour in found.items() if neighbour} == dict.fromkeys(near, lost)
+        for rank in others:
+            began = time.monotonic()
+            assert "is lost (it has ended)" in made[rank].announce("degraded", SECONDS)
+            assert time.monotonic() - began < SECONDS / 2, "it cannot arrive, so nothing is waited for"
+
+
+def test_a_word_that_a_rank_never_takes_is_reported_after_the_time_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with switches(2) as made:
+        monkeypatch.setattr(made[1], "_serve", lambda link: time.sleep(0.01))
+        assert made[0].announce("degraded", 0.2) == "rank 0: no answer of some ranks for 0.2 s"
 
 
 @pytest.mark.parametrize("lost", [0, 1, 4])
@@ -92,9 +168,9 @@ def test_a_lost_rank_ends_the_operation_on_all_with_its_name(lost: int) -> None:
     with switches(8, 4) as made:
         others = [rank for rank in range(8) if rank != lost]
         calls = {rank: made[rank].start(FrameKind.GATHER, b"") for rank in others}
-        made[lost].close()  # its connections, as the kernel does for a process that was killed
+        kill(made[lost])
         for rank, call in calls.items():
-            with pytest.raises(ProtocolError, match=rf"the connection to rank ({lost}|0|4) is lost"):
+            with pytest.raises(ProtocolError, match=rf"the connection to rank {lost} is lost"):
                 made[rank].result(call)
         with pytest.raises(ProtocolError, match="is lost"):
             made[others[0]].result(made[others[0]].start(FrameKind.AGREE, b""))
@@ -187,6 +263,44 @@ def test_a_rank_that_is_always_cut_off_names_the_other_one_and_the_remedy(monkey
     store = HashStore()
     met = together(2, lambda rank: meet(meeting(rank, 2, store, seconds=0.3 if rank else 0.6)))
     assert "rank 1: rank 0 cannot be reached at 127.0.0.1" in str(met[1]) and "--ftp-interface" in str(met[1])
+
+
+@pytest.mark.parametrize("on_node, local", [(1, [0]), (1, [1]), (2, [0, 1])])
+def test_a_node_that_resolves_its_name_to_loopback_is_reached_at_its_address_towards_another_node(
+    on_node: int, local: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks of the node whose name all have; others see its address, here another one of this machine."""
+    monkeypatch.setattr(own_address, "only_local", lambda address: address == "127.0.1.1")
+    monkeypatch.setattr(module, "only_local", own_address.only_local)
+    monkeypatch.setattr(own_address, "_on_the_way", lambda host: {"127.0.0.9": "127.0.0.8"}[host])
+    store, count = HashStore(), 3 * on_node
+
+    def work(rank: int) -> Met:
+        address = "127.0.1.1" if rank in local else "127.0.0.9"
+        return meet(replace(meeting(rank, count, store, on_node=on_node), address=address, by_name=True))
+
+    met = together(count, work)
+    assert [one.address for one in met] == ["127.0.0.8" if rank in local else "127.0.0.9" for rank in range(count)]
+    if 0 in local:
+        assert bytes(store.get("ft_plugins/ranks/0/0"))[2:] == b"127.0.0.8"
+    assert not any(one.refusal for one in met)
+
+
+def test_nodes_that_are_all_on_loopback_keep_their_addresses() -> None:
+    store = HashStore()
+    met = together(2, lambda rank: meet(replace(meeting(rank, 2, store), address=f"127.0.0.{rank + 3}", by_name=True)))
+    assert [one.address for one in met] == ["127.0.0.3", "127.0.0.4"]
+
+
+@pytest.mark.parametrize(
+    "entry, words", [(None, "rank 0: rank 1 did not come in time"), (b"eth0", "the entry of rank 1 in the job's store")]
+)
+def test_without_an_address_of_another_node_the_reason_is_named(entry: bytes | None, words: str) -> None:
+    store = HashStore()
+    if entry is not None:
+        store.set("ft_plugins/ranks/0/from1", entry)
+    with pytest.raises(ProtocolError, match=words):
+        meet(replace(meeting(0, 2, store, seconds=0.2), by_name=True))
 
 
 TREE = bytes(module.NONCE) + (1).to_bytes(4, "big")

@@ -153,6 +153,30 @@ def test_as_many_losses_as_a_group_survives_in_every_group_at_once_can_be_decode
 
 @settings(max_examples=60, deadline=None)
 @given(jobs(), st.integers(2, 9), st.sampled_from([1, 2]))
+def test_every_byte_of_any_single_node_is_decoded_from_other_nodes_of_each_of_its_groups(
+    job: tuple[list[str], Groups, list[str]], most: int, losses: int
+) -> None:
+    nodes, groups, domains = job
+    made = redundancy_groups(nodes, groups, most, losses, domains)
+    if why_unprotected(nodes, made, losses):
+        return
+    plan = plan_exchange(nodes, made, [64 * (1 + rank % 3) for rank in range(len(nodes))], losses, streams(groups))
+    for lost, section in itertools.product(range(len(plan.nodes)), plan.sections):
+        if lost not in section.positions:
+            continue
+        node, placement, decoded = section.positions.index(lost), section.placement, 0
+        for rebuild in plan_decode(placement, [node]):
+            stripe, (kind, which) = placement.stripes[rebuild.stripe], rebuild.wanted
+            piece = placement.piece(rebuild.stripe, which) if kind == "data" else None
+            nbytes = piece.stop - piece.start if piece else 0
+            holders = {which if kind == "data" else stripe.parity_nodes[which] for kind, which, _ in rebuild.sources}
+            assert node not in holders and (holders or not nbytes)
+            decoded += nbytes
+        assert decoded == placement.sizes[node]
+
+
+@settings(max_examples=60, deadline=None)
+@given(jobs(), st.integers(2, 9), st.sampled_from([1, 2]))
 def test_a_node_sends_to_the_nodes_of_its_groups_alone_and_is_rebuilt_from_them(
     job: tuple[list[str], Groups, list[str]], most: int, losses: int
 ) -> None:

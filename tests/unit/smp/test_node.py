@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -36,6 +37,7 @@ from ft_plugins.smp.protection import Protection
 from ft_plugins.smp.requests import RebuildSlot
 from ft_plugins.smp.resize.previous_segments import PreviousSegments
 from ft_plugins.smp.wire import PURPOSE, Peer
+from ft_plugins.snapshot import segment as segment_module
 from ft_plugins.snapshot.paths import parity_path_of, path_of, remove
 from ft_plugins.snapshot.segment import Segment, create
 from ft_plugins.snapshot.shape import Shape
@@ -237,6 +239,46 @@ def test_what_counts_is_rebuilt_on_fresh_nodes_and_protected_again(
     for rank in job.ranks[again]:
         job.rebuild(node, rank, Version(2, 5), (again,))
         assert node.holds(rank, Version(2, 5))
+
+
+def test_the_end_of_an_exchange_does_not_wait_until_large_slots_are_verified(
+    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node's reports wait for it: for longer than a node may be silent, it would seem lost."""
+    job = cluster(2)
+    verifying = threading.Event()
+    digest_of = xxhash.xxh3_64_intdigest
+
+    def slow(data: object) -> int:
+        verifying.set()
+        time.sleep(0.2)  # for each of 15 buckets
+        return digest_of(data)  # type: ignore[arg-type]
+
+    job.protect()
+    wait(lambda: all(node.tier.status()["exchange"] == [1, 1] for node in job.nodes))
+    monkeypatch.setattr(segment_module, "xxhash", SimpleNamespace(xxh3_64_intdigest=slow))
+    job.nodes[0].write(1)
+    assert verifying.wait(SECONDS)
+    began = time.monotonic()
+    job.nodes[0].tier.suspend()
+    assert time.monotonic() - began < DETECT
+
+
+def test_what_takes_time_is_done_before_any_node_begins_to_miss_another(cluster: Callable[..., Cluster]) -> None:
+    job = cluster(2)
+    job.protect()
+    job.train(1, 2)
+    claimed = [replace(job.protection, lineage=2, base=Version(1, 2), position=node.position) for node in job.nodes]
+    for node, protection in zip(job.nodes, claimed, strict=True):
+        node.tier.claim(protection, 2)
+    stores = [parity_path_of(job.job, node.name).stat().st_ino for node in job.nodes]
+    time.sleep(2 * DETECT)
+    assert not any(event.name == "node.lost" for node in job.nodes for event in node.seen), "none watches yet"
+    assert all(node.tier.inventory()["parity"] for node in job.nodes), "what protects the job is kept"
+    job.protect(2, Version(1, 2))
+    assert stores == [parity_path_of(job.job, node.name).stat().st_ino for node in job.nodes], "nothing is claimed anew"
+    wait(lambda: all(node.tier.status()["committed"] == [1, 2] for node in job.nodes))
+    job.train(3, 3, lineage=2)
 
 
 def test_a_version_that_is_only_half_sent_leaves_the_one_before_to_be_rebuilt(

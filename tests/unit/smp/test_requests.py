@@ -27,6 +27,7 @@ LOCAL: list[dict[str, Any]] = [
     {"do": "shutdown", **OF_RANK},
     {"do": "end"},
     {"do": "endpoint", "address": "127.0.0.1", "secret_file": "/secret", "encrypt": False},
+    {"do": "claim", **OF_RANK, "protection": REFERENCE.block()},
     {"do": "protect", **OF_RANK, "protection": REFERENCE.block()},
     {"do": "inventory"},
     {"do": "rebuild", **OF_RANK, "version": [1, 2], "protection": REFERENCE.block(), "holders": [[1, "127.0.0.1", 9]],

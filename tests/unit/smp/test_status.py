@@ -5,12 +5,16 @@ from __future__ import annotations
 import itertools
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ft_plugins.smp import liveness
+from ft_plugins.events import Events
+from ft_plugins.smp import liveness, owner
+from ft_plugins.smp.owner import SnapshotProcess
 from ft_plugins.smp.status import Signal, signal
 from ft_plugins.snapshot.segment import Segment
 from ft_plugins.snapshot.shape import Shape
@@ -65,3 +69,28 @@ def test_an_smp_says_it_of_its_node(node: Any, trainer: subprocess.Popen[bytes])
         trainer.kill()
         trainer.wait(20)
         assert client.status()["signal"] == "UNHEALTHY"
+
+
+def test_a_trainer_is_not_lost_because_its_whole_node_was_suspended(
+    job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was stopped before its SMP was, and goes on after it."""
+    process, now, declared = SnapshotProcess(tmp_path, job, "n0", Events("n0")), [100.0], list[list[str]]()
+    process._detect_seconds, process._segments = 10.0, {0: SimpleNamespace(owner=(4, 4))}  # type: ignore[dict-item]
+    monkeypatch.setattr(process._tier, "declare_lost", lambda token, lost: declared.append(lost))
+    monkeypatch.setattr(process._transition, "drop_if_safe", lambda: None)
+    monkeypatch.setattr(liveness, "is_stopped", lambda pid, began: True)
+    monkeypatch.setattr(owner, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def look(seconds: float) -> None:
+        for _ in range(round(seconds / 0.2)):
+            now[0] += 0.2
+            process.check_trainers()
+
+    process._checked = now[0]
+    look(1.0)
+    now[0] += 3600.0
+    look(9.0)
+    assert not declared
+    look(2.0)
+    assert declared == [["rank 0"]], "it does not go on"

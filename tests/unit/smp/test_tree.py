@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ft_plugins.smp.tree import ARITY, candidates, children_of, depth_of, live_parent, parent_of
+from ft_plugins.smp.tree import ARITY, candidates, children_of, depth_of, parent_of
 
 
 @pytest.mark.parametrize(("nodes", "depth"), [(1, 0), (2, 1), (9, 1), (10, 2), (73, 2), (74, 3), (2048, 4)])
@@ -32,6 +33,10 @@ def test_candidates_are_all_lower_positions_once_beginning_with_the_parent(posit
     assert order[:1] == ([parent_of(position)] if position else [])
     if depth_of(position) > 1:
         assert {parent_of(one) for one in order[:ARITY]} == {parent_of(order[0])}, "first the siblings of the parent"
+
+
+def live_parent(position: int, lost: Collection[int]) -> int | None:
+    return next((one for one in candidates(position) if one not in lost), None)
 
 
 @st.composite

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import queue
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from ft_plugins.events import Events
 from ft_plugins.smp import protocol
 from ft_plugins.smp.agreement import ExchangeDecision, ExchangeEpoch, NodeReport
 from ft_plugins.smp.channel import Channel, ClientHandshake, Party, ServerHandshake
+from ft_plugins.smp.protection import Protection
 from ft_plugins.smp.tree_loop import Connected, TreeLoop, TreeMember
 from ft_plugins.smp.tree_messages import MESSAGE_LIMIT
+from ft_plugins.smp.tree_peers import TreePeers
 from ft_plugins.smp.tree_state import TreeState
+from ft_plugins.smp.wire import Peer
 from ft_plugins.snapshot.slots import Version
 
 SECRET = b"a secret of this test"
@@ -238,6 +245,58 @@ def test_a_connection_that_is_made_after_the_end_is_closed(make: Callable[..., J
     ours.settimeout(SECONDS)
     assert ours.recv(1) == b"" and root.ended == 1
     ours.close()
+
+
+def test_a_connection_that_the_system_refuses_to_watch_ends_and_the_others_go_on(
+    make: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make(3)
+    root = job.nodes[0]
+    register, refused = root.loop._selector.register, [0, 0]
+
+    def refuse(connection: socket.socket, *rest: object) -> object:
+        if refused:
+            refused.pop()
+            raise OSError(28, "no space left")
+        return register(connection, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(root.loop._selector, "register", refuse)
+    job.start()
+    wait(lambda: all(node.decision.exchange is not None for node in job.nodes))
+    assert not refused and len(root.member.links) == 2 and root.ended == 2
+    assert len(root.errors) == 2 and all("no space left" in reason for _, reason in root.errors)
+
+
+def test_a_parent_that_the_system_refuses_to_watch_is_tried_again(
+    make: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make(2)
+    child = job.nodes[1]
+    register, refused = child.loop._selector.register, [0]
+
+    def refuse(connection: socket.socket, *rest: object) -> object:
+        if refused:
+            refused.pop()
+            raise OSError(28, "no space left")
+        return register(connection, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(child.loop._selector, "register", refuse)
+    job.start()
+    wait(lambda: child.decision.exchange is not None)
+    assert not refused and child.state.parent == 0
+
+
+def test_whatever_goes_wrong_while_connecting_the_node_hears_of_it() -> None:
+    """Otherwise it would never look for a parent again."""
+
+    def connect(position: int, patience: float) -> Peer:
+        raise IndexError(f"position {position}")
+
+    heard: queue.SimpleQueue[Connected | str] = queue.SimpleQueue()
+    peers = TreePeers(cast(Protection, SimpleNamespace(lineage=1, position=3)), ["n0"], connect, Events("n3"))
+    peers.connect(0, heard.put)
+    assert "IndexError: position 0" in str(heard.get(timeout=SECONDS))
+    peers.close()
 
 
 def test_what_is_sent_on_the_tree_is_authenticated(make: Callable[..., Job]) -> None:

@@ -72,6 +72,16 @@ def test_what_cannot_come_from_a_child_is_refused() -> None:
     for covered in (1 << 3, 1 << 40):
         with pytest.raises(ProtocolError, match="not below it"):
             node.hear_child(33, Summary(covered | 1 << 33), 0.0)
+    with pytest.raises(ProtocolError, match="a lost position that no node has"):
+        node.hear_child(33, Summary(1 << 33, lost=(34, 40)), 0.0)
+
+
+def test_a_lost_position_that_no_node_has_is_not_announced() -> None:
+    node = TreeState(ExchangeEpoch(1, None, 40, 1), 33, DETECT, 0.0)
+    node.joined(4, 0.0)
+    with pytest.raises(ProtocolError, match="a lost position that no node has"):
+        node.hear_parent(4, Announcement(lost=(40,)), 0.0)
+    assert node.announcement == Announcement()
 
 
 def test_neither_part_of_a_decision_goes_back_whoever_it_is_heard_from() -> None:
@@ -151,6 +161,12 @@ def test_of_any_that_are_lost_together_some_are_known_everywhere_and_never_one_t
         assert all(set(one) <= lost for one in network.lost()), "a live node is announced as lost"
     found = set(network.lost())
     assert found == {tuple(sorted(lost))}, "in the end all of them, on all nodes"
+    parents, root = network.parents(), min(machine.state.position for machine in network.live())
+    for position in {machine.state.position for machine in network.live()} - {root}:
+        while position != root:
+            above = parents[position]
+            assert above is not None and above not in lost and above < position, "all are connected again"
+            position = above
 
 
 @pytest.mark.usefixtures("narrow")
@@ -202,6 +218,50 @@ def test_a_link_that_carries_nothing_any_more_costs_no_node(child: int, other: i
     network.run(3 * DETECT)
     assert network.machines[child].state.parent == above and network.lost() == {()}
     assert len(network.commits) > count + 10
+
+
+@pytest.mark.usefixtures("narrow")
+def test_a_child_that_comes_back_to_a_parent_that_reports_it_as_lost_is_not_lost() -> None:
+    """The other parent hears at once that it has been left, and the root hears late of the new one."""
+    network = settled(40)
+    network.slow[1, 0] = 20 * LATENCY
+    network.cut.add((5, 1))
+    network.run(1.2 * DETECT)
+    network.cut.clear()
+    assert not network.run(DETECT / 2, lambda: network.lost() != {()}), network.lost()
+    assert network.machines[5].state.parent == 1
+
+
+@pytest.mark.usefixtures("narrow")
+def test_a_job_that_is_suspended_and_resumed_has_lost_none() -> None:
+    network = settled(40)
+    for seconds in (0.1, 0.3, 1.0):
+        network.suspend(10 * DETECT)
+        network.run(seconds)
+        assert network.lost() == {()}
+    count = len(network.commits)
+    network.run(DETECT / 2)
+    assert network.lost() == {()} and len(network.commits) > count + 2
+
+
+@pytest.mark.usefixtures("narrow")
+@pytest.mark.parametrize("position", [0, 5])
+def test_one_that_is_lost_while_the_job_is_suspended_is_found(position: int) -> None:
+    network = settled(40)
+    network.suspend(10 * DETECT)
+    network.kill(position, powered=False)
+    network.run(DETECT + MARGIN + PERIOD)
+    assert network.lost() == {(position,)}
+
+
+@pytest.mark.parametrize("first", [0, 8])
+def test_every_node_knows_of_a_lost_rack_after_the_detection_time(first: int) -> None:
+    """Eight machines without power, which have most of the children; and the root."""
+    network = settled(100)
+    for position in range(first, first + 8):
+        network.kill(position, powered=False)
+    network.run(DETECT + MARGIN)
+    assert () not in network.lost()
 
 
 @pytest.mark.usefixtures("narrow")

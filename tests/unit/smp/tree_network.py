@@ -46,12 +46,14 @@ class Network:
         self.machines = [Machine(TreeState(self.epoch, at, DETECT, self.now)) for at in range(nodes)]
         self.links: dict[int, set[int]] = {at: set() for at in range(nodes)}  # of each child, to parents
         self.cut: set[tuple[int, int]] = set()  # links over which nothing passes any more, by child and parent
+        self.slow: dict[tuple[int, int], float] = {}  # latency by source and target, if it is not LATENCY
         self.up: dict[int, int] = dict.fromkeys(range(nodes), 0)
         self.down: dict[int, int] = dict.fromkeys(range(nodes), 0)
         self.commits: dict[Version, float] = {}  # when position 0 announced it
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._wakes: dict[int, float] = {}
+        self._arrivals: dict[tuple[int, int], float] = {}  # of the last message, by source and target
         for at in range(nodes):
             self.after(self.random.uniform(0, 0.2), lambda at=at: self._start(at))
 
@@ -106,6 +108,13 @@ class Network:
             self._start(at)
 
         self.after(seconds, start)
+
+    def suspend(self, seconds: float) -> None:
+        """All processes of the job are stopped for a while, and go on as if nothing had been, but for their clocks."""
+        self.now += seconds
+        self._events = [(when + seconds, number, happens) for when, number, happens in self._events]
+        self._wakes = {at: when + seconds for at, when in self._wakes.items()}
+        self._arrivals = {link: when + seconds for link, when in self._arrivals.items()}
 
     def train(self, at: int) -> None:
         self.machines[at].begun += 1
@@ -189,7 +198,9 @@ class Network:
                 arrives()
                 self._advance(target)
 
-        self.after(LATENCY * self.random.uniform(0.5, 1.0), deliver)
+        arrival = self.now + self.slow.get((source, target), LATENCY) * self.random.uniform(0.5, 1.0)
+        arrival = self._arrivals[source, target] = max(arrival, self._arrivals.get((source, target), 0.0))  # in order
+        self.after(arrival - self.now, deliver)
 
     def _hear_child(self, parent: int, child: int, summary: Summary) -> None:
         self.machines[parent].state.hear_child(child, summary, self.now)

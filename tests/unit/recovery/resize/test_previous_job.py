@@ -212,8 +212,8 @@ class Asking:
 
 def test_a_spare_with_a_damaged_segment_is_a_lost_node_and_a_fence_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_nodes, "Client", Asking)
-    config = NodeTierConfig(0, (), 1, 0.0, 5.0, "secret", "127.0.0.1", "h", Path("/nowhere/job/n0"), 1)
-    nodes = LinkedNodes(Collective(), ("n0",), config)
+    config = NodeTierConfig(0, (), 1, 0.0, 5.0, "secret", Path("/nowhere/job/n0"), 1)
+    nodes = LinkedNodes(Collective(interface="127.0.0.1"), ("n0",), config)
     reported: list[str] = []
     found = nodes.spares(protection(0), lambda error: reported.append(str(error)))
     assert [spare.name for spare in found] == ["n2", "n3"] and reported == ["the job's fingerprint in it is damaged"]
