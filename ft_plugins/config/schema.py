@@ -13,7 +13,7 @@ import argparse
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, PrivateAttr, ValidationError
 
@@ -81,6 +81,13 @@ class Config(Block):
         gt=0,
         description="a node or trainer that is silent for that long is lost; other timeouts derive from it",
         json_schema_extra=more("seconds", needs_system=True),
+    )
+    hang_seconds: Annotated[float, Field(ge=0)] | Literal["auto"] = Field(
+        "auto",
+        description="a job in which no rank has completed an iteration for that long hangs: its stacks are written "
+        "down and it restarts; 0: never; auto: ten iterations as measured, at least a minute; a first iteration, an "
+        "evaluation or the framework's own checkpoint may always take half an hour",
+        json_schema_extra=more("seconds", "a number >= 0, or auto", needs_system=True),
     )
     orphan_seconds: float = Field(
         1800.0,
