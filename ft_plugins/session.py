@@ -19,6 +19,7 @@ from .bubbles.profile import Profiling
 from .config import Config, LaunchContext, launch_context
 from .errors import ConfigError, FencedError, FtError, ProtectionError, ResumeError, StateChangedError
 from .events import Events, catalogue, file_sink, log_sink, say
+from .model import imported
 from .model.host import Checking, Host
 from .model.timeline import SenderFacts
 from .systems.carried import CarryingHost
@@ -61,6 +62,7 @@ class Session:
             )  # fmt: skip
         self._carrying = CarryingHost(host)
         self._sync: Synchronizer | None = None
+        self._ended = 0  # iterations of this incarnation
         self._deferred = 0  # the version whose tensors are captured during the next one
         if config.paft is not None or config.sync is not None:
             self._start_synchronizer()
@@ -201,6 +203,16 @@ class Session:
         self._version_point(step)
         if self.measured is not None:
             self.measured.iteration_end(step)
+        self._ended += 1
+        if self._ended == imported.AFTER_ITERATIONS:
+            self._write_imported()
+
+    def _write_imported(self) -> None:
+        """Tell ft-run what this rank has imported, for its standby workers; without that there are none."""
+        context = self._context
+        if context.run_dir is not None and self._config.warm_workers != "off":
+            with contextlib.suppress(OSError):
+                imported.write(context.run_dir, context.local_rank, context.token)
 
     def _version_point(self, step: int) -> None:
         version = self._version(step)

@@ -60,6 +60,24 @@ WORKERS_RESTARTED = EventType(
     restart=Field("int", "restarts so far"), token=_TOKEN,
     seconds=Field("float", "since the failure was seen on this node", "s", optional=True),
 )  # fmt: skip
+STANDBYS_PREPARED = EventType(
+    "standbys.prepared", NOTICE, "For each rank of this node a process waits that has done the rank's imports.",
+    count=Field("int", "processes"), seconds=Field("float", "from the start of the first to the end of the last", "s"),
+    bytes=Field("int", "their own memory, without what they share", "bytes"),
+)  # fmt: skip
+STANDBYS_USED = EventType(
+    "standbys.used", NOTICE, "Standby workers took the places of ranks at a restart.",
+    count=Field("int", "ranks that they became"), cold=Field("int", "ranks whose processes were started anew"),
+)  # fmt: skip
+STANDBY_REFUSED = EventType(
+    "standby.refused", NOTICE, "A standby worker is not used; its rank starts, or will start, in a new process.",
+    "Nothing is lost but seconds at a restart. --ftp-warm-workers off starts none.",
+    local_rank=Field("int", "rank within the node"), reason=_REASON,
+)  # fmt: skip
+STANDBYS_OMITTED = EventType(
+    "standbys.omitted", NOTICE, "No standby workers are kept: they would need too much memory.",
+    "--ftp-warm-workers on keeps them all the same.", reason=_REASON,
+)  # fmt: skip
 WORKERS_KILLED = EventType(
     "workers.killed", ALARM,
     "Other nodes or ranks were lost, so the training processes of this node could not continue; they were killed to "
