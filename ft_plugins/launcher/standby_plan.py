@@ -25,7 +25,7 @@ ABSENT = frozenset(
     {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "FTP_RUN_DIR", "FTP_TOKEN", "FTP_AGENT_PID"}
 )
 SETTLED_SECONDS = 10.0  # between the first iterations of an incarnation and the start of its first standby
-GUESSED_BYTES = 1 << 30  # of a standby before one was measured
+GUESSED_BYTES = 1 << 30  # of the first standby, which is then measured
 _MEMORY_SHARE = 0.25  # of the memory that is available, for all standbys of a node
 _IDLE_CORES = 1.0  # with fewer a standby imports in one of `_TURNS` turns
 _TURNS = 4

@@ -170,12 +170,12 @@ class StandbyPool:
         if self._config.warm_workers == "on":
             return ""
         known = [own_bytes(standby.process.pid) for standby in self._standbys.values()]
-        each = max(known, default=standby_plan.GUESSED_BYTES)
+        each, left = (max(known), self._count - len(known)) if known else (standby_plan.GUESSED_BYTES, 1)
         try:
             available = room.headroom()
         except (OSError, ValueError, KeyError) as error:
             return f"the memory that is available is not known ({error})"
-        return standby_plan.memory_refusal(each, self._count - len(known), available)
+        return standby_plan.memory_refusal(each, left, available)
 
     def _omit(self, reason: str) -> None:
         self.end()
