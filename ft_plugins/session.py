@@ -208,7 +208,7 @@ class Session:
             self._write_imported()
 
     def _write_imported(self) -> None:
-        """Tell ft-run what this rank has imported, for its standby workers; without that there are none."""
+        """Write down what this rank has imported, for standby workers; without that there are none."""
         context = self._context
         if context.run_dir is not None and self._config.warm_workers != "off":
             with contextlib.suppress(OSError):

@@ -67,7 +67,7 @@ STANDBYS_PREPARED = EventType(
 )  # fmt: skip
 STANDBYS_USED = EventType(
     "standbys.used", NOTICE, "Standby workers took the places of ranks at a restart.",
-    count=Field("int", "ranks that they became"), cold=Field("int", "ranks whose processes were started anew"),
+    count=Field("int", "ranks that they became"), cold=Field("int", "ranks that started in new processes"),
 )  # fmt: skip
 STANDBY_REFUSED = EventType(
     "standby.refused", NOTICE, "A standby worker is not used; its rank starts, or will start, in a new process.",
@@ -76,7 +76,7 @@ STANDBY_REFUSED = EventType(
 )  # fmt: skip
 STANDBYS_OMITTED = EventType(
     "standbys.omitted", NOTICE, "No standby workers are kept: they would need too much memory.",
-    "--ftp-warm-workers on keeps them all the same.", reason=_REASON,
+    "Give --ftp-warm-workers on to keep them all the same.", reason=_REASON,
 )  # fmt: skip
 WORKERS_KILLED = EventType(
     "workers.killed", ALARM,

@@ -24,7 +24,7 @@ _PURE_METHODS = {"resolve", "absolute", "as_posix"}  # of a path
 
 
 def beginning(source: str, name: str) -> list[ast.stmt]:
-    """The statements to execute. Raises SyntaxError for text that is no script, named `name`."""
+    """The statements to execute. Raises SyntaxError for invalid text; `name` is its name."""
     return list(_beginning(ast.parse(source, name).body))
 
 

@@ -1,4 +1,4 @@
-"""What imports do beside importing: which variables of the environment they read, and what they must not do early.
+"""What imports do besides: which variables of the environment they read, and what they must not do early.
 
 Invariant: nothing that a running rank uses is changed by a standby. An import that would overwrite a file or connect
 to a server is stopped, and the standby is not used.
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
-_READERS = ("os", "collections.abc", "_collections_abc")  # modules between `os.environ` and whoever reads it
+_READERS = ("os", "collections.abc", "_collections_abc")  # modules between `os.environ` and the code that reads it
 _OURS = "ft_plugins."  # reads what is handed over when it is called, not when it is imported
 _WRITING = os.O_WRONLY | os.O_RDWR
 _INTERNET = (socket.AF_INET, socket.AF_INET6)
@@ -51,7 +51,7 @@ class _NotingDict(dict[bytes, bytes]):
     def __init__(self, content: dict[bytes, bytes]) -> None:
         super().__init__(content)
         self.names: set[bytes] = set()
-        self._copied: deque[bytes] = deque()  # names that whoever iterates reads next, one after the other
+        self._copied: deque[bytes] = deque()  # names that an iteration reads next, in this order
 
     def __iter__(self) -> Iterator[bytes]:
         names = list(super().__iter__())
