@@ -181,7 +181,10 @@ class StandbyPool:
         self.end()
         self._over = True
         self._events.emit(catalogue.STANDBYS_OMITTED, reason=reason)
-        say(f"no standby workers are kept: {reason}; give --ftp-warm-workers on to keep them all the same", who="ft-run: ")
+        say(
+            f"no standby workers are kept: {reason}; give --ftp-warm-workers on to keep them all the same",
+            who="ft-run: ",
+        )
 
     def _follow(self, rank: int, standby: _Process) -> None:
         """Hear whether it is ready; if it is not, let it import in this turn or stop it."""
