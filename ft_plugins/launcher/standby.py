@@ -19,6 +19,7 @@ import os
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -51,7 +52,7 @@ class _Standby:
         self._environment: dict[str, str] = {}
         self._read: set[str] = set()
         self._set: dict[str, str | None] = {}
-        self._added: list[str] = []  # to sys.path, by statements that the script will execute again
+        self._added: Counter[str] = Counter()  # to sys.path, by statements that the script will execute again
         self._files: dict[str, tuple[int, ...] | None] = {}
         self._endings: list[Callable[[], None]] = []
         self._cuda_is_initialized: Callable[[], bool] = lambda: False
@@ -117,11 +118,11 @@ class _Standby:
         sys.modules["__main__"] = main
         self._files[os.path.abspath(path)] = None
         for statement in standby_script.beginning(source, path):
-            places = list(sys.path)
+            places = Counter(sys.path)
             code = compile(ast.Module([statement], []), path, "exec", dont_inherit=True)
             exec(code, vars(main))
             if "sys.path" in ast.unparse(statement):
-                self._added += [place for place in sys.path if place not in places]
+                self._added += Counter(sys.path) - places
 
     def _paths(self) -> set[str]:
         """The files of all modules, and of the script."""
@@ -150,15 +151,15 @@ class _Standby:
         for descriptor, output in enumerate(outputs, start=1):
             os.dup2(output, descriptor)
             os.close(output)
-        os.environ.clear()
-        os.environ.update(environment)
-        for name, value in self._set.items():
+        whole: dict[str, str | None] = dict.fromkeys(os.environ) | environment | self._set
+        for name, value in whole.items():  # only what differs: a thread may read the others
             if value is None:
                 os.environ.pop(name, None)
-            else:
+            elif os.environ.get(name) != value:
                 os.environ[name] = value
-        for place in self._added:
-            sys.path.remove(place)
+        for place in self._added.elements():
+            if place in sys.path:
+                sys.path.remove(place)
         own = sys.orig_argv.index(_STANDBY)
         sys.orig_argv[own : own + 1 + _OWN_WORDS] = [_WORKER]
         sys.modules["__main__"] = self._own_main

@@ -28,7 +28,7 @@ SETTLED_SECONDS = 10.0  # between the first iterations of an incarnation and the
 GUESSED_BYTES = 1 << 30  # of the first standby, which is then measured
 _MEMORY_SHARE = 0.25  # of the memory that is available, for all standbys of a node
 _IDLE_CORES = 1.0  # with fewer a standby imports in one of `_TURNS` turns
-_TURNS = 4
+_TURNS = 2
 _SHOWN = 4  # names in a reason
 _NOT_LATER = ("ft_plugins.adapters", "ft_plugins.deepspeed", "ft_plugins.launcher")  # they act on frameworks
 

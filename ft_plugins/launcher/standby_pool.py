@@ -38,6 +38,7 @@ from .watcher import Job
 _WORKER, _STANDBY = "ft_plugins.launcher.worker", "ft_plugins.launcher.standby"
 _CHECK_SECONDS = 10.0  # for all standbys together to say that no file has changed
 _TAKE_SECONDS = 5.0  # for one to confirm that it takes over
+_END_SECONDS = 10.0  # for the kernel to end one
 _IMPORT_SECONDS = 900.0  # for the imports of one, which may be stopped for most of that time
 
 Cold = Callable[[Any, Any], "subprocess.Popen[bytes]"]
@@ -60,7 +61,8 @@ class _Process:
         self.channel.close()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in the kernel
+            self.process.wait(_END_SECONDS)
 
 
 class StandbyPool:
@@ -84,6 +86,8 @@ class StandbyPool:
         had = bool(self._standbys)
         self._check()
         self._taken = 0
+        for rank in range(self._count):  # of the last incarnation
+            imported.path_of(self._run_dir, rank).unlink(missing_ok=True)
         try:
             with _popen_of(self._start):
                 yield
@@ -120,6 +124,8 @@ class StandbyPool:
         if len(self._commands) < self._count:
             return False
         if self._settled_at is None:
+            if not all(imported.path_of(self._run_dir, rank).exists() for rank in range(self._count)):
+                return False
             try:
                 tokens = {imported.read(self._run_dir, rank).token for rank in range(self._count)}
             except (OSError, ValueError):
@@ -183,6 +189,7 @@ class StandbyPool:
         self._events.emit(catalogue.STANDBYS_OMITTED, reason=reason)
         say(
             f"no standby workers are kept: {reason}; give --ftp-warm-workers on to keep them all the same",
+            alarm=True,
             who="ft-run: ",
         )
 
@@ -226,6 +233,7 @@ class StandbyPool:
         say(
             f"{self._count} standby workers have imported what the ranks of this node have, and wait for a restart; "
             f"they take {own / 2**30:.2f} GiB (--ftp-warm-workers off: none)",
+            alarm=True,
             who="ft-run: ",
         )
 

@@ -118,15 +118,18 @@ class Node:
     def wait_until(self, event: str) -> Event:
         deadline = time.monotonic() + WAIT
         while not (found := [each for each in self.told if each.name == event]):
-            assert time.monotonic() < deadline, self.told
+            assert time.monotonic() < deadline and not self.refusals(), self.told
             self.pool.turn()
             time.sleep(0.02)
         return found[-1]
 
     def run_cut_short(self) -> None:
-        """A first incarnation that had imported what this process has."""
+        """A first incarnation that had imported what this process has, and the module beside the script."""
         self.start().proc.kill()
         imported.write(self.folder, 0, self.token)
+        written = imported.read(self.folder, 0)
+        whole = replace(written, names=(*written.names, "beside"))
+        imported.path_of(self.folder, 0).write_text(json.dumps(asdict(whole)))
 
     def prepared(self, *words: str, whole: bool = False) -> int:
         """A first incarnation has ended, and a standby waits: its pid. `whole`: it ran, and told what it found."""
@@ -312,6 +315,8 @@ def test_none_is_started_before_the_running_incarnation_has_imported(make: Calla
     node = make()
     node.run_cut_short()
     node.start().proc.kill()
+    assert not imported.path_of(node.folder, 0).exists()
+    imported.write(node.folder, 0, node.token - 1)
     for _ in range(20):
         node.pool.turn()
     assert node.pool._standbys == {} and node.told == []
