@@ -19,6 +19,7 @@ from . import faults
 from .config import Config, LaunchContext, launch_context
 from .errors import ConfigError, FencedError, FtError, ProtectionError, ResumeError, StateChangedError
 from .events import Events, catalogue, file_sink, log_sink, say
+from .model import imported
 from .model.host import Checking, Host
 from .model.progress import FollowedHost, WorkPhase
 from .model.timeline import SenderFacts
@@ -67,6 +68,7 @@ class Session:
         self._carrying = CarryingHost(host)
         self._sync: Synchronizer | None = None
         self.progress = ProgressReport()
+        self._ended = 0  # iterations of this incarnation
         self._deferred = 0  # the version whose tensors are captured during the next one
         try:
             if config.paft is not None or config.sync is not None:
@@ -236,6 +238,16 @@ class Session:
             self._start.completed(step)
             self._start = None
         self.progress.words.end(step)
+        self._ended += 1
+        if self._ended == imported.AFTER_ITERATIONS:
+            self._write_imported()
+
+    def _write_imported(self) -> None:
+        """Write down what this rank has imported, for standby workers; without that there are none."""
+        context = self._context
+        if context.run_dir is not None and self._config.warm_workers != "off":
+            with contextlib.suppress(OSError):
+                imported.write(context.run_dir, context.local_rank, context.token)
 
     def _version_point(self, step: int) -> None:
         version = self._version(step)

@@ -24,6 +24,7 @@ from typing import Any
 
 STEPS = ("began", "joining", "built", "restored")
 _GROUP_FUNCTIONS = ("init_process_group", "new_group", "new_subgroups", "new_subgroups_by_enumeration", "split_group")
+_MARK = "_ft_plugins_measured"  # attribute of functions that are measured
 
 
 @dataclass
@@ -66,11 +67,12 @@ def afterwards(function: Callable[[], None]) -> None:
 
 
 def follow_groups(module: Any) -> None:
-    """Measure the functions of `module`, torch.distributed, that make process groups. What they do is unchanged."""
+    """Measure the functions of `module`, torch.distributed, that make process groups. What they do is unchanged.
+    Idempotent."""
     depth = [0]
     for name in _GROUP_FUNCTIONS:
         original = getattr(module, name, None)
-        if original is not None:
+        if original is not None and not hasattr(original, _MARK):
             setattr(module, name, _measured(original, depth))
 
 
@@ -89,4 +91,5 @@ def _measured(original: Callable[..., Any], depth: list[int]) -> Callable[..., A
             depth[0] -= 1
             _taken.grouped += time.monotonic() - began
 
+    setattr(measured, _MARK, True)
     return measured

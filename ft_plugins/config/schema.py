@@ -101,6 +101,12 @@ class Config(Block):
         description="how many iterations to train on after protection was lost, before the job ends",
         json_schema_extra=more("iterations", needs_system=True),
     )
+    warm_workers: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="under ft-run, keep a process per rank that has imported what the rank has imported and takes its "
+        "place after a failure; auto: where memory allows it",
+        json_schema_extra=more(needs_system=True),
+    )
     cpu: bool = Field(
         False,
         description="allow training on the CPU if no CUDA device is visible: Megatron is then patched for it, as with "

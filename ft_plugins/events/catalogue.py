@@ -76,6 +76,24 @@ RANKS_RESUMED = EventType(
     completed=Field("float", "the same clock when the iteration was completed", "s"),
     processor=Field("dict", "processor seconds of all of them, by part of the start"),
 )  # fmt: skip
+STANDBYS_PREPARED = EventType(
+    "standbys.prepared", NOTICE, "For each rank of this node a process waits that has done the rank's imports.",
+    count=Field("int", "processes"), seconds=Field("float", "from the start of the first to the end of the last", "s"),
+    bytes=Field("int", "their own memory, without what they share", "bytes"),
+)  # fmt: skip
+STANDBYS_USED = EventType(
+    "standbys.used", NOTICE, "Standby workers took the places of ranks at a restart.",
+    count=Field("int", "ranks that they became"), cold=Field("int", "ranks that started in new processes"),
+)  # fmt: skip
+STANDBY_REFUSED = EventType(
+    "standby.refused", NOTICE, "A standby worker is not used; its rank starts, or will start, in a new process.",
+    "Nothing is lost but seconds at a restart. --ftp-warm-workers off starts none.",
+    local_rank=Field("int", "rank within the node"), reason=_REASON,
+)  # fmt: skip
+STANDBYS_OMITTED = EventType(
+    "standbys.omitted", NOTICE, "No standby workers are kept: they would need too much memory.",
+    "Give --ftp-warm-workers on to keep them all the same.", reason=_REASON,
+)  # fmt: skip
 WORKERS_KILLED = EventType(
     "workers.killed", ALARM,
     "Other nodes or ranks were lost, so the training processes of this node could not continue; they were killed to "
