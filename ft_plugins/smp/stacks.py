@@ -11,8 +11,8 @@ rank without stacks gets a file that says why.
     <run directory>/stack.R                   the file of rank R, which it opens at start
     <run directory>/hangs/TOKEN/rankR.txt     stacks by incarnation and rank, of the last KEPT hangs
 
-In: run directory, processes by rank. Out: `listen` in a rank; in the SMP `dump`, which returns the folder of the stacks, and
-`forget` at its end.
+In: run directory, processes by rank. Out: `listen` in a rank; in the SMP `dump`, which returns the folder of stacks,
+and `forget` at its end.
 """
 
 from __future__ import annotations
