@@ -27,7 +27,7 @@ from ..snapshot import paths
 from ..snapshot import segment as segments
 from ..snapshot.segment import OWNER, Segment
 from ..snapshot.slots import voided_slots
-from . import adoption, job_file, liveness, protocol, requests
+from . import adoption, job_file, liveness, protocol, requests, stacks
 from .alarms import Alarms
 from .checkpoint_schedule import REQUEST
 from .hang_watch import HangWatch
@@ -377,6 +377,7 @@ class SnapshotProcess:
             for segment in self._segments.values():
                 segment.close()
             self._segments.clear()
+            stacks.forget(self._run_dir)
             removed = paths.remove(self._job, self._node)
             self._history.forget()
             self._events.emit(catalogue.SMP_ENDED, reason=reason, segments=removed)

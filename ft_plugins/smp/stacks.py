@@ -11,7 +11,8 @@ rank without stacks gets a file that says why.
     <run directory>/stack.R                   the file of rank R, which it opens at start
     <run directory>/hangs/TOKEN/rankR.txt     stacks by incarnation and rank, of the last KEPT hangs
 
-In: run directory, processes by rank. Out: `listen` in a rank; `dump` in the SMP: the folder of the stacks.
+In: run directory, processes by rank. Out: `listen` in a rank; in the SMP `dump`, which returns the folder of stacks,
+and `forget` at its end.
 """
 
 from __future__ import annotations
@@ -57,6 +58,13 @@ def listen(run_dir: Path, rank: int) -> Callable[[], None]:
             _own(run_dir, rank).unlink(missing_ok=True)
 
     return end
+
+
+def forget(run_dir: Path) -> None:
+    """Remove the files of ranks that were killed; stacks that were written down stay."""
+    for path in run_dir.glob("stack.*"):
+        with suppress(OSError):
+            path.unlink()
 
 
 def dump(run_dir: Path, token: int, processes: Processes, seconds: float = SECONDS) -> Path:

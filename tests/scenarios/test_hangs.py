@@ -135,6 +135,13 @@ def test_while_a_rank_of_another_node_saves_a_checkpoint_the_job_does_not_hang(
     require_as_unfailed(run, unfailed, found, tmp_path)
 
 
+def test_a_slow_rank_is_named_with_its_factor_and_left_alone(run: Any) -> None:
+    job, found = run("--how", "straggle", "--seconds", "0.1", "--iterations", "50", restarts=0)
+    [slow] = [event.fields for event in job.events(catalogue.RANK_SLOWED.name)]
+    assert slow["about"] == 1 and slow["factor"] > 1.5 and 0.05 < slow["seconds"] < 1
+    assert len(ended(found)) == 2
+
+
 def test_without_the_watch_nothing_is_noticed_and_no_words_are_written(run: Any, tmp_path: Path) -> None:
     job, found = run("--how", "slow-first", "--seconds", "3", restarts=0, hang_seconds="0")
     assert job.events(catalogue.JOB_HUNG.name) == [] and len(ended(found)) == 2

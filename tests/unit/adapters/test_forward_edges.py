@@ -21,6 +21,7 @@ class Recorded:
 
     def __init__(self) -> None:
         self.phases: list[WorkPhase] = []
+        self.words = threading.Lock()  # can be neither copied nor pickled
 
     def edge(self, phase: WorkPhase) -> None:
         self.phases.append(phase)

@@ -226,7 +226,7 @@ def test_a_rank_that_computes_much_longer_than_its_peers_is_slow() -> None:
 @pytest.mark.parametrize(
     "some",
     [
-        compared(0.2, 0.2, 0.29, 0.2),
+        compared(0.25, 0.25, 0.36, 0.25),
         compared(0.01, 0.01, 0.1, 0.01),  # too little of an iteration
         compared(0.2, 0.2, 0.5, 0.2, of=KEPT - 1),  # too few iterations
         compared(0.5),

@@ -128,5 +128,8 @@ def test_the_stacks_of_the_last_hangs_are_kept(tmp_path: Path) -> None:
 def test_one_that_no_longer_listens_leaves_no_file(tmp_path: Path) -> None:
     end = stacks.listen(tmp_path, 7)
     assert stat.S_IMODE((tmp_path / "stack.7").stat().st_mode) == 0o600
+    (tmp_path / "stack.8").touch()
+    stacks.forget(tmp_path)
+    assert not list(tmp_path.glob("stack.*"))
     end()
     assert not (tmp_path / "stack.7").exists()
