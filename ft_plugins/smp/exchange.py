@@ -76,6 +76,14 @@ def slot_of(segment: Segment, version: Version) -> int:
     raise CorruptSlotError(f"rank {segment.rank}: no CLEAN slot holds version {version} (slots: {held})")
 
 
+def parity_slot_of(segment: Segment, version: Version) -> int:
+    """The slot that holds the parity which the rank computed of `version`. Raises CorruptSlotError if there is none."""
+    index = segment.parity_of(version)
+    if index is None:
+        raise CorruptSlotError(f"rank {segment.rank}: it holds no parity of version {version}")
+    return index
+
+
 def descriptor_of(segment: Segment, version: Version) -> bytes:
     """Small state and digest table of a rank's slot, which other nodes keep to rebuild it; not its data."""
     index = slot_of(segment, version)
@@ -210,6 +218,8 @@ class ExchangeSender:
                             return False
                         segment = self._segments[rank]
                         segment.verify(slot_of(segment, self._version))
+                        if segment.shape.parity_indices:
+                            segment.verify(parity_slot_of(segment, self._version))
                     self._verified = True
                 except CorruptSlotError as error:
                     self._events.emit(catalogue.SLOT_CORRUPTED, reason=str(error))
@@ -266,7 +276,9 @@ class ExchangeSender:
         """Have the target compare its shares with the replicas from which parity was computed here. Returns whether all
         agree."""
         tables = {
-            rank: segment.digests(slot_of(segment, self._version)).copy() for rank, segment in self._segments.items()
+            rank: segment.digests(parity_slot_of(segment, self._version)).copy()
+            for rank, segment in self._segments.items()
+            if segment.shape.parity_indices
         }
         for batch in replica_checks.batches(self._checks[lane.target]):
             checks = replica_checks.payload(batch, tables)

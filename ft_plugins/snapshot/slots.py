@@ -160,6 +160,16 @@ def choose(slots: Sequence[Slot], writing: Version | None = None) -> int:
     return min(free, key=age).index
 
 
+def choose_parity(slots: Sequence[Slot], version: Version) -> int | None:
+    """Choose the parity slot for `version`, which is exchanged next: the one that holds it already, if what that holds
+    is damaged, else one that does not hold the committed version's parity. None if there is none."""
+    same = [slot.index for slot in slots if slot.version == version]
+    if same:
+        return same[0]
+    free = [slot for slot in slots if not slot.pins]
+    return choose(free) if free else None
+
+
 def pinnable_slot(slots: Sequence[Slot], version: Version) -> int | None:
     """The slot of `version` if no capture that has already chosen its slot can overwrite it, else None.
 

@@ -25,7 +25,7 @@ from ..errors import ConfigError, FtError, ProtectionError
 from ..events import Events, catalogue, say
 from ..model.host import Host
 from ..smp.wire import read_secret
-from ..snapshot.room import check_room
+from ..snapshot.room import check_room, memory_bytes
 from ..snapshot.shape import Shape
 from .failure_domains import JobNodeNames, exchange_names
 from .reft import Reft
@@ -134,12 +134,13 @@ def claim_memory(
             raise error
         shape = reft.claim(fresh=config.resume == "fresh")
     own = [*astuple(shape)] if shape else None
-    shapes = [msgpack.unpackb(part) for part in collective.gather(msgpack.packb(own))]
+    parts = [msgpack.unpackb(part) for part in collective.gather(msgpack.packb([own, memory_bytes()]))]
+    shapes, memory = [part[0] for part in parts], [part[1] for part in parts]
     if reft is None or None in shapes:
         return claiming.tolerated or ProtectionError(f"rank {shapes.index(None)} is not protected")
     first = host.rank == 0 and context.restart == 0
     if first:
-        say(budget_table([Shape(*values) for values in shapes], nodes, reft.plan.certifies), who="")
+        say(budget_table([Shape(*values) for values in shapes], nodes, reft.plan.certifies, memory), who="")
     if first or (host.rank == 0 and names.domains != names.reported):
         for line in reft.nodes.describe_domains():
             say(line)

@@ -307,9 +307,9 @@ def test_versions_that_one_group_misses_again_and_again_leave_the_other_group_it
     job.protect()
     job.counts(1)
     behind = job.nodes[2]
-    iteration = 1
+    job.waits_for(2)
     for _ in range(4):
-        iteration += 1
+        iteration = job.nodes[0].status("exchange")[1]  # further ahead each time
         named = Version(1, iteration)
         job.waits_for(iteration)
         for node in job.nodes:
