@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 from .. import files
 from ..intake import read_json
 from ..snapshot.segment import Segment
-from ..snapshot.slots import Mark, Pin, Slot, SlotState, Version
+from ..snapshot.slots import SHARED, Mark, Pin, Slot, SlotState, Version
 from .agreement import ExchangeDecision
 from .parity_store import ParityStore
 from .protection import Protection
@@ -56,7 +56,7 @@ class PinnedVersions:
         store.void_after(protection.base)
         for segment in self._segments.values():
             for version in keep:
-                segment.pin(version, Pin.NODE)
+                segment.pin(version, Pin.NODE, idle=True)
             for slot in segment.slots():
                 segment.unpin(slot.index, Pin.SOURCE if slot.version in keep else Pin.NODE | Pin.SOURCE)
             segment.keep_parity(protection.committed)
@@ -80,9 +80,12 @@ class PinnedVersions:
         return committed if committed in self._store.versions() else None
 
     def begun(self, lineage: int) -> int:
-        """The newest iteration that a rank has begun to capture."""
-        versions = (slot.version for rank in self._ranks for slot in self._segments[rank].slots())
-        return max((v.iteration for v in versions if v is not None and v.lineage == lineage), default=0)
+        """The newest iteration that a rank has begun to capture, or has left out."""
+        segments = [self._segments[rank] for rank in self._ranks]
+        versions = (slot.version for segment in segments for slot in segment.slots())
+        begun = max((v.iteration for v in versions if v is not None and v.lineage == lineage), default=0)
+        passed = (one.completed for one in segments if one.shape.free < SHARED and one.lineage == lineage)
+        return max([begun, *passed])
 
     def commit(self, version: Version) -> bool:
         """Make `version`, which is complete on all nodes, the committed version. False if it is not here."""
@@ -114,6 +117,9 @@ class PinnedVersions:
         for rank in self._ranks:
             segment = self._segments[rank]
             slots = segment.slots()
+            for slot in slots:  # pinned by a trainer that had not yet read that another one is sent
+                if slot.pins & Pin.SOURCE and slot.version != version:
+                    segment.unpin(slot.index, Pin.SOURCE)
             newest = max((slot.version for slot in slots if slot.version is not None), default=version)
             if segment.pin(version, Pin.SOURCE) is None:
                 return None if newest > version and not _is_captured(slots, version) else False

@@ -36,7 +36,7 @@ from .copiers import Copier, as_words, copier_for, flat_bytes
 from .encode import Encoder
 from .layout import CaptureBucket, Layout
 from .segment import NOT_COMPUTED, Segment
-from .slots import SlotState, Version, choose, choose_parity
+from .slots import SlotState, Version, choose_parity, free_slot
 
 _Pieces = dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]]
 _Flat = Mapping[str, torch.Tensor]  # bytes by item
@@ -63,17 +63,20 @@ class Capture:
         token: int,
         committed: Callable[[Commit], None] = lambda commit: None,
         after_update: Callable[[], None] = lambda: None,
+        left_out: Callable[[Version], None] = lambda version: None,
     ) -> None:
         """`tensors` returns the live tensors by item name, at every version point: none may have moved.
 
         The capture thread calls `committed` before the fence opens, so it must be quick, and `after_update` after each
-        `run_after_update`; that may be slow. Raises InventoryError if tensors and layout do not agree.
+        `run_after_update`; that may be slow. `left_out` is called for a version for which no slot is free. Raises
+        InventoryError if tensors and layout do not agree.
         """
         self._segment = segment
         self._layout = layout
         self._token = token
         self._committed = committed
         self._after_update = after_update
+        self._left_out = left_out
         self._requested = False
         self._called = threading.Event()
         self._called.set()
@@ -115,7 +118,8 @@ class Capture:
         """Begin capturing `version`: synchronous items and small state now, the rest in the background.
 
         `kept`: copies of synchronous items from the version point, where the live tensors may have changed since.
-        Raises the error of the previous capture, FencedError if superseded, InventoryError if a tensor moved.
+        The version is left out if no slot is free. Raises the error of the previous capture, FencedError if superseded,
+        InventoryError if a tensor moved.
         """
         self.wait()
         self._called.wait()
@@ -133,7 +137,10 @@ class Capture:
         self._check_token()
         for copier in self._copiers.values():
             copier.ready()
-        index = choose(self._segment.slots(), version)
+        index = free_slot(self._segment.slots(), version)
+        if index is None:
+            self._left_out(version)
+            return
         faults.reach("capture.begin", iteration=version.iteration, slot=index)
         self._segment.dirty(index, version, self._token)
         self._segment.write_small(index, small)
@@ -218,6 +225,7 @@ class Capture:
         self._check_token()
         faults.reach("capture.seal.before", iteration=version.iteration, slot=index)
         self._segment.set_cursor(index, None)
+        self._segment.pin_awaited(index, version)
         self._segment.seal(index, version, self._token, self._small, self._digests)
         faults.reach("capture.seal.after", iteration=version.iteration, slot=index)
         return Commit(version, index, self._layout.nbytes, time.perf_counter() - started)

@@ -32,7 +32,7 @@ GATE = 512  # offset in the page; zeros, as at creation, mean closed
 _FINGERPRINT = 1024  # offset in the page: length, then JSON
 FINGERPRINT_ROOM = PAGE - _FINGERPRINT - 8
 _CONSTANTS = (  # the words after the magic
-    "nbytes", "small_nbytes", "buckets", "layout", "slots", "parity_nbytes", "checks", "rank", "world_size",
+    "nbytes", "small_nbytes", "buckets", "layout", "slots", "parity_nbytes", "checks", "free", "rank", "world_size",
 )  # fmt: skip
 _SEAL = 1 + len(_CONSTANTS)
 _COMPLETED, _RANGES, _AWAITED = _SEAL + 1, _SEAL + 2, _SEAL + 3

@@ -26,7 +26,7 @@ from .room import check_room
 from .segment_file import SegmentFile, allocate, digest_of_ranges, slot_start
 from .shape import PAGE, Shape
 from .slot_header import STATE_WORDS
-from .slots import Mark, Pin, Slot, SlotState, Version, marks_of, pinnable_slot, voided_slots
+from .slots import SHARED, Mark, Pin, Slot, SlotState, Version, marks_of, pinnable_slot, voided_slots
 
 OWNER, COMPLETED = "owner", "completed iteration"  # names in `Segment.damaged`
 NOT_COMPUTED = 0  # digest of a bucket that is not in this slot: of parity in a slot, of data in a parity slot
@@ -239,20 +239,28 @@ class Segment(SegmentFile):
         """What a slot is pinned for, without reading its content."""
         return self._slots[index].pins
 
-    def pin(self, version: Version, purpose: Pin) -> int | None:
+    def pin(self, version: Version, purpose: Pin, idle: bool = False) -> int | None:
         """Pin `version` for `purpose`. Returns its slot; None if no slot holds it or a capture may overwrite it.
+        `idle`: no capture can be running.
 
         Called by the SMP alone. Slots pinned earlier for the same purpose stay pinned until `unpin`.
         """
-        index = pinnable_slot(self.slots(), version)
+        free = len(self._slots) + 1 if idle else self.shape.free
+        index = pinnable_slot(self.slots(), version, free)
         if index is None:
             return None
         before = self.slot(index).pins
         self._slots[index].pins = before | purpose
-        if before or pinnable_slot([replace(slot, pins=Pin(0)) for slot in self.slots()], version) == index:
+        if before or pinnable_slot([replace(slot, pins=Pin(0)) for slot in self.slots()], version, free) == index:
             return index
         self._slots[index].pins = before
         return None
+
+    def pin_awaited(self, index: int, version: Version) -> None:
+        """Pin the slot in which `version` is captured for sending, if it is exchanged next and capture would overwrite
+        it before the SMP can pin it. Called by the trainer alone, before it seals the slot."""
+        if self.shape.free < SHARED and self.is_awaited(version):
+            self._slots[index].pins = self.pins(index) | Pin.SOURCE
 
     def unpin(self, index: int, purpose: Pin) -> None:
         """Unpin a slot for `purpose`. Called by the SMP alone."""

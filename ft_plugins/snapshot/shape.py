@@ -29,6 +29,7 @@ class Shape:
     slots: Count = SLOTS
     parity_nbytes: Count = 0  # of `nbytes`, at the end
     checks: Count = 0  # digests of the parity's sources
+    free: Count = SLOTS  # of the slots: never pinned
 
     @cached_property
     def data_nbytes(self) -> int:

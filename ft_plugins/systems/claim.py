@@ -141,6 +141,12 @@ def claim_memory(
     first = host.rank == 0 and context.restart == 0
     if first:
         say(budget_table([Shape(*values) for values in shapes], nodes, reft.plan.certifies, memory), who="")
+    if first and reft.plan.lacking > 0:
+        say(
+            "if a process fails, the job resumes from the newest snapshot that all ranks still have; with so few slots "
+            "(--reft-slots) that may be the one that other nodes keep. With "
+            f"{reft.plan.lacking} more it is the last one, or the one before"
+        )
     if first or (host.rank == 0 and names.domains != names.reported):
         for line in reft.nodes.describe_domains():
             say(line)

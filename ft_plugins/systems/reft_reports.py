@@ -25,6 +25,7 @@ from ..redundancy.node_kinds import SHOWN, grouped, more_kinds, node_label, node
 from ..smp.protocol import ALARM
 from ..snapshot.capture import Commit
 from ..snapshot.shape import Shape
+from ..snapshot.slots import Version
 
 _ALARMS = TypeAdapter(dict[Text, Text])
 _CAPTURES = 9  # recent captures, whose median is the expected duration of one
@@ -103,6 +104,10 @@ class ReftReports:
             catalogue.SNAPSHOT_SEALED, lineage=commit.version.lineage, iteration=commit.version.iteration,
             seconds=commit.seconds, bytes=commit.nbytes, slot=commit.slot,
         )  # fmt: skip
+
+    def left_out(self, version: Version) -> None:
+        """Report a version that was not captured, because all slots are pinned: fewer than five were asked for."""
+        self._events.emit(catalogue.SNAPSHOT_SKIPPED, lineage=version.lineage, iteration=version.iteration)
 
     def record_wait(self, step: int, seconds: float) -> None:
         """Record how long the fence of iteration `step` waited, for `report_waits`."""

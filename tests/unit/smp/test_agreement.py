@@ -44,6 +44,7 @@ from ft_plugins.smp.node_step import (
 )
 from ft_plugins.snapshot.shape import PARITY_SLOTS
 from ft_plugins.snapshot.slots import (
+    SHARED,
     SLOTS,
     Pin,
     Slot,
@@ -51,6 +52,7 @@ from ft_plugins.snapshot.slots import (
     Version,
     choose,
     choose_parity,
+    free_slot,
     pinnable_slot,
     slots_for,
 )
@@ -370,12 +372,25 @@ class Slots:
 class Rank(Slots):
     """The segment of a rank, which computes parity of what it has read in time that it is exchanged next."""
 
-    def __init__(self, count: int) -> None:
-        super().__init__(count)
+    def __init__(self, free: int) -> None:
+        super().__init__(slots_for(Pin.NODE, Pin.SOURCE, free=free))
+        self.free, self.completed = free, 0
         self.parity, self.awaited = Slots(PARITY_SLOTS), None
 
     parity: Slots
     awaited: Version | None
+
+    def write(self, version: Version) -> None:
+        """Left out if no slot is free."""
+        self.completed = version.iteration
+        if free_slot(self.slots) is not None:
+            super().write(version)
+
+    def pin(self, version: Version, purpose: Pin, idle: bool = False) -> bool:
+        index = pinnable_slot(self.slots, version, len(self.slots) + 1 if idle else self.free)
+        if index is not None:
+            self.slots[index] = replace(self.slots[index], pins=self.slots[index].pins | purpose)
+        return index is not None
 
     def encode(self, version: Version) -> None:
         index = choose_parity(self.parity.slots, version)
@@ -386,6 +401,9 @@ class Rank(Slots):
     def seal(self, version: Version) -> None:
         if version == self.awaited:
             self.encode(version)
+        if version == self.awaited and self.free < SHARED:
+            pinned = [replace(s, pins=s.pins | Pin.SOURCE) if s.version == version else s for s in self.slots]
+            self.slots = pinned
         super().seal(version)
 
     def keep_parity(self, version: Version | None) -> None:
@@ -435,6 +453,7 @@ class Node:
     def report(self) -> NodeReport:
         slots = [slot.version for rank in self.ranks for slot in rank.slots if slot.version]
         begun = max((each.iteration for each in slots if each.lineage == self.state.epoch.lineage), default=0)
+        begun = max([begun, *(rank.completed for rank in self.ranks if rank.free < SHARED)])
         complete = self.running is not None and all(self.done.values()) and self.running in self.store.clean()
         (sent,) = self._feed(ReportDue(Observation(begun, self.committed, self.running, complete)))
         return sent.report
@@ -491,6 +510,7 @@ class Node:
 
     def _sealed(self, version: Version) -> bool | None:
         for rank in self.ranks:
+            rank.unpin(Pin.SOURCE, but=[version])
             newest = max((slot.version for slot in rank.slots if slot.version), default=version)
             if rank.pin(version, Pin.SOURCE):
                 if version in rank.parity.clean():
@@ -514,13 +534,12 @@ class Node:
 class Job:
     """All nodes, and what is on its way between them. Checks what must hold after each step."""
 
-    def __init__(self, random: Random, nodes: int, interval: int) -> None:
+    def __init__(self, random: Random, nodes: int, interval: int, free: int = SLOTS) -> None:
         self.random = random
         self.interval = interval
-        slots = slots_for(Pin.NODE, Pin.SOURCE)
         fresh = NodeState(ExchangeEpoch(0, None, nodes, interval), 0, False)
         self.nodes = [
-            Node(position, nodes - 1, [Rank(slots) for _ in range(RANKS_PER_NODE)], Slots(2), fresh)
+            Node(position, nodes - 1, [Rank(free) for _ in range(RANKS_PER_NODE)], Slots(2), fresh)
             for position in range(nodes)
         ]
         self.flying: list[Request] = []
@@ -532,6 +551,7 @@ class Job:
         self.base: Version | None = None
         self.lineage = 0
         self.sealed: dict[tuple[int, int], int] = {}
+        self.left_out = 0
         self.recover(None, lost=())
 
     # -- training --
@@ -551,8 +571,11 @@ class Job:
             self.sealed[who] += 1
         elif all(others >= done - 1 for others in self.sealed.values()):
             unpinned = [slot for slot in rank.slots if not slot.pins]
-            assert len(unpinned) >= SLOTS, "each purpose of a pin has a slot beyond the three of capture"
+            if rank.free >= SHARED:
+                assert len(unpinned) >= rank.free, "each purpose of a pin has a slot beyond those of capture"
             rank.write(v(done + 1, self.lineage))
+            self.left_out += not unpinned
+            self.sealed[who] += not unpinned
         else:
             return False
         return True
@@ -618,14 +641,16 @@ class Job:
                 for rank in node.ranks:
                     rank.slots, rank.parity = Slots(len(rank.slots)).slots, Slots(PARITY_SLOTS)
                     rank.write(base)
+                    rank.awaited = None
                     rank.seal(base)
             node.store.void_after(base)
             for rank in node.ranks:
                 rank.void_after(base)
                 rank.parity.void_after(base)
                 rank.keep_parity(kept)
+                rank.completed = base.iteration if base else 0
                 for version in filter(None, (base, kept)):
-                    rank.pin(version, Pin.NODE)
+                    rank.pin(version, Pin.NODE, idle=True)
                 rank.unpin(Pin.SOURCE)
                 rank.unpin(Pin.NODE, but=[base, kept])
                 assert base is None or base in rank.pinned(Pin.NODE), "what is restored is newest, or pinned"
@@ -738,12 +763,13 @@ def until_newer(job: Job) -> None:
 
 
 seeds = st.integers(0, 2**32 - 1)
-shapes = st.tuples(st.integers(2, 4), st.sampled_from([1, 1, 2, 5]))
+frees = st.sampled_from([SLOTS, SLOTS, 2, 1, 0])  # slots that capture has besides those of the node tier
+shapes = st.tuples(st.integers(2, 4), st.sampled_from([1, 1, 2, 5]), frees)
 
 
 @settings(max_examples=80, deadline=None)
 @given(seeds, shapes)
-def test_what_counted_is_kept_on_every_node_until_the_next_one_is(seed: int, shape: tuple[int, int]) -> None:
+def test_what_counted_is_kept_on_every_node_until_the_next_one_is(seed: int, shape: tuple[int, int, int]) -> None:
     random = Random(seed)
     job = Job(random, *shape)
     weights = disturbed(random)
@@ -758,7 +784,7 @@ def test_what_counted_is_kept_on_every_node_until_the_next_one_is(seed: int, sha
 @settings(max_examples=60, deadline=None)
 @given(seeds, shapes)
 def test_after_a_recovery_the_restored_version_counts_again_before_anything_newer(
-    seed: int, shape: tuple[int, int]
+    seed: int, shape: tuple[int, int, int]
 ) -> None:
     """Processes die, or a node does, at any time, again and again; what is restored is the newest that can be had."""
     random = Random(seed)

@@ -33,7 +33,7 @@ from ft_plugins.snapshot.layout import Layout, plan_layout
 from ft_plugins.snapshot.paths import path_of, remove
 from ft_plugins.snapshot.segment import Segment, create
 from ft_plugins.snapshot.shape import Shape
-from ft_plugins.snapshot.slots import Pin, SlotState, Version, slots_for
+from ft_plugins.snapshot.slots import SLOTS, Pin, SlotState, Version, slots_for
 
 BUCKET = 64 << 10
 NODES = ("n0", "n0", "n1", "n2")  # of each rank
@@ -104,18 +104,25 @@ def value_of(rank: int, name: str, iteration: int, nbytes: int) -> np.ndarray:
 class Cluster:
     """Three nodes, two ranks on the first one."""
 
-    def __init__(self, folder: Path, job: str) -> None:
+    def __init__(self, folder: Path, job: str, free: int = SLOTS) -> None:
         self.folder, self.job = folder, job
         self.secret = folder / "secret"
         self.secret.write_text("a secret of this job alone")
         self.secret.chmod(0o600)
         plain = [plan_layout(inventory(rank), NODES, BUCKET) for rank in RANKS]
         self.layouts = [with_parity(layout, NODES, [RANKS], 1, BUCKET) for layout in plain]
-        slots = slots_for(Pin.NODE, Pin.SOURCE)
+        slots = slots_for(Pin.NODE, Pin.SOURCE, free=free)
         self.shapes = [
             Shape(
-                la.nbytes + la.parity_nbytes, 1000, len(la.ranges), 7, slots, la.parity_nbytes, la.source_digest_count
-            )
+                la.nbytes + la.parity_nbytes,
+                1000,
+                len(la.ranges),
+                7,
+                slots,
+                la.parity_nbytes,
+                la.source_digest_count,
+                free,
+            )  # fmt: skip
             for la in self.layouts
         ]
         self.events: dict[str, list[Event]] = {}
@@ -326,6 +333,46 @@ def test_a_version_whose_replicas_differ_never_counts_and_says_whose_they_are(cl
     cluster.rebuild(lost, Version(1, 3))
     for rank in cluster.ranks(lost):
         assert cluster.trainers[rank].holds(Version(1, 3), before[rank])
+
+
+@pytest.mark.parametrize("free", [0, 1, 2])
+def test_with_fewer_slots_what_is_committed_stays_newer_versions_come_to_count_and_training_never_waits(
+    tmp_path: Path, job: str, free: int
+) -> None:
+    """Two, three and four slots in all; iterations do not wait for the exchange, and a node is lost in the end."""
+    cluster = Cluster(tmp_path, job, free)
+    try:
+        cluster.protect()
+        iteration, counted = 0, list[Version]()
+        while len(counted) < 4:
+            iteration += 1
+            assert iteration < 600, f"only {counted} count"
+            cluster.train(Version(1, iteration))
+            time.sleep(0.01)
+            for position, tier in enumerate(cluster.tiers):
+                committed = tier.committed
+                if committed is None or committed != tier.committed:
+                    continue
+                for rank in cluster.ranks(position):
+                    segment = cluster.trainers[rank].segment
+                    held = {slot.version for slot in segment.slots() if slot.state is SlotState.CLEAN}
+                    assert committed != tier.committed or (committed in held and segment.has_parity(committed))
+            newest = min(tier.committed or Version(0, 0) for tier in cluster.tiers)
+            if newest > max(counted, default=Version(0, 0)):
+                counted.append(newest)
+        for tier in cluster.tiers:
+            tier.suspend()
+        last = max(tier.committed for tier in cluster.tiers if tier.committed)
+        before = {rank: cluster.trainers[rank].data(last) for rank in RANKS}
+        cluster.substitute(1)
+        cluster.rebuild(1, last)
+        for rank in cluster.ranks(1):
+            assert cluster.trainers[rank].holds(last, before[rank])
+        cluster.protect(2, last)
+        cluster.until_counts(last)
+        assert cluster.events_of("replica.mismatched") == []
+    finally:
+        cluster.end()
 
 
 def test_ranks_that_were_past_a_version_when_it_was_announced_have_no_parity_of_it_and_a_later_one_counts(

@@ -261,6 +261,7 @@ def test_parity_is_computed_of_what_is_exchanged_next_alone_and_never_over_what_
                 assert {slot.version for slot in segment.parity_slots() if slot.pins} == {Version(1, 8)}
                 job.parity_is_right(rank, 8)
     assert all(segment.shape.parity_indices == range(4, 6) for segment in job.segments)
+    assert not any(segment.has_parity(Version(1, 9)) for segment in job.segments)
 
 
 def test_a_version_of_another_lineage_with_the_same_iteration_is_not_what_is_awaited(
