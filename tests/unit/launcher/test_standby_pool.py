@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ WAIT = 120.0
 SCRIPT = """
 from __future__ import annotations
 import faulthandler, json, os, resource, signal, sys, threading
+from multiprocessing import get_context
 from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent / "more"))
 import beside
@@ -328,3 +330,22 @@ def test_none_is_started_before_the_running_incarnation_has_imported(make: Calla
     for _ in range(20):
         node.pool.turn()
     assert node.pool._standbys == {} and node.told == []
+
+
+def test_it_ends_with_an_agent_that_is_killed(make: Callable[..., Node]) -> None:
+    reader, writer = os.pipe()
+
+    def agent() -> None:
+        os.write(writer, str(make().prepared()).encode())
+        signal.pause()
+
+    process = get_context("fork").Process(target=agent)
+    process.start()
+    assert select.select([reader], [], [], WAIT)[0]
+    pid = int(os.read(reader, 20))
+    os.kill(pid, signal.SIGSTOP)  # so that it does not notice that its socket is closed
+    process.kill()
+    process.join(WAIT)
+    assert gone(pid)
+    os.close(reader)
+    os.close(writer)
