@@ -31,7 +31,7 @@ BOUND = 280.0
 EXAMPLES = megatron_runs.EXAMPLE.parent
 FT_RUN = (sys.executable, "-m", "ft_plugins.launcher.command")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
-PATIENT = ("--ftp-detect-seconds", "600")  # a stopped rank is not lost
+PATIENT = ("--ftp-detect-seconds", "600", "--ftp-hang-seconds", "0")  # a stopped rank is neither lost nor hangs
 STOPPED_IN = 5  # iteration
 
 
@@ -138,7 +138,7 @@ class Maker:
     def deepspeed(self, killed: bool) -> Command:
         folder = self.folder()
         fault = f"update.middle@iteration={STOPPED_IN},rank=1,restart=0:stop"
-        block = {"reft": {}, "faults": fault, "detect_seconds": 600.0} if killed else {}
+        block = {"reft": {}, "faults": fault, "detect_seconds": 600.0, "hang_seconds": 0.0} if killed else {}
         run = DeepSpeedRun("d", folder, DeepSpeedConfiguration(2, 1), block, iterations=8)
         return self.command(folder, (*FT_RUN, "--nproc-per-node", 2, DEEPSPEED, *run.spec().argv), 2)
 

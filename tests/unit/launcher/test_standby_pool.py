@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ WAIT = 120.0
 SCRIPT = """
 from __future__ import annotations
 import faulthandler, json, os, resource, signal, sys, threading
+from multiprocessing import get_context
 from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent / "more"))
 import beside
@@ -64,7 +66,13 @@ print(json.dumps(told))
 if sys.argv[1:] == ["fail"]:
     raise ValueError("a script's own error")
 """
-BESIDE = "import os, threading\nIMPORTED_IN = os.getpid()\nLOCAL = threading.local()\nLOCAL.value = 3\n"
+BESIDE = """
+import os, threading
+os.environ["SET_BY_AN_IMPORT"] += "once"
+IMPORTED_IN = os.getpid()
+LOCAL = threading.local()
+LOCAL.value = 3
+"""
 JOIN = "import torch.distributed as d; 'standby' in ' '.join(sys.orig_argv) and d.init_process_group('gloo')"
 MORE = pytest.mark.all_configurations
 
@@ -92,6 +100,7 @@ class Node:
         ours = worker_environment(self.config, self.folder, self.token, os.getpid())
         place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         fresh = {
+            "SET_BY_AN_IMPORT": "",
             "MASTER_ADDR": "localhost", "MASTER_PORT": str(29500 + self.token), "OMP_NUM_THREADS": "1",
             "TORCHELASTIC_RESTART_COUNT": str(self.token - 1),
             "TORCHELASTIC_ERROR_FILE": str(self.folder / f"error-{self.token}.json"),
@@ -182,10 +191,11 @@ def test_a_standby_becomes_the_rank_and_all_is_as_in_a_new_process(make: Callabl
     assert handler.proc.pid == pid and node.refusals() == []
     warm, cold = node.said(handler), node.cold
     assert handler.proc.returncode == 0
-    changed = {name for name in warm["environment"] if warm["environment"][name] != cold["environment"].get(name)}
+    before, after = cold.pop("environment"), warm.pop("environment")
+    changed = {name for name in before | after if before.get(name) != after.get(name)}
+    assert after["SET_BY_AN_IMPORT"] == "once"
     assert changed == {"FTP_TOKEN", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_ERROR_FILE"}
     for each in (warm, cold):
-        del each["environment"]
         each["descriptors"] = [link.replace("-2", "-1") for link in each["descriptors"]]
     assert warm["beside"][1:] == [True, 3]
     assert warm == cold
@@ -320,3 +330,22 @@ def test_none_is_started_before_the_running_incarnation_has_imported(make: Calla
     for _ in range(20):
         node.pool.turn()
     assert node.pool._standbys == {} and node.told == []
+
+
+def test_it_ends_with_an_agent_that_is_killed(make: Callable[..., Node]) -> None:
+    reader, writer = os.pipe()
+
+    def agent() -> None:
+        os.write(writer, str(make().prepared()).encode())
+        signal.pause()
+
+    process = get_context("fork").Process(target=agent)
+    process.start()
+    assert select.select([reader], [], [], WAIT)[0]
+    pid = int(os.read(reader, 20))
+    os.kill(pid, signal.SIGSTOP)  # so that it does not notice that its socket is closed
+    process.kill()
+    process.join(WAIT)
+    assert gone(pid)
+    os.close(reader)
+    os.close(writer)
