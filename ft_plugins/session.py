@@ -19,11 +19,14 @@ from . import faults
 from .config import Config, LaunchContext, launch_context
 from .errors import ConfigError, FencedError, FtError, ProtectionError, ResumeError, StateChangedError
 from .events import Events, catalogue, file_sink, log_sink, say
+from .model import imported
 from .model.host import Checking, Host
+from .model.progress import FollowedHost, WorkPhase
 from .model.timeline import SenderFacts
 from .systems.carried import CarryingHost
 from .systems.claim import LossRecord, claim_memory, join_ranks, require_arguments, require_one_job
 from .systems.disconnection import Disconnection
+from .systems.followed import ProgressReport
 from .systems.reft import DEGRADED, PeerDegraded, Reft
 from .systems.start_record import StartRecord
 from .systems.synchronizer import Synchronizer, synchronizer_of
@@ -64,6 +67,8 @@ class Session:
             self.measured = self._measurement(profiling)
         self._carrying = CarryingHost(host)
         self._sync: Synchronizer | None = None
+        self.progress = ProgressReport()
+        self._ended = 0  # iterations of this incarnation
         self._deferred = 0  # the version whose tensors are captured during the next one
         try:
             if config.paft is not None or config.sync is not None:
@@ -105,6 +110,7 @@ class Session:
             self._degrade(claimed)
         else:
             self._reft = claimed
+            self.progress.begin(self._host, self._config, self._context, self._events)
 
     def resume(self, loaded: int = 0, last: int | None = None) -> int:
         """Restore all state. Returns the last completed iteration, `loaded` if nothing newer exists.
@@ -178,6 +184,7 @@ class Session:
         """An iteration begins. The first call restores data position and RNG."""
         self._restore_position()
         self.iteration = step
+        self.progress.words.begin(step)
         if self.measured is not None:
             self.measured.iteration_begin(step)
         if self._sync is not None and self._sync.waits_at_begin:
@@ -185,6 +192,7 @@ class Session:
 
     def before_update(self, step: int) -> None:
         """The fence; then apply averages and repairs, to tensors that no capture is reading."""
+        self.progress.words.edge(WorkPhase.FENCE)
         if self._sync is not None:
             self._synchronize(self._sync, lambda sync: sync.complete(step))
         if isinstance(self._host, Checking):  # what `complete` wrote is not a change by the loop
@@ -196,6 +204,7 @@ class Session:
             self._synchronize(sync, lambda sync: sync.before_update(step))
             if self._reft is not None and (version := self._version(step - 1)):  # it is sealed, its verdict known
                 self._guarded(lambda reft: reft.mark(version, sync.mark(step - 1)))
+        self.progress.words.edge(WorkPhase.UPDATE)
 
     def _wait_for_capture(self) -> None:
         if self._reft is not None:
@@ -213,11 +222,13 @@ class Session:
 
     def after_update(self, step: int) -> None:
         """The update is done: from now on replicas may be compared and averaged."""
+        self.progress.words.edge(WorkPhase.AFTER_UPDATE)
         if self._sync is not None:
             self._synchronize(self._sync, lambda sync: sync.after_update(step))
 
     def iteration_end(self, step: int) -> None:
         """The version point."""
+        self.progress.words.edge(WorkPhase.VERSION_POINT)
         if self.measured is not None:
             self.measured.bubbles_end()
         self._version_point(step)
@@ -226,6 +237,17 @@ class Session:
         if self._start is not None:
             self._start.completed(step)
             self._start = None
+        self.progress.words.end(step)
+        self._ended += 1
+        if self._ended == imported.AFTER_ITERATIONS:
+            self._write_imported()
+
+    def _write_imported(self) -> None:
+        """Write down what this rank has imported, for standby workers; without that there are none."""
+        context = self._context
+        if context.run_dir is not None and self._config.warm_workers != "off":
+            with contextlib.suppress(OSError):
+                imported.write(context.run_dir, context.local_rank, context.token)
 
     def _version_point(self, step: int) -> None:
         version = self._version(step)
@@ -254,6 +276,7 @@ class Session:
 
     def shutdown(self) -> None:
         """The orderly end of training; a lost SMP does not fail it. Idempotent."""
+        self.progress.end()
         if self._sync is not None:
             self._wait_for_capture()  # the synchronizer may change tensors
             self._sync.shutdown()
@@ -329,7 +352,12 @@ def attach(
             "instead of torchrun and give --reft, or drop attach (attach(host, Config()) trains unprotected)"
         )
     session = Session(host, chosen, context, profiling)
+    spans = session.measured is not None
     if session.measured is not None:
-        host.install_edges(session.measured.edges)
+        host.install_edges(session.progress.with_spans(session.measured.edges))
+    elif chosen.sync is None and chosen.paft is None:  # which follow or repeat the same functions themselves
+        spans = session.progress.follow_spans(host)
     host.install(session)
+    if isinstance(host, FollowedHost) and session.progress.written:
+        host.install_progress(session.progress.words, spans)
     return session

@@ -24,15 +24,18 @@ from typing import Any
 
 STEPS = ("began", "joining", "built", "restored")
 _GROUP_FUNCTIONS = ("init_process_group", "new_group", "new_subgroups", "new_subgroups_by_enumeration", "split_group")
+_MARK = "_ft_plugins_measured"  # attribute of functions that are measured
 
 
 @dataclass
 class Stamps:
-    """Seconds of the monotonic clock, and processor seconds of this process, by step; absent: not passed."""
+    """Seconds of the monotonic clock, and processor seconds of this process, by step; absent: not passed. `unused`: its
+    processor seconds before it became a rank, which do not count."""
 
     clock: dict[str, float] = field(default_factory=dict)
     processor: dict[str, float] = field(default_factory=dict)
     grouped: float = 0.0
+    unused: float = 0.0
 
 
 _afterwards: list[Callable[[], None]] = []
@@ -48,13 +51,13 @@ def begin() -> None:
     """This process becomes a rank only now: it was forked, or stood by. Forgets the steps before."""
     _taken.clock.clear()
     _taken.processor.clear()
-    _taken.grouped = 0.0
+    _taken.grouped, _taken.unused = 0.0, time.process_time()
     pass_step("began")
 
 
 def pass_step(step: str) -> None:
     """The process passes `step`, again if it has passed it before."""
-    _taken.clock[step], _taken.processor[step] = time.monotonic(), time.process_time()
+    _taken.clock[step], _taken.processor[step] = time.monotonic(), time.process_time() - _taken.unused
     if step == "completed":
         while _afterwards:
             _afterwards.pop()()
@@ -66,11 +69,12 @@ def afterwards(function: Callable[[], None]) -> None:
 
 
 def follow_groups(module: Any) -> None:
-    """Measure the functions of `module`, torch.distributed, that make process groups. What they do is unchanged."""
+    """Measure the functions of `module`, torch.distributed, that make process groups. What they do is unchanged.
+    Idempotent."""
     depth = [0]
     for name in _GROUP_FUNCTIONS:
         original = getattr(module, name, None)
-        if original is not None:
+        if original is not None and not hasattr(original, _MARK):
             setattr(module, name, _measured(original, depth))
 
 
@@ -89,4 +93,5 @@ def _measured(original: Callable[..., Any], depth: list[int]) -> Callable[..., A
             depth[0] -= 1
             _taken.grouped += time.monotonic() - began
 
+    setattr(measured, _MARK, True)
     return measured

@@ -26,6 +26,7 @@ In: model, optimizer, scheduler, data loader, functions for other state. Out: a 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -40,9 +41,11 @@ from ..errors import ConfigError, ResumeError, StateChangedError
 from ..events import say
 from ..model.host import Hooks
 from ..model.inventory import Inventory, Item, Role
+from ..model.progress import ProgressReceiver
 from ..model.reduction import ReductionControl
 from ..snapshot import codec
 from .early_update import EarlyUpdate, early_refusal
+from .forward_edges import follow_forwards, follow_saving
 from .host_parts import ANYWHERE, UPDATE, groups, is_item, local_part, own_copy, restore_groups, scalars_of
 from .loader_position import DataPosition, position_of
 from .optimizer_state import create_state
@@ -294,6 +297,18 @@ class TorchHost(PlainHost, ReducingHost):
         self._watch.install(self._optimizer, {name: tensor for name, (_, tensor) in self._known.items()})
         self._optimizer.register_step_pre_hook(lambda *args: self._before_update())
         self._optimizer.register_step_post_hook(lambda *args: self._after_update(hooks))
+
+    def install_progress(self, progress: ProgressReceiver, spans: bool) -> None:
+        """Report forwards, and calls of torch's functions that save."""
+        outer = self._module if self._parallel is None else self._parallel
+        follow_forwards([outer], progress)
+        if outer is not self._module:  # evaluations often call it
+            follow_forwards([self._module], progress, evaluations_only=True)
+        buffers = getattr(outer, "broadcast_buffers", False) and next(self._module.buffers(), None) is not None
+        if buffers or any(local_part(one) is not one for one in self._module.parameters()):
+            progress.shares_forward()
+        follow_saving(torch, ("save",), progress)
+        follow_saving(sys.modules.get("torch.distributed.checkpoint"), ("save",), progress)
 
     def _before_update(self) -> None:
         if self._early is not None and self._early.begun:

@@ -38,6 +38,7 @@ lines:
   training    the last iteration that all ranks of this node have completed;
               restarts; time without training, from the failure of a process of
               this node until all of its ranks have completed an iteration again
+  slow        ranks that compute for much longer than the others, if there are
   in memory   the newest version that all ranks of this node hold
   other nodes the newest version from which a lost node would be rebuilt
   storage     the newest complete checkpoint"""

@@ -87,6 +87,7 @@ def _facts(run_dir: Path) -> Facts:
         "restarts": history["restarts"],
         "downtime_seconds": history["downtime_seconds"],
         "down_for_seconds": history["down_for_seconds"],
+        "slow": reply.get("progress", {}).get("slow", []),
         "newest": _newest(reply, history["tiers"]) if reply else history["tiers"],
         "protection": _protection(tier) if nodes else None,
         "storage": {key: reply["storage"][key] for key in ("path", "failed", "kept")} if reply.get("storage") else None,

@@ -43,6 +43,9 @@ def _head(facts: Facts) -> str:
 def _lines(facts: Facts) -> Iterator[tuple[str, str]]:
     """Label and words of each line."""
     yield "training", "; ".join(_training(facts))
+    if facts["slow"]:
+        factors = ", ".join(f"rank {rank} {factor:g} times" for rank, factor in facts["slow"])
+        yield "slow", f"{factors} as long as the others"
     if facts["smp_answers"]:
         newest = facts["newest"]
         yield "in memory", f"{_version(newest['process'], 'none yet')}; {_bytes(facts['memory_bytes'])} claimed"

@@ -13,7 +13,7 @@ import argparse
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, PrivateAttr, ValidationError
 
@@ -82,6 +82,13 @@ class Config(Block):
         description="a node or trainer that is silent for that long is lost; other timeouts derive from it",
         json_schema_extra=more("seconds", needs_system=True),
     )
+    hang_seconds: Annotated[float, Field(ge=0)] | Literal["auto"] = Field(
+        "auto",
+        description="a job in which no rank has completed an iteration for that long hangs: its stacks are written "
+        "down and it restarts; 0: never; auto: ten iterations as measured, at least a minute; a first iteration, an "
+        "evaluation or the framework's own checkpoint may always take half an hour",
+        json_schema_extra=more("seconds", "a number >= 0, or auto", needs_system=True),
+    )
     orphan_seconds: float = Field(
         1800.0,
         ge=0,
@@ -93,6 +100,12 @@ class Config(Block):
         ge=1,
         description="how many iterations to train on after protection was lost, before the job ends",
         json_schema_extra=more("iterations", needs_system=True),
+    )
+    warm_workers: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="under ft-run, keep a process per rank that has imported what the rank has imported and takes its "
+        "place after a failure; auto: where memory allows it",
+        json_schema_extra=more(needs_system=True),
     )
     cpu: bool = Field(
         False,

@@ -76,6 +76,24 @@ RANKS_RESUMED = EventType(
     completed=Field("float", "the same clock when the iteration was completed", "s"),
     processor=Field("dict", "processor seconds of all of them, by part of the start"),
 )  # fmt: skip
+STANDBYS_PREPARED = EventType(
+    "standbys.prepared", NOTICE, "For each rank of this node a process waits that has done the rank's imports.",
+    count=Field("int", "processes"), seconds=Field("float", "from the start of the first to the end of the last", "s"),
+    bytes=Field("int", "their own memory, without what they share", "bytes"),
+)  # fmt: skip
+STANDBYS_USED = EventType(
+    "standbys.used", NOTICE, "Standby workers took the places of ranks at a restart.",
+    count=Field("int", "ranks that they became"), cold=Field("int", "ranks that started in new processes"),
+)  # fmt: skip
+STANDBY_REFUSED = EventType(
+    "standby.refused", NOTICE, "A standby worker is not used; its rank starts, or will start, in a new process.",
+    "Nothing is lost but seconds at a restart. --ftp-warm-workers off starts none.",
+    local_rank=Field("int", "rank within the node"), reason=_REASON,
+)  # fmt: skip
+STANDBYS_OMITTED = EventType(
+    "standbys.omitted", NOTICE, "No standby workers are kept: they would need too much memory.",
+    "Give --ftp-warm-workers on to keep them all the same.", reason=_REASON,
+)  # fmt: skip
 WORKERS_KILLED = EventType(
     "workers.killed", ALARM,
     "Other nodes or ranks were lost, so the training processes of this node could not continue; they were killed to "
@@ -256,6 +274,30 @@ NODE_LOST = EventType(
     "node.lost", WARNING, "Other nodes or ranks stopped responding; the job restarts without waiting for timeouts.",
     "Find out why; the job continues when enough nodes have joined.", lost=_LOST,
 )  # fmt: skip
+JOB_HUNG = EventType(
+    "job.hung", ALARM, "No rank completes an iteration any more; the training processes restart.",
+    "Read the stacks of the named rank. If the job was not hanging but busy with something that takes long, give "
+    "--ftp-hang-seconds a larger value, or 0 for none.",
+    about=Field("int", "rank for which the others wait"), culprit=Field("str", "its node"), iteration=_ITERATION,
+    phase=Field("str", "what that rank was doing"),
+    even=Field("bool", "all ranks are in that phase: none is behind the others"),
+    ranks=Field("list", "ranks of this node for which its others wait"),
+    seconds=Field("float", "for which no iteration was completed, as this node saw it", "s"),
+    limit_seconds=Field("float", "after which that is a hang", "s"),
+    stacks=Field("str", "folder with the stacks of this node's ranks, or empty"), reason=_REASON,
+)  # fmt: skip
+PROGRESS_UNWATCHED = EventType(
+    "progress.unwatched", WARNING, "The progress of a rank cannot be watched: it is not noticed if the job hangs.",
+    "Remove the cause and restart.", reason=_REASON,
+)  # fmt: skip
+RANK_SLOWED = EventType(
+    "rank.slowed", WARNING, "A rank computes much longer than the others of its stage on its node.",
+    "Look for another process, a hot or throttled device, or slow storage of its data.", about=_ABOUT,
+    factor=Field("float", "its computing time in those of the others"),
+    seconds=Field("float", "how much longer it computes in an iteration", "s"),
+    iterations=Field("int", "iterations that were compared", "iterations"),
+)  # fmt: skip
+RANK_RECOVERED = EventType("rank.recovered", NOTICE, "A rank that was slow is not any more.", about=_ABOUT)
 COORDINATOR_LOST = EventType(
     "coordinator.lost", WARNING, "The node that coordinates the exchange stopped responding.", "See node.lost.",
     reason=_REASON,

@@ -36,7 +36,7 @@ from torch.distributed.elastic.rendezvous import RendezvousStoreInfo
 from ..config import worker_environment
 from ..errors import ConfigError, ProtectionError
 from ..events import Events, catalogue
-from . import endpoint, job_secret, worker_failures
+from . import endpoint, job_secret, standby_pool, worker_failures
 from .agent_channel import AgentChannel
 from .endpoint import Endpoint
 from .rendezvous import Rendezvous
@@ -82,6 +82,7 @@ class ProgressAgent(LocalElasticAgent):
         self._opened = False  # a rank has opened a lineage under this ft-run
         self._failed_at: float | None = None  # monotonic; of a failure before the restart that follows it
         self._seen = self._ended = 0.0  # monotonic: why workers have to restart was seen; the old ones had ended
+        self._standbys = standby_pool.pool_of(job, spec, events)
         self.verdict = Verdict(False, "failed", "")
         self.restarts = 0
         self.all_ended = True  # the workers of all nodes have ended; known once those here have succeeded
@@ -221,7 +222,10 @@ class ProgressAgent(LocalElasticAgent):
             self._channel.publish("trained", str(int(bool(self._watcher and self._watcher.begun()))).encode())
         self._exits.close()
         clock = time.monotonic()
-        with self._watcher.paused() if self._watcher else nullcontext():
+        with (
+            self._watcher.paused() if self._watcher else nullcontext(),
+            self._standbys.starting(token) if self._standbys else nullcontext(),
+        ):
             started: dict[int, Any] = super()._start_workers(worker_group)
         context = self._context()
         self._exits = WorkerExits(context.pids().values())
@@ -234,6 +238,11 @@ class ProgressAgent(LocalElasticAgent):
             )  # fmt: skip
         self._failed_at = None
         return started
+
+    def end_standbys(self) -> None:
+        """End the processes that wait for a restart, which does not come any more. Idempotent."""
+        if self._standbys:
+            self._standbys.end()
 
     def _has_opened(self) -> bool:
         """Whether a rank is known to have opened a lineage under this ft-run."""
@@ -295,6 +304,8 @@ class ProgressAgent(LocalElasticAgent):
             self._decide(result)
         elif result.state == WorkerState.HEALTHY and self._watcher and (lost := self._watcher.lost(self._token)):
             return self._restart_without(lost)
+        elif result.state == WorkerState.HEALTHY and self._standbys:
+            self._standbys.turn()
         return result
 
     def _restart_without(self, lost: list[str]) -> RunResult:

@@ -217,6 +217,7 @@ def _run(
         torch_events.record(agent.get_event_failed(), config.event_log_handler)
         raise
     finally:
+        agent.end_standbys()
         if close:
             if isinstance(handler, Rendezvous):
                 handler.in_order = result is not None and result.state == WorkerState.SUCCEEDED

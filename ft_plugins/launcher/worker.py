@@ -13,7 +13,6 @@ agent.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import os
 import re
@@ -32,23 +31,14 @@ from .. import faults, files, stamps
 from ..config import LaunchContext, launch_context
 from ..errors import EXIT_REFUSED, FtError, ProtocolError, ReplicaError
 from . import hooks
+from .binding import bind_to_agent
 from .start_collection import collect_seldom
 
-_PR_SET_PDEATHSIG = 1
 _ENDED_BY = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _EXIT_FAILED = 1  # a restart may cure it
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-def bind_to_agent(agent_pid: int) -> None:
-    """Have the kernel SIGKILL this process when the agent dies. Ends at once if it has already died."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed: a rank could outlive its ft-run")
-    if os.getppid() != agent_pid:
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def enter(context: LaunchContext) -> None:
@@ -118,19 +108,24 @@ def _report(line: str, code: int) -> bool:
     return True
 
 
+def place_folder(script: str) -> None:
+    """Put the script's folder first on the path, as `python script` does."""
+    if not getattr(sys.flags, "safe_path", False):  # python -P, since 3.11
+        sys.path[0] = str(Path(script).resolve().parent)
+
+
 def run_script(script: str, arguments: Sequence[str], module: bool) -> None:
-    """Run `script` as `__main__`, as `python [-m] script arguments` would."""
+    """Run `script` as `__main__`, as `python [-m] script arguments` would, once its folder is placed."""
     sys.argv = [script, *arguments]
     if module:
         runpy.run_module(script, run_name="__main__", alter_sys=True)
-        return
-    if not getattr(sys.flags, "safe_path", False):  # python -P, since 3.11
-        sys.path[0] = str(Path(script).resolve().parent)
-    runpy.run_path(script, run_name="__main__")
+    else:
+        runpy.run_path(script, run_name="__main__")
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """`[-m] script args...`"""
+def main(argv: Sequence[str] | None = None, endings: list[Callable[[], None]] | None = None) -> None:
+    """`[-m] script args...`. A standby worker has placed the script's folder and registered the hooks already: it gives
+    their `endings`."""
     words = list(sys.argv[1:] if argv is None else argv)
     module = words[:1] == ["-m"]
     script, *arguments = words[1:] if module else words
@@ -138,13 +133,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     def run() -> None:
         context = launch_context(os.environ)
         enter(context)
-        endings = hooks.register(context)
+        after = hooks.register(context) if endings is None else endings
+        if endings is None and not module:
+            place_folder(script)
         try:
             run_script(script, arguments, module)
         except SystemExit as stop:
             if stop.code:
                 raise
-        for end in endings:
+        for end in after:
             end()
 
     record(guarded(run))()

@@ -22,7 +22,10 @@ from .bubble_use import CopyTraffic, bubble_use
 from .recovery_phases import RecoveryPhases, recovery_phases
 
 # the first of these shows when a launcher detected the failure
-DETECTION_EVENTS = (catalogue.WORKER_FAILED.name, catalogue.NODE_LOST.name, catalogue.WORKERS_RESTARTED.name)
+DETECTION_EVENTS = (
+    *(catalogue.WORKER_FAILED.name, catalogue.NODE_LOST.name, catalogue.JOB_HUNG.name),
+    catalogue.WORKERS_RESTARTED.name,
+)
 # training began without a restored version; the second event means that state was lost
 SCRATCH_EVENTS = (catalogue.TRAINING_STARTED.name, catalogue.STATE_LOST.name)
 MEMORY_TIERS = ("process", "node")  # the third tier is storage

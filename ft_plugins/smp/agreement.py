@@ -21,6 +21,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..snapshot.slots import Version
+from .hang import Stall
+from .hang import merged as merged_stall
 
 LOST_LIMIT = 64  # positions in one summary; more are reported after these have been dealt with
 
@@ -42,6 +44,7 @@ class NodeReport:
     `exchange`: the version that this node sends, or waits to send because it was announced.
     `missed`: a version, announced to this node, that it can never send or complete; no newer than `exchange`, if any.
     `encoded`: all receivers have taken what this node sent of that version, and what it stores of it is complete.
+    `stall`: its ranks make no progress, and where they are.
     """
 
     begun: int
@@ -49,6 +52,7 @@ class NodeReport:
     missed: Version | None = None
     encoded: Version | None = None
     committed: Version | None = None
+    stall: Stall | None = None
 
 
 @dataclass(frozen=True)
@@ -61,10 +65,12 @@ class ExchangeDecision:
 
 @dataclass(frozen=True)
 class Announcement:
-    """What position 0 announces to all nodes: its decision, and positions that have been silent for too long."""
+    """What position 0 announces to all nodes: its decision, positions that have been silent for too long, and that the
+    job hangs (`stall`)."""
 
     decision: ExchangeDecision = ExchangeDecision()
     lost: tuple[int, ...] = ()
+    stall: Stall | None = None
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,7 @@ class Summary:
     """The reports of the positions in `covered`, a bitmap. None is less than any version.
 
     `lost` are positions that were silent for too long where they were expected: at most the LOST_LIMIT lowest.
+    `stall`: all of the nodes hang.
     """
 
     covered: int = 0
@@ -83,13 +90,14 @@ class Summary:
     least_committed: Version | None = None
     newest_committed: Version | None = None
     lost: tuple[int, ...] = ()
+    stall: Stall | None = None
 
 
 def summarize(position: int, report: NodeReport) -> Summary:
     """The summary of one report."""
     return Summary(
         1 << position, report.begun, report.exchange, report.missed, report.encoded, report.encoded, report.committed,
-        report.committed,
+        report.committed, stall=report.stall,
     )  # fmt: skip
 
 
@@ -111,6 +119,7 @@ def merge(summaries: Iterable[Summary]) -> Summary:
         _least(summary.least_committed for summary in some),
         _newest(summary.newest_committed for summary in some),
         tuple(sorted(lost)[:LOST_LIMIT]),
+        merged_stall(summary.stall for summary in some),
     )
 
 

@@ -31,6 +31,7 @@ from ..snapshot.segment import Segment, marks_in
 from ..snapshot.slots import Pin, SlotState, Version
 from . import job_file, replica_checks, traffic
 from .alarms import Alarms
+from .hang import Stall
 from .node_driver import NodeDriver
 from .pace import Pace
 from .parity_store import ParityStore, shape_of
@@ -238,6 +239,30 @@ class NodeTier:
                 "released": self._released,
             }
 
+    # ---- for the watch of this node's progress ----
+
+    def place(self) -> tuple[int, int]:
+        """This node's position, and how many nodes are in the tree of SMPs; (0, 0) if there is none."""
+        driver = self._driver
+        return (0, 0) if driver is None else (driver.protection.position, len(driver.plan.nodes))
+
+    def report_stall(self, stall: Stall | None) -> None:
+        """Report up the tree that this node's ranks hang, or that they do not."""
+        if (driver := self._driver) is not None:
+            driver.stall = stall
+
+    def announced_stall(self) -> tuple[Stall, str] | None:
+        """That the job hangs, as the tree's root announced, and the name of the node it waits for."""
+        driver = self._driver
+        stall = driver.announced_stall if driver is not None and not driver.stopped else None
+        if driver is None or stall is None or stall.position >= len(driver.plan.nodes):
+            return None
+        return stall, driver.plan.nodes[stall.position]
+
+    def restart_workers(self, token: int, lost: list[str]) -> None:
+        """Notify the agent, through a file, that the workers of incarnation `token` must restart, and why."""
+        files.write_json(self._run_dir / "lost.json", {"token": token, "lost": lost})
+
     def _connect(self, protection: Protection, plan: ExchangePlan, position: int, patience: float = 1.0) -> Peer:
         seconds = patience * protection.detect_seconds
         return self.peer(protection.endpoints[position], seconds, plan.nodes[position])
@@ -277,8 +302,8 @@ class NodeTier:
             job_file.forget(self._run_dir)
 
     def declare_lost(self, token: int, lost: list[str]) -> None:
-        """Notify the agent, through a file, that these are lost: the workers of incarnation `token` must restart."""
-        files.write_json(self._run_dir / "lost.json", {"token": token, "lost": lost})
+        """Notify the agent that these are lost, so that the workers of incarnation `token` restart."""
+        self.restart_workers(token, lost)
         self._events.emit(catalogue.NODE_LOST, lost=lost)
 
     # ---- requests of other nodes' SMPs ----

@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 from ..bubbles.bubble_plan import rate_duties
@@ -31,6 +32,7 @@ from . import node_step as steps
 from .agreement import NodeReport
 from .alarms import Alarms
 from .exchange import ExchangeSender
+from .hang import Stall
 from .pace import Pace
 from .parity_store import ParityStore
 from .pinned import PinnedVersions
@@ -76,6 +78,7 @@ class NodeDriver:
         now, epoch = time.monotonic(), protection.epoch()
         self._state = steps.NodeState(epoch, protection.position, protection.audited)
         self._period = min(OBSERVE_SECONDS, protection.detect_seconds / 5)
+        self.stall: Stall | None = None  # of this node's ranks
         self._reported: NodeReport | None = None
         self._reported_at, self._refresh = now, protection.detect_seconds / 10
         self._wake = threading.Event()  # there is something to look at
@@ -97,6 +100,11 @@ class NodeDriver:
     def expected(self) -> Version | None:
         """The version that the job exchanges now."""
         return self._state.decision.exchange
+
+    @property
+    def announced_stall(self) -> Stall | None:
+        """Where the job hangs, as its root has found."""
+        return self._member.announcement.stall
 
     def start(self) -> None:
         """Join the tree and run the thread."""
@@ -192,7 +200,7 @@ class NodeDriver:
 
     def _report(self, report: NodeReport) -> steps.Announced:
         """Report to the job, if there is news or as a sign of life; what the job has announced so far."""
-        now = time.monotonic()
+        now, report = time.monotonic(), replace(report, stall=self.stall)
         if report != self._reported or now >= self._reported_at + self._refresh:
             self._member.report(report)
             self._reported, self._reported_at = report, now

@@ -27,9 +27,10 @@ from ..snapshot import paths
 from ..snapshot import segment as segments
 from ..snapshot.segment import OWNER, Segment
 from ..snapshot.slots import voided_slots
-from . import adoption, job_file, liveness, protocol, requests
+from . import adoption, job_file, liveness, protocol, requests, stacks
 from .alarms import Alarms
 from .checkpoint_schedule import REQUEST
+from .hang_watch import HangWatch
 from .job_history import NODE, STORAGE, JobHistory
 from .node import NodeTier
 from .persister import Persister
@@ -84,6 +85,7 @@ class SnapshotProcess:
         context = ResizeContext(
             self, self._segments, self._previous, self._previous_storage, self.persister, self._tier, self._lock, events
         )
+        self._hangs = HangWatch(run_dir, self._segments, self._tier, events, self._tier.restart_workers)
         self._spare_client = SpareClient(run_dir, self._tier, events)
         self._spare_server = SpareServer(run_dir, node, context)
         self._transition = ResizeTransition(context, self._spare_client)
@@ -134,6 +136,7 @@ class SnapshotProcess:
             "refused": [path for path in self._refused if Path(path).exists()],
             "previous_sizes": {str(size): sorted(ranks) for size, ranks in self._previous.by_size().items() if ranks},
             "node_tier": tier,
+            "progress": self._hangs.status(),
             "storage": self.persister.status(),
             "world_size": max([self._tier.ranks, *(each.world_size for each in self._segments.values())]),
             "history": self._history.report(),
@@ -335,6 +338,8 @@ class SnapshotProcess:
         if lost and self._declared != self.token:
             self._declared = self.token
             self._tier.declare_lost(self.token, [f"rank {rank}" for rank in sorted(lost)])
+        if self._declared != self.token:
+            self._hangs.look(self.token, self._stopped)
 
     def look(self) -> None:
         """Record for operators how far the ranks are, unless a request is being carried out: there is another look."""
@@ -372,6 +377,7 @@ class SnapshotProcess:
             for segment in self._segments.values():
                 segment.close()
             self._segments.clear()
+            stacks.forget(self._run_dir)
             removed = paths.remove(self._job, self._node)
             self._history.forget()
             self._events.emit(catalogue.SMP_ENDED, reason=reason, segments=removed)

@@ -2,8 +2,10 @@
 
 Invariant: bounded, and parsed completely before use. No message has an answer of its own.
 
-    up     {"do": "summary", "covered": bitmap, "begun": n, "versions": six, "lost": [...]} | {"do": "leave"}
-    down   {"do": "announce", "exchange": version, "committed": version, "lost": [...]}
+    up     {"do": "summary", "covered": bitmap, "begun": n, "versions": six, "lost": [...], "stall": stall}
+           | {"do": "leave"}
+    down   {"do": "announce", "exchange": version, "committed": version, "lost": [...], "stall": stall}
+    stall  null | [iteration, waits, edges, rank, phase, position, even]
 
 In, out: `Summary`, `Announcement`; messages of `protocol`, maps of plain values.
 """
@@ -14,17 +16,36 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from ..errors import ProtocolError
-from ..intake import Count, parsed, shown
+from ..intake import Count, Unfit, parsed, shown
+from ..model.progress import WorkPhase
 from .agreement import LOST_LIMIT, Announcement, ExchangeDecision, Summary
+from .hang import Stall
 from .packed_version import MaybeVersion
 from .protocol import packed
 
 MESSAGE_LIMIT = 1 << 14  # bytes of a message: a bitmap of all nodes, and the lost positions
 _BITMAP = 1 << 13  # bytes: 65,536 nodes
 
+_NUMBERS = 7  # of a stall
+
+
+def _stall(value: Any) -> Stall | None:
+    """A stall. Raises Unfit."""
+    if value is None or isinstance(value, Stall):
+        return value
+    numbers = value if isinstance(value, (list, tuple)) else ()
+    if len(numbers) != _NUMBERS or not all(type(one) is int and 0 <= one < 1 << 32 for one in numbers):
+        raise Unfit(f"expected {_NUMBERS} numbers")
+    iteration, waits, edges, rank, phase, position, even = numbers
+    if phase not in list(WorkPhase) or max(waits, even) > 1:
+        raise Unfit(f"unknown phase {phase}")
+    return Stall(iteration, bool(waits), edges, rank, WorkPhase(phase), position, bool(even))
+
+
+MaybeStall = Annotated[Stall | None, BeforeValidator(_stall)]
 Lost = Annotated[tuple[Count, ...], Field(max_length=LOST_LIMIT)]
 Versions = Annotated[tuple[MaybeVersion, ...], Field(min_length=6, max_length=6)]
 
@@ -35,6 +56,7 @@ class _Up:
     begun: Count
     versions: Versions
     lost: Lost
+    stall: MaybeStall
 
 
 @dataclass(frozen=True)
@@ -42,6 +64,7 @@ class _Down:
     exchange: MaybeVersion
     committed: MaybeVersion
     lost: Lost
+    stall: MaybeStall
 
 
 LEAVE: Mapping[str, Any] = {"do": "leave"}  # this child reports to another node from now on
@@ -56,7 +79,7 @@ def packed_summary(summary: Summary) -> dict[str, Any]:
     covered = summary.covered.to_bytes((summary.covered.bit_length() + 7) // 8, "little")
     return {
         "do": "summary", "covered": covered, "begun": summary.begun, "versions": list(map(packed, versions)),
-        "lost": list(summary.lost),
+        "lost": list(summary.lost), "stall": _packed(summary.stall),
     }  # fmt: skip
 
 
@@ -70,7 +93,7 @@ def from_child(message: Mapping[str, Any]) -> Summary | None:
     exchange, missed, least_encoded, newest_encoded, least_committed, newest_committed = up.versions
     return Summary(
         int.from_bytes(up.covered, "little"), up.begun, exchange, missed, least_encoded, newest_encoded,
-        least_committed, newest_committed, up.lost,
+        least_committed, newest_committed, up.lost, up.stall,
     )  # fmt: skip
 
 
@@ -79,7 +102,7 @@ def packed_announcement(announcement: Announcement) -> dict[str, Any]:
     decision = announcement.decision
     return {
         "do": "announce", "exchange": packed(decision.exchange), "committed": packed(decision.committed),
-        "lost": list(announcement.lost),
+        "lost": list(announcement.lost), "stall": _packed(announcement.stall),
     }  # fmt: skip
 
 
@@ -88,4 +111,12 @@ def from_parent(message: Mapping[str, Any]) -> Announcement:
     if message.get("do") != "announce":
         raise ProtocolError(f"unknown message of a parent: {shown(message.get('do'))}")
     down = parsed(_Down, message, "announce")
-    return Announcement(ExchangeDecision(down.exchange, down.committed), down.lost)
+    return Announcement(ExchangeDecision(down.exchange, down.committed), down.lost, down.stall)
+
+
+def _packed(stall: Stall | None) -> list[int] | None:
+    if stall is None:
+        return None
+    return [
+        stall.iteration, int(stall.waits), stall.edges, stall.rank, int(stall.phase), stall.position, int(stall.even),
+    ]  # fmt: skip

@@ -270,7 +270,9 @@ class TreeState:
         lost = {*self._summary.lost, *self._presence.absent, *self._silent_too_long(now)}
         before = self._known(self.announcement.decision)
         decision = decide(self._epoch, before, self._summary) if self.position == 0 else before
-        self.announcement = Announcement(decision, tuple(sorted(lost)[:LOST_LIMIT]))
+        whole = self.position == 0 and self._summary.covered == (1 << self._epoch.nodes) - 1
+        stall = self._summary.stall if whole else None
+        self.announcement = Announcement(decision, tuple(sorted(lost)[:LOST_LIMIT]), stall)
 
     # ---- the way up ----
 

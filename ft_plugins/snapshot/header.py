@@ -9,6 +9,7 @@ process may die between two stores; that leaves the old values or the new ones.
                 the other. A reader takes the newest copy that matches, so damage to one copy does no harm
     ranges      the digest of the bucket ranges in the next pages, written after them
     gate        not covered: see `bubbles.gate`
+    progress    not covered: see `progress_words`
 
 In: a mapped page. Out: values, or None if they do not match their digests.
 """
@@ -29,6 +30,7 @@ from .shape import PAGE, Shape
 
 MAGIC = int.from_bytes(b"FTPSEG05", "little")
 GATE = 512  # offset in the page; zeros, as at creation, mean closed
+PROGRESS = 784  # offset in the page, after the gate and before the fingerprint; zeros, as at creation, mean no words
 _FINGERPRINT = 1024  # offset in the page: length, then JSON
 FINGERPRINT_ROOM = PAGE - _FINGERPRINT - 8
 _CONSTANTS = (  # the words after the magic

@@ -102,7 +102,12 @@ class DrivenNode:
                     if entry["token"] != self._token:
                         self._token, self.trainers = entry["token"], {}
                     self.trainers[entry["rank"]] = entry["pid"]
-                case catalogue.WORKER_FAILED.name | catalogue.NODE_LOST.name | catalogue.WORKERS_RESTARTED.name:
+                case (
+                    catalogue.WORKER_FAILED.name
+                    | catalogue.NODE_LOST.name
+                    | catalogue.JOB_HUNG.name
+                    | catalogue.WORKERS_RESTARTED.name
+                ):
                     self.trainers = {}
         return entries
 

@@ -291,7 +291,7 @@ def enter(namespace: str) -> None:
 
 def _job(spec: JobSpec) -> None:
     """Run a job in the forked process that stands for ft-run."""
-    from ..launcher.worker import bind_to_agent
+    from ..launcher.binding import bind_to_agent
 
     bind_to_agent(os.getppid())
     os.setsid()

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..launcher.worker import bind_to_agent
+from ..launcher.binding import bind_to_agent
 from .emulated_nodes import EmulatedHost
 from .forkserver import enter
 

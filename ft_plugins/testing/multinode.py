@@ -20,6 +20,7 @@ from .job_control import Entry, wait_for
 
 BOUND = 560.0  # seconds for any wait; many times the duration on two idle cores
 DETECT, DETECT_SECONDS = "--ftp-detect-seconds", "5"
+HANG = "--ftp-hang-seconds"
 
 Spec = Callable[..., JobSpec]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ft_plugins.launcher.worker import bind_to_agent
+from ft_plugins.launcher.binding import bind_to_agent
 from ft_plugins.testing.fills import write
 
 

@@ -16,7 +16,7 @@ from ft_plugins.smp import liveness
 from ft_plugins.smp.client import Client
 from ft_plugins.testing import deepspeed_runs, fsdp_runs, megatron_runs
 from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
-from ft_plugins.testing.multinode import DETECT, has_flag
+from ft_plugins.testing.multinode import DETECT, HANG, has_flag
 
 _GONE_SECONDS = 10.0  # for an SMP to end on request or after a signal
 SERVERS = frozenset({"torch_server", "fsdp_server", "megatron_server", "deepspeed_server"})
@@ -27,7 +27,7 @@ Start = Callable[..., RunningJob]
 def torch_server() -> Iterator[ForkServer]:
     """Jobs of plain torch."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    with ForkServer(["ft_plugins.testing.fills", "ft_plugins.launcher.node_launch"]) as server:
+    with ForkServer(["ft_plugins.testing.hangs", "ft_plugins.launcher.node_launch"]) as server:
         yield server
 
 
@@ -77,6 +77,8 @@ def jobs(tmp_path: Path, own_environment: Path, request: pytest.FixtureRequest) 
         if any(":stop" in word for word in flags) and not has_flag(flags, DETECT):
             # A test inspects a stopped process for as long as it needs.
             specs[-1] = replace(specs[-1], flags=(*flags, DETECT, "600"))
+            if not has_flag(flags, HANG):
+                specs[-1] = replace(specs[-1], flags=(*specs[-1].flags, HANG, "0"))
         return specs[-1]
 
     yield spec

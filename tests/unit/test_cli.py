@@ -214,7 +214,8 @@ FACTS: dict[str, Any] = {
     "state": "UNHEALTHY", "smp_answers": True, "smp_pid": 4194303, "smp_error": "the SMP did not answer", "token": 12,
     "ft_run_alive": True, "ranks": 8, "world_size": 16384, "nodes": 2048, "memory_bytes": 123 << 30,
     "iteration": 1234567, "iteration_age_seconds": 7300.0, "restarts": 11, "downtime_seconds": 4000.4,
-    "down_for_seconds": 61.0, "protection": {"redundancy": "RAIM5", "losses": 1, "pace": "every 4 iterations"},
+    "down_for_seconds": 61.0, "slow": [[7, 1.52], [9, 2.0]],
+    "protection": {"redundancy": "RAIM5", "losses": 1, "pace": "every 4 iterations"},
     "newest": {
         "process": {"lineage": 3, "iteration": 1234566, "age_seconds": 59.6, "mark": "certified"},
         "node": {"lineage": 3, "iteration": 1234560, "age_seconds": 130.0},
@@ -237,9 +238,10 @@ def test_a_paragraph_of_status_fits_a_terminal_of_80_columns_and_says_everything
         "failed: No space left on device; iteration 1200000, 4.6 d ago (lineage 2); kept: iteration 500000, iteration "
         "600000, iteration 700000",
         "ft-run is running; SMP pid 4194303; incarnation 12",
+        "slow rank 7 1.52 times, rank 9 2 times as long as the others",
     ):
         assert part in words, text
-    assert len(status_table.text_of([FACTS], 0).splitlines()) == 8, "a pipe gets whole lines"
+    assert len(status_table.text_of([FACTS], 0).splitlines()) == 9, "a pipe gets whole lines"
     first = status_table.text_of([FACTS | {"downtime_seconds": 61.4}], 80)
     assert "11 restarts; down for 61 s\n" in first
 

@@ -26,8 +26,10 @@ from ... import faults
 from ...errors import InventoryError, ResumeError, TopologyError, UnsupportedError
 from ...events import say
 from ...model.host import Edges, Hooks
+from ...model.progress import ProgressReceiver
 from ...model.topology import Topology
 from ...snapshot import codec
+from ..forward_edges import follow_forwards, follow_saving
 from ..host_parts import StateItem, StateItems, groups, restore_groups
 from . import naming, state
 from .position import Positions
@@ -37,6 +39,7 @@ from .shard_groups import ShardGroups, built_over
 from .stepping import DeepSpeedStepping, rates
 from .support import require_supported
 
+_STAGE3 = 3  # ZeRO stage
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 _AXES = {"pipe": "pp", "data": "dp", "model": "tp"}
 _OWN_SCHEDULER = (
@@ -190,6 +193,13 @@ class DeepSpeedHost(DeepSpeedReduction, DeepSpeedStepping, StateItems):
         from .spans import follow  # only if spans are needed
 
         follow(self.engine, edges, state.inner(self.engine.optimizer))
+
+    def install_progress(self, progress: ProgressReceiver, spans: bool) -> None:
+        """Report forwards, unless they are spans, evaluations, and DeepSpeed's own checkpoints."""
+        follow_forwards([self.engine.module], progress, evaluations_only=spans)
+        if self.engine.zero_optimization_stage() == _STAGE3:
+            progress.shares_forward()
+        follow_saving(self.engine, ("save_checkpoint",), progress)
 
     def install(self, hooks: Hooks) -> None:
         """Call `hooks` around every update from now on, and reach the fault points."""

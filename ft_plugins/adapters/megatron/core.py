@@ -36,7 +36,9 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from ... import faults
 from ...errors import ResumeError, TopologyError
 from ...model.host import Edges, Hooks
+from ...model.progress import ProgressReceiver
 from ...model.topology import Topology
+from ..forward_edges import follow_forwards
 from ..host_parts import groups, restore_groups
 from . import instances, naming, state
 from .reducing import MegatronReduction
@@ -283,6 +285,12 @@ class MegatronCoreHost(MegatronStepping, MegatronReduction):
 
         self.optimizer.step = step
         self._install_fault_points()
+
+    def install_progress(self, progress: ProgressReceiver, spans: bool) -> None:
+        """Report forwards, unless they are spans, and evaluations."""
+        follow_forwards(self.chunks, progress, evaluations_only=spans)
+        if any(getattr(chunk.ddp_config, "overlap_param_gather", False) for chunk in self.chunks):
+            progress.shares_forward()
 
     def skip_update(self, hooks: Hooks) -> None:
         """Call the hooks of an update in an iteration whose batch the loop skips. A collective.

@@ -28,6 +28,7 @@ from ...config import launch_context
 from ...errors import ResumeError, UnsupportedError
 from ...model.topology import Topology
 from ...session import Session, attach
+from ..forward_edges import follow_saving
 from ..script_hooks import replace_in_megatron as replace
 from .arguments import resolve
 from .data_identity import identity
@@ -151,6 +152,8 @@ class MegatronLoop:
         )
         context = launch_context()
         self._session: Session = attach(self._host, resolve(self.args, context), context)
+        if self._session.progress.written:
+            follow_saving(module, ("save_checkpoint_and_time", "save_checkpoint"), self._session.progress.words)
 
     def _counters(self) -> dict[str, Any]:
         from .core import StateEntry

@@ -51,6 +51,8 @@ ANNOUNCEMENT = packed_announcement(Announcement())
 @pytest.mark.parametrize("name", sorted(SUMMARY.keys() - {"do"}))
 @pytest.mark.parametrize("value", [None, -1, 1.5, "1", True, [[1, -4]], {}, b"x" * 8193, [1] * 65, [None] * 5])
 def test_a_summary_with_a_field_of_another_kind_is_refused(name: str, value: Any) -> None:
+    if (name, value) == ("stall", None):
+        value = [1, 2, 3, 4, 5, 6, 7]  # no phase has that number, and 2 is no flag
     with pytest.raises(ProtocolError, match=f"summary: {name}"):
         from_child({**SUMMARY, name: value})
     with pytest.raises(ProtocolError, match="Field required"):
@@ -58,7 +60,16 @@ def test_a_summary_with_a_field_of_another_kind_is_refused(name: str, value: Any
 
 
 @pytest.mark.parametrize(
-    "change", [{"lost": [1] * 65}, {"lost": [-1]}, {"exchange": [1]}, {"committed": 7}, {"do": "summary"}, {"do": None}]
+    "change",
+    [
+        {"lost": [1] * 65},
+        {"lost": [-1]},
+        {"stall": [1]},
+        {"exchange": [1]},
+        {"committed": 7},
+        {"do": "summary"},
+        {"do": None},
+    ],
 )
 def test_an_announcement_that_is_malformed_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ProtocolError):

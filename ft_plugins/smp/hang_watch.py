@@ -1,0 +1,133 @@
+"""Watch the progress of a node's ranks: report a hang with stacks and have the job restart; name slow ranks.
+
+On a single node the verdict on its ranks (`hang`) is that on the job. On several nodes each reports its own up the tree
+of SMPs, and the root announces a hang of all to all: a rank of another node may be in a long phase that is not seen
+here. If the SMPs do not know each other, each node decides for itself, with more patience.
+
+Invariant: decides nothing itself; one hang is reported once per incarnation, after stacks have been written. What
+happened while this process did not run either (a suspended machine) is left out.
+
+In: segments, the tree. Out: `job.hung`, `rank.slowed` and `rank.recovered` events; the lost ranks for the agent.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..events import Events, catalogue
+from ..snapshot.progress_words import RankProgress, read
+from ..snapshot.segment import Segment
+from . import stacks
+from .hang import HangVerdict, SlowRank, Stall, judge, slow_ranks
+
+PAUSED_SECONDS = 5.0  # between two looks: this process did not run
+_COMPARE_SECONDS = 2.0  # between two comparisons of ranks
+
+
+class Tree(Protocol):
+    """What the tree of SMPs offers. `position`, `nodes`: of this node in the job, 0 and 0 if it is not in a tree."""
+
+    def place(self) -> tuple[int, int]: ...
+    def report_stall(self, stall: Stall | None) -> None: ...
+    def announced_stall(self) -> tuple[Stall, str] | None: ...
+
+
+class HangWatch:
+    """The watch of one SMP. For one thread."""
+
+    def __init__(
+        self, run_dir: Path, segments: Mapping[int, Segment], tree: Tree, events: Events,
+        declare: Callable[[int, list[str]], None],
+    ) -> None:  # fmt: skip
+        """`declare(token, lost)` has the workers of an incarnation restart."""
+        self._run_dir, self._segments, self._tree, self._events = run_dir, segments, tree, events
+        self._declare = declare
+        self._since = self._looked = self._compared = time.monotonic()
+        self._owners: dict[int, tuple[int, int]] = {}  # (pid, start time) by rank
+        self._declared = -1  # the token whose hang was reported
+        self._hung_in = 0  # the iteration of the last hang
+        self._hangs = 0  # that ended in it, in a row
+        self.slow: tuple[SlowRank, ...] = ()
+        self.verdict = HangVerdict()
+
+    def status(self) -> dict[str, Any]:
+        """For people."""
+        return {
+            "no_progress_seconds": round(self.verdict.seconds, 1),
+            "hang_seconds": round(self.verdict.limit, 1),
+            "slow": [[one.rank, round(one.factor, 2)] for one in self.slow],
+        }
+
+    def look(self, token: int, stopped: Mapping[int, float]) -> None:
+        """Look at the ranks of incarnation `token`. `stopped`: ranks that are stopped by a signal."""
+        now = time.monotonic()
+        if now - self._looked > PAUSED_SECONDS:
+            self._since = now
+        self._looked = now
+        ranks, expected = self._read(token)
+        if not ranks or len(ranks) < expected:  # an incarnation is starting, or training is over
+            self.verdict, self.slow = HangVerdict(), ()
+            self._tree.report_stall(None)
+            return
+        position, nodes = self._tree.place()
+        apart = not nodes and ranks[0].ranks > ranks[0].ranks_of_node
+        iteration = min(rank.iteration for rank in ranks)
+        hangs = self._hangs if iteration <= self._hung_in else 0
+        self.verdict = judge(
+            ranks, now, position=position, watched_since=self._since, stopped=stopped, apart=apart, hangs=hangs
+        )
+        self._tree.report_stall(self.verdict.stall)
+        if self._declared != token:
+            if nodes > 1:
+                if (announced := self._tree.announced_stall()) is not None:
+                    self._hung(token, *announced, ranks)
+            elif self.verdict.stall is not None:
+                self._hung(token, self.verdict.stall, self._run_dir.name, ranks)
+        if now - self._compared >= _COMPARE_SECONDS:
+            self._compared = now
+            self._compare(ranks)
+
+    def _read(self, token: int) -> tuple[list[RankProgress], int]:
+        """The words of the ranks whose trainers live, and how many such ranks there are."""
+        found: list[RankProgress | None] = []
+        for rank, segment in sorted(self._segments.items()):
+            with suppress(AttributeError):  # closed meanwhile: the rank is on another node now
+                owner = segment.owner
+                if segment.attached and owner[1]:
+                    self._owners[rank] = owner
+                    found.append(read(rank, token, segment.bytes))
+        return [one for one in found if one is not None], len(found)
+
+    def _hung(self, token: int, stall: Stall, node: str, ranks: list[RankProgress]) -> None:
+        self._declared = token
+        self._hangs = self._hangs + 1 if stall.iteration <= self._hung_in else 1
+        self._hung_in = max(self._hung_in, stall.iteration)
+        who, where, failed = stall.who(node), "", ""
+        processes = {rank.rank: self._owners[rank.rank] for rank in ranks}
+        try:
+            where = str(stacks.dump(self._run_dir, token, processes))
+        except OSError as error:
+            failed = f"; no stacks could be written: {error}"
+        seconds = round(self.verdict.seconds, 1)
+        idle = f"no iteration was completed for {seconds:g} s" + (f", stacks in {where}" if where else failed)
+        self._events.emit(
+            catalogue.JOB_HUNG, about=stall.rank, culprit=node, iteration=stall.iteration,
+            phase=stall.phase.name.lower(), even=stall.even, ranks=list(self.verdict.ranks), seconds=seconds,
+            limit_seconds=round(self.verdict.limit, 1), stacks=where, reason=f"{who}; {idle}",
+        )  # fmt: skip
+        self._declare(token, [f"{who} ({idle})"])
+
+    def _compare(self, ranks: list[RankProgress]) -> None:
+        before, self.slow = {one.rank: one for one in self.slow}, slow_ranks(ranks)
+        for one in self.slow:
+            if before.pop(one.rank, None) is None:
+                self._events.emit(
+                    catalogue.RANK_SLOWED, about=one.rank, factor=round(one.factor, 2), seconds=one.seconds,
+                    iterations=max(len(rank.computed) for rank in ranks),
+                )  # fmt: skip
+        for rank in before:
+            self._events.emit(catalogue.RANK_RECOVERED, about=rank)

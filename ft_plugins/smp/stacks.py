@@ -1,0 +1,160 @@
+"""The stacks of a node's ranks, written down before they are killed.
+
+With py-spy, where it is installed and may read other processes; else each rank writes its own on a signal, by Python's
+faulthandler: its handler is C code, so it works while the rank sleeps, waits in C code, or keeps the interpreter's lock
+for ever. The file is opened in advance, because a rank that hangs may have no descriptor left. A rank that a signal has
+stopped handles no other; py-spy reads it all the same.
+
+Invariant: bounded in time; a signal is sent only to a process that listens for it, because it would end any other. A
+rank without stacks gets a file that says why.
+
+    <run directory>/stack.R                   the file of rank R, which it opens at start
+    <run directory>/hangs/TOKEN/rankR.txt     stacks by incarnation and rank, of the last KEPT hangs
+
+In: run directory, processes by rank. Out: `listen` in a rank; in the SMP `dump`, which returns the folder of stacks,
+and `forget` at its end.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from . import liveness
+
+SECONDS = 8.0  # for all ranks of a node together
+KEPT = 8
+_SIGNAL = signal.SIGRTMAX - 3  # scripts and batch systems use SIGUSR1 and SIGUSR2
+_POLL_SECONDS = 0.02
+_QUIET_SECONDS = 0.2  # a file that has not grown for so long is whole
+_LIMIT = 1 << 20  # bytes of a file that are kept
+
+Processes = Mapping[int, tuple[int, int]]  # (pid, start time) by rank
+
+
+def _own(run_dir: Path, rank: int) -> Path:
+    return run_dir / f"stack.{rank}"
+
+
+def listen(run_dir: Path, rank: int) -> Callable[[], None]:
+    """Write the stacks of this process's threads when asked. Returns what ends that, once. Raises OSError."""
+    descriptor = os.open(
+        _own(run_dir, rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+    )
+    faulthandler.register(_SIGNAL, file=descriptor, all_threads=True)
+
+    def end() -> None:
+        faulthandler.unregister(_SIGNAL)
+        os.close(descriptor)
+        with suppress(OSError):
+            _own(run_dir, rank).unlink(missing_ok=True)
+
+    return end
+
+
+def forget(run_dir: Path) -> None:
+    """Remove the files of ranks that were killed; stacks that were written down stay."""
+    for path in run_dir.glob("stack.*"):
+        with suppress(OSError):
+            path.unlink()
+
+
+def dump(run_dir: Path, token: int, processes: Processes, seconds: float = SECONDS) -> Path:
+    """Write the stacks of all processes to the folder that is returned. Raises OSError if that cannot be made."""
+    folder = run_dir / "hangs" / str(token)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _prune(folder.parent)
+    deadline = time.monotonic() + seconds
+    spied = _by_py_spy(folder, processes, time.monotonic() + seconds / 2)
+    rest = {rank: process for rank, process in processes.items() if rank not in spied}
+    asked = {rank: _ask(run_dir, rank, *process) for rank, process in rest.items()}
+    for rank, before in asked.items():
+        text = _answer(_own(run_dir, rank), before, deadline) if isinstance(before, int) else f"no stacks: {before}\n"
+        with suppress(OSError):
+            _write(folder / f"rank{rank}.txt", text)
+    return folder
+
+
+def _write(path: Path, text: str) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with open(descriptor, "w") as file:
+        file.write(text)
+
+
+def _prune(parent: Path) -> None:
+    """Keep the folders of the last hangs."""
+    with suppress(OSError):
+        folders = sorted((each for each in parent.iterdir() if each.name.isdigit()), key=lambda each: int(each.name))
+        for old in folders[:-KEPT]:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _by_py_spy(folder: Path, processes: Processes, deadline: float) -> set[int]:
+    """The ranks whose stacks py-spy has written."""
+    beside = Path(sys.executable).with_name("py-spy")
+    tool = shutil.which("py-spy") or (str(beside) if os.access(beside, os.X_OK) else "")
+    if not tool:
+        return set()
+    done = set()
+    with ExitStack() as files:
+        running = {}
+        for rank, (pid, _) in processes.items():
+            path = folder / f"rank{rank}.txt"
+            with suppress(OSError):
+                out = files.enter_context(open(path, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)))
+                running[rank] = subprocess.Popen(
+                    [tool, "dump", "--pid", str(pid)], stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.DEVNULL
+                )
+        for rank, process in running.items():
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+            elif process.returncode == 0 and (folder / f"rank{rank}.txt").stat().st_size:
+                done.add(rank)
+    return done
+
+
+def _ask(run_dir: Path, rank: int, pid: int, began: int) -> int | str:
+    """Ask one rank for its stacks. Returns the bytes that its file has already, or why it cannot be asked."""
+    if not began or liveness.started(pid) != began:
+        return f"process {pid} has ended"
+    if liveness.is_stopped(pid, began):
+        return f"process {pid} is stopped by a signal, or by a debugger; install py-spy for stacks of stopped processes"
+    try:
+        before = _own(run_dir, rank).stat().st_size
+        status = Path(f"/proc/{pid}/status").read_text()
+        caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
+        if not int(caught, 16) >> (_SIGNAL - 1) & 1:
+            return f"process {pid} does not write its stacks"
+        os.kill(pid, _SIGNAL)
+    except (OSError, StopIteration, ValueError) as error:
+        return f"process {pid} cannot be asked: {error}"
+    return before
+
+
+def _answer(path: Path, before: int, deadline: float) -> str:
+    """What a rank has added to its file, once that no longer grows."""
+    size, grown = before, time.monotonic()
+    while (now := time.monotonic()) < deadline and (size == before or now - grown < _QUIET_SECONDS):
+        time.sleep(_POLL_SECONDS)
+        with suppress(OSError):
+            if (present := path.stat().st_size) != size:
+                size, grown = present, time.monotonic()
+    if size == before:
+        return "no stacks: the process did not answer\n"
+    try:
+        with open(path, "rb") as file:
+            file.seek(before)
+            return file.read(_LIMIT).decode(errors="replace")
+    except OSError as error:
+        return f"no stacks: {error}\n"

@@ -1,0 +1,73 @@
+"""What a rank lets its SMP see of its progress, and its stacks if it makes none.
+
+Invariant: an error here never stops training: the rank is then not watched, and says so once.
+
+In: host, configuration, launch context. Out: words in the rank's segment, written at each edge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..bubbles.record import EdgeFanout
+from ..config import Config, LaunchContext
+from ..errors import UnsupportedError
+from ..events import Events, catalogue
+from ..model.host import Edges, Host
+from ..model.progress import ProgressEdges
+from ..smp import stacks
+from ..snapshot.paths import path_of
+from ..snapshot.progress_words import NoProgress, ProgressFacts, ProgressWriter
+
+
+class ProgressReport:
+    """The words of one rank: `words`, which are not read before `begin`."""
+
+    def __init__(self) -> None:
+        self.words: ProgressWriter | NoProgress = NoProgress()
+        self._deafen: Callable[[], None] | None = None
+
+    @property
+    def written(self) -> bool:
+        """Whether the words are read."""
+        return isinstance(self.words, ProgressWriter)
+
+    def begin(self, host: Host, config: Config, context: LaunchContext, events: Events) -> None:
+        """Write from now on. The rank's segment exists."""
+        run_dir = context.run_dir
+        if run_dir is None or config.hang_seconds == 0:
+            return
+        topology = host.topology()
+        limit = None if config.hang_seconds == "auto" else config.hang_seconds
+        try:
+            facts = ProgressFacts(
+                context.token, limit, topology.coords(host.rank).pp, topology.world_size, context.local_world_size
+            )
+            self.words = ProgressWriter(path_of(run_dir.parent.name, run_dir.name, host.rank), facts)
+            self._deafen = stacks.listen(run_dir, host.rank)
+        except (OSError, ValueError) as error:
+            events.emit(catalogue.PROGRESS_UNWATCHED, reason=str(error))
+        if topology.tp > 1 or topology.cp > 1 or topology.ep > 1:
+            self.words.shares_forward()
+
+    def with_spans(self, edges: Edges) -> Edges:
+        """`edges`, and the words if they are read."""
+        return EdgeFanout(ProgressEdges(self.words), edges) if self.written else edges
+
+    def follow_spans(self, host: Host) -> bool:
+        """Follow the spans of `host` for the words alone, if they can be followed. Returns whether they are."""
+        if not self.written:
+            return False
+        try:
+            host.install_edges(ProgressEdges(self.words))
+        except UnsupportedError:
+            return False
+        return True
+
+    def end(self) -> None:
+        """The orderly end of training. Idempotent."""
+        self.words.close()
+        self.words = NoProgress()
+        deafen, self._deafen = self._deafen, None
+        if deafen is not None:
+            deafen()

@@ -1,0 +1,147 @@
+"""A job that hangs is noticed, its culprit named with stacks, and goes on; one that is only slow is left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ft_plugins.events import catalogue
+from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
+from ft_plugins.testing.job_control import entries, wait_for
+from ft_plugins.testing.ports import free_port
+
+BOUND = 90
+HANG_SECONDS = "2"
+
+
+@pytest.fixture
+def run(
+    torch_server: ForkServer, jobs: Callable[..., JobSpec], tmp_path: Path
+) -> Callable[..., tuple[RunningJob, list[dict[str, Any]]]]:
+    def start(
+        *words: str, restarts: int, hang_seconds: str = HANG_SECONDS, flags: tuple[str, ...] = ()
+    ) -> tuple[RunningJob, list[dict[str, Any]]]:
+        journal = tmp_path / "journal"
+        given = ("--reft", "--ftp-hang-seconds", hang_seconds, *flags)
+        argv = ("--journal", str(journal), *words)
+        job = torch_server.start(jobs(entry="ft_plugins.testing.hangs:main", argv=argv, flags=given, nproc=2))
+        outcome = job.wait(BOUND)
+        assert outcome == {"status": "succeeded", "reason": "", "restarts": restarts}, job.tail()
+        return job, entries(journal)
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def unfailed() -> dict[int, str]:
+    """The digest of each rank's final state where nothing happens, once a test has found it."""
+    return {}
+
+
+def ended(found: list[dict[str, Any]]) -> dict[int, str]:
+    return {entry["rank"]: entry["ended"] for entry in found if "ended" in entry}
+
+
+def require_as_unfailed(run: Any, unfailed: dict[int, str], found: list[dict[str, Any]], tmp_path: Path) -> None:
+    """Compares bit for bit with a run in which nothing happens."""
+    assert len(ended(found)) == 2
+    if not unfailed:
+        (tmp_path / "journal").unlink()
+        unfailed.update(ended(run(restarts=0)[1]))
+    assert ended(found) == unfailed
+
+
+@pytest.mark.parametrize(
+    ("how", "phase", "function", "ranks"),
+    [
+        ("sleep-forward", "forward", "before_forward", [1]),
+        ("sleep-loader", "data", "in_loader", [1]),
+        ("stop-backward", "after_forward", "", [1]),
+        ("spin-forward", "forward", "before_forward", [1]),
+        ("spin-with-lock", "forward", "before_forward", [1]),
+        ("deadlock", "after_forward", "all_reduce", []),
+    ],
+)
+def test_a_job_that_hangs_restarts_with_its_culprit_named_and_ends_as_the_unfailed_one(
+    run: Any, unfailed: dict[int, str], tmp_path: Path, how: str, phase: str, function: str, ranks: list[int]
+) -> None:
+    job, found = run("--how", how, restarts=1, flags=("--ftp-detect-seconds", "60"))
+    [hung] = [event.fields for event in job.events(catalogue.JOB_HUNG.name)]
+    assert (hung["iteration"], hung["phase"], hung["ranks"], hung["even"]) == (6, phase, ranks, not ranks)
+    assert hung["culprit"] == "node0" and float(HANG_SECONDS) <= hung["seconds"] < 20
+    if ranks:
+        assert hung["about"] == ranks[0]
+    stacks = [(Path(hung["stacks"]) / f"rank{rank}.txt").read_text() for rank in range(2)]
+    assert "in all_reduce" in stacks[0] if how == "deadlock" else "in backward" in stacks[0]
+    assert f"in {function}" in stacks[1] if function else "is stopped by a signal" in stacks[1]
+    assert "no iteration was completed for" in job.log.read_text(), "the agent says why it kills the workers"
+    assert [entry["from"] for entry in found if entry.get("restart") == 1] == [6, 6]
+    require_as_unfailed(run, unfailed, found, tmp_path)
+
+
+@pytest.mark.parametrize("how", ["slow-evaluation", "slow-first", "slow-save"])
+def test_a_job_that_is_slow_where_it_may_be_is_left_alone(
+    run: Any, unfailed: dict[int, str], tmp_path: Path, how: str
+) -> None:
+    job, found = run("--how", how, restarts=0)
+    assert job.events(catalogue.JOB_HUNG.name) == []
+    require_as_unfailed(run, unfailed, found, tmp_path)
+
+
+def run_on_two_nodes(
+    server: ForkServer, jobs: Callable[..., JobSpec], folder: Path, how: str, *flags: str
+) -> tuple[list[RunningJob], list[dict[str, Any]]]:
+    """Start a rank on each of two nodes, which protect each other, and wait for both."""
+    secret, journal = folder / "secret", folder / "journal"
+    secret.write_text("secret of an emulated job")
+    secret.chmod(0o600)
+    endpoint, running = f"localhost:{free_port()}", list[RunningJob]()
+    given = ("--reft", "--ftp-hang-seconds", HANG_SECONDS, "--ftp-secret-file", str(secret), *flags)
+    for node in ("node0", "node1"):
+        spec = jobs(
+            entry="ft_plugins.testing.hangs:main", argv=("--journal", str(journal), "--how", how), nnodes=2, node=node,
+            endpoint=endpoint, flags=(*given, "--ftp-node-name", node),
+        )  # fmt: skip
+        running.append(server.start(spec))
+        if node == "node0":  # agents are sorted by address and pid: the first one started has rank 0
+            wait_for(spec.run_dir / "events.jsonl", lambda lines: any(e["name"] == "smp.started" for e in lines), BOUND)
+    for job in running:
+        assert job.wait(BOUND)["status"] == "succeeded", job.tail()
+    return running, entries(journal)
+
+
+def test_on_two_nodes_both_name_the_rank_of_one_and_go_on(
+    torch_server: ForkServer, jobs: Callable[..., JobSpec], run: Any, unfailed: dict[int, str], tmp_path: Path
+) -> None:
+    running, found = run_on_two_nodes(torch_server, jobs, tmp_path, "sleep-forward")
+    for rank, job in enumerate(running):
+        [hung] = [event.fields for event in job.events(catalogue.JOB_HUNG.name)]
+        assert (hung["about"], hung["culprit"], hung["iteration"], hung["phase"]) == (1, "node1", 6, "forward")
+        stack = (Path(hung["stacks"]) / f"rank{rank}.txt").read_text()
+        assert ("in before_forward" if rank else "in backward") in stack
+        assert "rank 1 of node node1, in the forward of iteration 6" in job.log.read_text()
+    assert {entry["from"] for entry in found if entry.get("restart")} <= {5, 6}
+    require_as_unfailed(run, unfailed, found, tmp_path)
+
+
+def test_while_a_rank_of_another_node_saves_a_checkpoint_the_job_does_not_hang(
+    torch_server: ForkServer, jobs: Callable[..., JobSpec], run: Any, unfailed: dict[int, str], tmp_path: Path
+) -> None:
+    running, found = run_on_two_nodes(torch_server, jobs, tmp_path, "slow-save")
+    assert [job.events(catalogue.JOB_HUNG.name) for job in running] == [[], []]
+    require_as_unfailed(run, unfailed, found, tmp_path)
+
+
+def test_a_slow_rank_is_named_with_its_factor_and_left_alone(run: Any) -> None:
+    job, found = run("--how", "straggle", "--seconds", "0.1", "--iterations", "50", restarts=0)
+    [slow] = [event.fields for event in job.events(catalogue.RANK_SLOWED.name)]
+    assert slow["about"] == 1 and slow["factor"] > 1.5 and 0.05 < slow["seconds"] < 1
+    assert len(ended(found)) == 2
+
+
+def test_without_the_watch_nothing_is_noticed_and_no_words_are_written(run: Any, tmp_path: Path) -> None:
+    job, found = run("--how", "slow-first", "--seconds", "3", restarts=0, hang_seconds="0")
+    assert job.events(catalogue.JOB_HUNG.name) == [] and len(ended(found)) == 2

@@ -1,0 +1,105 @@
+"""Forwards of a model, and what saves checkpoints, as phases of progress."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ft_plugins.adapters.forward_edges import follow_forwards, follow_saving
+from ft_plugins.model.progress import WorkPhase
+
+INPUT = torch.ones(1, 2)
+
+
+class Recorded:
+    """Records the edges."""
+
+    def __init__(self) -> None:
+        self.phases: list[WorkPhase] = []
+        self.words = threading.Lock()  # can be neither copied nor pickled
+
+    def edge(self, phase: WorkPhase) -> None:
+        self.phases.append(phase)
+
+    def shares_forward(self) -> None:
+        pass
+
+
+def followed(progress: Recorded, **more: bool) -> torch.nn.Module:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+    follow_forwards([model], progress, **more)
+    return model
+
+
+def test_a_forward_in_training_has_two_edges_and_one_without_gradients_is_an_evaluation() -> None:
+    progress = Recorded()
+    model = followed(progress)
+    model(INPUT)
+    assert progress.phases == [WorkPhase.FORWARD, WorkPhase.AFTER_FORWARD]
+    with torch.no_grad():
+        model(INPUT)
+    assert progress.phases[2:] == [WorkPhase.EVALUATION], "which lasts"
+
+
+def test_where_spans_are_followed_only_evaluations_are_reported() -> None:
+    progress = Recorded()
+    model = followed(progress, evaluations_only=True)
+    model(INPUT)
+    with torch.inference_mode():
+        model(INPUT)
+    assert progress.phases == [WorkPhase.EVALUATION]
+
+
+def test_copies_of_a_model_report_nothing() -> None:
+    progress = Recorded()
+    model = followed(progress)
+    copy.deepcopy(model)(INPUT)
+    pickle.loads(pickle.dumps(model))(INPUT)  # noqa: S301
+    assert progress.phases == []
+
+
+def test_what_torch_compile_traces_is_one_graph_and_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    progress = Recorded()
+    followed(progress)(INPUT)
+    assert progress.phases == []
+
+
+def test_a_scripted_module_is_left_alone() -> None:
+    progress = Recorded()
+    scripted = torch.jit.script(torch.nn.Linear(2, 2))
+    follow_forwards([scripted], progress)
+    scripted(INPUT)
+    assert progress.phases == []
+
+
+def test_saving_is_a_phase_of_the_training_thread_alone() -> None:
+    progress = Recorded()
+    called: list[object] = []
+    owner = SimpleNamespace(save=lambda *args, **kwargs: called.append((args, kwargs)) or "saved", other=1)
+    follow_saving(owner, ("save", "other", "absent"), progress)
+    assert owner.save(1, to=2) == "saved" and called == [((1,), {"to": 2})]
+    assert progress.phases == [WorkPhase.SAVING, WorkPhase.AFTER_UPDATE] and owner.other == 1
+    thread = threading.Thread(target=owner.save)
+    thread.start()
+    thread.join()
+    assert len(called) == 2 and len(progress.phases) == 2
+    follow_saving(None, ("save",), progress)
+
+
+def test_an_error_while_saving_ends_the_phase_and_passes() -> None:
+    progress = Recorded()
+
+    def save() -> None:
+        raise OSError("full")
+
+    owner = SimpleNamespace(save=save)
+    follow_saving(owner, ("save",), progress)
+    with pytest.raises(OSError, match="full"):
+        owner.save()
+    assert progress.phases == [WorkPhase.SAVING, WorkPhase.AFTER_UPDATE]

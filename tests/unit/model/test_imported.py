@@ -1,0 +1,36 @@
+"""What a rank has imported, in a file."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from ft_plugins.model import imported
+
+
+def test_a_reader_finds_the_modules_in_their_order_and_no_value_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "a secret")
+    monkeypatch.setitem(sys.modules, "not importable", ModuleType("x"))
+    monkeypatch.setitem(sys.modules, "made_by_hand", ModuleType("made_by_hand"))
+    imported.write(tmp_path, 1, 7)
+    path = imported.path_of(tmp_path, 1)
+    assert path.stat().st_mode & 0o777 == 0o600 and "a secret" not in path.read_text()
+    found = imported.read(tmp_path, 1)
+    assert found.token == 7 and found.names.index("json") < found.names.index("ft_plugins.model.imported")
+    assert not {"not importable", "made_by_hand"} & set(found.names)
+    assert found.environment["WANDB_API_KEY"] == imported.digest("a secret") != imported.digest("another")
+
+
+@pytest.mark.parametrize("name", ["../x", "os;x", "a" * 300, ".relative", 3])
+def test_what_cannot_be_the_name_of_a_module_is_refused(tmp_path: Path, name: object) -> None:
+    imported.write(tmp_path, 0, 1)
+    path = imported.path_of(tmp_path, 0)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"names": ["json", name]}))
+    with pytest.raises(ValueError):
+        imported.read(tmp_path, 0)

@@ -1,0 +1,135 @@
+"""The stacks of ranks that hang: written by py-spy, or by the ranks themselves on a signal."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ft_plugins.smp import liveness, stacks
+from ft_plugins.testing.job_control import wait_until_stopped
+
+LISTENS = "from pathlib import Path; from ft_plugins.smp import stacks; stacks.listen(Path({folder!r}), {rank}); "
+SLEEPS = "import time\ndef outer(): print(flush=True); time.sleep(600)\n"
+# in C, and keeps the interpreter's lock
+LOCKS = "import re\ndef outer(): print(flush=True); re.match('(a*)*b', 'a' * 400)\n"
+DEAF = "import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())\n"
+SECONDS = 10.0
+
+Start = Callable[..., tuple[int, int]]
+
+
+@pytest.fixture(autouse=True)
+def no_py_spy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    started: list[subprocess.Popen[bytes]] = []
+    python = os.path.realpath("/proc/self/exe")
+    packages = os.pathsep.join(filter(None, sys.path))
+
+    def start(rank: int, what: str, listens: bool = True) -> tuple[int, int]:
+        begin = LISTENS.format(folder=str(tmp_path), rank=rank) if listens else ""
+        script = f"{begin}\n{what}\nouter()"
+        environment = {"PYTHONPATH": packages}
+        process = subprocess.Popen([python, "-c", script], stdout=subprocess.PIPE, env=environment)
+        started.append(process)
+        assert process.stdout is not None
+        process.stdout.readline()
+        return process.pid, liveness.started(process.pid)
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def test_ranks_that_sleep_and_that_keep_the_lock_write_their_stacks(start: Start, tmp_path: Path) -> None:
+    processes = {4: start(4, SLEEPS), 5: start(5, LOCKS)}
+    folder = stacks.dump(tmp_path, 3, processes, SECONDS)
+    assert folder == tmp_path / "hangs" / "3"
+    for rank in (4, 5):
+        path = folder / f"rank{rank}.txt"
+        assert "in outer" in path.read_text() and "<module>" in path.read_text()
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert liveness.started(processes[rank][0]), "it goes on"
+
+
+def test_a_second_dump_holds_only_what_is_new(start: Start, tmp_path: Path) -> None:
+    processes = {0: start(0, SLEEPS)}
+    first = (stacks.dump(tmp_path, 3, processes, SECONDS) / "rank0.txt").read_text()
+    assert (stacks.dump(tmp_path, 4, processes, SECONDS) / "rank0.txt").read_text().count("outer") == first.count(
+        "outer"
+    )
+
+
+def test_a_process_that_does_not_listen_is_not_ended_by_the_signal(start: Start, tmp_path: Path) -> None:
+    stacks.listen(tmp_path, 0)()
+    (tmp_path / "stack.0").touch()
+    pid, began = start(0, SLEEPS, listens=False)
+    folder = stacks.dump(tmp_path, 3, {0: (pid, began)}, SECONDS)
+    assert (folder / "rank0.txt").read_text() == f"no stacks: process {pid} does not write its stacks\n"
+    assert liveness.started(pid) == began
+
+
+def test_of_a_stopped_an_ended_and_a_silent_process_it_is_said_why_there_are_none(start: Start, tmp_path: Path) -> None:
+    stopped, silent = start(0, SLEEPS), start(2, DEAF + SLEEPS)
+    os.kill(stopped[0], signal.SIGSTOP)
+    wait_until_stopped(stopped[0], SECONDS)
+    began = time.monotonic()
+    folder = stacks.dump(tmp_path, 3, {0: stopped, 1: (stopped[0], 1), 2: silent}, 1.0)
+    assert time.monotonic() - began < 5
+    texts = [(folder / f"rank{rank}.txt").read_text() for rank in range(3)]
+    assert [text.split(":")[0] for text in texts] == ["no stacks"] * 3
+    assert "is stopped by a signal" in texts[0] and "has ended" in texts[1] and "did not answer" in texts[2]
+
+
+SPY = """#!/bin/sh
+if [ "$3" = "{fails}" ]; then exit 1; fi
+if [ "$3" = "{hangs}" ]; then exec sleep 600; fi
+echo "spied $1 $2 $3"
+"""
+
+
+def test_py_spy_comes_first_where_it_is_installed_and_the_ranks_themselves_where_it_fails(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processes = {rank: start(rank, SLEEPS) for rank in range(3)}
+    tool = tmp_path / "bin" / "py-spy"
+    tool.parent.mkdir()
+    tool.write_text(SPY.format(fails=processes[1][0], hangs=processes[2][0]))
+    tool.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tool.parent}:/bin:/usr/bin")
+    folder = stacks.dump(tmp_path, 3, processes, 4.0)
+    texts = [(folder / f"rank{rank}.txt").read_text() for rank in range(3)]
+    assert texts[0] == f"spied dump --pid {processes[0][0]}\n"
+    assert "in outer" in texts[1] and "in outer" in texts[2]
+
+
+def test_the_stacks_of_the_last_hangs_are_kept(tmp_path: Path) -> None:
+    for token in range(1, 20):
+        stacks.dump(tmp_path, token, {})
+    kept = sorted(int(each.name) for each in (tmp_path / "hangs").iterdir())
+    assert kept == list(range(20 - stacks.KEPT, 20))
+
+
+def test_one_that_no_longer_listens_leaves_no_file(tmp_path: Path) -> None:
+    end = stacks.listen(tmp_path, 7)
+    assert stat.S_IMODE((tmp_path / "stack.7").stat().st_mode) == 0o600
+    (tmp_path / "stack.8").touch()
+    stacks.forget(tmp_path)
+    assert not list(tmp_path.glob("stack.*"))
+    end()
+    assert not (tmp_path / "stack.7").exists()
