@@ -67,6 +67,7 @@ class TimedCapture:
     def seconds(self) -> float:
         """Seconds of one capture."""
         self._iteration += 1
+        self._segment.await_version(Version(1, self._iteration))  # so that its parity is computed
         started = self._clock()
         self._capture.start(Version(1, self._iteration), b"small")
         self._capture.wait()

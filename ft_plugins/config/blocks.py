@@ -77,6 +77,15 @@ class ReftConfig(SystemConfig):
     bucket_mib: int = Field(
         4, ge=1, le=1024, description="size of a bucket, copied and digested as one", json_schema_extra=more("MiB")
     )
+    slots: int | None = Field(
+        None,
+        ge=2,
+        le=5,
+        description="where nodes protect each other: how many snapshots a rank keeps in memory, those for other nodes "
+        "included; fewer take less memory, and after the failure of a process the job may resume from the snapshot "
+        "that other nodes have; unset: 5, mostly 4 if the interval is larger than 1",
+        json_schema_extra=more("snapshots", "an integer >= 2 and <= 5"),
+    )
     redundancy: Literal["raim5", "raim6", "neighbour", "both", "none"] | None = Field(
         None,
         description="protection against lost nodes: parity over the nodes of a redundancy group, against the loss of "

@@ -124,6 +124,11 @@ SNAPSHOT_SEALED = EventType(
     **_VERSION, seconds=Field("float", "from the version point to the seal, hidden behind compute", "s"),
     bytes=_BYTES, slot=Field("int", "slot that holds it"),
 )  # fmt: skip
+SNAPSHOT_SKIPPED = EventType(
+    "snapshot.skipped", ROUTINE,
+    "An iteration was not captured: all slots hold snapshots that other nodes have, or are being sent.",
+    **_VERSION,
+)  # fmt: skip
 FENCE_WAITED = EventType(
     "fence.waited", ROUTINE, "The update of an iteration waited for the snapshot before it.",
     iteration=_ITERATION, seconds=Field("float", "time for which training stood still", "s"),

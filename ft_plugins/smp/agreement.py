@@ -9,8 +9,10 @@ idempotent: a node that has just changed its place in the tree may be included t
 outdated report can delay a commit, never cause one: what must hold for all nodes must hold for both reports.
 
 The next version to exchange is announced before any rank starts capturing it, so every SMP is waiting when its ranks
-seal it. An SMP that missed it reports that, and a later one is announced. After a recovery the restored version is
-exchanged first, because its redundancy was lost.
+seal it. An SMP that missed it reports that, and a later one is announced. If ranks were past the version when it was
+announced, the next one is announced further ahead, by half of the iterations since the committed one: however long
+reports take, after a few attempts a version is announced in time. After a recovery the restored
+version is exchanged first, because its redundancy was lost.
 
 In: `NodeReport`s, the incarnation's facts. Out: `Summary`, `ExchangeDecision`.
 """
@@ -43,6 +45,7 @@ class NodeReport:
 
     `exchange`: the version that this node sends, or waits to send because it was announced.
     `missed`: a version, announced to this node, that it can never send or complete; no newer than `exchange`, if any.
+    `late`: the same, if the reason is that ranks were past it when they read that it was announced.
     `encoded`: all receivers have taken what this node sent of that version, and what it stores of it is complete.
     `stall`: its ranks make no progress, and where they are.
     """
@@ -52,6 +55,7 @@ class NodeReport:
     missed: Version | None = None
     encoded: Version | None = None
     committed: Version | None = None
+    late: Version | None = None
     stall: Stall | None = None
 
 
@@ -90,6 +94,7 @@ class Summary:
     least_committed: Version | None = None
     newest_committed: Version | None = None
     lost: tuple[int, ...] = ()
+    late: Version | None = None
     stall: Stall | None = None
 
 
@@ -97,7 +102,7 @@ def summarize(position: int, report: NodeReport) -> Summary:
     """The summary of one report."""
     return Summary(
         1 << position, report.begun, report.exchange, report.missed, report.encoded, report.encoded, report.committed,
-        report.committed, stall=report.stall,
+        report.committed, (), report.late, report.stall,
     )  # fmt: skip
 
 
@@ -119,6 +124,7 @@ def merge(summaries: Iterable[Summary]) -> Summary:
         _least(summary.least_committed for summary in some),
         _newest(summary.newest_committed for summary in some),
         tuple(sorted(lost)[:LOST_LIMIT]),
+        _newest(summary.late for summary in some),
         merged_stall(summary.stall for summary in some),
     )
 
@@ -149,6 +155,9 @@ def _next(epoch: ExchangeEpoch, committed: Version | None, summary: Summary) -> 
     begun = max(base.iteration if base else 0, summary.begun)
     if missed is not None and missed.lineage == epoch.lineage:
         begun = max(begun, missed.iteration)
+    if summary.late is not None and summary.late == missed and (committed is None or missed > committed):
+        since = committed if committed is not None and committed.lineage == epoch.lineage else base
+        begun += (begun - (since.iteration if since else 0)) // 2
     return Version(epoch.lineage, (begun // epoch.interval + 1) * epoch.interval)
 
 

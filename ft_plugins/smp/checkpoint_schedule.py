@@ -98,9 +98,10 @@ def view(segments: Mapping[int, Segment], world_size: int) -> NodeView:
     """The state of the participating `segments`. A version that may be about to be overwritten is not held."""
     all_slots = [segment.slots() for segment in segments.values()]
     marks = marks_of((slot.version, slot.mark) for slots in all_slots for slot in slots)
+    free = [segment.shape.free for segment in segments.values()]
     versions = (
-        {slot.version for slot in slots if slot.version is not None and pinnable_slot(slots, slot.version) is not None}
-        for slots in all_slots
+        {slot.version for slot in slots if slot.version and pinnable_slot(slots, slot.version, turns) is not None}
+        for slots, turns in zip(all_slots, free, strict=True)
     )
     held = frozenset(v for v in set.intersection(*versions) if marks.get(v) is not Mark.MISMATCHED)
     heard = [{slot.version for slot in slots if slot.mark} for slots in all_slots]

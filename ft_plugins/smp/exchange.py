@@ -76,6 +76,14 @@ def slot_of(segment: Segment, version: Version) -> int:
     raise CorruptSlotError(f"rank {segment.rank}: no CLEAN slot holds version {version} (slots: {held})")
 
 
+def parity_slot_of(segment: Segment, version: Version) -> int:
+    """The slot that holds the parity which the rank computed of `version`. Raises CorruptSlotError if there is none."""
+    index = segment.parity_of(version)
+    if index is None:
+        raise CorruptSlotError(f"rank {segment.rank}: it holds no parity of version {version}")
+    return index
+
+
 def descriptor_of(segment: Segment, version: Version) -> bytes:
     """Small state and digest table of a rank's slot, which other nodes keep to rebuild it; not its data."""
     index = slot_of(segment, version)
@@ -207,7 +215,10 @@ class ExchangeSender:
                 try:
                     for rank in self._plan.ranks[self._position]:
                         segment = self._segments[rank]
-                        if not segment.verify(slot_of(segment, self._version), self._stop.is_set):
+                        slots = [slot_of(segment, self._version)]
+                        if segment.shape.parity_indices:
+                            slots.append(parity_slot_of(segment, self._version))
+                        if not all(segment.verify(slot, self._stop.is_set) for slot in slots):
                             return False  # `stop` waits for this, and the node's reports for `stop`
                     self._verified = True
                 except CorruptSlotError as error:
@@ -265,7 +276,9 @@ class ExchangeSender:
         """Have the target compare its shares with the replicas from which parity was computed here. Returns whether all
         agree."""
         tables = {
-            rank: segment.digests(slot_of(segment, self._version)).copy() for rank, segment in self._segments.items()
+            rank: segment.digests(parity_slot_of(segment, self._version)).copy()
+            for rank, segment in self._segments.items()
+            if segment.shape.parity_indices
         }
         for batch in replica_checks.batches(self._checks[lane.target]):
             checks = replica_checks.payload(batch, tables)

@@ -3,7 +3,7 @@
 Invariant: the frames cover the slot once, in order; none is longer than a payload. The bytes of the slot are the sum
 over GF(256) of factor * bytes of a frame's parts; a part with fewer bytes than its frame is padded with zeros. A frame
 ends at a bucket boundary of the parity store that it is decoded from, so that SMP verifies one bucket per frame, and
-each bucket once. Parity that lies in slots is read like any other byte of a slot.
+each bucket once. Parity that ranks computed themselves is read like bytes of a slot that follow its data.
 
 In: an exchange plan and the lost positions, or where the slot lies whole. Out: `Frame`s.
 """
@@ -79,8 +79,8 @@ def copied(rank: int, version: Version, nbytes: int, position: int) -> Iterator[
 
 
 def decoded(plan: ExchangePlan, rank: int, version: Version, lost: Collection[int]) -> Iterator[Frame]:
-    """The frames of a slot that is computed from parity, without the positions `lost`: its data, then the parity that
-    it held itself.
+    """The frames of a slot that is computed from parity, without the positions `lost`. The parity that the rank held
+    itself is not among them: it computes that again from its tensors.
 
     Raises ResumeError if more is lost than parity can replace.
     """
@@ -92,15 +92,13 @@ def decoded(plan: ExchangePlan, rank: int, version: Version, lost: Collection[in
 
 @dataclass(frozen=True)
 class _Region:
-    """Bytes `offset .. offset + nbytes` of a slot, which are those from `at` on of a node's stream, or of the parity of
-    a stripe that lies in slots."""
+    """Bytes `offset .. offset + nbytes` of a slot, which are those from `at` on of a node's stream."""
 
     offset: int
     nbytes: int
     section: Section
     node: int
     at: int
-    stripe: int | None = None
 
 
 def _regions(plan: ExchangePlan, rank: int, sections: Sequence[Section]) -> Iterator[_Region]:
@@ -112,12 +110,6 @@ def _regions(plan: ExchangePlan, rank: int, sections: Sequence[Section]) -> Iter
             if extent.rank == rank:
                 yield _Region(extent.offset, extent.nbytes, section, node, at)
             at += extent.nbytes
-    for part in plan.parts[rank]:
-        section = plan.sections[part.section]
-        if section not in sections:
-            continue
-        node = section.positions.index(position)
-        yield _Region(part.offset, part.stop - part.start, section, node, part.start, part.stripe)
 
 
 def _needed(
@@ -140,15 +132,12 @@ def _decoded(
                   if piece.node == region.node and piece.stop > piece.start}  # fmt: skip
         done, end = region.at, region.at + region.nbytes
         while done < end:
-            if region.stripe is None:
-                stripe, piece = blocks[done // section.placement.block * section.placement.block]
-                rebuild, at, last = needed[stripe, ("data", region.node)], done - piece.start, piece.stop
-            else:
-                rebuild, at, last = needed[region.stripe, ("parity", 0)], done, end
+            stripe, piece = blocks[done // section.placement.block * section.placement.block]
+            rebuild, at = needed[stripe, ("data", region.node)], done - piece.start
             which = next((which for kind, which, _ in rebuild.sources if kind == "parity"), 0)
             area = plan.area_of.get((section.index, rebuild.stripe, which))  # None: it lies in slots
             in_bucket = (area.offset + at if area else 0) % PAYLOAD_LIMIT
-            stop = min(end, last, done + PAYLOAD_LIMIT - in_bucket)
+            stop = min(end, piece.stop, done + PAYLOAD_LIMIT - in_bucket)
             parts = _parts(plan, section, rebuild, version, at, stop - done)
             yield _base_first(region.offset + done - region.at, stop - done, parts)
             done = stop

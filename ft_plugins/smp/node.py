@@ -221,7 +221,8 @@ class NodeTier:
             read_bytes = decode(segment, version, request.token, protection.plan(), request.lost, readers)
         self._events.emit(
             catalogue.SLOT_REBUILT, about=rank, lineage=version.lineage, iteration=version.iteration,
-            decoded=source is None, bytes=segment.shape.nbytes, read_bytes=read_bytes, seconds=time.monotonic() - began,
+            decoded=source is None, bytes=segment.shape.data_nbytes, read_bytes=read_bytes,
+            seconds=time.monotonic() - began,
         )  # fmt: skip
 
     def status(self) -> dict[str, Any]:

@@ -73,7 +73,8 @@ class Declared:
 
 @dataclass(frozen=True)
 class SealChecked:
-    """Whether all ranks of this node have sealed the version to exchange; None if one of them has skipped it."""
+    """Whether all ranks of this node have sealed the version to exchange; None if one of them has skipped it, or was
+    past the point where it reads that parity of it is needed."""
 
     sealed: bool | None
 
@@ -149,6 +150,7 @@ class NodeState:
     committed: Version | None = None
     sending: Version | None = None
     missed: Version | None = None  # the version that this node can never send or complete
+    late: Version | None = None  # the same, if ranks were past it when it was announced
     declared: bool = False  # lost nodes were declared, which happens once per incarnation
     protected: bool = False  # a version was committed in this incarnation
 
@@ -169,7 +171,7 @@ def step(state: NodeState, event: Event) -> tuple[NodeState, tuple[Action, ...]]
         case Committed(version):
             return _committed(state, version)
         case Switched(decision):
-            return replace(state, decision=decision, sending=None, missed=None), ()
+            return replace(state, decision=decision, sending=None, missed=None, late=None), ()
         case Declared():
             return replace(state, declared=True), ()
         case SealChecked(sealed):
@@ -194,7 +196,8 @@ def _report(state: NodeState, seen: Observation) -> tuple[NodeState, tuple[Actio
         if seen.mark in (Mark.UNAUDITED, Mark.MISMATCHED):
             missed = sending
         encoded = encoded if seen.mark.preferred else None
-    report = NodeReport(seen.begun, sending or state.decision.exchange, missed, encoded, seen.committed)
+    exchange = sending or state.decision.exchange
+    report = NodeReport(seen.begun, exchange, missed, encoded, seen.committed, state.late)
     state = replace(state, committed=seen.committed, sending=sending, missed=missed)
     return state, (*alarms, SendReport(report))
 
@@ -227,5 +230,5 @@ def _start(state: NodeState, sealed: bool | None) -> tuple[NodeState, tuple[Acti
     if version is None or sealed is False:
         return state, ()
     if sealed is None:
-        return replace(state, missed=version), ()
+        return replace(state, missed=version, late=version), ()
     return replace(state, sending=version), (StartExchange(version),)

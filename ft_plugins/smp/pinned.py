@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 from .. import files
 from ..intake import read_json
 from ..snapshot.segment import Segment
-from ..snapshot.slots import Mark, Pin, Slot, SlotState, Version
+from ..snapshot.slots import SHARED, Mark, Pin, Slot, SlotState, Version
 from .agreement import ExchangeDecision
 from .packed_version import PackedVersion
 from .parity_store import ParityStore
@@ -57,9 +57,10 @@ class PinnedVersions:
         store.void_after(protection.base)
         for segment in self._segments.values():
             for version in keep:
-                segment.pin(version, Pin.NODE)
+                segment.pin(version, Pin.NODE, idle=True)
             for slot in segment.slots():
                 segment.unpin(slot.index, Pin.SOURCE if slot.version in keep else Pin.NODE | Pin.SOURCE)
+            segment.keep_parity(protection.committed)
         if protection.committed is not None and protection.committed in store.versions():
             store.pin(protection.committed)
             files.write_json(self._path, packed(protection.committed))
@@ -73,24 +74,31 @@ class PinnedVersions:
         except (OSError, ValueError):
             return None
         for rank in self._ranks:
-            if not any(slot.version == committed and slot.pins & Pin.NODE for slot in self._segments[rank].slots()):
+            segment = self._segments[rank]
+            pinned = any(slot.version == committed and slot.pins & Pin.NODE for slot in segment.slots())
+            if not pinned or not segment.has_parity(committed):
                 return None
         return committed if committed in self._store.versions() else None
 
     def begun(self, lineage: int) -> int:
-        """The newest iteration that a rank has begun to capture."""
-        versions = (slot.version for rank in self._ranks for slot in self._segments[rank].slots())
-        return max((v.iteration for v in versions if v is not None and v.lineage == lineage), default=0)
+        """The newest iteration that a rank has begun to capture, or has left out."""
+        segments = [self._segments[rank] for rank in self._ranks]
+        versions = (slot.version for segment in segments for slot in segment.slots())
+        begun = max((v.iteration for v in versions if v is not None and v.lineage == lineage), default=0)
+        passed = (one.completed for one in segments if one.shape.free < SHARED and one.lineage == lineage)
+        return max([begun, *passed])
 
     def commit(self, version: Version) -> bool:
         """Make `version`, which is complete on all nodes, the committed version. False if it is not here."""
         assert self._store is not None
-        if version not in self._store.versions():
+        segments = [self._segments[rank] for rank in self._ranks]
+        if version not in self._store.versions() or not all(segment.has_parity(version) for segment in segments):
             return False  # a new node, until its part is rebuilt
         slots = {rank: self._segments[rank].pin(version, Pin.NODE) for rank in self._ranks}
         if None in slots.values():
             return False
         for rank, index in slots.items():
+            self._segments[rank].keep_parity(version)
             for slot in self._segments[rank].slots():
                 if slot.index != index:
                     self._segments[rank].unpin(slot.index, Pin.NODE)
@@ -106,14 +114,19 @@ class PinnedVersions:
 
     def pin_sealed(self, version: Version) -> bool | None:
         """Pin `version` for sending, on each rank that has sealed it. True: on all ranks; False: not yet on all; None:
-        a rank has skipped it."""
+        a rank has skipped it, or its parity."""
         for rank in self._ranks:
             segment = self._segments[rank]
             slots = segment.slots()
-            if segment.pin(version, Pin.SOURCE) is not None:
-                continue
+            for slot in slots:  # pinned by a trainer that had not yet read that another one is sent
+                if slot.pins & Pin.SOURCE and slot.version != version:
+                    segment.unpin(slot.index, Pin.SOURCE)
             newest = max((slot.version for slot in slots if slot.version is not None), default=version)
-            return None if newest > version and not _is_captured(slots, version) else False
+            if segment.pin(version, Pin.SOURCE) is None:
+                return None if newest > version and not _is_captured(slots, version) else False
+            if not segment.has_parity(version):
+                # parity is sealed before data; that of the restored version before the next capture
+                return False if version == self._base and newest == version else None
         return True
 
     def switch_to(self, decision: ExchangeDecision) -> None:
@@ -125,6 +138,8 @@ class PinnedVersions:
         passed = version is not None and base is not None and version > base
         passed = passed and base not in (decision.committed, self.committed, self._committed_before)
         for segment in self._segments.values():
+            if version is not None:
+                segment.await_version(version)
             for slot in segment.slots():
                 if slot.version != version:
                     segment.unpin(slot.index, Pin.SOURCE)

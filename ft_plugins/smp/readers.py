@@ -21,7 +21,7 @@ from ..snapshot.slots import SlotState, Version
 from . import protocol
 from .authenticated import Bytes, limit_in_kernel
 from .channel import Party
-from .exchange import descriptor_of, slot_of
+from .exchange import descriptor_of, parity_slot_of, slot_of
 from .frames import Data, Parity
 from .parity_store import ParityStore
 from .resize.previous_segments import PreviousSegments
@@ -54,9 +54,12 @@ class LocalReader:
         if isinstance(wanted, Parity):
             return self._parity().read(wanted.version, wanted.key, wanted.at, wanted.nbytes)
         segment, index = self._slot(wanted.rank, wanted.version)
-        if wanted.at + wanted.nbytes > segment.shape.nbytes:
+        at, room = wanted.at, segment.shape.data_nbytes
+        if at >= room and wanted.nbytes:  # parity that the rank computed
+            at, room, index = at - room, segment.shape.parity_nbytes, parity_slot_of(segment, wanted.version)
+        if at + wanted.nbytes > room:
             raise ProtocolError(f"{wanted.nbytes} bytes at {wanted.at} are not in the slots of rank {wanted.rank}")
-        return segment.data(index)[wanted.at : wanted.at + wanted.nbytes]
+        return segment.data(index)[at : at + wanted.nbytes]
 
     def _slot(self, rank: int, version: Version) -> tuple[Segment, int]:
         """The slot that holds `version` CLEAN. Reading a slot's header costs a digest of its table and small state.

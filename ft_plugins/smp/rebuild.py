@@ -1,7 +1,8 @@
 """Rebuild a rank's slot on this node: fetched from the node that still holds it, or decoded from parity.
 
 Invariant: the slot is DIRTY until every bucket matches the digest table, which was copied whole in the exchange; then
-it is sealed, and restored like any other. A mismatch is an error. In addition to the slot, each of the few threads
+it is sealed, and restored like any other. A mismatch is an error. Parity that the rank computes itself is not rebuilt:
+the rank computes it again from the tensors that it loads. In addition to the slot, each of the few threads
 needs the memory of as many frames as are added in one pass (`kernels.MAX_SOURCES`).
 
 A thread takes the next frame, and requests its parts from all sources, and those of the frame after it, before it waits
@@ -31,7 +32,7 @@ from ..errors import CorruptSlotError, ResumeError, SegmentError
 from ..redundancy import kernels
 from ..redundancy.exchange_plan import ExchangePlan
 from ..snapshot import manifest
-from ..snapshot.segment import NOT_COMPUTED, Segment
+from ..snapshot.segment import Segment
 from ..snapshot.shape import PAGE
 from ..snapshot.slots import Version, choose
 from .authenticated import PAYLOAD_LIMIT
@@ -78,7 +79,7 @@ def fetch(segment: Segment, version: Version, token: int, holder: Reader) -> int
 
     Raises what the reader raises, CorruptSlotError.
     """
-    frames = copied(segment.rank, version, segment.shape.nbytes, 0)
+    frames = copied(segment.rank, version, segment.shape.data_nbytes, 0)
     return _write(segment, version, token, holder.slot(segment.rank, version), frames, {0: holder})
 
 
@@ -165,14 +166,13 @@ class _Filling:
         self._version = version
         self._index = index
         self._data = segment.data(index)
-        self._captured = segment.shape.data_nbytes
         self._digests = digests
         self._frames = frames
         self._readers = readers
         self._lock = threading.Lock()
         self._stopped = False
         self._streams: list[ReadStream] = []
-        self._buckets = sorted((offset, nbytes, number) for number, (offset, nbytes) in enumerate(segment.ranges))
+        self._buckets = sorted((offset, nbytes, number) for number, (offset, nbytes) in enumerate(segment.data_ranges))
         self._starts = [offset for offset, _, _ in self._buckets]
         self._missing = [nbytes for _, nbytes, _ in self._buckets]  # bytes, by index in `_buckets`
         self._verified = [False] * len(self._buckets)
@@ -233,9 +233,6 @@ class _Filling:
 
     def _verify(self, place: int) -> None:
         offset, nbytes, number = self._buckets[place]
-        if offset >= self._captured and int(self._digests[number]) == NOT_COMPUTED:
-            self._verified[place] = True  # the holder lacks it too: computed once the tensors are loaded
-            return
         if xxhash.xxh3_64_intdigest(self._data[offset : offset + nbytes].data) != int(self._digests[number]):
             raise CorruptSlotError(
                 f"rank {self._rank}: bucket {number} of slot {self._index}, rebuilt for version {self._version}, "
@@ -244,12 +241,8 @@ class _Filling:
         self._verified[place] = True
 
     def verify_remaining(self) -> None:
-        """Verify the buckets that no frame completed: those without bytes, and parity that has to be recomputed because
-        no node has all of it. Raises CorruptSlotError."""
+        """Verify the buckets that no frame completed: those without bytes. Raises CorruptSlotError."""
         for place, done in enumerate(self._verified):
-            offset, nbytes, number = self._buckets[place]
-            if offset >= self._captured and 0 < self._missing[place] == nbytes:
-                self._digests[number] = NOT_COMPUTED
             if not done:
                 self._verify(place)
 

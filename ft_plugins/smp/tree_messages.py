@@ -2,7 +2,7 @@
 
 Invariant: bounded, and parsed completely before use. No message has an answer of its own.
 
-    up     {"do": "summary", "covered": bitmap, "begun": n, "versions": six, "lost": [...], "stall": stall}
+    up     {"do": "summary", "covered": bitmap, "begun": n, "versions": seven, "lost": [...], "stall": stall}
            | {"do": "leave"}
     down   {"do": "announce", "exchange": version, "committed": version, "lost": [...], "stall": stall}
     stall  null | [iteration, waits, edges, rank, phase, position, even]
@@ -47,7 +47,7 @@ def _stall(value: Any) -> Stall | None:
 
 MaybeStall = Annotated[Stall | None, BeforeValidator(_stall)]
 Lost = Annotated[tuple[Count, ...], Field(max_length=LOST_LIMIT)]
-Versions = Annotated[tuple[MaybeVersion, ...], Field(min_length=6, max_length=6)]
+Versions = Annotated[tuple[MaybeVersion, ...], Field(min_length=7, max_length=7)]
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def packed_summary(summary: Summary) -> dict[str, Any]:
     """A summary as a message."""
     versions = (
         summary.exchange, summary.missed, summary.least_encoded, summary.newest_encoded, summary.least_committed,
-        summary.newest_committed,
+        summary.newest_committed, summary.late,
     )  # fmt: skip
     covered = summary.covered.to_bytes((summary.covered.bit_length() + 7) // 8, "little")
     return {
@@ -90,10 +90,10 @@ def from_child(message: Mapping[str, Any]) -> Summary | None:
     if message.get("do") != "summary":
         raise ProtocolError(f"unknown message of a child: {shown(message.get('do'))}")
     up = parsed(_Up, message, "summary")
-    exchange, missed, least_encoded, newest_encoded, least_committed, newest_committed = up.versions
+    exchange, missed, least_encoded, newest_encoded, least_committed, newest_committed, late = up.versions
     return Summary(
         int.from_bytes(up.covered, "little"), up.begun, exchange, missed, least_encoded, newest_encoded,
-        least_committed, newest_committed, up.lost, up.stall,
+        least_committed, newest_committed, up.lost, late, up.stall,
     )  # fmt: skip
 
 

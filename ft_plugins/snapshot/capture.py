@@ -2,10 +2,13 @@
 
 Invariant: a slot receives the state at the version point. Items that anything but the update may change are copied
 before `start` returns, from copies that the caller kept if that point is past; the others by a thread that `wait` waits
-for before the update. The fencing token is checked
-before every bucket: a superseded incarnation writes at most the bucket it was in. The trainer writes directly into the
-SMP's slot; nothing is copied twice and no message is sent. Parity computed from own replicas comes last (`encode`),
-from the same tensors and under the same seal, so data and parity always have the same version.
+for before the update. The fencing token is checked before every bucket: a superseded incarnation writes at most the
+bucket it was in. The trainer writes directly into the SMP's slot; nothing is copied twice and no message is sent.
+
+Parity computed from own replicas (`encode`) comes last, from the same tensors, into a slot of its own, and only of the
+version that is exchanged next, as the SMP has recorded in the segment. It is sealed before the data: a sealed version
+without parity never gets any, and is not exchanged. The exception is the restored version, whose parity `add_parity`
+computes while the tensors still hold it.
 
 Digests are computed from the bytes in the slot. A bucket that a superseded writer may still write to (the cursor of a
 slot found DIRTY at start) is digested from its source instead, so a late write is detected. The seal covers digests,
@@ -17,6 +20,7 @@ In: segment, layout, live tensors, token. Out: sealed slots; `Commit` per versio
 from __future__ import annotations
 
 import atexit
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -27,12 +31,12 @@ import torch
 import xxhash
 
 from .. import faults
-from ..errors import FencedError, InventoryError
+from ..errors import CorruptSlotError, FencedError, InventoryError
 from .copiers import Copier, as_words, copier_for, flat_bytes
 from .encode import Encoder
 from .layout import CaptureBucket, Layout
 from .segment import NOT_COMPUTED, Segment
-from .slots import SlotState, Version, choose
+from .slots import SlotState, Version, choose_parity, free_slot
 
 _Pieces = dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]]
 _Flat = Mapping[str, torch.Tensor]  # bytes by item
@@ -59,17 +63,20 @@ class Capture:
         token: int,
         committed: Callable[[Commit], None] = lambda commit: None,
         after_update: Callable[[], None] = lambda: None,
+        left_out: Callable[[Version], None] = lambda version: None,
     ) -> None:
         """`tensors` returns the live tensors by item name, at every version point: none may have moved.
 
         The capture thread calls `committed` before the fence opens, so it must be quick, and `after_update` after each
-        `run_after_update`; that may be slow. Raises InventoryError if tensors and layout do not agree.
+        `run_after_update`; that may be slow. `left_out` is called for a version for which no slot is free. Raises
+        InventoryError if tensors and layout do not agree.
         """
         self._segment = segment
         self._layout = layout
         self._token = token
         self._committed = committed
         self._after_update = after_update
+        self._left_out = left_out
         self._requested = False
         self._called = threading.Event()
         self._called.set()
@@ -89,12 +96,14 @@ class Capture:
         self._encoder = Encoder(segment, layout, self._flat, self._copiers)
         # A writer that was stopped within a bucket may resume in it: these buckets are digested from their source.
         self._suspect = {
-            (slot.index, segment.cursor(slot.index)) for slot in segment.slots() if slot.state is SlotState.DIRTY
+            (slot.index, segment.cursor(slot.index))
+            for slot in (*segment.slots(), *segment.parity_slots())
+            if slot.state is SlotState.DIRTY
         }
         count = len(layout.buckets) + len(layout.parity) + layout.source_digest_count
-        self._digests = np.zeros(count, dtype=np.uint64)  # of the running capture
+        self._digests = np.full(count, NOT_COMPUTED, dtype=np.uint64)  # of the running capture
         self._small = b""
-        self._pending: tuple[int, Version, float] | None = None
+        self._pending: Callable[[], None] | None = None
         self._failure: BaseException | None = None
         self._work = threading.Semaphore(0)
         self._idle = threading.Event()
@@ -109,7 +118,8 @@ class Capture:
         """Begin capturing `version`: synchronous items and small state now, the rest in the background.
 
         `kept`: copies of synchronous items from the version point, where the live tensors may have changed since.
-        Raises the error of the previous capture, FencedError if superseded, InventoryError if a tensor moved.
+        The version is left out if no slot is free. Raises the error of the previous capture, FencedError if superseded,
+        InventoryError if a tensor moved.
         """
         self.wait()
         self._called.wait()
@@ -127,15 +137,30 @@ class Capture:
         self._check_token()
         for copier in self._copiers.values():
             copier.ready()
-        index = choose(self._segment.slots(), version)
+        index = free_slot(self._segment.slots(), version)
+        if index is None:
+            self._left_out(version)
+            return
         faults.reach("capture.begin", iteration=version.iteration, slot=index)
         self._segment.dirty(index, version, self._token)
         self._segment.write_small(index, small)
+        self._segment.digests(index)[:] = self._digests[:] = NOT_COMPUTED
         self._small = small
         sources = {**self._flat, **{name: flat_bytes(name, one) for name, one in kept.items()}} if kept else None
         for number, bucket in enumerate(self._layout.synchronous):
             self._copy(index, number, bucket, version, sources)
-        self._pending = (index, version, started)
+        self._run_behind(lambda: self._committed(self._background(index, version, started)))
+
+    def add_parity(self, version: Version) -> None:
+        """Begin to compute the parity of the restored version, unless it is here. The live tensors must hold `version`
+        until the fence, which waits for this too. Raises what `start` raises."""
+        self.wait()
+        if self._layout.parity:
+            self._run_behind(lambda: self._restore_parity(version))
+
+    def _run_behind(self, work: Callable[[], None]) -> None:
+        """Have the capture thread do `work`, which the fence waits for."""
+        self._pending = work
         self._idle.clear()
         self._work.release()
 
@@ -174,7 +199,7 @@ class Capture:
             self._work.acquire()
             if self._pending is not None:
                 try:
-                    self._committed(self._background(*self._pending))
+                    self._pending()
                 except BaseException as failure:  # raised at the fence, on the training thread
                     self._failure = failure
                 finally:
@@ -195,49 +220,51 @@ class Capture:
         offset = len(self._layout.synchronous)
         for number, bucket in enumerate(self._layout.background, start=offset):
             self._copy(index, number, bucket, version)
-        self._encode(index, version)
+        if self._layout.parity and self._segment.is_awaited(version):
+            self._encode(version)
         self._check_token()
         faults.reach("capture.seal.before", iteration=version.iteration, slot=index)
         self._segment.set_cursor(index, None)
+        self._segment.pin_awaited(index, version)
         self._segment.seal(index, version, self._token, self._small, self._digests)
         faults.reach("capture.seal.after", iteration=version.iteration, slot=index)
         return Commit(version, index, self._layout.nbytes, time.perf_counter() - started)
 
-    def add_parity(self, version: Version) -> None:
-        """Compute the parity of a slot that was not filled by capture, if it is missing. The live tensors must hold
-        `version`, and no capture may run. Raises FencedError."""
-        first = len(self._layout.buckets)
-        for slot in self._segment.slots():
-            digests = self._segment.digests(slot.index).copy()
-            missing = digests[first : first + len(self._layout.parity)] == NOT_COMPUTED
-            if slot.version != version or slot.state is not SlotState.CLEAN or not missing.any():
-                continue
-            self._check_token()
-            for copier in self._copiers.values():
-                copier.ready()
-            small = self._segment.small(slot.index)
-            self._segment.dirty(slot.index, version, self._token)
-            self._digests[:] = digests
-            self._encode(slot.index, version)
-            self._check_token()
-            self._segment.set_cursor(slot.index, None)
-            self._segment.seal(slot.index, version, self._token, small, self._digests)
+    def _restore_parity(self, version: Version) -> None:
+        index = self._segment.parity_of(version)
+        if index is not None:
+            with contextlib.suppress(CorruptSlotError):
+                self._segment.verify(index)
+                return
+        for copier in self._copiers.values():
+            copier.ready()
+        self._encode(version)
 
-    def _encode(self, index: int, version: Version) -> None:
-        """Compute the parity buckets, with the digests of each and of its sources."""
+    def _encode(self, version: Version) -> None:
+        """Compute and seal the parity of `version`, with the digests of each bucket and of its sources. Nothing if both
+        parity slots are pinned: the version is missed."""
+        index = choose_parity(self._segment.parity_slots(), version)
+        if index is None:
+            return
         first = len(self._layout.buckets)
         at = first + len(self._layout.parity)  # where the digests of sources begin
-        table = self._segment.digests(index)
+        table, digests = self._segment.digests(index), np.full_like(self._digests, NOT_COMPUTED)
+        self._check_token()
+        self._segment.dirty(index, version, self._token)
+        table[:] = digests
         for number in range(len(self._layout.parity)):
             self._segment.set_cursor(index, first + number)
             self._check_token()
             faults.reach("capture.bucket.begin", iteration=version.iteration, bucket=first + number, slot=index)
             suspect = (index, first + number) in self._suspect
             digest, checks = self._encoder.encode(index, number, private=suspect)
-            self._digests[first + number] = table[first + number] = digest
-            self._digests[at : at + len(checks)] = table[at : at + len(checks)] = checks
+            digests[first + number] = table[first + number] = digest
+            digests[at : at + len(checks)] = table[at : at + len(checks)] = checks
             at += len(checks)
             faults.reach("capture.bucket.end", iteration=version.iteration, bucket=first + number, slot=index)
+        self._check_token()
+        self._segment.set_cursor(index, None)
+        self._segment.seal(index, version, self._token, b"", digests)
 
     def _copy(
         self, index: int, number: int, bucket: CaptureBucket, version: Version, kept: _Flat | None = None

@@ -4,7 +4,7 @@ Invariant: a bucket of parity is the XOR of its sources as they are in this rank
 be compared with the digest of the rank that captured it. Sources are copied like captured bytes. The only extra memory
 is one staging buffer of a bucket's size, pinned if state is on a device.
 
-In: layout, live tensors, copiers. Out: parity in a slot; digests of the bucket and of its sources.
+In: layout, live tensors, copiers. Out: parity in a parity slot; digests of the bucket and of its sources.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class Encoder:
             for bucket in layout.parity
         ]
         self._in_place = [[self._host_bytes(source) for source in bucket.sources] for bucket in layout.parity]
-        self._direct = [
-            [self._direct_copies(number, self._area(index, number)) for number in range(len(layout.parity))]
-            for index in range(segment.shape.slots)
-        ]
+        self._direct = {
+            index: [self._direct_copies(number, self._area(index, number)) for number in range(len(layout.parity))]
+            for index in segment.shape.parity_indices
+        }
 
     def encode(self, index: int, number: int, private: bool = False) -> tuple[int, list[int]]:
-        """Compute parity bucket `number` into slot `index`. Returns its digest, and those of its sources.
+        """Compute parity bucket `number` into parity slot `index`. Returns its digest, and those of its sources.
 
         `private`: compute in private memory first, for a bucket that a superseded writer may still write to.
         """
@@ -93,8 +93,8 @@ class Encoder:
         self._staging = torch.empty(0, dtype=torch.uint8)
 
     def _area(self, index: int, number: int) -> Bytes:
-        bucket = self._buckets[number]
-        return self._segment.data(index)[bucket.offset : bucket.offset + bucket.nbytes]
+        start = self._buckets[number].offset - self._segment.shape.data_nbytes
+        return self._segment.data(index)[start : start + self._buckets[number].nbytes]
 
     def _copy(self, copies: _Copies, source: ParitySource, part: Bytes) -> None:
         """Copy a source into `part`, the destination of `copies`; gaps between its pieces become zeros."""

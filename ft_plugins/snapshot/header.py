@@ -28,17 +28,17 @@ import xxhash
 from ..errors import CorruptHeaderError, SegmentError
 from .shape import PAGE, Shape
 
-MAGIC = int.from_bytes(b"FTPSEG05", "little")
+MAGIC = int.from_bytes(b"FTPSEG06", "little")
 GATE = 512  # offset in the page; zeros, as at creation, mean closed
 PROGRESS = 784  # offset in the page, after the gate and before the fingerprint; zeros, as at creation, mean no words
 _FINGERPRINT = 1024  # offset in the page: length, then JSON
 FINGERPRINT_ROOM = PAGE - _FINGERPRINT - 8
 _CONSTANTS = (  # the words after the magic
-    "nbytes", "small_nbytes", "buckets", "layout", "slots", "parity_nbytes", "checks", "rank", "world_size",
+    "nbytes", "small_nbytes", "buckets", "layout", "slots", "parity_nbytes", "checks", "free", "rank", "world_size",
 )  # fmt: skip
 _SEAL = 1 + len(_CONSTANTS)
-_COMPLETED, _RANGES = _SEAL + 1, _SEAL + 2
-_RECORDS = _SEAL + 3
+_COMPLETED, _RANGES, _AWAITED = _SEAL + 1, _SEAL + 2, _SEAL + 3
+_RECORDS = _SEAL + 4
 _LIMIT = 1 << 32  # values that share a word with their digest are smaller
 _READS = 8  # attempts: a reader may catch the writer first in one copy, then in the other
 
@@ -217,6 +217,14 @@ class Header:
     def completed(self, value: int) -> None:
         self._page[_COMPLETED] = guarded_word(value, _COMPLETED)
 
+    def await_version(self, lineage: int, iteration: int) -> None:
+        """Record, in one store, which version is exchanged next. The lineage is part of the digest."""
+        self._page[_AWAITED] = guarded_word(iteration, _seed_of(lineage))
+
+    def is_awaited(self, lineage: int, iteration: int) -> bool:
+        """Whether that version is recorded."""
+        return int(self._page[_AWAITED]) == guarded_word(iteration, _seed_of(lineage))
+
     @property
     def ranges(self) -> int:
         """The digest of the bucket ranges."""
@@ -225,3 +233,8 @@ class Header:
     @ranges.setter
     def ranges(self, value: int) -> None:
         self._page[_RANGES] = value
+
+
+def _seed_of(lineage: int) -> int:
+    """The seed of the word that names a version of that lineage."""
+    return (_AWAITED + len(_CONSTANTS) * lineage) % _LIMIT

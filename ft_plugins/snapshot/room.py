@@ -90,6 +90,12 @@ def _machine() -> tuple[int, int] | None:
     return total, free
 
 
+def memory_bytes() -> int:
+    """Bytes of this node's memory; less if a control group allows less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([total, *(limit for _, limit, _ in _limits())])
+
+
 def _limits() -> Iterator[tuple[Path, int, int]]:
     """Each memory limit of this process: its file, its bytes, and the bytes in use that cannot be reclaimed."""
     with suppress(OSError):  # no control groups

@@ -26,10 +26,10 @@ from .room import check_room
 from .segment_file import SegmentFile, allocate, digest_of_ranges, slot_start
 from .shape import PAGE, Shape
 from .slot_header import STATE_WORDS
-from .slots import Mark, Pin, Slot, SlotState, Version, marks_of, pinnable_slot
+from .slots import SHARED, Mark, Pin, Slot, SlotState, Version, marks_of, pinnable_slot, voided_slots
 
 OWNER, COMPLETED = "owner", "completed iteration"  # names in `Segment.damaged`
-NOT_COMPUTED = 0  # digest of a parity bucket that is not computed yet; nothing matches it
+NOT_COMPUTED = 0  # digest of a bucket that is not in this slot: of parity in a slot, of data in a parity slot
 
 
 def create(
@@ -49,7 +49,8 @@ def create(
             constants.write(words[: PAGE // 8])
             Header(words[: PAGE // 8]).begin(lost)
             Header(words[: PAGE // 8]).ranges = digest_of_ranges(words[PAGE // 8 :][: 2 * shape.buckets])
-            words[slot_start(shape, 0) // 8 :: shape.slot_room // 8] = STATE_WORDS[SlotState.EMPTY]
+            for index in range(shape.parity_indices.stop):
+                words[slot_start(shape, index) // 8] = STATE_WORDS[SlotState.EMPTY]
             del words
 
 
@@ -140,6 +141,15 @@ class Segment(SegmentFile):
         incarnation = self._header.incarnation or Incarnation()
         self._header.incarnation = replace(incarnation, owner_pid=pid, owner_started=started)
 
+    def await_version(self, version: Version) -> None:
+        """Name the version that is exchanged next, whose parity the rank is to compute. Called by the SMP alone, once
+        the pins of this segment are as the decision that names it has them."""
+        self._header.await_version(version.lineage, version.iteration)
+
+    def is_awaited(self, version: Version) -> bool:
+        """Whether `version` is exchanged next, as far as this node knows."""
+        return self._header.is_awaited(version.lineage, version.iteration)
+
     def release(self, slots: Iterable[int]) -> None:
         """Void these slots and return their memory, except for their headers, to the system."""
         for index in slots:
@@ -147,7 +157,8 @@ class Segment(SegmentFile):
             self._discard_pages(index)
 
     def open_lineage(self, lineage: int, base: Version | None, voided: Sequence[int]) -> None:
-        """Open `lineage`, which continues from `base`, and void the slots in `voided`. Idempotent.
+        """Open `lineage`, which continues from `base`, and void the slots in `voided`, and the parity of newer versions
+        than `base`. Idempotent.
 
         Slots are voided first, so a death in between leaves `base` the newest version. Without a `base`, that is
         recorded first, so a death in between leaves all versions void, on every rank.
@@ -156,7 +167,7 @@ class Segment(SegmentFile):
         guarded_word(completed, 0)  # raises before any slot is void
         if base is None:
             self._header.opened = OpenedLineage(lineage, self.token, from_nothing=1, voiding=1)
-        for index in voided:
+        for index in (*voided, *voided_slots(self.parity_slots(), base)):
             self._void(index)
         self.completed = completed
         self._header.opened = OpenedLineage(lineage, self.token, int(base is None))
@@ -174,6 +185,28 @@ class Segment(SegmentFile):
     def slots(self) -> tuple[Slot, ...]:
         """All slots, by index."""
         return tuple(self.slot(index) for index in range(self.shape.slots))
+
+    def parity_slots(self) -> tuple[Slot, ...]:
+        """All parity slots, by index."""
+        return tuple(self.slot(index) for index in self.shape.parity_indices)
+
+    def parity_of(self, version: Version) -> int | None:
+        """The parity slot of `version`; None if its parity is not here."""
+        slots = (slot for slot in self.parity_slots() if slot.state is SlotState.CLEAN and slot.version == version)
+        return next((slot.index for slot in slots), None)
+
+    def has_parity(self, version: Version) -> bool:
+        """Whether the parity of `version` that this rank has to compute is here."""
+        return not self.shape.parity_indices or self.parity_of(version) is not None
+
+    def keep_parity(self, version: Version | None) -> None:
+        """Pin the parity of `version`, the committed one, in place of that of any other. Called by the SMP alone."""
+        kept = None if version is None else self.parity_of(version)
+        if kept is not None:
+            self._slots[kept].pins = Pin.NODE
+        for index in self.shape.parity_indices:
+            if index != kept:
+                self.unpin(index, Pin.NODE)
 
     def dirty(self, index: int, version: Version | None, token: int) -> None:
         """Make a slot DIRTY: nothing in it can be restored. `version` is about to be written, None for none."""
@@ -206,20 +239,28 @@ class Segment(SegmentFile):
         """What a slot is pinned for, without reading its content."""
         return self._slots[index].pins
 
-    def pin(self, version: Version, purpose: Pin) -> int | None:
+    def pin(self, version: Version, purpose: Pin, idle: bool = False) -> int | None:
         """Pin `version` for `purpose`. Returns its slot; None if no slot holds it or a capture may overwrite it.
+        `idle`: no capture can be running.
 
         Called by the SMP alone. Slots pinned earlier for the same purpose stay pinned until `unpin`.
         """
-        index = pinnable_slot(self.slots(), version)
+        free = len(self._slots) + 1 if idle else self.shape.free
+        index = pinnable_slot(self.slots(), version, free)
         if index is None:
             return None
         before = self.slot(index).pins
         self._slots[index].pins = before | purpose
-        if before or pinnable_slot([replace(slot, pins=Pin(0)) for slot in self.slots()], version) == index:
+        if before or pinnable_slot([replace(slot, pins=Pin(0)) for slot in self.slots()], version, free) == index:
             return index
         self._slots[index].pins = before
         return None
+
+    def pin_awaited(self, index: int, version: Version) -> None:
+        """Pin the slot in which `version` is captured for sending, if it is exchanged next and capture would overwrite
+        it before the SMP can pin it. Called by the trainer alone, before it seals the slot."""
+        if self.shape.free < SHARED and self.is_awaited(version):
+            self._slots[index].pins = self.pins(index) | Pin.SOURCE
 
     def unpin(self, index: int, purpose: Pin) -> None:
         """Unpin a slot for `purpose`. Called by the SMP alone."""
@@ -227,28 +268,19 @@ class Segment(SegmentFile):
 
     # ---- content ----
 
-    def lacks_parity(self, version: Version) -> bool:
-        """Whether the slot of `version` was not filled by a capture and its parity is not computed yet."""
-        captured, buckets = len(self.data_ranges), self.shape.buckets
-        return any(
-            slot.version == version and slot.state is SlotState.CLEAN
-            and bool((self.digests(slot.index)[captured:buckets] == NOT_COMPUTED).any())
-            for slot in self.slots()
-        )  # fmt: skip
-
     def verify(self, index: int, stopped: Callable[[], bool] = lambda: False) -> bool:
-        """Compare every bucket of the data area with its digest, except parity that is not computed yet.
+        """Compare every bucket of a slot, or of a parity slot, with its digest.
 
         False if `stopped`, which is asked before each bucket, ended it. Raises CorruptSlotError.
         """
         data, digests = self.data(index), self.digests(index)
-        captured = len(self.data_ranges)
-        for number, (offset, nbytes) in enumerate(self.ranges):
+        parity = index >= self.shape.slots
+        first, base = (len(self.data_ranges), self.shape.data_nbytes) if parity else (0, 0)
+        ranges = self.parity_ranges if parity else self.data_ranges
+        for number, (offset, nbytes) in enumerate(ranges, first):
             if stopped():
                 return False
-            if number >= captured and int(digests[number]) == NOT_COMPUTED:
-                continue
-            if xxhash.xxh3_64_intdigest(data[offset : offset + nbytes].data) != int(digests[number]):
+            if xxhash.xxh3_64_intdigest(data[offset - base :][:nbytes].data) != int(digests[number]):
                 raise CorruptSlotError(
                     f"rank {self.rank}: bucket {number} of slot {index} ({self.slot(index).version}) "
                     "does not match its digest"

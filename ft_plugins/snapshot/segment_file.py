@@ -3,10 +3,13 @@
 Invariant: the constants of the header page are verified once, on mapping; the bucket ranges match their digest or are
 not used.
 
-    file   = header page | bucket ranges | slot 0 | slot 1 | slot 2 | one more slot for each purpose of a pin
-    slot   = header page | digest table | small state | data
-    data   = the captured share | parity that the rank computed of other nodes' shares, if nodes protect each other
+    file   = header page | bucket ranges | slots | parity slots, if the rank computes parity of other nodes' shares
+    slot   = header page | digest table | small state | data: the captured share
+    parity = header page | digest table | parity
     table  = digest of each bucket, of data and of parity | digest of each source of the parity, as the rank read it
+
+A slot's table has no digests of parity, a parity slot's none of data: these are zeros. Both kinds of slots share one
+numbering of slots, buckets and offsets, in which parity follows data.
 
 In: a path. Out: views into shared memory. Files in /dev/shm are mapped directly, because multiprocessing.shared_memory
 would unlink them when the process ends.
@@ -71,7 +74,7 @@ class SegmentFile:
             raise SegmentError(
                 f"segment {path} has {stat.st_size} bytes, but its header describes {self.shape.total} bytes"
             )
-        starts = [slot_start(self.shape, index) for index in range(self.shape.slots)]
+        starts = [slot_start(self.shape, index) for index in range(self.shape.parity_indices.stop)]
         self._slots = [SlotHeader(self.bytes[at : at + HEADER_BYTES].view(np.uint64)) for at in starts]
 
     def close(self) -> None:
@@ -100,7 +103,8 @@ class SegmentFile:
 
     def _discard_pages(self, index: int) -> None:
         """Return the memory of a slot to the system, except for its header."""
-        self._map.madvise(mmap.MADV_REMOVE, slot_start(self.shape, index) + PAGE, self.shape.slot_room - PAGE)
+        room = self.shape.slot_room if index < self.shape.slots else self.shape.parity_room
+        self._map.madvise(mmap.MADV_REMOVE, slot_start(self.shape, index) + PAGE, room - PAGE)
 
     def claim(self) -> None:
         """Allocate all memory again, after slots were released. Raises BudgetError."""
@@ -146,6 +150,11 @@ class SegmentFile:
         ranges = self.ranges
         return [entry for entry in ranges if entry[0] < self.shape.data_nbytes] if self.shape.parity_nbytes else ranges
 
+    @property
+    def parity_ranges(self) -> list[tuple[int, int]]:
+        """The ranges of the buckets of parity; offsets count from the start of the data."""
+        return self.ranges[len(self.data_ranges) :]
+
     # ---- areas of a slot ----
 
     def _area(self, index: int, offset: int, nbytes: int) -> Bytes:
@@ -157,11 +166,14 @@ class SegmentFile:
         return self._area(index, 0, 8 * self.shape.digests).view(np.uint64)
 
     def data(self, index: int) -> Bytes:
-        """A view of the data area of a slot."""
-        return self._area(index, self.shape.table_room + self.shape.small_room, self.shape.nbytes)
+        """A view of the data area of a slot; of a parity slot, of its parity."""
+        if index >= self.shape.slots:
+            return self._area(index, self.shape.table_room, self.shape.parity_nbytes)
+        return self._area(index, self.shape.table_room + self.shape.small_room, self.shape.data_nbytes)
 
     def _small_area(self, index: int) -> Bytes:
-        return self._area(index, self.shape.table_room, self.shape.small_nbytes)
+        """The area of a slot's small state; a parity slot has none."""
+        return self._area(index, self.shape.table_room, self.shape.small_nbytes if index < self.shape.slots else 0)
 
     def small(self, index: int) -> bytes:
         """The small state of a slot."""
@@ -187,8 +199,9 @@ def allocate(fd: int, path: Path, nbytes: int, rank: int) -> None:
 
 
 def slot_start(shape: Shape, index: int) -> int:
-    """The offset of a slot in the file."""
-    return PAGE + shape.ranges_room + index * shape.slot_room
+    """The offset of a slot, or of a parity slot, in the file."""
+    parities = max(0, index - shape.slots)
+    return PAGE + shape.ranges_room + (index - parities) * shape.slot_room + parities * shape.parity_room
 
 
 def digest_of_ranges(words: npt.NDArray[np.uint64]) -> int:

@@ -1,6 +1,7 @@
 """The sizes of a segment and of the areas of its slots.
 
-Invariant: every area is whole pages, so each can be mapped and freed separately.
+Invariant: every area is whole pages, so each can be mapped and freed separately. Slots hold captured bytes; the parity
+that a rank computes has slots of its own, for as many versions as the node tier keeps, not one in every slot.
 
 In: bytes that a rank captures. Out: `Shape`.
 """
@@ -14,19 +15,21 @@ from ..intake import Count, Word
 from .slots import SLOTS
 
 PAGE = 4096
+PARITY_SLOTS = 2  # the committed version's parity, and that of the version which is exchanged next
 
 
 @dataclass(frozen=True)
 class Shape:
     """What a segment holds, in bytes per slot."""
 
-    nbytes: Count  # captured tensors, then parity
+    nbytes: Count  # captured tensors, then parity: the numbering of buckets and offsets goes through both
     small_nbytes: Count  # reserved for small state
     buckets: Count
     layout: Word  # digest of the layout: different layouts of the same size do not share a segment
     slots: Count = SLOTS
     parity_nbytes: Count = 0  # of `nbytes`, at the end
     checks: Count = 0  # digests of the parity's sources
+    free: Count = SLOTS  # of the slots: never pinned
 
     @cached_property
     def data_nbytes(self) -> int:
@@ -53,12 +56,23 @@ class Shape:
     @cached_property
     def slot_room(self) -> int:
         """Bytes of one slot: header, digest table, small state and data."""
-        return PAGE + self.table_room + self.small_room + pages(self.nbytes)
+        return PAGE + self.table_room + self.small_room + pages(self.data_nbytes)
+
+    @cached_property
+    def parity_indices(self) -> range:
+        """The indices of the parity slots, after those of the slots. A segment of one slot, in which a lost rank of a
+        previous size is rebuilt, protects no other rank and has none."""
+        return range(self.slots, self.slots + (PARITY_SLOTS if self.parity_nbytes and self.slots > 1 else 0))
+
+    @cached_property
+    def parity_room(self) -> int:
+        """Bytes of one parity slot: header, digest table and parity."""
+        return PAGE + self.table_room + pages(self.parity_nbytes)
 
     @cached_property
     def total(self) -> int:
         """Bytes of the file."""
-        return PAGE + self.ranges_room + self.slots * self.slot_room
+        return PAGE + self.ranges_room + self.slots * self.slot_room + len(self.parity_indices) * self.parity_room
 
 
 def pages(nbytes: int) -> int:

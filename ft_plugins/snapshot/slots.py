@@ -2,9 +2,14 @@
 
 Invariant: a capture never overwrites the two newest CLEAN slots of its rank. Capture waits at the fence, so a rank that
 starts capturing v+2 knows that every rank has v CLEAN: with three slots, the newest version that all ranks have is
-never overwritten. Opening a lineage makes the versions that it voids DIRTY, so they are overwritten first and never
-restored. A pinned slot is never overwritten; each purpose of a pin adds one slot to the three, so capture always finds
-one.
+never overwritten. If versions are two iterations or more apart, every rank has the last one when the next one begins:
+two slots are enough, and the newest CLEAN one stays. Opening a lineage makes the versions that it voids DIRTY, so they
+are overwritten first and never restored. A pinned slot is never overwritten; each purpose of a pin adds one slot to
+those, so capture always finds one.
+
+With fewer slots (`--reft-slots`) capture has what the pins of the node tier leave: two, one or none. Then the newest
+version that all ranks are sure to have is the committed one or the one being sent. Both are pinned; with one slot or
+none the trainer pins the latter itself, before it seals it. A capture that finds no slot is left out: no rank waits.
 
 The newest certified version also stays, until every rank has a newer one. It is not pinned: it is protected by its
 `Mark`, which the trainer sets at the fence, and by the iteration being captured.
@@ -12,13 +17,14 @@ The newest certified version also stays, until every rank has a newer one. It is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
 
-from ..errors import SegmentError
+from ..errors import ConfigError, SegmentError
 
-SLOTS = 3  # needed by capture alone
+SLOTS = 3  # needed by capture alone, of every iteration
+SHARED = 2  # by the node tier: the committed version, and the one being sent
 
 
 class SlotState(IntEnum):
@@ -38,9 +44,38 @@ class Pin(IntFlag):
     CERTIFIED = 8  # its replicas agreed: adds a slot, but is never set (see `certified_slot`)
 
 
-def slots_for(*purposes: Pin) -> int:
-    """The number of slots in a segment whose versions are pinned for `purposes`."""
-    return SLOTS + len(set(purposes))
+def slots_for(*purposes: Pin, free: int = SLOTS) -> int:
+    """The number of slots of a segment in which versions are pinned for `purposes`; `free` of them are never pinned."""
+    return free + len(set(purposes))
+
+
+def needed_free(interval: int, aligned: bool = True) -> int:
+    """How many slots have to be free of pins so that the newest version that all ranks have is never overwritten.
+
+    `interval`: iterations between two versions. `aligned`: all replicas take part in a collective in every iteration,
+    and no verdict on a version comes later.
+    """
+    return SLOTS - 1 if interval > 1 and aligned else SLOTS
+
+
+def free_of(slots: int, needed: int, nodes: bool, others: Collection[Pin]) -> int:
+    """How many of `slots` (`--reft-slots`: those of the process tier and the node tier) are free of pins, of which
+    `needed` would be. `nodes`: whether nodes protect each other; `others`: what else versions are pinned for.
+
+    Raises ConfigError if fewer than `needed` are not possible.
+    """
+    free = slots - SHARED
+    if not nodes:
+        raise ConfigError(
+            f"--reft-slots {slots} has no effect: nodes do not protect each other here, and the {needed} slots of a "
+            "rank are all that the job can resume from; drop it"
+        )
+    if free < needed and others:
+        raise ConfigError(
+            f"--reft-slots {slots}: expected at least {SHARED + needed} where checkpoints are written or replicas are "
+            "compared: with fewer a version may be overwritten before it is written, or before its verdict is known"
+        )
+    return free
 
 
 class Mark(IntEnum):
@@ -148,6 +183,14 @@ def choose(slots: Sequence[Slot], writing: Version | None = None) -> int:
 
     Raises SegmentError if no slot is free.
     """
+    index = free_slot(slots, writing)
+    if index is None:
+        raise SegmentError(f"all {len(slots)} slots are pinned; expected {SLOTS} free for capture")
+    return index
+
+
+def free_slot(slots: Sequence[Slot], writing: Version | None = None) -> int | None:
+    """`choose`, but None if no slot is free."""
 
     def age(slot: Slot) -> tuple[bool, Version, int]:
         restorable = slot.state is SlotState.CLEAN
@@ -155,23 +198,33 @@ def choose(slots: Sequence[Slot], writing: Version | None = None) -> int:
 
     staying = certified_slot(slots, writing)
     free = [slot for slot in slots if not slot.pins and slot.index != staying]
-    if not free:
-        raise SegmentError(f"all {len(slots)} slots are pinned; expected {SLOTS} free for capture")
-    return min(free, key=age).index
+    return min(free, key=age).index if free else None
 
 
-def pinnable_slot(slots: Sequence[Slot], version: Version) -> int | None:
-    """The slot of `version` if no capture that has already chosen its slot can overwrite it, else None.
+def choose_parity(slots: Sequence[Slot], version: Version) -> int | None:
+    """Choose the parity slot for `version`, which is exchanged next: the one that holds it already, if what that holds
+    is damaged, else one that does not hold the committed version's parity. None if there is none."""
+    same = [slot.index for slot in slots if slot.version == version]
+    if same:
+        return same[0]
+    return free_slot(slots)
 
-    A capture spares the two newest versions of its rank, pinned ones and the newest certified one. The caller checks
-    again after it sets the pin: as long as no newer version is marked certified, no capture that chose before the pin
-    was visible can have chosen this slot. An older certified version is not safe: the next capture may overwrite it.
+
+def pinnable_slot(slots: Sequence[Slot], version: Version, free: int = SLOTS) -> int | None:
+    """The slot of `version` if no capture that has already chosen its slot can overwrite it, else None. `free`: how
+    many slots are never pinned.
+
+    A capture spares the newest versions of its rank, one fewer than there are free slots, pinned ones and the newest
+    certified one. The caller checks again after it sets the pin: as long as no newer version is marked certified, no
+    capture that chose before the pin was visible can have chosen this slot. An older certified version is not safe: the
+    next capture may overwrite it.
     """
     clean = sorted((s for s in slots if s.state is SlotState.CLEAN and s.version), key=lambda s: s.version or version)
     agreed = [slot for slot in clean if slot.mark is Mark.CERTIFIED]
     for slot in clean:
         if slot.version == version:
-            spared = slot in [*clean[-2:], *agreed[-1:]] or bool(slot.pins)
+            newest = clean[max(0, len(clean) - max(0, free - 1)) :]
+            spared = slot in [*newest, *agreed[-1:]] or bool(slot.pins)
             return slot.index if spared else None
     return None
 

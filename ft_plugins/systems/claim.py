@@ -28,7 +28,7 @@ from ..recovery.nodes import RankLayout
 from ..redundancy.exchange_plan import positions
 from ..smp.wire import read_secret
 from ..snapshot.double import replica_shares
-from ..snapshot.room import check_room
+from ..snapshot.room import check_room, memory_bytes
 from ..snapshot.shape import Shape
 from .failure_domains import JobNodeNames, exchange_names
 from .memory_advice import smaller_claims
@@ -134,12 +134,19 @@ def claim_memory(
             raise error
         shape = reft.claim(fresh=config.resume == "fresh")
     own = [*astuple(shape)] if shape else None
-    shapes = [msgpack.unpackb(part) for part in collective.gather(msgpack.packb(own))]
+    parts = [msgpack.unpackb(part) for part in collective.gather(msgpack.packb([own, memory_bytes()]))]
+    shapes, memory = [part[0] for part in parts], [part[1] for part in parts]
     if reft is None or None in shapes:
         return claiming.tolerated or ProtectionError(f"rank {shapes.index(None)} is not protected")
     first = host.rank == 0 and context.restart == 0
     if first:
-        say(budget_table([Shape(*values) for values in shapes], nodes, reft.plan.certifies), who="")
+        say(budget_table([Shape(*values) for values in shapes], nodes, reft.plan.certifies, memory), who="")
+    if first and reft.plan.lacking > 0:
+        say(
+            "if a process fails, the job resumes from the newest snapshot that all ranks still have; with so few slots "
+            "(--reft-slots) that may be the one that other nodes keep. With "
+            f"{reft.plan.lacking} more it is the last one, or the one before"
+        )
     if first or (host.rank == 0 and names.domains != names.reported):
         for line in reft.nodes.describe_domains():
             say(line)

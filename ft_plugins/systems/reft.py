@@ -131,8 +131,11 @@ class Reft:
         faults.reach("restore.end")
         self._lineage, self._base = plan.lineage, plan.version
         self._capture = Capture(
-            segment, self.plan.layout, self._host.tensors, self._token, self._reports.sealed, self._reports.print_alarms
-        )
+            segment, self.plan.layout, self._host.tensors, self._token, self._reports.sealed,
+            self._reports.print_alarms, self._reports.left_out,
+        )  # fmt: skip
+        if plan.version is not None:  # exchanged first; the SMPs have settled by now which parity has to stay
+            self._capture.add_parity(plan.version)
         self._reports.restored(
             plan, seconds=time.perf_counter() - started, verify_seconds=recovered.verify_seconds,
             load_seconds=recovered.load_seconds,

@@ -27,7 +27,7 @@ from ..snapshot.layout import Layout, layout_digest
 from ..snapshot.manifest import Manifest
 from ..snapshot.retention import Storage
 from ..snapshot.shape import Shape
-from ..snapshot.slots import Pin, slots_for
+from ..snapshot.slots import Pin, free_of, needed_free, slots_for
 from .reft_nodes import audits_every
 
 _SMALL_FLOOR = 64 << 10  # minimum bytes claimed for small state, else twice its first size
@@ -39,6 +39,7 @@ class CapturePlan:
     def __init__(
         self, host: Host, config: Config, reft: ReftConfig, layout: Layout, losses: int, world_size: int
     ) -> None:
+        """Raises ConfigError for a number of slots that cannot do here."""
         self.layout = layout
         self._host = host
         self._config = reft
@@ -47,6 +48,10 @@ class CapturePlan:
         audits = audits_every(config)
         # iterations between two versions whose replicas are compared, 0 for none; the newest certified one is kept
         self.certifies = math.lcm(reft.interval, audits) if audits else 0
+        needed = needed_free(reft.interval, aligned=not audits and config.sync is None)
+        others = set(self._purposes()) - {Pin.NODE, Pin.SOURCE}
+        self._free = needed if reft.slots is None else free_of(reft.slots, needed, losses > 0, others)
+        self.lacking = needed - self._free  # slots, for the newest version that all ranks have to be never overwritten
 
     @cached_property
     def shape(self) -> Shape:
@@ -55,10 +60,11 @@ class CapturePlan:
         kinds = [(item.name, item.dtype, item.shape) for item in self._host.inventory().items]
         digest = layout_digest(self.layout, self._config.bucket_mib, kinds)
         nbytes, parity = self.layout.nbytes, self.layout.parity_nbytes
-        slots = slots_for(*self._purposes())
+        slots = slots_for(*self._purposes(), free=self._free)
         return Shape(
-            nbytes + parity, small, len(self.layout.ranges), digest, slots, parity, self.layout.source_digest_count
-        )
+            nbytes + parity, small, len(self.layout.ranges), digest, slots, parity, self.layout.source_digest_count,
+            self._free,
+        )  # fmt: skip
 
     def _purposes(self) -> list[Pin]:
         """The purposes for which versions are pinned: each adds a slot."""

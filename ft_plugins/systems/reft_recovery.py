@@ -8,7 +8,6 @@ In: the mapped segment, the capture plan, the job's nodes. Out: `Recovered`; thi
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -26,7 +25,6 @@ from ..recovery.restore import agree_on_version, load_tensors
 from ..redundancy.neighbour import CopyAndParityPlan, CopyPlan, NeighbourPlan
 from ..smp.client import Client
 from ..snapshot import codec, manifest
-from ..snapshot.capture import Capture
 from ..snapshot.segment import Segment
 from .reft_nodes import ReftNodes
 from .reft_plan import CapturePlan
@@ -108,9 +106,6 @@ class ReftRecovery:
         """Copy the plan's version into the host. Returns its small state, None if nothing is restored."""
         layout, tensors = self._capture_plan.layout, self._host.tensors
         encoded = load_tensors(plan, segment, layout, tensors(), self._collective)
-        if plan.version is not None and segment.lacks_parity(plan.version):  # from storage, or of another size
-            with contextlib.closing(Capture(segment, layout, tensors, self._token)) as capture:
-                capture.add_parity(plan.version)
         small: dict[str, Any] | None = None
         if encoded is not None:
             small = codec.decode(manifest.split(encoded, f"rank {self._host.rank}, version {plan.version}")[1])

@@ -25,6 +25,7 @@ from ..redundancy.node_kinds import SHOWN, grouped, more_kinds, node_label, node
 from ..smp.protocol import ALARM
 from ..snapshot.capture import Commit
 from ..snapshot.shape import Shape
+from ..snapshot.slots import Version
 
 _ALARMS = TypeAdapter(dict[Text, Text])
 _CAPTURES = 9  # recent captures, whose median is the expected duration of one
@@ -104,6 +105,10 @@ class ReftReports:
             seconds=commit.seconds, bytes=commit.nbytes, slot=commit.slot,
         )  # fmt: skip
 
+    def left_out(self, version: Version) -> None:
+        """Report a version that was not captured, because all slots are pinned: fewer than five were asked for."""
+        self._events.emit(catalogue.SNAPSHOT_SKIPPED, lineage=version.lineage, iteration=version.iteration)
+
     def record_wait(self, step: int, seconds: float) -> None:
         """Record how long the fence of iteration `step` waited, for `report_waits`."""
         self._waits.append((step, seconds))
@@ -141,15 +146,15 @@ def protection_table(nodes: JobNodes, claimed: Sequence[tuple[str, int]]) -> str
     return "\n".join(lines)
 
 
-def budget_table(shapes: Sequence[Shape], nodes: Sequence[str], certifies: int = 0) -> str:
+def budget_table(shapes: Sequence[Shape], nodes: Sequence[str], certifies: int = 0, memory: Sequence[int] = ()) -> str:
     """A table of the memory claimed on each kind of node, by rank and in total; nodes with equal budgets are one.
 
     `shapes[rank]` is the shape of each rank's segment, `nodes[rank]` its node. A slot holds the captured share, its
-    digests and small state, in whole pages. `certifies`: iterations between two versions whose replicas are compared, 0
-    for none.
+    digests and small state, in whole pages; a parity slot the parity and its digests. `certifies`: iterations between
+    two versions whose replicas are compared, 0 for none. `memory`: bytes of memory of each rank's node, if known.
     """
     names, ranks = positions(nodes)
-    kinds = grouped(tuple((shapes[r].total, shapes[r].slots, shapes[r].slot_room) for r in there) for there in ranks)
+    kinds = grouped(tuple(_claim(shapes[r]) for r in there) for there in ranks)
     lines = []
     for kind, places in list(kinds.items())[:SHOWN]:
         each = " each" if len(places) > 1 else ""
@@ -157,21 +162,33 @@ def budget_table(shapes: Sequence[Shape], nodes: Sequence[str], certifies: int =
         parity = [sum(shapes[rank].parity_nbytes for rank in ranks[place]) for place in places]
         content = f"{captured} bytes captured"
         content += f" and {_span(parity)} of parity computed from replicas" if any(parity) else ""
+        total = sum(claim[0] for claim in kind)
+        size = f"{total / (1 << 30):.2f} GiB"
+        if memory:
+            size += f", {max(total / memory[ranks[place][0]] for place in places):.1%} of a node's memory"
         lines.append(
-            f"host memory for protection on {node_label(places, names)}: {sum(total for total, _, _ in kind)} bytes"
-            f"{each} for {content}, all of it resident"
+            f"host memory for protection on {node_label(places, names)}: {total} bytes{each} ({size}) for {content}, "
+            "all of it resident"
         )
-        for (_, slots, room), members in grouped(kind).items():
+        for (_, slots, room, parity_slots, parity_room), members in grouped(kind).items():
             if len(places) == 1:
                 members = [ranks[places[0]][member] for member in members]
             label = f"rank{'s' * (len(members) > 1)} {', '.join(shortened(runs(members)))}"
             label += " of each, counted on the node" if len(places) > 1 else ""
-            lines.append(f"  {label}: {slots} slots x {room} bytes{' each' if len(members) > 1 else ''}")
+            rooms = f"{slots} slots x {room} bytes"
+            rooms += f" and {parity_slots} of parity x {parity_room} bytes" if parity_slots else ""
+            lines.append(f"  {label}: {rooms}{' each' if len(members) > 1 else ''}")
     lines += more_kinds(list(kinds.values())[SHOWN:])
     if certifies:
         which = "every iteration" if certifies == 1 else f"every {certifies} iterations"
         lines.append(f"  one slot of each rank keeps the newest snapshot whose replicas agreed; compared {which}")
     return "\n".join(lines)
+
+
+def _claim(shape: Shape) -> tuple[int, int, int, int, int]:
+    """Bytes in total, number and bytes of slots and of parity slots."""
+    parity_slots = len(shape.parity_indices)
+    return shape.total, shape.slots, shape.slot_room, parity_slots, shape.parity_room if parity_slots else 0
 
 
 def _span(numbers: Sequence[int]) -> str:

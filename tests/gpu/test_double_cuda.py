@@ -27,7 +27,8 @@ BUCKET = 1 << 20
 
 
 def slot_of(stack: ExitStack, tensors: Mapping[str, torch.Tensor], name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Data and digests of the second of two versions that rank 1 captures, the first one of other bytes."""
+    """Data and parity, and the digests of both, of the second of two versions that rank 1 captures, the first one of
+    other bytes."""
     items = [
         Item(item, str(t.dtype).removeprefix("torch."), tuple(t.shape), t.nbytes, Role.BUFFER, RANKS)
         for item, t in tensors.items()
@@ -46,11 +47,16 @@ def slot_of(stack: ExitStack, tensors: Mapping[str, torch.Tensor], name: str) ->
     for iteration in (1, 2):
         for tensor in tensors.values():
             tensor.add_(iteration)
+        segment.await_version(Version(1, iteration))
         capture.start(Version(1, iteration), b"")
         capture.wait()
     (slot,) = [slot for slot in segment.slots() if slot.version == Version(1, 2)]
+    index = segment.parity_of(Version(1, 2))
+    assert index is not None
     segment.verify(slot.index)
-    return segment.data(slot.index).copy(), segment.digests(slot.index).copy()
+    segment.verify(index)
+    data = np.concatenate([segment.data(slot.index), segment.data(index)])
+    return data, np.concatenate([segment.digests(slot.index), segment.digests(index)])
 
 
 def test_parity_of_device_memory_is_that_of_the_same_bytes_on_the_host() -> None:

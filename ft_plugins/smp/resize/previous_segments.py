@@ -97,7 +97,8 @@ class PreviousSegments:
             if size != world_size:
                 self._remove(size)
         for segment in self._by_size.get(world_size, {}).values():
-            segment.release(slot.index for slot in segment.slots() if slot.version != version)
+            slots = (*segment.slots(), *segment.parity_slots())
+            segment.release(slot.index for slot in slots if slot.version != version)
 
     def drop(self) -> int:
         """Remove all segments. Returns their number."""

@@ -42,7 +42,20 @@ from ft_plugins.smp.node_step import (
     SwitchExchange,
     step,
 )
-from ft_plugins.snapshot.slots import SLOTS, Pin, Slot, SlotState, Version, choose, pinnable_slot, slots_for
+from ft_plugins.snapshot.shape import PARITY_SLOTS
+from ft_plugins.snapshot.slots import (
+    SHARED,
+    SLOTS,
+    Pin,
+    Slot,
+    SlotState,
+    Version,
+    choose,
+    choose_parity,
+    free_slot,
+    pinnable_slot,
+    slots_for,
+)
 
 RANKS_PER_NODE = 2
 STEPS = 1000  # of a schedule
@@ -110,6 +123,23 @@ def test_what_was_missed_before_or_is_still_being_said_of_it_does_not_end_what_i
 def test_a_missed_version_is_not_named_again_however_little_has_begun() -> None:
     missed = NodeReport(3, None, missed=v(8))
     assert decide(FRESH, ExchangeDecision(v(8)), all_of(missed, missed, missed)).exchange == v(12)
+
+
+def test_what_ranks_were_past_when_it_was_announced_is_followed_by_one_further_ahead_each_time() -> None:
+    """Reports and announcements take 20 iterations: after a few attempts one is announced before it is captured."""
+    epoch, delay = replace(FRESH, interval=1), 20
+    committed, begun, named, attempts = v(4), 30, v(5), 0
+    while named.iteration <= begun:
+        attempts += 1
+        begun += delay
+        heard = NodeReport(begun, named, missed=named, committed=committed, late=named)
+        after = decide(epoch, ExchangeDecision(named, committed), all_of(heard, replace(heard, late=None), heard))
+        assert after.exchange is not None and after.exchange > named and after.committed == committed
+        named, begun = after.exchange, begun + delay
+        assert attempts < 10
+    differing = NodeReport(100, v(99), missed=v(99), committed=committed)
+    after = decide(epoch, ExchangeDecision(v(99), committed), all_of(differing, differing, differing))
+    assert after.exchange == v(101), "missed for another reason: the next one is announced"
 
 
 def test_one_who_decides_anew_goes_on_from_reports_alone() -> None:
@@ -188,6 +218,10 @@ def decided_from_all(
     begun = max(base.iteration if base else 0, *(report.begun for report in heard.values()), 0)
     if missed is not None and missed.lineage == epoch.lineage:
         begun = max(begun, missed.iteration)
+    late = newest(*(report.late for report in heard.values()))
+    if late is not None and late == missed and (committed is None or missed > committed):
+        since = committed if committed is not None and committed.lineage == epoch.lineage else base
+        begun += (begun - (since.iteration if since else 0)) // 2
     return ExchangeDecision(v((begun // epoch.interval + 1) * epoch.interval, epoch.lineage), committed)
 
 
@@ -206,7 +240,8 @@ def any_reports(draw: st.DrawFn, nodes: int) -> dict[int, NodeReport]:
         if missed is not None and (exchange is None or missed > exchange):
             missed = exchange
         encoded, committed = draw(st.just(usual) | versions), draw(st.just(usual) | versions)
-        some[position] = NodeReport(draw(st.integers(0, 9)), exchange, missed, encoded, committed)
+        late = draw(st.none() | st.just(missed))
+        some[position] = NodeReport(draw(st.integers(0, 9)), exchange, missed, encoded, committed, late)
     return some
 
 
@@ -334,6 +369,50 @@ class Slots:
         ]
 
 
+class Rank(Slots):
+    """The segment of a rank, which computes parity of what it has read in time that it is exchanged next."""
+
+    def __init__(self, free: int) -> None:
+        super().__init__(slots_for(Pin.NODE, Pin.SOURCE, free=free))
+        self.free, self.completed = free, 0
+        self.parity, self.awaited = Slots(PARITY_SLOTS), None
+
+    parity: Slots
+    awaited: Version | None
+
+    def write(self, version: Version) -> None:
+        """Left out if no slot is free."""
+        self.completed = version.iteration
+        if free_slot(self.slots) is not None:
+            super().write(version)
+
+    def pin(self, version: Version, purpose: Pin, idle: bool = False) -> bool:
+        index = pinnable_slot(self.slots, version, len(self.slots) + 1 if idle else self.free)
+        if index is not None:
+            self.slots[index] = replace(self.slots[index], pins=self.slots[index].pins | purpose)
+        return index is not None
+
+    def encode(self, version: Version) -> None:
+        index = choose_parity(self.parity.slots, version)
+        if index is not None:
+            assert not self.parity.slots[index].pins, "parity of what counts is overwritten"
+            self.parity.slots[index] = Slot(index, SlotState.CLEAN, version)
+
+    def seal(self, version: Version) -> None:
+        if version == self.awaited:
+            self.encode(version)
+        if version == self.awaited and self.free < SHARED:
+            pinned = [replace(s, pins=s.pins | Pin.SOURCE) if s.version == version else s for s in self.slots]
+            self.slots = pinned
+        super().seal(version)
+
+    def keep_parity(self, version: Version | None) -> None:
+        self.parity.slots = [
+            replace(slot, pins=Pin.NODE if slot.version is not None and slot.version == version else Pin(0))
+            for slot in self.parity.slots
+        ]
+
+
 @dataclass
 class Request:
     """A report on its way to position 0."""
@@ -348,7 +427,7 @@ class Node:
 
     position: int
     others: int
-    ranks: list[Slots]
+    ranks: list[Rank]
     store: Slots
     state: NodeState
     committed: Version | None = None
@@ -362,7 +441,8 @@ class Node:
         """An SMP that knows nothing but what pins and parity store show."""
         self.state, self.done = NodeState(epoch, self.position, False), {}
         self.receiving, self.taken, self.waiting, self.answer = None, set(), None, None
-        kept = set.intersection(*(rank.pinned(Pin.NODE) for rank in self.ranks)) & self.store.pinned(Pin.NODE)
+        kept = set.intersection(*(rank.pinned(Pin.NODE) & rank.parity.clean() for rank in self.ranks))
+        kept &= self.store.pinned(Pin.NODE)
         self.committed = max(kept & self.store.clean(), default=None)
 
     @property
@@ -373,6 +453,7 @@ class Node:
     def report(self) -> NodeReport:
         slots = [slot.version for rank in self.ranks for slot in rank.slots if slot.version]
         begun = max((each.iteration for each in slots if each.lineage == self.state.epoch.lineage), default=0)
+        begun = max([begun, *(rank.completed for rank in self.ranks if rank.free < SHARED)])
         complete = self.running is not None and all(self.done.values()) and self.running in self.store.clean()
         (sent,) = self._feed(ReportDue(Observation(begun, self.committed, self.running, complete)))
         return sent.report
@@ -395,6 +476,7 @@ class Node:
                         self.done = {}
                         for rank in self.ranks:
                             rank.unpin(Pin.SOURCE, but=[decision.exchange])  # what an SMP before had pinned is wanted
+                            rank.awaited = decision.exchange or rank.awaited
                         if decision.exchange is not None:
                             self._receive(decision.exchange)
                         events.append(Switched(decision))
@@ -403,9 +485,10 @@ class Node:
         return sent
 
     def _commit(self, version: Version) -> None:
-        if version not in self.store.clean():
+        if version not in self.store.clean() or not all(version in rank.parity.clean() for rank in self.ranks):
             return
         for rank in self.ranks:
+            rank.keep_parity(version)
             assert rank.pin(version, Pin.NODE), f"node {self.position} has encoded {version}, and has not kept it"
         for rank in self.ranks:
             rank.unpin(Pin.NODE, but=[version])
@@ -427,9 +510,12 @@ class Node:
 
     def _sealed(self, version: Version) -> bool | None:
         for rank in self.ranks:
-            if rank.pin(version, Pin.SOURCE):
-                continue
+            rank.unpin(Pin.SOURCE, but=[version])
             newest = max((slot.version for slot in rank.slots if slot.version), default=version)
+            if rank.pin(version, Pin.SOURCE):
+                if version in rank.parity.clean():
+                    continue
+                return False if version == self.state.epoch.base and newest == version else None
             coming = any(slot.version == version and slot.state is SlotState.DIRTY for slot in rank.slots)
             return None if newest > version and not coming else False
         return True
@@ -448,13 +534,12 @@ class Node:
 class Job:
     """All nodes, and what is on its way between them. Checks what must hold after each step."""
 
-    def __init__(self, random: Random, nodes: int, interval: int) -> None:
+    def __init__(self, random: Random, nodes: int, interval: int, free: int = SLOTS) -> None:
         self.random = random
         self.interval = interval
-        slots = slots_for(Pin.NODE, Pin.SOURCE)
         fresh = NodeState(ExchangeEpoch(0, None, nodes, interval), 0, False)
         self.nodes = [
-            Node(position, nodes - 1, [Slots(slots) for _ in range(RANKS_PER_NODE)], Slots(2), fresh)
+            Node(position, nodes - 1, [Rank(free) for _ in range(RANKS_PER_NODE)], Slots(2), fresh)
             for position in range(nodes)
         ]
         self.flying: list[Request] = []
@@ -466,24 +551,31 @@ class Job:
         self.base: Version | None = None
         self.lineage = 0
         self.sealed: dict[tuple[int, int], int] = {}
+        self.left_out = 0
         self.recover(None, lost=())
 
     # -- training --
 
-    def ranks(self) -> list[tuple[tuple[int, int], Slots]]:
+    def ranks(self) -> list[tuple[tuple[int, int], Rank]]:
         return [((node.position, at), rank) for node in self.nodes for at, rank in enumerate(node.ranks)]
 
     def train(self, who: tuple[int, int]) -> bool:
         """One rank begins to capture, or seals. The fence: not before all have sealed what is two older."""
         rank, done = self.nodes[who[0]].ranks[who[1]], self.sealed[who]
+        if self.base is not None and done == self.base.iteration and self.base not in rank.parity.clean():
+            rank.encode(self.base)  # before anything newer is captured
+            return True
         writing = [s for s in rank.slots if s.state is SlotState.DIRTY and s.version == v(done + 1, self.lineage)]
         if writing:
             rank.seal(v(done + 1, self.lineage))
             self.sealed[who] += 1
         elif all(others >= done - 1 for others in self.sealed.values()):
             unpinned = [slot for slot in rank.slots if not slot.pins]
-            assert len(unpinned) >= SLOTS, "each purpose of a pin has a slot beyond the three of capture"
+            if rank.free >= SHARED:
+                assert len(unpinned) >= rank.free, "each purpose of a pin has a slot beyond those of capture"
             rank.write(v(done + 1, self.lineage))
+            self.left_out += not unpinned
+            self.sealed[who] += not unpinned
         else:
             return False
         return True
@@ -547,14 +639,18 @@ class Job:
                 assert base is not None
                 node.store = Slots(2)
                 for rank in node.ranks:
-                    rank.slots = Slots(len(rank.slots)).slots
+                    rank.slots, rank.parity = Slots(len(rank.slots)).slots, Slots(PARITY_SLOTS)
                     rank.write(base)
+                    rank.awaited = None
                     rank.seal(base)
             node.store.void_after(base)
             for rank in node.ranks:
                 rank.void_after(base)
+                rank.parity.void_after(base)
+                rank.keep_parity(kept)
+                rank.completed = base.iteration if base else 0
                 for version in filter(None, (base, kept)):
-                    rank.pin(version, Pin.NODE)
+                    rank.pin(version, Pin.NODE, idle=True)
                 rank.unpin(Pin.SOURCE)
                 rank.unpin(Pin.NODE, but=[base, kept])
                 assert base is None or base in rank.pinned(Pin.NODE), "what is restored is newest, or pinned"
@@ -571,7 +667,7 @@ class Job:
 
     def complete(self) -> set[Version]:
         """What every node has, slots and parity."""
-        slots = set.intersection(*(rank.clean() for _, rank in self.ranks()))
+        slots = set.intersection(*(rank.clean() & rank.parity.clean() for _, rank in self.ranks()))
         return slots & set.intersection(*(node.store.clean() for node in self.nodes))
 
     def _settled(self) -> bool:
@@ -655,8 +751,10 @@ def newest(job: Job) -> Version:
 def until_newer(job: Job) -> None:
     """Calm rounds until a newer version counts on every node."""
     before = newest(job)
-    # what was named may lie an interval ahead, or has been missed and the one after it does; then reports go round
-    for _ in range(2 * job.interval + 6):
+    # what was named may lie an interval ahead, or has been missed and the one after it does; then reports go round.
+    # What is missed because it was announced late is announced further ahead
+    gap = min(job.sealed.values()) - before.iteration
+    for _ in range(2 * job.interval + 10 + max(0, 2 * gap)):
         job.calm()
         counted = {node.committed for node in job.nodes}
         if len(counted) == 1 and counted != {None} and min(c for c in counted if c) > before:
@@ -665,12 +763,13 @@ def until_newer(job: Job) -> None:
 
 
 seeds = st.integers(0, 2**32 - 1)
-shapes = st.tuples(st.integers(2, 4), st.sampled_from([1, 1, 2, 5]))
+frees = st.sampled_from([SLOTS, SLOTS, 2, 1, 0])  # slots that capture has besides those of the node tier
+shapes = st.tuples(st.integers(2, 4), st.sampled_from([1, 1, 2, 5]), frees)
 
 
 @settings(max_examples=80, deadline=None)
 @given(seeds, shapes)
-def test_what_counted_is_kept_on_every_node_until_the_next_one_is(seed: int, shape: tuple[int, int]) -> None:
+def test_what_counted_is_kept_on_every_node_until_the_next_one_is(seed: int, shape: tuple[int, int, int]) -> None:
     random = Random(seed)
     job = Job(random, *shape)
     weights = disturbed(random)
@@ -685,7 +784,7 @@ def test_what_counted_is_kept_on_every_node_until_the_next_one_is(seed: int, sha
 @settings(max_examples=60, deadline=None)
 @given(seeds, shapes)
 def test_after_a_recovery_the_restored_version_counts_again_before_anything_newer(
-    seed: int, shape: tuple[int, int]
+    seed: int, shape: tuple[int, int, int]
 ) -> None:
     """Processes die, or a node does, at any time, again and again; what is restored is the newest that can be had."""
     random = Random(seed)
@@ -699,6 +798,7 @@ def test_after_a_recovery_the_restored_version_counts_again_before_anything_newe
         common = set.intersection(*(rank.clean() for node in there for rank in node.ranks))
         if lost:
             common &= set.intersection(*(node.store.clean() for node in there))
+            common &= set.intersection(*(rank.parity.clean() for node in there for rank in node.ranks))
         if common:
             job.recover(max(common), lost)
             job.check()

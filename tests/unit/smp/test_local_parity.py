@@ -1,5 +1,5 @@
 """Nodes that compute parity from replicas of their own: nothing of those is sent, what differs never counts, what is
-lost comes back with the parity that it kept.
+lost comes back, and computes the parity that it kept again.
 
 Every node is a `NodeTier` with real segments and sockets; trainers are real captures of tensors, of which most are
 replicated over all ranks.
@@ -33,7 +33,7 @@ from ft_plugins.snapshot.layout import Layout, plan_layout
 from ft_plugins.snapshot.paths import path_of, remove
 from ft_plugins.snapshot.segment import Segment, create
 from ft_plugins.snapshot.shape import Shape
-from ft_plugins.snapshot.slots import Pin, SlotState, Version, slots_for
+from ft_plugins.snapshot.slots import SLOTS, Pin, SlotState, Version, slots_for
 
 BUCKET = 64 << 10
 NODES = ("n0", "n0", "n1", "n2")  # of each rank
@@ -59,12 +59,23 @@ class Trainer:
             tensor.copy_(torch.from_numpy(value_of(self.rank, name, iteration, tensor.numel())))
 
     def holds(self, version: Version, expected: np.ndarray) -> bool:
-        """Whether the slot of `version` is whole, and every byte of it, parity too, is `expected`."""
+        """Whether the slot of `version` is whole, and every byte of it is `expected`."""
         for slot in self.segment.slots():
             if slot.version == version and slot.state is SlotState.CLEAN:
                 self.segment.verify(slot.index)
                 return bool((self.segment.data(slot.index) == expected).all())
         return False
+
+    def load(self, version: Version) -> None:
+        """As a recovery does: the tensors hold `version`, whose parity is computed if it is not here."""
+        self.train(version.iteration)
+        self.capture.add_parity(version)
+
+    def parity(self, version: Version) -> np.ndarray:
+        found = self.segment.parity_of(version)
+        assert found is not None
+        self.segment.verify(found)
+        return self.segment.data(found).copy()
 
     def data(self, version: Version) -> np.ndarray:
         (index,) = [slot.index for slot in self.segment.slots() if slot.version == version]
@@ -93,18 +104,25 @@ def value_of(rank: int, name: str, iteration: int, nbytes: int) -> np.ndarray:
 class Cluster:
     """Three nodes, two ranks on the first one."""
 
-    def __init__(self, folder: Path, job: str) -> None:
+    def __init__(self, folder: Path, job: str, free: int = SLOTS) -> None:
         self.folder, self.job = folder, job
         self.secret = folder / "secret"
         self.secret.write_text("a secret of this job alone")
         self.secret.chmod(0o600)
         plain = [plan_layout(inventory(rank), NODES, BUCKET) for rank in RANKS]
         self.layouts = [with_parity(layout, NODES, [RANKS], 1, BUCKET) for layout in plain]
-        slots = slots_for(Pin.NODE, Pin.SOURCE)
+        slots = slots_for(Pin.NODE, Pin.SOURCE, free=free)
         self.shapes = [
             Shape(
-                la.nbytes + la.parity_nbytes, 1000, len(la.ranges), 7, slots, la.parity_nbytes, la.source_digest_count
-            )
+                la.nbytes + la.parity_nbytes,
+                1000,
+                len(la.ranges),
+                7,
+                slots,
+                la.parity_nbytes,
+                la.source_digest_count,
+                free,
+            )  # fmt: skip
             for la in self.layouts
         ]
         self.events: dict[str, list[Event]] = {}
@@ -148,6 +166,8 @@ class Cluster:
         self.told = replace(self.told, lineage=lineage, base=base, nodes=self._nodes(), endpoints=self._endpoints())
         for position, tier in enumerate(self.tiers):
             tier.protect(replace(self.told, position=position), lineage)
+        for trainer in self.trainers.values() if base is not None else ():
+            trainer.load(base)
 
     def until_awaited(self, version: Version) -> None:
         named = [version.lineage, version.iteration]
@@ -218,16 +238,22 @@ def cluster(tmp_path: Path, job: str) -> Iterator[Cluster]:
 
 
 @pytest.mark.parametrize("position", [0, 1, 2])
-def test_a_lost_node_comes_back_with_its_data_and_the_parity_that_it_kept(cluster: Cluster, position: int) -> None:
+def test_a_lost_node_comes_back_with_its_data_and_computes_the_parity_that_it_kept(
+    cluster: Cluster, position: int
+) -> None:
     cluster.protect()
     cluster.counted(Version(1, 1), Version(1, 2))
     before = {rank: cluster.trainers[rank].data(Version(1, 2)) for rank in RANKS}
+    parity = {rank: cluster.trainers[rank].parity(Version(1, 2)) for rank in RANKS}
     cluster.substitute(position)
     cluster.rebuild(position, Version(1, 2))
     for rank in cluster.ranks(position):
         assert cluster.trainers[rank].holds(Version(1, 2), before[rank])
+        assert not cluster.trainers[rank].segment.has_parity(Version(1, 2))
     cluster.protect(2, Version(1, 2))
     cluster.until_counts(Version(1, 2))
+    for rank in RANKS:
+        assert (cluster.trainers[rank].parity(Version(1, 2)) == parity[rank]).all()
     cluster.counted(Version(2, 3))
     before = {rank: cluster.trainers[rank].data(Version(2, 3)) for rank in RANKS}
     cluster.substitute((position + 1) % 3)  # what the first substitute keeps is of use
@@ -249,13 +275,10 @@ def test_with_copies_beside_it_a_lost_node_comes_from_a_copy_and_computes_its_pa
     cluster.rebuild(position, Version(1, 2))
     plan = cluster.told.plan()
     for rank in cluster.ranks(position):
-        trainer, captured = cluster.trainers[rank], cluster.layouts[rank].nbytes
+        trainer = cluster.trainers[rank]
         assert plan.recovery_sections(rank, [position]) == (plan.sections[rank],)
-        assert (trainer.data(Version(1, 2))[:captured] == before[rank][:captured]).all()
-        assert trainer.segment.lacks_parity(Version(1, 2)) == bool(cluster.layouts[rank].parity)
-        trainer.train(2)  # as if it had been loaded
-        trainer.capture.add_parity(Version(1, 2))
         assert trainer.holds(Version(1, 2), before[rank])
+        assert trainer.segment.has_parity(Version(1, 2)) == (not cluster.layouts[rank].parity)
     cluster.protect(2, Version(1, 2))
     cluster.until_counts(Version(1, 2))
     cluster.counted(Version(2, 3))
@@ -312,6 +335,73 @@ def test_a_version_whose_replicas_differ_never_counts_and_says_whose_they_are(cl
         assert cluster.trainers[rank].holds(Version(1, 3), before[rank])
 
 
+@pytest.mark.parametrize("free", [0, 1, 2])
+def test_with_fewer_slots_what_is_committed_stays_newer_versions_come_to_count_and_training_never_waits(
+    tmp_path: Path, job: str, free: int
+) -> None:
+    """Two, three and four slots in all; iterations do not wait for the exchange, and a node is lost in the end."""
+    cluster = Cluster(tmp_path, job, free)
+    try:
+        cluster.protect()
+        iteration, counted = 0, list[Version]()
+        while len(counted) < 4:
+            iteration += 1
+            assert iteration < 600, f"only {counted} count"
+            cluster.train(Version(1, iteration))
+            time.sleep(0.01)
+            for position, tier in enumerate(cluster.tiers):
+                committed = tier.committed
+                if committed is None or committed != tier.committed:
+                    continue
+                for rank in cluster.ranks(position):
+                    segment = cluster.trainers[rank].segment
+                    held = {slot.version for slot in segment.slots() if slot.state is SlotState.CLEAN}
+                    assert committed != tier.committed or (committed in held and segment.has_parity(committed))
+            newest = min(tier.committed or Version(0, 0) for tier in cluster.tiers)
+            if newest > max(counted, default=Version(0, 0)):
+                counted.append(newest)
+        for tier in cluster.tiers:
+            tier.suspend()
+        last = max(tier.committed for tier in cluster.tiers if tier.committed)
+        before = {rank: cluster.trainers[rank].data(last) for rank in RANKS}
+        cluster.substitute(1)
+        cluster.rebuild(1, last)
+        for rank in cluster.ranks(1):
+            assert cluster.trainers[rank].holds(last, before[rank])
+        cluster.protect(2, last)
+        cluster.until_counts(last)
+        assert cluster.events_of("replica.mismatched") == []
+    finally:
+        cluster.end()
+
+
+def test_ranks_that_were_past_a_version_when_it_was_announced_have_no_parity_of_it_and_a_later_one_counts(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is exchanged next reaches ranks three iterations later: it is announced further ahead, until they know."""
+    under_way: list[tuple[int, Segment, Version]] = []
+    iteration = 0
+    tell = Segment.await_version
+    monkeypatch.setattr(
+        Segment, "await_version", lambda segment, version: under_way.append((iteration, segment, version))
+    )
+    cluster.protect()
+    announced: list[int] = []
+    while not any(tier.status()["committed"] for tier in cluster.tiers):
+        iteration += 1
+        assert iteration < 100, f"announced {announced}, none counts"
+        for entry in [entry for entry in under_way if entry[0] + 3 <= iteration]:
+            under_way.remove(entry)
+            tell(entry[1], entry[2])
+        cluster.train(Version(1, iteration))
+        time.sleep(0.15)
+        exchange = cluster.tiers[0].status()["exchange"]
+        if exchange is not None and exchange[1] not in announced:
+            announced.append(exchange[1])
+    assert len(announced) > 2, "the first ones are missed"
+    assert cluster.events_of("replica.mismatched") == []
+
+
 @pytest.mark.parametrize("position", [0, 1])
 def test_an_smp_that_is_replaced_compares_anew_what_it_had_not_sealed(cluster: Cluster, position: int) -> None:
     cluster.protect()
@@ -332,10 +422,12 @@ def test_slots_that_are_laid_out_otherwise_than_the_plan_has_it_are_refused(clus
 
 
 def test_checks_are_bounded_and_answered_of_what_is_kept_only(cluster: Cluster) -> None:
+    for trainer in cluster.trainers.values():
+        trainer.segment.await_version(Version(1, 1))
     cluster.train(Version(1, 1))
     plan, segments = cluster.told.plan(), {rank: trainer.segment for rank, trainer in cluster.trainers.items()}
     asked = [check for rank in RANKS for check in plan.checks(rank, segments[rank].ranges)]
-    tables = {rank: segment.digests(0) for rank, segment in segments.items()}
+    tables = {rank: segment.digests(segment.parity_of(Version(1, 1)) or 0) for rank, segment in segments.items()}
     payload = checks.payload(asked, tables)
     assert checks.mismatched(segments, Version(1, 1), payload) is None, "it may be overwritten meanwhile"
     for segment in segments.values():

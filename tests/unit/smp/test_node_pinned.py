@@ -20,12 +20,13 @@ from ft_plugins.smp import node_step
 from ft_plugins.smp.agreement import ExchangeDecision, NodeReport
 from ft_plugins.smp.node import NodeTier
 from ft_plugins.smp.node_driver import NodeDriver
+from ft_plugins.smp.pinned import PinnedVersions
 from ft_plugins.smp.protection import Protection
 from ft_plugins.smp.resize.previous_segments import PreviousSegments
 from ft_plugins.snapshot.paths import path_of, remove
 from ft_plugins.snapshot.segment import Segment, create
 from ft_plugins.snapshot.shape import Shape
-from ft_plugins.snapshot.slots import SLOTS, Mark, Pin, SlotState, Version, choose, slots_for
+from ft_plugins.snapshot.slots import SHARED, SLOTS, Mark, Pin, SlotState, Version, choose, slots_for
 
 NBYTES = 100_000
 SECONDS = 20
@@ -307,9 +308,9 @@ def test_versions_that_one_group_misses_again_and_again_leave_the_other_group_it
     job.protect()
     job.counts(1)
     behind = job.nodes[2]
-    iteration = 1
+    job.waits_for(2)
     for _ in range(4):
-        iteration += 1
+        iteration = job.nodes[0].status("exchange")[1]  # further ahead each time
         named = Version(1, iteration)
         job.waits_for(iteration)
         for node in job.nodes:
@@ -397,3 +398,18 @@ def test_what_was_restored_counts_whatever_is_known_of_it(make: Callable[..., Jo
     job.told = replace(job.told, audited=True)
     job.protect(2, Version(1, 1))
     wait(lambda: all(node.status("committed") == [1, 1] for node in job.nodes))
+
+
+@pytest.mark.parametrize("free", [0, 1, 2, 3])
+def test_what_ranks_with_few_slots_have_left_out_counts_as_begun(tmp_path: Path, job: str, free: int) -> None:
+    """All of their slots are pinned: else the version that is announced next would long be past."""
+    path = path_of(job, "n0", 0)
+    create(path, replace(SHAPE, slots=2 + free, free=free), 0, {})
+    segment = Segment(path)
+    segment.open_lineage(1, None, ())
+    segment.completed = 7
+    pinned = PinnedVersions(tmp_path, {0: segment})
+    pinned._ranks = (0,)
+    assert pinned.begun(1) == (7 if free < SHARED else 0) and pinned.begun(2) == 0
+    segment.close()
+    remove(job, "n0")

@@ -347,8 +347,7 @@ def test_a_line_that_is_closed_by_another_thread_wakes_who_waits(node: Answering
     assert not waiting.is_alive() and isinstance(failures[0], ProtocolError)
 
 
-def test_parity_that_its_holder_lacks_as_well_is_no_corruption_but_data_is(segment: Segment) -> None:
-    """A slot that was filled from storage, or of another size, is fetched before its parity was computed."""
+def test_what_a_rank_computes_again_is_not_fetched_and_data_without_a_digest_is_corrupt(segment: Segment) -> None:
     path = segment.path.with_name(f"{segment.path.name}0")
     create(path, replace(segment.shape, parity_nbytes=NBYTES - BUCKET), segment.rank, {})
     try:
@@ -357,7 +356,7 @@ def test_parity_that_its_holder_lacks_as_well_is_no_corruption_but_data_is(segme
         memory = Memory(segment)
         memory.digests[1] = NOT_COMPUTED
         rebuild.fetch(other, VERSION, 9, memory)
-        assert other.lacks_parity(VERSION)
+        assert not other.has_parity(VERSION)
         memory.digests[0] = NOT_COMPUTED
         with pytest.raises(CorruptSlotError, match="bucket 0 "):
             rebuild.fetch(other, VERSION, 9, memory)

@@ -20,7 +20,7 @@ from ft_plugins.snapshot.copiers import HostCopier, flat_bytes
 from ft_plugins.snapshot.layout import Layout, plan_layout
 from ft_plugins.snapshot.segment import Segment, create
 from ft_plugins.snapshot.shape import Shape
-from ft_plugins.snapshot.slots import SlotState, Version
+from ft_plugins.snapshot.slots import Pin, SlotState, Version
 
 BUCKET = 256
 SECONDS = 20  # bound of every wait
@@ -475,3 +475,44 @@ def test_closing_finishes_the_running_capture(rig: Rig) -> None:
     capture.close()
     assert rig.held(rig.restorable()[Version(1, 1)]) == expected
     assert "ftp-capture" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_version_for_which_no_slot_is_free_is_left_out_and_said_and_nothing_waits_or_changes(rig: Rig) -> None:
+    left_out: list[Version] = []
+    capture = Capture(rig.segment, rig.layout, lambda: rig.tensors, 1, left_out=left_out.append)
+    rig.captures.append(capture)
+    for iteration in (1, 2, 3):
+        capture.start(Version(1, iteration), b"")
+        capture.wait()
+        rig.segment.pin(Version(1, iteration), Pin.NODE)
+    before = rig.segment.bytes.copy()
+    capture.start(Version(1, 4), b"")
+    assert capture.wait() < SECONDS and left_out == [Version(1, 4)]
+    assert (rig.segment.bytes == before).all()
+    rig.segment.unpin(0, Pin.NODE)
+    capture.start(Version(1, 5), b"")
+    capture.wait()
+    assert rig.segment.slot(0).version == Version(1, 5) and len(left_out) == 1
+
+
+@pytest.mark.parametrize("free", [0, 1, 2, 3])
+def test_what_is_exchanged_next_is_pinned_before_it_is_sealed_if_the_next_capture_might_take_its_slot(
+    tmp_path: Path, free: int
+) -> None:
+    tensors = state()
+    layout = plan_layout(inventory(tensors), (), BUCKET)
+    create(tmp_path / "segment", Shape(layout.nbytes, 1000, len(layout.buckets), 1, 2 + free, free=free), 0, {})
+    segment = Segment(tmp_path / "segment")
+    segment.ranges = layout.ranges
+    capture = Capture(segment, layout, lambda: tensors, 0)
+    try:
+        segment.await_version(Version(1, 2))
+        for iteration in (1, 2):
+            capture.start(Version(1, iteration), b"")
+            capture.wait()
+        pinned = {slot.version for slot in segment.slots() if slot.pins == Pin.SOURCE}
+        assert pinned == ({Version(1, 2)} if free < 2 else set())
+        assert segment.pin(Version(1, 2), Pin.NODE) is not None
+    finally:
+        capture.close()
+        segment.close()

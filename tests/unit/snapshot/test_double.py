@@ -30,7 +30,7 @@ from ft_plugins.snapshot.paths import path_of, remove
 from ft_plugins.snapshot.persist import read_rank, write_rank
 from ft_plugins.snapshot.segment import Segment, create
 from ft_plugins.snapshot.shape import Shape
-from ft_plugins.snapshot.slots import SlotState, Version
+from ft_plugins.snapshot.slots import Pin, SlotState, Version, voided_slots
 
 BUCKET = 1024
 LATE, EARLY = frozenset({IterationSpan.UPDATE}), frozenset({IterationSpan.UPDATE, IterationSpan.FORWARD})
@@ -143,8 +143,11 @@ class World:
                 drawn = np.random.default_rng(seed).integers(0, 256, item.nbytes, dtype=np.uint8)
                 tensors[item.name].copy_(torch.from_numpy(drawn))
 
-    def capture(self, iteration: int) -> None:
-        for capture in self.captures:
+    def capture(self, iteration: int, awaited: bool = True) -> None:
+        """All ranks capture an iteration; `awaited`: their SMPs have said that it is exchanged next."""
+        for capture, segment in zip(self.captures, self.segments, strict=True):
+            if awaited:
+                segment.await_version(Version(1, iteration))
             capture.start(Version(1, iteration), b"small")
         for capture in self.captures:
             capture.wait()
@@ -160,20 +163,27 @@ class World:
     def data(self, rank: int, iteration: int) -> np.ndarray:
         return self.segments[rank].data(self.slot(rank, iteration))
 
+    def parity(self, rank: int, iteration: int) -> int:
+        """The parity slot of an iteration."""
+        found = self.segments[rank].parity_of(Version(1, iteration))
+        assert found is not None
+        return found
+
     def parity_is_right(self, rank: int, iteration: int) -> None:
-        """What lies behind the data is the XOR of what the others have captured."""
+        """The parity is the XOR of what the others have captured."""
+        parity, start = self.segments[rank].data(self.parity(rank, iteration)), self.layouts[rank].nbytes
         for part in self.plan.parts[rank]:
             expected = np.zeros(part.stop - part.start, dtype=np.uint8)
             for _, at, e in self.plan.sections[part.section].sources(part.stripe, part.start, part.stop):
                 expected[at : at + e.nbytes] ^= self.data(e.rank, iteration)[e.offset : e.offset + e.nbytes]
-            found = self.data(rank, iteration)[part.offset : part.offset + part.stop - part.start]
+            found = parity[part.offset - start : part.offset - start + part.stop - part.start]
             assert (found == expected).all()
 
     def mismatched(self, iteration: int) -> list[tuple[int, int, int]]:
         """(keeper, bucket, rank) of the checks that find other bytes."""
         found = []
         for rank, segment in enumerate(self.segments):
-            table = segment.digests(self.slot(rank, iteration))
+            table = segment.digests(self.parity(rank, iteration))
             for check in self.plan.checks(rank, segment.ranges):
                 source = check.source
                 there = self.data(source.rank, iteration)[source.offset : source.offset + source.nbytes]
@@ -228,8 +238,67 @@ def test_parity_is_the_xor_of_what_the_others_capture_and_replicas_are_found_equ
     for iteration in (4, 5):
         for rank in range(len(job.nodes)):
             job.segments[rank].verify(job.slot(rank, iteration))
+            job.segments[rank].verify(job.parity(rank, iteration))
             job.parity_is_right(rank, iteration)
         assert job.mismatched(iteration) == []
+
+
+def test_parity_is_computed_of_what_is_exchanged_next_alone_and_never_over_what_is_committed(
+    world: Callable[[str], World],
+) -> None:
+    job = world("3 nodes")
+    for iteration in range(1, 10):
+        job.train(iteration)
+        job.capture(iteration, awaited=iteration in (2, 5, 8))
+        if iteration == 2:
+            for segment in job.segments:
+                segment.keep_parity(Version(1, 2))
+        if iteration == 8:  # that of 5 was missed, and overwritten
+            for rank, segment in enumerate(job.segments):
+                held = {slot.version: slot.pins for slot in segment.parity_slots()}
+                assert held == {Version(1, 2): Pin.NODE, Version(1, 8): Pin(0)}
+                segment.keep_parity(Version(1, 8))
+                assert {slot.version for slot in segment.parity_slots() if slot.pins} == {Version(1, 8)}
+                job.parity_is_right(rank, 8)
+    assert all(segment.shape.parity_indices == range(4, 6) for segment in job.segments)
+    assert not any(segment.has_parity(Version(1, 9)) for segment in job.segments)
+
+
+def test_a_version_of_another_lineage_with_the_same_iteration_is_not_what_is_awaited(
+    world: Callable[[str], World],
+) -> None:
+    job = world("2 nodes")
+    job.train(3)
+    for segment in job.segments:
+        segment.await_version(Version(2, 3))
+    job.capture(3, awaited=False)
+    assert all(segment.parity_of(Version(1, 3)) is None for segment in job.segments)
+    assert all(not segment.has_parity(Version(1, 3)) for segment in job.segments)
+
+
+def test_with_both_parity_slots_pinned_a_version_is_captured_without_parity(world: Callable[[str], World]) -> None:
+    job = world("2 nodes")
+    for iteration in (1, 2):
+        job.train(iteration)
+        job.capture(iteration)
+        for segment in job.segments:
+            segment._slots[segment.parity_of(Version(1, iteration)) or 0].pins = Pin.NODE
+    job.train(3)
+    job.capture(3)
+    for rank, segment in enumerate(job.segments):
+        segment.verify(job.slot(rank, 3))
+        assert not segment.has_parity(Version(1, 3))
+        assert {slot.version for slot in segment.parity_slots()} == {Version(1, 1), Version(1, 2)}
+
+
+def test_a_new_lineage_voids_the_parity_of_newer_versions_than_its_base(world: Callable[[str], World]) -> None:
+    job = world("2 nodes")
+    for iteration in (1, 2):
+        job.train(iteration)
+        job.capture(iteration)
+    for segment in job.segments:
+        segment.open_lineage(2, Version(1, 1), voided_slots(segment.slots(), Version(1, 1)))
+        assert segment.has_parity(Version(1, 1)) and not segment.has_parity(Version(1, 2))
 
 
 def test_parity_takes_its_part_of_the_nodes_share(world: Callable[[str], World]) -> None:
@@ -266,10 +335,13 @@ def test_a_version_whose_parity_is_not_written_to_its_end_is_never_sealed(world:
     last = len(job.layouts[0].ranges) - 1
     assert last >= len(job.layouts[0].buckets)
     faults.arm(f"capture.bucket.end@bucket={last}:raise")
+    job.segments[0].await_version(Version(1, 2))
     job.captures[0].start(Version(1, 2), b"small")
     with pytest.raises(RuntimeError, match="capture.bucket.end"):
         job.captures[0].wait()
-    assert [s.version for s in job.segments[0].slots() if s.state is SlotState.CLEAN] == [Version(1, 1)]
+    segment = job.segments[0]
+    both = (*segment.slots(), *segment.parity_slots())
+    assert [s.version for s in both if s.state is SlotState.CLEAN] == [Version(1, 1), Version(1, 1)]
 
 
 def test_a_superseded_writer_stops_at_the_edge_of_a_parity_bucket(world: Callable[[str], World]) -> None:
@@ -282,10 +354,12 @@ def test_a_superseded_writer_stops_at_the_edge_of_a_parity_bucket(world: Callabl
         return real(index, number, private)
 
     job.captures[0]._encoder.encode = encode  # type: ignore[method-assign]
+    job.segments[0].await_version(Version(1, 1))
     job.captures[0].start(Version(1, 1), b"small")
     with pytest.raises(FencedError):
         job.captures[0].wait()
-    assert all(slot.state is not SlotState.CLEAN for slot in job.segments[0].slots())
+    both = (*job.segments[0].slots(), *job.segments[0].parity_slots())
+    assert all(slot.state is not SlotState.CLEAN for slot in both)
 
 
 def test_a_late_write_into_a_parity_bucket_does_not_become_part_of_it(world: Callable[[str], World]) -> None:
@@ -294,44 +368,50 @@ def test_a_late_write_into_a_parity_bucket_does_not_become_part_of_it(world: Cal
     job.train(1)
     number = len(job.layouts[0].buckets)
     segment = job.segments[0]
-    segment.dirty(0, Version(1, 1), 1)
-    segment.set_cursor(0, number)
+    index = segment.shape.parity_indices[0]
+    segment.dirty(index, Version(1, 1), 1)
+    segment.set_cursor(index, number)
     job.captures[0].close()
     job.captures[0] = capture = job._capture(0)
     bucket, bring = job.layouts[0].parity[0], capture._encoder._copy
 
     def late(copies: Any, source: Any, part: np.ndarray) -> None:
         bring(copies, source, part)
-        if segment.cursor(0) == number:
-            segment.data(0)[bucket.offset : bucket.offset + bucket.nbytes] = 0xEE
+        if segment.cursor(index) == number:
+            start = bucket.offset - job.layouts[0].nbytes
+            segment.data(index)[start : start + bucket.nbytes] = 0xEE
 
     capture._encoder._copy = late  # type: ignore[method-assign]
-    assert capture._suspect == {(0, number)}
+    assert capture._suspect == {(index, number)}
     job.capture(1)
-    assert job.slot(0, 1) == 0
+    assert job.parity(0, 1) == index
     job.parity_is_right(0, 1)
-    segment.verify(0)
+    segment.verify(index)
 
 
-def test_storage_holds_no_parity_and_what_is_read_has_it_again_once_tensors_are_loaded(
+def test_parity_of_what_is_restored_is_computed_once_tensors_are_loaded_and_its_slot_stays_as_it_is(
     world: Callable[[str], World],
 ) -> None:
+    """Also where damage is found in the parity that is here: from that nothing could be decoded."""
     job = world("3 nodes")
     job.train(1)
-    job.capture(1)
+    job.capture(1, awaited=False)
     origin = Origin("job", 3, {})
     for rank, segment in enumerate(job.segments):
         record = write_rank(job.folder / "checkpoint", segment, Version(1, 1), origin)
         assert record.data_nbytes == job.layouts[rank].nbytes and record.buckets == len(job.layouts[rank].buckets)
-        before = segment.data(job.slot(rank, 1)).copy()
-        index = read_rank(job.folder / "checkpoint", segment, Version(1, 1), 1)
-        assert segment.lacks_parity(Version(1, 1))
-        segment.verify(index)  # what was captured is there
-        segment.data(index)[job.layouts[rank].nbytes :] = 0
-        job.captures[rank].add_parity(Version(1, 1))
-        segment.verify(job.slot(rank, 1))
-        assert not segment.lacks_parity(Version(1, 1))
-        assert (segment.data(index) == before).all() and segment.small(index) == b"small"
+        read_rank(job.folder / "checkpoint", segment, Version(1, 1), 1)
+        for _ in range(2):
+            job.captures[rank].add_parity(Version(1, 1))
+            assert segment.slot(job.slot(rank, 1)).state is SlotState.CLEAN
+            job.captures[rank].wait()
+            segment.verify(job.slot(rank, 1))
+            segment.verify(job.parity(rank, 1))
+            segment.keep_parity(Version(1, 1))
+            segment.data(job.parity(rank, 1))[5] ^= 1
+        segment.data(job.parity(rank, 1))[5] ^= 1
+    for rank in range(3):
+        job.parity_is_right(rank, 1)
     assert job.mismatched(1) == []
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ft_plugins.errors import SegmentError
+from ft_plugins.errors import ConfigError, SegmentError
 from ft_plugins.snapshot.slots import (
     SLOTS,
     Mark,
@@ -19,6 +19,10 @@ from ft_plugins.snapshot.slots import (
     Version,
     check_transition,
     choose,
+    choose_parity,
+    free_of,
+    free_slot,
+    needed_free,
     pinnable_slot,
     slots_for,
     voided_slots,
@@ -35,6 +39,7 @@ class Rank:
     lineage: int = 0
     step: int = 0  # the last iteration whose version point was reached
     fenced: int = 0  # the last iteration whose fence was passed
+    interval: int = 1  # iterations between two captures
     writing: int | None = None
 
     def versions(self) -> set[Version]:
@@ -47,6 +52,8 @@ class Rank:
     def begin(self) -> None:
         """The version point: a capture starts."""
         self.step += 1
+        if self.step % self.interval:
+            return
         self.writing = choose(self.slots)
         self.set(self.writing, DIRTY, Version(self.lineage, self.step))
 
@@ -92,13 +99,13 @@ def recover(ranks: list[Rank], draw: random.Random) -> None:
         assert not newer, "a void version can still be restored"
 
 
-def losses(world: int, seed: int, slots: int = SLOTS) -> list[Version]:
+def losses(world: int, seed: int, slots: int = SLOTS, interval: int = 1) -> list[Version]:
     """The newest common versions that a random history of `world` ranks lost.
 
     A rank ends iteration k+1 only when all have passed the fence of iteration k: it needs everybody's gradients.
     """
     draw = random.Random(seed)
-    ranks = [Rank([Slot(i, EMPTY, None) for i in range(slots)]) for _ in range(world)]
+    ranks = [Rank([Slot(i, EMPTY, None) for i in range(slots)], interval=interval) for _ in range(world)]
     best: Version | None = None
     lost = []
     for _ in range(120):
@@ -124,6 +131,58 @@ def losses(world: int, seed: int, slots: int = SLOTS) -> list[Version]:
 @given(st.integers(1, 4), st.integers(0, 2**32))
 def test_the_newest_version_that_all_ranks_have_is_never_overwritten(world: int, seed: int) -> None:
     assert losses(world, seed) == []
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(1, 4), st.integers(0, 2**32), st.integers(1, 5))
+def test_of_versions_that_are_iterations_apart_two_slots_are_enough(world: int, seed: int, interval: int) -> None:
+    assert losses(world, seed, needed_free(interval), interval) == []
+    assert needed_free(interval) == (2 if interval > 1 else 3) and needed_free(interval, aligned=False) == 3
+
+
+def test_with_one_slot_it_would_be_overwritten_however_far_apart_versions_are() -> None:
+    assert any(losses(3, seed, 1, 4) for seed in range(50))
+
+
+@pytest.mark.parametrize(
+    ("slots", "needed", "others", "free"),
+    [(5, 3, [Pin.STORAGE, Pin.CERTIFIED], 3), (4, 2, [Pin.STORAGE], 2), (4, 3, [], 2), (3, 3, [], 1), (2, 2, [], 0)],
+)
+def test_as_many_slots_are_free_as_are_left_by_the_node_tier(
+    slots: int, needed: int, others: list[Pin], free: int
+) -> None:
+    assert free_of(slots, needed, True, others) == free
+    assert slots_for(Pin.NODE, Pin.SOURCE, *others, free=free) == slots + len(others)
+
+
+@pytest.mark.parametrize(
+    ("slots", "needed", "nodes", "others", "match"),
+    [
+        (4, 3, True, [Pin.STORAGE], "at least 5 where checkpoints"),
+        (3, 2, True, [Pin.CERTIFIED], "at least 4 where checkpoints"),
+        (3, 3, False, [], "has no effect: nodes do not protect each other"),
+    ],
+)
+def test_fewer_slots_than_a_purpose_needs_are_refused(
+    slots: int, needed: int, nodes: bool, others: list[Pin], match: str
+) -> None:
+    with pytest.raises(ConfigError, match=match):
+        free_of(slots, needed, nodes, others)
+
+
+def test_what_may_be_pinned_shrinks_with_the_slots_of_capture() -> None:
+    slots = [clean(0, 7), clean(1, 8), clean(2, 9), clean(3, 3, Pin.NODE)]
+    for free, spared in {3: [3, 8, 9], 2: [3, 9], 1: [3], 0: [3]}.items():
+        assert [i for i in (3, 7, 8, 9) if pinnable_slot(slots, Version(1, i), free) is not None] == spared
+
+
+def test_a_capture_for_which_all_are_pinned_finds_none_and_parity_goes_over_what_is_not_committed() -> None:
+    both = [clean(0, 1, Pin.NODE), clean(1, 2, Pin.SOURCE)]
+    assert free_slot(both, Version(1, 3)) is None
+    assert free_slot([both[0], clean(1, 2)], Version(1, 3)) == 1
+    assert choose_parity(both, Version(1, 3)) is None
+    assert choose_parity([both[0], clean(1, 2)], Version(1, 3)) == 1
+    assert choose_parity(both, Version(1, 1)) == 0, "what it holds of that version is damaged"
 
 
 def test_with_two_slots_it_would_be_overwritten() -> None:

@@ -16,28 +16,41 @@ from ft_plugins.systems.reft_reports import budget_table
 
 SHARE = Shape(nbytes=100_000, small_nbytes=4096, buckets=1, layout="a", slots=3)
 LARGER = Shape(nbytes=300_000, small_nbytes=4096, buckets=1, layout="b", slots=5, parity_nbytes=50_000)
+GIB = 1 << 30
 
 
 def test_one_node_is_shown_by_name_and_by_rank() -> None:
+    total = SHARE.total + LARGER.total
     assert budget_table([SHARE, LARGER], ["a", "a"]).splitlines() == [
-        f"host memory for protection on node a: {SHARE.total + LARGER.total} bytes for 350000 bytes captured and 50000 "
-        "of parity computed from replicas, all of it resident",
+        f"host memory for protection on node a: {total} bytes ({total / GIB:.2f} GiB) for 350000 bytes captured and "
+        "50000 of parity computed from replicas, all of it resident",
         f"  rank 0: 3 slots x {SHARE.slot_room} bytes",
-        f"  rank 1: 5 slots x {LARGER.slot_room} bytes",
+        f"  rank 1: 5 slots x {LARGER.slot_room} bytes and 2 of parity x {LARGER.parity_room} bytes",
     ]
+
+
+def test_what_is_claimed_is_the_sum_of_its_parts_without_more_than_a_page_of_padding_an_area() -> None:
+    shape = Shape(3 << 30, 64 << 10, 1000, "a", 5, 1 << 30, 200)
+    parts = 5 * ((2 << 30) + (64 << 10) + 8 * 1200) + 2 * ((1 << 30) + 8 * 1200) + 16 * 1000
+    areas = 1 + 1 + 5 * 4 + 2 * 3
+    assert parts <= shape.total <= parts + areas * 4096
+    line = budget_table([shape], ["a"], memory=[100 << 30]).splitlines()[0]
+    assert f"{shape.total} bytes (12.00 GiB, 12.0% of a node's memory)" in line
 
 
 def test_nodes_with_equal_budgets_are_one_line() -> None:
     nodes = [f"n{rank // 2}" for rank in range(24)]
     shapes = [SHARE] * 20 + [SHARE, LARGER] * 2
     assert budget_table(shapes, nodes, certifies=4).splitlines() == [
-        f"host memory for protection on nodes 0-9 (10 nodes): {2 * SHARE.total} bytes each for 200000 bytes captured, "
-        "all of it resident",
+        f"host memory for protection on nodes 0-9 (10 nodes): {2 * SHARE.total} bytes each "
+        f"({2 * SHARE.total / GIB:.2f} GiB) for 200000 bytes captured, all of it resident",
         f"  ranks 0-1 of each, counted on the node: 3 slots x {SHARE.slot_room} bytes each",
-        f"host memory for protection on nodes n10, n11: {SHARE.total + LARGER.total} bytes each for 350000 bytes "
-        "captured and 50000 of parity computed from replicas, all of it resident",
+        f"host memory for protection on nodes n10, n11: {SHARE.total + LARGER.total} bytes each "
+        f"({(SHARE.total + LARGER.total) / GIB:.2f} GiB) for 350000 bytes captured and 50000 of parity computed from "
+        "replicas, all of it resident",
         f"  rank 0 of each, counted on the node: 3 slots x {SHARE.slot_room} bytes",
-        f"  rank 1 of each, counted on the node: 5 slots x {LARGER.slot_room} bytes",
+        f"  rank 1 of each, counted on the node: 5 slots x {LARGER.slot_room} bytes and 2 of parity x "
+        f"{LARGER.parity_room} bytes",
         "  one slot of each rank keeps the newest snapshot whose replicas agreed; compared every 4 iterations",
     ]
 
