@@ -29,11 +29,13 @@ _MARK = "_ft_plugins_measured"  # attribute of functions that are measured
 
 @dataclass
 class Stamps:
-    """Seconds of the monotonic clock, and processor seconds of this process, by step; absent: not passed."""
+    """Seconds of the monotonic clock, and processor seconds of this process, by step; absent: not passed. `unused`: its
+    processor seconds before it became a rank, which do not count."""
 
     clock: dict[str, float] = field(default_factory=dict)
     processor: dict[str, float] = field(default_factory=dict)
     grouped: float = 0.0
+    unused: float = 0.0
 
 
 _afterwards: list[Callable[[], None]] = []
@@ -49,13 +51,13 @@ def begin() -> None:
     """This process becomes a rank only now: it was forked, or stood by. Forgets the steps before."""
     _taken.clock.clear()
     _taken.processor.clear()
-    _taken.grouped = 0.0
+    _taken.grouped, _taken.unused = 0.0, time.process_time()
     pass_step("began")
 
 
 def pass_step(step: str) -> None:
     """The process passes `step`, again if it has passed it before."""
-    _taken.clock[step], _taken.processor[step] = time.monotonic(), time.process_time()
+    _taken.clock[step], _taken.processor[step] = time.monotonic(), time.process_time() - _taken.unused
     if step == "completed":
         while _afterwards:
             _afterwards.pop()()

@@ -6,7 +6,8 @@
 
 Both jobs run the same example with the same sizes, one after the other, on an otherwise idle machine as far as that is
 possible. Kills come at the same places: a quarter, a half, three quarters of the checkpoint interval after a
-checkpoint, on average in the middle, as failures come. torchrun restarts by --max-restarts and looks every 0.1 s. It
+checkpoint, on average in the middle, as failures come; under ft-run not before standby workers are prepared, which in a
+long job they are but for the first minute after a start. torchrun restarts by --max-restarts and looks every 0.1 s. It
 gets TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which its restarted ranks find addresses of the killed ones in the
 agent's store, and fail or hang (seen with torch 2.13 and gloo; pytorch issue 135712).
 
@@ -29,6 +30,7 @@ from statistics import median
 
 import psutil
 
+from ft_plugins.events import catalogue
 from ft_plugins.report.recovery_phases import PHASES, RecoveryPhases, recovery_phases
 from ft_plugins.smp import liveness
 from ft_plugins.testing import quickstart
@@ -125,6 +127,7 @@ def with_reft(framework: str, folder: Path, kills: Sequence[int], flags: Sequenc
     ) as job:
         for number, at in enumerate(kills):
             _until(_reached(log, at, lambda: job.follow(_POLL_SECONDS, BOUND)))
+            _until(lambda number=number: _prepared(job, number))  # type: ignore[misc]
             killed = time.time()
             job.kill(KILLED)
             found.append(_cost(killed, number, log, lambda: job.follow(_POLL_SECONDS, BOUND)))
@@ -181,6 +184,13 @@ def _reached(log: Path, iteration: int, look: Callable[[], object]) -> Callable[
         return any(one.iteration >= iteration for one in read_lines(log))
 
     return reached
+
+
+def _prepared(job: DrivenJob, restarts: int) -> bool:
+    """Whether standby workers are ready for the next restart, or there will be none."""
+    job.follow(_POLL_SECONDS, BOUND)
+    names = [event.type for event in job.events()]
+    return names.count(catalogue.STANDBYS_PREPARED) > restarts or catalogue.STANDBYS_OMITTED in names
 
 
 def _phases(job: DrivenJob, number: int) -> RecoveryPhases:

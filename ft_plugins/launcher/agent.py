@@ -45,6 +45,7 @@ from .watcher import Job, Watcher
 from .worker_exits import WorkerExits
 
 _ENDED_PATIENCE = timedelta(seconds=10)  # after torch's barrier
+_KILLED_SECONDS = 5.0
 _ROUNDS_LOST = 5  # maximum in a row, each by a node that was lost just before workers started
 
 
@@ -321,6 +322,7 @@ class ProgressAgent(LocalElasticAgent):
         context = self._context()
         for pid in context.pids().values():
             worker_failures.kill_group(pid)
+        self._exits.wait_for_all(_KILLED_SECONDS)  # torch's `close` looks for them in growing pauses
         context.close(signal.SIGKILL)
         failures = {}
         for local_rank, exitcode in failed.items():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import time
 from collections.abc import Iterable
 
 
@@ -29,6 +30,12 @@ class WorkerExits:
         """Wait until one more of them has ended, at most for `seconds`."""
         for descriptor, _ in self._poller.poll(1000 * seconds):
             self._close(descriptor)
+
+    def wait_for_all(self, seconds: float) -> None:
+        """Wait until all of them have ended, at most for `seconds`."""
+        deadline = time.monotonic() + seconds
+        while self._open and (left := deadline - time.monotonic()) > 0:
+            self.wait(left)
 
     def close(self) -> None:
         """Watch none of them any longer. Idempotent."""

@@ -35,6 +35,23 @@ def test_a_killed_worker_ends_the_wait_and_the_next_wait_is_for_the_others() -> 
     exits.close()
 
 
+def test_all_killed_workers_are_waited_for_and_one_that_lives_only_for_the_given_time() -> None:
+    processes = [waiting() for _ in range(3)]
+    exits = WorkerExits([process.pid for process in processes])
+    for process in processes[:2]:
+        process.kill()
+    began = time.monotonic()
+    exits.wait_for_all(0.5)
+    assert time.monotonic() - began >= 0.5
+    processes[2].kill()
+    began = time.monotonic()
+    exits.wait_for_all(LONG)
+    assert time.monotonic() - began < LONG / 2
+    assert all(os.waitid(os.P_PID, each.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) for each in processes)
+    for process in processes:
+        process.communicate()
+
+
 def test_a_worker_that_is_gone_already_and_a_closed_watch_are_no_error() -> None:
     process = waiting()
     process.kill()

@@ -113,3 +113,12 @@ def test_functions_that_make_groups_do_what_they_did_and_are_measured_until_the_
     stamps.pass_step("completed")
     stamps.pass_step("completed")
     assert calls == ["init", "new", "new", "new", "completed"]
+
+
+def test_what_a_process_used_while_it_stood_by_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = iter([7.0, 7.0, 7.5])
+    monkeypatch.setattr(stamps.time, "process_time", lambda: next(used))
+    monkeypatch.setattr(stamps, "_taken", stamps.Stamps())
+    stamps.begin()
+    stamps.pass_step("built")
+    assert stamps.taken().processor == {"began": 0.0, "built": 0.5}
