@@ -24,6 +24,7 @@ from ..intake import Count, Text, read_json
 
 AFTER_ITERATIONS = 3  # of an incarnation: by then a rank has imported what an iteration and a capture need
 _NAMES, _CHARACTERS, _BYTES = 50_000, 256, 16 << 20
+_MAIN = ("__main__", "__mp_main__")  # the script, under the name that multiprocessing has for it, too
 _IMPORTABLE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 ModuleName = Annotated[str, Field(strict=True, max_length=_CHARACTERS, pattern=f"^{_IMPORTABLE.pattern}$")]
@@ -63,7 +64,8 @@ def read(run_dir: Path, local_rank: int) -> Imported:
 def module_names() -> tuple[str, ...]:
     """The modules of this process that an import statement could name, in the order in which their imports began."""
     names = [name for name in list(sys.modules) if len(name) <= _CHARACTERS and _IMPORTABLE.fullmatch(name)]
-    return tuple(name for name in names[:_NAMES] if getattr(sys.modules.get(name), "__spec__", None) is not None)
+    found = (name for name in names[:_NAMES] if getattr(sys.modules.get(name), "__spec__", None) is not None)
+    return tuple(name for name in found if name not in _MAIN)
 
 
 def versions() -> tuple[str, str]:

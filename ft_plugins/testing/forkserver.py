@@ -43,6 +43,7 @@ _POLL_SECONDS = 0.002
 _CLONE_NEWNET = 0x40000000
 _STACK = signal.SIGUSR1  # makes an agent or a rank write the stack of its main thread to the job's log
 _STACK_SECONDS = 0.3  # to write a stack; the process continues
+_STACK_PATIENCE = 5.0  # seconds until a busy machine has let it begin
 _STACK_LINES = 12  # of a stack
 
 
@@ -116,7 +117,10 @@ class RunningJob:
             return ""
         before = len(self.log.read_bytes())
         process.send_signal(_STACK)
-        time.sleep(_STACK_SECONDS)
+        until = time.monotonic() + _STACK_PATIENCE
+        while len(self.log.read_bytes()) == before and time.monotonic() < until:
+            time.sleep(_STACK_SECONDS / 10)
+        time.sleep(_STACK_SECONDS)  # it is written line by line, without an end
         stack = self.log.read_bytes()[before:].decode(errors="replace").splitlines()
         return "\n".join([f"process {process.pid}:", *stack[:_STACK_LINES]])
 

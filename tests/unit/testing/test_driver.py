@@ -43,13 +43,14 @@ SCRIPT = """
     protection = session.attach(PlainHost({"state": state}, rank=context.rank, world_size=2, replicated=True))
     completed = protection.resume()
 
-    def named():  # a version ahead, that the SMPs of both nodes are to exchange: iterations are over in no time here
+    def is_named(step):  # as the next one to exchange, before it is captured: iterations are over in no time here
         with Client(context.run_dir) as client:
-            return client.status()["node_tier"]["exchange"]
+            version = client.status()["node_tier"]["exchange"]
+        return version is not None and version[1] >= step
 
     for step in range(completed + 1, iterations + 1):
-        if step == 2 and waits_at and context.local_world_size == 1:
-            wait_until(named, 60, lambda: "no version is to be exchanged")
+        if step < waits_at and not completed and context.local_world_size == 1:
+            wait_until(lambda: is_named(step), 60, lambda: f"version {step} is not to be exchanged")
         protection.iteration_begin(step)
         if step == fails_at:
             sys.exit(f"rank {context.rank} cannot go on")
