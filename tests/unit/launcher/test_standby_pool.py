@@ -217,7 +217,7 @@ def test_its_error_is_that_of_a_new_process(make: Callable[..., Node]) -> None:
 
 
 @pytest.mark.parametrize("name", ["beside.py", pytest.param("train.py", marks=MORE)])
-def test_a_file_that_has_changed_is_imported_anew(make: Callable[..., Node], name: str) -> None:
+def test_a_file_that_has_changed_is_imported_again(make: Callable[..., Node], name: str) -> None:
     node = make()
     pid = node.prepared()
     path = node.folder / name

@@ -127,16 +127,22 @@ def test_redundancy_groups_divide_every_sharding_group_by_nodes(
     assert bool(why_unprotected(nodes, made, losses)) == bool(why_unprotected(nodes, groups, losses))
 
 
+def plan_of(job: tuple[list[str], Groups, list[str]], most: int, losses: int) -> ExchangePlan | None:
+    """The exchange within groups of at most `most` nodes; None if they cannot survive so many losses."""
+    nodes, groups, domains = job
+    made = redundancy_groups(nodes, groups, most, losses, domains)
+    if why_unprotected(nodes, made, losses):
+        return None
+    return plan_exchange(nodes, made, [64 * (1 + rank % 3) for rank in range(len(nodes))], losses, streams(groups))
+
+
 @settings(max_examples=60, deadline=None)
 @given(jobs(), st.integers(2, 9), st.sampled_from([1, 2]))
 def test_as_many_losses_as_a_group_survives_in_every_group_at_once_can_be_decoded(
     job: tuple[list[str], Groups, list[str]], most: int, losses: int
 ) -> None:
-    nodes, groups, domains = job
-    made = redundancy_groups(nodes, groups, most, losses, domains)
-    if why_unprotected(nodes, made, losses):
+    if (plan := plan_of(job, most, losses)) is None:
         return
-    plan = plan_exchange(nodes, made, [64 * (1 + rank % 3) for rank in range(len(nodes))], losses, streams(groups))
     gone: set[int] = set()  # of each distinct set of nodes, the first ones, unless a group has lost as many already
     for section in plan.sections:
         for position in section.positions[:losses]:
@@ -144,7 +150,7 @@ def test_as_many_losses_as_a_group_survives_in_every_group_at_once_can_be_decode
             if all(len(after & set(other.positions)) <= losses for other in plan.sections):
                 gone = after
     assert gone
-    for rank in range(len(nodes)):
+    for rank in range(len(job[0])):
         assert plan.recovery_sections(rank, gone) is not None
     for section in plan.sections:
         lost = [node for node, position in enumerate(section.positions) if position in gone]
@@ -156,11 +162,8 @@ def test_as_many_losses_as_a_group_survives_in_every_group_at_once_can_be_decode
 def test_every_byte_of_any_single_node_is_decoded_from_other_nodes_of_each_of_its_groups(
     job: tuple[list[str], Groups, list[str]], most: int, losses: int
 ) -> None:
-    nodes, groups, domains = job
-    made = redundancy_groups(nodes, groups, most, losses, domains)
-    if why_unprotected(nodes, made, losses):
+    if (plan := plan_of(job, most, losses)) is None:
         return
-    plan = plan_exchange(nodes, made, [64 * (1 + rank % 3) for rank in range(len(nodes))], losses, streams(groups))
     for lost, section in itertools.product(range(len(plan.nodes)), plan.sections):
         if lost not in section.positions:
             continue

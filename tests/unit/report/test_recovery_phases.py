@@ -42,7 +42,7 @@ def test_the_phases_are_disjoint_and_their_sum_is_the_time_from_kill_to_iteratio
     ("missing", "unknown", "longer"),
     [("joining", ("imports", "groups"), "build"), ("built", ("build", "groups"), "load")],
 )
-def test_a_step_that_nobody_noted_adds_its_time_to_the_next_phase(
+def test_a_step_that_was_not_noted_adds_its_time_to_the_next_phase(
     missing: str, unknown: tuple[str, ...], longer: str
 ) -> None:
     [whole] = recovery_phases([restarted(11.25, 11.5, 13.0), resumed()])

@@ -192,9 +192,9 @@ def test_every_phase_has_words_and_long_ones_have_large_numbers() -> None:
 
 
 def test_without_a_segment_edges_go_nowhere() -> None:
-    nobody = NoProgress()
-    nobody.begin(1)
-    nobody.edge(WorkPhase.FORWARD)
-    nobody.end(1)
-    nobody.shares_forward()
-    nobody.close()
+    silent = NoProgress()
+    silent.begin(1)
+    silent.edge(WorkPhase.FORWARD)
+    silent.end(1)
+    silent.shares_forward()
+    silent.close()

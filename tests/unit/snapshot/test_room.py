@@ -55,7 +55,7 @@ def refused(nbytes: int, file: Path, limit: int, used: int) -> None:
     assert re.match(r"rank 3: protection needs [\d.]+ MiB of host memory, but the control group of ", message)
     figures = [float(text) for text in re.findall(r"([\d.]+) MiB", message)]
     assert figures == pytest.approx([nbytes / MIB, (limit - used) / MIB, limit / MIB], abs=1e-6)
-    assert figures[0] > figures[1], "the figures are told apart"
+    assert figures[0] > figures[1], "the figures differ"
     assert f"group of {file} has only" in message and "docker: --memory" in message
     assert message.endswith("'ft-plugins sweep'; or claim less: --reft-redundancy none")
     check_room(limit - used, "what is left")
