@@ -10,8 +10,8 @@ All sizes that are read come from the rank's record, which has a digest.
 The safetensors library can read the files but is not used here: it writes whole tensors at once, cannot be interrupted,
 and holds the GIL while the SMP has requests to answer; on reading it trusts the header.
 
-Parity after the data of a slot is not written: it protects against lost nodes, whose files are in storage too. After
-reading, parity is `NOT_COMPUTED` until the trainer computes it.
+Parity is not written: it protects against lost nodes, whose files are in storage too. After reading, a rank computes it
+again.
 
 In: a segment, a checkpoint's folder. Out: durable files; sealed slots. Memory: COPY_BYTES and, if the file system
 follows the advice, at most SYNC_BYTES in the page cache.

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 from ..config import Config
 
+_LEAST_SLOTS = 2  # that `--reft-slots` admits; fewer than usual go neither with checkpoints nor with audits
+
 
 def smaller_claims(config: Config, losses: int) -> str:
     """Ways for a message, separated by semicolons; '' for none. `losses`: lost nodes that a group survives."""
     reft, ways = config.capture, []
     if reft is None:
         return ""
-    if (getattr(reft, "slots", None) or 0) > 2:
+    if losses and reft.slots != _LEAST_SLOTS and reft.checkpoint_dir is None and config.paft is None:
         ways.append(
-            "--reft-slots 2 (training then waits where sending a version takes longer than --reft-interval iterations)"
+            f"--reft-slots {_LEAST_SLOTS} (after the failure of a process the job then resumes from the version that "
+            "other nodes have, which is older where sending takes long)"
         )
     if losses and reft.redundancy in ("raim5", "raim6", "both"):
         ways.append(

@@ -276,7 +276,7 @@ def test_what_takes_time_is_done_before_any_node_begins_to_miss_another(cluster:
     assert not any(event.name == "node.lost" for node in job.nodes for event in node.seen), "none watches yet"
     assert all(node.tier.inventory()["parity"] for node in job.nodes), "what protects the job is kept"
     job.protect(2, Version(1, 2))
-    assert stores == [parity_path_of(job.job, node.name).stat().st_ino for node in job.nodes], "nothing is claimed twice"
+    assert stores == [parity_path_of(job.job, node.name).stat().st_ino for node in job.nodes], "the same memory"
     wait(lambda: all(node.tier.status()["committed"] == [1, 2] for node in job.nodes))
     job.train(3, 3, lineage=2)
 

@@ -164,6 +164,22 @@ def test_the_claim_of_all_ranks_of_a_node_and_of_its_smp_is_checked_at_once(monk
     assert all(way in smaller for way in ways)
 
 
+@pytest.mark.parametrize(
+    "more, advised",
+    [
+        ((), True),
+        (("--reft-slots", "3"), True),
+        (("--reft-slots", "2"), False),
+        (("--reft-checkpoint-dir", "/c"), False),
+    ],
+)
+def test_fewer_slots_are_advised_where_they_are_admitted(
+    monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...], advised: bool
+) -> None:
+    ((_, _, smaller),) = checked(monkeypatch, claiming(store=5000), ("--reft", "--reft-redundancy", "raim5", *more))
+    assert ("--reft-slots 2 (" in smaller) == advised
+
+
 def test_one_rank_checks_for_its_node_and_nothing_that_is_claimed_already(monkeypatch: pytest.MonkeyPatch) -> None:
     assert checked(monkeypatch, claiming(leads=False)) == []
     assert checked(monkeypatch, claiming(claimed=True, store=5000)) == []
