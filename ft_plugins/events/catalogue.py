@@ -129,6 +129,19 @@ SNAPSHOT_SKIPPED = EventType(
     "An iteration was not captured: all slots hold snapshots that other nodes have, or are being sent.",
     **_VERSION,
 )  # fmt: skip
+SLOT_CLAIMED = EventType(
+    "slot.claimed", NOTICE,
+    "A rank claimed memory for another snapshot: it was needed before an older one was no longer. That is so while a "
+    "snapshot is sent when the next one is taken.",
+    count=Field("int", "snapshots that fit into the rank's memory now"), bytes=_BYTES,
+)  # fmt: skip
+SLOT_REFUSED = EventType(
+    "slot.refused", WARNING,
+    "Memory for another snapshot of a rank is lacking. The job goes on as with --reft-slots: after the failure of a "
+    "process it may resume from the snapshot that other nodes have.",
+    "Free memory on the node; the rank tries again every minute.",
+    count=Field("int", "snapshots that fit into the rank's memory"), reason=_REASON,
+)  # fmt: skip
 FENCE_WAITED = EventType(
     "fence.waited", ROUTINE, "The update of an iteration waited for the snapshot before it.",
     iteration=_ITERATION, seconds=Field("float", "time for which training stood still", "s"),

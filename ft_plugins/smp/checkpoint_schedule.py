@@ -20,7 +20,7 @@ from typing import Any
 from ..snapshot import retention
 from ..snapshot.retention import Storage
 from ..snapshot.segment import Segment
-from ..snapshot.slots import Mark, Version, marks_of, pinnable_slot, recovery_order
+from ..snapshot.slots import Mark, Version, marks_of, recovery_order
 from . import liveness
 from .notices import Notices
 
@@ -98,10 +98,9 @@ def view(segments: Mapping[int, Segment], world_size: int) -> NodeView:
     """The state of the participating `segments`. A version that may be about to be overwritten is not held."""
     all_slots = [segment.slots() for segment in segments.values()]
     marks = marks_of((slot.version, slot.mark) for slots in all_slots for slot in slots)
-    free = [segment.shape.free for segment in segments.values()]
     versions = (
-        {slot.version for slot in slots if slot.version and pinnable_slot(slots, slot.version, turns) is not None}
-        for slots, turns in zip(all_slots, free, strict=True)
+        {slot.version for slot in slots if slot.version and segment.pinnable(slots, slot.version) is not None}
+        for slots, segment in zip(all_slots, segments.values(), strict=True)
     )
     held = frozenset(v for v in set.intersection(*versions) if marks.get(v) is not Mark.MISMATCHED)
     heard = [{slot.version for slot in slots if slot.mark} for slots in all_slots]

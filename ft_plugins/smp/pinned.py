@@ -85,7 +85,7 @@ class PinnedVersions:
         segments = [self._segments[rank] for rank in self._ranks]
         versions = (slot.version for segment in segments for slot in segment.slots())
         begun = max((v.iteration for v in versions if v is not None and v.lineage == lineage), default=0)
-        passed = (one.completed for one in segments if one.shape.free < SHARED and one.lineage == lineage)
+        passed = (one.completed for one in segments if one.free < SHARED and one.lineage == lineage)
         return max([begun, *passed])
 
     def commit(self, version: Version) -> bool:

@@ -34,7 +34,7 @@ from ..redundancy.exchange_plan import ExchangePlan
 from ..snapshot import manifest
 from ..snapshot.segment import Segment
 from ..snapshot.shape import PAGE
-from ..snapshot.slots import Version, choose
+from ..snapshot.slots import Version
 from .authenticated import PAYLOAD_LIMIT
 from .frames import Data, Frame, Parity, copied, decoded
 
@@ -130,7 +130,7 @@ def _write(
     if not any(nbytes for _, nbytes in segment.ranges):  # of a previous size: no trainer has written them
         where = f"rank {segment.rank}, version {version}"
         segment.ranges = manifest.read(manifest.split(small, where)[0], where).ranges
-    index = choose(segment.slots())
+    index = segment.slot_to_rebuild()
     segment.dirty(index, version, token)
     filling = _Filling(segment, version, index, digests, frames, readers)
     with ThreadPoolExecutor(THREADS, "smp-rebuild") as pool:

@@ -59,7 +59,7 @@ def described(rank: int, segment: Segment) -> dict[str, Any]:
     return {
         "rank": rank,
         "path": str(segment.path),
-        "bytes": segment.shape.total,
+        "bytes": segment.claimed_bytes,
         "resident_bytes": segment.resident_bytes,
         "owner_pid": segment.owner[0],
         "attached": segment.attached,

@@ -10,6 +10,8 @@ version that is exchanged next, as the SMP has recorded in the segment. It is se
 without parity never gets any, and is not exchanged. The exception is the restored version, whose parity `add_parity`
 computes while the tensors still hold it.
 
+A slot that has no memory yet is claimed while the update runs, or else just before the capture (`claims`).
+
 Digests are computed from the bytes in the slot. A bucket that a superseded writer may still write to (the cursor of a
 slot found DIRTY at start) is digested from its source instead, so a late write is detected. The seal covers digests,
 version and small state as this process knows them, not as they are in shared memory.
@@ -31,12 +33,13 @@ import torch
 import xxhash
 
 from .. import faults
-from ..errors import CorruptSlotError, FencedError, InventoryError
+from ..errors import BudgetError, CorruptSlotError, FencedError, InventoryError
+from .claims import SlotClaims
 from .copiers import Copier, as_words, copier_for, flat_bytes
 from .encode import Encoder
 from .layout import CaptureBucket, Layout
 from .segment import NOT_COMPUTED, Segment
-from .slots import SlotState, Version, choose_parity, free_slot
+from .slots import SlotState, Version, choose_parity
 
 _Pieces = dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]]
 _Flat = Mapping[str, torch.Tensor]  # bytes by item
@@ -64,12 +67,15 @@ class Capture:
         committed: Callable[[Commit], None] = lambda commit: None,
         after_update: Callable[[], None] = lambda: None,
         left_out: Callable[[Version], None] = lambda version: None,
+        claiming: Callable[[int], None] = lambda nbytes: None,
+        claimed: Callable[[BudgetError | None], None] = lambda refused: None,
     ) -> None:
         """`tensors` returns the live tensors by item name, at every version point: none may have moved.
 
         The capture thread calls `committed` before the fence opens, so it must be quick, and `after_update` after each
-        `run_after_update`; that may be slow. `left_out` is called for a version for which no slot is free. Raises
-        InventoryError if tensors and layout do not agree.
+        `run_after_update`; that may be slow. `left_out` is called for a version for which no slot is free. `claiming`
+        is called before memory for another slot is claimed, and raises BudgetError if that must not be; `claimed`
+        afterwards, with the error if there was one. Raises InventoryError if tensors and layout do not agree.
         """
         self._segment = segment
         self._layout = layout
@@ -77,6 +83,8 @@ class Capture:
         self._committed = committed
         self._after_update = after_update
         self._left_out = left_out
+        self._claims = SlotClaims(segment, self._use, claiming, claimed)
+        self._next: Version | None = None  # captured after the update that runs
         self._requested = False
         self._called = threading.Event()
         self._called.set()
@@ -89,8 +97,10 @@ class Capture:
         if len({device for device in devices if device.type != "cpu"}) > 1:
             raise InventoryError(f"rank {layout.rank}: state lies on several devices ({devices}); expected one")
         self._copiers: dict[torch.device, Copier] = {
-            device: copier_for(device, segment.bytes.ctypes.data, segment.bytes.nbytes) for device in devices
+            device: copier_for(device) for device in devices
         }
+        for index in (*segment.claimed, *segment.shape.parity_indices):
+            self._use(index)
         slots = range(segment.shape.slots)
         self._pieces = [[self._plan_pieces(index, bucket, self._flat) for bucket in layout.buckets] for index in slots]
         self._encoder = Encoder(segment, layout, self._flat, self._copiers)
@@ -137,7 +147,7 @@ class Capture:
         self._check_token()
         for copier in self._copiers.values():
             copier.ready()
-        index = free_slot(self._segment.slots(), version)
+        index = self._claims.slot_for(version)
         if index is None:
             self._left_out(version)
             return
@@ -173,9 +183,11 @@ class Capture:
             raise failure
         return time.perf_counter() - started
 
-    def run_after_update(self) -> None:
-        """Call `after_update` on the capture thread, during the update and after; the next `start` waits for it."""
+    def run_after_update(self, following: Version | None = None) -> None:
+        """Claim what a capture of `following` will need, None if no capture follows this update, and call
+        `after_update`: on the capture thread, during the update and after. The next `start` waits for it."""
         if not self._closing:
+            self._next = following
             self._called.clear()
             self._requested = True
             self._work.release()
@@ -208,6 +220,9 @@ class Capture:
             elif self._requested:
                 self._requested = False
                 try:
+                    if self._next is not None:
+                        self._check_token()
+                        self._claims.make_room(self._next)
                     self._after_update()
                 except BaseException as failure:
                     self._failure = failure
@@ -229,6 +244,12 @@ class Capture:
         self._segment.seal(index, version, self._token, self._small, self._digests)
         faults.reach("capture.seal.after", iteration=version.iteration, slot=index)
         return Commit(version, index, self._layout.nbytes, time.perf_counter() - started)
+
+    def _use(self, index: int) -> None:
+        """Prepare a slot, or a parity slot, to be copied to."""
+        area = self._segment.area_of(index)
+        for copier in self._copiers.values():
+            copier.use(area.ctypes.data, area.nbytes)
 
     def _restore_parity(self, version: Version) -> None:
         index = self._segment.parity_of(version)

@@ -23,6 +23,10 @@ class Copier(Protocol):
         """Called on the training thread at the version point: `copy` must see everything written before."""
         ...
 
+    def use(self, address: int, nbytes: int) -> None:
+        """Called before copies into this part of the segment, which has memory."""
+        ...
+
     def copy(self, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         """Copy each source into its destination (same dtype and size), and wait for completion."""
         ...
@@ -38,6 +42,9 @@ class HostCopier:
     def ready(self) -> None:
         return
 
+    def use(self, address: int, nbytes: int) -> None:
+        return
+
     def copy(self, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         torch._foreach_copy_(list(destinations), list(sources))
 
@@ -46,22 +53,27 @@ class HostCopier:
 
 
 class CudaCopier:
-    """Copies from device memory on a side stream. The segment is pinned memory, so copies are asynchronous DMA."""
+    """Copies from device memory on a side stream. The parts of the segment that are used are pinned memory, so copies
+    are asynchronous DMA."""
 
-    def __init__(self, device: torch.device, address: int, nbytes: int) -> None:
-        """Register `nbytes` at `address` (the mapped segment) with the CUDA runtime."""
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._address = address
+        self._addresses: list[int] = []
         self._stream = torch.cuda.Stream(device)
         self._event = torch.cuda.Event()
-        status = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
-        if int(status) != 0:
-            raise InventoryError(
-                f"{device}: the segment cannot be registered as pinned memory (CUDA error {int(status)})"
-            )
 
     def ready(self) -> None:
         self._event.record(torch.cuda.current_stream(self._device))
+
+    def use(self, address: int, nbytes: int) -> None:
+        """Register `nbytes` at `address` with the CUDA runtime."""
+        with torch.cuda.device(self._device):
+            status = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
+        if int(status) != 0:
+            raise InventoryError(
+                f"{self._device}: the segment cannot be registered as pinned memory (CUDA error {int(status)})"
+            )
+        self._addresses.append(address)
 
     def copy(self, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         with torch.cuda.stream(self._stream):
@@ -71,13 +83,15 @@ class CudaCopier:
         self._stream.synchronize()
 
     def close(self) -> None:
-        torch.cuda.cudart().cudaHostUnregister(self._address)
+        for address in self._addresses:
+            torch.cuda.cudart().cudaHostUnregister(address)
+        self._addresses.clear()
 
 
-def copier_for(device: torch.device, address: int, nbytes: int) -> Copier:
-    """The copier for tensors on `device` into the segment mapped at `address`."""
+def copier_for(device: torch.device) -> Copier:
+    """The copier for tensors on `device` into a segment."""
     if device.type == "cuda" and torch.cuda.is_available():
-        return CudaCopier(device, address, nbytes)
+        return CudaCopier(device)
     if device.type != "cpu":
         raise InventoryError(f"tensors on {device.type} cannot be captured; expected cpu or cuda")
     return HostCopier()

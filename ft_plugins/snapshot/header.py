@@ -8,6 +8,7 @@ process may die between two stores; that leaves the old values or the new ones.
     record      a few words that only the SMP writes: two copies, each with a number and a digest, written one after
                 the other. A reader takes the newest copy that matches, so damage to one copy does no harm
     ranges      the digest of the bucket ranges in the next pages, written after them
+    short       not covered: one store of zero or one; anything but zero makes readers more careful
     gate        not covered: see `bubbles.gate`
     progress    not covered: see `progress_words`
 
@@ -28,17 +29,18 @@ import xxhash
 from ..errors import CorruptHeaderError, SegmentError
 from .shape import PAGE, Shape
 
-MAGIC = int.from_bytes(b"FTPSEG06", "little")
+MAGIC = int.from_bytes(b"FTPSEG07", "little")
 GATE = 512  # offset in the page; zeros, as at creation, mean closed
 PROGRESS = 784  # offset in the page, after the gate and before the fingerprint; zeros, as at creation, mean no words
 _FINGERPRINT = 1024  # offset in the page: length, then JSON
 FINGERPRINT_ROOM = PAGE - _FINGERPRINT - 8
 _CONSTANTS = (  # the words after the magic
-    "nbytes", "small_nbytes", "buckets", "layout", "slots", "parity_nbytes", "checks", "free", "rank", "world_size",
+    "nbytes", "small_nbytes", "buckets", "layout", "slots", "parity_nbytes", "checks", "free", "first", "rank",
+    "world_size",
 )  # fmt: skip
 _SEAL = 1 + len(_CONSTANTS)
-_COMPLETED, _RANGES, _AWAITED = _SEAL + 1, _SEAL + 2, _SEAL + 3
-_RECORDS = _SEAL + 4
+_COMPLETED, _RANGES, _AWAITED, _SHORT = _SEAL + 1, _SEAL + 2, _SEAL + 3, _SEAL + 4
+_RECORDS = _SEAL + 5
 _LIMIT = 1 << 32  # values that share a word with their digest are smaller
 _READS = 8  # attempts: a reader may catch the writer first in one copy, then in the other
 
@@ -224,6 +226,15 @@ class Header:
     def is_awaited(self, lineage: int, iteration: int) -> bool:
         """Whether that version is recorded."""
         return int(self._page[_AWAITED]) == guarded_word(iteration, _seed_of(lineage))
+
+    @property
+    def short(self) -> bool:
+        """Whether memory for another slot was lacking: anything but zero, as at creation, means yes."""
+        return bool(self._page[_SHORT])
+
+    @short.setter
+    def short(self, value: bool) -> None:
+        self._page[_SHORT] = int(value)
 
     @property
     def ranges(self) -> int:

@@ -10,6 +10,7 @@ In: a `Shape`. Out: `create` (SMP), `Segment` (trainer, SMP and recovery).
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,13 +21,28 @@ import numpy.typing as npt
 import xxhash
 
 from .. import files
-from ..errors import CorruptSlotError
+from ..errors import BudgetError, CorruptSlotError
 from .header import Constants, Header, Incarnation, OpenedLineage, encoded, guarded_word
 from .room import check_room
-from .segment_file import SegmentFile, allocate, digest_of_ranges, slot_start
+from .segment_file import SegmentFile, allocate, digest_of_ranges, extents, slot_start
 from .shape import PAGE, Shape
 from .slot_header import STATE_WORDS
-from .slots import SHARED, Mark, Pin, Slot, SlotState, Version, marks_of, pinnable_slot, voided_slots
+from .slots import (
+    SHARED,
+    Mark,
+    Pin,
+    Slot,
+    SlotState,
+    Version,
+    choose,
+    committed_in,
+    free_slot,
+    marks_of,
+    pinnable_slot,
+    slot_to_claim,
+    slot_to_reuse,
+    voided_slots,
+)
 
 OWNER, COMPLETED = "owner", "completed iteration"  # names in `Segment.damaged`
 NOT_COMPUTED = 0  # digest of a bucket that is not in this slot: of parity in a slot, of data in a parity slot
@@ -35,22 +51,27 @@ NOT_COMPUTED = 0  # digest of a bucket that is not in this slot: of parity in a 
 def create(
     path: Path, shape: Shape, rank: int, fingerprint: Mapping[str, Any], world_size: int = 0, *, lost: bool = False
 ) -> None:
-    """Allocate a segment and fault in all of its pages; `world_size` is the job's, 0 if it does not matter.
+    """Allocate a segment, with the slots that have memory from the start; `world_size` is the job's, 0 if it does not matter.
 
     `lost`: it replaces a damaged segment; that stays recorded until a lineage is opened. Raises BudgetError if there is
     not enough memory.
     """
     constants = Constants(shape, rank, world_size, encoded(fingerprint, rank))
-    check_room(shape.total, f"rank {rank}: protection ({shape.slots} slots of {shape.slot_room} bytes)", path.parent)
+    first = range(shape.first_slots)
+    claim = f"rank {rank}: protection ({len(first)} slots of {shape.slot_room} bytes)"
+    check_room(shape.first_total, claim, path.parent)
     with files.replacing(path) as fd:
-        allocate(fd, path, shape.total, rank)
+        os.ftruncate(fd, shape.total)
+        allocate(fd, path, extents(shape, first), rank)
         with mmap.mmap(fd, shape.total) as mapped:
             words = np.frombuffer(mapped, dtype=np.uint64)
             constants.write(words[: PAGE // 8])
             Header(words[: PAGE // 8]).begin(lost)
             Header(words[: PAGE // 8]).ranges = digest_of_ranges(words[PAGE // 8 :][: 2 * shape.buckets])
             for index in range(shape.parity_indices.stop):
-                words[slot_start(shape, index) // 8] = STATE_WORDS[SlotState.EMPTY]
+                claimed = index in first or index >= shape.slots
+                state = SlotState.EMPTY if claimed else SlotState.UNCLAIMED
+                words[slot_start(shape, index) // 8] = STATE_WORDS[state]
             del words
 
 
@@ -153,8 +174,9 @@ class Segment(SegmentFile):
     def release(self, slots: Iterable[int]) -> None:
         """Void these slots and return their memory, except for their headers, to the system."""
         for index in slots:
-            self._void(index)
-            self._discard_pages(index)
+            if self.slot(index).state is not SlotState.UNCLAIMED:
+                self._void(index)
+                self._discard_pages(index)
 
     def open_lineage(self, lineage: int, base: Version | None, voided: Sequence[int]) -> None:
         """Open `lineage`, which continues from `base`, and void the slots in `voided`, and the parity of newer versions
@@ -239,19 +261,65 @@ class Segment(SegmentFile):
         """What a slot is pinned for, without reading its content."""
         return self._slots[index].pins
 
+    @property
+    def short(self) -> bool:
+        """Whether memory for another slot was lacking when capture needed it. Set by the trainer alone."""
+        return self._header.short
+
+    @short.setter
+    def short(self, value: bool) -> None:
+        self._header.short = value
+
+    @property
+    def free(self) -> int:
+        """How many slots are never pinned. While memory for others is lacking, only those that have it count."""
+        return self.shape.free - (self.shape.slots - len(self.claimed) if self.short else 0)
+
+    def slot_to_capture(self, version: Version) -> int | None:
+        """The slot that a capture of `version` overwrites; None if another one is to be claimed, or if there is none."""
+        slots = self.slots()
+        if self.short or slot_to_claim(slots) is None:
+            return free_slot(slots, version)
+        return slot_to_reuse(slots, version, self.shape.free - 1, self._until_committed)
+
+    def slot_to_rebuild(self) -> int:
+        """The slot into which a version is restored that other nodes or storage have, while no capture runs: preferably
+        without overwriting another version. Raises SegmentError if all slots are pinned."""
+        slots = self.slots()
+        index, unclaimed = free_slot(slots), slot_to_claim(slots)
+        if unclaimed is not None and (index is None or slots[index].state is SlotState.CLEAN):
+            try:
+                check_room(self.shape.slot_room, f"rank {self.rank}: another slot", self.path.parent)
+                self.claim_slot(unclaimed)
+            except BudgetError:  # an older version has to go
+                return choose(slots)
+            return unclaimed
+        return choose(slots)
+
+    @property
+    def _until_committed(self) -> bool:
+        """Whether versions older than the committed one are needed for nothing: neither for checkpoints nor for
+        verdicts on replicas."""
+        return self.shape.slots <= self.shape.free + SHARED
+
+    def pinnable(self, slots: Sequence[Slot], version: Version) -> int | None:
+        """The slot of `version` among `slots`, those of this segment, if no capture can be about to overwrite it."""
+        spares_older = self.short or not self._until_committed or len(self.claimed) == self.shape.slots
+        return pinnable_slot(slots, version, self.free, None if spares_older else committed_in(self.slots()))
+
     def pin(self, version: Version, purpose: Pin, idle: bool = False) -> int | None:
         """Pin `version` for `purpose`. Returns its slot; None if no slot holds it or a capture may overwrite it.
         `idle`: no capture can be running.
 
         Called by the SMP alone. Slots pinned earlier for the same purpose stay pinned until `unpin`.
         """
-        free = len(self._slots) + 1 if idle else self.shape.free
-        index = pinnable_slot(self.slots(), version, free)
+        slots = self.slots()
+        index = pinnable_slot(slots, version, len(slots) + 1) if idle else self.pinnable(slots, version)
         if index is None:
             return None
         before = self.slot(index).pins
         self._slots[index].pins = before | purpose
-        if before or pinnable_slot([replace(slot, pins=Pin(0)) for slot in self.slots()], version, free) == index:
+        if idle or before or self.pinnable([replace(slot, pins=Pin(0)) for slot in self.slots()], version) == index:
             return index
         self._slots[index].pins = before
         return None
@@ -259,7 +327,7 @@ class Segment(SegmentFile):
     def pin_awaited(self, index: int, version: Version) -> None:
         """Pin the slot in which `version` is captured for sending, if it is exchanged next and capture would overwrite
         it before the SMP can pin it. Called by the trainer alone, before it seals the slot."""
-        if self.shape.free < SHARED and self.is_awaited(version):
+        if self.free < SHARED and self.is_awaited(version):
             self._slots[index].pins = self.pins(index) | Pin.SOURCE
 
     def unpin(self, index: int, purpose: Pin) -> None:

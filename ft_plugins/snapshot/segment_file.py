@@ -8,6 +8,8 @@ not used.
     parity = header page | digest table | parity
     table  = digest of each bucket, of data and of parity | digest of each source of the parity, as the rank read it
 
+A slot without memory (UNCLAIMED) is a hole in the file, except for its header page.
+
 A slot's table has no digests of parity, a parity slot's none of data: these are zeros. Both kinds of slots share one
 numbering of slots, buckets and offsets, in which parity follows data.
 
@@ -20,7 +22,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,8 @@ from .header import GATE, Header, constants_of
 from .shape import PAGE, Shape
 from .slot_header import HEADER_BYTES, SlotHeader
 
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, which `mmap` does not name: of Linux 5.14
+
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -41,7 +45,7 @@ class SegmentFile:
     """A mapped segment: where its areas are, not what they mean."""
 
     def __init__(self, path: Path, *, populate: bool = False) -> None:
-        """Map `path`. `populate` maps every page now, so that no first access faults in the step path.
+        """Map `path`. `populate` maps every page that has memory now, so that no first access faults in the step path.
 
         Raises SegmentError if the file is missing, is not a segment of this version or belongs to another user;
         CorruptHeaderError if it is damaged.
@@ -59,9 +63,7 @@ class SegmentFile:
                 raise SegmentError(f"segment {path} belongs to user {stat.st_uid}; expected {os.getuid()}: remove it")
             if stat.st_size < PAGE:
                 raise SegmentError(f"segment {path} has {stat.st_size} bytes: not a segment")
-            self.resident_bytes = stat.st_blocks * 512  # as the kernel counts
-            flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
-            self._map = mmap.mmap(fd, stat.st_size, flags=flags)
+            self._map = mmap.mmap(fd, stat.st_size, flags=mmap.MAP_SHARED)
         finally:
             os.close(fd)
         self.bytes: Bytes = np.frombuffer(self._map, dtype=np.uint8)
@@ -76,6 +78,9 @@ class SegmentFile:
             )
         starts = [slot_start(self.shape, index) for index in range(self.shape.parity_indices.stop)]
         self._slots = [SlotHeader(self.bytes[at : at + HEADER_BYTES].view(np.uint64)) for at in starts]
+        if populate:
+            for start, nbytes in extents(self.shape, self.claimed):
+                self._populate(start, nbytes)
 
     def close(self) -> None:
         """Unmap. Views that are still held keep the mapping until they are released."""
@@ -101,16 +106,58 @@ class SegmentFile:
 
     # ---- memory ----
 
+    @property
+    def resident_bytes(self) -> int:
+        """The memory that the file takes, as the kernel counts; 0 if it is gone."""
+        try:
+            return os.stat(self.path).st_blocks * 512
+        except OSError:
+            return 0
+
+    @property
+    def claimed(self) -> tuple[int, ...]:
+        """The indices of the slots that have memory."""
+        return tuple(index for index in range(self.shape.slots) if not self._slots[index].unclaimed)
+
+    @property
+    def claimed_bytes(self) -> int:
+        """The memory that was claimed."""
+        return self.shape.bytes_with(len(self.claimed))
+
+    def area_of(self, index: int) -> Bytes:
+        """A view of a slot, or of a parity slot, with its header."""
+        room = self.shape.slot_room if index < self.shape.slots else self.shape.parity_room
+        start = slot_start(self.shape, index)
+        return self.bytes[start : start + room]
+
+    def claim_slot(self, index: int) -> None:
+        """Claim the memory of a slot that has none; it becomes EMPTY. Called by who may write slots. Raises
+        BudgetError."""
+        start, room = slot_start(self.shape, index), self.shape.slot_room
+        self._allocate([(start, room)])
+        self._populate(start, room)
+        self._slots[index].claim()
+
+    def _populate(self, start: int, nbytes: int) -> None:
+        """Map these pages, which have memory."""
+        try:
+            self._map.madvise(_POPULATE_WRITE, start, nbytes)
+        except OSError:  # an older kernel
+            self.bytes[start : start + nbytes : PAGE].max(initial=0)
+
     def _discard_pages(self, index: int) -> None:
         """Return the memory of a slot to the system, except for its header."""
         room = self.shape.slot_room if index < self.shape.slots else self.shape.parity_room
         self._map.madvise(mmap.MADV_REMOVE, slot_start(self.shape, index) + PAGE, room - PAGE)
 
     def claim(self) -> None:
-        """Allocate all memory again, after slots were released. Raises BudgetError."""
+        """Allocate the memory of all claimed slots again, after slots were released. Raises BudgetError."""
+        self._allocate(extents(self.shape, self.claimed))
+
+    def _allocate(self, areas: Iterable[tuple[int, int]]) -> None:
         fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
-            allocate(fd, self.path, self.shape.total, self.rank)
+            allocate(fd, self.path, areas, self.rank)
         finally:
             os.close(fd)
 
@@ -190,12 +237,23 @@ class SegmentFile:
         self._slots[index].small_bytes = len(encoded)
 
 
-def allocate(fd: int, path: Path, nbytes: int, rank: int) -> None:
-    """Allocate memory for `nbytes` of a file. Raises BudgetError."""
-    try:
-        os.posix_fallocate(fd, 0, nbytes)
-    except OSError as error:
-        raise BudgetError(f"rank {rank}: {path.parent} could not give {nbytes} bytes: {error.strerror}") from error
+def allocate(fd: int, path: Path, areas: Iterable[tuple[int, int]], rank: int) -> None:
+    """Allocate memory for areas of a file, each an offset and a number of bytes. Raises BudgetError."""
+    for start, nbytes in areas:
+        try:
+            os.posix_fallocate(fd, start, nbytes)
+        except OSError as error:
+            raise BudgetError(f"rank {rank}: {path.parent} could not give {nbytes} bytes: {error.strerror}") from error
+
+
+def extents(shape: Shape, claimed: Collection[int]) -> Iterator[tuple[int, int]]:
+    """The areas of a file that have memory while the slots in `claimed` do: offsets and numbers of bytes."""
+    yield 0, slot_start(shape, 0)
+    for index in range(shape.slots):
+        yield slot_start(shape, index), shape.slot_room if index in claimed else PAGE
+    if shape.parity_indices:
+        first = slot_start(shape, shape.slots)
+        yield first, shape.total - first
 
 
 def slot_start(shape: Shape, index: int) -> int:

@@ -1,6 +1,6 @@
 """The sizes of a segment and of the areas of its slots.
 
-Invariant: every area is whole pages, so each can be mapped and freed separately. Slots hold captured bytes; the parity
+Invariant: every area is whole pages, so each can be claimed and freed separately. Slots hold captured bytes; the parity
 that a rank computes has slots of its own, for as many versions as the node tier keeps, not one in every slot.
 
 In: bytes that a rank captures. Out: `Shape`.
@@ -30,6 +30,7 @@ class Shape:
     parity_nbytes: Count = 0  # of `nbytes`, at the end
     checks: Count = 0  # digests of the parity's sources
     free: Count = SLOTS  # of the slots: never pinned
+    first: Count = 0  # slots with memory from the start; 0: all
 
     @cached_property
     def data_nbytes(self) -> int:
@@ -71,8 +72,22 @@ class Shape:
 
     @cached_property
     def total(self) -> int:
-        """Bytes of the file."""
+        """Bytes of the file, and of the memory that it takes once all slots are claimed."""
         return PAGE + self.ranges_room + self.slots * self.slot_room + len(self.parity_indices) * self.parity_room
+
+    @cached_property
+    def first_slots(self) -> int:
+        """How many slots have memory from the start."""
+        return min(self.first, self.slots) or self.slots
+
+    def bytes_with(self, slots: int) -> int:
+        """Bytes of memory while `slots` slots have it; of the others only the header page is there."""
+        return self.total - (self.slots - slots) * (self.slot_room - PAGE)
+
+    @cached_property
+    def first_total(self) -> int:
+        """Bytes of memory at the start."""
+        return self.bytes_with(self.first_slots)
 
 
 def pages(nbytes: int) -> int:

@@ -31,6 +31,7 @@ _STATE, _LINEAGE, _ITERATION, _TOKEN, _SMALL, _SEAL, _CURSOR, _PINS, _MARK = ran
 _RECORD = slice(_STATE, _SEAL + 1)  # all zeros after the state if the slot was never used
 STATES = {guarded_word(state, _STATE): state for state in SlotState}
 STATE_WORDS = {state: word for word, state in STATES.items()}
+_UNUSED = (SlotState.EMPTY, SlotState.UNCLAIMED)
 _NO_CURSOR = 2**32 - 1
 HEADER_BYTES = 8 * len(_WORDS)
 
@@ -50,8 +51,8 @@ class SlotHeader:
         word, lineage, iteration, token, length, seal = record
         version = Version(lineage, iteration) if lineage or iteration else None
         match _state_of(record):
-            case SlotState.EMPTY:
-                return Slot(index, SlotState.EMPTY, None, 0, pins)
+            case SlotState.EMPTY | SlotState.UNCLAIMED as state:
+                return Slot(index, state, None, 0, pins)
             case SlotState.CLEAN:
                 state = small[: min(length, len(small))].tobytes()
                 if seal == _seal_of_clean(record[1:-1], digests, state):
@@ -65,6 +66,16 @@ class SlotHeader:
     def _record(self) -> list[int]:
         """State, lineage, iteration, token, small size and seal."""
         return [int(word) for word in self._words[_RECORD]]
+
+    @property
+    def unclaimed(self) -> bool:
+        """Whether the slot has no memory but this header."""
+        return _state_of(self._record()) is SlotState.UNCLAIMED
+
+    def claim(self) -> None:
+        """The slot has memory now."""
+        check_transition(_state_of(self._record()), SlotState.EMPTY)
+        self._words[_STATE] = STATE_WORDS[SlotState.EMPTY]
 
     def dirty(self, before: SlotState, version: Version | None, token: int) -> None:
         """Make the slot DIRTY: nothing in it can be restored. `version` is about to be written, None for none."""
@@ -129,7 +140,7 @@ class SlotHeader:
 def _state_of(record: Sequence[int]) -> SlotState:
     """The state in a record; DIRTY if it holds none, or an impossible one."""
     state = STATES.get(record[_STATE], SlotState.DIRTY)
-    return SlotState.DIRTY if state is SlotState.EMPTY and any(record[1:]) else state
+    return SlotState.DIRTY if state in _UNUSED and any(record[1:]) else state
 
 
 def _marked(seal: int, mark: Mark) -> int:

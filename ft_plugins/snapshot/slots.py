@@ -7,9 +7,15 @@ two slots are enough, and the newest CLEAN one stays. Opening a lineage makes th
 are overwritten first and never restored. A pinned slot is never overwritten; each purpose of a pin adds one slot to
 those, so capture always finds one.
 
-With fewer slots (`--reft-slots`) capture has what the pins of the node tier leave: two, one or none. Then the newest
-version that all ranks are sure to have is the committed one or the one being sent. Both are pinned; with one slot or
-none the trainer pins the latter itself, before it seals it. A capture that finds no slot is left out: no rank waits.
+Not all of these slots need memory. The committed version is one that all ranks have, so older ones are needed no
+longer. Where nodes protect each other two slots have memory from the start, and another one is claimed when capture
+would otherwise have to overwrite what it must not: three if versions are still being sent when the next one is
+captured, all if that takes several iterations (`slot_to_reuse`).
+
+With fewer slots (`--reft-slots`, or if memory for another one is lacking) capture has what the pins of the node tier
+leave: two, one or none. Then the newest version that all ranks are sure to have is the committed one or the one being
+sent. Both are pinned; with one slot or none the trainer pins the latter itself, before it seals it. A capture that
+finds no slot is left out: no rank waits.
 
 The newest certified version also stays, until every rank has a newer one. It is not pinned: it is protected by its
 `Mark`, which the trainer sets at the fence, and by the iteration being captured.
@@ -25,14 +31,17 @@ from ..errors import ConfigError, SegmentError
 
 SLOTS = 3  # needed by capture alone, of every iteration
 SHARED = 2  # by the node tier: the committed version, and the one being sent
+FIRST = 2  # slots with memory from the start, where nodes protect each other: the others are claimed when needed
 
 
 class SlotState(IntEnum):
-    """EMPTY only at creation; a slot is reused as CLEAN -> DIRTY -> CLEAN."""
+    """UNCLAIMED: the slot has no memory but its header. EMPTY: it has, and was never used; then it is reused as
+    CLEAN -> DIRTY -> CLEAN."""
 
     EMPTY = 0
     DIRTY = 1
     CLEAN = 2
+    UNCLAIMED = 3
 
 
 class Pin(IntFlag):
@@ -106,6 +115,7 @@ TRANSITIONS = {
     SlotState.EMPTY: {SlotState.DIRTY},
     SlotState.DIRTY: {SlotState.DIRTY, SlotState.CLEAN},  # DIRTY -> DIRTY: an interrupted capture is overwritten
     SlotState.CLEAN: {SlotState.DIRTY},
+    SlotState.UNCLAIMED: {SlotState.EMPTY},
 }
 
 
@@ -191,14 +201,52 @@ def choose(slots: Sequence[Slot], writing: Version | None = None) -> int:
 
 def free_slot(slots: Sequence[Slot], writing: Version | None = None) -> int | None:
     """`choose`, but None if no slot is free."""
+    free = _unpinned(slots, writing)
+    return min(free, key=_age).index if free else None
 
-    def age(slot: Slot) -> tuple[bool, Version, int]:
-        restorable = slot.state is SlotState.CLEAN
-        return (restorable, slot.version if restorable and slot.version else Version(0, 0), slot.index)
 
+def _unpinned(slots: Sequence[Slot], writing: Version | None) -> list[Slot]:
+    """The slots with memory that are not pinned, without the certified one."""
     staying = certified_slot(slots, writing)
-    free = [slot for slot in slots if not slot.pins and slot.index != staying]
-    return min(free, key=age).index if free else None
+    return [s for s in slots if s.state is not SlotState.UNCLAIMED and not s.pins and s.index != staying]
+
+
+def _age(slot: Slot) -> tuple[bool, Version, int]:
+    """Sorts first what is not restorable, then the oldest version."""
+    restorable = slot.state is SlotState.CLEAN
+    return (restorable, slot.version if restorable and slot.version else Version(0, 0), slot.index)
+
+
+def committed_in(slots: Iterable[Slot]) -> Version | None:
+    """The newest version here that is pinned as a committed one. All ranks have it."""
+    return max((slot.version for slot in slots if slot.pins & Pin.NODE and slot.version), default=None)
+
+
+def slot_to_reuse(slots: Sequence[Slot], writing: Version, spared: int, until_committed: bool) -> int | None:
+    """Choose the slot that capture of `writing` overwrites while other slots can still be claimed: one without a
+    restorable version, else one older than the newest version that all ranks are known to have. None if there is none:
+    another slot is to be claimed.
+
+    All ranks have the version of which this rank has `spared` - 1 newer ones. `until_committed`: versions older than
+    the committed one are needed for nothing else either.
+    """
+    clean = sorted((s.version for s in slots if s.state is SlotState.CLEAN and s.version), reverse=True)
+    known = clean[spared - 1 : spared]
+    committed = committed_in(slots)
+    if until_committed and committed is not None:
+        known.append(committed)
+    free = [slot for slot in _unpinned(slots, writing) if slot.state is not SlotState.CLEAN or _older(slot, known)]
+    return min(free, key=_age).index if free else None
+
+
+def _older(slot: Slot, known: Sequence[Version]) -> bool:
+    """Whether the slot's version is older than the newest of `known`."""
+    return slot.version is not None and slot.version < max(known, default=Version(0, 0))
+
+
+def slot_to_claim(slots: Sequence[Slot]) -> int | None:
+    """The first slot without memory; None if all have it."""
+    return next((slot.index for slot in slots if slot.state is SlotState.UNCLAIMED), None)
 
 
 def choose_parity(slots: Sequence[Slot], version: Version) -> int | None:
@@ -210,9 +258,11 @@ def choose_parity(slots: Sequence[Slot], version: Version) -> int | None:
     return free_slot(slots)
 
 
-def pinnable_slot(slots: Sequence[Slot], version: Version, free: int = SLOTS) -> int | None:
+def pinnable_slot(
+    slots: Sequence[Slot], version: Version, free: int = SLOTS, committed: Version | None = None
+) -> int | None:
     """The slot of `version` if no capture that has already chosen its slot can overwrite it, else None. `free`: how
-    many slots are never pinned.
+    many slots are never pinned. `committed`: capture may overwrite older versions than this one.
 
     A capture spares the newest versions of its rank, one fewer than there are free slots, pinned ones and the newest
     certified one. The caller checks again after it sets the pin: as long as no newer version is marked certified, no
@@ -224,7 +274,8 @@ def pinnable_slot(slots: Sequence[Slot], version: Version, free: int = SLOTS) ->
     for slot in clean:
         if slot.version == version:
             newest = clean[max(0, len(clean) - max(0, free - 1)) :]
-            spared = slot in [*newest, *agreed[-1:]] or bool(slot.pins)
+            kept = slot in newest and (committed is None or version >= committed)
+            spared = kept or slot in agreed[-1:] or bool(slot.pins)
             return slot.index if spared else None
     return None
 

@@ -133,14 +133,15 @@ def claim_memory(
             error.echo = True
             raise error
         shape = reft.claim(fresh=config.resume == "fresh")
-    own = [*astuple(shape)] if shape else None
+    own = [*astuple(shape), reft.claimed_slots] if shape and reft else None
     parts = [msgpack.unpackb(part) for part in collective.gather(msgpack.packb([own, memory_bytes()]))]
     shapes, memory = [part[0] for part in parts], [part[1] for part in parts]
     if reft is None or None in shapes:
         return claiming.tolerated or ProtectionError(f"rank {shapes.index(None)} is not protected")
     first = host.rank == 0 and context.restart == 0
     if first:
-        say(budget_table([Shape(*values) for values in shapes], nodes, reft.plan.certifies, memory), who="")
+        claims = [(Shape(*values[:-1]), values[-1]) for values in shapes]
+        say(budget_table(claims, nodes, reft.plan.certifies, memory), who="")
     if first and reft.plan.lacking > 0:
         say(
             "if a process fails, the job resumes from the newest snapshot that all ranks still have; with so few slots "
@@ -172,7 +173,7 @@ def _check_room(reft: Reft, config: Config, collective: Collective, nodes: Seque
     """Raises BudgetError if this node lacks the memory that its ranks and its SMP are about to claim: all of it is
     checked at once, by the first rank of the node, so that no rank claims what another one will miss."""
     facts = RankLayout(reft.plan.shape, replica_shares(reft.plan.layout))
-    parts = collective.gather(msgpack.packb([0 if reft.claimed else facts.shape.total, facts.pack()]))
+    parts = collective.gather(msgpack.packb([0 if reft.claimed else facts.shape.first_total, facts.pack()]))
     if not reft.nodes.leads:
         return
     claims = [msgpack.unpackb(part) for part in parts]

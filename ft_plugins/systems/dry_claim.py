@@ -74,19 +74,22 @@ class DryJob:
 
 @dataclass(frozen=True)
 class NodeClaim:
-    """What one kind of node claims, in bytes: `count` such nodes of `ranks` each, of which every rank has `slots`."""
+    """What one kind of node claims at start, in bytes: `count` such nodes of `ranks` each, of which every rank has
+    `slots`. While the job trains, it may claim up to `most_slots`, which take `more`."""
 
     count: int
     ranks: int
     slots: int
+    most_slots: int
     captured: int  # by one version
     snapshots: int  # slots, with their digests and small state
     own_parity: int  # computed by the ranks from their replicas
     store: int  # parity or copies of other nodes
+    more: int
 
     @property
     def total(self) -> int:
-        """Bytes claimed on the node."""
+        """Bytes claimed on the node at start."""
         return self.snapshots + self.own_parity + self.store
 
 
@@ -188,9 +191,11 @@ def _shares_of(rank: int, layout: Layout, like: RankLayout) -> list[tuple[int, i
 def _claim(facts: list[RankLayout], ranks: tuple[int, ...], store: int) -> NodeClaim:
     shapes = [facts[rank].shape for rank in ranks]
     bare = [replace(each, nbytes=each.data_nbytes, parity_nbytes=0, checks=0) for each in shapes]
-    snapshots, all_of_it = sum(each.total for each in bare), sum(each.total for each in shapes)
+    snapshots, all_of_it = sum(each.first_total for each in bare), sum(each.first_total for each in shapes)
+    more = sum(each.total - each.first_total for each in shapes)
     captured = sum(each.data_nbytes for each in shapes)
-    return NodeClaim(1, len(ranks), shapes[0].slots, captured, snapshots, all_of_it - snapshots, store)
+    slots, most = shapes[0].first_slots, shapes[0].slots
+    return NodeClaim(1, len(ranks), slots, most, captured, snapshots, all_of_it - snapshots, store, more)
 
 
 def block_of(claim: DryClaim) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from ..snapshot import index
 from ..snapshot.capture import Capture
 from ..snapshot.layout import layer_bytes, plan_layout
 from ..snapshot.paths import path_of
+from ..snapshot.room import check_room, memory_bytes
 from ..snapshot.segment import Segment
 from ..snapshot.shape import Shape
 from ..snapshot.slots import Mark, Version, captured_after
@@ -43,6 +44,7 @@ from .reft_recovery import ExchangeRole, ReftRecovery
 from .reft_reports import ReftReports
 
 DEGRADED = "degraded"  # announced by a rank that can no longer capture
+_SPARE = 20  # this part of a node's memory is not claimed while it trains: training itself may need it
 _ASK_SECONDS = 1.0  # timeout of a request to the SMP by a rank that has lost protection
 
 
@@ -63,6 +65,7 @@ class Reft:
         self._host, self._collective = host, collective
         self._interval = config.capture.interval
         self._run_dir, self._token = run_dir, token
+        self._ranks_here = names.nodes.count(names.nodes[host.rank])
         self.nodes = ReftNodes(host, config, collective, names, run_dir, token, events)
         layout = self.nodes.with_parity(plan_layout(host.inventory(), names.nodes, config.capture.bucket_mib << 20))
         self.plan = CapturePlan(host, config, config.capture, layout, self.nodes.losses, collective.world_size)
@@ -82,6 +85,11 @@ class Reft:
     def claimed(self) -> bool:
         """Whether this rank's segment exists, of this or an earlier incarnation."""
         return self._path.exists()
+
+    @property
+    def claimed_slots(self) -> int:
+        """How many slots have memory."""
+        return len(self._mapped().claimed)
 
     def find_previous_size(self, mode: str) -> None:
         """Find state of this job at another data-parallel size: see `ReftNodes.find_previous_size`."""
@@ -106,13 +114,14 @@ class Reft:
             )  # fmt: skip
         faults.reach("attach.after")
         segment = self._segment = Segment(path, populate=True)
+        resident, claimed = segment.resident_bytes, segment.claimed_bytes
         segment.ranges = self.plan.layout.ranges
-        if segment.resident_bytes < segment.shape.total:
+        if resident < claimed:
             raise BudgetError(
-                f"rank {rank}: {segment.shape.total} bytes were claimed for {path}, but only {segment.resident_bytes} "
-                "are resident: another process changed that file; remove it with 'ft-plugins end'"
+                f"rank {rank}: {claimed} bytes were claimed for {path}, but only {resident} are resident: another "
+                "process changed that file; remove it with 'ft-plugins end'"
             )
-        self._reports.attached(self._token, segment.shape, segment.resident_bytes)
+        self._reports.attached(self._token, segment.shape, claimed, resident)
         return segment.shape  # an existing segment keeps its room for small state
 
     # ---- recovery ----
@@ -132,7 +141,7 @@ class Reft:
         self._lineage, self._base = plan.lineage, plan.version
         self._capture = Capture(
             segment, self.plan.layout, self._host.tensors, self._token, self._reports.sealed,
-            self._reports.print_alarms, self._reports.left_out,
+            self._reports.print_alarms, self._reports.left_out, self._check_room, self._slot_claimed,
         )  # fmt: skip
         if plan.version is not None:  # exchanged first; the SMPs have settled by now which parity has to stay
             self._capture.add_parity(plan.version)
@@ -141,6 +150,16 @@ class Reft:
             load_seconds=recovered.load_seconds,
         )  # fmt: skip
         return plan, recovered.small
+
+    def _check_room(self, nbytes: int) -> None:
+        """Raises BudgetError if this node has no room for another slot of each of its ranks: most need one together."""
+        claim = f"rank {self._host.rank}: another slot for each of the {self._ranks_here} ranks of this node, with 1/"
+        claim += f"{_SPARE} of its memory left for everything else,"
+        check_room(self._ranks_here * nbytes + memory_bytes() // _SPARE, claim)
+
+    def _slot_claimed(self, refused: BudgetError | None) -> None:
+        segment = self._mapped()
+        self._reports.slot_claimed(len(segment.claimed), segment.claimed_bytes, refused)
 
     # ---- hooks ----
 
@@ -165,7 +184,8 @@ class Reft:
         waited = self._capture.wait() if self._capture else 0.0
         self._reports.record_wait(step, waited)
         if self._capture is not None:
-            self._capture.run_after_update()
+            captured = step % self._interval == 0
+            self._capture.run_after_update(Version(self._lineage, step) if captured else None)
         return waited
 
     def wait_for_capture(self) -> None:

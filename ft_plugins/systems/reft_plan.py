@@ -27,7 +27,7 @@ from ..snapshot.layout import Layout, layout_digest
 from ..snapshot.manifest import Manifest
 from ..snapshot.retention import Storage
 from ..snapshot.shape import Shape
-from ..snapshot.slots import Pin, free_of, needed_free, slots_for
+from ..snapshot.slots import FIRST, Pin, free_of, needed_free, slots_for
 from .reft_nodes import audits_every
 
 _SMALL_FLOOR = 64 << 10  # minimum bytes claimed for small state, else twice its first size
@@ -63,7 +63,7 @@ class CapturePlan:
         slots = slots_for(*self._purposes(), free=self._free)
         return Shape(
             nbytes + parity, small, len(self.layout.ranges), digest, slots, parity, self.layout.source_digest_count,
-            self._free,
+            self._free, FIRST if self._losses and self._config.slots is None else 0,
         )  # fmt: skip
 
     def _purposes(self) -> list[Pin]:

@@ -12,10 +12,11 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from pydantic import TypeAdapter
 
-from ..errors import CorruptHeaderError, CorruptSlotError, FtError, printable
+from ..errors import BudgetError, CorruptHeaderError, CorruptSlotError, FtError, printable
 from ..events import Events, EventType, catalogue, say
 from ..intake import Text, read_json
 from ..recovery.nodes import JobNodes
@@ -47,9 +48,9 @@ class ReftReports:
         """From the end of an iteration until its capture is sealed; 0 before the first."""
         return statistics.median(tuple(self._captures) or (0.0,))  # copied first: the capture thread appends
 
-    def attached(self, token: int, shape: Shape, resident_bytes: int) -> None:
+    def attached(self, token: int, shape: Shape, claimed_bytes: int, resident_bytes: int) -> None:
         self._events.emit(
-            catalogue.RANK_ATTACHED, token=token, share_bytes=shape.slot_room, budget_bytes=shape.total,
+            catalogue.RANK_ATTACHED, token=token, share_bytes=shape.slot_room, budget_bytes=claimed_bytes,
             resident_bytes=resident_bytes,
         )  # fmt: skip
 
@@ -106,8 +107,17 @@ class ReftReports:
         )  # fmt: skip
 
     def left_out(self, version: Version) -> None:
-        """Report a version that was not captured, because all slots are pinned: fewer than five were asked for."""
+        """Report a version that was not captured, because all slots are pinned and there is no memory for another."""
         self._events.emit(catalogue.SNAPSHOT_SKIPPED, lineage=version.lineage, iteration=version.iteration)
+
+    def slot_claimed(self, slots: int, nbytes: int, refused: BudgetError | None) -> None:
+        """Report that this rank has `slots` slots with memory now, `nbytes` in all, or why it cannot have more."""
+        if refused is None:
+            self._events.emit(catalogue.SLOT_CLAIMED, count=slots, bytes=nbytes)
+        else:
+            self._events.emit(catalogue.SLOT_REFUSED, count=slots, reason=str(refused))
+            if self._alarms is not None:
+                say(f"memory for another snapshot is lacking: {refused}", alarm=True)
 
     def record_wait(self, step: int, seconds: float) -> None:
         """Record how long the fence of iteration `step` waited, for `report_waits`."""
@@ -146,38 +156,45 @@ def protection_table(nodes: JobNodes, claimed: Sequence[tuple[str, int]]) -> str
     return "\n".join(lines)
 
 
-def budget_table(shapes: Sequence[Shape], nodes: Sequence[str], certifies: int = 0, memory: Sequence[int] = ()) -> str:
+def budget_table(
+    claims: Sequence[tuple[Shape, int]], nodes: Sequence[str], certifies: int = 0, memory: Sequence[int] = ()
+) -> str:
     """A table of the memory claimed on each kind of node, by rank and in total; nodes with equal budgets are one.
 
-    `shapes[rank]` is the shape of each rank's segment, `nodes[rank]` its node. A slot holds the captured share, its
-    digests and small state, in whole pages; a parity slot the parity and its digests. `certifies`: iterations between
-    two versions whose replicas are compared, 0 for none. `memory`: bytes of memory of each rank's node, if known.
+    `claims[rank]` is the shape of each rank's segment and the number of slots that have memory, `nodes[rank]` its node.
+    A slot holds the captured share, its digests and small state, in whole pages; a parity slot the parity and its
+    digests. `certifies`: iterations between two versions whose replicas are compared, 0 for none. `memory`: bytes of
+    memory of each rank's node, if known.
     """
     names, ranks = positions(nodes)
-    kinds = grouped(tuple(_claim(shapes[r]) for r in there) for there in ranks)
+    kinds = grouped(tuple(_claim(*claims[r]) for r in there) for there in ranks)
     lines = []
     for kind, places in list(kinds.items())[:SHOWN]:
         each = " each" if len(places) > 1 else ""
-        captured = _span([sum(shapes[rank].data_nbytes for rank in ranks[place]) for place in places])
-        parity = [sum(shapes[rank].parity_nbytes for rank in ranks[place]) for place in places]
+        captured = _span([sum(claims[rank][0].data_nbytes for rank in ranks[place]) for place in places])
+        parity = [sum(claims[rank][0].parity_nbytes for rank in ranks[place]) for place in places]
         content = f"{captured} bytes captured"
         content += f" and {_span(parity)} of parity computed from replicas" if any(parity) else ""
-        total = sum(claim[0] for claim in kind)
-        size = f"{total / (1 << 30):.2f} GiB"
-        if memory:
-            size += f", {max(total / memory[ranks[place][0]] for place in places):.1%} of a node's memory"
+        smallest = min(memory[ranks[place][0]] for place in places) if memory else 0
+        total, most = sum(claim.total for claim in kind), sum(claim.most for claim in kind)
         lines.append(
-            f"host memory for protection on {node_label(places, names)}: {total} bytes{each} ({size}) for {content}, "
-            "all of it resident"
+            f"host memory for protection on {node_label(places, names)}: {total} bytes{each} "
+            f"({_sized(total, smallest)}) for {content}, all of it resident"
         )
-        for (_, slots, room, parity_slots, parity_room), members in grouped(kind).items():
+        for claim, members in grouped(kind).items():
             if len(places) == 1:
                 members = [ranks[places[0]][member] for member in members]
             label = f"rank{'s' * (len(members) > 1)} {', '.join(shortened(runs(members)))}"
             label += " of each, counted on the node" if len(places) > 1 else ""
-            rooms = f"{slots} slots x {room} bytes"
-            rooms += f" and {parity_slots} of parity x {parity_room} bytes" if parity_slots else ""
+            rooms = f"{claim.slots} slots x {claim.slot_room} bytes"
+            rooms += f" and {claim.parity_slots} of parity x {claim.parity_room} bytes" if claim.parity_slots else ""
             lines.append(f"  {label}: {rooms}{' each' if len(members) > 1 else ''}")
+        if most > total:
+            slots = _span([claim.most_slots for claim in kind])
+            lines.append(
+                f"  up to {slots} slots, {most} bytes ({_sized(most, smallest)}), if versions are still being sent when "
+                "the next one is captured"
+            )
     lines += more_kinds(list(kinds.values())[SHOWN:])
     if certifies:
         which = "every iteration" if certifies == 1 else f"every {certifies} iterations"
@@ -185,10 +202,27 @@ def budget_table(shapes: Sequence[Shape], nodes: Sequence[str], certifies: int =
     return "\n".join(lines)
 
 
-def _claim(shape: Shape) -> tuple[int, int, int, int, int]:
-    """Bytes in total, number and bytes of slots and of parity slots."""
-    parity_slots = len(shape.parity_indices)
-    return shape.total, shape.slots, shape.slot_room, parity_slots, shape.parity_room if parity_slots else 0
+def _sized(nbytes: int, memory: int) -> str:
+    """Bytes in GiB, and as a part of a node's memory if that is known."""
+    return f"{nbytes / (1 << 30):.2f} GiB" + (f", {nbytes / memory:.1%} of a node's memory" if memory else "")
+
+
+class _Claim(NamedTuple):
+    """What a rank has claimed, in bytes and slots, and the most that it may."""
+
+    total: int
+    slots: int
+    slot_room: int
+    parity_slots: int
+    parity_room: int
+    most: int
+    most_slots: int
+
+
+def _claim(shape: Shape, slots: int) -> _Claim:
+    parity = len(shape.parity_indices)
+    room = shape.parity_room if parity else 0
+    return _Claim(shape.bytes_with(slots), slots, shape.slot_room, parity, room, shape.total, shape.slots)
 
 
 def _span(numbers: Sequence[int]) -> str:

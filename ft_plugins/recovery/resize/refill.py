@@ -25,7 +25,7 @@ from ...errors import SegmentError
 from ...snapshot import codec, manifest
 from ...snapshot.manifest import Manifest
 from ...snapshot.segment import NOT_COMPUTED, Segment
-from ...snapshot.slots import Mark, SlotState, Version, choose
+from ...snapshot.slots import Mark, SlotState, Version
 from .previous_job import open_previous
 from .previous_size import Coordinates, ResizePlan
 from .pull import Bytes, PullRange, pull
@@ -124,7 +124,7 @@ def refill(
             moves = plan_moves(held, target, None if inherited is None else {ranks[place] for place in inherited})
             taken_over = states if inherited is None else [states[place] for place in inherited]
             small = manifest.join(manifest.write(target), codec.encode(host.merged(taken_over)))
-        index = choose(segment.slots())
+        index = segment.slot_to_rebuild()
         segment.dirty(index, plan.now, token)
         faults.reach("resize.filling", rank=own)
         ranges = [PullRange(reader(move.rank), move.rank, move.source, move.nbytes, move.target) for move in moves]

@@ -752,9 +752,10 @@ def until_newer(job: Job) -> None:
     """Calm rounds until a newer version counts on every node."""
     before = newest(job)
     # what was named may lie an interval ahead, or has been missed and the one after it does; then reports go round.
-    # What is missed because it was announced late is announced further ahead
+    # What is missed because it was announced late is announced further ahead, by half of what has passed since: that
+    # is also what passes while a restored version comes to count again, five rounds or so
     gap = min(job.sealed.values()) - before.iteration
-    for _ in range(2 * job.interval + 10 + max(0, 2 * gap)):
+    for _ in range(2 * job.interval + 20 + max(0, 2 * gap)):
         job.calm()
         counted = {node.committed for node in job.nodes}
         if len(counted) == 1 and counted != {None} and min(c for c in counted if c) > before:

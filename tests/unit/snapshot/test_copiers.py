@@ -79,7 +79,7 @@ def test_a_tensor_with_gaps_or_overlaps_is_refused_by_name(tensor: torch.Tensor)
 def test_the_host_copier_has_put_every_piece_in_place_when_it_returns() -> None:
     sources = [torch.arange(n, dtype=torch.uint8) for n in (1, 64, 200, 0)]
     target = torch.zeros(300, dtype=torch.uint8)
-    copier = copier_for(torch.device("cpu"), target.data_ptr(), target.numel())
+    copier = copier_for(torch.device("cpu"))
     assert isinstance(copier, HostCopier)
     copier.ready()
     copier.copy([target[0:1], target[1:65], target[65:265], target[265:265]], sources)
@@ -89,4 +89,4 @@ def test_the_host_copier_has_put_every_piece_in_place_when_it_returns() -> None:
 
 def test_a_device_that_cannot_be_captured_is_refused_by_name() -> None:
     with pytest.raises(InventoryError, match="meta"):
-        copier_for(torch.device("meta"), 0, 0)
+        copier_for(torch.device("meta"))

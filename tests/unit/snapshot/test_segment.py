@@ -115,7 +115,7 @@ def test_memory_that_goes_to_someone_else_meanwhile_is_the_same_error(
     """Given that the figure of free bytes was right a moment ago; the kernel refuses the pages."""
     free = os.statvfs("/dev/shm")
     monkeypatch.setattr(os, "statvfs", lambda path: free)
-    with pytest.raises(BudgetError, match=f"{small_mount} could not give {SHAPE.total} bytes: No space left"):
+    with pytest.raises(BudgetError, match=rf"{small_mount} could not give \d+ bytes: No space left"):
         create(small_mount / "ftp-j-n-r0", SHAPE, 0, FINGERPRINT)
     assert list(small_mount.iterdir()) == []
 
@@ -272,7 +272,7 @@ def test_a_flip_of_any_byte_of_a_record_of_the_header_changes_nothing(segment: S
         return segment.token, segment.owner, segment.attached, opened
 
     known = said()
-    records = range(15 * 8, (15 + 26) * 8)
+    records = range(17 * 8, (17 + 26) * 8)
     for at in records:
         segment.bytes[at] ^= 0x02
         assert said() == known and segment.damaged == ()
@@ -282,11 +282,11 @@ def test_a_flip_of_any_byte_of_a_record_of_the_header_changes_nothing(segment: S
     segment.token = 8
     assert (segment.token, segment.damaged) == (8, ("lineage",)), "one that is written again is believed again"
     segment.bytes[:] = before
-    for at in range(12 * 8, 13 * 8):
+    for at in range(13 * 8, 14 * 8):
         segment.bytes[at] ^= 0x80
         assert segment.completed == 0 and segment.damaged == ("completed iteration",)
         segment.bytes[at] = before[at]
-    for at in [*range(13 * 8, 14 * 8), *range(PAGE, PAGE + 16 * SHAPE.buckets)]:
+    for at in [*range(14 * 8, 15 * 8), *range(PAGE, PAGE + 16 * SHAPE.buckets)]:
         segment.bytes[at] ^= 0x40
         assert segment.damaged == ("bucket ranges",)
         with pytest.raises(CorruptHeaderError, match="bucket ranges"):
@@ -315,14 +315,22 @@ def test_after_every_store_of_a_record_a_reader_sees_the_old_values_or_the_new_o
         assert seen == sorted(seen), "once new, it is never old again"
 
 
-@pytest.mark.parametrize("state", list(SlotState))
+USED = [SlotState.EMPTY, SlotState.DIRTY, SlotState.CLEAN]
+
+
+def reach(segment: Segment, index: int, state: SlotState) -> None:
+    """Bring a slot into `state`."""
+    if state is not SlotState.EMPTY:
+        fill(segment, index, Version(3, 14))
+    if state is SlotState.DIRTY:
+        segment.dirty(index, Version(3, 15), 5)
+
+
+@pytest.mark.parametrize("state", USED)
 def test_a_flip_in_the_header_of_a_slot_is_damage_and_what_a_writer_left_is_not(
     segment: Segment, state: SlotState
 ) -> None:
-    if state is not SlotState.EMPTY:
-        fill(segment, 0, Version(3, 14))
-    if state is SlotState.DIRTY:
-        segment.dirty(0, Version(3, 15), 5)
+    reach(segment, 0, state)
     assert segment.slot(0).state is state and not segment.slot(0).damaged
     start = PAGE + SHAPE.ranges_room
     for at in range(start, start + 6 * 8):
@@ -336,13 +344,10 @@ def test_a_flip_in_the_header_of_a_slot_is_damage_and_what_a_writer_left_is_not(
     assert segment.slot(0).state is state
 
 
-@pytest.mark.parametrize("state", list(SlotState))
+@pytest.mark.parametrize("state", USED)
 def test_a_slot_whose_header_page_is_all_zeros_is_damaged(segment: Segment, state: SlotState) -> None:
     """A page that was lost reads as zeros: that is never taken for a slot that was not used yet."""
-    if state is not SlotState.EMPTY:
-        fill(segment, 1, Version(3, 14))
-    if state is SlotState.DIRTY:
-        segment.dirty(1, Version(3, 15), 5)
+    reach(segment, 1, state)
     start = PAGE + SHAPE.ranges_room + SHAPE.slot_room
     segment.bytes[start : start + PAGE] = 0
     slot = segment.slot(1)

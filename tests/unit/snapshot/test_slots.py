@@ -28,7 +28,7 @@ from ft_plugins.snapshot.slots import (
     voided_slots,
 )
 
-CLEAN, DIRTY, EMPTY = SlotState.CLEAN, SlotState.DIRTY, SlotState.EMPTY
+CLEAN, DIRTY, EMPTY, UNCLAIMED = SlotState.CLEAN, SlotState.DIRTY, SlotState.EMPTY, SlotState.UNCLAIMED
 
 
 @dataclass
@@ -196,7 +196,7 @@ slots = st.tuples(
             lambda state, lineage, iteration, index=index: Slot(
                 index, state, None if state is EMPTY else Version(lineage, iteration)
             ),
-            st.sampled_from(SlotState),
+            st.sampled_from([EMPTY, DIRTY, CLEAN]),
             st.integers(0, 3),
             st.integers(0, 5),
         )
@@ -232,7 +232,7 @@ def test_versions_are_ordered_by_lineage_first() -> None:
 @pytest.mark.parametrize("before", SlotState)
 @pytest.mark.parametrize("after", SlotState)
 def test_only_the_transitions_of_the_table_are_allowed(before: SlotState, after: SlotState) -> None:
-    allowed = {(EMPTY, DIRTY), (DIRTY, DIRTY), (DIRTY, CLEAN), (CLEAN, DIRTY)}
+    allowed = {(EMPTY, DIRTY), (DIRTY, DIRTY), (DIRTY, CLEAN), (CLEAN, DIRTY), (UNCLAIMED, EMPTY)}
     if (before, after) in allowed:
         check_transition(before, after)
     else:

@@ -10,7 +10,7 @@ import pytest
 from ft_plugins.config import Config
 from ft_plugins.errors import ConfigError
 from ft_plugins.snapshot.shape import PAGE
-from ft_plugins.snapshot.slots import SLOTS, Pin, slots_for
+from ft_plugins.snapshot.slots import FIRST, SLOTS, Pin, slots_for
 from ft_plugins.systems import dry_claim
 from ft_plugins.systems.dry_claim import DryJob, NodeClaim, block_of, plan_claim
 
@@ -53,8 +53,10 @@ def test_flags_of_the_job_decide_slots_and_parity_over_four_nodes(
     flags: tuple[str, ...], pins: tuple[Pin, ...], parity: float, losses: int
 ) -> None:
     kind = only(JOB, *flags)
-    assert (kind.count, kind.captured, kind.slots) == (4, SHARE, slots_for(*pins))
-    assert kind.snapshots / SHARE == pytest.approx(slots_for(*pins), rel=0.005)
+    first = FIRST if losses else slots_for(*pins)
+    assert (kind.count, kind.captured, kind.slots, kind.most_slots) == (4, SHARE, first, slots_for(*pins))
+    assert kind.snapshots / SHARE == pytest.approx(first, rel=0.005)
+    assert kind.more / SHARE == pytest.approx(slots_for(*pins) - first, rel=0.005)
     assert kind.store / SHARE == pytest.approx(parity, rel=0.01, abs=0.001)
     assert plan_claim(JOB, config(*flags)).losses == losses
 
@@ -64,7 +66,7 @@ def test_ranks_compute_parity_of_what_they_hold_identically() -> None:
     kind = only(replace(JOB, sharded=False))
     assert kind.captured == SHARE and kind.store < 0.02 * SHARE
     versions = kind.own_parity / (SHARE / 3)
-    assert versions == pytest.approx(round(versions), rel=0.01) and 1 < round(versions) <= kind.slots
+    assert versions == pytest.approx(round(versions), rel=0.01) and 1 < round(versions) <= kind.most_slots
 
 
 def test_whole_replicas_are_as_many_as_there_are_ranks() -> None:

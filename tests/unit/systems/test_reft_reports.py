@@ -19,9 +19,14 @@ LARGER = Shape(nbytes=300_000, small_nbytes=4096, buckets=1, layout="b", slots=5
 GIB = 1 << 30
 
 
+def all_of(*shapes: Shape) -> list[tuple[Shape, int]]:
+    """All slots have memory."""
+    return [(shape, shape.slots) for shape in shapes]
+
+
 def test_one_node_is_shown_by_name_and_by_rank() -> None:
     total = SHARE.total + LARGER.total
-    assert budget_table([SHARE, LARGER], ["a", "a"]).splitlines() == [
+    assert budget_table(all_of(SHARE, LARGER), ["a", "a"]).splitlines() == [
         f"host memory for protection on node a: {total} bytes ({total / GIB:.2f} GiB) for 350000 bytes captured and "
         "50000 of parity computed from replicas, all of it resident",
         f"  rank 0: 3 slots x {SHARE.slot_room} bytes",
@@ -34,14 +39,14 @@ def test_what_is_claimed_is_the_sum_of_its_parts_without_more_than_a_page_of_pad
     parts = 5 * ((2 << 30) + (64 << 10) + 8 * 1200) + 2 * ((1 << 30) + 8 * 1200) + 16 * 1000
     areas = 1 + 1 + 5 * 4 + 2 * 3
     assert parts <= shape.total <= parts + areas * 4096
-    line = budget_table([shape], ["a"], memory=[100 << 30]).splitlines()[0]
+    line = budget_table(all_of(shape), ["a"], memory=[100 << 30]).splitlines()[0]
     assert f"{shape.total} bytes (12.00 GiB, 12.0% of a node's memory)" in line
 
 
 def test_nodes_with_equal_budgets_are_one_line() -> None:
     nodes = [f"n{rank // 2}" for rank in range(24)]
     shapes = [SHARE] * 20 + [SHARE, LARGER] * 2
-    assert budget_table(shapes, nodes, certifies=4).splitlines() == [
+    assert budget_table(all_of(*shapes), nodes, certifies=4).splitlines() == [
         f"host memory for protection on nodes 0-9 (10 nodes): {2 * SHARE.total} bytes each "
         f"({2 * SHARE.total / GIB:.2f} GiB) for 200000 bytes captured, all of it resident",
         f"  ranks 0-1 of each, counted on the node: 3 slots x {SHARE.slot_room} bytes each",
@@ -55,15 +60,25 @@ def test_nodes_with_equal_budgets_are_one_line() -> None:
     ]
 
 
+def test_what_may_be_claimed_later_is_shown_next_to_what_is() -> None:
+    shape = Shape(1 << 30, 4096, 1, "a", slots=5, first=2)
+    lines = budget_table([(shape, 2), (shape, 3)], ["a", "a"], memory=[100 << 30] * 2).splitlines()
+    claimed = 5 * shape.slot_room + 2 * 2 * 4096 + 5 * 4096
+    assert f"{claimed} bytes (5.00 GiB, 5.0% of a node's memory)" in lines[0]
+    assert [line.split(":")[1].split("slots")[0].strip() for line in lines[1:3]] == ["2", "3"]
+    assert lines[3].startswith(f"  up to 5 slots, {2 * shape.total} bytes (10.00 GiB, 10.0% of a node's memory), if")
+    assert len(budget_table([(shape, 5)], ["a"]).splitlines()) == 2
+
+
 def test_shares_that_differ_by_a_few_bytes_are_one_kind() -> None:
     nearly = Shape(nbytes=100_001, small_nbytes=4096, buckets=1, layout="c", slots=3)
-    (first, _) = budget_table([SHARE, nearly], ["a", "b"]).splitlines()
+    (first, _) = budget_table(all_of(SHARE, nearly), ["a", "b"]).splitlines()
     assert "on nodes a, b:" in first and "for 100000 to 100001 bytes captured" in first
 
 
 def test_many_kinds_of_nodes_are_counted() -> None:
     shapes = [Shape(nbytes=4096 * (1 + node % 20), small_nbytes=0, buckets=1, layout="") for node in range(100)]
-    lines = budget_table(shapes, [f"n{node}" for node in range(100)]).splitlines()
+    lines = budget_table(all_of(*shapes), [f"n{node}" for node in range(100)]).splitlines()
     assert len(lines) == 8 * 2 + 1 and lines[-1] == "  ... and 12 more kinds of nodes (60 nodes)"
 
 
@@ -90,7 +105,7 @@ def test_the_tables_of_16384_ranks_are_a_few_lines_and_take_a_moment() -> None:
     copies = plan_neighbours(nodes, pipelines(topology), sizes)
     shapes = [Shape(nbytes=size, small_nbytes=1 << 16, buckets=256, layout="") for size in sizes]
     begin = time.process_time()
-    tables = [budget_table(shapes, nodes), parity.table(), copies.table()]
+    tables = [budget_table(all_of(*shapes), nodes), parity.table(), copies.table()]
     assert time.process_time() - begin < 10
     assert sum(len(table.splitlines()) for table in tables) < 50
     assert max(len(table) for table in tables) < 5000

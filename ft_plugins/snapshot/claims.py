@@ -1,0 +1,69 @@
+"""Claim memory for another slot when capture needs one, in the trainer.
+
+Invariant: while other slots can be claimed, no version is overwritten that all ranks may still need. If memory is
+lacking, the version that needed a slot is left out, and the next ones overwrite what pins leave; by then the SMP, which
+pins versions, has read in the segment that this is so.
+
+In: a segment, the version to capture. Out: its slot.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from ..errors import BudgetError
+from .segment import Segment
+from .slots import Version, slot_to_claim
+
+_RETRY_SECONDS = 60.0  # between two attempts to claim a slot for which memory was lacking
+
+
+class SlotClaims:
+    """The slots that one rank claims. Its caller checks the fencing token first."""
+
+    def __init__(
+        self,
+        segment: Segment,
+        use: Callable[[int], None] = lambda index: None,
+        check: Callable[[int], None] = lambda nbytes: None,
+        told: Callable[[BudgetError | None], None] = lambda refused: None,
+    ) -> None:
+        """`use` prepares a slot that has memory now for copies. `check` is called before memory is claimed, and raises
+        BudgetError if that must not be. `told` is called afterwards, with the first error while memory is lacking.
+        """
+        self._segment, self._use, self._check, self._told = segment, use, check, told
+        self._refused_at = -_RETRY_SECONDS
+        self._just_refused = False
+
+    def slot_for(self, version: Version) -> int | None:
+        """The slot that the capture of `version`, which begins now, overwrites. None: it is left out."""
+        index = self._segment.slot_to_capture(version)
+        if index is None and self._claim():
+            index = self._segment.slot_to_capture(version)
+        refused, self._just_refused = self._just_refused, False
+        return None if refused else index
+
+    def make_room(self, version: Version) -> None:
+        """Claim now what a capture of `version`, which follows soon, will need."""
+        if self._segment.short or self._segment.slot_to_capture(version) is None:
+            self._claim()
+
+    def _claim(self) -> bool:
+        """Claim memory for another slot. False if there is none, or none was left a moment ago."""
+        index = slot_to_claim(self._segment.slots())
+        if index is None or time.monotonic() - self._refused_at < _RETRY_SECONDS:
+            return False
+        try:
+            self._check(self._segment.shape.slot_room)
+            self._segment.claim_slot(index)
+        except BudgetError as error:
+            self._refused_at = time.monotonic()
+            if not self._segment.short:
+                self._segment.short = self._just_refused = True
+                self._told(error)
+            return False
+        self._segment.short = False
+        self._use(index)
+        self._told(None)
+        return True
