@@ -1,5 +1,5 @@
 """Host memory for protection: three times the captured share, claimed at start and nothing later; with nodes that
-protect each other as much as is printed."""
+protect each other as much as is printed, and as much more as capture needs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from ft_plugins.smp.client import Client
 from ft_plugins.snapshot.paths import parity_path_of, path_of, segments_of
-from ft_plugins.testing.forkserver import ForkServer, JobSpec
+from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
 from ft_plugins.testing.job_control import wait_for, wait_until_stopped
 from ft_plugins.testing.ports import free_port
 
@@ -45,44 +45,90 @@ def test_three_slots_are_claimed_before_step_0_and_the_kernel_agrees(
     assert f"host memory for protection on node node0: {at_start} bytes" in job.log.read_text()
 
 
-@pytest.mark.parametrize("slots", [5, 3, 2])
-def test_nodes_that_protect_each_other_claim_two_slots_more_and_parity_of_two_versions(
-    torch_server: ForkServer, jobs: Callable[..., JobSpec], tmp_path: Path, slots: int
-) -> None:
-    """Over n nodes parity of a version is 1/(n-1) of a share: 5 + 2/(n-1) shares on each node, by the kernel's word; by
-    --reft-slots fewer, with which versions come to count and no fence waits for that."""
-    nodes, mib = 3, 32
-    secret = tmp_path / "secret"
+NODES, SHARE_MIB = 3, 32
+PARITY = 2 / (NODES - 1)  # shares: two versions of it, by RAIM5
+
+
+def start(
+    server: ForkServer, jobs: Callable[..., JobSpec], folder: Path, iterations: int, *flags: str
+) -> list[RunningJob]:
+    """Start a rank on each of the nodes, which protect each other."""
+    secret = folder / "secret"
     secret.write_text("what the nodes of this job know")
     secret.chmod(0o600)
-    endpoint = f"127.0.0.1:{free_port()}"
-    running = []
-    for index in range(nodes):
+    endpoint, running = f"127.0.0.1:{free_port()}", list[RunningJob]()
+    for index in range(NODES):
         name = f"n{index}"
-        argv = ("--iterations", "8", "--seconds", "0.2", "--mib", str(mib), "--journal", str(tmp_path / name))
-        flags = ("--reft", "--ftp-node-name", name, "--ftp-secret-file", str(secret))
-        flags += () if slots == 5 else ("--reft-slots", str(slots))
+        argv = ("--iterations", str(iterations), "--seconds", "0.2", "--mib", str(SHARE_MIB))
         spec = jobs(
-            entry="ft_plugins.testing.fills:main", argv=argv, flags=flags, node=name, nnodes=nodes, endpoint=endpoint,
-            rendezvous="ft_plugins", address="127.0.0.1",
+            entry="ft_plugins.testing.fills:main", argv=(*argv, "--journal", str(folder / name)),
+            flags=("--reft", "--ftp-node-name", name, "--ftp-secret-file", str(secret), *flags), node=name,
+            nnodes=NODES, endpoint=endpoint, rendezvous="ft_plugins", address="127.0.0.1",
         )  # fmt: skip
-        running.append(torch_server.start(spec))
+        running.append(server.start(spec))
+    return running
+
+
+def wait_for_commits(job: RunningJob, count: int) -> None:
+    """Wait until so many versions have come to count."""
+    events = job.spec.run_dir / "events.jsonl"
+    wait_for(events, lambda lines: sum(e["name"] == "version.committed" for e in lines) >= count, 120)
+
+
+@pytest.mark.parametrize("slots", [5, 3, 2])
+def test_as_many_slots_as_are_asked_for_are_claimed_at_start_and_parity_of_two_versions(
+    torch_server: ForkServer, jobs: Callable[..., JobSpec], tmp_path: Path, slots: int
+) -> None:
+    """Over n nodes parity of a version is 1/(n-1) of a share, by the kernel's word. With any number of slots versions
+    come to count, and no fence waits for that."""
+    running = start(torch_server, jobs, tmp_path, 8, "--reft-slots", str(slots))
     claimed = {}
     for job in running:
-        events = job.spec.run_dir / "events.jsonl"
-        wait_for(events, lambda lines: any(e["name"] == "version.committed" for e in lines), 120)
+        wait_for_commits(job, 1)
         own, parity = (path.stat() for path in files(job.spec))
         assert own.st_blocks * 512 == own.st_size and parity.st_blocks * 512 == parity.st_size
         claimed[job.spec.node] = parity.st_size
         # digests, small state, copies of both and page ends are within 1% of a share of this size
-        shares = (own.st_size + parity.st_size) / (mib << 20)
-        assert slots + 2 / (nodes - 1) <= shares < slots + 2 / (nodes - 1) + 0.06
+        shares = (own.st_size + parity.st_size) / (SHARE_MIB << 20)
+        assert slots + PARITY <= shares < slots + PARITY + 0.06
     for job in running:
         assert job.wait(120)["status"] == "succeeded", job.tail()
+        assert job.events("slot.claimed") == []
     (told,) = [job.log.read_text() for job in running if "bytes claimed for" in job.log.read_text()]
     lines = [line for line in told.splitlines() if "bytes claimed for two versions of parity and copies" in line]
     for name, nbytes in claimed.items():
         assert any(name in line.split(":")[0] and f" {nbytes} bytes claimed" in line for line in lines), lines
+
+
+def test_without_a_number_two_slots_are_claimed_at_start_and_more_once_sending_takes_several_iterations(
+    torch_server: ForkServer, jobs: Callable[..., JobSpec], tmp_path: Path
+) -> None:
+    """Sending a version takes some seven iterations here."""
+    faults = "iteration.forward@iteration=1:stop"
+    running = start(
+        torch_server, jobs, tmp_path, 60, "--reft-exchange-mbps", "200", "--ftp-faults", faults,
+        "--ftp-detect-seconds", "60",
+    )  # fmt: skip
+    for job in running:
+        wait_for(job.spec.run_dir / "events.jsonl", lambda lines: any(e["name"] == "training.started" for e in lines), 60)
+    for job in running:
+        own, _ = (path.stat() for path in files(job.spec))
+        (attached,) = job.events("rank.attached")
+        assert own.st_blocks * 512 == attached.fields["budget_bytes"]
+        assert 2.0 <= own.st_blocks * 512 / (SHARE_MIB << 20) < 2.03
+        wait_until_stopped(attached.pid, 60)
+        os.kill(attached.pid, signal.SIGCONT)
+    for job in running:
+        wait_for_commits(job, 3)
+        own, _ = (path.stat() for path in files(job.spec))
+        counts = [event.fields["count"] for event in job.events("slot.claimed")]
+        assert counts == [3, 4, 5], counts
+        assert job.events("slot.claimed")[-1].fields["bytes"] == own.st_blocks * 512 == own.st_size
+    for job in running:
+        assert job.wait(120)["status"] == "succeeded", job.tail()
+        assert job.events("snapshot.skipped") == []
+    (told,) = [job.log.read_text() for job in running if "host memory for protection on" in job.log.read_text()]
+    assert "2 slots x" in told and "up to 5 slots" in told
 
 
 def files(spec: JobSpec) -> tuple[Path, Path]:
