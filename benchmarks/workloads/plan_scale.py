@@ -124,7 +124,7 @@ def _layout(job: ScaledJob, rank: int) -> Layout:
 
 def _tables(job: ScaledJob) -> int:
     """What rank 0 prints at the start: its length."""
-    return len(budget_table(job.shapes, job.nodes)) + len(_raim5(job).table())
+    return len(budget_table([(shape, shape.first_slots) for shape in job.shapes], job.nodes)) + len(_raim5(job).table())
 
 
 def _sizes_of(job: ScaledJob) -> list[int]:

@@ -189,8 +189,8 @@ def _table(claim: DryClaim) -> Iterator[str]:
     if largest.more:
         most = largest.total + largest.more
         yield (
-            f"  up to {largest.most_slots} slots, {most / GIB:.2f} GiB, {most / largest.captured:.2f} times, are claimed "
-            "if versions are still being sent when the next one is captured"
+            f"  up to {largest.most_slots} slots, {most / GIB:.2f} GiB ({most / largest.captured:.2f} times) are "
+            "claimed if versions are still being sent when the next one is captured"
         )
     if len(claim.kinds) > 1:
         yield f"  these are figures of the node that claims most; others claim {claim.kinds[-1].total / GIB:.2f} GiB"

@@ -82,8 +82,8 @@ class ReftConfig(SystemConfig):
         ge=2,
         le=5,
         description="where nodes protect each other: how many snapshots a rank keeps in memory, those for other nodes "
-        "included, all claimed at start; with fewer than 5 the job may resume, after the failure of a process, from the "
-        "snapshot that other nodes have; unset: 2 at start, and others, up to 5, as they are needed",
+        "included, all claimed at start; with fewer than 5 the job may resume, after the failure of a process, from "
+        "the snapshot that other nodes have; unset: 2 at start, and others, up to 5, as they are needed",
         json_schema_extra=more("snapshots", "an integer >= 2 and <= 5"),
     )
     redundancy: Literal["raim5", "raim6", "neighbour", "both", "none"] | None = Field(

@@ -163,8 +163,10 @@ def compare_runs(failed: RunRecord, unfailed: RunRecord) -> RunComparison:
         snapshot_stall_seconds_unfailed=stall(unfailed.events),
         snapshot_seconds=_median(_numbers(failed.events, catalogue.SNAPSHOT_SEALED.name, "seconds")),
         snapshots=len(sealed_by_all(failed.events)),
-        host_memory_bytes=_total(failed.events, catalogue.RANK_ATTACHED.name, "resident_bytes"),
-        captured_bytes=_total(failed.events, catalogue.RANK_ATTACHED.name, "share_bytes"),
+        host_memory_bytes=_total(
+            failed.events, {catalogue.RANK_ATTACHED.name: "resident_bytes", catalogue.SLOT_CLAIMED.name: "bytes"}
+        ),
+        captured_bytes=_total(failed.events, {catalogue.RANK_ATTACHED.name: "share_bytes"}),
         final_loss=failed.losses[-1].loss,
         final_loss_unfailed=unfailed.losses[-1].loss,
         wall_seconds=failed.ended - failed.began,
@@ -310,7 +312,7 @@ def _median(numbers: Sequence[float]) -> float | None:
     return float(median(numbers)) if numbers else None
 
 
-def _total(events: Iterable[Event], name: str, key: str) -> int | None:
-    """The sum over ranks of the last reported values."""
-    last = {event.rank: int(event.fields[key]) for event in events if event.name == name}
+def _total(events: Iterable[Event], keys: Mapping[str, str]) -> int | None:
+    """The sum over ranks of the last reported values: of these events, in these fields."""
+    last = {event.rank: int(event.fields[keys[event.name]]) for event in events if event.name in keys}
     return sum(last.values()) if last else None

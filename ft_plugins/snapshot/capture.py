@@ -96,9 +96,7 @@ class Capture:
         devices = {flat.device for flat in self._flat.values()}
         if len({device for device in devices if device.type != "cpu"}) > 1:
             raise InventoryError(f"rank {layout.rank}: state lies on several devices ({devices}); expected one")
-        self._copiers: dict[torch.device, Copier] = {
-            device: copier_for(device) for device in devices
-        }
+        self._copiers: dict[torch.device, Copier] = {device: copier_for(device) for device in devices}
         for index in (*segment.claimed, *segment.shape.parity_indices):
             self._use(index)
         slots = range(segment.shape.slots)

@@ -59,9 +59,7 @@ def memory_limits(mount: Path = SHM) -> Iterator[MemoryLimit]:
     )  # fmt: skip
     machine = _machine()
     if machine is not None:
-        yield MemoryLimit(
-            "this machine", *machine, "end other processes, or use more nodes or larger ones"
-        )
+        yield MemoryLimit("this machine", *machine, "end other processes, or use more nodes or larger ones")
     for file, limit, used in _limits():
         yield MemoryLimit(
             f"the control group of {file}", limit, max(0, limit - used),

@@ -51,7 +51,8 @@ NOT_COMPUTED = 0  # digest of a bucket that is not in this slot: of parity in a 
 def create(
     path: Path, shape: Shape, rank: int, fingerprint: Mapping[str, Any], world_size: int = 0, *, lost: bool = False
 ) -> None:
-    """Allocate a segment, with the slots that have memory from the start; `world_size` is the job's, 0 if it does not matter.
+    """Allocate a segment, with the slots that have memory from the start. `world_size` is the job's, 0 if it does not
+    matter.
 
     `lost`: it replaces a damaged segment; that stays recorded until a lineage is opened. Raises BudgetError if there is
     not enough memory.
@@ -276,7 +277,7 @@ class Segment(SegmentFile):
         return self.shape.free - (self.shape.slots - len(self.claimed) if self.short else 0)
 
     def slot_to_capture(self, version: Version) -> int | None:
-        """The slot that a capture of `version` overwrites; None if another one is to be claimed, or if there is none."""
+        """The slot that a capture of `version` overwrites; None if another one is to be claimed, or there is none."""
         slots = self.slots()
         if self.short or slot_to_claim(slots) is None:
             return free_slot(slots, version)

@@ -51,8 +51,8 @@ class SlotHeader:
         word, lineage, iteration, token, length, seal = record
         version = Version(lineage, iteration) if lineage or iteration else None
         match _state_of(record):
-            case SlotState.EMPTY | SlotState.UNCLAIMED as state:
-                return Slot(index, state, None, 0, pins)
+            case SlotState.EMPTY | SlotState.UNCLAIMED as unused:
+                return Slot(index, unused, None, 0, pins)
             case SlotState.CLEAN:
                 state = small[: min(length, len(small))].tobytes()
                 if seal == _seal_of_clean(record[1:-1], digests, state):

@@ -192,8 +192,8 @@ def budget_table(
         if most > total:
             slots = _span([claim.most_slots for claim in kind])
             lines.append(
-                f"  up to {slots} slots, {most} bytes ({_sized(most, smallest)}), if versions are still being sent when "
-                "the next one is captured"
+                f"  up to {slots} slots, {most} bytes ({_sized(most, smallest)}), if versions are still being sent "
+                "when the next one is captured"
             )
     lines += more_kinds(list(kinds.values())[SHOWN:])
     if certifies:

@@ -110,7 +110,7 @@ def test_without_a_number_two_slots_are_claimed_at_start_and_more_once_sending_t
         "--ftp-detect-seconds", "60",
     )  # fmt: skip
     for job in running:
-        wait_for(job.spec.run_dir / "events.jsonl", lambda lines: any(e["name"] == "training.started" for e in lines), 60)
+        wait_for(job.spec.run_dir / "events.jsonl", lambda rows: any(e["name"] == "training.started" for e in rows), 60)
     for job in running:
         own, _ = (path.stat() for path in files(job.spec))
         (attached,) = job.events("rank.attached")

@@ -101,6 +101,9 @@ def test_a_kill_that_left_no_trace_is_proven_with_its_figures() -> None:
     assert found.killed == {"rank": 2, "time": KILLED, "signal": "SIGKILL", "iteration": 8}
     assert found.host_memory_bytes == RANKS * 3000
     assert found.captured_bytes == RANKS * 1000
+    more = event("slot.claimed", KILLED + 1, 3, count=4, bytes=4000)
+    grown = compare_runs(replace(failed_run(), events=[*failed_run().events, more]), unfailed_run())
+    assert grown.host_memory_bytes == RANKS * 3000 + 1000, "what a rank claimed while it trained counts"
     assert found.snapshot_seconds == 0.25
     assert found.snapshots == 7 + 5
 

@@ -41,7 +41,10 @@ def v(iteration: int) -> Version:
     return Version(1, iteration)
 
 
-def clean(index: int, iteration: int, pins: Pin = Pin(0)) -> Slot:
+NONE = Pin(0)
+
+
+def clean(index: int, iteration: int, pins: Pin = NONE) -> Slot:
     return Slot(index, CLEAN, v(iteration), 1, pins)
 
 
@@ -136,9 +139,7 @@ class Rank:
         return index is not None
 
     def unpin(self, purpose: Pin, but: Version | None) -> None:
-        self.slots = [
-            slot if slot.version == but else replace(slot, pins=slot.pins & ~purpose) for slot in self.slots
-        ]
+        self.slots = [slot if slot.version == but else replace(slot, pins=slot.pins & ~purpose) for slot in self.slots]
 
 
 class Job:
