@@ -35,7 +35,6 @@ from .slots import (
     SlotState,
     Version,
     choose,
-    committed_in,
     free_slot,
     marks_of,
     pinnable_slot,
@@ -304,9 +303,12 @@ class Segment(SegmentFile):
         return self.shape.slots <= self.shape.free + SHARED
 
     def pinnable(self, slots: Sequence[Slot], version: Version) -> int | None:
-        """The slot of `version` among `slots`, those of this segment, if no capture can be about to overwrite it."""
-        spares_older = self.short or not self._until_committed or len(self.claimed) == self.shape.slots
-        return pinnable_slot(slots, version, self.free, None if spares_older else committed_in(self.slots()))
+        """The slot of `version` among `slots`, those of this segment, if no capture can be about to overwrite it.
+
+        Versions older than the committed one, which a capture may overwrite, are not pinned for the node tier, and where
+        they are for anything else it spares them (`_until_committed`).
+        """
+        return pinnable_slot(slots, version, self.free)
 
     def pin(self, version: Version, purpose: Pin, idle: bool = False) -> int | None:
         """Pin `version` for `purpose`. Returns its slot; None if no slot holds it or a capture may overwrite it.

@@ -258,11 +258,9 @@ def choose_parity(slots: Sequence[Slot], version: Version) -> int | None:
     return free_slot(slots)
 
 
-def pinnable_slot(
-    slots: Sequence[Slot], version: Version, free: int = SLOTS, committed: Version | None = None
-) -> int | None:
+def pinnable_slot(slots: Sequence[Slot], version: Version, free: int = SLOTS) -> int | None:
     """The slot of `version` if no capture that has already chosen its slot can overwrite it, else None. `free`: how
-    many slots are never pinned. `committed`: capture may overwrite older versions than this one.
+    many slots are never pinned.
 
     A capture spares the newest versions of its rank, one fewer than there are free slots, pinned ones and the newest
     certified one. The caller checks again after it sets the pin: as long as no newer version is marked certified, no
@@ -274,8 +272,7 @@ def pinnable_slot(
     for slot in clean:
         if slot.version == version:
             newest = clean[max(0, len(clean) - max(0, free - 1)) :]
-            kept = slot in newest and (committed is None or version >= committed)
-            spared = kept or slot in agreed[-1:] or bool(slot.pins)
+            spared = slot in [*newest, *agreed[-1:]] or bool(slot.pins)
             return slot.index if spared else None
     return None
 

@@ -25,7 +25,6 @@ from ft_plugins.snapshot.slots import (
     Slot,
     SlotState,
     Version,
-    committed_in,
     free_slot,
     pinnable_slot,
     slot_to_claim,
@@ -131,9 +130,7 @@ class Rank:
     def pin(self, version: Version, purpose: Pin) -> bool:
         """What the SMP does, as `Segment.pin`."""
         lacking = len([slot for slot in self.slots if slot.state is UNCLAIMED])
-        spares_older = self.short or not lacking
-        free = SLOTS - (lacking if self.short else 0)
-        index = pinnable_slot(self.slots, version, free, None if spares_older else committed_in(self.slots))
+        index = pinnable_slot(self.slots, version, SLOTS - (lacking if self.short else 0))
         if index is not None:
             self.slots[index] = replace(self.slots[index], pins=self.slots[index].pins | purpose)
         return index is not None
@@ -383,6 +380,19 @@ def test_where_memory_is_lacking_a_version_is_left_out_and_then_slots_are_overwr
     slots.make_room(v(5))
     assert not segment.short and told[1:] == [None] and segment.claimed == (0, 1, 2)
     assert slots.slot_for(v(5)) == 2 and segment.free == SLOTS
+
+
+def test_the_version_that_first_lacks_memory_is_left_out_whenever_that_is_found(segment: Segment) -> None:
+    """The SMP may be about to pin what capture overwrites from now on: it has an iteration to read that it may not."""
+
+    def refuse(nbytes: int) -> None:
+        raise BudgetError("no room")
+
+    slots = SlotClaims(segment, check=refuse)
+    write(segment, 0, 1)
+    write(segment, 1, 2)
+    slots.make_room(v(3))
+    assert segment.short and [slots.slot_for(v(iteration)) for iteration in (3, 4)] == [None, 0]
 
 
 def test_a_version_that_others_have_is_restored_without_overwriting_one_that_is_here(
