@@ -305,8 +305,8 @@ class Segment(SegmentFile):
     def pinnable(self, slots: Sequence[Slot], version: Version) -> int | None:
         """The slot of `version` among `slots`, those of this segment, if no capture can be about to overwrite it.
 
-        Versions older than the committed one, which a capture may overwrite, are not pinned for the node tier, and where
-        they are for anything else it spares them (`_until_committed`).
+        Versions older than the committed one, which a capture may overwrite, are never pinned for the node tier; where
+        they are for anything else, it spares them (`_until_committed`).
         """
         return pinnable_slot(slots, version, self.free)
 
