@@ -27,12 +27,12 @@ class SlotClaims:
         segment: Segment,
         use: Callable[[int], None] = lambda index: None,
         check: Callable[[int], None] = lambda nbytes: None,
-        told: Callable[[BudgetError | None], None] = lambda refused: None,
+        report: Callable[[BudgetError | None], None] = lambda refused: None,
     ) -> None:
         """`use` prepares a slot that has memory now for copies. `check` is called before memory is claimed, and raises
-        BudgetError if that must not be. `told` is called afterwards, with the first error while memory is lacking.
+        BudgetError if that must not be. `report` is called afterwards, with the first error while memory is lacking.
         """
-        self._segment, self._use, self._check, self._told = segment, use, check, told
+        self._segment, self._use, self._check, self._report = segment, use, check, report
         self._refused_at = -_RETRY_SECONDS
         self._just_refused = False
 
@@ -61,9 +61,9 @@ class SlotClaims:
             self._refused_at = time.monotonic()
             if not self._segment.short:
                 self._segment.short = self._just_refused = True
-                self._told(error)
+                self._report(error)
             return False
         self._segment.short = False
         self._use(index)
-        self._told(None)
+        self._report(None)
         return True

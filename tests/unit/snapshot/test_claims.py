@@ -332,7 +332,7 @@ def test_whoever_dies_while_a_slot_is_claimed_leaves_it_as_it_was_or_empty(
 def test_capture_claims_a_slot_before_it_would_overwrite_what_a_rank_may_need(segment: Segment) -> None:
     told: list[BudgetError | None] = []
     used: list[int] = []
-    slots = SlotClaims(segment, used.append, told=told.append)
+    slots = SlotClaims(segment, used.append, report=told.append)
     for iteration in (1, 2):
         index = slots.slot_for(v(iteration))
         assert index == iteration - 1
@@ -362,7 +362,7 @@ def test_where_memory_is_lacking_a_version_is_left_out_and_then_slots_are_overwr
 
     now = [1000.0]
     monkeypatch.setattr(claims.time, "monotonic", lambda: now[0])
-    slots = SlotClaims(segment, check=check, told=told.append)
+    slots = SlotClaims(segment, check=check, report=told.append)
     write(segment, 0, 1)
     write(segment, 1, 2)
     assert segment.free == SLOTS and segment.pinnable(segment.slots(), v(2)) == 1
