@@ -15,7 +15,7 @@ from ..config import Config
 from ..errors import ConfigError
 from ..planner.survival import columns, demand
 from ..snapshot.room import SHM, MemoryLimit, memory_limits, sizes_text
-from ..systems.dry_claim import DryClaim, DryJob, block_of, plan_claim
+from ..systems.dry_claim import DryClaim, DryJob, NodeClaim, block_of, plan_claim
 from ..systems.memory_advice import smaller_claims
 
 OWN = (
@@ -123,8 +123,10 @@ def plan_memory(options: MemoryOptions, flags: Sequence[str], as_json: bool) -> 
         )
     claim = plan_claim(job, config)
     fit = fit_of(claim.kinds[0].total, options.node_memory_gib)
+    fits_most = fit_of(claim.kinds[0].total + claim.kinds[0].more, options.node_memory_gib).fits
     if as_json:
-        print(json.dumps({"memory": block_of(claim) | {"fits": fit.fits, "limits": [vars(one) for one in fit.limits]}}))
+        fits = {"fits": fit.fits, "fits_most": fits_most, "limits": [vars(one) for one in fit.limits]}
+        print(json.dumps({"memory": block_of(claim) | fits}))
         return
     head = f"host memory of protection on each node; tp {job.tp}, pp {job.pp}, dp {job.dp}, {job.ranks_per_node} ranks "
     head += f"on a node\n{options.parameters:g} parameters; captured of each: {each:g} bytes ({what})"
@@ -132,7 +134,7 @@ def plan_memory(options: MemoryOptions, flags: Sequence[str], as_json: bool) -> 
     if averaging and job.sharded:
         notes.append("nor parameters that averaged replicas hold apart from a sharded optimizer")
     less = "" if fit.fits else smaller_claims(config, claim.losses)
-    print("\n".join([head, *_table(claim), *fit.lines(), *([f"  to claim less: {less}"] if less else []), *(
+    print("\n".join([head, *_table(claim), *_more(claim.kinds[0], fits_most), *fit.lines(), *([f"  to claim less: {less}"] if less else []), *(
         f"  {note}" for note in notes
     )]))  # fmt: skip
 
@@ -186,12 +188,6 @@ def _table(claim: DryClaim) -> Iterator[str]:
     ):
         rows.append((what, f"{nbytes / GIB:.2f}", f"{nbytes / largest.captured:.2f}"))
     yield from columns(rows)
-    if largest.more:
-        most = largest.total + largest.more
-        yield (
-            f"  up to {largest.most_slots} slots, {most / GIB:.2f} GiB ({most / largest.captured:.2f} times) are "
-            "claimed if versions are still being sent when the next one is captured"
-        )
     if len(claim.kinds) > 1:
         yield f"  these are figures of the node that claims most; others claim {claim.kinds[-1].total / GIB:.2f} GiB"
     if claim.losses:
@@ -199,6 +195,18 @@ def _table(claim: DryClaim) -> Iterator[str]:
     else:
         reason = f": {claim.unprotected}" if claim.unprotected else ""
         yield f"  a lost node is not survived from memory{reason}"
+
+
+def _more(claim: NodeClaim, fits: bool) -> Iterator[str]:
+    """What is claimed when it is needed. `fits`: whether there is room for all of it."""
+    if claim.more:
+        most = claim.total + claim.more
+        yield (
+            f"  up to {claim.most_slots} slots, {most / GIB:.2f} GiB ({most / claim.captured:.2f} times), if versions are "
+            "still being sent when the next one is captured"
+        )
+        if not fits:
+            yield "    not all of that fits: the job then goes on with fewer slots (see --reft-slots)"
 
 
 def _flag(name: str) -> str:

@@ -6,8 +6,7 @@ In: a configuration. Out: words.
 from __future__ import annotations
 
 from ..config import Config
-
-_LEAST_SLOTS = 2  # that `--reft-slots` admits; fewer than usual go neither with checkpoints nor with audits
+from ..snapshot.slots import FIRST
 
 
 def smaller_claims(config: Config, losses: int) -> str:
@@ -15,10 +14,9 @@ def smaller_claims(config: Config, losses: int) -> str:
     reft, ways = config.capture, []
     if reft is None:
         return ""
-    if losses and reft.slots != _LEAST_SLOTS and reft.checkpoint_dir is None and config.paft is None:
+    if losses and (reft.slots or 0) > FIRST:
         ways.append(
-            f"--reft-slots {_LEAST_SLOTS} (after the failure of a process the job then resumes from the version that "
-            "other nodes have, which is older where sending takes long)"
+            f"no --reft-slots ({FIRST} of the {reft.slots} snapshots are then claimed at start, others when needed)"
         )
     if losses and reft.redundancy in ("raim5", "raim6", "both"):
         ways.append(

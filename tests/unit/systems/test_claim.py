@@ -167,17 +167,17 @@ def test_the_claim_of_all_ranks_of_a_node_and_of_its_smp_is_checked_at_once(monk
 @pytest.mark.parametrize(
     "more, advised",
     [
-        ((), True),
+        ((), False),
         (("--reft-slots", "3"), True),
         (("--reft-slots", "2"), False),
-        (("--reft-checkpoint-dir", "/c"), False),
+        (("--reft-slots", "5", "--reft-checkpoint-dir", "/c"), True),
     ],
 )
-def test_fewer_slots_are_advised_where_they_are_admitted(
+def test_slots_that_are_claimed_when_needed_are_advised_where_more_are_claimed_at_start(
     monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...], advised: bool
 ) -> None:
     ((_, _, smaller),) = checked(monkeypatch, claiming(store=5000), ("--reft", "--reft-redundancy", "raim5", *more))
-    assert ("--reft-slots 2 (" in smaller) == advised
+    assert ("no --reft-slots (2 of the" in smaller) == advised
 
 
 def test_one_rank_checks_for_its_node_and_nothing_that_is_claimed_already(monkeypatch: pytest.MonkeyPatch) -> None:
