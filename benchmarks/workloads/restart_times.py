@@ -16,6 +16,7 @@ In: a framework, an interval. Out: `RestartTimes` of either side.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -152,6 +153,7 @@ def with_own_checkpoints(framework: str, folder: Path, kills: Sequence[int], eve
         (folder / quickstart.SETTINGS).write_text(json.dumps(settings))
         words += ["--deepspeed_config", str(folder / quickstart.SETTINGS)]
     found: list[Kill] = []
+    killed_ranks: list[int] = []
     with (folder / "output.log").open("wb") as output:
         job = subprocess.Popen(
             [sys.executable, *words], stdout=output, stderr=output, start_new_session=True,
@@ -161,12 +163,16 @@ def with_own_checkpoints(framework: str, folder: Path, kills: Sequence[int], eve
         for number, at in enumerate(kills):
             _until(_reached(log, at, job.poll), job)
             killed = time.time()
-            os.kill(_pid_of(KILLED, job.pid), signal.SIGKILL)
+            killed_ranks.append(_pid_of(KILLED, job.pid))
+            os.kill(killed_ranks[-1], signal.SIGKILL)
             found.append(_cost(killed, number, log, job.poll))
         save = median(map(float, saves.read_text().split()))
         return RestartTimes(tuple(found), seconds_of_iteration(read_lines(log)), save)
     finally:
         _end(job)
+        for group in killed_ranks:  # processes that a killed rank had started to write its checkpoint
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
 
 
 def places(framework_kills: int, every: int) -> list[int]:

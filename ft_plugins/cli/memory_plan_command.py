@@ -134,9 +134,9 @@ def plan_memory(options: MemoryOptions, flags: Sequence[str], as_json: bool) -> 
     if averaging and job.sharded:
         notes.append("nor parameters that averaged replicas hold apart from a sharded optimizer")
     less = "" if fit.fits else smaller_claims(config, claim.losses)
-    print("\n".join([head, *_table(claim), *_more(claim.kinds[0], fits_most), *fit.lines(), *([f"  to claim less: {less}"] if less else []), *(
-        f"  {note}" for note in notes
-    )]))  # fmt: skip
+    lines = [head, *_table(claim), *_more(claim.kinds[0], fits_most), *fit.lines()]
+    lines += [f"  to claim less: {less}"] if less else []
+    print("\n".join([*lines, *(f"  {note}" for note in notes)]))
 
 
 @dataclass(frozen=True)
@@ -202,8 +202,8 @@ def _more(claim: NodeClaim, fits: bool) -> Iterator[str]:
     if claim.more:
         most = claim.total + claim.more
         yield (
-            f"  up to {claim.most_slots} slots, {most / GIB:.2f} GiB ({most / claim.captured:.2f} times), if versions are "
-            "still being sent when the next one is captured"
+            f"  up to {claim.most_slots} slots, {most / GIB:.2f} GiB ({most / claim.captured:.2f} times), if versions "
+            "are still being sent when the next one is captured"
         )
         if not fits:
             yield "    not all of that fits: the job then goes on with fewer slots (see --reft-slots)"
