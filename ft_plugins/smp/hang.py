@@ -10,8 +10,8 @@ follows from the iterations of this incarnation:
     several nodes whose SMPs do not know each other
                                 at least APART_SECONDS: a rank of another node may be saving a checkpoint
 
-A hang in the iteration in which the last one was makes the automatic limit GROWTH times as long: the job may do there
-what is not known here, and training gets past it at the second or third attempt.
+A hang in the iteration in which the last one was makes the limit GROWTH times as long, unless one was given: the job
+may do there what is not known here, and training gets past it at the second or third attempt.
 
 Which rank: the one that did not come to where the others wait. Ranks of one pipeline stage pass the same edges in the
 same order, so the one with the fewest edges is behind. Ranks of several stages do not; of those that are behind in
@@ -100,7 +100,7 @@ def limit_of(ranks: Collection[RankProgress], apart: bool = False, hangs: int = 
     if given == 0:
         return 0.0
     if any(rank.phase.long or not rank.done for rank in ranks):
-        return max(LONG_SECONDS, given or 0.0)
+        return max(LONG_SECONDS, given) if given is not None else LONG_SECONDS * GROWTH**hangs
     if given is not None:
         return given
     measured = [rank.seconds for rank in ranks if len(rank.seconds) >= KNOWN]

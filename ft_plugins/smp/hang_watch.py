@@ -49,7 +49,8 @@ class HangWatch:
         self._since = self._looked = self._compared = time.monotonic()
         self._owners: dict[int, tuple[int, int]] = {}  # (pid, start time) by rank
         self._declared = -1  # the token whose hang was reported
-        self._hung_in = 0  # the iteration of the last hang
+        self._unwritten: tuple[int, list[str]] | None = None  # what is still to be declared
+        self._hung_in = -1  # the iteration of the last hang
         self._hangs = 0  # that ended in it, in a row
         self.slow: tuple[SlowRank, ...] = ()
         self.verdict = HangVerdict()
@@ -75,8 +76,7 @@ class HangWatch:
             return
         position, nodes = self._tree.place()
         apart = not nodes and ranks[0].ranks > ranks[0].ranks_of_node
-        iteration = min(rank.iteration for rank in ranks)
-        hangs = self._hangs if iteration <= self._hung_in else 0
+        hangs = self._hangs if self._hung_before(min(rank.iteration for rank in ranks)) else 0
         self.verdict = judge(
             ranks, now, position=position, watched_since=self._since, stopped=stopped, apart=apart, hangs=hangs
         )
@@ -87,6 +87,7 @@ class HangWatch:
                     self._hung(token, *announced, ranks)
             elif self.verdict.stall is not None:
                 self._hung(token, self.verdict.stall, self._run_dir.name, ranks)
+        self._declare_unwritten(token)
         if now - self._compared >= _COMPARE_SECONDS:
             self._compared = now
             self._compare(ranks)
@@ -104,8 +105,8 @@ class HangWatch:
 
     def _hung(self, token: int, stall: Stall, node: str, ranks: list[RankProgress]) -> None:
         self._declared = token
-        self._hangs = self._hangs + 1 if stall.iteration <= self._hung_in else 1
-        self._hung_in = max(self._hung_in, stall.iteration)
+        self._hangs = self._hangs + 1 if self._hung_before(stall.iteration) else 1
+        self._hung_in = stall.iteration
         who, where, failed = stall.who(node), "", ""
         processes = {rank.rank: self._owners[rank.rank] for rank in ranks}
         try:
@@ -119,7 +120,18 @@ class HangWatch:
             phase=stall.phase.name.lower(), even=stall.even, ranks=list(self.verdict.ranks), seconds=seconds,
             limit_seconds=round(self.verdict.limit, 1), stacks=where, reason=f"{who}; {idle}",
         )  # fmt: skip
-        self._declare(token, [f"{who} ({idle})"])
+        self._unwritten = token, [f"{who} ({idle})"]
+
+    def _hung_before(self, iteration: int) -> bool:
+        """Whether the last hang was there: in the same iteration, or one next to it, between which ranks wait."""
+        return self._hung_in >= 0 and abs(iteration - self._hung_in) <= 1
+
+    def _declare_unwritten(self, token: int) -> None:
+        """Declare what was found; if that fails, at the next look again: the disk may be full."""
+        if self._unwritten is not None and self._unwritten[0] == token:
+            with suppress(OSError):
+                self._declare(*self._unwritten)
+                self._unwritten = None
 
     def _compare(self, ranks: list[RankProgress]) -> None:
         before, self.slow = {one.rank: one for one in self.slow}, slow_ranks(ranks)
