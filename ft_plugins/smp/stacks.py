@@ -24,7 +24,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -78,18 +78,20 @@ def dump(run_dir: Path, token: int, processes: Processes, seconds: float = SECON
     rest = {rank: process for rank, process in processes.items() if rank not in spied}
     asked = {rank: _ask(run_dir, rank, *process) for rank, process in rest.items()}
     sizes = {rank: before for rank, before in asked.items() if isinstance(before, int)}
-    _await({_own(run_dir, rank): before for rank, before in sizes.items()}, deadline)
-    for rank, before in asked.items():
-        text = _answer(_own(run_dir, rank), before) if isinstance(before, int) else f"no stacks: {before}\n"
-        with suppress(OSError):
-            _write(folder / f"rank{rank}.txt", text)
+    for rank, reason in asked.items():
+        if rank not in sizes:
+            _write(folder, rank, f"no stacks: {reason}\n")
+    for rank in _answered(run_dir, sizes, processes, deadline):
+        _write(folder, rank, _answer(_own(run_dir, rank), sizes[rank]))
     return folder
 
 
-def _write(path: Path, text: str) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with open(descriptor, "w") as file:
-        file.write(text)
+def _write(folder: Path, rank: int, text: str) -> None:
+    """Keep what there is of a rank; without room for it, nothing."""
+    with suppress(OSError):
+        descriptor = os.open(folder / f"rank{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with open(descriptor, "w") as file:
+            file.write(text)
 
 
 def _prune(parent: Path) -> None:
@@ -151,20 +153,25 @@ def _ask(run_dir: Path, rank: int, pid: int, began: int) -> int | str:
     return before
 
 
-def _await(sizes: dict[Path, int], deadline: float) -> None:
-    """Wait until these files, of that many bytes before, have grown and grow no longer."""
+def _answered(run_dir: Path, sizes: Mapping[int, int], processes: Processes, deadline: float) -> Iterator[int]:
+    """The ranks whose files, of that many bytes before, have grown and grow no longer, as they come; then the others.
+
+    As they come: the ranks may be killed meanwhile, and the next ones begin the files anew.
+    """
     seen, grown = dict(sizes), dict.fromkeys(sizes, time.monotonic())
-    while waiting := [
-        path for path, before in sizes.items()
-        if seen[path] == before or time.monotonic() - grown[path] < _QUIET_SECONDS
-    ]:  # fmt: skip
-        if time.monotonic() >= deadline:
-            return
+    waiting = list(sizes)
+    while waiting and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
-        for path in waiting:
+        for rank in list(waiting):
+            pid, began = processes[rank]
+            over = liveness.started(pid) != began
             with suppress(OSError):
-                if (present := path.stat().st_size) != seen[path]:
-                    seen[path], grown[path] = present, time.monotonic()
+                if (present := _own(run_dir, rank).stat().st_size) != seen[rank]:
+                    seen[rank], grown[rank] = present, time.monotonic()
+            if over or seen[rank] != sizes[rank] and time.monotonic() - grown[rank] >= _QUIET_SECONDS:
+                waiting.remove(rank)
+                yield rank
+    yield from waiting
 
 
 def _answer(path: Path, before: int) -> str:

@@ -7,6 +7,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -105,6 +106,23 @@ def test_ranks_that_answer_have_stacks_however_many_there_are_and_though_one_doe
     folder = stacks.dump(tmp_path, 3, processes, 1.2)
     texts = [(folder / f"rank{rank}.txt").read_text() for rank in processes]
     assert "did not answer" in texts[0] and all("in outer" in text for text in texts[1:])
+
+
+def test_stacks_are_kept_as_they_come_while_another_rank_is_waited_for(start: Start, tmp_path: Path) -> None:
+    """Another node has the workers restart meanwhile: the next incarnation begins the file anew."""
+    processes = {0: start(0, DEAF + SLEEPS), 1: start(1, SLEEPS)}
+    dumping = threading.Thread(target=stacks.dump, args=(tmp_path, 3, processes, SECONDS))
+    began = time.monotonic()
+    dumping.start()
+    written = tmp_path / "hangs" / "3" / "rank1.txt"
+    while not (written.exists() and written.stat().st_size) and time.monotonic() - began < SECONDS / 2:
+        time.sleep(0.01)
+    (tmp_path / "stack.1").write_bytes(b"")
+    os.kill(processes[0][0], signal.SIGKILL)
+    dumping.join()
+    assert time.monotonic() - began < SECONDS - 1, "one that has ended is not waited for"
+    assert "in outer" in written.read_text()
+    assert "did not answer" in (tmp_path / "hangs" / "3" / "rank0.txt").read_text()
 
 
 SPY = """#!/bin/sh
