@@ -20,7 +20,7 @@ stopped is always it. If none is found, all wait in the same place.
 
 A rank is slow if, over the last KEPT iterations, its median computing time is SLOW times the median of the other ranks
 of its stage on its node, and what it computes longer is SLOW_SHARE of an iteration. What the host sees counts: where a
-device computes, that is how long its work takes to be submitted.
+device computes, that is how long its work takes to be submitted. It is slow until it has come half way back.
 
 In: `RankProgress` of the ranks of a node, times in seconds. Out: `HangVerdict`; `Stall`s, of nodes and of the job;
 `SlowRank`s.
@@ -175,8 +175,9 @@ def merged(stalls: Iterable[Stall | None]) -> Stall | None:
     return replace(min(present, key=lambda stall: stall.order), even=even)
 
 
-def slow_ranks(ranks: Collection[RankProgress]) -> tuple[SlowRank, ...]:
-    """The ranks that are slow now. Those with fewer than KEPT iterations are not compared."""
+def slow_ranks(ranks: Collection[RankProgress], before: Collection[int] = ()) -> tuple[SlowRank, ...]:
+    """The ranks that are slow now. Those with fewer than KEPT iterations are not compared. `before`: those that were
+    slow, and are it until they have come half way back."""
     known = [rank for rank in ranks if len(rank.computed) == KEPT]
     slow = []
     for rank in known:
@@ -185,6 +186,8 @@ def slow_ranks(ranks: Collection[RankProgress]) -> tuple[SlowRank, ...]:
         if not others:
             continue
         own, usual = statistics.median(rank.computed), statistics.median(others)
-        if own > SLOW * usual and own - usual >= SLOW_SHARE * statistics.median(rank.seconds):
+        part = 0.5 if rank.rank in before else 1.0
+        least = SLOW_SHARE * statistics.median(rank.seconds)
+        if own - usual > part * (SLOW - 1.0) * usual and own - usual >= part * least:
             slow.append(SlowRank(rank.rank, own / usual if usual else float("inf"), own - usual))
     return tuple(slow)

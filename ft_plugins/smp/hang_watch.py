@@ -134,7 +134,8 @@ class HangWatch:
                 self._unwritten = None
 
     def _compare(self, ranks: list[RankProgress]) -> None:
-        before, self.slow = {one.rank: one for one in self.slow}, slow_ranks(ranks)
+        before = {one.rank: one for one in self.slow}
+        self.slow = slow_ranks(ranks, before)
         for one in self.slow:
             if before.pop(one.rank, None) is None:
                 self._events.emit(

@@ -287,6 +287,18 @@ def test_hangs_at_another_place_are_given_no_more_time(node: Node) -> None:
     assert hangs_after(4, 20) == pytest.approx(hang.LEAST_SECONDS, abs=2)
 
 
+def test_a_rank_at_the_border_is_not_named_again_and_again(node: Node) -> None:
+    node.begin()
+    watch = node.watch()
+    for part in range(20):
+        node.iterate(1 + part * KEPT, (part + 1) * KEPT, (0.4, 0.64 if part % 2 else 0.56))
+        node.look(watch, 3)
+    assert len(node.named(catalogue.RANK_SLOWED)) == 1 and node.named(catalogue.RANK_RECOVERED) == []
+    node.iterate(20 * KEPT + 1, 21 * KEPT + 1, (0.4, 0.45))
+    node.look(watch, 3)
+    assert len(node.named(catalogue.RANK_RECOVERED)) == 1
+
+
 def test_a_slow_rank_is_named_once_and_again_when_it_is_not_slow_any_more(node: Node) -> None:
     node.begin()
     watch = node.watch()
