@@ -156,7 +156,7 @@ def _ask(run_dir: Path, rank: int, pid: int, began: int) -> int | str:
 def _answered(run_dir: Path, sizes: Mapping[int, int], processes: Processes, deadline: float) -> Iterator[int]:
     """The ranks whose files, of that many bytes before, have grown and grow no longer, as they come; then the others.
 
-    As they come: the ranks may be killed meanwhile, and the next ones begin the files anew.
+    As they come: the ranks may be killed meanwhile, and the next ones empty the files.
     """
     seen, grown = dict(sizes), dict.fromkeys(sizes, time.monotonic())
     waiting = list(sizes)
