@@ -2,7 +2,8 @@
 
 On a single node the verdict on its ranks (`hang`) is that on the job. On several nodes each reports its own up the tree
 of SMPs, and the root announces a hang of all to all: a rank of another node may be in a long phase that is not seen
-here. If the SMPs do not know each other, each node decides for itself, with more patience.
+here. Each has its workers restart only when the others have had time to write stacks, as the first one ends the ranks
+of all. If the SMPs do not know each other, each node decides for itself, with more patience.
 
 Invariant: decides nothing itself; one hang is reported once per incarnation, after stacks have been written. What
 happened while this process did not run either (a suspended machine) is left out.
@@ -25,6 +26,7 @@ from . import stacks
 from .hang import HangVerdict, SlowRank, Stall, judge, slow_ranks
 
 PAUSED_SECONDS = 5.0  # between two looks: this process did not run
+TOGETHER_SECONDS = 2.0  # on several nodes, from the announcement on: the first to restart ends the ranks of all
 _COMPARE_SECONDS = 2.0  # between two comparisons of ranks
 
 
@@ -50,6 +52,7 @@ class HangWatch:
         self._owners: dict[int, tuple[int, int]] = {}  # (pid, start time) by rank
         self._declared = -1  # the token whose hang was reported
         self._unwritten: tuple[int, list[str]] | None = None  # what is still to be declared
+        self._due = 0.0  # and when (monotonic)
         self._hung_in = -1  # the iteration of the last hang
         self._hangs = 0  # that ended in it, in a row
         self.slow: tuple[SlowRank, ...] = ()
@@ -82,6 +85,7 @@ class HangWatch:
         )
         self._tree.report_stall(self.verdict.stall)
         if self._declared != token:
+            self._due = now + (TOGETHER_SECONDS if nodes > 1 else 0.0)
             if nodes > 1:
                 if (announced := self._tree.announced_stall()) is not None:
                     self._hung(token, *announced, ranks)
@@ -127,8 +131,8 @@ class HangWatch:
         return self._hung_in >= 0 and abs(iteration - self._hung_in) <= 1
 
     def _declare_unwritten(self, token: int) -> None:
-        """Declare what was found; if that fails, at the next look again: the disk may be full."""
-        if self._unwritten is not None and self._unwritten[0] == token:
+        """Declare what was found, when it is due; if that fails, at the next look again: the disk may be full."""
+        if self._unwritten is not None and self._unwritten[0] == token and time.monotonic() >= self._due:
             with suppress(OSError):
                 self._declare(*self._unwritten)
                 self._unwritten = None

@@ -227,6 +227,8 @@ def test_on_several_nodes_the_root_decides_and_names_the_rank_of_another_node(no
     node.look(watch, 1)
     [fields] = node.named(catalogue.JOB_HUNG)
     assert (fields["about"], fields["culprit"], fields["phase"], fields["ranks"]) == (3, "node2", "data", [])
+    assert node.lost == [], "the other node, which would restart too, may still write its stacks"
+    node.look(watch, 2)
     assert "rank 3 of node node2" in node.lost[0][1][0]
 
 
