@@ -12,6 +12,7 @@ In: modules, functions. Out: edges.
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -20,6 +21,9 @@ import torch
 
 from ..model.progress import ProgressReceiver, WorkPhase
 from .script_hooks import REPLACED
+
+_CHECKPOINTS = "torch.distributed.checkpoint"
+_saving_now = [False]  # in the thread that trains
 
 
 class _Hook:
@@ -57,7 +61,12 @@ def follow_forwards(
 
 
 def follow_saving(owner: Any, names: Iterable[str], progress: ProgressReceiver) -> None:
-    """Report calls of these functions of `owner`, as far as it has them, by this thread."""
+    """Report calls of these functions of `owner`, as far as it has them, by this thread. One that is called by another
+    is a part of that one.
+
+    A script may have imported the functions of torch's distributed checkpoints by name, or import them later, so what
+    calls `torch.save` there is taken for one of them: it lasts until another edge, while the file reaches the disk.
+    """
     for name in names:
         original = getattr(owner, name, None)
         if callable(original):
@@ -67,13 +76,16 @@ def follow_saving(owner: Any, names: Iterable[str], progress: ProgressReceiver) 
 def _saving(original: Callable[..., Any], progress: ProgressReceiver, trains: int) -> Callable[..., Any]:
     @functools.wraps(original)
     def save(*args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != trains:
+        if threading.get_ident() != trains or _saving_now[0]:
             return original(*args, **kwargs)
+        _saving_now[0] = True
         progress.edge(WorkPhase.SAVING)
         try:
             return original(*args, **kwargs)
         finally:
-            progress.edge(WorkPhase.AFTER_UPDATE)
+            _saving_now[0] = False
+            if not str(sys._getframe(1).f_globals.get("__name__")).startswith(_CHECKPOINTS):
+                progress.edge(WorkPhase.AFTER_UPDATE)
 
     if getattr(original, REPLACED, False):
         setattr(save, REPLACED, True)

@@ -308,7 +308,7 @@ class TorchHost(PlainHost, ReducingHost):
         if buffers or any(local_part(one) is not one for one in self._module.parameters()):
             progress.shares_forward()
         follow_saving(torch, ("save",), progress)
-        follow_saving(sys.modules.get("torch.distributed.checkpoint"), ("save",), progress)
+        follow_saving(sys.modules.get("torch.distributed.checkpoint"), ("save", "async_save"), progress)
 
     def _before_update(self) -> None:
         if self._early is not None and self._early.begun:

@@ -20,6 +20,7 @@ In: the events of one or more nodes. Out: `RecoveryPhases`, by restart.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -72,11 +73,17 @@ def recovery_phases(events: Iterable[Event]) -> tuple[RecoveryPhases, ...]:
     """The recoveries that ended in a completed iteration, by time. The time of a failure is that of a `signal.sent` of
     the same node."""
     ordered = sorted(events, key=lambda event: event.time)
-    found: dict[tuple[int, int], list[RecoveryPhases]] = {}
+    found: dict[tuple[int, int, int], list[RecoveryPhases]] = {}
+    began: dict[tuple[int, int, int], float] = {}  # when the first node had recovered: seconds since the epoch
     for node in sorted({event.node for event in ordered}):
-        for one in _of_node([event for event in ordered if event.node == node]):
-            found.setdefault((one.lineage, one.iteration), []).append(one)
-    return tuple(_longest(each) for each in found.values())
+        before: Counter[tuple[int, int]] = Counter()  # of this node, which recovers once at a time
+        for at, one in _of_node([event for event in ordered if event.node == node]):
+            same = one.lineage, one.iteration
+            key = *same, before[same]
+            before[same] += 1
+            found.setdefault(key, []).append(one)
+            began[key] = min(at, began.get(key, at))
+    return tuple(_longest(found[key]) for key in sorted(found, key=began.__getitem__))
 
 
 def _longest(same: Sequence[RecoveryPhases]) -> RecoveryPhases:
@@ -85,8 +92,8 @@ def _longest(same: Sequence[RecoveryPhases]) -> RecoveryPhases:
     return RecoveryPhases(**{**vars(longest), "nodes": len(same)})
 
 
-def _of_node(events: Sequence[Event]) -> Iterable[RecoveryPhases]:
-    """The recoveries of one node, from its events by time."""
+def _of_node(events: Sequence[Event]) -> Iterable[tuple[float, RecoveryPhases]]:
+    """The recoveries of one node and when they ended, from its events by time."""
     starts: list[Event] = []  # since the last completed iteration
     failure: float | None = None  # seconds since the epoch, of the last one before these
     for event in events:
@@ -96,7 +103,7 @@ def _of_node(events: Sequence[Event]) -> Iterable[RecoveryPhases]:
             starts.append(event)
         elif event.type is catalogue.RANKS_RESUMED:
             if starts and starts[-1].fields["token"] == event.fields["token"]:
-                yield _recovery(starts, event, failure)
+                yield event.time, _recovery(starts, event, failure)
             starts, failure = [], None
 
 

@@ -10,8 +10,8 @@ follows from the iterations of this incarnation:
     several nodes whose SMPs do not know each other
                                 at least APART_SECONDS: a rank of another node may be saving a checkpoint
 
-A hang in the iteration in which the last one was makes the automatic limit GROWTH times as long: the job may do there
-what is not known here, and training gets past it at the second or third attempt.
+A hang in the iteration in which the last one was makes the limit GROWTH times as long, unless one was given: the job
+may do there what is not known here, and training gets past it at the second or third attempt.
 
 Which rank: the one that did not come to where the others wait. Ranks of one pipeline stage pass the same edges in the
 same order, so the one with the fewest edges is behind. Ranks of several stages do not; of those that are behind in
@@ -20,7 +20,7 @@ stopped is always it. If none is found, all wait in the same place.
 
 A rank is slow if, over the last KEPT iterations, its median computing time is SLOW times the median of the other ranks
 of its stage on its node, and what it computes longer is SLOW_SHARE of an iteration. What the host sees counts: where a
-device computes, that is how long its work takes to be submitted.
+device computes, that is how long its work takes to be submitted. It is slow until it has come half way back.
 
 In: `RankProgress` of the ranks of a node, times in seconds. Out: `HangVerdict`; `Stall`s, of nodes and of the job;
 `SlowRank`s.
@@ -100,7 +100,7 @@ def limit_of(ranks: Collection[RankProgress], apart: bool = False, hangs: int = 
     if given == 0:
         return 0.0
     if any(rank.phase.long or not rank.done for rank in ranks):
-        return max(LONG_SECONDS, given or 0.0)
+        return max(LONG_SECONDS, given) if given is not None else LONG_SECONDS * GROWTH**hangs
     if given is not None:
         return given
     measured = [rank.seconds for rank in ranks if len(rank.seconds) >= KNOWN]
@@ -175,8 +175,9 @@ def merged(stalls: Iterable[Stall | None]) -> Stall | None:
     return replace(min(present, key=lambda stall: stall.order), even=even)
 
 
-def slow_ranks(ranks: Collection[RankProgress]) -> tuple[SlowRank, ...]:
-    """The ranks that are slow now. Those with fewer than KEPT iterations are not compared."""
+def slow_ranks(ranks: Collection[RankProgress], before: Collection[int] = ()) -> tuple[SlowRank, ...]:
+    """The ranks that are slow now. Those with fewer than KEPT iterations are not compared. `before`: those that were
+    slow, and are it until they have come half way back."""
     known = [rank for rank in ranks if len(rank.computed) == KEPT]
     slow = []
     for rank in known:
@@ -185,6 +186,8 @@ def slow_ranks(ranks: Collection[RankProgress]) -> tuple[SlowRank, ...]:
         if not others:
             continue
         own, usual = statistics.median(rank.computed), statistics.median(others)
-        if own > SLOW * usual and own - usual >= SLOW_SHARE * statistics.median(rank.seconds):
+        part = 0.5 if rank.rank in before else 1.0
+        least = SLOW_SHARE * statistics.median(rank.seconds)
+        if own - usual > part * (SLOW - 1.0) * usual and own - usual >= part * least:
             slow.append(SlowRank(rank.rank, own / usual if usual else float("inf"), own - usual))
     return tuple(slow)

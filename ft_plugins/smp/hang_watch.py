@@ -2,7 +2,8 @@
 
 On a single node the verdict on its ranks (`hang`) is that on the job. On several nodes each reports its own up the tree
 of SMPs, and the root announces a hang of all to all: a rank of another node may be in a long phase that is not seen
-here. If the SMPs do not know each other, each node decides for itself, with more patience.
+here. Each has its workers restart only when the others have had time to write stacks, as the first one ends the ranks
+of all. If the SMPs do not know each other, each node decides for itself, with more patience.
 
 Invariant: decides nothing itself; one hang is reported once per incarnation, after stacks have been written. What
 happened while this process did not run either (a suspended machine) is left out.
@@ -25,6 +26,7 @@ from . import stacks
 from .hang import HangVerdict, SlowRank, Stall, judge, slow_ranks
 
 PAUSED_SECONDS = 5.0  # between two looks: this process did not run
+TOGETHER_SECONDS = 2.0  # on several nodes, from the announcement on: the first to restart ends the ranks of all
 _COMPARE_SECONDS = 2.0  # between two comparisons of ranks
 
 
@@ -49,7 +51,9 @@ class HangWatch:
         self._since = self._looked = self._compared = time.monotonic()
         self._owners: dict[int, tuple[int, int]] = {}  # (pid, start time) by rank
         self._declared = -1  # the token whose hang was reported
-        self._hung_in = 0  # the iteration of the last hang
+        self._unwritten: tuple[int, list[str]] | None = None  # what is still to be declared
+        self._due = 0.0  # and when (monotonic)
+        self._hung_in = -1  # the iteration of the last hang
         self._hangs = 0  # that ended in it, in a row
         self.slow: tuple[SlowRank, ...] = ()
         self.verdict = HangVerdict()
@@ -75,18 +79,19 @@ class HangWatch:
             return
         position, nodes = self._tree.place()
         apart = not nodes and ranks[0].ranks > ranks[0].ranks_of_node
-        iteration = min(rank.iteration for rank in ranks)
-        hangs = self._hangs if iteration <= self._hung_in else 0
+        hangs = self._hangs if self._hung_before(min(rank.iteration for rank in ranks)) else 0
         self.verdict = judge(
             ranks, now, position=position, watched_since=self._since, stopped=stopped, apart=apart, hangs=hangs
         )
         self._tree.report_stall(self.verdict.stall)
         if self._declared != token:
+            self._due = now + (TOGETHER_SECONDS if nodes > 1 else 0.0)
             if nodes > 1:
                 if (announced := self._tree.announced_stall()) is not None:
                     self._hung(token, *announced, ranks)
             elif self.verdict.stall is not None:
                 self._hung(token, self.verdict.stall, self._run_dir.name, ranks)
+        self._declare_unwritten(token)
         if now - self._compared >= _COMPARE_SECONDS:
             self._compared = now
             self._compare(ranks)
@@ -104,8 +109,8 @@ class HangWatch:
 
     def _hung(self, token: int, stall: Stall, node: str, ranks: list[RankProgress]) -> None:
         self._declared = token
-        self._hangs = self._hangs + 1 if stall.iteration <= self._hung_in else 1
-        self._hung_in = max(self._hung_in, stall.iteration)
+        self._hangs = self._hangs + 1 if self._hung_before(stall.iteration) else 1
+        self._hung_in = stall.iteration
         who, where, failed = stall.who(node), "", ""
         processes = {rank.rank: self._owners[rank.rank] for rank in ranks}
         try:
@@ -119,10 +124,22 @@ class HangWatch:
             phase=stall.phase.name.lower(), even=stall.even, ranks=list(self.verdict.ranks), seconds=seconds,
             limit_seconds=round(self.verdict.limit, 1), stacks=where, reason=f"{who}; {idle}",
         )  # fmt: skip
-        self._declare(token, [f"{who} ({idle})"])
+        self._unwritten = token, [f"{who} ({idle})"]
+
+    def _hung_before(self, iteration: int) -> bool:
+        """Whether the last hang was there: in the same iteration, or one next to it, between which ranks wait."""
+        return self._hung_in >= 0 and abs(iteration - self._hung_in) <= 1
+
+    def _declare_unwritten(self, token: int) -> None:
+        """Declare what was found, when it is due; if that fails, at the next look again: the disk may be full."""
+        if self._unwritten is not None and self._unwritten[0] == token and time.monotonic() >= self._due:
+            with suppress(OSError):
+                self._declare(*self._unwritten)
+                self._unwritten = None
 
     def _compare(self, ranks: list[RankProgress]) -> None:
-        before, self.slow = {one.rank: one for one in self.slow}, slow_ranks(ranks)
+        before = {one.rank: one for one in self.slow}
+        self.slow = slow_ranks(ranks, before)
         for one in self.slow:
             if before.pop(one.rank, None) is None:
                 self._events.emit(

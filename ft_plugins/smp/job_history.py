@@ -79,7 +79,8 @@ class History:
             after = replace(after, down_since=self.written if idle else now)
         done = sight.completed
         if done is not None and done > 0 and done != self.iteration:
-            after = replace(after, iteration=done, iteration_time=now)
+            completed = self.base is None or done > self.base  # else it was restored
+            after = replace(after, iteration=done, iteration_time=now if completed else self.iteration_time)
         again = not sight.failed and done is not None and self.base is not None and done > self.base
         if again and after.down_since is not None:
             lasted = max(0.0, now - after.down_since)

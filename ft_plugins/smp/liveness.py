@@ -54,6 +54,17 @@ def _stat(pid: int) -> tuple[bytes, int]:
     return fields[0], int(fields[19])
 
 
+def signal_process(pid: int, began: int, number: int) -> None:
+    """Send a signal to that process alone. Raises ProcessLookupError if it has ended, PermissionError."""
+    descriptor = os.pidfd_open(pid)
+    try:
+        if started(pid) != began:  # the pid was reused meanwhile
+            raise ProcessLookupError(f"process {pid} has ended")
+        signal.pidfd_send_signal(descriptor, number)
+    finally:
+        os.close(descriptor)
+
+
 def kill_and_wait(owners: Iterable[tuple[int, int]], timeout: float) -> list[int]:
     """SIGKILL each process given as (pid, start time), and wait until all are gone, stopped ones included.
 

@@ -328,7 +328,10 @@ class SnapshotProcess:
         if now - self._checked > _PAUSE_SECONDS:
             self._stopped = {}  # this process was stopped, too: the whole node may be suspended
         self._checked = now
-        owners = {rank: segment.owner for rank, segment in list(self._segments.items())}
+        owners = {}
+        for rank, segment in list(self._segments.items()):
+            with suppress(AttributeError):  # closed meanwhile: the rank is on another node now
+                owners[rank] = segment.owner
         self._stopped = {
             rank: self._stopped.get(rank, now)
             for rank, (pid, began) in owners.items()
@@ -336,8 +339,9 @@ class SnapshotProcess:
         }
         lost = [rank for rank, since in self._stopped.items() if now - since > self._detect_seconds]
         if lost and self._declared != self.token:
-            self._declared = self.token
-            self._tier.declare_lost(self.token, [f"rank {rank}" for rank in sorted(lost)])
+            with suppress(OSError):  # a full disk: at the next look again
+                self._tier.declare_lost(self.token, [f"rank {rank}" for rank in sorted(lost)])
+                self._declared = self.token
         if self._declared != self.token:
             self._hangs.look(self.token, self._stopped)
 

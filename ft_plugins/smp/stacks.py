@@ -24,7 +24,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -34,6 +34,7 @@ SECONDS = 8.0  # for all ranks of a node together
 KEPT = 8
 _SIGNAL = signal.SIGRTMAX - 3  # scripts and batch systems use SIGUSR1 and SIGUSR2
 _POLL_SECONDS = 0.02
+_KILLED_SECONDS = 0.5
 _QUIET_SECONDS = 0.2  # a file that has not grown for so long is whole
 _LIMIT = 1 << 20  # bytes of a file that are kept
 
@@ -76,17 +77,21 @@ def dump(run_dir: Path, token: int, processes: Processes, seconds: float = SECON
     spied = _by_py_spy(folder, processes, time.monotonic() + seconds / 2)
     rest = {rank: process for rank, process in processes.items() if rank not in spied}
     asked = {rank: _ask(run_dir, rank, *process) for rank, process in rest.items()}
-    for rank, before in asked.items():
-        text = _answer(_own(run_dir, rank), before, deadline) if isinstance(before, int) else f"no stacks: {before}\n"
-        with suppress(OSError):
-            _write(folder / f"rank{rank}.txt", text)
+    sizes = {rank: before for rank, before in asked.items() if isinstance(before, int)}
+    for rank, reason in asked.items():
+        if rank not in sizes:
+            _write(folder, rank, f"no stacks: {reason}\n")
+    for rank in _answered(run_dir, sizes, processes, deadline):
+        _write(folder, rank, _answer(_own(run_dir, rank), sizes[rank]))
     return folder
 
 
-def _write(path: Path, text: str) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with open(descriptor, "w") as file:
-        file.write(text)
+def _write(folder: Path, rank: int, text: str) -> None:
+    """Keep what there is of a rank; without room for it, nothing."""
+    with suppress(OSError):
+        descriptor = os.open(folder / f"rank{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with open(descriptor, "w") as file:
+            file.write(text)
 
 
 def _prune(parent: Path) -> None:
@@ -106,21 +111,27 @@ def _by_py_spy(folder: Path, processes: Processes, deadline: float) -> set[int]:
     done = set()
     with ExitStack() as files:
         running = {}
-        for rank, (pid, _) in processes.items():
+        for rank, (pid, began) in processes.items():
             path = folder / f"rank{rank}.txt"
+            if not began or liveness.started(pid) != began:
+                continue
             with suppress(OSError):
                 out = files.enter_context(open(path, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)))
                 running[rank] = subprocess.Popen(
                     [tool, "dump", "--pid", str(pid)], stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.DEVNULL
                 )
-        for rank, process in running.items():
+        for process in running.values():
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
+        for process in running.values():
             if process.poll() is None:
                 process.kill()
-                process.wait()
-            elif process.returncode == 0 and (folder / f"rank{rank}.txt").stat().st_size:
-                done.add(rank)
+        for rank, process in running.items():
+            with suppress(subprocess.TimeoutExpired):  # it reads what does not answer: the next process reaps it
+                process.wait(_KILLED_SECONDS)
+            with suppress(OSError):
+                if process.returncode == 0 and (folder / f"rank{rank}.txt").stat().st_size:
+                    done.add(rank)
     return done
 
 
@@ -136,25 +147,38 @@ def _ask(run_dir: Path, rank: int, pid: int, began: int) -> int | str:
         caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
         if not int(caught, 16) >> (_SIGNAL - 1) & 1:
             return f"process {pid} does not write its stacks"
-        os.kill(pid, _SIGNAL)
+        liveness.signal_process(pid, began, _SIGNAL)
     except (OSError, StopIteration, ValueError) as error:
         return f"process {pid} cannot be asked: {error}"
     return before
 
 
-def _answer(path: Path, before: int, deadline: float) -> str:
-    """What a rank has added to its file, once that no longer grows."""
-    size, grown = before, time.monotonic()
-    while (now := time.monotonic()) < deadline and (size == before or now - grown < _QUIET_SECONDS):
+def _answered(run_dir: Path, sizes: Mapping[int, int], processes: Processes, deadline: float) -> Iterator[int]:
+    """The ranks whose files, of that many bytes before, have grown and grow no longer, as they come; then the others.
+
+    As they come: the ranks may be killed meanwhile, and the next ones empty the files.
+    """
+    seen, grown = dict(sizes), dict.fromkeys(sizes, time.monotonic())
+    waiting = list(sizes)
+    while waiting and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
-        with suppress(OSError):
-            if (present := path.stat().st_size) != size:
-                size, grown = present, time.monotonic()
-    if size == before:
-        return "no stacks: the process did not answer\n"
+        for rank in list(waiting):
+            pid, began = processes[rank]
+            over = liveness.started(pid) != began
+            with suppress(OSError):
+                if (present := _own(run_dir, rank).stat().st_size) != seen[rank]:
+                    seen[rank], grown[rank] = present, time.monotonic()
+            if over or seen[rank] != sizes[rank] and time.monotonic() - grown[rank] >= _QUIET_SECONDS:
+                waiting.remove(rank)
+                yield rank
+    yield from waiting
+
+
+def _answer(path: Path, before: int) -> str:
+    """What a rank has added to its file."""
     try:
         with open(path, "rb") as file:
             file.seek(before)
-            return file.read(_LIMIT).decode(errors="replace")
+            return file.read(_LIMIT).decode(errors="replace") or "no stacks: the process did not answer\n"
     except OSError as error:
         return f"no stacks: {error}\n"

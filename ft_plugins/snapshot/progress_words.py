@@ -2,7 +2,7 @@
 
 They lie in the header page of the rank's segment, after the gate, without digests:
 
-    0        iteration (32) | edges in it (24) | phase (8)
+    0        iteration (32) | edges in it, but those of long phases (24) | phase (8)
     1, 2     edge, since
     3        token (32) | done (32)
     4        limit
@@ -14,8 +14,9 @@ They lie in the header page of the rank's segment, after the gate, without diges
 latest of these. Both in nanoseconds of CLOCK_MONOTONIC, which is common to all processes of a machine. `done`:
 iterations completed in this incarnation. `limit`: that of the job in nanoseconds, 0 for none, AUTOMATIC. `shared`: the
 forward of a microbatch holds collectives. `longest`, `first`: nanoseconds of the longest iteration after the first, and
-of the first. The rest is a ring: microseconds of the last KEPT iterations after the first, and those of them in which
-the rank computed; long phases are left out of all of them.
+of the first. Edges into long phases, and out of a save, are not counted: one rank alone may evaluate or save, and ranks
+are compared by their edges. The rest is a ring: microseconds of the last KEPT iterations after the first, and those of
+them in which the rank computed; long phases are left out of all of them.
 
 Invariant: each word is one store of 8 bytes, so none is torn; words of two neighbouring edges may be read together,
 which changes no decision, because decisions are about seconds and are made again. A word of zero is none: the segments
@@ -47,6 +48,7 @@ WORDS = _RING + KEPT
 _COMPUTES = tuple(number in COMPUTING for number in range(64))
 _HALF = (1 << 32) - 1
 _EDGES = (1 << 24) - 1
+_SAVING = int(WorkPhase.SAVING)
 
 
 @dataclass(frozen=True)
@@ -128,10 +130,11 @@ class ProgressWriter:
             self._left_out += now - self._at
             self._words[_SINCE] = now
         self._phase, self._at = phase, now
-        self._count = count = self._count + 1
+        if phase < LONG and before != _SAVING:
+            self._count += 1
         words = self._words
         words[_EDGE] = now
-        words[_PLACE] = self._iteration << 32 | (count & _EDGES) << 8 | phase
+        words[_PLACE] = self._iteration << 32 | (self._count & _EDGES) << 8 | phase
 
     def begin(self, step: int) -> None:
         """Iteration `step` begins."""

@@ -195,11 +195,11 @@ class DeepSpeedHost(DeepSpeedReduction, DeepSpeedStepping, StateItems):
         follow(self.engine, edges, state.inner(self.engine.optimizer))
 
     def install_progress(self, progress: ProgressReceiver, spans: bool) -> None:
-        """Report forwards, unless they are spans, evaluations, and DeepSpeed's own checkpoints."""
+        """Report forwards, unless they are spans, evaluations, and what DeepSpeed saves."""
         follow_forwards([self.engine.module], progress, evaluations_only=spans)
         if self.engine.zero_optimization_stage() == _STAGE3:
             progress.shares_forward()
-        follow_saving(self.engine, ("save_checkpoint",), progress)
+        follow_saving(self.engine, ("save_checkpoint", "save_16bit_model"), progress)
 
     def install(self, hooks: Hooks) -> None:
         """Call `hooks` around every update from now on, and reach the fault points."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed.checkpoint as checkpoint
 
 from ft_plugins.adapters.forward_edges import follow_forwards, follow_saving
 from ft_plugins.model.progress import WorkPhase
@@ -90,6 +93,38 @@ def test_saving_is_a_phase_of_the_training_thread_alone() -> None:
     thread.join()
     assert len(called) == 2 and len(progress.phases) == 2
     follow_saving(None, ("save",), progress)
+
+
+def test_saving_that_saves_by_another_followed_function_ends_with_the_outer_one() -> None:
+    """torch.distributed.checkpoint.save calls torch.save for each tensor, and then waits for the disk."""
+    progress = Recorded()
+    inner = SimpleNamespace(save=lambda: None)
+    outer = SimpleNamespace(save=lambda: [inner.save(), inner.save(), progress.phases.append(WorkPhase.STARTING)])
+    follow_saving(inner, ("save",), progress)
+    follow_saving(outer, ("save",), progress)
+    outer.save()
+    assert progress.phases == [WorkPhase.SAVING, WorkPhase.STARTING, WorkPhase.AFTER_UPDATE]
+    inner.save()
+    assert progress.phases[3:] == [WorkPhase.SAVING, WorkPhase.AFTER_UPDATE]
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["followed", "imported-by-name"])
+def test_a_checkpoint_of_torch_is_a_save_until_it_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    """Its files are synchronised after the last tensor, which takes minutes where storage is slow."""
+    for owner in (torch, checkpoint):
+        monkeypatch.setattr(owner, "save", owner.save)
+    progress, save = Recorded(), checkpoint.save
+    during: list[WorkPhase] = []
+    follow_saving(torch, ("save",), progress)
+    if known:
+        follow_saving(checkpoint, ("save",), progress)
+        save = checkpoint.save
+    monkeypatch.setattr(os, "fsync", lambda descriptor: during.append(progress.phases[-1]))
+    save({"one": torch.ones(3), "two": torch.ones(4)}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    assert set(during) == {WorkPhase.SAVING}
+    assert (progress.phases[-1] is WorkPhase.AFTER_UPDATE) == known
 
 
 def test_an_error_while_saving_ends_the_phase_and_passes() -> None:

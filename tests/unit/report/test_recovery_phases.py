@@ -92,6 +92,27 @@ def test_of_several_nodes_the_one_that_took_longest_counts_and_no_clocks_of_two_
     assert (one.node, one.detect, one.total) == ("n0", None, pytest.approx(6.75))
 
 
+def test_restarts_of_one_node_from_the_same_iteration_stay_apart() -> None:
+    """Without versions in memory there is no lineage, and the job goes on from the same checkpoint twice."""
+    steps = {"began": 31.0, "joining": 32.0, "built": 33.0, "restored": 34.0, "completed": 35.0}
+    found = recovery_phases([
+        restarted(11.25, 11.5, 13.0), resumed(lineage=0),
+        restarted(30.5, 30.5, 30.5, token=3, restart=2), resumed(token=3, lineage=0, **steps),
+    ])  # fmt: skip
+    assert [(one.nodes, one.restart) for one in found] == [(1, 1), (1, 2)]
+
+
+def test_recoveries_come_by_time_whichever_nodes_saw_them() -> None:
+    """n0 was replaced after the first one, so the second is known of n1 alone."""
+    later = {"began": 31.0, "joining": 32.0, "built": 33.0, "restored": 34.0, "completed": 35.0}
+    found = recovery_phases([
+        restarted(11.25, 11.5, 13.0, node="n1"), resumed(node="n1"),
+        restarted(30.5, 30.5, 30.5, node="n0", token=3, restart=2),
+        resumed(node="n0", token=3, lineage=3, iteration=12, **later),
+    ])  # fmt: skip
+    assert [one.restart for one in found] == [1, 2]
+
+
 def test_a_substitute_whose_node_saw_no_failure_is_not_described() -> None:
     assert recovery_phases([resumed(node="n9")]) == ()
 

@@ -64,6 +64,12 @@ def test_a_hang_in_the_same_iteration_makes_the_automatic_limit_longer_and_a_giv
     assert limit_of(ranks(limit_seconds=5.0), hangs=2) == 5.0
 
 
+def test_a_first_iteration_that_was_taken_for_a_hang_is_given_more_time_too() -> None:
+    assert limit_of(ranks(done=0), hangs=1) == hang.LONG_SECONDS * hang.GROWTH
+    assert limit_of(ranks(phase=WorkPhase.SAVING), hangs=2) == hang.LONG_SECONDS * hang.GROWTH**2
+    assert limit_of(ranks(done=0, limit_seconds=5.0), hangs=1) == hang.LONG_SECONDS
+
+
 def test_a_node_that_sees_no_other_has_more_patience() -> None:
     assert limit_of(ranks(), apart=True) == hang.APART_SECONDS
     assert limit_of(ranks(limit_seconds=5.0), apart=True) == 5.0

@@ -159,6 +159,27 @@ def test_a_hang_without_room_for_stacks_is_reported_all_the_same(node: Node, mon
     assert node.lost
 
 
+def test_a_hang_that_cannot_be_written_down_is_declared_when_it_can(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run directory is full: the SMP goes on, and the workers restart once there is room."""
+    declared = node.lost
+
+    class Full(list[tuple[int, list[str]]]):
+        def append(self, item: tuple[int, list[str]]) -> None:
+            raise OSError("no space left on device")
+
+    node.lost = Full()
+    node.begin()
+    watch = node.watch()
+    node.iterate(1, 2)
+    node.look(watch, 20)
+    assert len(node.named(catalogue.JOB_HUNG)) == 1
+    node.lost = declared
+    node.look(watch, 3)
+    assert [token for token, _ in declared] == [TOKEN] and len(node.named(catalogue.JOB_HUNG)) == 1
+
+
 def test_a_job_that_makes_progress_is_left_alone(node: Node) -> None:
     node.begin()
     watch = node.watch()
@@ -206,6 +227,8 @@ def test_on_several_nodes_the_root_decides_and_names_the_rank_of_another_node(no
     node.look(watch, 1)
     [fields] = node.named(catalogue.JOB_HUNG)
     assert (fields["about"], fields["culprit"], fields["phase"], fields["ranks"]) == (3, "node2", "data", [])
+    assert node.lost == [], "the other node, which would restart too, may still write its stacks"
+    node.look(watch, 2)
     assert "rank 3 of node node2" in node.lost[0][1][0]
 
 
@@ -246,6 +269,36 @@ def test_a_hang_in_the_same_iteration_is_given_more_time_and_one_in_a_later_iter
     assert hangs_after(1, 10) == pytest.approx(limit, abs=2)
     assert hangs_after(2, 10) == pytest.approx(limit * hang.GROWTH, abs=2)
     assert hangs_after(3, 30) == pytest.approx(limit, abs=2)
+
+
+def test_hangs_at_another_place_are_given_no_more_time(node: Node) -> None:
+    """The job continues from an older version, or from nothing, under the same SMP."""
+    watch = node.watch()
+
+    def hangs_after(token: int, last: int) -> float:
+        node.begin(token, seconds=None)
+        node.iterate(last - 5, last)
+        hang_in(node, last + 1)
+        began, before = node.clock.now, len(node.lost)
+        while len(node.lost) == before:
+            node.look(watch, 1, token)
+        return node.clock.now - began
+
+    for token, grown in ((1, 1), (2, hang.GROWTH), (3, hang.GROWTH**2)):
+        assert hangs_after(token, 500) == pytest.approx(hang.LEAST_SECONDS * grown, abs=2)
+    assert hangs_after(4, 20) == pytest.approx(hang.LEAST_SECONDS, abs=2)
+
+
+def test_a_rank_at_the_border_is_not_named_again_and_again(node: Node) -> None:
+    node.begin()
+    watch = node.watch()
+    for part in range(20):
+        node.iterate(1 + part * KEPT, (part + 1) * KEPT, (0.4, 0.64 if part % 2 else 0.56))
+        node.look(watch, 3)
+    assert len(node.named(catalogue.RANK_SLOWED)) == 1 and node.named(catalogue.RANK_RECOVERED) == []
+    node.iterate(20 * KEPT + 1, 21 * KEPT + 1, (0.4, 0.45))
+    node.look(watch, 3)
+    assert len(node.named(catalogue.RANK_RECOVERED)) == 1
 
 
 def test_a_slow_rank_is_named_once_and_again_when_it_is_not_slow_any_more(node: Node) -> None:

@@ -70,6 +70,15 @@ def test_an_iteration_that_was_already_completed_before_does_not_end_an_outage()
     assert story(*KILLED, (27.0, saw(1)), (29.0, saw(1))).report(30.0)["down_for_seconds"] == 10.0
 
 
+def test_an_iteration_that_was_restored_is_not_one_that_was_just_completed() -> None:
+    """A job that restarts for ever without progress must not look young."""
+    report = story(*KILLED, (27.0, saw(1))).report(30.0)
+    assert (report["iteration"], report["iteration_age_seconds"]) == (1, 16.0), "since the last one that was completed"
+    new = story((10.0, fenced(False)), (11.0, opened(40)), (12.0, saw(40)))
+    assert (new.report(30.0)["iteration"], new.report(30.0)["iteration_age_seconds"]) == (40, None)
+    assert new.seen(31.0, Sight(False, 41)).report(33.0)["iteration_age_seconds"] == 2.0
+
+
 def test_a_version_is_as_old_as_its_first_sight() -> None:
     history = History()
     for now, committed in ((10.0, None), (12.0, Version(1, 4)), (15.0, Version(1, 4)), (16.0, Version(1, 8))):

@@ -7,6 +7,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -96,6 +97,34 @@ def test_of_a_stopped_an_ended_and_a_silent_process_it_is_said_why_there_are_non
     assert "is stopped by a signal" in texts[0] and "has ended" in texts[1] and "did not answer" in texts[2]
 
 
+def test_ranks_that_answer_have_stacks_however_many_there_are_and_though_one_does_not(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one does not answer: it waits for a device, say."""
+    monkeypatch.setattr(stacks, "_QUIET_SECONDS", 0.4)  # of each rank in turn, more than there is time
+    processes = {0: start(0, DEAF + SLEEPS), **{rank: start(rank, SLEEPS) for rank in range(1, 5)}}
+    folder = stacks.dump(tmp_path, 3, processes, 1.2)
+    texts = [(folder / f"rank{rank}.txt").read_text() for rank in processes]
+    assert "did not answer" in texts[0] and all("in outer" in text for text in texts[1:])
+
+
+def test_stacks_are_kept_as_they_come_while_another_rank_is_waited_for(start: Start, tmp_path: Path) -> None:
+    """Another node has the workers restart meanwhile: the next incarnation begins the file anew."""
+    processes = {0: start(0, DEAF + SLEEPS), 1: start(1, SLEEPS)}
+    dumping = threading.Thread(target=stacks.dump, args=(tmp_path, 3, processes, SECONDS))
+    began = time.monotonic()
+    dumping.start()
+    written = tmp_path / "hangs" / "3" / "rank1.txt"
+    while not (written.exists() and written.stat().st_size) and time.monotonic() - began < SECONDS / 2:
+        time.sleep(0.01)
+    (tmp_path / "stack.1").write_bytes(b"")
+    os.kill(processes[0][0], signal.SIGKILL)
+    dumping.join()
+    assert time.monotonic() - began < SECONDS - 1, "one that has ended is not waited for"
+    assert "in outer" in written.read_text()
+    assert "did not answer" in (tmp_path / "hangs" / "3" / "rank0.txt").read_text()
+
+
 SPY = """#!/bin/sh
 if [ "$3" = "{fails}" ]; then exit 1; fi
 if [ "$3" = "{hangs}" ]; then exec sleep 600; fi
@@ -116,6 +145,29 @@ def test_py_spy_comes_first_where_it_is_installed_and_the_ranks_themselves_where
     texts = [(folder / f"rank{rank}.txt").read_text() for rank in range(3)]
     assert texts[0] == f"spied dump --pid {processes[0][0]}\n"
     assert "in outer" in texts[1] and "in outer" in texts[2]
+
+
+def test_py_spy_that_cannot_be_killed_is_not_waited_for(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads a process whose memory lies on a file system that does not answer."""
+    process = start(0, SLEEPS)
+    tool = tmp_path / "bin" / "py-spy"
+    tool.parent.mkdir()
+    tool.write_text("#!/bin/sh\nexec sleep 20\n")
+    tool.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tool.parent}:/bin:/usr/bin")
+    killed: list[subprocess.Popen[bytes]] = []
+    began = time.monotonic()
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess.Popen, "kill", lambda spy: killed.append(spy))
+        folder = stacks.dump(tmp_path, 3, {0: process}, 2.0)
+    took = time.monotonic() - began
+    for spy in killed:
+        spy.kill()
+        spy.wait()
+    assert killed and took < 10
+    assert "in outer" in (folder / "rank0.txt").read_text()
 
 
 def test_the_stacks_of_the_last_hangs_are_kept(tmp_path: Path) -> None:

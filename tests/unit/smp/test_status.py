@@ -71,6 +71,29 @@ def test_an_smp_says_it_of_its_node(node: Any, trainer: subprocess.Popen[bytes])
         assert client.status()["signal"] == "UNHEALTHY"
 
 
+def test_a_lost_trainer_is_declared_when_there_is_room_for_it_and_one_that_moves_away_is_no_error(
+    job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process, room, declared = SnapshotProcess(tmp_path, job, "n0", Events("n0")), [False], list[list[str]]()
+    process._detect_seconds = -1.0
+    process._segments = {0: SimpleNamespace(owner=(4, 4)), 1: SimpleNamespace()}  # type: ignore[dict-item]
+
+    def declare(token: int, lost: list[str]) -> None:
+        if not room[0]:
+            raise OSError("no space left on device")
+        declared.append(lost)
+
+    monkeypatch.setattr(process._tier, "declare_lost", declare)
+    monkeypatch.setattr(process._transition, "drop_if_safe", lambda: None)
+    monkeypatch.setattr(process._hangs, "look", lambda *args: None)
+    monkeypatch.setattr(liveness, "is_stopped", lambda pid, began: True)
+    process.check_trainers()
+    room[0] = True
+    process.check_trainers()
+    process.check_trainers()
+    assert declared == [["rank 0"]]
+
+
 def test_a_trainer_is_not_lost_because_its_whole_node_was_suspended(
     job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -157,6 +157,22 @@ def test_long_phases_are_left_out_and_are_progress_when_they_end(
     assert known(segment).seconds == (2.0,) and known(segment).longest == 2.0
 
 
+@pytest.mark.parametrize(
+    "only", [(WorkPhase.SAVING, WorkPhase.AFTER_UPDATE), (WorkPhase.EVALUATION, WorkPhase.EVALUATION)]
+)
+def test_what_one_rank_alone_saves_or_evaluates_does_not_put_it_ahead_of_the_others(
+    segment: Segment, only: tuple[WorkPhase, ...]
+) -> None:
+    """Ranks of a stage are compared by their edges: rank 0 alone saves, then all go on."""
+    writer = ProgressWriter(segment.path, FACTS)
+    writer.begin(4)
+    for phase in only:
+        writer.edge(phase)
+    assert known(segment).phase is only[-1]
+    writer.edge(WorkPhase.FORWARD)
+    assert known(segment).edges == 2, "those of a rank that did nothing else"
+
+
 def test_an_iteration_of_hours_still_fits(segment: Segment, clock: Clock) -> None:
     writer = ProgressWriter(segment.path, FACTS)
     for step in (1, 2):
