@@ -124,7 +124,9 @@ def test_on_two_nodes_both_name_the_rank_of_one_and_go_on(
         assert (hung["about"], hung["culprit"], hung["iteration"], hung["phase"]) == (1, "node1", 6, "forward")
         stack = (Path(hung["stacks"]) / f"rank{rank}.txt").read_text()
         assert ("in before_forward" if rank else "in backward") in stack
-        assert "rank 1 of node node1, in the forward of iteration 6" in job.log.read_text()
+    # the agent that acts first says so; the other one may see the end of the round before it reads why
+    named = "rank 1 of node node1, in the forward of iteration 6"
+    assert any(named in job.log.read_text() for job in running)
     assert {entry["from"] for entry in found if entry.get("restart")} <= {5, 6}
     require_as_unfailed(run, unfailed, found, tmp_path)
 
