@@ -47,7 +47,8 @@ class StandbyChannel:
         content = json.dumps(message).encode()
         whole = _LENGTH.pack(len(content)) + content
         sent = socket.send_fds(self._socket, [whole], descriptors) if descriptors else self._socket.send(whole)
-        self._socket.sendall(whole[sent:])
+        if sent < len(whole):  # sending nothing fails, too, once the other side has read all of it and closed
+            self._socket.sendall(whole[sent:])
 
     def receive(self, seconds: float | None = None) -> tuple[dict[str, Any], list[int]]:
         """The next message and its descriptors. Raises EOFError, TimeoutError, OSError, ValueError."""

@@ -95,7 +95,7 @@ def filters_refusal(filters: Sequence[Any], again: Sequence[Any]) -> str:
         for other in filters[:place] if own in again else ():
             related = issubclass(own[2], other[2]) or issubclass(other[2], own[2])
             if other not in again and related and own[0] != other[0] and "error" in (own[0], other[0]):
-                return f"modules filter warnings after the script has: {own[0]} before {other[0]}"
+                return f"modules filter warnings ('{other[0]}') after the script has ('{own[0]}')"
     return ""
 
 

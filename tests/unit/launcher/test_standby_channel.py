@@ -9,6 +9,7 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -94,3 +95,18 @@ def test_a_message_longer_than_the_kernel_keeps_arrives_whole(ends: Ends) -> Non
     assert received == message and len(descriptors) == 2
     for each in (reader, writer, *descriptors):
         os.close(each)
+
+
+def test_sending_is_over_when_all_of_it_is_sent(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other side may read it and close at that moment."""
+    one, _, theirs = ends
+    own = one._socket
+
+    def send(content: bytes) -> int:
+        sent = own.send(content)
+        theirs.close()
+        return sent
+
+    with monkeypatch.context() as patch:
+        patch.setattr(one, "_socket", SimpleNamespace(send=send, sendall=own.sendall))
+        one.send({"refusal": ""})

@@ -137,7 +137,7 @@ class Node:
         handler.proc.wait(WAIT)
         text = (self.folder / f"out-{self.token}").read_text()
         error = (self.folder / f"err-{self.token}").read_text()
-        assert text, error
+        assert text, (handler.proc.returncode, error)
         assert "to standard error" in error
         found: dict[str, Any] = json.loads(text)
         return found
@@ -317,7 +317,9 @@ def test_one_that_is_killed_or_does_not_answer_is_replaced_by_a_new_process(
         ("import yaml", "has not: "),
         pytest.param("os.chdir('/')", "an import changes the working folder", marks=MORE),
         pytest.param("os.environ['EXTENDED'] = ''", "uses before: EXTENDED", marks=MORE),
-        pytest.param("import warnings; warnings.simplefilter('error')", "error before ignore", marks=MORE),
+        pytest.param(
+            "import warnings; warnings.simplefilter('error')", "('error') after the script has ('ignore')", marks=MORE
+        ),
     ],
     ids=["fails", "writes", "listens", "cuda", "joins", "more", "moves", "sets", "filters"],
 )
@@ -364,12 +366,12 @@ def test_an_error_of_a_standby_never_ends_the_agent(
     node = make()
     if at == "turn":
         node.run_cut_short()
-        full = OSError(28, "No space left on device")
         with monkeypatch.context() as patch:
-            patch.setattr(standby_pool.os, "open", lambda *_, **__: (_ for _ in ()).throw(full))
-            while not node.refusals():
+            patch.setattr(standby_pool.socket, "socketpair", lambda: (_ for _ in ()).throw(OSError(24, "Too many")))
+            deadline = time.monotonic() + WAIT
+            while not node.refusals() and time.monotonic() < deadline:
                 node.pool.turn()
-        assert "No space left" in node.refusals()[0]
+        assert "Too many" in node.refusals()[0]
     else:
         pid = node.prepared()
         monkeypatch.setattr(node.pool, "_check", lambda: 1 // 0)
