@@ -35,7 +35,7 @@ class ImportGuard:
         self._made: set[Path] = set()  # by this process: files and folders
         chosen = tempfile.tempdir
         self._temporary = [Path(each).resolve() for each in (tempfile.gettempdir(), "/tmp")]
-        tempfile.tempdir = chosen  # chosen anew by the script, which may have set TMPDIR
+        tempfile.tempdir = chosen  # the script chooses, and may have set TMPDIR
         sys.addaudithook(self._audit)
 
     def files(self) -> set[str]:

@@ -1,7 +1,7 @@
 """What imports do besides: which variables of the environment they read and set, and whether they are connected.
 
 Invariant: reading is noted by name; copying or searching the whole environment reads none. What the script's own
-statements set is told apart from what modules set, because the script is executed again and modules are not.
+statements set is distinguished from what modules set, because the script is executed again and modules are not.
 
 In: this process. Out: names that were read, what modules have set.
 """
