@@ -5,7 +5,8 @@
 Invariant: after the hand-over everything is as in a new process that has reached the same statement of the script.
 The imports run in the main thread, behind the hooks of a rank, in the script's own order: the beginning of the script
 is executed, then what torch, Python and this package have imported later in the running rank. A standby has no CUDA
-context, no connection and no port, and ends with its agent. In doubt it refuses, and a new process is started.
+context, no connection and no port, ends with its agent, and before any rank when memory runs out. In doubt it refuses,
+and a new process is started.
 
 In: what the running rank has imported; from the agent: questions, then environment, output, arguments. Out: a rank.
 """
@@ -19,7 +20,7 @@ import os
 import socket
 import sys
 import time
-from collections import Counter
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -31,8 +32,11 @@ from ..intake import read_bytes
 from ..model import imported
 from . import standby_plan, standby_script
 from .binding import bind_to_agent
+from .ended_first import EndedFirst
+from .import_guard import ImportGuard
+from .noted_times import ImportTimes, NotedTime
 from .standby_channel import StandbyChannel
-from .standby_watch import EnvironmentWatch, ImportGuard, connected
+from .standby_watch import EnvironmentWatch, connected
 
 _SCRIPT_LIMIT = 16 << 20  # bytes
 _STANDBY, _WORKER, _HOOKS = (f"ft_plugins.launcher.{name}" for name in ("standby", "worker", "hooks"))
@@ -41,6 +45,10 @@ _OWN_WORDS = 4  # before those of the worker
 
 class _Unusable(Exception):
     """This standby cannot become a rank."""
+
+
+class _Again(str):
+    """A place in sys.path, put there by a statement that the script will execute again."""
 
 
 class _Standby:
@@ -53,15 +61,16 @@ class _Standby:
         self._environment: dict[str, str] = {}
         self._read: set[str] = set()
         self._set: dict[str, str | None] = {}
-        self._added: Counter[str] = Counter()  # to sys.path, by statements that the script will execute again
+        self._filters: list[Any] = []  # of warnings, by statements that the script will execute again
         self._files: dict[str, tuple[int, ...] | None] = {}
         self._endings: list[Callable[[], None]] = []
         self._cuda_is_initialized: Callable[[], bool] = lambda: False
-        self._own_main = sys.modules["__main__"]
+        self._own_main, self._main = sys.modules["__main__"], ModuleType("__main__")
+        self._times, self._noted = ImportTimes(), list[NotedTime]()
 
     def import_ahead(self) -> None:
         """Raises _Unusable, and whatever an import raises."""
-        guard, watch = ImportGuard(), EnvironmentWatch()
+        guard, watch, folder = ImportGuard(), EnvironmentWatch(), os.getcwd()
         self._environment = watch.before
         try:
             worker, hooks = (importlib.import_module(each) for each in (_WORKER, _HOOKS))
@@ -88,9 +97,14 @@ class _Standby:
             guard.on = False
             seen = dict(os.environ)
             self._set = watch.end()
-        self._files = {path: _state(path) for path in self._paths()}
+        self._files = {path: _state(path) for path in self._paths() | guard.files()}
+        self._noted = self._times.found(list(sys.modules.values()))
+        conflict = watch.conflict()
         refusals = (
             guard.stopped,
+            f"modules set what the script itself uses before: {conflict}" if conflict else "",
+            standby_plan.filters_refusal(warnings.filters, self._filters),
+            "an import changes the working folder" if os.getcwd() != folder else "",
             standby_plan.later_refusal(self._imported, seen, later),
             standby_plan.modules_refusal(self._imported, imported.versions(), imported.module_names()),
             "an import holds a connection or a port" if connected() else "",
@@ -102,7 +116,7 @@ class _Standby:
 
     def _begin_script(self) -> None:
         """Execute the beginning of the script, in a module that stands for `__main__`."""
-        main = ModuleType("__main__")
+        main = self._main
         if self._module:
             spec = importlib.util.find_spec(self._script)
             if spec is not None and spec.submodule_search_locations is not None:
@@ -120,11 +134,15 @@ class _Standby:
         sys.modules["__main__"] = main
         self._files[os.path.abspath(path)] = None
         for statement in standby_script.beginning(source, path):
-            places = Counter(sys.path)
+            places, filters = list(sys.path), list(warnings.filters)
             code = compile(ast.Module([statement], []), path, "exec", dont_inherit=True)
             exec(code, vars(main))
-            if "sys.path" in ast.unparse(statement):
-                self._added += Counter(sys.path) - places
+            text = ast.unparse(statement)
+            if "sys.path" in text:
+                for index in standby_plan.added(places, sys.path):
+                    sys.path[index] = _Again(sys.path[index])
+            if "warnings." in text:
+                self._filters += standby_plan.put_in_front(filters, warnings.filters)
 
     def _paths(self) -> set[str]:
         """The files of all modules, and of the script."""
@@ -159,13 +177,31 @@ class _Standby:
                 os.environ.pop(name, None)
             elif os.environ.get(name) != value:
                 os.environ[name] = value
-        for place in self._added.elements():
-            if place in sys.path:
-                sys.path.remove(place)
+        sys.path[:] = [place for place in sys.path if not isinstance(place, _Again)]
+        waited = self._times.waited()
+        for noted in self._noted:
+            noted.move(waited)
         own = sys.orig_argv.index(_STANDBY)
         sys.orig_argv[own : own + 1 + _OWN_WORDS] = [_WORKER]
         sys.modules["__main__"] = self._own_main
+        _run_in(self._main)
         sys.modules[_WORKER].main(self._words, self._endings)
+
+
+def _run_in(main: ModuleType) -> None:
+    """Have runpy run the script in `main`, which modules may have taken from `sys.modules` when they were imported."""
+    runpy: Any = importlib.import_module("runpy")
+    usual = runpy._TempModule
+
+    def taken(name: str) -> Any:
+        runpy._TempModule = usual
+        temporary = usual(name)
+        vars(main).clear()
+        vars(main).update(vars(temporary.module))
+        temporary.module = main
+        return temporary
+
+    runpy._TempModule = taken
 
 
 def _state(path: str) -> tuple[int, ...] | None:
@@ -182,6 +218,8 @@ def main() -> None:
     end, run_dir, local_rank, agent, *words = sys.argv[1:]
     channel = StandbyChannel(socket.socket(fileno=int(end)))
     bind_to_agent(int(agent))
+    channel.send({"bound": True})
+    first = EndedFirst()
     began = time.monotonic()
     try:
         standby = _Standby(words, Path(run_dir), int(local_rank))
@@ -191,22 +229,25 @@ def main() -> None:
         channel.send({"refusal": words_of[:2000]})
         os._exit(0)
     channel.send({"ready": round(time.monotonic() - began, 3), "modules": len(sys.modules)})
-    taken, outputs = _handed_over(standby, channel)
+    taken, outputs = _handed_over(standby, channel, first)
     stamps.begin()
     channel.close()
     standby.become(taken, outputs)
 
 
-def _handed_over(standby: _Standby, channel: StandbyChannel) -> tuple[dict[str, str], list[int]]:
+def _handed_over(standby: _Standby, channel: StandbyChannel, first: EndedFirst) -> tuple[dict[str, str], list[int]]:
     """Answer until the agent hands over; the environment and the output that it gives."""
     while True:
         try:
             message: dict[str, Any]
             message, outputs = channel.receive()
             environment = message.get("environment")
-            refusal = standby.refusal() if environment is None else standby.environment_refusal(environment)
+            if environment is None:
+                refusal = standby.refusal()
+            else:
+                refusal = standby.environment_refusal(environment) or first.undo()
             channel.send({"refusal": refusal})
-        except (EOFError, OSError):
+        except (EOFError, OSError, ValueError):
             os._exit(0)
         if environment is not None and not refusal:
             return environment, outputs

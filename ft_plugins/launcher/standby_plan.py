@@ -9,7 +9,8 @@ In: environments, names, bytes. Out: reasons in words, '' for none; yes or no.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 from ..model.imported import Imported, digest
 
@@ -64,6 +65,38 @@ def modules_refusal(imported: Imported, versions: tuple[str, str], names: Iterab
     known = {name.partition(".")[0] for name in imported.names} | {"ft_plugins", *sys.stdlib_module_names}
     unknown = sorted({name.partition(".")[0] for name in names} - known)
     return f"it has imported what the running rank has not: {_listed(unknown)}" if unknown else ""
+
+
+def added(before: Sequence[str], after: Sequence[str]) -> list[int]:
+    """Where in `after` are the elements that were added to `before`; none if others were removed."""
+    found, matched = [], 0
+    for place, element in enumerate(after):
+        if matched < len(before) and element == before[matched]:
+            matched += 1
+        else:
+            found.append(place)
+    return found if matched == len(before) else []
+
+
+def put_in_front(before: Sequence[Any], after: Sequence[Any]) -> list[Any]:
+    """The elements that were put, or moved, to the front of `before`."""
+    for count in range(len(after)):
+        front = list(after[:count])
+        kept = [element for element in before if element not in front]
+        if list(after[count : count + len(kept)]) == kept:
+            return front
+    return list(after)
+
+
+def filters_refusal(filters: Sequence[Any], again: Sequence[Any]) -> str:
+    """Why `filters` of warnings would not be the same once the script has moved its own, `again`, to the front: a
+    warning would be an error, or would not be one any more. Each is action, message, category, ..."""
+    for place, own in enumerate(filters):
+        for other in filters[:place] if own in again else ():
+            related = issubclass(own[2], other[2]) or issubclass(other[2], own[2])
+            if other not in again and related and own[0] != other[0] and "error" in (own[0], other[0]):
+                return f"modules filter warnings ('{other[0]}') after the script has ('{own[0]}')"
+    return ""
 
 
 def memory_refusal(each: int, count: int, available: int) -> str:

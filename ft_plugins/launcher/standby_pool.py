@@ -3,7 +3,7 @@
 Invariant: they never delay training's start. They are started one after another, only once the running incarnation has
 settled, and import while cores are idle, otherwise in a share of the turns. They are processes of their own, started by
 the thread that starts workers, in sessions of their own, and end with the agent. A rank for which none fits starts in a
-new process, as without standbys, and an event says why.
+new process, as without standbys, and an event says why. No error of theirs ends the agent.
 
 In: the commands of the running workers, what those have imported, the turns of the agent's loop. Out: for torch, the
 processes behind its handlers; `standbys.prepared`, `standbys.used`, `standby.refused`, `standbys.omitted` events.
@@ -13,17 +13,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing import api as torch_processes
 
 from ..config import Config
@@ -33,36 +32,15 @@ from ..snapshot import room
 from . import standby_plan
 from .processor_idle import IdleProcessors, used_seconds
 from .standby_channel import StandbyChannel
+from .standby_process import Command, StandbyProcess, own_bytes
 from .watcher import Job
 
 _WORKER, _STANDBY = "ft_plugins.launcher.worker", "ft_plugins.launcher.standby"
 _CHECK_SECONDS = 10.0  # for all standbys together to say that no file has changed
 _TAKE_SECONDS = 5.0  # for one to confirm that it takes over
-_END_SECONDS = 10.0  # for the kernel to end one
 _IMPORT_SECONDS = 900.0  # for the imports of one, which may be stopped for most of that time
 
 Cold = Callable[[Any, Any], "subprocess.Popen[bytes]"]
-Command = tuple[str, ...]
-
-
-@dataclass
-class _Process:
-    """A standby worker. `ready`: it has imported, and waits."""
-
-    process: subprocess.Popen[bytes]
-    channel: StandbyChannel
-    command: Command
-    began: float  # monotonic
-    ready: bool = False
-    stopped: bool = False  # by a signal, for a turn
-    used: float = 0.0  # seconds of a processor, until the last turn
-
-    def end(self) -> None:
-        self.channel.close()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in the kernel
-            self.process.wait(_END_SECONDS)
 
 
 class StandbyPool:
@@ -71,7 +49,7 @@ class StandbyPool:
     def __init__(self, config: Config, run_dir: Path, count: int, events: Events) -> None:
         self._config, self._run_dir, self._count, self._events = config, run_dir, count, events
         self._commands: dict[int, tuple[Command, dict[str, str]]] = {}  # of the running workers, by local rank
-        self._standbys: dict[int, _Process] = {}
+        self._standbys: dict[int, StandbyProcess] = {}
         self._idle = IdleProcessors()
         self._token = 0
         self._settled_at: float | None = None  # monotonic; since when what the workers have imported is known
@@ -84,10 +62,16 @@ class StandbyPool:
     def starting(self, token: int) -> Iterator[None]:
         """While torch starts the workers of an incarnation: standbys that fit become its workers."""
         had = bool(self._standbys)
-        self._check()
+        try:
+            self._check()
+        except SignalException:
+            raise
+        except Exception as error:  # a new process is always possible
+            self._fail(error)
         self._taken = 0
         for rank in range(self._count):  # of the last incarnation
-            imported.path_of(self._run_dir, rank).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # its token is looked at, too
+                imported.path_of(self._run_dir, rank).unlink(missing_ok=True)
         try:
             with _popen_of(self._start):
                 yield
@@ -98,9 +82,17 @@ class StandbyPool:
             self._events.emit(catalogue.STANDBYS_USED, count=self._taken, cold=self._count - self._taken)
 
     def turn(self) -> None:
-        """One turn of the agent's loop while all workers are healthy. Never waits."""
+        """One turn of the agent's loop while all workers are healthy. Never waits, and never raises."""
         if self._over:
             return
+        try:
+            self._go_on()
+        except SignalException:  # the agent's own, for its caller
+            raise
+        except Exception as error:  # training is worth more than a standby
+            self._fail(error)
+
+    def _go_on(self) -> None:
         importing = [rank for rank, standby in self._standbys.items() if not standby.ready]
         self._turn += 1
         if importing:
@@ -168,7 +160,7 @@ class StandbyPool:
         finally:
             os.close(log)
             theirs.close()
-        self._standbys[rank] = _Process(process, StandbyChannel(ours), command, time.monotonic())
+        self._standbys[rank] = StandbyProcess(process, StandbyChannel(ours), command, time.monotonic())
         self._idle.begin()
 
     def _memory_refusal(self) -> str:
@@ -193,18 +185,19 @@ class StandbyPool:
             who="ft-run: ",
         )
 
-    def _follow(self, rank: int, standby: _Process) -> None:
+    def _follow(self, rank: int, standby: StandbyProcess) -> None:
         """Hear whether it is ready; if it is not, let it import in this turn or stop it."""
         if standby.channel.pending():
+            standby.let_run(True)  # it may have to send the rest
             try:
                 message, _ = standby.channel.receive(_TAKE_SECONDS)
             except (EOFError, OSError, ValueError) as error:
                 self._refuse(rank, f"it has ended while it imported ({error}); see standby-{rank}.log")
                 return
+            standby.bound |= "bound" in message
             standby.ready = "ready" in message
-            standby.process.send_signal(signal.SIGCONT)
-            if not standby.ready:
-                self._refuse(rank, str(message.get("refusal", "")))
+            if "refusal" in message:
+                self._refuse(rank, str(message["refusal"]))
             return
         if time.monotonic() - standby.began > _IMPORT_SECONDS:
             self._refuse(rank, f"its imports were not done after {_IMPORT_SECONDS:.0f} s")
@@ -212,10 +205,7 @@ class StandbyPool:
         used = used_seconds(standby.process.pid)
         idle = self._idle.cores(used - standby.used)
         standby.used = used
-        run = standby_plan.may_import(idle, self._turn)
-        if run == standby.stopped:
-            standby.process.send_signal(signal.SIGCONT if run else signal.SIGSTOP)
-            standby.stopped = not run
+        standby.let_run(standby_plan.may_import(idle, self._turn))
 
     def _refuse(self, rank: int, reason: str) -> None:
         """Give up the standbys that are not ready: the others would fail as well."""
@@ -223,6 +213,12 @@ class StandbyPool:
             standby.end()
         self._over = True
         self._events.emit(catalogue.STANDBY_REFUSED, local_rank=rank, reason=reason)
+
+    def _fail(self, error: Exception) -> None:
+        """Keep none in this incarnation, because of an unexpected error."""
+        self.end()
+        self._over = True
+        self._events.emit(catalogue.STANDBY_REFUSED, local_rank=0, reason=f"{type(error).__name__}: {error}")
 
     def _prepared(self) -> None:
         """All wait: say so, once."""
@@ -299,15 +295,6 @@ def _position(command: Command) -> int | None:
         if word == _WORKER and command[place - 1] == "-m":
             return place
     return None
-
-
-def own_bytes(pid: int) -> int:
-    """The memory of a process that it shares with no other; 0 if it is gone."""
-    try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    except OSError:
-        return 0
-    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Private_"))
 
 
 @contextmanager

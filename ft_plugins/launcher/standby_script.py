@@ -2,7 +2,9 @@
 
 Invariant: what is executed is what the script itself executes first, in its order; it ends before the first statement
 that may do more than import modules, set names and say where and how to import. So when the script runs later, from its
-first statement, modules are as they would be without a standby. Statements of that beginning may be executed twice.
+first statement, modules are as they would be without a standby. Statements of that beginning are executed twice, and
+the second time must do the same: a choice between imports and settings (`try: import a; except ImportError:
+sys.path.insert(..)`) ends it, because once it is made, another one would be made the second time.
 
 In: the text of a script. Out: statements of its top level.
 """
@@ -12,6 +14,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 
+from .standby_plan import ABSENT
+
 _SETTINGS = {  # calls that say where and how to import; executing them twice changes nothing
     "os.environ.setdefault",
     "sys.path.append",
@@ -19,7 +23,12 @@ _SETTINGS = {  # calls that say where and how to import; executing them twice ch
     "warnings.filterwarnings",
     "warnings.simplefilter",
 }
-_PURE = {"Path", "pathlib.Path", "logging.getLogger", "str", "int"}  # and os.path
+_PURE = {  # and os.path
+    "Path", "pathlib.Path", "logging.getLogger", "str", "int", "float", "bool", "len",
+    "time.time", "time.monotonic", "time.perf_counter",
+}  # fmt: skip
+_READERS = {"os.environ.get", "os.getenv"}
+_EVER_NEW = ABSENT | {"TORCHELASTIC_RESTART_COUNT"}  # variables that no standby can know
 _PURE_METHODS = {"resolve", "absolute", "as_posix"}  # of a path
 
 
@@ -62,11 +71,25 @@ def _harmless(statement: ast.stmt) -> bool:
         case ast.AnnAssign(target=target, value=value):
             return _settable(target) and (value is None or _pure(value))
         case ast.If(test=test, body=body, orelse=other):
-            return _pure(test) and all(map(_harmless, [*body, *other]))
+            return _pure(test) and all(map(_harmless, [*body, *other])) and not _mixed(statement)
         case ast.Try(body=body, handlers=handlers, orelse=other, finalbody=last):
             inner = [each for handler in handlers for each in handler.body]
-            return all(map(_harmless, [*body, *inner, *other, *last]))
+            return all(map(_harmless, [*body, *inner, *other, *last])) and not _mixed(statement)
     return False
+
+
+def _mixed(statement: ast.stmt) -> bool:
+    """Whether it holds both imports and settings."""
+    parts = list(ast.walk(statement))
+    imports = any(isinstance(part, ast.Import | ast.ImportFrom) for part in parts)
+    settings = any(
+        isinstance(part, ast.Call)
+        and _dotted(part.func) in _SETTINGS
+        or isinstance(part, ast.Subscript)
+        and isinstance(part.ctx, ast.Store)
+        for part in parts
+    )
+    return imports and settings
 
 
 def _settable(target: ast.expr) -> bool:
@@ -81,6 +104,8 @@ def _pure(value: ast.expr) -> bool:
     match value:
         case ast.Constant() | ast.Name():
             return True
+        case ast.Attribute(attr="modules", value=ast.Name(id="sys")):
+            return False  # holds more the second time
         case ast.Attribute(value=inner) | ast.UnaryOp(operand=inner) | ast.FormattedValue(value=inner):
             return _pure(inner)
         case ast.Tuple(elts=parts) | ast.List(elts=parts) | ast.Set(elts=parts) | ast.JoinedStr(values=parts):
@@ -92,14 +117,22 @@ def _pure(value: ast.expr) -> bool:
         case ast.BinOp(left=left, right=right):
             return _pure(left) and _pure(right)
         case ast.Compare(left=left, comparators=others):
-            return all(map(_pure, [left, *others]))
+            searched = any(_dotted(each) == "os.environ" for each in others)
+            return all(map(_pure, [left, *others])) and (not searched or _known(left))
         case ast.Subscript(value=whole, slice=index):
-            return _pure(whole) and _pure(index)
+            return _pure(whole) and _pure(index) and (_dotted(whole) != "os.environ" or _known(index))
         case ast.Call(func=function):
             name = _dotted(function)
+            if name in _READERS:
+                return bool(value.args) and _known(value.args[0]) and _pure_arguments(value)
             path = isinstance(function, ast.Attribute) and function.attr in _PURE_METHODS and _pure(function.value)
             return (name in _PURE or name.startswith("os.path.") or path) and _pure_arguments(value)
     return False
+
+
+def _known(name: ast.expr) -> bool:
+    """Whether a standby may know the variable of the environment with that name."""
+    return isinstance(name, ast.Constant) and name.value not in _EVER_NEW
 
 
 def _pure_arguments(call: ast.Call) -> bool:

@@ -1,9 +1,9 @@
-"""What imports do besides: which variables of the environment they read, and what they must not do early.
+"""What imports do besides: which variables of the environment they read and set, and whether they are connected.
 
-Invariant: nothing that a running rank uses is changed by a standby. An import that would overwrite a file or connect
-to a server is stopped, and the standby is not used.
+Invariant: reading is noted by name; copying or searching the whole environment reads none. What the script's own
+statements set is distinguished from what modules set, because the script is executed again and modules are not.
 
-In: this process. Out: names that were read; why an import may not be done ahead of time.
+In: this process. Out: names that were read, what modules have set.
 """
 
 from __future__ import annotations
@@ -11,20 +11,19 @@ from __future__ import annotations
 import os
 import socket
 import sys
-import tempfile
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
-_READERS = ("os", "collections.abc", "_collections_abc")  # modules between `os.environ` and the code that reads it
+_PASSING = ("os", "collections.abc", "_collections_abc", __name__)  # between this and the code that uses `os.environ`
 _OURS = "ft_plugins."  # reads what is handed over when it is called, not when it is imported
-_WRITING = os.O_WRONLY | os.O_RDWR
-_INTERNET = (socket.AF_INET, socket.AF_INET6)
+_SCRIPT = "__main__"
+INTERNET = (socket.AF_INET, socket.AF_INET6)
 
 
 class EnvironmentWatch:
-    """Notes the names that Python code reads of `os.environ`. Copying or searching all of it reads none."""
+    """Notes the names that Python code reads and sets of `os.environ`."""
 
     def __init__(self) -> None:
         self.before = dict(os.environ)
@@ -37,10 +36,16 @@ class EnvironmentWatch:
         return {os.fsdecode(name) for name in found}
 
     def end(self) -> dict[str, str | None]:
-        """Stop; returns what the imports have set, None for what they have removed."""
-        self._use(dict(self._noted))
+        """Stop; returns what modules have set, None for what they have removed."""
+        self._use(dict(self._noted.items()))
         names = [name for name in {**self.before, **os.environ} if self.before.get(name) != os.environ.get(name)]
-        return {name: os.environ.get(name) for name in names}
+        again = {os.fsdecode(name) for name in self._noted.of_script - self._noted.of_modules}
+        return {name: os.environ.get(name) for name in names if name not in again}
+
+    def conflict(self) -> str:
+        """A variable that the script uses and modules set: the second time it would find another value. '' for none."""
+        both = (self._noted.of_script | self._noted.read_by_script) & self._noted.of_modules
+        return os.fsdecode(min(both)) if both else ""
 
     def _use(self, content: dict[bytes, bytes]) -> None:
         for environ in (os.environ, os.environb):
@@ -50,7 +55,10 @@ class EnvironmentWatch:
 class _NotingDict(dict[bytes, bytes]):
     def __init__(self, content: dict[bytes, bytes]) -> None:
         super().__init__(content)
-        self.names: set[bytes] = set()
+        self.names: set[bytes] = set()  # that were read
+        self.read_by_script: set[bytes] = set()
+        self.of_script: set[bytes] = set()  # set or removed by the script's own statements
+        self.of_modules: set[bytes] = set()  # by any other code
         self._copied: deque[bytes] = deque()  # names that an iteration reads next, in this order
 
     def __iter__(self) -> Iterator[bytes]:
@@ -63,46 +71,31 @@ class _NotingDict(dict[bytes, bytes]):
             self._copied.popleft()
         else:
             self._copied.clear()
-            frame = sys._getframe(1)
-            while frame.f_back is not None and frame.f_globals.get("__name__") in _READERS:
-                frame = frame.f_back
-            if not str(frame.f_globals.get("__name__")).startswith(_OURS):
+            user = _user()
+            if not user.startswith(_OURS):
                 self.names.add(name)
+            if user == _SCRIPT:
+                self.read_by_script.add(name)
         return super().__getitem__(name)
 
+    def __setitem__(self, name: bytes, value: bytes) -> None:
+        self._written(name)
+        super().__setitem__(name, value)
 
-class ImportGuard:
-    """An audit hook that stops what an import may not do ahead of time, while it is `on`."""
+    def __delitem__(self, name: bytes) -> None:
+        self._written(name)
+        super().__delitem__(name)
 
-    def __init__(self) -> None:
-        self.on = True
-        self.stopped = ""  # the first thing that was stopped
-        self._caches = [Path(each).resolve() for each in (tempfile.gettempdir(), "/tmp", "/dev", "/proc")]
-        sys.addaudithook(self._audit)
+    def _written(self, name: bytes) -> None:
+        (self.of_script if _user() == _SCRIPT else self.of_modules).add(name)
 
-    def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if not self.on:
-            return
-        if event == "open":
-            path, _, flags = arguments
-            if isinstance(flags, int) and flags & _WRITING and isinstance(path, str | bytes | os.PathLike):
-                name = os.fsdecode(path)
-                if os.path.isfile(name) and not self._is_cache(Path(name)):
-                    self._stop(f"an import writes to the file {name}")
-        elif event == "socket.connect" and arguments[0].family in _INTERNET:
-            self._stop(f"an import connects to {arguments[1]}")
 
-    def _is_cache(self, path: Path) -> bool:
-        """Whether several processes may write a file: compiled code, temporary files, caches in the home folder."""
-        whole = path.resolve()
-        if "__pycache__" in whole.parts or any(folder in whole.parents for folder in self._caches):
-            return True
-        home = os.path.expanduser("~")
-        return whole.is_relative_to(home) and whole.relative_to(home).parts[0].startswith(".")
-
-    def _stop(self, reason: str) -> None:
-        self.stopped = self.stopped or reason
-        raise PermissionError(f"{reason}, which a standby worker must not do")
+def _user() -> str:
+    """The module whose code uses `os.environ`."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__") in _PASSING:
+        frame = frame.f_back
+    return str(frame.f_globals.get("__name__"))
 
 
 def connected() -> bool:
@@ -112,7 +105,7 @@ def connected() -> bool:
             if not os.readlink(link).startswith("socket:"):
                 continue
             with socket.socket(fileno=os.dup(int(link.name))) as found:
-                if found.family in _INTERNET:
+                if found.family in INTERNET:
                     return True
         except OSError:  # closed meanwhile
             continue

@@ -79,3 +79,29 @@ def test_memory_for_all_is_at_most_a_quarter_of_what_is_available() -> None:
 def test_without_idle_cores_it_imports_in_every_second_turn() -> None:
     assert [standby_plan.may_import(0.2, turn) for turn in range(8)] == [True, False] * 4
     assert all(standby_plan.may_import(1.5, turn) for turn in range(8))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "found"),
+    [
+        (["a", "p", "b"], ["a", "p", "b", "p"], [3]),  # appended, and there before
+        (["a", "p", "b"], ["p", "a", "p", "b"], [0]),
+        (["a", "b"], ["a", "x", "b"], [1]),
+        (["a", "b"], ["x", "a", "b", "y"], [0, 3]),
+        (["a", "b"], ["b"], []),
+    ],
+)
+def test_places_that_a_statement_has_added(before: list[str], after: list[str], found: list[int]) -> None:
+    assert standby_plan.added(before, after) == found
+
+
+def test_filters_of_warnings_that_the_script_moves_to_the_front_again() -> None:
+    ignore, error = ("ignore", None, FutureWarning, None, 0), ("error", None, Warning, None, 0)
+    other = ("error", None, UserWarning, None, 0)
+    assert standby_plan.put_in_front([other], [ignore, other]) == [ignore]
+    assert standby_plan.put_in_front([other, ignore], [ignore, other]) == [ignore]
+    assert standby_plan.put_in_front([other], [other, ignore]) == []  # appended: the second time it stays there
+    assert standby_plan.filters_refusal([error, ignore], [ignore]) != ""
+    assert standby_plan.filters_refusal([ignore, error], [ignore]) == ""
+    assert standby_plan.filters_refusal([other, ignore], [ignore]) == ""  # no warning is both
+    assert standby_plan.filters_refusal([("default", *ignore[1:]), ignore], [ignore]) == ""  # only printed

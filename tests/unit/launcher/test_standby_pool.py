@@ -27,14 +27,18 @@ from ft_plugins.model import imported
 WAIT = 120.0
 SCRIPT = """
 from __future__ import annotations
-import faulthandler, json, os, resource, signal, sys, threading
+import faulthandler, json, os, resource, signal, sys, tempfile, threading, warnings
 from multiprocessing import get_context
 from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent / "more"))
+sys.path.append(os.environ["PLACE"])  # which is in PYTHONPATH, too
+os.environ["EXTENDED"] = os.environ["EXTENDED"] + "once"
+warnings.filterwarnings("ignore", category=FutureWarning)
 import beside
 import torch
 from ft_plugins.config import launch_context
 from ft_plugins.model import imported
+os.environ["TMPDIR"] = os.environ["PLACE"]
 
 context = launch_context()
 imported.write(context.run_dir, context.local_rank, context.token)
@@ -60,6 +64,11 @@ told = {
     "finders": [type(each).__name__ for each in sys.meta_path],
     "descriptors": sorted(link for link in links if not link.startswith("/proc/")),
     "torch": (torch.is_grad_enabled(), torch.get_num_threads()),
+    "main_of_beside": beside.MAIN is sys.modules["__main__"],
+    "noted": beside.NOTED - beside.KEPT[0] > 1,
+    "temporary": tempfile.gettempdir() == os.environ["TMPDIR"],
+    "filters": [str(each) for each in warnings.filters],
+    "oom_score_adj": Path("/proc/self/oom_score_adj").read_text(),
     "beside": (beside.__file__, beside.IMPORTED_IN == os.getpid(), beside.LOCAL.value),
 }
 print("to standard error", file=sys.stderr)
@@ -68,7 +77,12 @@ if sys.argv[1:] == ["fail"]:
     raise ValueError("a script's own error")
 """
 BESIDE = """
-import os, threading
+import __main__ as MAIN
+import os, threading, time
+from pathlib import Path
+NOTED = time.time()
+KEPT = [NOTED]
+SETTINGS = Path(__file__).with_name("settings.txt").read_text()
 os.environ["SET_BY_AN_IMPORT"] += "once"
 IMPORTED_IN = os.getpid()
 LOCAL = threading.local()
@@ -94,6 +108,8 @@ class Node:
         self.pool = StandbyPool(self.config, self.folder, 1, events)
         (self.folder / "train.py").write_text(SCRIPT)
         (self.folder / "beside.py").write_text(BESIDE)
+        (self.folder / "settings.txt").write_text("LOCAL.value = 3")
+        (self.folder / "place").mkdir()
 
     def start(self, *words: str, **environment: str) -> Any:
         """The rank in its next incarnation: what torch has for it."""
@@ -101,7 +117,8 @@ class Node:
         ours = worker_environment(self.config, self.folder, self.token, os.getpid())
         place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         fresh = {
-            "SET_BY_AN_IMPORT": "",
+            "SET_BY_AN_IMPORT": "", "EXTENDED": "", "PLACE": str(self.folder / "place"),
+            "PYTHONPATH": f"{self.folder / 'place'}:{os.environ.get('PYTHONPATH', '')}",
             "MASTER_ADDR": "localhost", "MASTER_PORT": str(29500 + self.token), "OMP_NUM_THREADS": "1",
             "TORCHELASTIC_RESTART_COUNT": str(self.token - 1),
             "TORCHELASTIC_ERROR_FILE": str(self.folder / f"error-{self.token}.json"),
@@ -120,7 +137,7 @@ class Node:
         handler.proc.wait(WAIT)
         text = (self.folder / f"out-{self.token}").read_text()
         error = (self.folder / f"err-{self.token}").read_text()
-        assert text, error
+        assert text, (handler.proc.returncode, error)
         assert "to standard error" in error
         found: dict[str, Any] = json.loads(text)
         return found
@@ -188,6 +205,8 @@ def gone(pid: int) -> bool:
 def test_a_standby_becomes_the_rank_and_all_is_as_in_a_new_process(make: Callable[..., Node], module: bool) -> None:
     node = make(module=module)
     pid = node.prepared("--lr", "1", whole=True)
+    assert Path(f"/proc/{pid}/oom_score_adj").read_text() == "1000\n"  # the kernel ends it before a rank
+    time.sleep(1.1)
     handler = node.start("--lr", "1")
     assert handler.proc.pid == pid and node.refusals() == []
     warm, cold = node.said(handler), node.cold
@@ -198,7 +217,8 @@ def test_a_standby_becomes_the_rank_and_all_is_as_in_a_new_process(make: Callabl
     assert changed == {"FTP_TOKEN", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_ERROR_FILE"}
     for each in (warm, cold):
         each["descriptors"] = [link.replace("-2", "-1") for link in each["descriptors"]]
-    assert warm["beside"][1:] == [True, 3]
+    assert warm["beside"][1:] == [True, 3] and warm["main_of_beside"] and warm["temporary"]
+    assert (cold.pop("noted"), warm.pop("noted")) == (False, True)  # as if it had been imported just now
     assert warm == cold
     [used] = [event for event in node.told if event.name == "standbys.used"]
     assert (used.fields["count"], used.fields["cold"]) == (1, 0)
@@ -216,7 +236,7 @@ def test_its_error_is_that_of_a_new_process(make: Callable[..., Node]) -> None:
     assert last[0] == last[1]
 
 
-@pytest.mark.parametrize("name", ["beside.py", pytest.param("train.py", marks=MORE)])
+@pytest.mark.parametrize("name", ["beside.py", "settings.txt", pytest.param("train.py", marks=MORE)])
 def test_a_file_that_has_changed_is_imported_again(make: Callable[..., Node], name: str) -> None:
     node = make()
     pid = node.prepared()
@@ -295,8 +315,13 @@ def test_one_that_is_killed_or_does_not_answer_is_replaced_by_a_new_process(
             "MASTER_",
         ),
         ("import yaml", "has not: "),
+        pytest.param("os.chdir('/')", "an import changes the working folder", marks=MORE),
+        pytest.param("os.environ['EXTENDED'] = ''", "uses before: EXTENDED", marks=MORE),
+        pytest.param(
+            "import warnings; warnings.simplefilter('error')", "('error') after the script has ('ignore')", marks=MORE
+        ),
     ],
-    ids=["fails", "writes", "listens", "cuda", "joins", "more"],
+    ids=["fails", "writes", "listens", "cuda", "joins", "more", "moves", "sets", "filters"],
 )
 def test_a_module_that_does_more_than_to_define_names_is_not_imported_ahead(
     make: Callable[..., Node], beside: str, reason: str
@@ -332,6 +357,26 @@ def test_none_is_started_before_the_running_incarnation_has_imported(make: Calla
     for _ in range(20):
         node.pool.turn()
     assert node.pool._standbys == {} and node.told == []
+
+
+@pytest.mark.parametrize("at", ["turn", "restart"])
+def test_an_error_of_a_standby_never_ends_the_agent(
+    make: Callable[..., Node], monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    node = make()
+    if at == "turn":
+        node.run_cut_short()
+        with monkeypatch.context() as patch:
+            patch.setattr(standby_pool.socket, "socketpair", lambda: (_ for _ in ()).throw(OSError(24, "Too many")))
+            deadline = time.monotonic() + WAIT
+            while not node.refusals() and time.monotonic() < deadline:
+                node.pool.turn()
+        assert "Too many" in node.refusals()[0]
+    else:
+        pid = node.prepared()
+        monkeypatch.setattr(node.pool, "_check", lambda: 1 // 0)
+        assert node.start().proc.pid != pid and gone(pid)
+        assert "ZeroDivisionError" in node.refusals()[0]
 
 
 def test_it_ends_with_an_agent_that_is_killed(make: Callable[..., Node]) -> None:

@@ -26,6 +26,12 @@ HARMLESS = [
     "try:\n    import apex\nexcept ImportError:\n    apex = None",
     "if sys.version_info >= (3, 8):\n    import ast",
     "def parse(argv, count=3):\n    return run()",
+    "_PROGRAM_START_TIME = time.time()",
+    "rank = int(os.environ.get('RANK', 0))",
+    "if os.environ.get('DEBUG'):\n    import pdb",
+    "if rank != 0:\n    warnings.filterwarnings('ignore', category=UserWarning)",
+    "if ROOT not in sys.path:\n    sys.path.insert(0, ROOT)",
+    "if 'HOME' in os.environ:\n    import home",
 ]
 
 
@@ -44,7 +50,6 @@ def test_imports_and_what_says_how_to_import_are_executed(statement: str) -> Non
         "dist.init_process_group('gloo')",
         "model = build()",
         "names = [name for name in compute()]",
-        "if os.environ.get('DEBUG'):\n    import pdb",
         "with quiet():\n    import noisy",
         "for name in names:\n    import_module(name)",
         "class Model(torch.nn.Module): pass",
@@ -56,6 +61,15 @@ def test_imports_and_what_says_how_to_import_are_executed(statement: str) -> Non
         "del sys.modules['torch']",
         "x, y = 1, 2",
         "words = f'{start()}'",
+        "try:\n    import own\nexcept ImportError:\n    sys.path.insert(0, '..')\n    import own",
+        "try:\n    import flash\nexcept ImportError:\n    os.environ['FLASH'] = '0'",
+        "if ROOT:\n    sys.path.append(ROOT)\n    import own",
+        "if 'own' not in sys.modules:\n    import own",
+        "HOST = os.environ.get('MASTER_ADDR')",
+        "HOST = os.environ['MASTER_ADDR']",
+        "RESTARTS = int(os.getenv('TORCHELASTIC_RESTART_COUNT', '0'))",
+        "if 'MASTER_ADDR' in os.environ:\n    import own",
+        "value = os.environ[name]",
     ],
 )
 def test_it_ends_before_a_statement_that_may_do_more(statement: str) -> None:
