@@ -191,7 +191,9 @@ class _Standby:
 def _run_in(main: ModuleType) -> None:
     """Have runpy run the script in `main`, which modules may have taken from `sys.modules` when they were imported."""
     runpy: Any = importlib.import_module("runpy")
-    usual = runpy._TempModule
+    usual = getattr(runpy, "_TempModule", None)
+    if usual is None:  # another Python: the script runs in a module of its own
+        return
 
     def taken(name: str) -> Any:
         runpy._TempModule = usual
