@@ -38,6 +38,7 @@ from .slots import (
     free_slot,
     marks_of,
     pinnable_slot,
+    slot_given_up,
     slot_to_claim,
     slot_to_reuse,
     voided_slots,
@@ -284,17 +285,19 @@ class Segment(SegmentFile):
 
     def slot_to_rebuild(self) -> int:
         """The slot into which a version is restored that other nodes or storage have, while no capture runs: preferably
-        without overwriting another version. Raises SegmentError if all slots are pinned."""
+        without overwriting another version. If memory is lacking and all slots are pinned, the version has to go that
+        was being sent: the nodes never completed it. Raises SegmentError if no slot is left.
+        """
         slots = self.slots()
         index, unclaimed = free_slot(slots), slot_to_claim(slots)
         if unclaimed is not None and (index is None or slots[index].state is SlotState.CLEAN):
             try:
                 check_room(self.shape.slot_room, f"rank {self.rank}: another slot", self.path.parent)
                 self.claim_slot(unclaimed)
+                return unclaimed
             except BudgetError:  # an older version has to go
-                return choose(slots)
-            return unclaimed
-        return choose(slots)
+                index = slot_given_up(slots) if index is None else index
+        return choose(slots) if index is None else index
 
     @property
     def _until_committed(self) -> bool:

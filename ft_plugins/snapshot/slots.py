@@ -249,6 +249,12 @@ def slot_to_claim(slots: Sequence[Slot]) -> int | None:
     return next((slot.index for slot in slots if slot.state is SlotState.UNCLAIMED), None)
 
 
+def slot_given_up(slots: Sequence[Slot]) -> int | None:
+    """The slot that a recovery overwrites although it is pinned, where it can get no other one: its version was being
+    sent, and is not the one that the job resumes from. None if there is none."""
+    return next((slot.index for slot in slots if slot.pins == Pin.SOURCE), None)
+
+
 def choose_parity(slots: Sequence[Slot], version: Version) -> int | None:
     """Choose the parity slot for `version`, which is exchanged next: the one that holds it already, if what that holds
     is damaged, else one that does not hold the committed version's parity. None if there is none."""

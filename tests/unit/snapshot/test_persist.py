@@ -19,7 +19,7 @@ import xxhash
 from safetensors import safe_open
 
 from ft_plugins import faults
-from ft_plugins.errors import CorruptSlotError, FencedError, ResumeError, StorageError
+from ft_plugins.errors import BudgetError, CorruptSlotError, FencedError, ResumeError, StorageError
 from ft_plugins.snapshot import checkpoint, persist
 from ft_plugins.snapshot import segment as segments
 from ft_plugins.snapshot.checkpoint import Origin
@@ -150,6 +150,28 @@ def test_reading_takes_the_slot_that_a_capture_would_take_or_the_one_that_holds_
     assert persist.read_rank(folder, target, V, TOKEN) == 3, "two slots never hold one version"
     target.verify(3)
     assert [slot.version for slot in target.slots()] == [Version(1, 1), Version(1, 2), Version(1, 3), V]
+
+
+@pytest.mark.parametrize("lacking", [False, True])
+def test_a_checkpoint_is_read_although_all_slots_that_have_memory_are_pinned(
+    make: Callable[..., Segment], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: bool
+) -> None:
+    """More nodes are lost than others can replace: here are the version that they kept, and the one being sent."""
+    folder, (source, _) = written(make, tmp_path)
+    shape = replace(SHAPE, slots=slots_for(Pin.NODE, Pin.SOURCE, Pin.STORAGE), first=2)
+    target = make(0, "to", shape)
+    for index, pin in enumerate((Pin.NODE, Pin.SOURCE)):
+        capture(target, Version(1, 1 + index), 5, index)
+        assert target.pin(Version(1, 1 + index), pin, idle=True) == index
+    if lacking:
+
+        def refuse(*args: object) -> None:
+            raise BudgetError("no room")
+
+        monkeypatch.setattr("ft_plugins.snapshot.segment.check_room", refuse)
+    index = persist.read_rank(folder, target, V, TOKEN)
+    assert bytes_of(target, index) == bytes_of(source, 0)
+    assert index == (1 if lacking else 2), "without memory the version has to go that was being sent"
 
 
 # ---- what is wrong ----
