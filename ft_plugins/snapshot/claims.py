@@ -10,9 +10,11 @@ In: a segment, the version to capture. Out: its slot.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
 
-from ..errors import BudgetError
+from ..errors import BudgetError, SegmentError
 from .segment import Segment
 from .slots import Version, slot_to_claim
 
@@ -67,3 +69,15 @@ class SlotClaims:
         self._use(index)
         self._report(None)
         return True
+
+
+def missing(paths: Iterable[Path], slots: int) -> int:
+    """How many bytes the segments in `paths` lack until `slots` slots of each have memory, or all of them. What is
+    being allocated counts as far as it is there."""
+    lacking = 0
+    for path in paths:
+        with suppress(SegmentError):  # of a rank that is not there
+            segment = Segment(path)
+            lacking += max(0, segment.shape.bytes_with(min(slots, segment.shape.slots)) - segment.resident_bytes)
+            segment.close()
+    return lacking

@@ -37,12 +37,14 @@ class MemoryLimit:
     remedy: str
 
 
-def check_room(nbytes: int, claim: str, mount: Path = SHM, smaller: str = "") -> None:
+def check_room(nbytes: int, claim: str, mount: Path = SHM, smaller: str = "", spare: int = 0) -> None:
     """Raises BudgetError if `mount`, this machine or a control group of this process has fewer than `nbytes` free for
-    `claim`, which the message names. `smaller`: how the job could claim less, for the message."""
-    for limit in memory_limits(mount):
-        if limit.free < nbytes:
-            needed, free, total = sizes_text(nbytes, limit.free, limit.nbytes)
+    `claim`, which the message names. `smaller`: how the job could claim less, for the message. `spare`: bytes that must
+    be left for other processes, so not of `mount`."""
+    for number, limit in enumerate(memory_limits(mount)):
+        least = nbytes + (spare if number else 0)
+        if limit.free < least:
+            needed, free, total = sizes_text(least, limit.free, limit.nbytes)
             raise BudgetError(
                 f"{claim} needs {needed} of host memory, but {limit.where} has only {free} free, of {total}: "
                 f"{limit.remedy}; or {_STALE}" + (f"; or claim less: {smaller}" if smaller else "")

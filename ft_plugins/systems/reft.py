@@ -29,7 +29,7 @@ from ..model.host import Host
 from ..model.timeline import SenderFacts
 from ..recovery.recovery_plan import RecoveryPlan
 from ..smp.client import Client
-from ..snapshot import index
+from ..snapshot import claims, index
 from ..snapshot.capture import Capture
 from ..snapshot.layout import layer_bytes, plan_layout
 from ..snapshot.paths import path_of
@@ -65,13 +65,15 @@ class Reft:
         self._host, self._collective = host, collective
         self._interval = config.capture.interval
         self._run_dir, self._token = run_dir, token
-        self._ranks_here = names.nodes.count(names.nodes[host.rank])
         self.nodes = ReftNodes(host, config, collective, names, run_dir, token, events)
         layout = self.nodes.with_parity(plan_layout(host.inventory(), names.nodes, config.capture.bucket_mib << 20))
         self.plan = CapturePlan(host, config, config.capture, layout, self.nodes.losses, collective.world_size)
         self._reports = ReftReports(events, run_dir if self.nodes.leads else None)
         self._recovery = ReftRecovery(host, collective, self.plan, self.nodes, run_dir, token, self._reports)
-        self._path = path_of(run_dir.parent.name, run_dir.name, host.rank)  # a run directory is job / node
+        job, node = run_dir.parent.name, run_dir.name  # a run directory is job / node
+        self._path = path_of(job, node, host.rank)
+        here = [rank for rank, name in enumerate(names.nodes) if name == names.nodes[host.rank]]
+        self._paths = [path_of(job, node, rank) for rank in here]  # the segments of all ranks of this node
         self._segment: Segment | None = None
         self._capture: Capture | None = None
         self._lineage = 0
@@ -152,10 +154,12 @@ class Reft:
         return plan, recovered.small
 
     def _check_room(self, nbytes: int) -> None:
-        """Raises BudgetError if this node has no room for another slot of each of its ranks: most need one together."""
-        claim = f"rank {self._host.rank}: another slot for each of the {self._ranks_here} ranks of this node, with 1/"
+        """Raises BudgetError if this node has no room for another slot of each of its ranks: most need one together.
+        What others of them have claimed already, a moment ago, is no longer needed."""
+        claim = f"rank {self._host.rank}: another slot for each of the {len(self._paths)} ranks of this node, with 1/"
         claim += f"{_SPARE} of its memory left for everything else,"
-        check_room(self._ranks_here * nbytes + memory_bytes() // _SPARE, claim)
+        needed = max(nbytes, claims.missing(self._paths, len(self._mapped().claimed) + 1))
+        check_room(needed, claim, spare=memory_bytes() // _SPARE)
 
     def _slot_claimed(self, refused: BudgetError | None) -> None:
         segment = self._mapped()

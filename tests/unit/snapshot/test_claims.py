@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,7 @@ from ft_plugins.errors import BudgetError
 from ft_plugins.snapshot import claims
 from ft_plugins.snapshot.claims import SlotClaims
 from ft_plugins.snapshot.segment import Segment, create
+from ft_plugins.snapshot.segment_file import slot_start
 from ft_plugins.snapshot.shape import PAGE, Shape
 from ft_plugins.snapshot.slots import (
     FIRST,
@@ -393,6 +395,30 @@ def test_the_version_that_first_lacks_memory_is_left_out_whenever_that_is_found(
     write(segment, 1, 2)
     slots.make_room(v(3))
     assert segment.short and [slots.slot_for(v(iteration)) for iteration in (3, 4)] == [None, 0]
+
+
+def test_what_other_ranks_of_a_node_have_claimed_already_they_lack_no_longer(
+    segment: Segment, segment_path: Path, tmp_path: Path
+) -> None:
+    """All ranks of a node claim a slot at about the same time. The last one needs room for its own alone."""
+    another = SHAPE.slot_room - PAGE  # its header has memory
+    paths = [segment_path, *(segment_path.with_name(f"{segment_path.name}{rank}") for rank in (1, 2))]
+    try:
+        for path in paths[1:]:
+            create(path, SHAPE, 0, {})
+        assert claims.missing(paths, 3) == 3 * another
+        Segment(paths[1]).claim_slot(2)
+        assert claims.missing(paths, 3) == 2 * another
+        descriptor = os.open(paths[2], os.O_RDWR)
+        os.posix_fallocate(descriptor, slot_start(SHAPE, 2), 2 * PAGE)
+        os.close(descriptor)
+        assert claims.missing(paths, 3) == 2 * another - PAGE, "it is being allocated"
+        Segment(paths[1]).claim_slot(3)
+        assert claims.missing(paths, 3) == 2 * another - PAGE, "what is more than that helps no other rank"
+        assert claims.missing([*paths, tmp_path / "none"], MOST + 1) == 3 * (MOST - 2) * another - 2 * another - PAGE
+    finally:
+        for path in paths[1:]:
+            path.unlink(missing_ok=True)
 
 
 def test_a_version_that_others_have_is_restored_without_overwriting_one_that_is_here(

@@ -133,6 +133,19 @@ def test_this_machine_says_what_it_has() -> None:
     assert 0 < limits["/dev/shm"].free <= limits["/dev/shm"].nbytes
 
 
+def test_what_must_be_left_for_others_is_left_of_the_machine_and_of_each_control_group(kernel: Path) -> None:
+    """Of the mount nothing must be left: it may be as small as the claims that it is for."""
+    meminfo(kernel, 64 * MIB, 8 * MIB)
+    check_room(6 * MIB, "a slot", spare=2 * MIB)
+    with pytest.raises(BudgetError, match=re.escape("a slot needs 9.0 MiB of host memory, but this machine has only")):
+        check_room(6 * MIB, "a slot", spare=3 * MIB)
+    own(kernel, "0::/job\n")
+    v2(kernel / "job", str(8 * MIB), MIB, 0)
+    check_room(6 * MIB, "a slot", spare=MIB)
+    with pytest.raises(BudgetError, match="the control group"):
+        check_room(6 * MIB, "a slot", spare=2 * MIB)
+
+
 @pytest.mark.parametrize(
     ("sizes", "texts"),
     [
@@ -159,5 +172,6 @@ def test_a_real_mount_is_measured_with_what_others_have_taken_of_it(kernel: Path
         )
         with pytest.raises(BudgetError, match=re.escape(said)):
             check_room(6 * MIB, "8 ranks", mount)
+        check_room(5 * MIB, "what a mount has is for claims alone", mount, spare=MIB)
     finally:
         assert libc.umount(bytes(mount)) == 0
