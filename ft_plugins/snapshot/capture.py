@@ -86,6 +86,7 @@ class Capture:
         self._claims = SlotClaims(segment, self._use, claiming, claimed)
         self._next: Version | None = None  # captured after the update that runs
         self._requested = False
+        self._requesting = threading.Lock()  # of the two around it, which change together
         self._called = threading.Event()
         self._called.set()
         self._tensors = tensors
@@ -185,9 +186,10 @@ class Capture:
         """Claim what a capture of `following` will need, None if no capture follows this update, and call
         `after_update`: on the capture thread, during the update and after. The next `start` waits for it."""
         if not self._closing:
-            self._next = following
-            self._called.clear()
-            self._requested = True
+            with self._requesting:
+                self._next = following
+                self._called.clear()
+                self._requested = True
             self._work.release()
 
     def close(self) -> None:
@@ -216,16 +218,19 @@ class Capture:
                     self._pending = None
                     self._idle.set()
             elif self._requested:
-                self._requested = False
+                with self._requesting:
+                    self._requested, following = False, self._next
                 try:
-                    if self._next is not None:
+                    if following is not None:
                         self._check_token()
-                        self._claims.make_room(self._next)
+                        self._claims.make_room(following)
                     self._after_update()
                 except BaseException as failure:
                     self._failure = failure
                 finally:
-                    self._called.set()
+                    with self._requesting:
+                        if not self._requested:  # again meanwhile: the next `start` waits for that one too
+                            self._called.set()
             elif self._closing:
                 return
 

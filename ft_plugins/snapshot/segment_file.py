@@ -66,6 +66,7 @@ class SegmentFile:
             self._map = mmap.mmap(fd, stat.st_size, flags=mmap.MAP_SHARED)
         finally:
             os.close(fd)
+        self._file = stat.st_dev, stat.st_ino
         self.bytes: Bytes = np.frombuffer(self._map, dtype=np.uint8)
         self._page = self.bytes[:PAGE].view(np.uint64)
         self._header = Header(self._page)
@@ -132,7 +133,7 @@ class SegmentFile:
 
     def claim_slot(self, index: int) -> None:
         """Claim the memory of a slot that has none; it becomes EMPTY. Called by who may write slots. Raises
-        BudgetError."""
+        BudgetError; SegmentError if the file was removed or replaced meanwhile."""
         start, room = slot_start(self.shape, index), self.shape.slot_room
         self._allocate([(start, room)])
         self._populate(start, room)
@@ -155,8 +156,14 @@ class SegmentFile:
         self._allocate(extents(self.shape, self.claimed))
 
     def _allocate(self, areas: Iterable[tuple[int, int]]) -> None:
-        fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
+            fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as error:
+            raise SegmentError(f"rank {self.rank}: {self.path}: {error.strerror}") from error
+        try:
+            stat = os.fstat(fd)
+            if (stat.st_dev, stat.st_ino) != self._file:
+                raise SegmentError(f"rank {self.rank}: {self.path} was replaced by another segment")
             allocate(fd, self.path, areas, self.rank)
         finally:
             os.close(fd)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -166,6 +168,40 @@ def test_the_sealed_version_is_the_state_at_its_version_point_and_training_goes_
         assert rig.held(index) == expected[version]
         assert rig.segment.small(index) == f"small {version.iteration}".encode()
         assert rig.segment.slot(index).token == 1
+
+
+def test_a_slot_is_claimed_once_if_a_second_update_begins_before_the_work_of_the_first_is_done(rig: Rig) -> None:
+    """As with an interval of two, or where versions are taken at synchronisations alone."""
+    rig.segment.path.unlink()
+    create(rig.segment.path, replace(rig.shape, slots=5, first=2), 0, {})
+    rig.segment = Segment(rig.segment.path)
+    rig.segment.token = 1
+    first_ends, claims, updates = threading.Event(), list[str](), list[int]()
+
+    def after_update() -> None:
+        updates.append(len(updates))
+        if len(updates) == 1:
+            assert_set(first_ends)
+
+    def claiming(nbytes: int) -> None:
+        claims.append(threading.current_thread().name)
+        time.sleep(0.3)
+
+    capture = Capture(
+        rig.segment, rig.layout, lambda: rig.tensors, 1, after_update=after_update, claiming=claiming
+    )  # fmt: skip
+    rig.captures.append(capture)
+    for iteration in (1, 2):
+        capture.start(Version(1, iteration), b"")
+        capture.wait()
+    capture.run_after_update()
+    while not updates:
+        time.sleep(0.01)
+    capture.run_after_update(Version(1, 3))
+    first_ends.set()
+    capture.start(Version(1, 3), b"")
+    capture.wait()
+    assert (claims, len(updates), rig.segment.claimed) == (["ftp-capture"], 2, (0, 1, 2))
 
 
 def test_what_the_step_may_change_is_copied_before_start_returns(rig: Rig) -> None:

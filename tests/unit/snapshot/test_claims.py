@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ft_plugins.errors import BudgetError
+from ft_plugins.errors import BudgetError, SegmentError
 from ft_plugins.snapshot import claims
 from ft_plugins.snapshot.claims import SlotClaims
 from ft_plugins.snapshot.segment import Segment, create
@@ -329,6 +329,18 @@ def test_whoever_dies_while_a_slot_is_claimed_leaves_it_as_it_was_or_empty(
         if slot.state is EMPTY:
             segment._slots[2]._words[0] = segment._slots[3]._words[0]  # unclaimed again
     assert deaths > 5 and segment.slot(2).state is EMPTY and segment.claimed_bytes == SHAPE.bytes_with(3)
+
+
+def test_no_memory_is_claimed_in_a_segment_that_took_the_place_of_this_one(segment: Segment) -> None:
+    """By a rank that does not know yet that the job has started anew without it, maybe with another layout."""
+    create(segment.path, replace(SHAPE, slots=FIRST, nbytes=PAGE), 0, {})
+    new = Segment(segment.path)
+    with pytest.raises(SegmentError, match="replaced"):
+        segment.claim_slot(4)
+    assert segment.slot(4).state is UNCLAIMED and segment.path.stat().st_size == new.shape.total
+    segment.path.unlink()
+    with pytest.raises(SegmentError, match="No such file"):
+        segment.claim_slot(4)
 
 
 def test_capture_claims_a_slot_before_it_would_overwrite_what_a_rank_may_need(segment: Segment) -> None:
