@@ -199,7 +199,7 @@ class Session:
             self._host.before_fence(step)
         self._fenced = step
         if self._reft is not None:
-            self._guarded(lambda reft: reft.before_update(step))
+            self._guarded(lambda reft: reft.before_update(step, self._version(step)))
         if (sync := self._sync) is not None:
             self._synchronize(sync, lambda sync: sync.before_update(step))
             if self._reft is not None and (version := self._version(step - 1)):  # it is sealed, its verdict known

@@ -183,13 +183,14 @@ class Reft:
             self._small_bytes = len(small)
             self._capture.start(Version(self._lineage, step), small, kept)
 
-    def before_update(self, step: int) -> float:
-        """The fence: the running capture is sealed when this returns. Returns the seconds waited."""
+    def before_update(self, step: int, following: int) -> float:
+        """The fence: the running capture is sealed when this returns. `following`: the version after this update, 0 if
+        there is none, or if that is not known yet. Returns the seconds waited."""
         waited = self._capture.wait() if self._capture else 0.0
         self._reports.record_wait(step, waited)
         if self._capture is not None:
-            captured = step % self._interval == 0
-            self._capture.run_after_update(Version(self._lineage, step) if captured else None)
+            captured = following > 0 and following % self._interval == 0
+            self._capture.run_after_update(Version(self._lineage, following) if captured else None)
         return waited
 
     def wait_for_capture(self) -> None:

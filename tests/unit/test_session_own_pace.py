@@ -49,11 +49,13 @@ def life(
         lambda event: events.append(event.fields) if event.name == "replicas.synchronised" else None
     )
     began: int | None = None
-    fenced, versions = {}, {}
+    fenced, versions, following = {}, {}, set[int]()
     for step in session.iterations(last):
         if began is None:
             began = step - 1
             assert completed["completed"] == began
+            if session._reft is not None:
+                _follow(session._reft._capture, following)
         if events and ends_in is not None and events[-1]["number"] >= ends_in and step > events[-1]["iteration"] + 2:
             session._reft.wait_for_capture()  # the last version is sealed, as at the next fence
             break
@@ -67,8 +69,19 @@ def life(
         completed["completed"] = step
     return {
         "began": began, "fenced": fenced, "versions": versions, "events": events, "end": training.digest(moments=False),
-        "steps": completed["completed"], "state": session._sync.state(),
+        "steps": completed["completed"], "state": session._sync.state(), "following": following,
     }  # fmt: skip
+
+
+def _follow(capture: Any, following: set[int]) -> None:
+    """Collect the versions for which `capture` makes room."""
+    make_room = capture._claims.make_room
+
+    def follow(version: Any) -> None:
+        following.add(version.iteration)
+        make_room(version)
+
+    capture._claims.make_room = follow
 
 
 def simulated(replicas: int, periods: list[list[int]], kind: str = "sgd") -> tuple[list[dict[int, str]], list[str]]:
@@ -166,6 +179,7 @@ def test_a_lost_incarnation_goes_on_from_its_last_synchronisation(ranks: Ranks, 
         for step, digest in resumed["fenced"].items():
             assert digest == fenced[place][step], f"rank {place}, iteration {step}"
         assert resumed["end"] == end[place]
+        assert lost["following"] == set(range(1, WARMUP + 1)), "later no update is known to be followed by a version"
         version = WARMUP + len(kept)
         assert version in lost["versions"] and resumed["versions"][version] == lost["versions"][version]
     assert [event["number"] for event in second[0]["events"]][0] == len(kept) + 1
