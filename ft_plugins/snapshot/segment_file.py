@@ -37,6 +37,7 @@ from .shape import PAGE, Shape
 from .slot_header import HEADER_BYTES, SlotHeader
 
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, which `mmap` does not name: of Linux 5.14
+_PIECE = 4 << 20  # bytes that are mapped at once, a multiple of pages
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -140,11 +141,13 @@ class SegmentFile:
         self._slots[index].claim()
 
     def _populate(self, start: int, nbytes: int) -> None:
-        """Map these pages, which have memory."""
-        try:
-            self._map.madvise(_POPULATE_WRITE, start, nbytes)
-        except OSError:  # an older kernel
-            self.bytes[start : start + nbytes : PAGE].max(initial=0)
+        """Map these pages, which have memory. In pieces: `madvise` keeps the interpreter, and training needs it."""
+        for at in range(start, start + nbytes, _PIECE):
+            piece = min(_PIECE, start + nbytes - at)
+            try:
+                self._map.madvise(_POPULATE_WRITE, at, piece)
+            except OSError:  # an older kernel
+                self.bytes[at : at + piece : PAGE].max(initial=0)
 
     def _discard_pages(self, index: int) -> None:
         """Return the memory of a slot to the system, except for its header."""

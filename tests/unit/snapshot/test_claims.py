@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_plugins.errors import BudgetError, SegmentError
-from ft_plugins.snapshot import claims
+from ft_plugins.snapshot import claims, segment_file
 from ft_plugins.snapshot.claims import SlotClaims
 from ft_plugins.snapshot.segment import Segment, create
 from ft_plugins.snapshot.segment_file import slot_start
@@ -329,6 +329,27 @@ def test_whoever_dies_while_a_slot_is_claimed_leaves_it_as_it_was_or_empty(
         if slot.state is EMPTY:
             segment._slots[2]._words[0] = segment._slots[3]._words[0]  # unclaimed again
     assert deaths > 5 and segment.slot(2).state is EMPTY and segment.claimed_bytes == SHAPE.bytes_with(3)
+
+
+def test_pages_are_mapped_in_pieces_so_that_training_does_not_wait_for_all_of_them(segment_path: Path) -> None:
+    """A thread that trains gets the interpreter between any two of them."""
+    piece = segment_file._PIECE
+    shape = replace(SHAPE, nbytes=3 * piece)
+    create(segment_path, shape, 0, {})
+    made, calls = Segment(segment_path), list[tuple[int, int]]()
+
+    class Map:
+        def madvise(self, option: int, start: int, nbytes: int) -> None:
+            assert option == segment_file._POPULATE_WRITE and start % PAGE == nbytes % PAGE == 0
+            calls.append((start, nbytes))
+
+        def close(self) -> None: ...
+
+    made._map = Map()  # type: ignore[assignment]
+    made.claim_slot(2)
+    start, ends = slot_start(shape, 2), [at + nbytes for at, nbytes in calls]
+    assert [at for at, _ in calls] == [start, *ends[:-1]] and ends[-1] == start + shape.slot_room
+    assert max(nbytes for _, nbytes in calls) == piece and len(calls) == 4
 
 
 def test_no_memory_is_claimed_in_a_segment_that_took_the_place_of_this_one(segment: Segment) -> None:
