@@ -14,7 +14,7 @@ from enum import Enum
 from ..config import Config
 from ..errors import ConfigError
 from ..planner.survival import columns, demand
-from ..snapshot.room import SHM, MemoryLimit, memory_limits, sizes_text
+from ..snapshot.room import SHM, SPARE, MemoryLimit, memory_limits, sizes_text
 from ..systems.dry_claim import DryClaim, DryJob, NodeClaim, block_of, plan_claim
 from ..systems.memory_advice import smaller_claims
 
@@ -123,7 +123,7 @@ def plan_memory(options: MemoryOptions, flags: Sequence[str], as_json: bool) -> 
         )
     claim = plan_claim(job, config)
     fit = fit_of(claim.kinds[0].total, options.node_memory_gib)
-    fits_most = fit_of(claim.kinds[0].total + claim.kinds[0].more, options.node_memory_gib).fits
+    fits_most = fit_of(claim.kinds[0].total + claim.kinds[0].more, options.node_memory_gib).fits_later
     if as_json:
         fits = {"fits": fit.fits, "fits_most": fits_most, "limits": [vars(one) for one in fit.limits]}
         print(json.dumps({"memory": block_of(claim) | fits}))
@@ -152,6 +152,12 @@ class MemoryFit:
     def fits(self) -> bool:
         """Whether it fits into all of them."""
         return all(self.nbytes <= limit.free for limit in self.limits)
+
+    @property
+    def fits_later(self) -> bool:
+        """Whether it is claimed as well while the job trains, if it is needed: a part of the memory is left then."""
+        spare = min((limit.nbytes for limit in self.limits if limit.where != str(SHM)), default=0) // SPARE
+        return all(self.nbytes + (spare if limit.where != str(SHM) else 0) <= limit.free for limit in self.limits)
 
     def lines(self) -> Iterator[str]:
         """For each limit, whether the claim fits."""

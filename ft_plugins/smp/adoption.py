@@ -95,6 +95,7 @@ def _require_same_job(segment: Segment, request: Attach) -> None:
         )
     stored, now = asdict(segment.shape), asdict(request.shape)
     room, wanted = stored.pop("small_nbytes"), now.pop("small_nbytes")
+    del stored["first"], now["first"]  # how many slots had memory at first is of no importance to what they hold
     if changed := changes(stored, now):
         raise ResumeError(
             f"rank {rank}: the snapshot in memory has another layout (stored -> now: {changed}): give the previous "

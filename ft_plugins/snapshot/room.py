@@ -22,6 +22,7 @@ MEMINFO = Path("/proc/meminfo")
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
 MEMINFO = Path("/proc/meminfo")
+SPARE = 20  # this part of a node's memory is not claimed while it trains: training itself may need it
 _UNLIMITED = 1 << 62  # bytes; cgroup v1 reports no limit as a number just below 1 << 63
 _STALE = "remove what ended jobs have left with 'ft-plugins sweep'"
 

@@ -33,7 +33,7 @@ from ..snapshot import claims, index
 from ..snapshot.capture import Capture
 from ..snapshot.layout import layer_bytes, plan_layout
 from ..snapshot.paths import path_of
-from ..snapshot.room import check_room, memory_bytes
+from ..snapshot.room import SPARE, check_room, memory_bytes
 from ..snapshot.segment import Segment
 from ..snapshot.shape import Shape
 from ..snapshot.slots import Mark, Version, captured_after
@@ -44,7 +44,6 @@ from .reft_recovery import ExchangeRole, ReftRecovery
 from .reft_reports import ReftReports
 
 DEGRADED = "degraded"  # announced by a rank that can no longer capture
-_SPARE = 20  # this part of a node's memory is not claimed while it trains: training itself may need it
 _ASK_SECONDS = 1.0  # timeout of a request to the SMP by a rank that has lost protection
 
 
@@ -157,9 +156,9 @@ class Reft:
         """Raises BudgetError if this node has no room for another slot of each of its ranks: most need one together.
         What others of them have claimed already, a moment ago, is no longer needed."""
         claim = f"rank {self._host.rank}: another slot for each of the {len(self._paths)} ranks of this node, with 1/"
-        claim += f"{_SPARE} of its memory left for everything else,"
+        claim += f"{SPARE} of its memory left for everything else,"
         needed = max(nbytes, claims.missing(self._paths, len(self._mapped().claimed) + 1))
-        check_room(needed, claim, spare=memory_bytes() // _SPARE)
+        check_room(needed, claim, spare=memory_bytes() // SPARE)
 
     def _slot_claimed(self, refused: BudgetError | None) -> None:
         segment = self._mapped()

@@ -663,6 +663,10 @@ def test_plan_of_memory_says_what_to_do_where_it_does_not_fit(ft_plugins: Comman
     assert (at_first["fits"], at_first["fits_most"]) == (True, False)
     assert "not all of that fits" in ft_plugins(*MODEL, "--nodes", "4", "--node-memory-gib", "64")
     assert "not all of that fits" not in ft_plugins(*MODEL, "--nodes", "4", "--node-memory-gib", "256")
+    most = (at_first["nodes"][0]["total"] + at_first["nodes"][0]["more"]) / 2**30
+    for memory, fits in ((most * 1.02, False), (most * 1.06, True)):  # a twentieth of it is left for everything else
+        text = ft_plugins(*MODEL, "--nodes", "4", "--node-memory-gib", f"{memory:.3f}", "--json")
+        assert json.loads(text)["memory"]["fits_most"] is fits
     huge = ft_plugins("plan", "--memory", "--parameters", "1e11", "--dp", "8", "--", "--reft-bucket-mib", "1024")
     assert huge.count("does not fit: ") >= 2 and "(/dev/shm), of which " in huge and "remount,size=" in huge
     assert "a lost node is not survived from memory: all ranks are on one node" in huge

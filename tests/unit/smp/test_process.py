@@ -387,6 +387,14 @@ def test_the_memory_of_another_job_is_refused_by_the_key_that_differs_and_nothin
     assert versions(path) == [] and Segment(path).fingerprint["seed"] == 2
 
 
+def test_a_job_that_had_its_slots_claimed_in_another_way_goes_on_from_its_segment(node: Node) -> None:
+    """As with --reft-slots 5, and then without it."""
+    node.start()
+    path = attach(node)
+    write(path, 0, Version(1, 5))
+    assert attach(node, shape=asdict(replace(SHAPE, first=2))) == path and versions(path) == [Version(1, 5)]
+
+
 @pytest.mark.parametrize("changed", [{"nbytes": 1001}, {"buckets": 2}, {"layout": 78}])
 def test_the_same_job_laid_out_otherwise_is_refused_and_nothing_is_lost(node: Node, changed: dict[str, int]) -> None:
     node.start()
