@@ -32,6 +32,7 @@ from ..errors import CorruptSlotError, ResumeError, SegmentError
 from ..redundancy import kernels
 from ..redundancy.exchange_plan import ExchangePlan
 from ..snapshot import manifest
+from ..snapshot.claims import slot_to_rebuild
 from ..snapshot.segment import Segment
 from ..snapshot.shape import PAGE
 from ..snapshot.slots import Version
@@ -130,7 +131,7 @@ def _write(
     if not any(nbytes for _, nbytes in segment.ranges):  # of a previous size: no trainer has written them
         where = f"rank {segment.rank}, version {version}"
         segment.ranges = manifest.read(manifest.split(small, where)[0], where).ranges
-    index = segment.slot_to_rebuild()
+    index = slot_to_rebuild(segment)
     segment.dirty(index, version, token)
     filling = _Filling(segment, version, index, digests, frames, readers)
     with ThreadPoolExecutor(THREADS, "smp-rebuild") as pool:

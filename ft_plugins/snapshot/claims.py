@@ -1,4 +1,4 @@
-"""Claim memory for another slot when capture needs one, in the trainer.
+"""Claim memory for another slot when capture or a recovery needs one.
 
 Invariant: while other slots can be claimed, no version is overwritten that all ranks may still need. If memory is
 lacking, the version that needed a slot is left out, and the next ones overwrite what pins leave; by then the SMP, which
@@ -15,8 +15,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..errors import BudgetError, SegmentError
+from .paths import segments_beside
+from .room import check_room
 from .segment import Segment
-from .slots import Version, slot_to_claim
+from .slots import SlotState, Version, choose, free_slot, slot_given_up, slot_to_claim
 
 _RETRY_SECONDS = 60.0  # between two attempts to claim a slot for which memory was lacking
 
@@ -81,3 +83,24 @@ def missing(paths: Iterable[Path], slots: int) -> int:
             lacking += max(0, segment.shape.bytes_with(min(slots, segment.shape.slots)) - segment.resident_bytes)
             segment.close()
     return lacking
+
+
+def slot_to_rebuild(segment: Segment) -> int:
+    """The slot into which a version is restored that other nodes or storage have, while no capture runs: preferably
+    without overwriting another version. If memory is lacking and all slots are pinned, the version has to go that was
+    being sent. Raises SegmentError if no slot is left.
+    """
+    slots = segment.slots()
+    index, unclaimed = free_slot(slots), slot_to_claim(slots)
+    if unclaimed is None or (index is not None and slots[index].state is not SlotState.CLEAN):
+        return choose(slots)
+    instead = slot_given_up(slots) if index is None else index
+    # the other ranks of the node may be about to do the same; with nothing to overwrite it is worth a try
+    together = missing(segments_beside(segment.path), len(segment.claimed) + 1) if instead is not None else 0
+    needed = max(segment.shape.slot_room, together)
+    try:
+        check_room(needed, f"rank {segment.rank}: another slot", segment.path.parent)
+        segment.claim_slot(unclaimed)
+    except BudgetError:  # an older version has to go
+        return choose(slots) if instead is None else instead
+    return unclaimed

@@ -56,6 +56,13 @@ def segments_of(job: str, node: str) -> list[Path]:
     return sorted(paths, key=lambda path: int(path.name.rpartition("-r")[2]))
 
 
+def segments_beside(path: Path) -> list[Path]:
+    """The segments of the same job on the same node, with the one of `path` itself."""
+    prefix = path.name.rpartition("-r")[0]
+    names = [name for name in os.listdir(path.parent) if name.startswith(prefix)]
+    return [path.parent / name for name in names if _SEGMENT.fullmatch(name.removeprefix(prefix))]
+
+
 def previous_segments_of(job: str, node: str) -> list[Path]:
     """The segments of previous sizes of a job on a node."""
     return sorted(path for path, rest in _files(job, node) if _PREVIOUS.fullmatch(rest))

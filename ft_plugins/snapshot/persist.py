@@ -45,6 +45,7 @@ from .checkpoint import (
     read_record,
     record_file,
 )
+from .claims import slot_to_rebuild
 from .digested_json import write_digested
 from .index import copy_into
 from .segment import NOT_COMPUTED, Segment
@@ -230,7 +231,7 @@ def read_rank(folder: Path, segment: Segment, version: Version, token: int) -> i
     start = len(head) + digests.nbytes
     slots = segment.slots()
     same = [slot.index for slot in slots if slot.state is SlotState.CLEAN and slot.version == version]
-    index = same[0] if same else segment.slot_to_rebuild()  # two slots never hold the same version
+    index = same[0] if same else slot_to_rebuild(segment)  # two slots never hold the same version
     segment.dirty(index, version, token)
     _read_data(path, start, segment, index, digests, token)
     segment.write_small(index, small)

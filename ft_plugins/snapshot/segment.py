@@ -21,7 +21,7 @@ import numpy.typing as npt
 import xxhash
 
 from .. import files
-from ..errors import BudgetError, CorruptSlotError
+from ..errors import CorruptSlotError
 from .header import Constants, Header, Incarnation, OpenedLineage, encoded, guarded_word
 from .room import check_room
 from .segment_file import SegmentFile, allocate, digest_of_ranges, extents, slot_start
@@ -34,11 +34,9 @@ from .slots import (
     Slot,
     SlotState,
     Version,
-    choose,
     free_slot,
     marks_of,
     pinnable_slot,
-    slot_given_up,
     slot_to_claim,
     slot_to_reuse,
     voided_slots,
@@ -282,22 +280,6 @@ class Segment(SegmentFile):
         if self.short or slot_to_claim(slots) is None:
             return free_slot(slots, version)
         return slot_to_reuse(slots, version, self.shape.free - 1, self._until_committed)
-
-    def slot_to_rebuild(self) -> int:
-        """The slot into which a version is restored that other nodes or storage have, while no capture runs: preferably
-        without overwriting another version. If memory is lacking and all slots are pinned, the version has to go that
-        was being sent: the nodes never completed it. Raises SegmentError if no slot is left.
-        """
-        slots = self.slots()
-        index, unclaimed = free_slot(slots), slot_to_claim(slots)
-        if unclaimed is not None and (index is None or slots[index].state is SlotState.CLEAN):
-            try:
-                check_room(self.shape.slot_room, f"rank {self.rank}: another slot", self.path.parent)
-                self.claim_slot(unclaimed)
-                return unclaimed
-            except BudgetError:  # an older version has to go
-                index = slot_given_up(slots) if index is None else index
-        return choose(slots) if index is None else index
 
     @property
     def _until_committed(self) -> bool:

@@ -23,6 +23,7 @@ from ...collective import Collective
 from ...collective.spreading import spread
 from ...errors import SegmentError
 from ...snapshot import codec, manifest
+from ...snapshot.claims import slot_to_rebuild
 from ...snapshot.manifest import Manifest
 from ...snapshot.segment import NOT_COMPUTED, Segment
 from ...snapshot.slots import Mark, SlotState, Version
@@ -124,7 +125,7 @@ def refill(
             moves = plan_moves(held, target, None if inherited is None else {ranks[place] for place in inherited})
             taken_over = states if inherited is None else [states[place] for place in inherited]
             small = manifest.join(manifest.write(target), codec.encode(host.merged(taken_over)))
-        index = segment.slot_to_rebuild()
+        index = slot_to_rebuild(segment)
         segment.dirty(index, plan.now, token)
         faults.reach("resize.filling", rank=own)
         ranges = [PullRange(reader(move.rank), move.rank, move.source, move.nbytes, move.target) for move in moves]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ft_plugins.errors import BudgetError, SegmentError
 from ft_plugins.snapshot import claims, segment_file
-from ft_plugins.snapshot.claims import SlotClaims
+from ft_plugins.snapshot.claims import SlotClaims, slot_to_rebuild
 from ft_plugins.snapshot.segment import Segment, create
 from ft_plugins.snapshot.segment_file import slot_start
 from ft_plugins.snapshot.shape import PAGE, Shape
@@ -457,15 +457,33 @@ def test_what_other_ranks_of_a_node_have_claimed_already_they_lack_no_longer(
 def test_a_version_that_others_have_is_restored_without_overwriting_one_that_is_here(
     segment: Segment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert segment.slot_to_rebuild() == 0
+    assert slot_to_rebuild(segment) == 0
     write(segment, 0, 1)
-    assert segment.slot_to_rebuild() == 1 and segment.claimed == (0, 1)
+    assert slot_to_rebuild(segment) == 1 and segment.claimed == (0, 1)
     write(segment, 1, 2)
-    assert segment.slot_to_rebuild() == 2 and segment.claimed == (0, 1, 2), "another one is claimed"
+    assert slot_to_rebuild(segment) == 2 and segment.claimed == (0, 1, 2), "another one is claimed"
     write(segment, 2, 3)
 
     def refuse(*args: object) -> None:
         raise BudgetError("no room")
 
-    monkeypatch.setattr("ft_plugins.snapshot.segment.check_room", refuse)
-    assert segment.slot_to_rebuild() == 0 and segment.claimed == (0, 1, 2), "the oldest has to go"
+    monkeypatch.setattr("ft_plugins.snapshot.claims.check_room", refuse)
+    assert slot_to_rebuild(segment) == 0 and segment.claimed == (0, 1, 2), "the oldest has to go"
+
+
+def test_ranks_that_restore_a_version_together_claim_a_slot_each_or_overwrite_one(
+    segment: Segment, segment_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them alone would find room for one: a control group that is exceeded ends the job."""
+    other = segment_path.with_name(f"{segment_path.name.rpartition('-r')[0]}-r1")
+    create(other, SHAPE, 1, {})
+    asked = list[int]()
+    try:
+        monkeypatch.setattr(claims, "check_room", lambda nbytes, *others: asked.append(nbytes))
+        for each in (segment, Segment(other)):
+            for index in range(FIRST):
+                write(each, index, index + 1)
+            assert slot_to_rebuild(each) == FIRST
+        assert asked == [2 * (SHAPE.slot_room - PAGE), SHAPE.slot_room]
+    finally:
+        other.unlink()

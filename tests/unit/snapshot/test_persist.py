@@ -168,7 +168,7 @@ def test_a_checkpoint_is_read_although_all_slots_that_have_memory_are_pinned(
         def refuse(*args: object) -> None:
             raise BudgetError("no room")
 
-        monkeypatch.setattr("ft_plugins.snapshot.segment.check_room", refuse)
+        monkeypatch.setattr("ft_plugins.snapshot.claims.check_room", refuse)
     index = persist.read_rank(folder, target, V, TOKEN)
     assert bytes_of(target, index) == bytes_of(source, 0)
     assert index == (1 if lacking else 2), "without memory the version has to go that was being sent"
