@@ -83,7 +83,7 @@ class Capture:
         self._committed = committed
         self._after_update = after_update
         self._left_out = left_out
-        self._claims = SlotClaims(segment, self._use, claiming, claimed)
+        self._claims = SlotClaims(segment, self._use, claiming, claimed, self._check_token)
         self._next: Version | None = None  # captured after the update that runs
         self._requested = False
         self._requesting = threading.Lock()  # of the two around it, which change together

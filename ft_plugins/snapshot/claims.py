@@ -24,7 +24,7 @@ _RETRY_SECONDS = 60.0  # between two attempts to claim a slot for which memory w
 
 
 class SlotClaims:
-    """The slots that one rank claims. Its caller checks the fencing token first."""
+    """The slots that one rank claims."""
 
     def __init__(
         self,
@@ -32,11 +32,15 @@ class SlotClaims:
         use: Callable[[int], None] = lambda index: None,
         check: Callable[[int], None] = lambda nbytes: None,
         report: Callable[[BudgetError | None], None] = lambda refused: None,
+        permitted: Callable[[], None] = lambda: None,
     ) -> None:
         """`use` prepares a slot that has memory now for copies. `check` is called before memory is claimed, and raises
         BudgetError if that must not be. `report` is called afterwards, with the first error while memory is lacking.
+        `permitted` raises if another incarnation has taken over, which may be while memory is allocated: that takes
+        seconds.
         """
         self._segment, self._use, self._check, self._report = segment, use, check, report
+        self._permitted = permitted
         self._refused_at = -_RETRY_SECONDS
         self._just_refused = False
 
@@ -60,8 +64,9 @@ class SlotClaims:
             return False
         try:
             self._check(self._segment.shape.slot_room)
-            self._segment.claim_slot(index)
+            self._segment.claim_slot(index, self._permitted)
         except BudgetError as error:
+            self._permitted()
             self._refused_at = time.monotonic()
             if not self._segment.short:
                 self._segment.short = self._just_refused = True
@@ -74,8 +79,8 @@ class SlotClaims:
 
 
 def missing(paths: Iterable[Path], slots: int) -> int:
-    """How many bytes the segments in `paths` lack until `slots` slots of each have memory, or all of them. What is
-    being allocated counts as far as it is there."""
+    """How many bytes the segments in `paths` lack until `slots` slots of each have memory, or all of them. Memory that
+    is being allocated is not lacking as far as it is there."""
     lacking = 0
     for path in paths:
         with suppress(SegmentError):  # of a rank that is not there

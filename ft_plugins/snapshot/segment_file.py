@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,12 +132,14 @@ class SegmentFile:
         start = slot_start(self.shape, index)
         return self.bytes[start : start + room]
 
-    def claim_slot(self, index: int) -> None:
-        """Claim the memory of a slot that has none; it becomes EMPTY. Called by who may write slots. Raises
-        BudgetError; SegmentError if the file was removed or replaced meanwhile."""
+    def claim_slot(self, index: int, permitted: Callable[[], None] = lambda: None) -> None:
+        """Claim the memory of a slot that has none; it becomes EMPTY. Called by who may write slots: `permitted` raises
+        if that has changed meanwhile. Raises BudgetError; SegmentError if the file was removed or replaced meanwhile.
+        """
         start, room = slot_start(self.shape, index), self.shape.slot_room
         self._allocate([(start, room)])
         self._populate(start, room)
+        permitted()
         self._slots[index].claim()
 
     def _populate(self, start: int, nbytes: int) -> None:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ft_plugins.errors import BudgetError, SegmentError
+from ft_plugins.errors import BudgetError, FencedError, SegmentError
 from ft_plugins.snapshot import claims, segment_file
 from ft_plugins.snapshot.claims import SlotClaims, slot_to_rebuild
 from ft_plugins.snapshot.segment import Segment, create
@@ -350,6 +350,28 @@ def test_pages_are_mapped_in_pieces_so_that_training_does_not_wait_for_all_of_th
     start, ends = slot_start(shape, 2), [at + nbytes for at, nbytes in calls]
     assert [at for at, _ in calls] == [start, *ends[:-1]] and ends[-1] == start + shape.slot_room
     assert max(nbytes for _, nbytes in calls) == piece and len(calls) == 4
+
+
+@pytest.mark.parametrize("lacking", [False, True])
+def test_who_was_superseded_while_memory_was_allocated_says_nothing_about_it(segment: Segment, lacking: bool) -> None:
+    """The incarnation that took over decides by what the segment says, and may be using that slot by now."""
+
+    def check(nbytes: int) -> None:
+        segment.token = 2
+        if lacking:
+            raise BudgetError("no room")
+
+    def permitted() -> None:
+        if segment.token != 1:
+            raise FencedError("superseded")
+
+    segment.token = 1
+    slots = SlotClaims(segment, check=check, permitted=permitted)
+    write(segment, 0, 1)
+    write(segment, 1, 2)
+    with pytest.raises(FencedError):
+        slots.make_room(v(3))
+    assert not segment.short and segment.slot(2).state is UNCLAIMED
 
 
 def test_no_memory_is_claimed_in_a_segment_that_took_the_place_of_this_one(segment: Segment) -> None:
