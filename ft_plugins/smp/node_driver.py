@@ -218,7 +218,7 @@ class NodeDriver:
         return steps.Observation(
             begun, self._pinned.committed, sender.version, complete, sender.corrupt,
             str(sender.differences[0]) if sender.differences else "",
-            self._pinned.mark(sender.version) if complete else Mark.NONE,
+            self._pinned.mark(sender.version) if self.protection.audited else Mark.NONE,
         )  # fmt: skip
 
     def _seal_awaited(self) -> bool:

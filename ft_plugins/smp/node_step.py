@@ -179,7 +179,8 @@ def step(state: NodeState, event: Event) -> tuple[NodeState, tuple[Action, ...]]
 
 
 def _report(state: NodeState, seen: Observation) -> tuple[NodeState, tuple[Action, ...]]:
-    """Report a version as missed if it differs, is corrupt or failed its audit: it can never be committed.
+    """Report a version as missed if it differs, is corrupt or failed its audit: it can never be committed. That is
+    known long before all of it is sent, and until another one is exchanged none is committed.
 
     A version that this node still waits for is reported too: a replaced SMP at position 0 has no other way to know that
     it was announced, once ranks have begun to capture it.
@@ -192,7 +193,7 @@ def _report(state: NodeState, seen: Observation) -> tuple[NodeState, tuple[Actio
         alarms = (RaiseAlarm("replicas", catalogue.REPLICA_MISMATCHED, seen.difference),)
     if sending is not None and seen.corrupt:
         missed = sending
-    if encoded is not None and state.audited and encoded != state.epoch.base:
+    if sending is not None and state.audited and sending != state.epoch.base:
         if seen.mark in (Mark.UNAUDITED, Mark.MISMATCHED):
             missed = sending
         encoded = encoded if seen.mark.preferred else None

@@ -392,6 +392,21 @@ def test_where_replicas_are_compared_a_version_counts_when_they_were_found_to_ag
     assert all(node.status("committed") == [1, 1] for node in job.nodes)
 
 
+def test_a_version_found_to_hold_a_wrong_replica_is_given_up_however_long_it_would_take_to_send(
+    make: Callable[..., Job],
+) -> None:
+    """It can never be committed: until it had been sent, no other version would be."""
+    job = make(2)
+    job.told = replace(job.told, audited=True)
+    job.protect(mbps=HELD_BACK)
+    job.begin(1)
+    wait(lambda: all(node.driver._exchange is not None for node in job.nodes))
+    assert not any(node.driver._observe().complete for node in job.nodes)
+    assert job.nodes[1].segment.mark(Version(1, 1), Mark.MISMATCHED)  # on the other node it was not pinned, so is gone
+    job.waits_for(2)
+    assert not any(node.segment.slots()[0].pins for node in job.nodes)
+
+
 def test_what_was_restored_counts_whatever_is_known_of_it(make: Callable[..., Job]) -> None:
     job = make(2)
     job.write(1, 1)

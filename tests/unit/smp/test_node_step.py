@@ -109,6 +109,19 @@ def test_with_an_audit_a_version_is_complete_once_its_replicas_agree(
     assert (sent.report.encoded, sent.report.missed) == (encoded, missed)
 
 
+@pytest.mark.parametrize(
+    ("mark", "missed"),
+    [(Mark.NONE, None), (Mark.CERTIFIED, None), (Mark.UNAUDITED, v(4)), (Mark.MISMATCHED, v(4))],
+)
+def test_with_an_audit_a_version_that_never_counts_is_given_up_before_all_of_it_is_sent(
+    mark: Mark, missed: Version | None
+) -> None:
+    """Otherwise no version is committed for as long as sending it takes, which may be many iterations."""
+    seen = Observation(5, None, v(4), mark=mark)
+    _, sent = reported(replace(FRESH, audited=True), seen)
+    assert (sent.report.encoded, sent.report.missed) == (None, missed)
+
+
 def test_the_restored_version_needs_no_audit() -> None:
     seen = Observation(10, None, v(10), complete=True, mark=Mark.UNAUDITED)
     _, sent = reported(replace(RESTORED, audited=True), seen)
