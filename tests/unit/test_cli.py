@@ -9,9 +9,10 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -270,35 +271,49 @@ def test_status_loads_nothing_that_is_slow(job: str) -> None:
     assert (done.returncode, done.stderr) == (0, "") and job in done.stdout, done.stderr
 
 
+@contextlib.contextmanager
+def watching(words: Sequence[str], stdout: int, **more: Any) -> Iterator[subprocess.Popen[Any]]:
+    """`status` with these words, ended after a minute if it has not. SIGINT ends it also where it is ignored here, as
+    in what a script runs in the background."""
+    code = "import signal, sys, ft_plugins.cli; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    code += f"sys.argv[1:] = {['status', *words]}; ft_plugins.cli.main()"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=stdout, stderr=subprocess.PIPE, **more)
+    limit = threading.Timer(60, process.kill)
+    limit.start()
+    try:
+        yield process
+    finally:
+        limit.cancel()
+        process.kill()
+        process.wait()
+
+
 @pytest.mark.parametrize("words", [("--watch", "0.1"), ("--watch", "0.1", "--json")])
 def test_watch_shows_it_again_until_ctrl_c(job: str, words: tuple[str, ...]) -> None:
-    code = f"import sys, ft_plugins.cli; sys.argv[1:] = ['status', *{words}]; ft_plugins.cli.main()"
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    shown = 0
-    while shown < 3:
-        line = process.stdout.readline()
-        assert line, "it ended by itself"
-        shown += job in line
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=20)
-    assert (process.returncode, err) == (0, "")
+    with watching(words, subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        shown = 0
+        while shown < 3:
+            line = process.stdout.readline()
+            assert line, "it ended by itself"
+            shown += job in line
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=20)
+        assert (process.returncode, err) == (0, "")
 
 
 def test_watch_redraws_a_terminal_in_place(job: str) -> None:
-    code = "import sys, ft_plugins.cli; sys.argv[1:] = ['status', '--watch']; ft_plugins.cli.main()"
     ours, theirs = os.openpty()
-    environment = os.environ | {"TERM": "xterm", "COLUMNS": "80", "LINES": "40"}
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=theirs, stderr=subprocess.PIPE, env=environment)
-    os.close(theirs)
-    drawn = b""
-    while not (b"Ctrl-C ends" in drawn and b"processes" in drawn):
-        drawn += os.read(ours, 1 << 16)
-    process.send_signal(signal.SIGINT)
-    while process.poll() is None:
-        with contextlib.suppress(OSError):
+    with watching(["--watch"], theirs, env=os.environ | {"TERM": "xterm", "COLUMNS": "80", "LINES": "40"}) as process:
+        os.close(theirs)
+        drawn = b""
+        while not (b"Ctrl-C ends" in drawn and b"processes" in drawn):
             drawn += os.read(ours, 1 << 16)
-    assert process.returncode == 0
+        process.send_signal(signal.SIGINT)
+        while process.poll() is None:
+            with contextlib.suppress(OSError):
+                drawn += os.read(ours, 1 << 16)
+        assert process.returncode == 0
     assert b"\x1b[?1049h" in drawn and b"\x1b[?1049l" in drawn, "the screen as it was before comes back"
     assert b"every 2 s" in drawn and job.encode() in drawn
     os.close(ours)
