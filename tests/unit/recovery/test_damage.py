@@ -28,6 +28,7 @@ from ft_plugins.events import Event, Events
 from ft_plugins.recovery.recovery_plan import RecoveryPlan, choose_source, plan_recovery
 from ft_plugins.recovery.restore import _facts, _read_facts, agree_on_version
 from ft_plugins.smp.owner import SnapshotProcess
+from ft_plugins.snapshot.header import _RECORDS, MirroredRecord
 from ft_plugins.snapshot.paths import path_of, remove
 from ft_plugins.snapshot.segment import Segment
 from ft_plugins.snapshot.shape import PAGE, Shape
@@ -459,7 +460,7 @@ def test_where_the_lineage_of_every_rank_is_damaged_the_sealed_slots_decide(
 ) -> None:
     job, _ = trained
     for rank in RANKS:
-        for at in range(13 * 8, (13 + 26) * 8, 8):
+        for at in range(8 * _RECORDS, 8 * (_RECORDS + MirroredRecord.room(4) + MirroredRecord.room(5)), 8):
             flip(job, rank, at, 0x08)
     begun = job.start(job.smp())
     assert begun.plan is not None and begun.plan.version == Version(1, 6) and begun.plan.lineage == 2
