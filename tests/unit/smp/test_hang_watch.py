@@ -253,40 +253,31 @@ def test_a_node_that_cannot_ask_the_others_waits_longer(node: Node) -> None:
     assert len(node.named(catalogue.JOB_HUNG)) == 1
 
 
+def seconds_of_hang(node: Node, watch: HangWatch, token: int, last: int) -> float:
+    """Of an incarnation that hangs after iteration `last`: the time until it is declared."""
+    node.begin(token, seconds=None)
+    node.iterate(last - 5, last)
+    hang_in(node, last + 1)
+    began, before = node.clock.now, len(node.lost)
+    while len(node.lost) == before:
+        node.look(watch, 1, token)
+    return node.clock.now - began
+
+
 def test_a_hang_in_the_same_iteration_is_given_more_time_and_one_in_a_later_iteration_is_not(node: Node) -> None:
     watch = node.watch()
-
-    def hangs_after(token: int, last: int) -> float:
-        node.begin(token, seconds=None)
-        node.iterate(last - 5, last)
-        hang_in(node, last + 1)
-        began, before = node.clock.now, len(node.lost)
-        while len(node.lost) == before:
-            node.look(watch, 1, token)
-        return node.clock.now - began
-
     limit = hang.LEAST_SECONDS
-    assert hangs_after(1, 10) == pytest.approx(limit, abs=2)
-    assert hangs_after(2, 10) == pytest.approx(limit * hang.GROWTH, abs=2)
-    assert hangs_after(3, 30) == pytest.approx(limit, abs=2)
+    assert seconds_of_hang(node, watch, 1, 10) == pytest.approx(limit, abs=2)
+    assert seconds_of_hang(node, watch, 2, 10) == pytest.approx(limit * hang.GROWTH, abs=2)
+    assert seconds_of_hang(node, watch, 3, 30) == pytest.approx(limit, abs=2)
 
 
 def test_hangs_at_another_place_are_given_no_more_time(node: Node) -> None:
     """The job continues from an older version, or from nothing, under the same SMP."""
     watch = node.watch()
-
-    def hangs_after(token: int, last: int) -> float:
-        node.begin(token, seconds=None)
-        node.iterate(last - 5, last)
-        hang_in(node, last + 1)
-        began, before = node.clock.now, len(node.lost)
-        while len(node.lost) == before:
-            node.look(watch, 1, token)
-        return node.clock.now - began
-
     for token, grown in ((1, 1), (2, hang.GROWTH), (3, hang.GROWTH**2)):
-        assert hangs_after(token, 500) == pytest.approx(hang.LEAST_SECONDS * grown, abs=2)
-    assert hangs_after(4, 20) == pytest.approx(hang.LEAST_SECONDS, abs=2)
+        assert seconds_of_hang(node, watch, token, 500) == pytest.approx(hang.LEAST_SECONDS * grown, abs=2)
+    assert seconds_of_hang(node, watch, 4, 20) == pytest.approx(hang.LEAST_SECONDS, abs=2)
 
 
 def test_a_rank_at_the_border_is_not_named_again_and_again(node: Node) -> None:
