@@ -9,8 +9,8 @@ those, so capture always finds one.
 
 Not all of these slots need memory. The committed version is one that all ranks have, so older ones are needed no
 longer. Where nodes protect each other two slots have memory from the start, and another one is claimed when capture
-would otherwise have to overwrite what it must not: three if versions are still being sent when the next one is
-captured, all if that takes several iterations (`slot_to_reuse`).
+would otherwise have to overwrite what it must not. Two are enough if each version is committed before the next one is
+captured, four if that takes up to three iterations (`slot_to_reuse`).
 
 With fewer slots (`--reft-slots`, or if memory for another one is lacking) capture has what the pins of the node tier
 leave: two, one or none. Then the newest version that all ranks are sure to have is the committed one or the one being

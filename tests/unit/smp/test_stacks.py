@@ -109,7 +109,7 @@ def test_ranks_that_answer_have_stacks_however_many_there_are_and_though_one_doe
 
 
 def test_stacks_are_kept_as_they_come_while_another_rank_is_waited_for(start: Start, tmp_path: Path) -> None:
-    """Another node has the workers restart meanwhile: the next incarnation begins the file anew."""
+    """Another node has the workers restart meanwhile: the next incarnation empties the file."""
     processes = {0: start(0, DEAF + SLEEPS), 1: start(1, SLEEPS)}
     dumping = threading.Thread(target=stacks.dump, args=(tmp_path, 3, processes, SECONDS))
     began = time.monotonic()

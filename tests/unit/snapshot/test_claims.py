@@ -375,7 +375,7 @@ def test_who_was_superseded_while_memory_was_allocated_says_nothing_about_it(seg
 
 
 def test_no_memory_is_claimed_in_a_segment_that_took_the_place_of_this_one(segment: Segment) -> None:
-    """By a rank that does not know yet that the job has started anew without it, maybe with another layout."""
+    """By a rank that does not know yet that the job has started again without it, maybe with another layout."""
     create(segment.path, replace(SHAPE, slots=FIRST, nbytes=PAGE), 0, {})
     new = Segment(segment.path)
     with pytest.raises(SegmentError, match="replaced"):
@@ -403,7 +403,7 @@ def test_capture_claims_a_slot_before_it_would_overwrite_what_a_rank_may_need(se
     assert (segment.claimed, used, told) == ((0, 1, 2), [2], [None])
     assert slots.slot_for(v(4)) == 2
     write(segment, 2, 4)
-    assert slots.slot_for(v(5)) == 3 and len(told) == 2, "in time, even if nobody made room before"
+    assert slots.slot_for(v(5)) == 3 and len(told) == 2, "in time, even if no room was made before"
 
 
 def test_where_memory_is_lacking_a_version_is_left_out_and_then_slots_are_overwritten_as_with_fewer(
