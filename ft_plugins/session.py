@@ -17,16 +17,18 @@ from typing import TYPE_CHECKING, Any, cast
 
 from . import faults
 from .config import Config, LaunchContext, launch_context
-from .errors import ConfigError, FencedError, FtError, ProtectionError, ResumeError, StateChangedError
+from .errors import ConfigError, FencedError, FtError, LoopError, ProtectionError, ResumeError, StateChangedError
 from .events import Events, catalogue, file_sink, log_sink, say
 from .model import imported
 from .model.host import Checking, Host
+from .model.observation import ObservedHost
 from .model.progress import FollowedHost, WorkPhase
 from .model.timeline import SenderFacts
 from .systems.carried import CarryingHost
 from .systems.claim import LossRecord, claim_memory, join_ranks, require_arguments, require_one_job
 from .systems.disconnection import Disconnection
 from .systems.followed import ProgressReport
+from .systems.iteration_ledger import IterationLedger, learning_rate_of
 from .systems.reft import DEGRADED, PeerDegraded, Reft
 from .systems.start_record import StartRecord
 from .systems.synchronizer import Synchronizer, synchronizer_of
@@ -68,6 +70,10 @@ class Session:
         self._carrying = CarryingHost(host)
         self._sync: Synchronizer | None = None
         self.progress = ProgressReport()
+        self._rate = learning_rate_of(host)
+        # replicas that train at their own pace have no iterations in common with their versions
+        own_pace = config.sync is not None and config.sync.policy == "a_edit"
+        self.ledger = IterationLedger(host.rank, config.on_difference, self._events, keeps=not own_pace)
         self._ended = 0  # iterations of this incarnation
         self._deferred = 0  # the version whose tensors are captured during the next one
         try:
@@ -105,7 +111,8 @@ class Session:
     def _start_reft(self) -> None:
         """Start REFT on every rank or on none. Raises an FtError, on all ranks, if training may not begin."""
         require_one_job(self._host, self._config, self._collective)
-        claimed = claim_memory(cast(Host, self._carrying), self._config, self._context, self._collective, self._events)
+        host = cast(Host, self._carrying)
+        claimed = claim_memory(host, self._config, self._context, self._collective, self._events, self.ledger)
         if isinstance(claimed, FtError):
             self._degrade(claimed)
         else:
@@ -184,6 +191,7 @@ class Session:
         """An iteration begins. The first call restores data position and RNG."""
         self._restore_position()
         self.iteration = step
+        self.ledger.begin(step)
         self.progress.words.begin(step)
         if self.measured is not None:
             self.measured.iteration_begin(step)
@@ -200,6 +208,7 @@ class Session:
         self._fenced = step
         if self._reft is not None:
             self._guarded(lambda reft: reft.before_update(step, self._version(step)))
+            self.ledger.fence(self._rate())
         if (sync := self._sync) is not None:
             self._synchronize(sync, lambda sync: sync.before_update(step))
             if self._reft is not None and (version := self._version(step - 1)):  # it is sealed, its verdict known
@@ -257,6 +266,8 @@ class Session:
                 self._events.emit(catalogue.RANKS_DISCONNECTED, peer=lost.rank, reason=lost.reason)
             if version:
                 self._guarded(lambda reft: self._defer(reft, version) if later else reft.iteration_end(version))
+            else:
+                self.ledger.end(step, None)
             return
         if self._degraded is not None and version:
             self._degraded.record_completed(version)
@@ -277,6 +288,7 @@ class Session:
     def shutdown(self) -> None:
         """The orderly end of training; a lost SMP does not fail it. Idempotent."""
         self.progress.end()
+        self.ledger.summarize()
         if self._sync is not None:
             self._wait_for_capture()  # the synchronizer may change tensors
             self._sync.shutdown()
@@ -290,13 +302,13 @@ class Session:
         """Call REFT. If it fails, protection degrades and training continues, on all ranks.
 
         The other ranks stop capturing too, so that the last version that all of them hold stays. Raises FencedError;
-        StateChangedError, which only the author of the loop can fix; ProtectionError if protection is required, unless
-        training is `over`.
+        StateChangedError and LoopError, which only the author of the loop can fix; ProtectionError if protection is
+        required, unless training is `over`.
         """
         assert self._reft is not None
         try:
             call(self._reft)
-        except (FencedError, StateChangedError):
+        except (FencedError, StateChangedError, LoopError):
             raise
         except Exception as error:
             reft, self._reft = self._reft, None
@@ -360,4 +372,6 @@ def attach(
     host.install(session)
     if isinstance(host, FollowedHost) and session.progress.written:
         host.install_progress(session.progress.words, spans)
+    if isinstance(host, ObservedHost) and chosen.capture is not None:
+        host.install_observer(session.ledger)
     return session

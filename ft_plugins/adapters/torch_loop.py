@@ -41,6 +41,7 @@ from ..errors import ConfigError, ResumeError, StateChangedError
 from ..events import say
 from ..model.host import Hooks
 from ..model.inventory import Inventory, Item, Role
+from ..model.observation import Observer
 from ..model.progress import ProgressReceiver
 from ..model.reduction import ReductionControl
 from ..snapshot import codec
@@ -48,6 +49,7 @@ from .early_update import EarlyUpdate, early_refusal
 from .forward_edges import follow_forwards, follow_saving
 from .host_parts import ANYWHERE, UPDATE, groups, is_item, local_part, own_copy, restore_groups, scalars_of
 from .loader_position import DataPosition, position_of
+from .observed_inputs import ObservedForwards
 from .optimizer_state import create_state
 from .plain import PlainHost
 from .torch_module import (
@@ -64,6 +66,7 @@ from .torch_module import (
 from .torch_reduction import DdpReduction, ReducingHost
 from .torch_watch import ChangeWatch, changed_since, identity, set_zero_gradients, with_gradient
 
+_CONTAINERS = (torch.nn.ModuleDict, torch.nn.ModuleList)
 _SCHEDULED = ("_wrapped_by_lr_sched", "_with_counter")  # set on `step` by torch's schedulers; older ones the second
 
 
@@ -309,6 +312,11 @@ class TorchHost(PlainHost, ReducingHost):
             progress.shares_forward()
         follow_saving(torch, ("save",), progress)
         follow_saving(sys.modules.get("torch.distributed.checkpoint"), ("save", "async_save"), progress)
+
+    def install_observer(self, observer: Observer) -> None:
+        """Report what forwards of the model read; of a container's parts, if the loop calls those."""
+        parts = self._module.children() if isinstance(self._module, _CONTAINERS) else ()
+        ObservedForwards({self._parallel or self._module: None, self._module: None, **dict.fromkeys(parts)}, observer)
 
     def _before_update(self) -> None:
         if self._early is not None and self._early.begun:

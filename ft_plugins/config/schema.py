@@ -55,6 +55,12 @@ class Config(Block):
         "a checkpoint that the framework loads itself is used if its iteration is larger",
         json_schema_extra=more(needs_system=True),
     )
+    on_difference: Literal["auto", "stop", "warn"] = Field(
+        "auto",
+        description="if an iteration that is computed again after a restore is not what it was: end the job if that "
+        "shows that the loop did not continue, else give an alarm (auto); always end it (stop); never (warn)",
+        json_schema_extra=more(needs_system=True),
+    )
     require_protection: bool = Field(
         False,
         description="end the job if it cannot be protected, instead of training on",
