@@ -32,6 +32,7 @@ from .systems.iteration_ledger import IterationLedger, learning_rate_of
 from .systems.reft import DEGRADED, PeerDegraded, Reft
 from .systems.start_record import StartRecord
 from .systems.synchronizer import Synchronizer, synchronizer_of
+from .systems.transcript import Transcript
 
 if TYPE_CHECKING:  # imports much that ranks without BAFT do not need
     from .bubbles.profile import Profiling
@@ -56,7 +57,7 @@ class Session:
         faults.arm(config.faults, rank=host.rank, restart=context.restart)
         self._reft: Reft | None = None
         self._pending: dict[str, Any] | None = None  # small state whose data position and RNG are still to be restored
-        self._lineage = 0  # that the last `resume` opened
+        self._lineage = self._restored = 0  # that the last `resume` opened, and the version that it restored
         self._degraded: Reft | None = None  # no longer captures, but still records completed iterations
         self._loss = LossRecord(context, config.max_unprotected_steps)
         self._disconnection = Disconnection()
@@ -68,6 +69,9 @@ class Session:
         if config.baft is not None or profiling is not None:
             self.measured = self._measurement(profiling)
         self._carrying = CarryingHost(host)
+        self._transcript: Transcript | None = None
+        if config.transcript_dir is not None:
+            self._transcript = Transcript(config.transcript_dir, cast(Host, self._carrying))
         self._sync: Synchronizer | None = None
         self.progress = ProgressReport()
         self._rate = learning_rate_of(host)
@@ -146,6 +150,8 @@ class Session:
             return loaded
         plan, self._pending = self._reft.resume(self._config.resume, loaded)
         self._lineage = plan.lineage
+        if self._transcript is not None:
+            self._transcript.lineage = plan.lineage
         if self._loss.clear() and not plan.fresh:  # an earlier incarnation lost protection
             self._events.emit(catalogue.PROTECTION_RESTORED, reason="snapshots are taken again")
         if self._host.rank == 0:
@@ -153,12 +159,15 @@ class Session:
         exchange = self._reft.exchange
         if self.measured is not None and exchange.copies is not None:
             self.measured.use_gate(self._reft.gate, exchange.copies, exchange.links)
-        return plan.version.iteration if plan.version else loaded
+        self._restored = plan.version.iteration if plan.version else loaded
+        return self._restored
 
     def _restore_position(self) -> None:
         if self._pending is not None:
             self._carrying.restore_position(self._pending)
             self._pending = None
+            if self._transcript is not None:
+                self._transcript.restored(self._restored)
 
     def _continues(self, step: int, last: int) -> bool:
         return step < last if self._sync is None else self._sync.continues(step, last)
@@ -240,6 +249,9 @@ class Session:
         self.progress.words.edge(WorkPhase.VERSION_POINT)
         if self.measured is not None:
             self.measured.bubbles_end()
+        if self._transcript is not None:
+            deferred = self._sync is not None and self._sync.defers(step)
+            self._transcript.completed(step, self.ledger.seen(), self.progress.words.long_phases, deferred)
         self._version_point(step)
         if self.measured is not None:
             self.measured.iteration_end(step)
@@ -250,6 +262,14 @@ class Session:
         self._ended += 1
         if self._ended == imported.AFTER_ITERATIONS:
             self._write_imported()
+        if step == self._config.stop_after:
+            self._stop()
+
+    def _stop(self) -> None:
+        """End in order after the last wanted iteration, once every rank has come so far."""
+        self._collective.barrier()
+        self.shutdown()
+        raise SystemExit(0)
 
     def _write_imported(self) -> None:
         """Write down what this rank has imported, for standby workers; without that there are none."""

@@ -113,6 +113,18 @@ class Config(Block):
         "place after a failure; auto: where memory allows it",
         json_schema_extra=more(needs_system=True),
     )
+    transcript_dir: NonEmptyText | None = Field(
+        None,
+        description="write down in this folder what each rank reads, computes and keeps in each iteration, as digests, "
+        "for 'ft-plugins rehearse'; makes iterations longer",
+        json_schema_extra=more(expected="a folder", needs_system=True),
+    )
+    stop_after: int | None = Field(
+        None,
+        ge=1,
+        description="end the job in order after this iteration; schedules stay those of the whole job",
+        json_schema_extra=more("iterations", needs_system=True),
+    )
     cpu: bool = Field(
         False,
         description="allow training on the CPU if no CUDA device is visible: Megatron is then patched for it, as with "

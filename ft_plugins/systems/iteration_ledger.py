@@ -56,6 +56,8 @@ class IterationLedger:
         self._step = 0
         self._first = self._inputs = 0  # digests of the first input of the present iteration, and of all
         self._reads = 0
+        self._drawn: int | None = None
+        self._applied: float | None = None  # the learning rate of the present iteration
         self._numbers: dict[Part, float] = {}
         self._sealed: list[tuple[int, int]] = []  # iteration and digest, not yet compared
 
@@ -91,11 +93,18 @@ class IterationLedger:
         """A version was captured; called by the capture thread, before the fence opens."""
         self._sealed.append((iteration, digest))
 
+    def seen(self) -> dict[str, Any]:
+        """What is known of the present iteration besides state: digests as text, numbers."""
+        digests = {"batch": self._inputs if self._reads else None, "drawn": self._drawn}
+        numbers = {"rate": self._applied, "loss": self._numbers.get(Part.LOSS), "norm": self._numbers.get(Part.NORM)}
+        return {name: None if digest is None else f"{digest:016x}" for name, digest in digests.items()} | numbers
+
     # ---- hooks ----
 
     def begin(self, step: int) -> None:
         if step != self._step:
             self._step, self._inputs, self._reads, self._numbers = step, 0, 0, {}
+            self._drawn = self._applied = None
 
     def fence(self, rate: float | None) -> None:
         """All forwards of the iteration are done, and captures are sealed. `rate`: of the update. Raises LoopError."""
@@ -104,7 +113,8 @@ class IterationLedger:
         sealed, self._sealed = self._sealed, []
         for iteration, digest in sealed:
             self._compare_and_record(iteration, {Part.STATE: digest}, {})
-        parts = {Part.DRAWN: drawn()}
+        self._drawn, self._applied = drawn(), rate
+        parts = {Part.DRAWN: self._drawn}
         parts |= {Part.FIRST_READ: self._first, Part.INPUT: self._inputs} if self._reads else {}
         self._compare_and_record(self._step, parts, {} if rate is None else {Part.RATE: rate})
 

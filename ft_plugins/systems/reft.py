@@ -70,7 +70,9 @@ class Reft:
         layout = self.nodes.with_parity(plan_layout(host.inventory(), names.nodes, config.capture.bucket_mib << 20))
         self.plan = CapturePlan(host, config, config.capture, layout, self.nodes.losses, collective.world_size)
         self._reports = ReftReports(events, run_dir if self.nodes.leads else None)
-        self._recovery = ReftRecovery(host, collective, self.plan, self.nodes, run_dir, token, self._reports)
+        self._recovery = ReftRecovery(
+            host, collective, self.plan, self.nodes, run_dir, token, self._reports, config.transcript_dir is not None
+        )  # fmt: skip
         job, node = run_dir.parent.name, run_dir.name  # a run directory is job / node
         self._path = path_of(job, node, host.rank)
         here = [rank for rank, name in enumerate(names.nodes) if name == names.nodes[host.rank]]
