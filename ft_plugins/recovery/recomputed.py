@@ -12,7 +12,7 @@ of differences:
 Invariant: a loop that did not continue is not captured any further, unless the user wants a warning only. An update
 that was skipped in one of the runs, because its gradients were not finite, explains other counters.
 
-In: entries of the ledger, `--ftp-on-difference`. Out: a `Difference`, None if everything known is equal.
+In: entries of the ledger, `--ftp-on-difference`. Out: a `LoopDifference`, None if everything known is equal.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..snapshot.ledger import Entry, Part
+from ..snapshot.ledger import LedgerEntry, LedgerPart
 
-_LOOP = {Part.COUNTERS, Part.GROUPS, Part.RATE}
-_DRAWN = {Part.GENERATORS, Part.DRAWN}
-_INPUTS = (Part.FIRST_READ, Part.INPUT)
+_LOOP = {LedgerPart.COUNTERS, LedgerPart.GROUPS, LedgerPart.RATE}
+_DRAWN = {LedgerPart.GENERATORS, LedgerPart.DRAWN}
+_INPUTS = (LedgerPart.FIRST_READ, LedgerPart.INPUT)
 
 
 @dataclass(frozen=True)
-class Difference:
+class LoopDifference:
     """An iteration that is not as it was. `parts`: what differs. `read_in`: the iteration that had read the same input,
     None for none. `ends`: the job ends before this iteration is captured."""
 
     iteration: int
-    parts: tuple[Part, ...]
+    parts: tuple[LedgerPart, ...]
     read_in: int | None
     continued: bool
     ends: bool
@@ -48,7 +48,7 @@ class Difference:
                 f"iteration {self.iteration} reads what iteration {self.read_in} read, not what it read before the "
                 "restore: the loop did not continue where the restored state is"
             )
-        parts = [part for part in self.parts if part is not Part.FIRST_READ or Part.INPUT not in self.parts]
+        parts = [part for part in self.parts if part is not LedgerPart.FIRST_READ or LedgerPart.INPUT not in self.parts]
         names = ", ".join(part.words for part in parts)
         text = f"iteration {self.iteration} was computed again, and differs from before the restore in: {names}"
         text += f" ({self.details})" if self.details else ""
@@ -56,8 +56,8 @@ class Difference:
 
 
 def judge(
-    now: Entry, before: Entry, known: Mapping[int, Entry], differed: bool = False, mode: str = "auto"
-) -> Difference | None:
+    now: LedgerEntry, before: LedgerEntry, known: Mapping[int, LedgerEntry], differed: bool = False, mode: str = "auto"
+) -> LoopDifference | None:
     """Compare an iteration with its lost self.
 
     `known`: entries of all iterations. `differed`: an earlier iteration since the restore differed. `mode`: auto, stop
@@ -69,10 +69,10 @@ def judge(
     read_in = _read_in(now, known) if parts[0] in _INPUTS and not differed else None
     continued = read_in is None and (differed or _skipped(now, before) or not _loop_differs(parts))
     ends = mode == "stop" or (mode == "auto" and not continued)
-    return Difference(now.iteration, parts, read_in, continued, ends, _details(now, before, parts))
+    return LoopDifference(now.iteration, parts, read_in, continued, ends, _details(now, before, parts))
 
 
-def _read_in(now: Entry, known: Mapping[int, Entry]) -> int | None:
+def _read_in(now: LedgerEntry, known: Mapping[int, LedgerEntry]) -> int | None:
     """The newest other iteration that read the same."""
     for part in reversed(_INPUTS):
         if part in now.digests:
@@ -86,18 +86,18 @@ def _read_in(now: Entry, known: Mapping[int, Entry]) -> int | None:
     return None
 
 
-def _loop_differs(parts: tuple[Part, ...]) -> bool:
+def _loop_differs(parts: tuple[LedgerPart, ...]) -> bool:
     if _LOOP & set(parts):
         return True
     return bool(_DRAWN & set(parts)) and not set(_INPUTS) & set(parts)
 
 
-def _skipped(now: Entry, before: Entry) -> bool:
-    numbers = (entry.numbers.get(part, 0.0) for entry in (now, before) for part in (Part.LOSS, Part.NORM))
+def _skipped(now: LedgerEntry, before: LedgerEntry) -> bool:
+    numbers = (entry.numbers.get(part, 0.0) for entry in (now, before) for part in (LedgerPart.LOSS, LedgerPart.NORM))
     return not all(map(math.isfinite, numbers))
 
 
-def _details(now: Entry, before: Entry, parts: tuple[Part, ...]) -> str:
+def _details(now: LedgerEntry, before: LedgerEntry, parts: tuple[LedgerPart, ...]) -> str:
     return ", ".join(
         f"{part.words} {now.numbers[part]!r} in place of {before.numbers[part]!r}" for part in parts if part.is_number
     )

@@ -5,13 +5,13 @@ After a restore, iterations that are computed again are compared with what is re
 are never reused, because a loop that does not continue begins with them.
 
     0            iteration
-    1 ..         one word per digest (`Part`), then two per number: the low and the high half of a float64
+    1 ..         one word per digest (`LedgerPart`), then two per number: the low and the high half of a float64
 
 Each word is one store: 32 bits of value in its low half, a digest of them in its high half, which includes the word's
 place and the iteration. A word that does not match is not known. So a process may die at any instruction, and an
 iteration that is computed again replaces the words one by one, with the same values.
 
-In: words of shared memory. Out: `Entry`.
+In: words of shared memory. Out: `LedgerEntry`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ KEPT = LEDGER_ROOM // 8 // _WORDS - FIRST_KEPT  # of the others, the newest
 _HALF = (1 << 32) - 1
 
 
-class Part(IntEnum):
+class LedgerPart(IntEnum):
     """What is recorded of an iteration: digests, then numbers."""
 
     FIRST_READ = 1  # the input of its first forward
@@ -51,7 +51,7 @@ class Part(IntEnum):
 
     @property
     def is_number(self) -> bool:
-        return self >= Part.RATE
+        return self >= LedgerPart.RATE
 
     @property
     def words(self) -> str:
@@ -60,35 +60,35 @@ class Part(IntEnum):
 
 
 _NAMES = {
-    Part.FIRST_READ: "first batch",
-    Part.INPUT: "batch",
-    Part.COUNTERS: "counters or schedules",
-    Part.GROUPS: "parameter groups",
-    Part.GENERATORS: "random number generators",
-    Part.OWN: "the script's own state",
-    Part.STATE: "captured state",
-    Part.DRAWN: "random numbers drawn",
-    Part.RATE: "learning rate",
-    Part.LOSS: "loss",
-    Part.NORM: "gradient norm",
+    LedgerPart.FIRST_READ: "first batch",
+    LedgerPart.INPUT: "batch",
+    LedgerPart.COUNTERS: "counters or schedules",
+    LedgerPart.GROUPS: "parameter groups",
+    LedgerPart.GENERATORS: "random number generators",
+    LedgerPart.OWN: "the script's own state",
+    LedgerPart.STATE: "captured state",
+    LedgerPart.DRAWN: "random numbers drawn",
+    LedgerPart.RATE: "learning rate",
+    LedgerPart.LOSS: "loss",
+    LedgerPart.NORM: "gradient norm",
 }
 
 
 @dataclass(frozen=True)
-class Entry:
+class LedgerEntry:
     """What is known of one iteration: digests of 32 bits, and numbers bit for bit."""
 
     iteration: int
-    digests: Mapping[Part, int] = field(default_factory=dict)
-    numbers: Mapping[Part, float] = field(default_factory=dict)
+    digests: Mapping[LedgerPart, int] = field(default_factory=dict)
+    numbers: Mapping[LedgerPart, float] = field(default_factory=dict)
 
-    def differing(self, other: Entry) -> tuple[Part, ...]:
-        """The parts that both know and that differ, in the order of `Part`."""
+    def differing(self, other: LedgerEntry) -> tuple[LedgerPart, ...]:
+        """The parts that both know and that differ, in the order of `LedgerPart`."""
         ours, theirs = self._comparable, other._comparable
         return tuple(sorted(part for part in ours.keys() & theirs.keys() if ours[part] != theirs[part]))
 
     @property
-    def _comparable(self) -> dict[Part, object]:
+    def _comparable(self) -> dict[LedgerPart, object]:
         """A NaN equals the same NaN."""
         return {**self.digests, **{part: _bits(number) for part, number in self.numbers.items()}}
 
@@ -99,7 +99,7 @@ class Ledger:
     def __init__(self, words: npt.NDArray[np.uint64]) -> None:
         self._words = words
 
-    def record(self, iteration: int, part: Part, value: int | float) -> None:
+    def record(self, iteration: int, part: LedgerPart, value: int | float) -> None:
         """Record one part: a digest, of which the low 32 bits are kept, or a number."""
         place = self._place(iteration)
         if self._iteration_at(place) != iteration:
@@ -110,11 +110,11 @@ class Ledger:
         if part.is_number:
             self._words[place + part + 1] = guarded_word(high, _seed(place + part + 1, iteration))
 
-    def entries(self) -> dict[int, Entry]:
+    def entries(self) -> dict[int, LedgerEntry]:
         """All entries, by iteration."""
         return {entry.iteration: entry for entry in self._read()}
 
-    def entry(self, iteration: int) -> Entry | None:
+    def entry(self, iteration: int) -> LedgerEntry | None:
         """What is known of one iteration."""
         place = self._place(iteration)
         return self._read_at(place) if self._iteration_at(place) == iteration else None
@@ -123,22 +123,22 @@ class Ledger:
         """Forget everything: what was recorded is not computed again."""
         self._words[:] = 0
 
-    def _read(self) -> Iterator[Entry]:
+    def _read(self) -> Iterator[LedgerEntry]:
         for place in range(0, len(self._words), _WORDS):
             if self._iteration_at(place) is not None:
                 yield self._read_at(place)
 
-    def _read_at(self, place: int) -> Entry:
+    def _read_at(self, place: int) -> LedgerEntry:
         iteration = self._iteration_at(place) or 0
-        words = {part: self._value(place + part, iteration) for part in Part}
-        high = {part: self._value(place + part + 1, iteration) for part in Part if part.is_number}
+        words = {part: self._value(place + part, iteration) for part in LedgerPart}
+        high = {part: self._value(place + part + 1, iteration) for part in LedgerPart if part.is_number}
         digests = {part: word for part, word in words.items() if word is not None and not part.is_number}
         numbers = {
             part: _number(low, upper)
             for part, upper in high.items()
             if upper is not None and (low := words[part]) is not None
         }
-        return Entry(iteration, digests, numbers)
+        return LedgerEntry(iteration, digests, numbers)
 
     def _place(self, iteration: int) -> int:
         index = iteration - 1 if iteration <= FIRST_KEPT else FIRST_KEPT + (iteration - 1 - FIRST_KEPT) % KEPT

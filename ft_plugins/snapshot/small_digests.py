@@ -1,9 +1,10 @@
 """Digests of a host's small state by what it means, for the ledger.
 
 Invariant: equal state has equal digests, in every process: nothing depends on addresses, hash seeds or the order of
-keys. The data position has no digest: what it leads to, the inputs, is compared.
+keys. Of a large mapping, such as the numbers that an optimizer keeps for each parameter, MANY entries at equal steps
+are digested: this is in the step path. The data position has no digest: what it leads to, the inputs, is compared.
 
-In: the small state of any host. Out: one digest for each `Part` of it.
+In: the small state of any host. Out: one digest for each `LedgerPart` of it.
 """
 
 from __future__ import annotations
@@ -16,22 +17,23 @@ import numpy as np
 import torch
 import xxhash
 
-from .ledger import Part
+from .ledger import LedgerPart
 
 _PART_OF = {
-    **dict.fromkeys(("rng", "python", "numpy", "torch", "cuda"), Part.GENERATORS),
-    "groups": Part.GROUPS,
-    **dict.fromkeys(("counters", "scalars", "scalers", "scaler", "scheduler"), Part.COUNTERS),
+    **dict.fromkeys(("rng", "python", "numpy", "torch", "cuda"), LedgerPart.GENERATORS),
+    "groups": LedgerPart.GROUPS,
+    **dict.fromkeys(("counters", "scalars", "scalers", "scaler", "scheduler"), LedgerPart.COUNTERS),
 }
 _NOT_COMPARED = {"position", "silent", "modes", "graded"}  # how the loop reads, and what the restore itself sets
+MANY = 64  # entries
 _CALLER = "caller"  # what the script's own functions return, in the small state of loops of plain torch
 
 
-def small_digests(small: Mapping[str, Any]) -> dict[Part, int]:
+def small_digests(small: Mapping[str, Any]) -> dict[LedgerPart, int]:
     """The digests of a small state. Empty parts have none."""
-    hashes: dict[Part, xxhash.xxh3_64] = {}
+    hashes: dict[LedgerPart, xxhash.xxh3_64] = {}
     for key, value in _entries(small):
-        part = _PART_OF.get(key, Part.OWN)
+        part = _PART_OF.get(key, LedgerPart.OWN)
         for piece in pieces(value):
             hashes.setdefault(part, xxhash.xxh3_64()).update(piece)
     return {part: running.intdigest() for part, running in hashes.items()}
@@ -61,6 +63,8 @@ def _entries(small: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def pieces(value: Any) -> Iterator[bytes]:
     """The bytes of a value, with types and lengths, so that different values have different bytes."""
     match value:
+        case torch.Tensor() if not value.dim():
+            yield f"t{value.dtype}{value.item()!r}".encode()
         case torch.Tensor():
             dense = value.detach().cpu().contiguous()
             yield f"t{dense.dtype}{tuple(dense.shape)}".encode()
@@ -70,13 +74,14 @@ def pieces(value: Any) -> Iterator[bytes]:
             yield value.tobytes()
         case Mapping():
             yield b"m%d" % len(value)
-            for key, part in sorted(value.items(), key=lambda entry: str(entry[0])):
+            entries = sorted(value.items(), key=lambda entry: str(entry[0]))
+            for key, part in entries if len(entries) <= MANY else entries[:: -(-len(entries) // MANY)]:
                 yield f"k{key!r}".encode()
                 yield from pieces(part)
         case list() | tuple():
             yield b"l%d" % len(value)
-            if len(value) > 32 and all(type(part) is int for part in value):  # the state of Python's generator
-                yield repr(value).encode()
+            if len(value) > MANY and all(type(part) is int for part in value):  # the state of Python's generator
+                yield np.array(value, dtype=np.int64).tobytes() if max(value) < 1 << 63 else repr(value).encode()
             else:
                 for part in value:
                     yield from pieces(part)

@@ -19,8 +19,8 @@ from typing import Any
 from ..errors import LoopError, UnsupportedError
 from ..events import Events, catalogue, say
 from ..model.host import Host, ReplicaOperations
-from ..recovery.recomputed import Difference, judge
-from ..snapshot.ledger import Entry, Ledger, Part, digest_of
+from ..recovery.recomputed import LoopDifference, judge
+from ..snapshot.ledger import Ledger, LedgerEntry, LedgerPart, digest_of
 from ..snapshot.small_digests import drawn, small_digests
 
 _KEPT_BITS = 0xFFFFFFFF  # of a digest
@@ -49,7 +49,7 @@ class IterationLedger:
         self._keeps = keeps
         self._rank, self._mode, self._events = rank, mode, events
         self._ledger: Ledger | None = None
-        self._known: dict[int, Entry] = {}  # at the restore
+        self._known: dict[int, LedgerEntry] = {}  # at the restore
         self._last = 0  # iteration of which anything is known from before the restore
         self._compared: set[int] = set()
         self._differed = 0  # the first iteration that differed
@@ -58,7 +58,7 @@ class IterationLedger:
         self._reads = 0
         self._drawn: int | None = None
         self._applied: float | None = None  # the learning rate of the present iteration
-        self._numbers: dict[Part, float] = {}
+        self._numbers: dict[LedgerPart, float] = {}
         self._sealed: list[tuple[int, int]] = []  # iteration and digest, not yet compared
 
     def open(self, ledger: Ledger, base: int | None) -> None:
@@ -80,12 +80,12 @@ class IterationLedger:
     def read(self, digest: int) -> None:
         if not self._reads:
             self._first = digest
-            self._record(self._step, Part.FIRST_READ, digest)
+            self._record(self._step, LedgerPart.FIRST_READ, digest)
         self._reads += 1
         self._inputs = digest_of(digest.to_bytes(8, "little"), seed=self._inputs)
 
     def computed(self, loss: float | None = None, norm: float | None = None) -> None:
-        for part, number in ((Part.LOSS, loss), (Part.NORM, norm)):
+        for part, number in ((LedgerPart.LOSS, loss), (LedgerPart.NORM, norm)):
             if number is not None:
                 self._numbers[part] = float(number)
 
@@ -96,7 +96,11 @@ class IterationLedger:
     def seen(self) -> dict[str, Any]:
         """What is known of the present iteration besides state: digests as text, numbers."""
         digests = {"batch": self._inputs if self._reads else None, "drawn": self._drawn}
-        numbers = {"rate": self._applied, "loss": self._numbers.get(Part.LOSS), "norm": self._numbers.get(Part.NORM)}
+        numbers = {
+            "rate": self._applied,
+            "loss": self._numbers.get(LedgerPart.LOSS),
+            "norm": self._numbers.get(LedgerPart.NORM),
+        }
         return {name: None if digest is None else f"{digest:016x}" for name, digest in digests.items()} | numbers
 
     # ---- hooks ----
@@ -112,11 +116,11 @@ class IterationLedger:
             return
         sealed, self._sealed = self._sealed, []
         for iteration, digest in sealed:
-            self._compare_and_record(iteration, {Part.STATE: digest}, {})
+            self._compare_and_record(iteration, {LedgerPart.STATE: digest}, {})
         self._drawn, self._applied = drawn(), rate
-        parts = {Part.DRAWN: self._drawn}
-        parts |= {Part.FIRST_READ: self._first, Part.INPUT: self._inputs} if self._reads else {}
-        self._compare_and_record(self._step, parts, {} if rate is None else {Part.RATE: rate})
+        parts = {LedgerPart.DRAWN: self._drawn}
+        parts |= {LedgerPart.FIRST_READ: self._first, LedgerPart.INPUT: self._inputs} if self._reads else {}
+        self._compare_and_record(self._step, parts, {} if rate is None else {LedgerPart.RATE: rate})
 
     def end(self, step: int, small: Mapping[str, Any] | None) -> None:
         """The version point, before the capture. `small`: None if there is no version. Raises LoopError."""
@@ -127,17 +131,19 @@ class IterationLedger:
         if self._last and step >= self._last:
             self._confirm()
 
-    def _record(self, iteration: int, part: Part, value: float) -> None:
+    def _record(self, iteration: int, part: LedgerPart, value: float) -> None:
         if self._ledger is not None:
             self._ledger.record(iteration, part, value)
 
-    def _compare_and_record(self, step: int, digests: Mapping[Part, int], numbers: Mapping[Part, float]) -> None:
+    def _compare_and_record(
+        self, step: int, digests: Mapping[LedgerPart, int], numbers: Mapping[LedgerPart, float]
+    ) -> None:
         """Where the job ends the ledger keeps what it had, so that the next incarnation sees the difference too."""
-        self._compare(Entry(step, {part: digest & _KEPT_BITS for part, digest in digests.items()}, numbers))
+        self._compare(LedgerEntry(step, {part: digest & _KEPT_BITS for part, digest in digests.items()}, numbers))
         for part, value in {**digests, **numbers}.items():
             self._record(step, part, value)
 
-    def _compare(self, now: Entry) -> None:
+    def _compare(self, now: LedgerEntry) -> None:
         before = self._known.get(now.iteration)
         if before is None or now.iteration > self._last:
             return
@@ -152,7 +158,7 @@ class IterationLedger:
         if difference.ends:
             raise LoopError(f"rank {self._rank}: {difference.sentence}; {_ADVICE}")
 
-    def _report(self, difference: Difference) -> None:
+    def _report(self, difference: LoopDifference) -> None:
         self._events.emit(
             catalogue.RESUME_DIFFERED, iteration=difference.iteration,
             parts=[part.words for part in difference.parts], ending=difference.ends,

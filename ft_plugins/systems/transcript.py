@@ -61,7 +61,7 @@ class Transcript:
 
 @torch.no_grad()
 def disturb(host: Host, seed: int) -> None:
-    """Overwrite every state item and seed the process's generators anew, as another initialisation would."""
+    """Overwrite every state item and seed the process's generators, as another initialisation would."""
     for tensor in host.tensors().values():
         tensor.detach().fill_(torch.tensor(7 + seed).to(tensor.dtype).item())
     random.seed(seed)

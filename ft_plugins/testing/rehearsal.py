@@ -31,7 +31,7 @@ from ..launcher.command import parser
 from ..systems.transcript import transcript_path
 from .display import Display
 from .driver import DriveError, DrivenJob, DrivePhase
-from .transcripts import Comparison, Entry, compare_transcripts, epoch_ends, not_exercised, read_transcripts
+from .transcripts import Comparison, TranscriptEntry, compare_transcripts, epoch_ends, not_exercised, read_transcripts
 
 RUN = "{run}"  # in the command: a folder of each run
 _NODES = 2
@@ -164,7 +164,7 @@ def rehearse(plan: RehearsalPlan, display: Display) -> Rehearsal:
     return Rehearsal(comparison, kills, tuple(not_exercised(failed)))
 
 
-def _run(plan: RehearsalPlan, name: str, faults: str, kills: Sequence[int], display: Display) -> list[Entry]:
+def _run(plan: RehearsalPlan, name: str, faults: str, kills: Sequence[int], display: Display) -> list[TranscriptEntry]:
     """One run. Raises DriveError."""
     folder = plan.folder / name
     shutil.rmtree(folder, ignore_errors=True)

@@ -37,7 +37,7 @@ class TranscriptError(FtError):
 
 
 @dataclass(frozen=True)
-class Entry:
+class TranscriptEntry:
     """One line. `seen` is empty for a restored version. `lineage` counts the incarnations of the job. `deferred`: the
     version is captured later, when a synchronisation has changed it."""
 
@@ -137,7 +137,7 @@ class Comparison:
         return "\n".join(lines)
 
 
-def read_transcripts(folder: Path) -> list[Entry]:
+def read_transcripts(folder: Path) -> list[TranscriptEntry]:
     """All complete lines of all ranks. Raises TranscriptError."""
     entries = []
     for path in sorted(folder.glob("rank-*.jsonl")):
@@ -153,15 +153,17 @@ def read_transcripts(folder: Path) -> list[Entry]:
     return entries
 
 
-def _entry(rank: int, line: Mapping[str, Any]) -> Entry:
-    return Entry(
+def _entry(rank: int, line: Mapping[str, Any]) -> TranscriptEntry:
+    return TranscriptEntry(
         rank, str(line["kind"]), int(line["iteration"]), int(line["lineage"]), dict(line.get("seen", {})),
         tuple(line.get("phases", ())), dict(line["small"]), dict(line["items"]),
         bool(line.get("deferred")),
     )  # fmt: skip
 
 
-def compare_transcripts(failed: Sequence[Entry], unfailed: Sequence[Entry], restores: int) -> Comparison:
+def compare_transcripts(
+    failed: Sequence[TranscriptEntry], unfailed: Sequence[TranscriptEntry], restores: int
+) -> Comparison:
     """Compare a run that was killed with one that was not. `restores`: how many were planned."""
     golden = {(entry.rank, entry.iteration): entry for entry in unfailed if entry.kind == ITERATION}
     ranks = {rank for rank, _ in golden}
@@ -184,7 +186,7 @@ def compare_transcripts(failed: Sequence[Entry], unfailed: Sequence[Entry], rest
 
 
 def _unproven(
-    computed: Sequence[Entry], golden: Mapping[tuple[int, int], Entry], ranks: set[int], last: int,
+    computed: Sequence[TranscriptEntry], golden: Mapping[tuple[int, int], TranscriptEntry], ranks: set[int], last: int,
     versions: Mapping[int, int], restores: int,
 ) -> Iterator[str]:  # fmt: skip
     done = {(entry.rank, entry.iteration) for entry in computed}
@@ -199,7 +201,7 @@ def _unproven(
         yield f"state was restored {len(versions)} time(s); expected {restores}"
 
 
-def _unseeded(before: Iterable[Entry], golden: Mapping[tuple[int, int], Entry]) -> tuple[str, ...]:
+def _unseeded(before: Iterable[TranscriptEntry], golden: Mapping[tuple[int, int], TranscriptEntry]) -> tuple[str, ...]:
     """The generators that differ between two runs without a failure."""
     names: set[str] = set()
     for entry in before:
@@ -209,12 +211,15 @@ def _unseeded(before: Iterable[Entry], golden: Mapping[tuple[int, int], Entry]) 
     return tuple(sorted(names))
 
 
-def _order(entry: Entry) -> tuple[int, int, int]:
+def _order(entry: TranscriptEntry) -> tuple[int, int, int]:
     return entry.iteration, entry.lineage, entry.rank
 
 
 def _against(
-    entries: Iterable[Entry], golden: Mapping[tuple[int, int], Entry], unseeded: Sequence[str], trajectory: bool
+    entries: Iterable[TranscriptEntry],
+    golden: Mapping[tuple[int, int], TranscriptEntry],
+    unseeded: Sequence[str],
+    trajectory: bool,
 ) -> Iterator[FirstDifference]:
     for entry in entries:
         other = golden.get((entry.rank, entry.iteration))
@@ -222,8 +227,10 @@ def _against(
             yield from _differences(entry, other, unseeded, trajectory)
 
 
-def _restored_differences(restored: Iterable[Entry], failed: Sequence[Entry]) -> Iterator[FirstDifference]:
-    captured: dict[tuple[int, int], list[Entry]] = {}
+def _restored_differences(
+    restored: Iterable[TranscriptEntry], failed: Sequence[TranscriptEntry]
+) -> Iterator[FirstDifference]:
+    captured: dict[tuple[int, int], list[TranscriptEntry]] = {}
     for entry in failed:
         if entry.kind == ITERATION and not entry.deferred:
             captured.setdefault((entry.rank, entry.iteration), []).append(entry)
@@ -251,7 +258,7 @@ def _first(differences: Iterator[FirstDifference]) -> FirstDifference | None:
 
 
 def _differences(
-    entry: Entry, other: Entry, unseeded: Sequence[str], trajectory: bool
+    entry: TranscriptEntry, other: TranscriptEntry, unseeded: Sequence[str], trajectory: bool
 ) -> Iterator[FirstDifference]:
     """What differs in one iteration of one rank, causes first."""
 
@@ -299,7 +306,7 @@ def _schedule(small: Mapping[str, Any]) -> dict[str, Any]:
 # ---- what was exercised ----
 
 
-def epoch_ends(entries: Iterable[Entry]) -> tuple[int, ...]:
+def epoch_ends(entries: Iterable[TranscriptEntry]) -> tuple[int, ...]:
     """The iterations in which a pass over the data began or ended, as far as data positions show."""
     ends: set[int] = set()
     last: dict[tuple[int, str], float] = {}
@@ -322,7 +329,7 @@ def _numbers(place: str, value: Any, inside: bool) -> Iterator[tuple[str, int]]:
         yield place, value
 
 
-def not_exercised(entries: Sequence[Entry]) -> list[str]:
+def not_exercised(entries: Sequence[TranscriptEntry]) -> list[str]:
     """What no iteration after a restore has shown, and how to reach it."""
     computed = [entry for entry in entries if entry.kind == ITERATION]
     first = min((entry.lineage for entry in computed), default=0)

@@ -7,26 +7,33 @@ import math
 import pytest
 
 from ft_plugins.recovery.recomputed import judge
-from ft_plugins.snapshot.ledger import Entry, Part
+from ft_plugins.snapshot.ledger import LedgerEntry, LedgerPart
 
-BEFORE = Entry(
+BEFORE = LedgerEntry(
     6,
-    {Part.FIRST_READ: 60, Part.INPUT: 61, Part.COUNTERS: 62, Part.GROUPS: 63, Part.GENERATORS: 64, Part.OWN: 65},
-    {Part.RATE: 0.5, Part.LOSS: 2.0, Part.NORM: 1.0},
+    {
+        LedgerPart.FIRST_READ: 60,
+        LedgerPart.INPUT: 61,
+        LedgerPart.COUNTERS: 62,
+        LedgerPart.GROUPS: 63,
+        LedgerPart.GENERATORS: 64,
+        LedgerPart.OWN: 65,
+    },
+    {LedgerPart.RATE: 0.5, LedgerPart.LOSS: 2.0, LedgerPart.NORM: 1.0},
 )
-KNOWN = {1: Entry(1, {Part.FIRST_READ: 10, Part.INPUT: 11}), 6: BEFORE}
+KNOWN = {1: LedgerEntry(1, {LedgerPart.FIRST_READ: 10, LedgerPart.INPUT: 11}), 6: BEFORE}
 
 
-def changed(**parts: float) -> Entry:
-    by_part = {Part[name.upper()]: value for name, value in parts.items()}
+def changed(**parts: float) -> LedgerEntry:
+    by_part = {LedgerPart[name.upper()]: value for name, value in parts.items()}
     digests = {part: int(value) for part, value in by_part.items() if not part.is_number}
     numbers = {part: value for part, value in by_part.items() if part.is_number}
-    return Entry(6, {**BEFORE.digests, **digests}, {**BEFORE.numbers, **numbers})
+    return LedgerEntry(6, {**BEFORE.digests, **digests}, {**BEFORE.numbers, **numbers})
 
 
 def test_an_iteration_that_is_as_it_was_has_no_difference() -> None:
     assert judge(changed(), BEFORE, KNOWN) is None
-    assert judge(Entry(6), BEFORE, KNOWN) is None
+    assert judge(LedgerEntry(6), BEFORE, KNOWN) is None
 
 
 def test_reading_what_another_iteration_read_ends_the_job_and_names_it() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from ft_plugins.testing.transcripts import (
     Comparison,
-    Entry,
+    TranscriptEntry,
     TranscriptError,
     compare_transcripts,
     epoch_ends,
@@ -20,19 +20,19 @@ from ft_plugins.testing.transcripts import (
 )
 
 LAST, RANKS = 8, 2
-Change = Callable[[Entry], dict[str, Any]]
+Change = Callable[[TranscriptEntry], dict[str, Any]]
 
 
-def line(iteration: int, rank: int, lineage: int = 1, kind: str = "iteration", **parts: Any) -> Entry:
+def line(iteration: int, rank: int, lineage: int = 1, kind: str = "iteration", **parts: Any) -> TranscriptEntry:
     seen = {"batch": f"b{iteration}", "rate": (0.5 / iteration).hex(), "loss": (1.0 / iteration).hex(), "norm": None}
     small = {"scheduler": {"step": iteration}, "position": {"read": iteration % 5}}
     small |= {"python": "p", "torch": f"t{iteration}"}
     items = {"w": {"xxh3": f"w{iteration}"}, "m": {"xxh3": f"m{iteration}"}}
     values = {"seen": seen if kind == "iteration" else {}, "small": small, "items": items, "phases": ()} | parts
-    return Entry(rank, kind, iteration, lineage, **values)
+    return TranscriptEntry(rank, kind, iteration, lineage, **values)
 
 
-def run(*lives: tuple[int, int]) -> list[Entry]:
+def run(*lives: tuple[int, int]) -> list[TranscriptEntry]:
     """A run whose lives begin after and end with these iterations."""
     entries = []
     for lineage, (begun, ended) in enumerate(lives, 1):
@@ -46,8 +46,8 @@ FAILED = run((0, 5), (4, 6), (6, LAST))
 
 
 def changed(
-    entries: list[Entry], *, at: int, rank: int, lineage: int, kind: str = "iteration", **parts: Any
-) -> list[Entry]:
+    entries: list[TranscriptEntry], *, at: int, rank: int, lineage: int, kind: str = "iteration", **parts: Any
+) -> list[TranscriptEntry]:
     chosen = (kind, at, rank, lineage)
     return [
         line(at, rank, lineage, kind, **{**{"seen": e.seen, "small": e.small, "items": e.items}, **parts})
@@ -57,7 +57,7 @@ def changed(
     ]
 
 
-def compared(failed: list[Entry], restores: int = 2) -> Comparison:
+def compared(failed: list[TranscriptEntry], restores: int = 2) -> Comparison:
     return compare_transcripts(failed, run((0, LAST)), restores)
 
 
