@@ -86,10 +86,10 @@ def smps(most: int, show: Callable[[str], None]) -> Found:
     """How the SMPs of a job report and agree. Nothing for a size whose emulation this machine cannot keep up with."""
     found: Found = {}
     for nodes in (number for number in NODES if number * ON_NODE <= most):
-        try:
-            figures = tree_scale.measure(nodes, TREE_SECONDS)
-        except RuntimeError as error:
-            show(f"{nodes:6} SMPs: not measured: {error}")
+        figures = tree_scale.measure(nodes, TREE_SECONDS)
+        if not figures.kept_up:
+            share = f"{figures.processor_share_all:.2f} of a processor"
+            show(f"{nodes:6} SMPs: not measured: one process with {share} did not keep up with all of them")
             continue
         show(
             f"{nodes:6} SMPs: {figures.processor_share_busiest:.2%} of a processor on the busiest, a commit takes "
