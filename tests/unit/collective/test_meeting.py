@@ -291,8 +291,10 @@ def test_a_node_that_resolves_its_name_to_loopback_is_reached_at_its_address_tow
 THIS, OTHER = b"this".ljust(IDENTITY), b"other".ljust(IDENTITY)  # hosts
 
 
-def on_host(rank: int, count: int, store: Any, host: bytes, address: str, by_name: bool = False) -> RankMeeting:
-    return replace(meeting(rank, count, store), host=host, address=address, by_name=by_name)
+def on_host(
+    rank: int, store: Any, host: bytes, address: str, by_name: bool = False, seconds: float = 1.0
+) -> RankMeeting:
+    return replace(meeting(rank, 2, store, seconds=seconds), host=host, address=address, by_name=by_name)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.1.1", "::1"])
@@ -301,7 +303,7 @@ def test_a_loopback_address_of_the_rank_above_is_refused_on_another_host_before_
     store.set("ft_plugins/ranks/0/tree", TREE)
     store.set("ft_plugins/ranks/0/0", (1).to_bytes(2, "big") + THIS + address.encode())
     with pytest.raises(ConfigError) as caught:
-        meet(on_host(1, 2, store, OTHER, "10.0.0.2"))
+        meet(on_host(1, store, OTHER, "10.0.0.2"))
     assert str(caught.value).startswith(
         f"rank 1: rank 0 has the address {address}, which only its own host reaches, and rank 1 runs on another host"
     )
@@ -315,14 +317,15 @@ def test_a_loopback_address_of_a_rank_itself_is_refused_on_another_host_than_ran
     store = HashStore()
     store.set("ft_plugins/ranks/0/tree", TREE[:-IDENTITY] + THIS)
     store.set("ft_plugins/ranks/0/from0", b"127.0.1.1")
+    store.set("ft_plugins/ranks/0/0", (1).to_bytes(2, "big") + UNKNOWN + b"127.0.0.9")
     with pytest.raises(ConfigError, match="rank 1: rank 1 has the address 127.0.1.1, .* and rank 0 runs on another"):
-        meet(on_host(1, 2, store, OTHER, "127.0.1.1", by_name))
+        meet(on_host(1, store, OTHER, "127.0.1.1", by_name))
 
 
 @pytest.mark.parametrize("hosts", [(THIS, THIS), (UNKNOWN, THIS), (THIS, UNKNOWN)])
 def test_loopback_addresses_of_one_host_or_of_one_that_is_unknown_are_tried(hosts: tuple[bytes, bytes]) -> None:
     store = HashStore()
-    met = together(2, lambda rank: meet(on_host(rank, 2, store, hosts[rank], f"127.0.0.{rank + 3}")))
+    met = together(2, lambda rank: meet(on_host(rank, store, hosts[rank], f"127.0.0.{rank + 3}", seconds=20)))
     assert [sorted(one.links) for one in met] == [[1], [0]] and not any(one.refusal for one in met)
 
 
