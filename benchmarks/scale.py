@@ -1,6 +1,6 @@
 """Measure what grows when a job grows: plans, how ranks and SMPs reach each other, the rendezvous.
 
-    python benchmarks/scale.py [--quick] [--parts plans ranks smps rendezvous] [--output DIR]
+    python benchmarks/scale.py [--quick] [--most N] [--parts plans ranks smps rendezvous] [--output DIR]
 
 Nothing trains here: the project's own plans and its own control plane run with as many emulated ranks and nodes as a
 job has, 8 ranks a node. What is real in each part is said in its module.
@@ -161,11 +161,12 @@ def claims(found: Mapping[str, float]) -> dict[str, bool]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help=f"up to {QUICK} ranks, to see that it works")
+    parser.add_argument("--most", type=int, choices=RANKS, help="the most ranks; nodes: an eighth")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--output", type=Path, help="folder for pictures and scale.json")
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    most = QUICK if args.quick else RANKS[-1]
+    most = args.most or (QUICK if args.quick else RANKS[-1])
     use, found, rows = ProcessorUse(), Found(), list[dict[str, object]]()
 
     def show(text: str) -> None:

@@ -7,8 +7,8 @@ nothing else.
 
 Rank 0 writes what all ranks have to know: the nonce, how many ranks a node has, and its host. A rank with others below
 it writes where it listens, and its host. A rank reads the entry of rank 0 and that of the rank above it, and writes one
-at most. If addresses depend on a name, the first ranks of the first two nodes write theirs too, for a node whose own one
-is loopback: see `smp.own_address`. A loopback address that ranks of another host would have to use is refused: each rank
+at most. If addresses depend on a name, the first ranks of the first two nodes write theirs too, for a node whose own
+one is loopback: see `smp.own_address`. A loopback address is refused by the first rank that knows of another host: each
 compares its own with the host of rank 0, and that of the rank above it with its own host.
 
 In: the store, the rank's place, the secret. Out: a link to each neighbour, the nonce, what is wrong with a secret.

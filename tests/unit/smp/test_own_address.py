@@ -63,12 +63,13 @@ def test_the_way_to_a_host_is_that_of_the_kernel() -> None:
 
 
 def test_a_host_is_its_running_kernel_and_network_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
-    boot, namespace, own = Path.read_bytes, os.stat, host_identity()
+    boot, stat, own = Path.read_bytes, os.stat, host_identity()
+    another = {"/proc/self/ns/net": "/proc/self/ns/mnt"}
     assert len(own) == IDENTITY and own == host_identity() != UNKNOWN
     monkeypatch.setattr(Path, "read_bytes", lambda path: b"another boot" if path.name == "boot_id" else boot(path))
     rebooted = host_identity()
     monkeypatch.undo()
-    monkeypatch.setattr(os, "stat", lambda path: namespace("/proc/self/ns/mnt" if path == "/proc/self/ns/net" else path))
+    monkeypatch.setattr(os, "stat", lambda path, **more: stat(another.get(path, path), **more))
     elsewhere = host_identity()
     monkeypatch.undo()
     assert len({own, rebooted, elsewhere}) == 3
