@@ -1,6 +1,6 @@
 """Measure what PAFT costs per iteration, with links throttled so that PAFT-Sync costs as much as in the paper.
 
-    python benchmarks/sync_overhead.py [--quick] [--plot FILE]
+    python benchmarks/sync_overhead.py [--quick] [--rounds N] [--calibrations N] [--plot FILE]
 
 4 ranks, each in a network namespace with a link throttled by `tc` (needs root); gradients, averages and digests really
 pass it. Compute is a sleep, so that 2 cores are enough; workloads/sync_cost.py lists what is real. Gradients are
@@ -58,11 +58,11 @@ MODES = {
 }
 
 
-def planned(rounds: int, seed: int) -> SyncPlan:
+def planned(rounds: int, calibrations: int, seed: int) -> SyncPlan:
     """The plan of the measurement."""
     blocks = sync_blocks.shuffled((PLAIN, *MODES), rounds, seed)
     return SyncPlan(
-        MODES, blocks, BLOCK, COMPUTE_SECONDS, LAYERS, WIDTH, H, TARGET, CALIBRATE_WITHIN, MBPS, CALIBRATIONS, NOISE
+        MODES, blocks, BLOCK, COMPUTE_SECONDS, LAYERS, WIDTH, H, TARGET, CALIBRATE_WITHIN, MBPS, calibrations, NOISE
     )
 
 
@@ -104,12 +104,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help=f"only {QUICK_ROUNDS} rounds")
     parser.add_argument("--rounds", type=int, help=f"rounds of one block per mode (default {ROUNDS})")
+    parser.add_argument(
+        "--calibrations", type=int, default=CALIBRATIONS, help="rates tried at most (default %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=1, help="of the order of blocks")
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the network is removed
-    plan = planned(args.rounds or (QUICK_ROUNDS if args.quick else ROUNDS), args.seed)
+    plan = planned(args.rounds or (QUICK_ROUNDS if args.quick else ROUNDS), args.calibrations, args.seed)
     try:
         measured = measure(plan, BOUND + ROUND_BOUND * len(plan.blocks))
     except FtError as error:

@@ -122,7 +122,7 @@ class EmulatedJob:
             words += [f"--{flag}", str(value)]
         return JobSpec(
             f"{EMULATED_RANK}:main", tuple(words), f"cluster-{self.name}", str(folder), RANKS_OF_NODE,
-            runtime=str(runtime), nnodes=NODES, rendezvous="ft_plugins",
+            runtime=str(runtime), nnodes=NODES, rendezvous="ft_plugins", max_restarts=0,
         )  # fmt: skip
 
 
@@ -204,7 +204,8 @@ def run(
             host.throttle(one.link_mbps, _BURST_BYTES, _QUEUE_MS)
             words = (
                 "--baft", "--baft-link-mbps", str(one.link_mbps), "--ftp-node-name", f"n{number}", "--ftp-secret-file",
-                str(secret), *flags,
+                str(secret), "--ftp-hang-seconds", "0",  # blocks without protection complete no iteration
+                *flags,
             )  # fmt: skip
             fields: dict[str, Any] = {**host.fields(), "endpoint": f"{hosts[0].address}:{_PORT}"}
             jobs.append(server.start(replace(spec, node=f"n{number}", flags=words, **fields)))

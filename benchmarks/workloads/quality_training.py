@@ -15,7 +15,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ft_plugins.adapters.torch_loop import TorchHost
 from ft_plugins.adapters.torch_reduction import module_of, modules_of
-from ft_plugins.config import Config, LaunchContext
+from ft_plugins.config import Config, launch_context
 from ft_plugins.events import catalogue, read
 from ft_plugins.session import attach
 from ft_plugins.sync.layer_profile import LayerProfile, LayerTimes, write_profile
@@ -48,7 +48,7 @@ def _iterations(
 ) -> Iterable[int]:
     if not run.sync:
         return range(1, run.scale.iterations + 1)
-    context = LaunchContext(None, Path(run_dir), 0, None, rank, rank, world, world, 0, 0)
+    context = replace(launch_context(), run_dir=Path(run_dir))
     sync = dict(run.sync)
     if sync.get("policy") == DREAMDDP:
         sync["profile"] = str(path := Path(run_dir) / "profile.json")

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ft_plugins import TorchHost
-from ft_plugins.config import Config, LaunchContext
+from ft_plugins.config import Config
 from ft_plugins.session import attach
 from ft_plugins.testing.emulated_nodes import EmulatedHost
 from ft_plugins.testing.gang import gang
@@ -93,13 +93,12 @@ def prepare() -> None:
 
 
 def _iterations(
-    rank: int, world: int, policy: str, model: DistributedDataParallel, optimizer: torch.optim.Optimizer, count: int
+    policy: str, model: DistributedDataParallel, optimizer: torch.optim.Optimizer, count: int
 ) -> Iterable[int]:
     if policy == PLAIN:
         return range(1, count + 1)
-    context = LaunchContext(None, None, 0, None, rank, rank, world, world, 0, 0)
     config = Config.from_json({"sync": sync_of(policy, count)})
-    return attach(TorchHost(model, optimizer), config, context).iterations(count)
+    return attach(TorchHost(model, optimizer), config).iterations(count)
 
 
 def _train(rank: int, world: int, policy: str, count: int) -> list[float]:
@@ -110,7 +109,7 @@ def _train(rank: int, world: int, policy: str, count: int) -> list[float]:
     model = DistributedDataParallel(one.model, bucket_cap_mb=megabytes)  # type: ignore[arg-type]
     optimizer, begins = optimizer_of(one.optimizer, parameters), []
     dist.barrier()
-    for step in _iterations(rank, world, policy, model, optimizer, count):
+    for step in _iterations(policy, model, optimizer, count):
         begins.append(time.perf_counter())
         for group in optimizer.param_groups:
             group["lr"] = one.peak_rate

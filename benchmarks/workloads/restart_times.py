@@ -31,7 +31,7 @@ from statistics import median
 
 import psutil
 
-from ft_plugins.events import catalogue
+from ft_plugins.events import Event, catalogue
 from ft_plugins.report.recovery_phases import PHASES, RecoveryPhases, recovery_phases
 from ft_plugins.smp import liveness
 from ft_plugins.testing import quickstart
@@ -126,12 +126,17 @@ def with_reft(framework: str, folder: Path, kills: Sequence[int], flags: Sequenc
     with DrivenJob(
         f"restart-{os.getpid()}-{framework}", [*flags, *plan.arguments(folder)], folder, log, ENDLESS
     ) as job:
+        started = 0.0
         for number, at in enumerate(kills):
-            _until(_reached(log, at, lambda: job.follow(_POLL_SECONDS, BOUND)))
-            _until(lambda number=number: _prepared(job, number))  # type: ignore[misc]
+            _until(_reached(log, at, lambda: job.follow(_POLL_SECONDS, BOUND)), f"iteration {at}")
+            _until(
+                lambda since=started: _prepared(job, since),  # type: ignore[misc]
+                "standby workers, which import only while the machine has idle cores,",
+            )
             killed = time.time()
             job.kill(KILLED)
             found.append(_cost(killed, number, log, lambda: job.follow(_POLL_SECONDS, BOUND)))
+            started = time.time()
             found[-1] = replace(found[-1], phases=_phases(job, number))
         return RestartTimes(tuple(found), seconds_of_iteration(read_lines(log)))
 
@@ -161,7 +166,7 @@ def with_own_checkpoints(framework: str, folder: Path, kills: Sequence[int], eve
         )  # fmt: skip
     try:
         for number, at in enumerate(kills):
-            _until(_reached(log, at, job.poll), job)
+            _until(_reached(log, at, job.poll), f"iteration {at}", job)
             killed = time.time()
             killed_ranks.append(_pid_of(KILLED, job.pid))
             os.kill(killed_ranks[-1], signal.SIGKILL)
@@ -192,16 +197,24 @@ def _reached(log: Path, iteration: int, look: Callable[[], object]) -> Callable[
     return reached
 
 
-def _prepared(job: DrivenJob, restarts: int) -> bool:
-    """Whether standby workers are ready for the next restart, or there will be none."""
+def _prepared(job: DrivenJob, since: float) -> bool:
+    """Whether standby workers are ready for the next restart, or there will be none. `since`: when its ranks had
+    started."""
     job.follow(_POLL_SECONDS, BOUND)
-    names = [event.type for event in job.events()]
-    return names.count(catalogue.STANDBYS_PREPARED) > restarts or catalogue.STANDBYS_OMITTED in names
+    return standbys_decided(job.events(), since)
+
+
+def standbys_decided(events: Sequence[Event], since: float) -> bool:
+    """Whether it is known, since then, how many standby workers there will be. Once omitted, there are none. Pure."""
+    decided = (catalogue.STANDBYS_PREPARED, catalogue.STANDBY_REFUSED)
+    return any(
+        event.type is catalogue.STANDBYS_OMITTED or event.type in decided and event.time >= since for event in events
+    )
 
 
 def _phases(job: DrivenJob, number: int) -> RecoveryPhases:
     """The phases of that recovery, once they are known."""
-    _until(lambda: len(recovery_phases(job.events())) > number)
+    _until(lambda: len(recovery_phases(job.events())) > number, "the phases of the recovery")
     return recovery_phases(job.events())[number]
 
 
@@ -215,7 +228,7 @@ def _cost(killed: float, restarts: int, log: Path, look: Callable[[], object]) -
         found.extend([one] if one else [])
         return bool(found)
 
-    _until(known)
+    _until(known, "an iteration after the kill")
     return found[0]
 
 
@@ -230,10 +243,10 @@ def _pid_of(rank: int, launcher: int) -> int:
     raise AssertionError(f"no process of rank {rank} was found")
 
 
-def _until(holds: Callable[[], object], job: subprocess.Popen[bytes] | None = None) -> None:
+def _until(holds: Callable[[], object], what: str, job: subprocess.Popen[bytes] | None = None) -> None:
     deadline = time.monotonic() + BOUND
     while not holds():
-        assert time.monotonic() < deadline, f"not within {BOUND:.0f} s"
+        assert time.monotonic() < deadline, f"{what} did not come within {BOUND:.0f} s"
         assert job is None or job.poll() is None, f"the job ended with status {job.returncode if job else 0}"
         time.sleep(_POLL_SECONDS)
 

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ft_plugins import TorchHost
-from ft_plugins.config import Config, LaunchContext
+from ft_plugins.config import Config
 from ft_plugins.session import attach
 from ft_plugins.sync.synchronisation import Synchronisation
 from ft_plugins.testing.emulated_nodes import EmulatedHost
@@ -261,10 +261,9 @@ def run_block(rank: int, world: int, block: LocalBlock) -> StepLog:
     parallel = DistributedDataParallel(stack, bucket_cap_mb=megabytes)  # type: ignore[arg-type]
     optimizer = EmulatedSgd(stack.parameters(), sleeper, model.update)
     config = Config.from_json({"sync": json.loads(block.config)}) if block.config else Config()
-    context = LaunchContext(None, None, 0, None, rank, rank, world, world, 0, 0)
     hidden, begins = torch.ones(1, requires_grad=True), []
     with recorder.exchanges():
-        session = attach(TorchHost(parallel, optimizer), config, context)
+        session = attach(TorchHost(parallel, optimizer), config)
         dist.barrier()
         for step in session.iterations(block.last, block.first - 1):
             begins.append(time.perf_counter())

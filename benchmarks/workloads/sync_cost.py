@@ -20,7 +20,7 @@ import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from ft_plugins.adapters.plain import PlainHost
-from ft_plugins.config import Config, LaunchContext
+from ft_plugins.config import Config, launch_context
 from ft_plugins.events import catalogue, read
 from ft_plugins.model.inventory import Role
 from ft_plugins.session import Session, attach
@@ -115,7 +115,7 @@ class Mode:
                 gradients=lambda: {key: one.grad for key, one in self._parameters.items() if one.grad is not None},
             )  # fmt: skip
             self._run_dir.mkdir(exist_ok=True)
-            context = LaunchContext(None, self._run_dir, 0, None, rank, rank, world, world, 0, 0)
+            context = replace(launch_context(), run_dir=self._run_dir)
             self._session = attach(host, Config.from_json({"paft": dict(plan.modes[name])}), context)
             self._session.resume()
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch.distributed as dist
 import xxhash
 
 from ft_plugins.adapters.plain import PlainHost
-from ft_plugins.config import Config, LaunchContext
+from ft_plugins.config import Config, launch_context
 from ft_plugins.errors import FtError
 from ft_plugins.events import Event, read
 from ft_plugins.model.inventory import Role
@@ -109,7 +109,7 @@ class Replica:
                 learning_rate=self._rate, gradients=self._gradients, recompute=self.gradients,
             )  # fmt: skip
             config = Config.from_json({"paft": dict(run.paft), **({"faults": run.faults} if run.faults else {})})
-            context = LaunchContext(None, run_dir, 0, None, rank, rank, world, world, 0, 0)
+            context = replace(launch_context(), run_dir=run_dir)
             self._session = attach(host, config, context)
             self._session.resume()
 

@@ -5,10 +5,11 @@ rank proves twice that it belongs there: by the nonce that rank 0 leaves in the 
 job's secret. If only the first holds, the two ranks have different secrets: they can report that to all ranks, and
 nothing else.
 
-Rank 0 writes what all ranks have to know: the nonce, and how many ranks a node has. A rank with others below it writes
-where it listens. A rank reads the entry of rank 0 and that of the rank above it, and writes one at most. If addresses
-depend on a name, the first ranks of the first two nodes write theirs too, for a node whose own one is loopback: see
-`smp.own_address`.
+Rank 0 writes what all ranks have to know: the nonce, how many ranks a node has, and its host. A rank with others below
+it writes where it listens, and its host. A rank reads the entry of rank 0 and that of the rank above it, and writes one
+at most. If addresses depend on a name, the first ranks of the first two nodes write theirs too, for a node whose own
+one is loopback: see `smp.own_address`. A loopback address is refused by the first rank that knows of another host: each
+compares its own with the host of rank 0, and that of the rank above it with its own host.
 
 In: the store, the rank's place, the secret. Out: a link to each neighbour, the nonce, what is wrong with a secret.
 """
@@ -23,7 +24,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -32,13 +33,14 @@ from ..events import Events
 from ..smp import protocol
 from ..smp.channel import HANDSHAKE_LIMIT, Channel, ClientHandshake, Party, ServerHandshake
 from ..smp.connections import RejectedConnections
-from ..smp.own_address import only_local, towards_peer
+from ..smp.own_address import IDENTITY, host_identity, known_apart, only_local, towards_peer
 from ..smp.unproven import Unproven
 from .rank_links import Link
 from .rank_tree import RankPlace, place_of
 
 NONCE = 32  # bytes
-_ENTRY_LIMIT = 2 + 64  # bytes: port, address
+_ENTRY_HEAD = 2 + IDENTITY  # bytes: port, host
+_ENTRY_LIMIT = _ENTRY_HEAD + 64  # bytes: and address
 _MOST_ON_NODE = 1 << 16  # ranks
 _PROOF_SECONDS = 15.0  # for the second proof of a rank that has sent the first
 _PAUSE_SECONDS = (0.02, 1.0)  # before a rank tries to connect again: first, longest
@@ -63,6 +65,7 @@ class RankMeeting:
     seconds: float
     events: Events
     by_name: bool = False  # whether `address` depends on how this node resolves a name
+    host: bytes = field(default_factory=host_identity)
 
 
 @dataclass(frozen=True)
@@ -82,11 +85,13 @@ class Met:
 
 def meet(meeting: RankMeeting) -> Met:
     """Connect to the neighbours in the tree. Every rank calls. Raises ProtocolError if they cannot be reached in time,
-    ConfigError if this node's address cannot be used."""
+    ConfigError if the address of this node, or of the one above it, cannot be used."""
     until = time.monotonic() + meeting.seconds
-    nonce, on_node = _agree_on_tree(meeting)
+    nonce, on_node, host = _agree_on_tree(meeting)
     place = place_of(meeting.rank, meeting.world_size, on_node)
     address = _reachable_address(meeting, on_node, until)
+    if only_local(address) and known_apart(meeting.host, host):
+        raise _unreachable(meeting, meeting.rank, address, 0)
     key = hmac.digest(meeting.secret or b"none", b"ft_plugins ranks" + nonce, "sha256")
     links: dict[int, Link] = {}
     refusals: list[str] = []
@@ -101,7 +106,7 @@ def meet(meeting: RankMeeting) -> Met:
     with Door(address, nonce, meeting.name, place.rank, meeting.events) as door:
         if place.children:
             door.open()
-            entry = door.endpoint[1].to_bytes(2, "big") + address.encode()
+            entry = door.endpoint[1].to_bytes(2, "big") + meeting.host + address.encode()
             _ask(meeting, lambda: meeting.store.set(_key(meeting, str(place.rank)), entry))
         if place.parent is not None:
             admit(*dial(
@@ -280,17 +285,20 @@ def _ask(meeting: RankMeeting, call: Callable[[], Any]) -> Any:
         raise ProtocolError(f"rank {meeting.rank}: the job's store did not answer: {error}") from error
 
 
-def _agree_on_tree(meeting: RankMeeting) -> tuple[bytes, int]:
-    """The incarnation's nonce, and how many ranks of a node the tree assumes: of rank 0. Raises ProtocolError."""
+def _agree_on_tree(meeting: RankMeeting) -> tuple[bytes, int, bytes]:
+    """The incarnation's nonce, how many ranks of a node the tree assumes, and a host: of rank 0. Raises
+    ProtocolError."""
     if meeting.rank == 0:
         nonce, on_node = secrets.token_bytes(NONCE), min(meeting.on_node, _MOST_ON_NODE)
-        _ask(meeting, lambda: meeting.store.set(_key(meeting, "tree"), nonce + on_node.to_bytes(4, "big")))
-        return nonce, on_node
+        entry = nonce + on_node.to_bytes(4, "big") + meeting.host
+        _ask(meeting, lambda: meeting.store.set(_key(meeting, "tree"), entry))
+        return nonce, on_node, meeting.host
     entry = bytes(_ask(meeting, lambda: meeting.store.get(_key(meeting, "tree"))))
-    on_node = int.from_bytes(entry[NONCE:], "big")
-    if len(entry) != NONCE + 4 or not 0 < on_node <= _MOST_ON_NODE:
+    nonce, ranks, host = entry[:NONCE], entry[NONCE:-IDENTITY], entry[-IDENTITY:]
+    on_node = int.from_bytes(ranks, "big")
+    if len(entry) != NONCE + 4 + IDENTITY or not 0 < on_node <= _MOST_ON_NODE:
         raise _foreign(meeting, 0, f"{len(entry)} bytes, {on_node} ranks on a node")
-    return entry[:NONCE], on_node
+    return nonce, on_node, host
 
 
 def _reachable_address(meeting: RankMeeting, on_node: int, until: float) -> str:
@@ -315,14 +323,27 @@ def _reachable_address(meeting: RankMeeting, on_node: int, until: float) -> str:
 
 
 def _read_entry(meeting: RankMeeting, rank: int) -> tuple[str, int]:
-    """Where `rank` listens. Waits until it has written that. Raises ProtocolError."""
+    """Where `rank` listens. Waits until it has written that. Raises ProtocolError; ConfigError if only its own host
+    reaches that."""
     entry = bytes(_ask(meeting, lambda: meeting.store.get(_key(meeting, str(rank)))))
     try:
-        if not 2 < len(entry) <= _ENTRY_LIMIT:
+        if not _ENTRY_HEAD < len(entry) <= _ENTRY_LIMIT:
             raise ValueError(f"{len(entry)} bytes")
-        return str(ipaddress.ip_address(entry[2:].decode())), int.from_bytes(entry[:2], "big")
+        address = str(ipaddress.ip_address(entry[_ENTRY_HEAD:].decode()))
     except ValueError as error:
         raise _foreign(meeting, rank, str(error)) from error
+    if only_local(address) and known_apart(meeting.host, entry[2:_ENTRY_HEAD]):
+        raise _unreachable(meeting, rank, address, meeting.rank)
+    return address, int.from_bytes(entry[:2], "big")
+
+
+def _unreachable(meeting: RankMeeting, rank: int, address: str, elsewhere: int) -> ConfigError:
+    return ConfigError(
+        f"rank {meeting.rank}: rank {rank} has the address {address}, which only its own host reaches, and rank "
+        f"{elsewhere} runs on another host or in another network namespace; give --ftp-interface with a device or "
+        f"address of the node of rank {rank} that others reach, or a host of the job in MASTER_ADDR (with ft-run: "
+        "--rdzv-endpoint) that is not loopback there"
+    )
 
 
 def _foreign(meeting: RankMeeting, rank: int, reason: str) -> ProtocolError:

@@ -3,18 +3,25 @@ job.
 
 A node often resolves its own name to a loopback address (127.0.1.1 in Debian's /etc/hosts). On the node of that name
 the way to it is then an address that is of no use to other nodes. If another node of the job is elsewhere, the way to
-that one is taken (`towards_peer`). If all are on loopback, they are emulated on one machine, and nothing changes.
+that one is taken (`towards_peer`). If all are on loopback and on one machine, they are emulated, and nothing changes;
+whether they are on one machine is known by `host_identity`.
 
 In: an interface or address, a host, another node's address. Out: an address; ConfigError if there is none.
 """
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
+import os
 import socket
 from contextlib import closing
+from pathlib import Path
 
 from ..errors import ConfigError
+
+IDENTITY = 16  # bytes
+UNKNOWN = bytes(IDENTITY)  # of a host that cannot be identified
 
 
 def own_address(interface: str | None, towards: str) -> str:
@@ -56,6 +63,22 @@ def towards_peer(own: str, peer: str) -> str:
 def only_local(address: str) -> bool:
     """Whether only this machine can reach an address, because it is loopback. Pure."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def host_identity() -> bytes:
+    """What processes have in common that share loopback addresses, and others do not: the running kernel and the
+    network namespace. `UNKNOWN` where the system does not give them."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+        namespace = os.stat("/proc/self/ns/net").st_ino
+    except OSError:
+        return UNKNOWN
+    return hashlib.sha256(boot + str(namespace).encode()).digest()[:IDENTITY]
+
+
+def known_apart(one: bytes, other: bytes) -> bool:
+    """Whether two host identities are of different hosts. One that is unknown may be the same. Pure."""
+    return one != other and UNKNOWN not in (one, other)
 
 
 def _on_the_way(host: str) -> str:

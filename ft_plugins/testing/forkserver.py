@@ -38,6 +38,7 @@ from ..config import Config, run_directory
 from ..events import Event, read
 from ..smp import protocol
 
+_END_SECONDS = 300.0  # for the server to end by itself, which takes long on a busy machine
 _FORK_SECONDS = 60.0  # to fork all ranks of one incarnation
 _POLL_SECONDS = 0.002
 _CLONE_NEWNET = 0x40000000
@@ -165,7 +166,7 @@ class ForkServer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._connection.close()
-        self._process.wait(30)
+        self._process.wait(_END_SECONDS)
 
     def start(self, spec: JobSpec) -> RunningJob:
         """Fork a job. Returns while its first ranks are starting."""

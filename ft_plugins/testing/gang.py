@@ -4,7 +4,8 @@ Invariant: no rank outlives the call or its caller (PR_SET_PDEATHSIG). The first
 would wait for it. The caller must not have run anything parallel in torch before: threads do not survive a fork.
 
 In: a function of rank and world size, its arguments, and the host of each rank. Out: the results by rank, or an error
-with a rank's traceback and the end of the ranks' output, which is not shown otherwise.
+with a rank's traceback and the end of the ranks' output, which is not shown otherwise. A rank finds in its environment
+what a launcher sets, for `launch_context`: its place, and rank 0's address.
 """
 
 from __future__ import annotations
@@ -57,9 +58,11 @@ def gang(
         log.touch()
         pipes: list[Connection] = []
         processes = []
-        for rank, host in enumerate(hosts or [LOCALHOST] * world):
+        places = hosts or [LOCALHOST] * world
+        for rank, host in enumerate(places):
             ours, theirs = context.Pipe(duplex=False)
-            arguments = (function, rank, world, host, str(store), str(log), os.getpid(), theirs, args)
+            variables = _variables(rank, places)
+            arguments = (function, rank, world, host, variables, str(store), str(log), os.getpid(), theirs, args)
             process = context.Process(target=_rank, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -103,9 +106,20 @@ def _tail(log: Path) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-TAIL:])
 
 
+def _variables(rank: int, hosts: Sequence[EmulatedHost]) -> dict[str, str]:
+    """What a launcher sets for a rank whose node is `hosts[rank]`."""
+    place = {
+        "RANK": rank,
+        "LOCAL_RANK": hosts[:rank].count(hosts[rank]),
+        "WORLD_SIZE": len(hosts),
+        "LOCAL_WORLD_SIZE": hosts.count(hosts[rank]),
+    }
+    return {**{name: str(value) for name, value in place.items()}, "MASTER_ADDR": hosts[0].address}
+
+
 def _rank(
-    function: Callable[..., Any], rank: int, world: int, host: EmulatedHost, store: str, log: str, parent: int,
-    reply: Connection, args: Any,
+    function: Callable[..., Any], rank: int, world: int, host: EmulatedHost, variables: dict[str, str], store: str,
+    log: str, parent: int, reply: Connection, args: Any,
 ) -> None:  # fmt: skip
     """Run one rank, then exit."""
     try:
@@ -116,7 +130,7 @@ def _rank(
         sys.stdout = sys.stderr = os.fdopen(descriptor, "w", buffering=1)  # line by line: the last line matters
         if host.namespace:
             enter(host.namespace)
-        os.environ["GLOO_SOCKET_IFNAME"] = host.device
+        os.environ |= {**variables, "GLOO_SOCKET_IFNAME": host.device}
         torch.set_num_threads(1)
         dist.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=world,

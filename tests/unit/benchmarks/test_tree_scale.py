@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from workloads import tree_scale
 from workloads.tree_scale import measure
 
 DETECT = 1.5
@@ -15,9 +18,17 @@ def test_a_small_job_is_measured(nodes: int, depth: int, sockets: int) -> None:
     assert (figures.nodes, figures.depth, figures.iterations, figures.sockets) == (nodes, depth, 2, sockets)
     assert 0 <= figures.processor_share <= figures.processor_share_busiest < 1
     assert figures.messages <= figures.messages_busiest and figures.bytes <= figures.bytes_busiest
-    assert 0 <= figures.commit_seconds < 1
+    assert figures.commit_seconds >= 0 and figures.elapsed_seconds >= 2 * figures.iteration_seconds
     if nodes > 1:
-        assert 3 <= figures.messages < 40, "news of an iteration, and heartbeats"
-        # upwards: time for which this process, which is all nodes, is not run by a busy machine does not count
-        assert 0.7 * DETECT < figures.lost_seconds < 6 * DETECT
+        seconds = figures.elapsed_seconds / figures.iterations
+        assert 3 <= figures.messages < 40 * seconds, "news of an iteration, and heartbeats"
+        assert figures.lost_seconds > 0.7 * DETECT
     assert figures.sockets_after_loss <= 2 * 17
+
+
+def test_a_machine_that_is_too_slow_delays_iterations_and_the_figures_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As slow as if encoding took longer than the three iterations are to take together."""
+    monkeypatch.setattr(tree_scale, "_ENCODING_SECONDS", 2.0)
+    figures = measure(2, 3.0, DETECT)
+    assert figures.iterations == 3 and figures.elapsed_seconds > 6.0
+    assert not figures.kept_up and replace(figures, elapsed_seconds=3.1).kept_up

@@ -20,12 +20,14 @@ from ft_plugins.collective.meeting import Met, RankMeeting, meet
 from ft_plugins.collective.operations import FrameKind, RankFrame, framed, payloads
 from ft_plugins.collective.rank_links import UNIT, Link
 from ft_plugins.collective.switch import Switch
-from ft_plugins.errors import FtError, ProtocolError
+from ft_plugins.errors import ConfigError, FtError, ProtocolError
 from ft_plugins.events import Events
 from ft_plugins.smp import own_address
 from ft_plugins.smp.channel import Channel, Opener, Sealer
+from ft_plugins.smp.own_address import IDENTITY, UNKNOWN
 
 SECRET = b"sixteen bytes or more"
+TREE = bytes(module.NONCE) + (1).to_bytes(4, "big") + UNKNOWN  # what rank 0 writes
 SECONDS = 20.0
 
 
@@ -282,8 +284,49 @@ def test_a_node_that_resolves_its_name_to_loopback_is_reached_at_its_address_tow
     met = together(count, work)
     assert [one.address for one in met] == ["127.0.0.8" if rank in local else "127.0.0.9" for rank in range(count)]
     if 0 in local:
-        assert bytes(store.get("ft_plugins/ranks/0/0"))[2:] == b"127.0.0.8"
+        assert bytes(store.get("ft_plugins/ranks/0/0"))[2 + IDENTITY :] == b"127.0.0.8"
     assert not any(one.refusal for one in met)
+
+
+THIS, OTHER = b"this".ljust(IDENTITY), b"other".ljust(IDENTITY)  # hosts
+
+
+def on_host(
+    rank: int, store: Any, host: bytes, address: str, by_name: bool = False, seconds: float = 1.0
+) -> RankMeeting:
+    return replace(meeting(rank, 2, store, seconds=seconds), host=host, address=address, by_name=by_name)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.1.1", "::1"])
+def test_a_loopback_address_of_the_rank_above_is_refused_on_another_host_before_it_is_tried(address: str) -> None:
+    store = HashStore()
+    store.set("ft_plugins/ranks/0/tree", TREE)
+    store.set("ft_plugins/ranks/0/0", (1).to_bytes(2, "big") + THIS + address.encode())
+    with pytest.raises(ConfigError) as caught:
+        meet(on_host(1, store, OTHER, "10.0.0.2"))
+    assert str(caught.value).startswith(
+        f"rank 1: rank 0 has the address {address}, which only its own host reaches, and rank 1 runs on another host"
+    )
+    assert "--ftp-interface" in str(caught.value) and "MASTER_ADDR" in str(caught.value)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_loopback_address_of_a_rank_itself_is_refused_on_another_host_than_rank_0s(by_name: bool) -> None:
+    """It may have no rank below it, but its node's SMP would publish the address too. All nodes that resolve the name
+    of the job's host to loopback, as copies of one image do, are no emulated ones."""
+    store = HashStore()
+    store.set("ft_plugins/ranks/0/tree", TREE[:-IDENTITY] + THIS)
+    store.set("ft_plugins/ranks/0/from0", b"127.0.1.1")
+    store.set("ft_plugins/ranks/0/0", (1).to_bytes(2, "big") + UNKNOWN + b"127.0.0.9")
+    with pytest.raises(ConfigError, match="rank 1: rank 1 has the address 127.0.1.1, .* and rank 0 runs on another"):
+        meet(on_host(1, store, OTHER, "127.0.1.1", by_name))
+
+
+@pytest.mark.parametrize("hosts", [(THIS, THIS), (UNKNOWN, THIS), (THIS, UNKNOWN)])
+def test_loopback_addresses_of_one_host_or_of_one_that_is_unknown_are_tried(hosts: tuple[bytes, bytes]) -> None:
+    store = HashStore()
+    met = together(2, lambda rank: meet(on_host(rank, store, hosts[rank], f"127.0.0.{rank + 3}", seconds=20)))
+    assert [sorted(one.links) for one in met] == [[1], [0]] and not any(one.refusal for one in met)
 
 
 def test_nodes_that_are_all_on_loopback_keep_their_addresses() -> None:
@@ -303,19 +346,18 @@ def test_without_an_address_of_another_node_the_reason_is_named(entry: bytes | N
         meet(replace(meeting(0, 2, store, seconds=0.2), by_name=True))
 
 
-TREE = bytes(module.NONCE) + (1).to_bytes(4, "big")
-
-
 @pytest.mark.parametrize(
     "key, entry",
     [
         ("tree", b""),
-        ("tree", bytes(36)),
+        ("tree", bytes(len(TREE))),
+        ("tree", TREE[:-1]),
         ("tree", TREE + b"1"),
-        ("tree", bytes(32) + b"\xff" * 4),
+        ("tree", bytes(32) + b"\xff" * 4 + UNKNOWN),
         ("0", b""),
-        ("0", bytes(2) + b"not an address"),
-        ("0", bytes(2) + b"1" * 65),
+        ("0", bytes(2) + UNKNOWN),
+        ("0", bytes(2) + UNKNOWN + b"not an address"),
+        ("0", bytes(2) + UNKNOWN + b"1" * 65),
     ],
 )
 def test_what_a_stranger_writes_to_the_store_is_refused(key: str, entry: bytes) -> None:
@@ -338,7 +380,7 @@ def test_where_no_rank_listens_the_rank_and_the_remedy_are_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     store.set("ft_plugins/ranks/0/tree", TREE)
-    store.set("ft_plugins/ranks/0/0", port.to_bytes(2, "big") + b"127.0.0.1")
+    store.set("ft_plugins/ranks/0/0", port.to_bytes(2, "big") + UNKNOWN + b"127.0.0.1")
     with pytest.raises(ProtocolError, match=f"rank 1: rank 0 cannot be reached at 127.0.0.1:{port} .*--ftp-interface"):
         meet(meeting(1, 2, store, seconds=0.2))
 

@@ -751,7 +751,7 @@ def test_a_memory_full_of_nodes_that_do_not_answer_does_not_keep_a_node_beyond_i
         try:
             with pytest.raises(RendezvousTimeoutError, match="no round was complete within 1.5 s"):
                 handler.next_rendezvous()
-            assert time.monotonic() - began < 1.5 + 1.0 + 0.5, "as long as one answer may take, and no longer"
+            assert time.monotonic() - began < 20, "40 in turn, a second each, would take twice that"
         finally:
             handler.shutdown()
 

@@ -251,7 +251,7 @@ def test_the_end_of_an_exchange_does_not_wait_until_large_slots_are_verified(
 
     def slow(data: object) -> int:
         verifying.set()
-        time.sleep(0.2)  # for each of 15 buckets
+        time.sleep(1.0)  # for each of 15 buckets
         return digest_of(data)  # type: ignore[arg-type]
 
     job.protect()
@@ -261,7 +261,7 @@ def test_the_end_of_an_exchange_does_not_wait_until_large_slots_are_verified(
     assert verifying.wait(SECONDS)
     began = time.monotonic()
     job.nodes[0].tier.suspend()
-    assert time.monotonic() - began < DETECT
+    assert time.monotonic() - began < 10, "all buckets take 15 s"
 
 
 def test_what_takes_time_is_done_before_any_node_begins_to_miss_another(cluster: Callable[..., Cluster]) -> None:

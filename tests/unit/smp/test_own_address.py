@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
 from ft_plugins.errors import ConfigError
 from ft_plugins.smp import own_address as module
-from ft_plugins.smp.own_address import depends_on_name, own_address, towards_peer
+from ft_plugins.smp.own_address import (
+    IDENTITY,
+    UNKNOWN,
+    depends_on_name,
+    host_identity,
+    known_apart,
+    own_address,
+    towards_peer,
+)
 
 
 @pytest.mark.parametrize(
@@ -49,3 +60,27 @@ def test_the_way_to_a_host_is_that_of_the_kernel() -> None:
         own_address(None, "no such host")
     with pytest.raises(ConfigError, match="--ftp-interface eth99: no device or address of this node"):
         own_address("eth99", "h")
+
+
+def test_a_host_is_its_running_kernel_and_network_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
+    boot, stat, own = Path.read_bytes, os.stat, host_identity()
+    another = {"/proc/self/ns/net": "/proc/self/ns/mnt"}
+    assert len(own) == IDENTITY and own == host_identity() != UNKNOWN
+    monkeypatch.setattr(Path, "read_bytes", lambda path: b"another boot" if path.name == "boot_id" else boot(path))
+    rebooted = host_identity()
+    monkeypatch.undo()
+    monkeypatch.setattr(os, "stat", lambda path, **more: stat(another.get(path, path), **more))
+    elsewhere = host_identity()
+    monkeypatch.undo()
+    assert len({own, rebooted, elsewhere}) == 3
+    assert known_apart(own, rebooted) and known_apart(own, elsewhere) and not known_apart(own, host_identity())
+
+
+def test_a_host_that_cannot_be_identified_may_be_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(path: Path) -> bytes:
+        raise FileNotFoundError(path)
+
+    own = host_identity()
+    monkeypatch.setattr(Path, "read_bytes", missing)
+    assert host_identity() == UNKNOWN
+    assert not known_apart(own, UNKNOWN) and not known_apart(UNKNOWN, own) and not known_apart(UNKNOWN, UNKNOWN)

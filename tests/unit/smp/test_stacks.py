@@ -91,7 +91,7 @@ def test_of_a_stopped_an_ended_and_a_silent_process_it_is_said_why_there_are_non
     wait_until_stopped(stopped[0], SECONDS)
     began = time.monotonic()
     folder = stacks.dump(tmp_path, 3, {0: stopped, 1: (stopped[0], 1), 2: silent}, 1.0)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30, "they are silent for ever"
     texts = [(folder / f"rank{rank}.txt").read_text() for rank in range(3)]
     assert [text.split(":")[0] for text in texts] == ["no stacks"] * 3
     assert "is stopped by a signal" in texts[0] and "has ended" in texts[1] and "did not answer" in texts[2]
