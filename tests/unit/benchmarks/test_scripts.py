@@ -18,6 +18,7 @@ WORDS = {
     "double_capture": ("--quick",),
     "dreamddp": ("--quick", "--parts", "emulated", "--columns", "resnet18_8"),
     "dreamddp_quality": ("--quick", "--learners", "deep_text"),
+    "ledger_cost": ("--quick",),
     "local_sgd": ("--quick", "--scenarios", "even"),
     "local_sgd_quality": ("--quick", "--learners", "text"),
     "parity": ("--quick",),

@@ -1,0 +1,84 @@
+"""A rehearsal of whole jobs: a loop that continues is exact, any other is named with its iteration and cause."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("loops_to_rehearse.py")
+SECONDS = 1200.0  # a bound for a job that hangs
+
+
+def rehearsed(folder: Path, *words: str, options: tuple[str, ...] = (), ranks: int = 1) -> dict[str, Any]:
+    """The outcome of a rehearsal, as programs see it."""
+    tool = str(Path(sys.executable).with_name("ft-plugins"))
+    job = ["ft-run", "--nproc-per-node", str(ranks), "--ftp-warm-workers", "off", "--reft", *words]
+    done = subprocess.run(
+        [tool, "rehearse", "--json", "--out", str(folder), *options, "--", *job],
+        capture_output=True, text=True, timeout=SECONDS, check=False,
+    )  # fmt: skip
+    assert done.returncode in (0, 1), done.stderr
+    outcome: dict[str, Any] = json.loads(done.stdout)
+    assert outcome["exact"] == (done.returncode == 0), outcome
+    return outcome
+
+
+def test_a_loop_that_continues_is_exact_over_an_epochs_end_and_evaluations(tmp_path: Path) -> None:
+    outcome = rehearsed(tmp_path, str(SCRIPT), "--case", "exact", options=("--iterations", "13"))
+    assert outcome["exact"], outcome
+    assert outcome["kills"] == [5, 6] and outcome["comparison"]["restored"] == [4, 5]
+    missing = " ".join(outcome["not_exercised"])
+    assert "an epoch's end" not in missing and "an evaluation" not in missing and "own checkpoint" in missing
+    assert not list(Path("/dev/shm").glob("ftp-rehearsal-*"))
+
+
+@pytest.mark.parametrize(
+    ("case", "named"),
+    [
+        ("generator", "the batch"),  # drawn from a generator that starts again
+        ("curriculum", "state /"),  # the batch is right, what is made of it is not
+    ],
+)
+def test_state_that_nothing_captures_is_named_by_the_first_iteration_that_lacks_it(
+    tmp_path: Path, case: str, named: str
+) -> None:
+    outcome = rehearsed(tmp_path, str(SCRIPT), "--case", case)
+    difference = outcome["comparison"]["difference"]
+    assert not outcome["exact"] and difference["iteration"] == 5 and named in difference["what"]
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("from_zero", "iteration 5 reads what iteration 1 read"),
+        ("rate", "learning rate 0.01 in place of 0.002"),
+    ],
+)
+def test_a_loop_that_begins_again_is_ended_by_its_ledger(tmp_path: Path, case: str, said: str) -> None:
+    outcome = rehearsed(tmp_path, str(SCRIPT), "--case", case)
+    assert not outcome["exact"] and outcome["comparison"] is None
+    assert said in outcome["refused"]
+
+
+def test_data_that_no_seed_decides_is_not_exact_and_that_shows_without_a_failure(tmp_path: Path) -> None:
+    outcome = rehearsed(tmp_path, str(SCRIPT), "--case", "unseeded")
+    difference = outcome["comparison"]["irreproducible"]
+    assert not outcome["exact"] and (difference["iteration"], difference["what"]) == (1, "the batch")
+
+
+def test_kernels_that_are_not_deterministic_leave_everything_but_the_trajectory(tmp_path: Path) -> None:
+    outcome = rehearsed(tmp_path, str(SCRIPT), "--case", "kernel")
+    assert outcome["exact"] and outcome["comparison"]["irreproducible"]["what"].startswith("state ")
+
+
+def test_a_job_on_two_emulated_nodes_survives_the_loss_of_one(tmp_path: Path) -> None:
+    outcome = rehearsed(
+        tmp_path, "launch/examples/torch_loop.py", "--iterations", "40", options=("--nodes", "2"), ranks=2
+    )
+    assert outcome["exact"], outcome
+    assert len(outcome["comparison"]["restored"]) == 2
