@@ -58,7 +58,8 @@ _RESHUFFLED = (
 
 
 class Positions:
-    """The data positions of a process, for training and evaluation. `before_read` is called before every read.
+    """The data positions of a process, for training and evaluation. `before_read` is called before every read,
+    `found_end` after one that was only the end of a loader without length.
 
     A role is 'train' or 'eval'; a second torch loader that is read at the same time is 'train 2', and so on. A source
     that both read has one position, that of training.
@@ -66,7 +67,8 @@ class Positions:
 
     def __init__(self) -> None:
         self.before_read: Callable[[Any], None] = lambda source: None
-        self._passes = Passes(lambda source: self.before_read(source))
+        self.found_end: Callable[[], None] = lambda: None
+        self._passes = Passes(lambda source: self.before_read(source), lambda: self.found_end())
         self._sources: dict[str, Callable[[], Any]] = {}
         self._loaders: dict[str, Any] = {}
         self._epochs: dict[str, LoaderEpoch] = {}  # of sources that do not track their own
