@@ -21,7 +21,6 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import ModuleType
@@ -52,15 +51,15 @@ Join = Callable[[Config, LaunchContext], tuple[LaunchContext, Leave]]
 
 _UNTRACKED = (
     "the data position is not tracked: batches come from none of deepspeed.initialize(training_data=...), "
-    "engine.deepspeed_io, deepspeed's RepeatingLoader, or a torch DataLoader that is iterated after "
-    "deepspeed.initialize; after a restore the script reads from its own start"
+    "engine.deepspeed_io, deepspeed's RepeatingLoader, or a torch DataLoader; after a restore the script reads from "
+    "its own start"
 )
 _SILENT = (
     "an update came without a forward of the engine in training mode (engine.eval() before the loop, or direct calls "
     "of parts of engine.module): it is captured, but unless batches come from a tracked loader, a restore sets random "
     "numbers only at the first update; call engine.train() before the loop and engine(...) in it"
 )
-_NOT_TRAINED = "batches that were read in training mode after deepspeed.initialize were not trained on"
+_READ_EARLY = "an iterator that trains was read before deepspeed.initialize already: begin it after"
 _NOTHING_READ = "the engine computes in training mode, but no batch was read since the last update"
 _OTHER_THREAD = "a thread other than the one that trains has read a batch"
 
@@ -74,8 +73,9 @@ class EngineHooks:
         self.positions = Positions()
 
     def follow(self, module: ModuleType) -> None:
-        """Wrap `deepspeed.initialize`. Raises UnsupportedError if there is none."""
+        """Wrap `deepspeed.initialize`. Raises UnsupportedError if there is none. Iterators may be made before it."""
         replace(module, "initialize", self._initializing)
+        self.positions.follow_torch()
 
     def _initializing(self, original: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(original)
@@ -136,8 +136,6 @@ class DeepSpeedLoop:
         self._guessed = 0  # the iteration begun by a read in evaluation mode, since previous ones trained in that mode
         self._updated: int | None = None  # the iteration whose version point is still to come
         self._said: set[str] = set()
-        self._first: Callable[[], Any] | None = None  # the source that was read first for training
-        self._forward = False  # whether anything was computed since
         self._tracked = False  # whether training data were read from a tracked loader
         self._thread = threading.get_ident()
         self._other_thread = False  # whether one has read a batch
@@ -148,7 +146,7 @@ class DeepSpeedLoop:
         self._reads = IterationReads()
         self._counters = CounterReads(engine)
         (self._follow_pipeline if hasattr(engine, "train_batch") else self._follow_engine)()
-        positions.follow_torch()
+        positions.follow_torch()  # again: kinds of loaders that were imported since
         self._wrap("load_checkpoint", self._loading)
         self._follow_end()
 
@@ -253,20 +251,13 @@ class DeepSpeedLoop:
             self._guessed = 0
             self._tracked = True
             self._reads.reading()
-            self._require_training_data(loader)
+            if self._positions.was_read_early(loader):
+                self._require_followed(_READ_EARLY)
             self._positions.expect("train", loader)
             self.begin()
             self._positions.reading("train", loader)
         else:
             self._positions.reading("eval", loader)
-
-    def _require_training_data(self, source: Any) -> None:
-        """Raises UnsupportedError unless training reads the first source: the position is restored to that one."""
-        if self._first is None:
-            self._first = weakref.ref(source)
-        first = self._first()
-        if not (self._forward or first is source or (first is not None and not getattr(first, "ended", False))):
-            self._require_followed(_NOT_TRAINED)
 
     def _going_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -279,7 +270,7 @@ class DeepSpeedLoop:
     def _computing(self) -> None:
         """The engine or its module computes something."""
         if self.engine.module.training:  # engine.train() and eval() set the module's flag only
-            self._forward, self._guessed = True, 0
+            self._guessed = 0
             if self._other_thread:
                 self._require_followed(_OTHER_THREAD)
             if self._begun != self.engine.global_steps + 1:  # no batch was read since the last update

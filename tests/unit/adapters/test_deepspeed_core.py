@@ -52,7 +52,7 @@ def test_a_scheduler_that_deepspeed_does_not_know_of_is_told_once(
 ) -> None:
     host: Any = DeepSpeedHost.__new__(DeepSpeedHost)
     host.rank, host._positions, host._rates, host._scheduler_reported = 0, None, None, False
-    host.silent = False
+    host.silent, host.pace = False, None
     updating = optimizer()
     scheduler = torch.optim.lr_scheduler.MultiStepLR(updating, [2, 3])
     counters = dict.fromkeys(("global_steps", "global_samples", "skipped_steps", "micro_steps"), 0)
