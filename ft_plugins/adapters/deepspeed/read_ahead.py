@@ -17,6 +17,14 @@ ADVICE = (
     "accelerate, a prefetching iterator, or next() before engine.step() reads ahead. Drop samples in the data set, and "
     "read others between engine.eval() and engine.train()"
 )
+READ_EARLY = "an iterator that trains was read before deepspeed.initialize already: begin it after"
+NOTHING_READ = "the engine computes in training mode, but no batch was read since the last update"
+DRAWN = (
+    "random numbers were drawn after the last update, but no batch was read from a tracked loader, and a restore sets "
+    "random numbers only at the forward. Draw them in the data set or the collate function of a torch DataLoader, or "
+    "from a generator that is seeded with engine.global_steps"
+)
+OTHER_THREAD = "a thread other than the one that trains has read a batch"
 
 
 @dataclass(frozen=True)

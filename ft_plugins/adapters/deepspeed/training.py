@@ -32,6 +32,7 @@ from ...config import Config, LaunchContext, launch_context
 from ...errors import ResumeError, UnsupportedError
 from ...events import say
 from ...session import Session, attach
+from ..rng import numbers_drawn
 from ..script_hooks import replace_in_deepspeed as replace
 from .configuration import (
     callers,
@@ -43,7 +44,7 @@ from .configuration import (
 )
 from .continuing import NOTICE, CounterReads, at_its_own_start
 from .position import Positions
-from .read_ahead import ADVICE, IterationReads
+from .read_ahead import ADVICE, DRAWN, NOTHING_READ, OTHER_THREAD, READ_EARLY, IterationReads
 from .shard_groups import ShardGroups, require_known_early
 
 Leave = Callable[[bool], None]  # with whether training ended in order
@@ -59,9 +60,6 @@ _SILENT = (
     "of parts of engine.module): it is captured, but unless batches come from a tracked loader, a restore sets random "
     "numbers only at the first update; call engine.train() before the loop and engine(...) in it"
 )
-_READ_EARLY = "an iterator that trains was read before deepspeed.initialize already: begin it after"
-_NOTHING_READ = "the engine computes in training mode, but no batch was read since the last update"
-_OTHER_THREAD = "a thread other than the one that trains has read a batch"
 
 
 class EngineHooks:
@@ -137,6 +135,7 @@ class DeepSpeedLoop:
         self._updated: int | None = None  # the iteration whose version point is still to come
         self._said: set[str] = set()
         self._tracked = False  # whether training data were read from a tracked loader
+        self._drawn: Any = None  # after an update without a tracked loader: `numbers_drawn`
         self._thread = threading.get_ident()
         self._other_thread = False  # whether one has read a batch
         self._loaded: int | None = None  # the iteration that engine.load_checkpoint returned
@@ -252,7 +251,7 @@ class DeepSpeedLoop:
             self._tracked = True
             self._reads.reading()
             if self._positions.was_read_early(loader):
-                self._require_followed(_READ_EARLY)
+                self._require_followed(READ_EARLY)
             self._positions.expect("train", loader)
             self.begin()
             self._positions.reading("train", loader)
@@ -269,23 +268,26 @@ class DeepSpeedLoop:
 
     def _computing(self) -> None:
         """The engine or its module computes something."""
-        if self.engine.module.training:  # engine.train() and eval() set the module's flag only
+        if not self.engine.module.training:
+            self._drawn = None  # an evaluation belongs to the previous iteration
+        else:
             self._guessed = 0
             if self._other_thread:
-                self._require_followed(_OTHER_THREAD)
+                self._require_followed(OTHER_THREAD)
             if self._begun != self.engine.global_steps + 1:  # no batch was read since the last update
                 if self._tracked:
-                    self._require_followed(_NOTHING_READ)
+                    self._require_followed(NOTHING_READ)
+                elif self._drawn is not None and self._drawn != numbers_drawn():
+                    self._require_followed(DRAWN, "")
                 else:
                     self._say_once(_UNTRACKED)
             self.begin()
 
-    def _require_followed(self, problem: str | None) -> None:
+    def _require_followed(self, problem: str | None, advice: str = f". {ADVICE}") -> None:
         """Raises UnsupportedError if the reads of the iteration under way have a problem and its state is captured."""
         if problem is not None and self._captured:
             raise UnsupportedError(
-                f"rank {self._host.rank}: iteration {self.engine.global_steps + 1} cannot be followed: {problem}. "
-                f"{ADVICE}"
+                f"rank {self._host.rank}: iteration {self.engine.global_steps + 1} cannot be followed: {problem}{advice}"
             )
 
     def _say_once(self, line: str) -> None:
@@ -310,6 +312,7 @@ class DeepSpeedLoop:
             if self.engine.global_steps != before:
                 self._updated = self.engine.global_steps
                 self._host.pace = self._reads.updated(self._host.silent)
+                self._drawn = None if self._tracked or self._host.silent else numbers_drawn()
                 if self._host.silent:  # whatever comes next belongs to the next iteration
                     self._end()
             return outcome

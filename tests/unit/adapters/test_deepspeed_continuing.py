@@ -229,6 +229,11 @@ def test_a_counter_that_was_read_before_it_was_set_says_nothing() -> None:
 # ---- batches that are read ahead ----
 
 
+def drawn_by_the_script(engine: Any, batches: Any) -> None:
+    while engine.global_steps < EPOCH:
+        train(engine, torch.rand(2))
+
+
 def one_ahead(engine: Any, batches: Any) -> None:
     data = iter(batches)
     held = next(data)
@@ -282,6 +287,7 @@ def a_look_first(engine: Any, batches: Any) -> None:
         (twice_each, 2, "no batch was read since the last update"),
         (by_a_thread, 1, "a thread other than the one that trains has read a batch"),
         (only_some, 2, "it read 2 batches for 1 micro-steps, but an earlier one 1 for 1"),
+        (drawn_by_the_script, 2, "random numbers were drawn after the last update, but no batch was read"),
         (a_look_first, 2, "it read 1 batches for 1 micro-steps, but an earlier one 2 for 1"),
     ],
 )
@@ -291,7 +297,8 @@ def test_a_loop_whose_data_position_is_not_that_of_training_is_refused_when_it_s
     job = start(0)
     with pytest.raises(UnsupportedError, match=f"rank 0: iteration {at} cannot be followed: .*{why}") as refused:
         loop(job.engine, loader())
-    assert "Read each batch after engine.step() of the one before" in str(refused.value)
+    advised = "Draw them in" if loop is drawn_by_the_script else "Read each batch after engine.step() of the one before"
+    assert advised in str(refused.value)
 
 
 def test_a_loader_of_accelerate_reads_ahead(start: Callable[..., Any]) -> None:
@@ -349,6 +356,21 @@ def test_an_iterator_that_is_made_before_the_engine_is_followed_unless_it_was_re
         else:
             train(job.engine, next(data))
             assert positions.read()["train"]["read"] == 1
+
+
+@pytest.mark.parametrize("evaluates", [True, False])
+def test_batches_from_elsewhere_are_followed_unless_the_script_draws_them(
+    start: Callable[..., Any], capsys: pytest.CaptureFixture[str], evaluates: bool
+) -> None:
+    job = start(0)
+    while job.engine.global_steps < EPOCH:
+        train(job.engine, torch.ones(2))
+        if evaluates:
+            job.engine.module.eval()
+            job.engine(torch.rand(2))
+            job.engine.module.train()
+    assert job.begun == [1, 2, 3, 4]
+    assert capsys.readouterr().out.count("the data position is not tracked") == 1
 
 
 def test_evaluations_are_not_counted(start: Callable[..., Any]) -> None:
