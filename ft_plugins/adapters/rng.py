@@ -50,8 +50,9 @@ def restore_rng(state: Mapping[str, Any], tracker: Tracker) -> None:
 
 def numbers_drawn() -> tuple[Any, ...]:
     """Values that stay equal as long as nothing draws from the process's generators."""
-    cuda = torch.cuda.get_rng_state().tolist() if torch.cuda.is_available() else None
-    return random.getstate(), repr(np.random.get_state()), torch.get_rng_state().tolist(), cuda
+    numpy: Any = np.random.get_state()
+    cuda = torch.cuda.get_rng_state().numpy().tobytes() if torch.cuda.is_available() else None
+    return random.getstate(), numpy[1].tobytes(), numpy[2:], torch.get_rng_state().numpy().tobytes(), cuda
 
 
 def streams(tracker: Tracker) -> dict[str, torch.Tensor]:

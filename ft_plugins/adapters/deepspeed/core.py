@@ -33,7 +33,7 @@ from ..forward_edges import follow_forwards, follow_saving
 from ..host_parts import StateItem, StateItems, groups, restore_groups
 from . import naming, state
 from .position import Positions
-from .read_ahead import Pace, unproven
+from .read_ahead import ReadPace, unproven
 from .reducing import DeepSpeedReduction
 from .replay import restore_rng, rng_state
 from .shard_groups import ShardGroups, built_over
@@ -67,7 +67,7 @@ class DeepSpeedHost(DeepSpeedReduction, DeepSpeedStepping, StateItems):
         self._scheduler_reported = False
         self.restored = False  # whether the engine holds a restored version, whose data position comes next
         self.silent = False  # whether iterations have updates without a forward in training mode
-        self.pace: Pace | None = None  # of the last iteration, if its reads are followed
+        self.pace: ReadPace | None = None  # of the last iteration, if its reads are followed
         require_supported(engine, self.rank)
         self._topology = topology(engine, self._shards)
         self._require_deepspeeds_layout()
@@ -161,7 +161,7 @@ class DeepSpeedHost(DeepSpeedReduction, DeepSpeedStepping, StateItems):
     def restore(self, small: Mapping[str, Any]) -> None:
         """Restore all but the item tensors, which are restored already; rebuild derived parameters. A collective."""
         engine, optimizer, self.restored = self.engine, self.engine.optimizer, True
-        self.pace = None if small.get("pace") is None else Pace(**small["pace"])
+        self.pace = None if small.get("pace") is None else ReadPace(**small["pace"])
         problem = None if self.pace is None else unproven(self.pace)
         if problem is not None:
             raise ResumeError(

@@ -6,7 +6,7 @@ reads more in its first iteration, or none in its last. So every iteration must 
 as the first one. How many is the script's choice: a batch may be split, or several joined. Whether the first iteration
 held one back shows only in the second; until then a version is restored only if it read one batch for each micro-step.
 
-In: reads and micro-steps, as they happen. Out: what is wrong, or None; a `Pace` for the version."""
+In: reads and micro-steps, as they happen. Out: what is wrong, or None; a `ReadPace` for the version."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OTHER_THREAD = "a thread other than the one that trains has read a batch"
 
 
 @dataclass(frozen=True)
-class Pace:
+class ReadPace:
     """Batches read and micro-steps computed in one iteration. `proven`: no batch is held back at its end."""
 
     read: int = 0
@@ -39,9 +39,9 @@ class Pace:
 class IterationReads:
     """Counts reads and micro-steps of the iteration under way. `usual`: the pace of an earlier iteration."""
 
-    def __init__(self, usual: Pace | None = None) -> None:
+    def __init__(self, usual: ReadPace | None = None) -> None:
         self.usual = usual
-        self._now = Pace()
+        self._now = ReadPace()
 
     def reading(self, batches: int = 1) -> None:
         """`batches` more are read."""
@@ -61,16 +61,16 @@ class IterationReads:
             f"{usual.computed}, so some are read ahead, or not trained on, and a restore would lose or repeat batches"
         )
 
-    def updated(self, silent: bool) -> Pace | None:
+    def updated(self, silent: bool) -> ReadPace | None:
         """The iteration has had its update. Returns its pace; None if it is `silent`: its reads were not counted."""
-        now, self._now = self._now, Pace()
+        now, self._now = self._now, ReadPace()
         if silent:
             return None
         self.usual = replace(now, proven=self.usual is not None or now.read in (0, now.computed))
         return self.usual
 
 
-def unproven(pace: Pace) -> str | None:
+def unproven(pace: ReadPace) -> str | None:
     """Why a version of this pace cannot be restored; None if it can."""
     if pace.proven:
         return None

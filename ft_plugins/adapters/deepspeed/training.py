@@ -286,9 +286,8 @@ class DeepSpeedLoop:
     def _require_followed(self, problem: str | None, advice: str = f". {ADVICE}") -> None:
         """Raises UnsupportedError if the reads of the iteration under way have a problem and its state is captured."""
         if problem is not None and self._captured:
-            raise UnsupportedError(
-                f"rank {self._host.rank}: iteration {self.engine.global_steps + 1} cannot be followed: {problem}{advice}"
-            )
+            where = f"rank {self._host.rank}: iteration {self.engine.global_steps + 1}"
+            raise UnsupportedError(f"{where} cannot be followed: {problem}{advice}")
 
     def _say_once(self, line: str) -> None:
         if line not in self._said:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import pytest
 
-from ft_plugins.adapters.deepspeed.read_ahead import IterationReads, Pace, unproven
+from ft_plugins.adapters.deepspeed.read_ahead import IterationReads, ReadPace, unproven
 
 
-def refused(story: str, usual: Pace | None = None) -> int:
+def refused(story: str, usual: ReadPace | None = None) -> int:
     """The iteration that is refused; 0 if none is."""
     reads = IterationReads(usual)
     for number, iteration in enumerate(story.split(), 1):
@@ -58,19 +58,19 @@ def test_a_loop_that_holds_batches_back_is_refused_when_it_shows(story: str, at:
 
 
 def test_the_message_names_both_counts() -> None:
-    reads = IterationReads(Pace(1, 1, True))
+    reads = IterationReads(ReadPace(1, 1, True))
     reads.reading(3)
     reads.computing()
     assert "it read 3 batches for 1 micro-steps, but an earlier one 1 for 1" in str(reads.problem())
 
 
 def test_after_a_restore_the_pace_is_that_of_the_captured_iteration() -> None:
-    assert refused("rs rs", Pace(1, 1, True)) == 0
-    assert refused("rrrs", Pace(1, 1, True)) == 1, "the script skips batches, and the restored loader did so too"
+    assert refused("rs rs", ReadPace(1, 1, True)) == 0
+    assert refused("rrrs", ReadPace(1, 1, True)) == 1, "the script skips batches, and the restored loader did so too"
 
 
 def test_the_end_of_a_loader_without_length_is_no_batch() -> None:
-    reads = IterationReads(Pace(1, 1, True))
+    reads = IterationReads(ReadPace(1, 1, True))
     for batches in (1, -1, 1):
         reads.reading(batches)
     reads.computing()
