@@ -244,11 +244,17 @@ class LoaderPass:
         return self
 
     def __next__(self) -> Any:
-        if not self.ended:
+        reading = not self.ended
+        if reading:
             self._passes.reading(self)
             self.epoch.reading(self.loader)
-        with self._passes.within():
-            return next(self._batches)
+        try:
+            with self._passes.within():
+                return next(self._batches)
+        except StopIteration:
+            if reading:
+                self._passes.found_end()
+            raise
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -294,11 +300,12 @@ class LoaderPass:
 class Passes:
     """Makes loaders return `LoaderPass`es, except for those iterated `within` another one.
 
-    `reading` is called before each read that yields a batch (of a loader without length, also before the end).
+    `reading` is called before each read that yields a batch. Of a loader without length it is also called before the
+    read that finds the end, and `found_end` after it.
     """
 
-    def __init__(self, reading: Callable[[LoaderPass], None]) -> None:
-        self.reading = reading
+    def __init__(self, reading: Callable[[LoaderPass], None], found_end: Callable[[], None] = lambda: None) -> None:
+        self.reading, self.found_end = reading, found_end
         self.shuffled = 0  # passes, followed or not, that took their order from the process's generators
         self._depth = 0
 

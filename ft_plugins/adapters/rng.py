@@ -48,6 +48,13 @@ def restore_rng(state: Mapping[str, Any], tracker: Tracker) -> None:
     restore_streams(tracker, state["tracker"])
 
 
+def numbers_drawn() -> tuple[Any, ...]:
+    """Values that stay equal as long as nothing draws from the process's generators."""
+    numpy: Any = np.random.get_state()
+    cuda = torch.cuda.get_rng_state().numpy().tobytes() if torch.cuda.is_available() else None
+    return random.getstate(), numpy[1].tobytes(), numpy[2:], torch.get_rng_state().numpy().tobytes(), cuda
+
+
 def streams(tracker: Tracker) -> dict[str, torch.Tensor]:
     """The tracker's streams by name, copied."""
     return {name: _bytes_of(state) for name, state in tracker.get_states().items()}

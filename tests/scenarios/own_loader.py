@@ -2,6 +2,8 @@
 
     --loader shuffled | distributed | stream <flags of the DeepSpeed example>
 
+With `--own-start` it trains two epochs from its first one on, whatever was restored. `--frozen` layers: all embeddings.
+
 An epoch has three iterations of two batches each, and an evaluation that is broken off. `--skip-at` has the gradients
 of these iterations overflow. `--mode eval` trains in evaluation mode, `--mode module` calls the module rather than the
 engine and reads from a list; neither evaluates.
@@ -43,6 +45,8 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--loader", default="shuffled")
     parser.add_argument("--mode", default="train")
     parser.add_argument("--skip-at", type=int, nargs="*", default=[])
+    parser.add_argument("--own-start", action="store_true")
+    parser.add_argument("--frozen", action="store_true")
     parser.add_argument("--load")
     parser.add_argument("--save")
     parser.add_argument("--save-at", type=int, default=0)
@@ -53,7 +57,9 @@ def main(argv: Sequence[str]) -> None:
     train, valid = (Windows(text, args.sequence) for text in Text.read(args.data).split(0.05, args.sequence))
     seed(args.seed, args.seed + 2718)
     module = Plain(Sizes(args.layers, args.hidden, args.heads, args.sequence, args.dropout))
-    engine, *_ = deepspeed.initialize(args=args, model=module, model_parameters=module.parameters())
+    module.embedding.requires_grad_(not own.frozen)
+    trained = [each for each in module.parameters() if each.requires_grad]
+    engine, *_ = deepspeed.initialize(args=args, model=module, model_parameters=trained)
     if own.load:
         engine.load_checkpoint(own.load)
     micro, ranks = engine.train_micro_batch_size_per_gpu(), dist.get_world_size()
@@ -64,6 +70,9 @@ def main(argv: Sequence[str]) -> None:
     if own.mode == "eval":
         engine.eval()
     validation = DataLoader(Subset(valid, range(8)), micro, shuffle=True)
+    for _ in range(2 if own.own_start else 0):
+        for outcome in iterations(engine, training, own.skip_at, engine):
+            log(args, engine, outcome)
     epoch = engine.global_steps // EPOCH
     while engine.global_steps < args.iterations:
         if own.loader == "distributed":

@@ -36,6 +36,7 @@ from ..host_parts import StateItem, StateItems, groups, restore_groups
 from ..observed_inputs import ObservedForwards, digest_of_inputs, plain_number
 from . import naming, state
 from .position import Positions
+from .read_ahead import ReadPace, unproven
 from .reducing import DeepSpeedReduction
 from .replay import restore_rng, rng_state
 from .shard_groups import ShardGroups, built_over
@@ -69,6 +70,7 @@ class DeepSpeedHost(DeepSpeedReduction, DeepSpeedStepping, StateItems):
         self._scheduler_reported = False
         self.restored = False  # whether the engine holds a restored version, whose data position comes next
         self.silent = False  # whether iterations have updates without a forward in training mode
+        self.pace: ReadPace | None = None  # of the last iteration, if its reads are followed
         require_supported(engine, self.rank)
         self._topology = topology(engine, self._shards)
         self._require_deepspeeds_layout()
@@ -130,6 +132,7 @@ class DeepSpeedHost(DeepSpeedReduction, DeepSpeedStepping, StateItems):
             "position": {} if self._positions is None else self._positions.read(),
             "rng": rng_state(),
             "silent": self.silent,
+            "pace": None if self.pace is None else vars(self.pace),
         }
 
     def _report_own_scheduler(self) -> None:
@@ -161,6 +164,12 @@ class DeepSpeedHost(DeepSpeedReduction, DeepSpeedStepping, StateItems):
     def restore(self, small: Mapping[str, Any]) -> None:
         """Restore all but the item tensors, which are restored already; rebuild derived parameters. A collective."""
         engine, optimizer, self.restored = self.engine, self.engine.optimizer, True
+        self.pace = None if small.get("pace") is None else ReadPace(**small["pace"])
+        problem = None if self.pace is None else unproven(self.pace)
+        if problem is not None:
+            raise ResumeError(
+                f"rank {self.rank}: iteration {small['counters']['global_steps']} cannot be restored: {problem}"
+            )
         if (small["scheduler"] is None) != (engine.lr_scheduler is None):
             raise ResumeError(
                 f"rank {self.rank}: only one of this job and the captured job has a learning rate scheduler: resume "

@@ -55,18 +55,21 @@ _RESHUFFLED = (
     "restore will be refused: pass the loader itself, deepspeed's RepeatingLoader around it, or an iterator with "
     "state_dict and load_state_dict, or shuffle with the loader's own torch.Generator"
 )
+_EARLY = "__ft_read_early__"  # attribute of a source
 
 
 class Positions:
-    """The data positions of a process, for training and evaluation. `before_read` is called before every read.
+    """The data positions of a process, for training and evaluation. `before_read` is called before every read,
+    `found_end` after one that was only the end of a loader without length.
 
     A role is 'train' or 'eval'; a second torch loader that is read at the same time is 'train 2', and so on. A source
     that both read has one position, that of training.
     """
 
     def __init__(self) -> None:
-        self.before_read: Callable[[Any], None] = lambda source: None
-        self._passes = Passes(lambda source: self.before_read(source))
+        self.before_read: Callable[[Any], None] = self._reading_early  # until an engine is followed
+        self.found_end: Callable[[], None] = lambda: None
+        self._passes = Passes(lambda source: self.before_read(source), lambda: self.found_end())
         self._sources: dict[str, Callable[[], Any]] = {}
         self._loaders: dict[str, Any] = {}
         self._epochs: dict[str, LoaderEpoch] = {}  # of sources that do not track their own
@@ -80,6 +83,13 @@ class Positions:
         replace(module.DeepSpeedDataLoader, "__next__", self._next_of_loader)
         replace(module.RepeatingLoader, "__init__", self._beginning(lambda repeating, loader: loader))
         replace(module.RepeatingLoader, "__next__", self._next_of_repeating)
+
+    def _reading_early(self, source: Any) -> None:
+        setattr(source, _EARLY, True)
+
+    def was_read_early(self, source: Any) -> bool:
+        """Whether batches of this pass were read before an engine was followed."""
+        return _EARLY in vars(source)
 
     def follow_torch(self) -> None:
         """Track torch loaders that the script iterates from now on."""

@@ -20,43 +20,45 @@ from __future__ import annotations
 
 import functools
 import inspect
-import weakref
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from ...config import Config, LaunchContext, deepspeed_json, launch_context, merge
-from ...errors import ConfigError, ResumeError, UnsupportedError
+from ...config import Config, LaunchContext, launch_context
+from ...errors import ResumeError, UnsupportedError
 from ...events import say
 from ...session import Session, attach
+from ..rng import numbers_drawn
 from ..script_hooks import replace_in_deepspeed as replace
+from .configuration import (
+    callers,
+    configuration_argument,
+    replica_build,
+    require_own_loop,
+    require_several_ranks,
+    resolve,
+)
+from .continuing import NOTICE, CounterReads, at_its_own_start
 from .position import Positions
-from .shard_groups import ReplicaBuild, ShardGroups, require_divisible, require_known_early
+from .read_ahead import ADVICE, DRAWN, NOTHING_READ, OTHER_THREAD, READ_EARLY, IterationReads
+from .shard_groups import ShardGroups, require_known_early
 
 Leave = Callable[[bool], None]  # with whether training ended in order
 Join = Callable[[Config, LaunchContext], tuple[LaunchContext, Leave]]
 
 _UNTRACKED = (
     "the data position is not tracked: batches come from none of deepspeed.initialize(training_data=...), "
-    "engine.deepspeed_io, deepspeed's RepeatingLoader, or a torch DataLoader that is iterated after "
-    "deepspeed.initialize; after a restore the script reads from its own start"
-)
-_AHEAD = (
-    "batches are read before the update of the previous ones: a restore skips those that were read ahead; read each "
-    "batch after engine.step() of the previous one"
+    "engine.deepspeed_io, deepspeed's RepeatingLoader, or a torch DataLoader; after a restore the script reads from "
+    "its own start"
 )
 _SILENT = (
     "an update came without a forward of the engine in training mode (engine.eval() before the loop, or direct calls "
     "of parts of engine.module): it is captured, but unless batches come from a tracked loader, a restore sets random "
     "numbers only at the first update; call engine.train() before the loop and engine(...) in it"
-)
-_NOT_TRAINED = (
-    "batches that were read in training mode after deepspeed.initialize were not trained on, but a restored data "
-    "position would apply to them: read them before deepspeed.initialize, or between engine.eval() and engine.train()"
 )
 
 
@@ -69,8 +71,9 @@ class EngineHooks:
         self.positions = Positions()
 
     def follow(self, module: ModuleType) -> None:
-        """Wrap `deepspeed.initialize`. Raises UnsupportedError if there is none."""
+        """Wrap `deepspeed.initialize`. Raises UnsupportedError if there is none. Iterators may be made before it."""
         replace(module, "initialize", self._initializing)
+        self.positions.follow_torch()
 
     def _initializing(self, original: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(original)
@@ -92,6 +95,7 @@ class EngineHooks:
                 raise UnsupportedError("deepspeed.initialize was called twice: a second engine cannot be protected")
             leave: Leave = _no_cleanup
             if config.capture is not None:  # else no memory outlives the job
+                require_own_loop(callers())
                 require_several_ranks()
                 if self._join is not None and context.run_dir is None:
                     context, leave = self._join(config, context)
@@ -130,14 +134,18 @@ class DeepSpeedLoop:
         self._guessed = 0  # the iteration begun by a read in evaluation mode, since previous ones trained in that mode
         self._updated: int | None = None  # the iteration whose version point is still to come
         self._said: set[str] = set()
-        self._first: Callable[[], Any] | None = None  # the source that was read first for training
-        self._forward = False  # whether anything was computed since
         self._tracked = False  # whether training data were read from a tracked loader
+        self._drawn: Any = None  # after an update without a tracked loader: `numbers_drawn`
+        self._thread = threading.get_ident()
+        self._other_thread = False  # whether one has read a batch
+        self._loaded: int | None = None  # the iteration that engine.load_checkpoint returned
         self._host = DeepSpeedHost(engine, positions, shards)
+        self._captured = config.capture is not None
         self._session: Session = attach(self._host, config, context)
-        self._pipeline = hasattr(engine, "train_batch")
-        (self._follow_pipeline if self._pipeline else self._follow_engine)()
-        positions.follow_torch()
+        self._reads = IterationReads()
+        self._counters = CounterReads(engine)
+        (self._follow_pipeline if hasattr(engine, "train_batch") else self._follow_engine)()
+        positions.follow_torch()  # again: kinds of loaders that were imported since
         self._wrap("load_checkpoint", self._loading)
         self._follow_end()
 
@@ -149,6 +157,7 @@ class DeepSpeedLoop:
                 f"rank {self._host.rank}: iteration {iteration} was restored, but DeepSpeed's global_steps is "
                 f"{self.engine.global_steps}; start with --ftp-resume fresh"
             )
+        self._reads = IterationReads(self._host.pace)
 
     def shutdown(self) -> None:
         """The orderly end of training. Idempotent."""
@@ -171,9 +180,20 @@ class DeepSpeedLoop:
         """Begin the iteration, unless it has begun."""
         iteration = self.engine.global_steps + 1
         if self._begun != iteration:
+            if not self._begun:
+                self._require_continuing()
             self._begun = iteration
             self._end()
             self._session.iteration_begin(iteration)
+
+    def _require_continuing(self) -> None:
+        """Raises ResumeError if the engine was restored, but the loop begins at its own start."""
+        restored, continues = self.engine.global_steps, self._counters.end()
+        if not self._host.restored:
+            if self._captured and not continues:
+                self._say_once(NOTICE)
+        elif not continues and self._loaded != restored:
+            raise ResumeError(at_its_own_start(self._host.rank, restored, self._loaded))
 
     def _wrap(self, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         replace(self.engine, name, wrap)
@@ -216,8 +236,12 @@ class DeepSpeedLoop:
         self.engine.module.register_forward_pre_hook(lambda module, args: self._computing(), prepend=True)
         self._wrap("step", self._stepping)
         self._positions.before_read = self._before_read
+        self._positions.found_end = lambda: self._reads.reading(-1)
 
     def _before_read(self, loader: Any) -> None:
+        if threading.get_ident() != self._thread:
+            self._other_thread = True
+            return
         if self._host.silent and self._begun != self.engine.global_steps + 1:  # no later sign that it begins
             self._positions.expect("train" if self.engine.module.training else "eval", loader)
             self._guessed = self.engine.global_steps + 1
@@ -225,23 +249,14 @@ class DeepSpeedLoop:
         if self.engine.module.training:  # engine.train() and eval() set the module's flag only
             self._guessed = 0
             self._tracked = True
-            self._require_training_data(loader)
+            self._reads.reading()
+            if self._positions.was_read_early(loader):
+                self._require_followed(READ_EARLY)
             self._positions.expect("train", loader)
             self.begin()
             self._positions.reading("train", loader)
         else:
             self._positions.reading("eval", loader)
-
-    def _require_training_data(self, source: Any) -> None:
-        """Raises ResumeError unless training reads the first source: the position is restored to that one."""
-        if self._first is None:
-            self._first = weakref.ref(source)
-        first = self._first()
-        if self._forward or first is source or (first is not None and not getattr(first, "ended", False)):
-            return
-        if self._host.restored:
-            raise ResumeError(f"rank {self._host.rank}: {_NOT_TRAINED}")
-        self._say_once(_NOT_TRAINED)
 
     def _going_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -253,11 +268,26 @@ class DeepSpeedLoop:
 
     def _computing(self) -> None:
         """The engine or its module computes something."""
-        if self.engine.module.training:  # engine.train() and eval() set the module's flag only
-            self._forward, self._guessed = True, 0
+        if not self.engine.module.training:
+            self._drawn = None  # an evaluation belongs to the previous iteration
+        else:
+            self._guessed = 0
+            if self._other_thread:
+                self._require_followed(OTHER_THREAD)
             if self._begun != self.engine.global_steps + 1:  # no batch was read since the last update
-                self._say_once(_AHEAD if self._tracked else _UNTRACKED)
+                if self._tracked:
+                    self._require_followed(NOTHING_READ)
+                elif self._drawn is not None and self._drawn != numbers_drawn():
+                    self._require_followed(DRAWN, "")
+                else:
+                    self._say_once(_UNTRACKED)
             self.begin()
+
+    def _require_followed(self, problem: str | None, advice: str = f". {ADVICE}") -> None:
+        """Raises UnsupportedError if the reads of the iteration under way have a problem and its state is captured."""
+        if problem is not None and self._captured:
+            where = f"rank {self._host.rank}: iteration {self.engine.global_steps + 1}"
+            raise UnsupportedError(f"{where} cannot be followed: {problem}{advice}")
 
     def _say_once(self, line: str) -> None:
         if line not in self._said:
@@ -269,14 +299,19 @@ class DeepSpeedLoop:
         @functools.wraps(original)
         def step(*args: Any, **kwargs: Any) -> Any:
             before = self.engine.global_steps
+            self._reads.computing()
             if self.engine.is_gradient_accumulation_boundary():
                 self._host.silent = before + 1 == self._guessed or before + 1 != self._begun
                 if self._host.silent:
                     self._say_once(_SILENT)
                     self.begin()
+                else:
+                    self._require_followed(self._reads.problem())
             outcome = original(*args, **kwargs)
             if self.engine.global_steps != before:
                 self._updated = self.engine.global_steps
+                self._host.pace = self._reads.updated(self._host.silent)
+                self._drawn = None if self._tracked or self._host.silent else numbers_drawn()
                 if self._host.silent:  # whatever comes next belongs to the next iteration
                     self._end()
             return outcome
@@ -295,6 +330,7 @@ class DeepSpeedLoop:
                 )
             self.engine.micro_steps = 0  # as at the start: DeepSpeed's checkpoints lack it
             outcome = original(*args, **kwargs)
+            self._loaded = self.engine.global_steps if outcome[0] is not None else None
             self._host.find_tensors()
             self.resume()
             return outcome
@@ -318,39 +354,3 @@ class DeepSpeedLoop:
 
 def _no_cleanup(in_order: bool) -> None:
     """Does nothing: at the end of the job ft-run cleans up."""
-
-
-def require_several_ranks() -> None:
-    """Raises ConfigError for a job of one rank."""
-    if torch.distributed.get_world_size() == 1:
-        raise ConfigError(
-            "ft_plugins.reft: the job has a single rank, with no other rank to share state with: start it with "
-            "ft-run --nproc-per-node N, or remove the block"
-        )
-
-
-def replica_build(config: Config, model: Any) -> ReplicaBuild | None:
-    """How DeepSpeed builds the engine of a job with local SGD; None for other jobs. Raises UnsupportedError."""
-    if config.sync is None:
-        return None
-    require_divisible(model)
-    return ReplicaBuild(config.sync.shard_ranks or 1)
-
-
-def configuration_argument(arguments: Mapping[str, Any]) -> Any:
-    """The configuration that `deepspeed.initialize` received: a path, a mapping or None."""
-    for name in ("config", "config_params"):
-        if arguments.get(name) is not None:
-            return arguments[name]
-    return getattr(arguments.get("args"), "deepspeed_config", None)
-
-
-def resolve(configuration: Any, context: LaunchContext) -> Config:
-    """Merge the configurations of ft-run and of the block. Raises ConfigError if they differ."""
-    if isinstance(configuration, Mapping):
-        block = deepspeed_json.from_mapping(configuration)
-    elif isinstance(configuration, str) and (Path(configuration).exists() or configuration.endswith(".json")):
-        block = deepspeed_json.from_file(Path(configuration))
-    else:  # encoded: the engine's own configuration is read later
-        block = Config()
-    return merge(context.config or Config(), block, ("ft-run", "the DeepSpeed configuration"))

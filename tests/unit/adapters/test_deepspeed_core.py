@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("deepspeed")
 
 from ft_plugins.adapters.deepspeed.core import DeepSpeedHost, require_encodable_scheduler  # noqa: E402
-from ft_plugins.errors import UnsupportedError  # noqa: E402
+from ft_plugins.errors import ResumeError, UnsupportedError  # noqa: E402
 from ft_plugins.snapshot import codec  # noqa: E402
 
 
@@ -52,7 +52,7 @@ def test_a_scheduler_that_deepspeed_does_not_know_of_is_told_once(
 ) -> None:
     host: Any = DeepSpeedHost.__new__(DeepSpeedHost)
     host.rank, host._positions, host._rates, host._scheduler_reported = 0, None, None, False
-    host.silent = False
+    host.silent, host.pace = False, None
     updating = optimizer()
     scheduler = torch.optim.lr_scheduler.MultiStepLR(updating, [2, 3])
     counters = dict.fromkeys(("global_steps", "global_samples", "skipped_steps", "micro_steps"), 0)
@@ -65,3 +65,11 @@ def test_a_scheduler_that_deepspeed_does_not_know_of_is_told_once(
         scheduler.step()
     assert told[:2] == ["", ""] and told[3] == ""
     assert ("pass it to deepspeed.initialize" in told[2]) == (not known)
+
+
+def test_a_version_whose_reads_do_not_fit_its_micro_steps_is_not_restored() -> None:
+    host: Any = DeepSpeedHost.__new__(DeepSpeedHost)
+    host.rank, host.engine = 2, SimpleNamespace(optimizer=None)
+    small = {"pace": {"read": 2, "computed": 1, "proven": False}, "counters": {"global_steps": 1}}
+    with pytest.raises(ResumeError, match="rank 2: iteration 1 cannot be restored: it read 2 batches for 1 micro"):
+        host.restore(small)

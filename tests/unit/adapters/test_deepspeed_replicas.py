@@ -17,7 +17,7 @@ pytest.importorskip("deepspeed")
 sys.path.insert(0, str(Path(__file__).parent))
 from edge_log import EdgeLog, backward, forward  # noqa: E402
 
-from ft_plugins.adapters.deepspeed import module_forwards, reducing, training  # noqa: E402
+from ft_plugins.adapters.deepspeed import configuration, module_forwards, reducing, training  # noqa: E402
 from ft_plugins.adapters.deepspeed.reducing import DeepSpeedReduction, require_local_gradients  # noqa: E402
 from ft_plugins.adapters.deepspeed.shard_groups import (  # noqa: E402
     ShardGroups,
@@ -201,7 +201,7 @@ def test_only_with_local_sgd_deepspeed_builds_over_replicas(
 
         def resume(self) -> None: ...
 
-    monkeypatch.setattr(training, "ReplicaBuild", Build)
+    monkeypatch.setattr(configuration, "ReplicaBuild", Build)
     monkeypatch.setattr(training, "DeepSpeedLoop", Loop)
     context = SimpleNamespace(config=Config(), run_dir=None)
     monkeypatch.setattr(training, "launch_context", lambda: context)

@@ -1,0 +1,77 @@
+"""What a job asks for, as `deepspeed.initialize` receives it, and who asks.
+
+In: the arguments of `deepspeed.initialize`, and its callers. Out: the merged configuration; errors for jobs that cannot
+be protected as a whole."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...config import Config, LaunchContext, deepspeed_json, merge
+from ...errors import ConfigError, UnsupportedError
+from .shard_groups import ReplicaBuild, require_divisible
+
+_OTHER_LOOPS = {  # by the module that builds the engine, or calls the one that does: the outermost is named
+    "transformers.trainer": "the Trainer of Hugging Face transformers counts its own steps and skips batches itself",
+    "accelerate.accelerator": "Hugging Face accelerate's Accelerator.prepare makes loaders that read ahead",
+}
+
+
+def callers() -> Iterator[str]:
+    """The modules of the functions that are being called, innermost first."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        yield str(frame.f_globals.get("__name__"))
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+def require_own_loop(modules: Iterable[str]) -> None:
+    """Raises UnsupportedError if `modules`, innermost first, contain a library whose loop cannot be followed."""
+    names = [_OTHER_LOOPS[module] for module in modules if module in _OTHER_LOOPS]
+    if names:
+        raise UnsupportedError(
+            f"cannot protect this job: {names[-1]}, so a restart would not continue where the engine is restored. Call "
+            "deepspeed.initialize in a loop of your own that continues from engine.global_steps, or remove the block "
+            "ft_plugins from the DeepSpeed configuration"
+        )
+
+
+def require_several_ranks() -> None:
+    """Raises ConfigError for a job of one rank."""
+    if torch.distributed.get_world_size() == 1:
+        raise ConfigError(
+            "ft_plugins.reft: the job has a single rank, with no other rank to share state with: start it with "
+            "ft-run --nproc-per-node N, or remove the block"
+        )
+
+
+def replica_build(config: Config, model: Any) -> ReplicaBuild | None:
+    """How DeepSpeed builds the engine of a job with local SGD; None for other jobs. Raises UnsupportedError."""
+    if config.sync is None:
+        return None
+    require_divisible(model)
+    return ReplicaBuild(config.sync.shard_ranks or 1)
+
+
+def configuration_argument(arguments: Mapping[str, Any]) -> Any:
+    """The configuration that `deepspeed.initialize` received: a path, a mapping or None."""
+    for name in ("config", "config_params"):
+        if arguments.get(name) is not None:
+            return arguments[name]
+    return getattr(arguments.get("args"), "deepspeed_config", None)
+
+
+def resolve(configuration: Any, context: LaunchContext) -> Config:
+    """Merge the configurations of ft-run and of the block. Raises ConfigError if they differ."""
+    if isinstance(configuration, Mapping):
+        block = deepspeed_json.from_mapping(configuration)
+    elif isinstance(configuration, str) and (Path(configuration).exists() or configuration.endswith(".json")):
+        block = deepspeed_json.from_file(Path(configuration))
+    else:  # encoded: the engine's own configuration is read later
+        block = Config()
+    return merge(context.config or Config(), block, ("ft-run", "the DeepSpeed configuration"))

@@ -1,0 +1,409 @@
+"""Loops as scripts write them, over an engine that was restored or not: they are followed exactly, or refused by name.
+
+The engine computes nothing; loaders, data positions and the loop's hooks are the real ones.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from queue import Queue
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+pytest.importorskip("deepspeed")
+
+from ft_plugins.adapters.deepspeed import core, training  # noqa: E402
+from ft_plugins.adapters.deepspeed.configuration import callers, require_own_loop  # noqa: E402
+from ft_plugins.adapters.deepspeed.continuing import CounterReads  # noqa: E402
+from ft_plugins.adapters.deepspeed.position import Positions  # noqa: E402
+from ft_plugins.adapters.deepspeed.training import DeepSpeedLoop  # noqa: E402
+from ft_plugins.config import Config  # noqa: E402
+from ft_plugins.errors import ResumeError, UnsupportedError  # noqa: E402
+
+STEPS, EPOCH = 8, 4  # iterations of the job, of an epoch
+ITERATE = DataLoader.__iter__
+Loop = Callable[[Any, Any], None]
+
+
+class Counting(nn.Module):
+    """An engine's counters; every `accumulation`th micro-step is an update. Before training it reads none of them."""
+
+    def __init__(self, at: int, accumulation: int = 1) -> None:
+        super().__init__()
+        self.module, self.accumulation = nn.Linear(1, 1), accumulation
+        self.global_steps = at
+        self.global_samples, self.micro_steps = 2 * at, accumulation * at
+
+    def forward(self, batch: torch.Tensor) -> None:
+        self.module(batch.float().reshape(-1, 1))
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        return (self.micro_steps + 1) % self.accumulation == 0
+
+    def step(self) -> None:
+        if self.is_gradient_accumulation_boundary():
+            self.global_steps += 1
+            self.global_samples += 2
+        self.micro_steps += 1
+
+    def load_checkpoint(self, at: int) -> tuple[str | None, dict[str, int]]:
+        self.global_steps = at
+        return (str(at) if at else None), {"iteration": at}
+
+
+class Pipelined(Counting):
+    """Reads its batches itself."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__(at)
+        self.data_iterator: Any = None
+
+    def set_dataiterator(self, iterator: Any) -> None:
+        self.data_iterator = iterator
+
+    def _next_batch(self) -> Any:
+        return next(self.data_iterator)
+
+    def train_batch(self, data_iter: Any = None) -> None:
+        self._next_batch()
+        self.step()
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Iterator[int]:
+        yield from range(2 * EPOCH)
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Begins to follow an engine; `restored`: the iteration of the version in memory, 0 for none."""
+    monkeypatch.setattr(DataLoader, "__iter__", ITERATE)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda group=None: None)
+
+    def start(restored: int, engine: Any = None, captured: bool = True, positions: Any = None) -> Any:
+        engine = Counting(restored) if engine is None else engine
+        begun: list[int] = []
+        host = SimpleNamespace(rank=0, restored=False, silent=False, pace=None, find_tensors=lambda: None)
+
+        def resume(loaded: int) -> Any:
+            host.restored = restored > 0
+            engine.global_steps = max(vars(engine)["global_steps"], restored)
+            return vars(engine)["global_steps"]
+
+        session = SimpleNamespace(resume=resume, iteration_begin=begun.append, iteration_end=lambda iteration: None)
+        monkeypatch.setattr(core, "DeepSpeedHost", lambda *args: host)
+        monkeypatch.setattr(training, "attach", lambda *args: session)
+        config: Any = Config.from_json({"reft": {}} if captured else {"paft": {}})
+        loop = DeepSpeedLoop(engine, config, None, positions or Positions(), lambda in_order: None)  # type: ignore[arg-type]
+        loop.resume()
+        return SimpleNamespace(engine=engine, begun=begun, loop=loop)
+
+    return start
+
+
+def loader(stream: bool = False) -> Any:
+    return DataLoader(Stream() if stream else list(range(2 * EPOCH)), batch_size=2)  # type: ignore[arg-type]
+
+
+def train(engine: Any, batch: Any) -> None:
+    engine(batch)
+    engine.step()
+
+
+# ---- loops that continue, and loops that begin at their own start ----
+
+
+def until_the_last_step(engine: Any, batches: Any) -> None:
+    while engine.global_steps < STEPS:
+        for batch in batches:
+            train(engine, batch)
+
+
+def over_the_steps_that_are_left(engine: Any, batches: Any) -> None:
+    data = iter(batches)
+    for _ in range(engine.global_steps, EPOCH):
+        train(engine, next(data))
+
+
+def over_the_epochs_that_are_left(engine: Any, batches: Any) -> None:
+    for _ in range(engine.global_samples // (2 * EPOCH), STEPS // EPOCH):
+        for batch in batches:
+            train(engine, batch)
+
+
+def over_all_epochs(engine: Any, batches: Any) -> None:
+    for _ in range(STEPS // EPOCH):
+        for batch in batches:
+            train(engine, batch)
+            assert engine.global_steps  # too late: the first batch was read
+
+
+def from_its_own_state(engine: Any, batches: Any) -> None:
+    _, state = engine.load_checkpoint(2)
+    data = iter(batches)
+    for _ in range(state["iteration"], EPOCH):
+        train(engine, next(data))
+
+
+@pytest.mark.parametrize("loop", [until_the_last_step, over_the_steps_that_are_left, over_the_epochs_that_are_left])
+@pytest.mark.parametrize("restored", [0, 3])
+def test_a_loop_that_reads_where_it_is_goes_on(
+    start: Callable[..., Any], capsys: pytest.CaptureFixture[str], loop: Loop, restored: int
+) -> None:
+    job = start(restored)
+    loop(job.engine, loader())
+    assert job.begun[0] == restored + 1
+    assert "will be refused" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("loop", [over_all_epochs, from_its_own_state])
+def test_a_loop_that_begins_at_its_own_start_is_warned_first_and_refused_when_restored(
+    start: Callable[..., Any], capsys: pytest.CaptureFixture[str], loop: Loop
+) -> None:
+    first = start(0)
+    loop(first.engine, loader())
+    said = capsys.readouterr().out
+    assert said.count("a restart will be refused") == 1 and "`start = engine.global_steps`" in said
+    job = start(3)
+    with pytest.raises(
+        ResumeError, match="rank 0: iteration 3 was restored, but the loop begins at its own start"
+    ) as e:
+        loop(job.engine, loader())
+    assert "`start = engine.global_steps`" in str(e.value)
+    assert ("returned the client state of iteration" in str(e.value)) == (loop is from_its_own_state)
+    assert job.begun == [], "nothing was computed"
+
+
+def test_a_loop_that_takes_the_restored_iteration_from_its_checkpoint_goes_on(start: Callable[..., Any]) -> None:
+    job = start(2)
+    from_its_own_state(job.engine, loader())
+    assert job.begun == [3, 4]
+
+
+def test_a_loop_over_a_pipeline_is_asked_as_well(start: Callable[..., Any]) -> None:
+    job = start(3, Pipelined(3))
+    with pytest.raises(ResumeError, match="begins at its own start"):
+        job.engine.train_batch(iter(loader()))
+    job = start(3, Pipelined(3))
+    assert job.engine.global_steps == 3
+    job.engine.train_batch(iter(loader()))
+    assert job.begun == [4]
+
+
+def test_a_job_without_snapshots_may_begin_where_it_likes(
+    start: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    over_all_epochs(start(0, captured=False).engine, loader())
+    assert "will be refused" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("module", "script"),
+    [("__main__", True), ("deepspeed_gpt", True), ("deepspeed.runtime.engine", False), ("ft_plugins.session", False)],
+)
+def test_deepspeeds_own_reads_are_not_the_scripts(module: str, script: bool) -> None:
+    engine = Counting(5)
+    kind = type(engine)
+    reads = CounterReads(engine)
+    exec("engine.global_steps", {"__name__": module, "engine": engine})  # noqa: S102
+    assert isinstance(engine, Counting) and type(engine).__name__ == "Counting"
+    assert reads.end() == script
+    assert type(engine) is kind and engine.global_steps == 5
+
+
+def test_a_counter_that_was_read_before_it_was_set_says_nothing() -> None:
+    engine = Counting(0)
+    reads = CounterReads(engine)
+    assert engine.global_steps == 0
+    engine.global_steps = 5
+    assert not reads.end()
+
+
+# ---- batches that are read ahead ----
+
+
+def drawn_by_the_script(engine: Any, batches: Any) -> None:
+    while engine.global_steps < EPOCH:
+        train(engine, torch.rand(2))
+
+
+def one_ahead(engine: Any, batches: Any) -> None:
+    data = iter(batches)
+    held = next(data)
+    for batch in data:
+        train(engine, held)
+        held = batch
+    train(engine, held)
+
+
+def before_the_update(engine: Any, batches: Any) -> None:
+    data = iter(batches)
+    batch = next(data)
+    while engine.global_steps < EPOCH:
+        engine(batch)
+        batch = next(data, batch)
+        engine.step()
+
+
+def twice_each(engine: Any, batches: Any) -> None:
+    for batch in batches:
+        train(engine, batch)
+        train(engine, batch)
+
+
+def by_a_thread(engine: Any, batches: Any) -> None:
+    queue: Queue[Any] = Queue()
+    reader = threading.Thread(target=lambda: [queue.put(batch) for batch in batches])
+    reader.start()
+    reader.join()
+    for _ in range(EPOCH):
+        train(engine, queue.get(timeout=60))
+
+
+def only_some(engine: Any, batches: Any) -> None:
+    for number, batch in enumerate(batches):
+        if number % 3 != 1:
+            train(engine, batch)
+
+
+def a_look_first(engine: Any, batches: Any) -> None:
+    next(iter(batches))
+    for batch in batches:
+        train(engine, batch)
+
+
+@pytest.mark.parametrize(
+    ("loop", "at", "why"),
+    [
+        (one_ahead, 2, "it read 1 batches for 1 micro-steps, but an earlier one 2 for 1"),
+        (before_the_update, 2, "no batch was read since the last update"),
+        (twice_each, 2, "no batch was read since the last update"),
+        (by_a_thread, 1, "a thread other than the one that trains has read a batch"),
+        (only_some, 2, "it read 2 batches for 1 micro-steps, but an earlier one 1 for 1"),
+        (drawn_by_the_script, 2, "random numbers were drawn after the last update, but no batch was read"),
+        (a_look_first, 2, "it read 1 batches for 1 micro-steps, but an earlier one 2 for 1"),
+    ],
+)
+def test_a_loop_whose_data_position_is_not_that_of_training_is_refused_when_it_shows(
+    start: Callable[..., Any], loop: Loop, at: int, why: str
+) -> None:
+    job = start(0)
+    with pytest.raises(UnsupportedError, match=f"rank 0: iteration {at} cannot be followed: .*{why}") as refused:
+        loop(job.engine, loader())
+    advised = "Draw them in" if loop is drawn_by_the_script else "Read each batch after engine.step() of the one before"
+    assert advised in str(refused.value)
+
+
+def test_a_loader_of_accelerate_reads_ahead(start: Callable[..., Any]) -> None:
+    shard = pytest.importorskip("accelerate.data_loader").DataLoaderShard
+    job = start(0)
+    with pytest.raises(UnsupportedError, match="iteration 2 cannot be followed: it read 1 batches"):
+        over_all_epochs(job.engine, shard(list(range(2 * EPOCH)), batch_size=2))
+
+
+def all_of_an_iteration(engine: Any, batches: Any) -> None:
+    data = iter(batches)
+    while engine.global_steps < EPOCH // 2:
+        for batch in [next(data) for _ in range(2)]:
+            train(engine, batch)
+
+
+def in_halves(engine: Any, batches: Any) -> None:
+    for batch in batches:
+        for half in batch.split(1):
+            train(engine, half)
+
+
+def two_loaders(engine: Any, batches: Any) -> None:
+    for left, right in zip(batches, loader(), strict=True):
+        for batch in (left, right):
+            train(engine, batch)
+
+
+@pytest.mark.parametrize("loop", [all_of_an_iteration, in_halves, two_loaders])
+def test_a_loop_that_reads_what_it_trains_on_is_followed(start: Callable[..., Any], loop: Loop) -> None:
+    job = start(0, Counting(0, accumulation=2))
+    loop(job.engine, loader())
+    assert job.begun and job.begun == list(range(1, job.engine.global_steps + 1))
+
+
+def test_epochs_of_a_loader_without_length_are_followed(start: Callable[..., Any]) -> None:
+    job = start(0)
+    until_the_last_step(job.engine, loader(stream=True))
+    assert job.engine.global_steps == STEPS
+
+
+def test_an_iterator_that_is_made_before_the_engine_is_followed_unless_it_was_read(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for early in (0, 1):
+        monkeypatch.setattr(DataLoader, "__iter__", ITERATE)
+        positions = Positions()
+        positions.follow_torch()  # as the import of deepspeed does
+        data = iter(loader())
+        held = [next(data) for _ in range(early)]
+        job = start(0, positions=positions)
+        if early:
+            with pytest.raises(UnsupportedError, match="read before deepspeed.initialize already"):
+                train(job.engine, [*held, next(data)][0])
+        else:
+            train(job.engine, next(data))
+            assert positions.read()["train"]["read"] == 1
+
+
+@pytest.mark.parametrize("evaluates", [True, False])
+def test_batches_from_elsewhere_are_followed_unless_the_script_draws_them(
+    start: Callable[..., Any], capsys: pytest.CaptureFixture[str], evaluates: bool
+) -> None:
+    job = start(0)
+    while job.engine.global_steps < EPOCH:
+        train(job.engine, torch.ones(2))
+        if evaluates:
+            job.engine.module.eval()
+            job.engine(torch.rand(2))
+            job.engine.module.train()
+    assert job.begun == [1, 2, 3, 4]
+    assert capsys.readouterr().out.count("the data position is not tracked") == 1
+
+
+def test_evaluations_are_not_counted(start: Callable[..., Any]) -> None:
+    job = start(0)
+    for batch in loader():
+        train(job.engine, batch)
+        job.engine.module.eval()
+        for other in loader():
+            job.engine(other)
+        job.engine.module.train()
+    assert job.begun == [1, 2, 3, 4]
+
+
+# ---- other libraries' loops ----
+
+
+@pytest.mark.parametrize(
+    ("stack", "named"),
+    [
+        (("transformers.trainer", "accelerate.accelerator"), "the Trainer of Hugging Face transformers"),
+        (("accelerate.accelerator",), r"Accelerator\.prepare"),
+    ],
+)
+def test_an_engine_that_another_librarys_loop_builds_is_refused_by_name(stack: tuple[str, ...], named: str) -> None:
+    build: Any = lambda: require_own_loop(callers())  # noqa: E731
+    for name in reversed(stack):
+        library = ModuleType(name)
+        exec("def prepare(build): build()", library.__dict__)  # noqa: S102
+        build = partial(library.prepare, build)
+    with pytest.raises(UnsupportedError, match=f"cannot protect this job: .*{named}") as refused:
+        build()
+    assert "continues from engine.global_steps" in str(refused.value)
+
+
+def test_an_engine_that_a_script_builds_is_not() -> None:
+    require_own_loop(callers())
