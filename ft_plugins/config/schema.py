@@ -301,6 +301,7 @@ def _build(values: sources.Values, spell: Spelling, whole: bool) -> Config:
     checks.require_no_contradiction(config, by_path)
     if whole:
         _require_effect(config, spell)
+        checks.require_effective_faults(config, by_path)
         checks.require_parity_for_groups(config, by_path)
         checks.require_consistent_paft(config, by_path)
         checks.require_consistent_sync(config, by_path)
