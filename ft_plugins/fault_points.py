@@ -28,7 +28,7 @@ class Needs(str, Enum):
     NODES = "--reft-redundancy is none; choose another one"
     PARITY = "no parity is kept; give --reft-redundancy raim5, raim6 or both"
     PAFT = "--paft is off; add it"
-    SYNC = "no policy of --sync-policy that synchronises modules is on; add one"
+    SYNC = "--sync-policy is unset; give one"
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ def require_parity_for_groups(config: Config, spell: Spell) -> None:
 
 def require_effective_faults(config: Config, spell: Spell) -> None:
     """Raises ConfigError for a fault that this configuration never reaches. The configuration is whole."""
-    capture, sync = config.capture, config.sync
+    capture = config.capture
     redundancy = "none" if capture is None else capture.redundancy
     met = {
         Needs.SYSTEM: bool(config.systems),
@@ -74,7 +74,7 @@ def require_effective_faults(config: Config, spell: Spell) -> None:
         Needs.NODES: redundancy != "none",
         Needs.PARITY: redundancy not in ("none", "neighbour"),
         Needs.PAFT: config.paft is not None,
-        Needs.SYNC: sync is not None and not sync.is_layered,
+        Needs.SYNC: config.sync is not None,
     }
     try:
         fault_points.require_on(faults.parse(config.faults), {needs for needs, is_met in met.items() if is_met})

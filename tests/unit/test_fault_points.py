@@ -90,7 +90,6 @@ ON_STORAGE = ("--reft", "--reft-checkpoint-dir", "/d")
         (("--reft",), "update.gradients@rank=2,iteration=7:flip", "--paft is off; add it"),
         (("--reft",), "reduce.gradients:nan", "--paft is off"),
         (("--reft",), "sync.apply:kill", "--sync-policy"),
-        (("--reft", "--sync-policy", "dreamddp"), "sync.apply:kill", "that synchronises modules"),
         (("--paft",), "capture.begin:kill", "add --reft or --baft"),
         (("--paft",), "smp.attach.before:kill", "add --reft or --baft"),
         (("--reft",), "persist.write:enospc", "--reft-checkpoint-dir is unset"),
