@@ -143,8 +143,9 @@ class Session:
     def _restore(self, loaded: int) -> int:
         """Returns the version that was restored, `loaded` if none was."""
         if self._reft is None:
-            if self._config.capture is not None and self._config.resume == "memory":  # no rank is protected
-                error = ResumeError("--ftp-resume memory was asked for, but the job is not protected")
+            mode = self._config.resume
+            if self._config.capture is not None and mode.startswith(("memory", "before:")):  # no rank is protected
+                error = ResumeError(f"--ftp-resume {mode} was asked for, but the job is not protected")
                 error.echo = self._host.rank != 0
                 raise error
             return loaded
