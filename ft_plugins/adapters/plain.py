@@ -167,7 +167,7 @@ class PlainHost:
             raise UnsupportedError("a plain torch loop cannot recompute gradients: pass PlainHost `recompute`")
         self._recompute(step)
 
-    def keep_iterations(self) -> None:
+    def keep_iterations(self, discarded: Callable[[], bool] = lambda: False) -> None:
         """Does nothing: `recompute` belongs to the caller."""
 
     def copies(self) -> Inventory:

@@ -137,8 +137,11 @@ class ReplicaOperations(Protocol):
     no_recompute_reason: str  # if it cannot: why, for messages
     clips_together: str  # how gradients of one replica clip those of all, for messages; '' if they do not
 
-    def keep_iterations(self) -> None:
-        """From now on keep what `recompute` needs of each iteration, if possible. Once, before the first iteration."""
+    def keep_iterations(self, discarded: Callable[[], bool] = lambda: False) -> None:
+        """From now on keep what `recompute` needs of each iteration, if possible. Once, before the first iteration.
+
+        `discarded` waits until it is known whether the results of the running iteration will be discarded, because the
+        parameters were wrong: a framework that checks results asks before it ends the job for them."""
         ...
 
     def copies(self) -> Inventory:
