@@ -7,7 +7,8 @@ that the point reports, an ambient one (`rank`, `restart`), or `hit` (how often 
 1); `iteration%500=0` compares the remainder. All must hold; the first fault that applies acts. Actions: `kill` (SIGKILL
 to self), `stop` (SIGSTOP to self), `exit` (status 1), `raise` (RuntimeError). Any other action is returned to the
 point, which interprets it (`inf` at `update.begin`, `skip` at `fence.kill`, `hold` at `exchange.frame`, the actions of
-`corruption`). Example, a kill in the sixth iteration of rank 3, in the first incarnation only:
+`corruption`). `fault_points` lists the points. Example, a kill in the sixth iteration of rank 3, in the first
+incarnation only:
 `iteration.forward@iteration=6,rank=3,restart=0:kill`.
 """
 
@@ -45,6 +46,7 @@ def _value(facts: dict[str, str], key: str) -> str | None:
     return str(int(fact) % int(divisor)) if _NUMBER(fact) else None
 
 
+ACTIONS = ("kill", "stop", "exit", "raise")  # that `reach` itself carries out
 _NUMBER = re.compile(r"-?[0-9]{1,18}").fullmatch
 _DIVIDES = re.compile(r"[^%]+(%0*[1-9][0-9]{0,17})?").fullmatch  # a fact, or its remainder by a non-zero number
 _armed: dict[str, list[Fault]] = {}

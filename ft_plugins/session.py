@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
-from . import faults
+from . import fault_points, faults
 from .config import Config, LaunchContext, launch_context
 from .errors import ConfigError, FencedError, FtError, LoopError, ProtectionError, ResumeError, StateChangedError
 from .events import Events, catalogue, file_sink, log_sink, say
@@ -54,6 +54,7 @@ class Session:
         self._events.subscribe(log_sink())
         self._start: StartRecord | None = StartRecord(context, self._events)  # until the first completed iteration
         self._collective = join_ranks(config, context, self._events)
+        self._require_reached_faults()
         faults.arm(config.faults, rank=host.rank, restart=context.restart)
         self._reft: Reft | None = None
         self._pending: dict[str, Any] | None = None  # small state whose data position and RNG are still to be restored
@@ -86,6 +87,16 @@ class Session:
             if config.capture is not None:
                 self._start_reft()
         except BaseException:
+            self._collective.close()
+            raise
+
+    def _require_reached_faults(self) -> None:
+        """Raises ConfigError, on all ranks, for a fault that this host never reaches."""
+        try:
+            reached = getattr(self._host, "fault_points", {})
+            fault_points.require_reached(faults.parse(self._config.faults), reached, self._host.framework)
+        except ConfigError as error:
+            error.echo = self._host.rank != 0
             self._collective.close()
             raise
 
@@ -143,8 +154,9 @@ class Session:
     def _restore(self, loaded: int) -> int:
         """Returns the version that was restored, `loaded` if none was."""
         if self._reft is None:
-            if self._config.capture is not None and self._config.resume == "memory":  # no rank is protected
-                error = ResumeError("--ftp-resume memory was asked for, but the job is not protected")
+            mode = self._config.resume
+            if self._config.capture is not None and mode.startswith(("memory", "before:")):  # no rank is protected
+                error = ResumeError(f"--ftp-resume {mode} was asked for, but the job is not protected")
                 error.echo = self._host.rank != 0
                 raise error
             return loaded

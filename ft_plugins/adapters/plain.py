@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ class PlainHost:
     """Training state as a dict of tensors, `replicated` over all ranks or separate on each."""
 
     framework = f"torch {torch.__version__}"
+    fault_points: Mapping[str, Collection[str]] = {}  # that the loop reaches; see `model.host.Injectable`
     clips_together = ""  # unknown: the loop clips by itself, or not at all
 
     def __init__(
@@ -166,7 +167,7 @@ class PlainHost:
             raise UnsupportedError("a plain torch loop cannot recompute gradients: pass PlainHost `recompute`")
         self._recompute(step)
 
-    def keep_iterations(self) -> None:
+    def keep_iterations(self, discarded: Callable[[], bool] = lambda: False) -> None:
         """Does nothing: `recompute` belongs to the caller."""
 
     def copies(self) -> Inventory:

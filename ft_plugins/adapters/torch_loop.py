@@ -80,6 +80,8 @@ class TorchHost(PlainHost, ReducingHost):
     (seed, data, batch size).
     """
 
+    fault_points = {"update.begin": (), "update.end": ()}
+
     def __init__(
         self,
         model: torch.nn.Module,

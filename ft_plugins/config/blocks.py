@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, field_validator
 from pydantic_core import PydanticCustomError
 
-from .. import faults as fault_points
+from .. import fault_points, faults
 from ..errors import ConfigError
 from ..run_directories import NAME_PATTERN
 from .keys import LARGEST
@@ -27,9 +27,9 @@ def more(
     return {"unit": unit, "expected": expected, "needs_system": needs_system, "needs": needs, "switches": switches}
 
 
-def _readable_faults(specification: str) -> str:
+def _known_faults(specification: str) -> str:
     try:
-        fault_points.parse(specification)
+        fault_points.require_known(faults.parse(specification))
     except ConfigError as error:
         raise ValueError(str(error)) from error
     return specification
@@ -37,7 +37,7 @@ def _readable_faults(specification: str) -> str:
 
 Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN)]
 NonEmptyText = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
-Faults = Annotated[str, AfterValidator(_readable_faults)]
+Faults = Annotated[str, AfterValidator(_known_faults)]
 
 
 class Block(BaseModel):

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from .. import fault_points, faults
 from ..errors import ConfigError
+from ..fault_points import Needs
 from .keys import Key, KeyPath
 
 if TYPE_CHECKING:
@@ -59,6 +61,25 @@ def require_parity_for_groups(config: Config, spell: Spell) -> None:
             f"{spell(('reft', 'group_nodes'))}: {capture.group_nodes} contradicts {spell(('reft', 'redundancy'))} "
             "raim6, which needs groups of at least 4 nodes"
         )
+
+
+def require_effective_faults(config: Config, spell: Spell) -> None:
+    """Raises ConfigError for a fault that this configuration never reaches. The configuration is whole."""
+    capture = config.capture
+    redundancy = "none" if capture is None else capture.redundancy
+    met = {
+        Needs.SYSTEM: bool(config.systems),
+        Needs.MEMORY: capture is not None,
+        Needs.STORAGE: capture is not None and capture.checkpoint_dir is not None,
+        Needs.NODES: redundancy != "none",
+        Needs.PARITY: redundancy not in ("none", "neighbour"),
+        Needs.PAFT: config.paft is not None,
+        Needs.SYNC: config.sync is not None,
+    }
+    try:
+        fault_points.require_on(faults.parse(config.faults), {needs for needs, is_met in met.items() if is_met})
+    except ConfigError as error:
+        raise ConfigError(f"{spell(('faults',))}: {error}") from error
 
 
 def require_consistent_paft(config: Config, spell: Spell) -> None:

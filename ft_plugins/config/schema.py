@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, PrivateAttr, ValidationError
+from pydantic import Field, PrivateAttr, StringConstraints, ValidationError
 
 from ..errors import ConfigError
 from ..intake import Unfit, require_shallow
@@ -48,12 +48,13 @@ class Config(Block):
         "domains, as far as there are any; unset: the node is a domain of its own",
         json_schema_extra=more(expected=NAME_RULE, needs_system=True),
     )
-    resume: Literal["auto", "memory", "storage", "fresh"] = Field(
+    resume: Annotated[str, StringConstraints(pattern="^(auto|memory|storage|fresh|before:[1-9][0-9]{0,8})$")] = Field(
         "auto",
         description="where to resume from: memory, or storage if memory has nothing or only an older lineage (auto); "
-        "memory alone (an error if it has nothing); storage alone; or neither, which drops what is in memory (fresh); "
-        "a checkpoint that the framework loads itself is used if its iteration is larger",
-        json_schema_extra=more(needs_system=True),
+        "memory alone (an error if it has nothing); storage alone; neither, which drops what is in memory (fresh); or "
+        "the newest version of memory or storage older than that iteration, which makes newer ones void (before:); a "
+        "checkpoint that the framework loads itself is used if its iteration is larger, and allowed by before:",
+        json_schema_extra=more(expected="one of auto, memory, storage, fresh, before:ITERATION", needs_system=True),
     )
     on_difference: Literal["auto", "stop", "warn"] = Field(
         "auto",
@@ -319,6 +320,7 @@ def _build(values: sources.Values, spell: Spelling, whole: bool) -> Config:
     checks.require_no_contradiction(config, by_path)
     if whole:
         _require_effect(config, spell)
+        checks.require_effective_faults(config, by_path)
         checks.require_parity_for_groups(config, by_path)
         checks.require_consistent_paft(config, by_path)
         checks.require_consistent_sync(config, by_path)

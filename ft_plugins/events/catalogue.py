@@ -100,6 +100,14 @@ WORKERS_KILLED = EventType(
     "restart.",
     "Find out why those were lost; the job continues when enough nodes have joined.", lost=_LOST,
 )  # fmt: skip
+FAILURE_RECURRED = EventType(
+    "failure.recurred", ALARM,
+    "The same failure ended the job shortly after each of the last resumes, so the restored state leads to it; the job "
+    "has stopped with a status that is not to be requeued.",
+    "Find the cause in the error, then start with the --ftp-resume that the reason names.",
+    resumed=Field("list", "iterations from which it was resumed"),
+    completed=Field("list", "the last iteration completed after each of them"), reason=_REASON,
+)  # fmt: skip
 ROUND_LOST = EventType(
     "round.lost", WARNING, "The rendezvous lost its store before training processes had started; it is held again.",
     "If it repeats, check the network between the nodes.", reason=_REASON,
@@ -425,6 +433,10 @@ CHECKPOINT_MISSED = EventType(
 CHECKPOINT_IGNORED = EventType(
     "checkpoint.ignored", WARNING, "Folders whose names are not those of checkpoints were passed over.",
     "Remove them.", reason=_REASON,
+)  # fmt: skip
+CHECKPOINT_VOIDED = EventType(
+    "checkpoint.voided", NOTICE, "The job went back to before these checkpoints; they are no longer used.",
+    "Remove them when they are not needed any more.", reason=_REASON,
 )  # fmt: skip
 CHECKPOINT_CORRUPTED = EventType(
     "checkpoint.corrupted", ALARM, "A checkpoint is damaged; an older one is used.",

@@ -39,6 +39,7 @@ from ..events import Events, catalogue
 from . import endpoint, job_secret, standby_pool, worker_failures
 from .agent_channel import AgentChannel
 from .endpoint import Endpoint
+from .recurring import Life, advice, recurring
 from .rendezvous import Rendezvous
 from .restarts import LostPeers, Verdict, WorkerFailure, judge, root_cause
 from .watcher import Job, Watcher
@@ -76,6 +77,7 @@ class ProgressAgent(LocalElasticAgent):
         self._store_of_workers: TCPStore | None = None  # on the node of group rank 0; serves until released
         self._channel: AgentChannel | None = None  # to the other nodes, if the rendezvous is not ours
         self._versions: list[int | None] = []  # the newest restorable iteration at each failure
+        self._lives: list[Life] = []  # how each incarnation under this ft-run ended
         self._before: WorkerFailure | None = None  # the last failure, if it came before any version or iteration
         self._first_token = 0  # the first one under this ft-run
         self._token = 0  # of the running incarnation
@@ -283,6 +285,7 @@ class ProgressAgent(LocalElasticAgent):
             worker_group.spec.max_restarts += 1
             handler = worker_group.spec.rdzv_handler
             reason = handler.waiting_reason if isinstance(handler, Rendezvous) else "nodes wait for the next round"
+            self._lives.append(Life(LostPeers((reason,))))
             self._events.emit(catalogue.ROUND_ENDED, reason=reason)
         super()._restart_workers(worker_group)
 
@@ -359,10 +362,24 @@ class ProgressAgent(LocalElasticAgent):
                     self._before = cause
             remaining = self._remaining_restarts if self._bounded else None
             self.verdict = judge(cause, self._versions, remaining, before if self._before else None)
+            if self._watcher and not self._bounded:
+                self._stop_if_recurring(cause, self._watcher)
         except ProtectionError as error:
             self.verdict = Verdict(False, "failed", f"{cause.line()}; {error}")
         if not self.verdict.restart:
             self._remaining_restarts = 0
+
+    def _stop_if_recurring(self, cause: WorkerFailure | LostPeers, watcher: Watcher) -> None:
+        """End a job that would be restarted only to fail again because of what it restores. Raises ProtectionError."""
+        progress = watcher.progress(self._token)
+        self._lives.append(Life(cause) if progress is None else Life(cause, *progress))
+        found = recurring(self._lives)
+        if found is not None and self.verdict.restart:
+            self.verdict = Verdict(False, "recurring", advice(found, watcher.held()))
+            self._events.emit(
+                catalogue.FAILURE_RECURRED, resumed=list(found.resumed), completed=list(found.completed),
+                reason=self.verdict.reason,
+            )  # fmt: skip
 
     def _context(self) -> PContext:
         if self._pcontext is None:

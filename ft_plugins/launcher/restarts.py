@@ -1,8 +1,8 @@
 """Decide whether a failed job is restarted: bounded by progress, not by a count. Pure.
 
-Invariant: a job that makes progress is always restarted. One that does not is stopped after three restores of the same
-version, or when it fails twice in the same way before its first iteration; the reason names the rank and the error. A
-failure that a restart cannot cure stops it at once.
+Invariant: a job that makes progress is always restarted, unless the same failure follows every resume (`recurring`).
+One that does not is stopped after three restores of the same version, or when it fails twice in the same way before its
+first iteration; the reason names the rank and the error. A failure that a restart cannot cure stops it at once.
 
 In: how workers ended, and the newest restorable version at each failure. Out: a `Verdict`.
 """
@@ -20,7 +20,7 @@ from ..errors import EXIT_REFUSED
 RESTORES_OF_ONE_VERSION = 3
 _SECONDARY = (signal.SIGABRT, signal.SIGTERM)  # from a watchdog that saw a dead peer, from a shutdown
 
-Status = Literal["succeeded", "failed", "stuck", "refused", "signalled"]
+Status = Literal["succeeded", "failed", "stuck", "recurring", "refused", "signalled"]
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,15 @@ class WorkerFailure:
         first = self.message.splitlines()[0] if self.message else ""
         return f"rank {self.rank} {how}" + (f": {first}" if first else "")
 
+    @property
+    def error(self) -> str:
+        """The first line of the error, without numbers: ranks, ports, process ids, iterations."""
+        return re.sub(r"\d+", "#", self.message.partition("\n")[0])
+
     def repeats(self, other: WorkerFailure) -> bool:
-        """Whether this is the same failure as `other`: the same exit status and error, apart from numbers (ranks,
-        ports, process ids). A signal is never the same, because it may come from outside."""
-        own, others = (
-            (failure.exitcode, re.sub(r"\d+", "#", failure.message.partition("\n")[0])) for failure in (self, other)
-        )
-        return self.exitcode > 0 and own == others
+        """Whether this is the same failure as `other`: the same exit status and error. A signal is never the same,
+        because it may come from outside."""
+        return self.exitcode > 0 and (self.exitcode, self.error) == (other.exitcode, other.error)
 
 
 @dataclass(frozen=True)

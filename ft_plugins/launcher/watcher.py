@@ -15,7 +15,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,15 +25,19 @@ from pydantic import TypeAdapter
 from ..config import Config
 from ..errors import BusyError, FencedError, FtError, ProtectionError
 from ..events import Events, catalogue
-from ..intake import Count, Text, read_json
+from ..intake import Count, Text, read_json, within
 from ..smp import client as smp
 from ..smp import liveness
-from ..smp.status import newest_common
+from ..smp.status import common, marks_in, newest_common, progress_of
+from ..snapshot import checkpoint
+from ..snapshot.slots import Mark
+from .recurring import HeldVersion
 
 _CALL_SECONDS = 30.0  # for one request including the connection; a fence may wait for the kernel to end a process
 _CHECKPOINT_CALL_SECONDS = 5.0  # for the reply, after the time for writing is over
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 10.0  # seconds between two starts of an SMP that dies again
 _RETRY_SECONDS = 0.05
+_LOOK_SECONDS = 10.0  # for the names of checkpoints, for a message
 _STAYED_SECONDS = 30.0  # an SMP that lived this long resets the pause
 
 T = TypeVar("T")
@@ -104,6 +108,22 @@ class Watcher:
         """Whether a rank of this node has completed an iteration, or there is a version. Raises ProtectionError."""
         status = self._request("status", lambda client: client.status())
         return not _empty(status) or any(segment["completed"] for segment in status["segments"])
+
+    def progress(self, token: int) -> tuple[int | None, int] | None:
+        """See `smp.status.progress_of`. Raises ProtectionError."""
+        return self._request("status", lambda client: progress_of(client.status(), token))
+
+    def held(self) -> list[HeldVersion]:
+        """The versions that all ranks of this node hold, and complete checkpoints. Raises ProtectionError."""
+        status = self._request("status", lambda client: client.status())
+        marks = marks_in(status)
+        found = [HeldVersion(each.iteration, "memory", marks.get(each) is Mark.CERTIFIED) for each in common(status)]
+        if folder := status["storage"].get("path"):
+            with suppress(OSError, TimeoutError):
+                stored = within(_LOOK_SECONDS, lambda: checkpoint.listing(Path(folder)))
+                kept = [each for each in stored if each.complete and not each.problem]
+                found += [HeldVersion(each.version.iteration, "storage", bool(each.certified)) for each in kept]
+        return found
 
     def empty(self) -> bool:
         """Whether no segment of this node holds a version, and the job is not known to have continued without this

@@ -19,7 +19,7 @@ collectives that reduce gradients or their norm, the update. Evaluation has no s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -137,8 +137,11 @@ class ReplicaOperations(Protocol):
     no_recompute_reason: str  # if it cannot: why, for messages
     clips_together: str  # how gradients of one replica clip those of all, for messages; '' if they do not
 
-    def keep_iterations(self) -> None:
-        """From now on keep what `recompute` needs of each iteration, if possible. Once, before the first iteration."""
+    def keep_iterations(self, discarded: Callable[[], bool] = lambda: False) -> None:
+        """From now on keep what `recompute` needs of each iteration, if possible. Once, before the first iteration.
+
+        `discarded` waits until it is known whether the results of the running iteration will be discarded, because the
+        parameters were wrong: a framework that checks results asks before it ends the job for them."""
         ...
 
     def copies(self) -> Inventory:
@@ -187,6 +190,12 @@ class ReplicaOperations(Protocol):
         """From now on call `call(step, gradients)` with this rank's own gradients right before they are aggregated;
         it may change them in place. Raises UnsupportedError, by name, if the framework has no such point."""
         ...
+
+
+class Injectable(Protocol):
+    """What a host has in addition if it reaches fault points."""
+
+    fault_points: Mapping[str, Collection[str]]  # those of `fault_points.OF_HOSTS`, with the actions it carries out
 
 
 @runtime_checkable

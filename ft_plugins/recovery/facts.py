@@ -27,6 +27,8 @@ class RankFacts:
     from_nothing: bool = False  # the newest lineage began from the beginning, by decision of the user or of all ranks
     damaged: tuple[str, ...] = ()
     lost: bool = False  # the segment replaced one whose header was damaged
+    agreed: int | None = None  # see `Segment`
+    doubted: tuple[int, int] | None = None
 
     def restorable(self) -> dict[Version, int]:
         """The versions that can be restored, and their slots."""
@@ -134,6 +136,13 @@ def completed_by_all(facts: Sequence[RankFacts], nodes: Sequence[NodeFacts]) -> 
     for rank, iteration in ((rank, done) for node in nodes for rank, done in node.completed.items() if done):
         completed[rank] = max(iteration, completed.get(rank, 0))
     return min(completed.values(), default=0)
+
+
+def trust_of(facts: Sequence[RankFacts]) -> tuple[int | None, tuple[int, int] | None]:
+    """`agreed` and `doubted` of the job: a verdict holds for all ranks, so one that reports it suffices."""
+    spans = [rank.doubted for rank in facts if rank.doubted is not None]
+    agreed = max((rank.agreed for rank in facts if rank.agreed is not None), default=None)
+    return agreed, (min(first for first, _ in spans), max(last for _, last in spans)) if spans else None
 
 
 def first_capture_interrupted(facts: Sequence[RankFacts], nodes: Sequence[NodeFacts]) -> bool:

@@ -22,7 +22,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from ..errors import ResumeError
 from ..redundancy.exchange_plan import ExchangePlan
 from ..redundancy.node_kinds import shortened
 from ..snapshot.slots import Mark, Version, recovery_order
@@ -33,6 +32,7 @@ from .facts import (
     first_capture_interrupted,
     in_memory,
     newest_lineage,
+    trust_of,
     usable,
 )
 
@@ -66,7 +66,8 @@ class RecoveryPlan:
     starts from the beginning (`none`), because of `reason`. `completed` is the last iteration that every rank
     completed, `lost` the number of iterations to be computed again. `state_lost`: the job has or had state that cannot
     be restored; `in_memory` says which versions are left. `mark` is that of the restored version, `passed_over` are the
-    iterations of newer versions that are not preferred. `damage`: what failed its digest, by rank.
+    iterations of newer versions that are not preferred. `damage`: what failed its digest, by rank. `agreed`, `doubted`:
+    see `Segment`; `refused`: the iteration of a newer checkpoint of the framework's own that is therefore not used.
     """
 
     version: Version | None
@@ -84,6 +85,9 @@ class RecoveryPlan:
     passed_over: tuple[int, ...] = ()
     in_memory: str = ""
     damage: tuple[str, ...] = ()
+    agreed: int | None = None
+    doubted: tuple[int, int] | None = None
+    refused: int = 0
 
     @property
     def fresh(self) -> bool:
@@ -112,6 +116,10 @@ class RecoveryPlan:
             if self.passed_over:
                 newer = ", ".join(map(str, self.passed_over))
                 lines.append(f"  newer, but not known whether their replicas agree: iterations {newer}")
+            if self.refused:
+                lines.append(
+                    f"  newer, but the framework's own, saved when replicas were not known to agree: {self.refused}"
+                )
         elif self.tier == "storage":
             lines = [f"recovery: iteration {self.loaded} of the framework's own checkpoint ({self.reason}); {rest}"]
         elif self.fresh:
@@ -128,19 +136,23 @@ def plan_recovery(
     exchange: ExchangePlan | None = None,
     plan_digest: int = 0,
     banned: Collection[Version] = (),
+    before: int | None = None,
 ) -> RecoveryPlan:
     """The newest version that all ranks can have, or the newest preferred one if there is any.
 
+    `before`: only versions older than that iteration.
     `facts` are in the order of ranks, `nodes` in the order of their lowest ranks. `corrupt` slots are not used, nor is
     a `banned` version, whose rebuild failed. `exchange` is the plan for the job as it is now, `plan_digest` its digest:
     parity of another plan is of no use.
     """
     lineage = 1 + newest_lineage(facts, nodes)  # above every version anywhere
+    agreed, doubted = trust_of(facts)
     damage = tuple(filter(None, (rank.damage() for rank in facts)))
     facts, nodes, marks = usable(facts, nodes)
     completed = completed_by_all(facts, nodes)
     own = {rank.rank: {v for v in rank.restorable() if (rank.rank, v) not in corrupt} for rank in facts}
     candidates = set().union(*own.values(), *(held for node in nodes for held in node.slots.values())) - set(banned)
+    candidates = {version for version in candidates if before is None or version.iteration < before}
     released = max((node.released for node in nodes), default=0)
     ordered = recovery_order((version for version in candidates if version.lineage >= released), marks)
     for place, version in enumerate(ordered):
@@ -155,7 +167,7 @@ def plan_recovery(
         reason = f"newest {mark.word} that all ranks can have" if newer else "newest that all ranks can have"
         return RecoveryPlan(
             version, tier, lineage, completed, lost, reason, sources=sources, holders=holders, gone=gone, mark=mark,
-            passed_over=newer, damage=damage,
+            passed_over=newer, damage=damage, agreed=agreed, doubted=doubted,
         )  # fmt: skip
     reason = _why_none(facts, marks, bool(damage))
     gone = ()
@@ -175,7 +187,7 @@ def plan_recovery(
         reason, state_lost = f"{reason}; {elsewhere}", True
     return RecoveryPlan(
         None, "none", lineage, completed, completed, reason, state_lost=state_lost, gone=gone, in_memory=sealed,
-        damage=damage,
+        damage=damage, agreed=agreed, doubted=doubted,
     )  # fmt: skip
 
 
@@ -287,37 +299,3 @@ def _holders(
         if all(version in node.slots.get(rank, ()) and (rank, version) not in corrupt for rank in ranks):
             holders[position] = index
     return holders
-
-
-def choose_source(plan: RecoveryPlan, mode: str, loaded: int) -> RecoveryPlan:
-    """Adjust `plan` to `--ftp-resume` (`mode`) and the framework's own checkpoint of iteration `loaded` (0: none).
-
-    If both could be used, the larger iteration wins. Raises ResumeError if what was asked for is missing, and instead
-    of a silent start from the beginning if there was state: no version becomes void before the user has said so.
-    """
-    if mode == "storage" and not loaded:
-        raise ResumeError(
-            "--ftp-resume storage was asked for, but found no checkpoint in --reft-checkpoint-dir, and the framework "
-            "has loaded none; name one by its own flags (Megatron-LM: --load), or restore from memory with "
-            "--ftp-resume auto"
-        )
-    if mode == "memory" and plan.version is None:
-        raise ResumeError(f"--ftp-resume memory was asked for, but {plan.reason}; --ftp-resume auto starts without")
-    if mode in ("auto", "memory"):
-        if plan.version is not None and plan.version.iteration >= loaded:
-            return plan
-        if plan.state_lost and not loaded:
-            moved = "" if plan.gone or plan.damage else "; were ranks moved between nodes?"
-            sealed = f"; in memory: {plan.in_memory}" if plan.in_memory else ""
-            damage = "".join(f"; {entry}" for entry in shortened(plan.damage))
-            raise ResumeError(
-                f"the state in memory cannot be restored ({plan.reason}{moved}){sealed}{damage}; "
-                "start again as before to try once more, or start from the beginning with --ftp-resume fresh"
-            )
-        reason = plan.reason if plan.version is None else f"newer than version {plan.version.iteration} in memory"
-    else:
-        reason = f"--ftp-resume {mode}"
-    lost = max(0, plan.completed - loaded)
-    return RecoveryPlan(
-        None, "storage" if loaded else "none", plan.lineage, plan.completed, lost, reason, loaded, damage=plan.damage
-    )

@@ -48,12 +48,17 @@ class Nodes(Protocol):
 
 
 def agree_on_version(
-    segment: Segment, collective: Collective, report: Callable[[FtError], None], nodes: Nodes | None = None
+    segment: Segment,
+    collective: Collective,
+    report: Callable[[FtError], None],
+    nodes: Nodes | None = None,
+    before: int | None = None,
 ) -> RecoveryPlan:
     """Choose the newest version that all ranks can have, and have it verified in every rank's own segment.
 
     A corrupt slot is reported, then rebuilt from other nodes or its version skipped. A version that cannot be rebuilt
-    is skipped. `nodes`: None for this rank's own node alone. Every rank of the job calls.
+    is skipped. `nodes`: None for this rank's own node alone; `before`: only versions older than that iteration. Every
+    rank of the job calls.
     """
     corrupt: set[tuple[int, Version]] = set()
     banned: set[Version] = set()
@@ -64,9 +69,9 @@ def agree_on_version(
     while True:
         facts = [_read_facts(rank, payload) for rank, payload in enumerate(collective.gather(_facts(segment)))]
         if nodes is None:
-            plan = plan_recovery(facts, corrupt, banned=banned)
+            plan = plan_recovery(facts, corrupt, banned=banned, before=before)
         else:
-            plan = plan_recovery(facts, corrupt, nodes.facts(), nodes.exchange, nodes.digest, banned)
+            plan = plan_recovery(facts, corrupt, nodes.facts(), nodes.exchange, nodes.digest, banned, before)
         if plan.version is None:
             return plan
         version = plan.version
@@ -174,6 +179,7 @@ def _facts(segment: Segment) -> bytes:
     ]
     completed = None if COMPLETED in segment.damaged else segment.completed
     facts = [segment.rank, slots, segment.lineage, completed, segment.from_nothing, segment.damaged, segment.lost]
+    facts += [segment.agreed, segment.doubted]
     return bytes(msgpack.packb(facts))
 
 
@@ -182,10 +188,12 @@ def _read_facts(rank: int, payload: bytes) -> RankFacts:
     try:
         if len(payload) > _FACTS_BYTES:
             raise ValueError(f"{len(payload)} bytes; expected at most {_FACTS_BYTES}")
-        owner, slots, lineage, completed, from_nothing, damaged, lost = msgpack.unpackb(payload)
+        owner, slots, lineage, completed, from_nothing, damaged, lost, agreed, doubted = msgpack.unpackb(payload)
+        first, last = (None, None) if doubted is None else map(_number, doubted)
         facts = RankFacts(
             _number(owner), tuple(_read_slot(*slot) for slot in slots), _number(lineage),
             None if completed is None else _number(completed), bool(from_nothing), tuple(map(str, damaged)), bool(lost),
+            None if agreed is None else _number(agreed), None if first is None or last is None else (first, last),
         )  # fmt: skip
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise ProtocolError(f"rank {rank}: its report on its segment cannot be read ({error})") from error

@@ -30,7 +30,8 @@ from ..snapshot import checkpoint, persist, retention
 from ..snapshot.checkpoint import Origin
 from ..snapshot.segment import Segment
 from ..snapshot.slots import Mark, Version
-from .recovery_plan import RecoveryPlan, choose_source
+from .recovery_plan import RecoveryPlan
+from .source_choice import choose_source, is_doubted, iteration_bound, nothing_older, require_older
 
 LOOK_SECONDS = 60.0  # timeout of listing the folder; slower storage is unreachable
 _OFFERED = 16  # checkpoints tried, in the order of `retention.candidates`
@@ -67,7 +68,11 @@ def with_storage(
     data-parallel size, is newer and the user did not ask for the older one.
     """
     memory = mode == "auto" and plan.version is not None and not later
-    if stored is None or memory or mode not in ("auto", "storage") or stored.iteration < loaded:
+    if iteration_bound(mode) is not None:  # the newest of both
+        memory = plan.version is not None and (stored is None or plan.version >= stored)
+    doubted = mode == "auto" and is_doubted(replace(plan, mark=mark), loaded)
+    older = stored is not None and stored.iteration < loaded and not doubted
+    if stored is None or memory or mode in ("memory", "fresh") or older:
         return choose_source(plan, mode, loaded)
     if mode == "auto" and resized is not None and resized > stored:
         raise ResumeError(
@@ -75,15 +80,15 @@ def with_storage(
             "loaded at this one; start with the size at which it was written, or restore iteration "
             f"{stored.iteration} with --ftp-resume storage"
         )
-    if mode == "storage":
-        reason = "--ftp-resume storage"
+    if mode != "auto":
+        reason = f"--ftp-resume {mode}"
     else:
         reason = "a later lineage than in memory" if plan.version is not None else plan.reason
     completed = max(plan.completed, stored.iteration)
     lost = completed - stored.iteration
     return replace(
         plan, version=stored, tier="storage", completed=completed, lost=lost, reason=reason, loaded=0, state_lost=False,
-        mark=mark, passed_over=(),
+        mark=mark, passed_over=(), refused=loaded if loaded > stored.iteration else 0,
     )  # fmt: skip
 
 
@@ -106,7 +111,7 @@ class StorageTier:
         """
         if mode == "memory":
             return choose_source(in_memory, mode, loaded)
-        listing = self._list(segment.fingerprint)
+        listing = self._list(segment.fingerprint, iteration_bound(mode))
         if listing.passed_over:
             names = ", ".join(map(shown, listing.passed_over))
             reason = f"{self._base}: {names}: not a checkpoint name"
@@ -121,10 +126,13 @@ class StorageTier:
             self._report_once(catalogue.STORAGE_FAILED, listing.unreachable)
         memory_lineage = in_memory.lineage - 1
         base = replace(in_memory, lineage=max(in_memory.lineage, listing.lineage + 1))
-        damaged = ""
-        for number, (version, name, problem, mark) in enumerate(listing.candidates):
+        damaged, before = "", iteration_bound(mode)
+        if before is not None:
+            require_older(loaded, before)
+        candidates = [each for each in listing.candidates if before is None or each[0].iteration < before]
+        for number, (version, name, problem, mark) in enumerate(candidates):
             # a certified one may come before one of a later lineage, which still shows that memory is outdated
-            left = [version] if base.mark.preferred else [other[0] for other in listing.candidates[number:]]
+            left = [version] if base.mark.preferred else [other[0] for other in candidates[number:]]
             later = max(other.lineage for other in left) > memory_lineage
             plan = with_storage(base, mode, loaded, version, later, listing.resized, mark)
             if (plan.tier, plan.version) != ("storage", version):
@@ -134,7 +142,10 @@ class StorageTier:
             elif self._fetch(name, version, segment, token):
                 return plan
             damaged = damaged or name
-        if needed and mode != "fresh" and not loaded:
+        if before is not None:
+            if base.version is None and not loaded:
+                raise ResumeError(nothing_older(base, mode, [each[1] for each in listing.candidates]))
+        elif needed and mode != "fresh" and not loaded:
             self._refuse_fresh_start(listing, damaged)
         return choose_source(base, mode, loaded)
 
@@ -152,11 +163,11 @@ class StorageTier:
                 "this one another name with --ftp-job, or start from the beginning with --ftp-resume fresh"
             )
 
-    def _list(self, fingerprint: Mapping[str, Any]) -> StorageListing:
+    def _list(self, fingerprint: Mapping[str, Any], before: int | None) -> StorageListing:
         """Rank 0 lists the folder and sends the result to all ranks."""
         packed = b""
         if self._collective.rank == 0:
-            packed = bytes(msgpack.packb(_listing(self._base, fingerprint, self._collective.world_size)))
+            packed = bytes(msgpack.packb(_listing(self._base, fingerprint, self._collective.world_size, before)))
         candidates, lineage, other, unreachable, resized, passed_over = msgpack.unpackb(
             self._collective.gather(packed)[0]
         )
@@ -182,8 +193,9 @@ class StorageTier:
             self._report(kind, reason)
 
 
-def _listing(base: Path, fingerprint: Mapping[str, Any], world_size: int) -> list[Any]:
-    """The fields of a `StorageListing` as plain values, for the other ranks. Creates the folder if it is missing."""
+def _listing(base: Path, fingerprint: Mapping[str, Any], world_size: int, before: int | None) -> list[Any]:
+    """The fields of a `StorageListing` as plain values, for the other ranks; candidates older than iteration `before`
+    come first. Creates the folder if it is missing."""
     origin = Origin("", world_size, fingerprint)
     other_fingerprint: Mapping[str, Any] = {}
     ignored: list[str] = []
@@ -195,7 +207,10 @@ def _listing(base: Path, fingerprint: Mapping[str, Any], world_size: int) -> lis
             other_fingerprint = within(LOOK_SECONDS, lambda: checkpoint.read_manifest(base / newest.name)).fingerprint
     except (OSError, TimeoutError, StorageError) as error:
         return [[], 0, "", getattr(error, "strerror", None) or str(error), None, []]
-    own = retention.candidates(stored, origin.digest)[:_OFFERED]
+    own = sorted(
+        retention.candidates(stored, origin.digest),
+        key=lambda each: before is not None and each.version.iteration >= before,
+    )[:_OFFERED]
     other, resized = "", None
     if newest is not None:
         other = f"{newest.name}: {changes(other_fingerprint, fingerprint)}"

@@ -63,9 +63,9 @@ class Client(LocalConnection):
         )  # fmt: skip
         return Path(reply["path"])
 
-    def open_lineage(self, rank: int, token: int, lineage: int, base: Version | None) -> None:
-        """Open `lineage`, growing from `base`, for this rank."""
-        self._ask("restore", rank=rank, token=token, lineage=lineage, base=protocol.packed(base))
+    def open_lineage(self, rank: int, token: int, lineage: int, base: Version | None, loaded: int = 0) -> None:
+        """Open `lineage`, growing from `base`, for this rank; `loaded`: see `requests.Restore`."""
+        self._ask("restore", rank=rank, token=token, lineage=lineage, base=protocol.packed(base), loaded=loaded)
 
     def shutdown(self, rank: int, token: int) -> None:
         """This rank has ended in order."""

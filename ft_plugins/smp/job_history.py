@@ -105,7 +105,7 @@ class History:
             tiers[tier] = {"lineage": lineage, "iteration": iteration, "age_seconds": round(max(0.0, now - at), 1)}
         age = round(max(0.0, now - self.iteration_time), 1) if self.iteration_time else None
         return {
-            "restarts": self.restarts, "downtime_seconds": round(self.down_seconds + current, 1),
+            "restarts": self.restarts, "base": self.base, "downtime_seconds": round(self.down_seconds + current, 1),
             "down_for_seconds": None if self.down_since is None else round(current, 1),
             "iteration": self.iteration or None, "iteration_age_seconds": age, "tiers": tiers,
         }  # fmt: skip

@@ -224,7 +224,7 @@ class SnapshotProcess:
         segment = self._segments.get(request.rank)
         if segment is None:
             raise ProtocolError(f"rank {request.rank}: restore before attach")
-        self._history.opened(request.base.iteration if request.base is not None else 0)
+        self._history.opened(request.loaded if request.base is None else request.base.iteration)
         segment.open_lineage(request.lineage, request.base, voided_slots(segment.slots(), request.base))
         return {}
 

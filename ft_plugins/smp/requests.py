@@ -97,10 +97,12 @@ class Attach(OfRank):
 
 @dataclass(frozen=True)
 class Restore(OfRank):
-    """Open a lineage, growing from `base`, for this rank's segment."""
+    """Open a lineage, growing from `base`, for this rank's segment; without a base, from the framework's own checkpoint
+    of iteration `loaded` (0: from the beginning)."""
 
     lineage: Count
     base: MaybeVersion = None
+    loaded: Count = 0
 
 
 @dataclass(frozen=True)

@@ -101,6 +101,16 @@ def any_failed(segments: Iterable[Segment]) -> bool:
     return any(liveness.started(pid) != began for pid, began in owners)
 
 
+def progress_of(status: Mapping[str, Any], token: int) -> tuple[int | None, int] | None:
+    """From which iteration the incarnation `token` was resumed (None: from the beginning), and the last one that all of
+    its ranks here have completed. None before all of them have opened its lineage. By an SMP's `status`."""
+    attached = [segment for segment in status["segments"] if segment["attached"]]
+    base = status["history"]["base"]
+    if not attached or base is None or any(segment["lineage_token"] != token for segment in attached):
+        return None
+    return base or None, max(base, min(segment["completed"] for segment in attached))
+
+
 def newest_common(status: Mapping[str, Any]) -> Version | None:
     """The newest version that every rank of this node holds complete, by an SMP's `status`; None if there is none.
     Preferred versions come first, as in a recovery.
@@ -108,13 +118,18 @@ def newest_common(status: Mapping[str, Any]) -> Version | None:
     The ranks are those of the incarnation that runs or ran last: an earlier, larger one may have left segments that no
     longer change. Before any rank has attached, all ranks are included. Versions of two lineages are never mixed.
     """
+    return next(iter(common(status)), None)
+
+
+def common(status: Mapping[str, Any]) -> list[Version]:
+    """The versions that every rank of this node holds complete, in the order in which a recovery tries them."""
     attached = [segment for segment in status["segments"] if segment["attached"]] or status["segments"]
     complete = [
         {Version(slot["lineage"], slot["iteration"]) for slot in segment["slots"] if slot["state"] == "CLEAN"}
         for segment in attached
     ]
-    common = set.intersection(*complete) if complete else set()
-    return next(iter(recovery_order(common, marks_in(status))), None)
+    held = set.intersection(*complete) if complete else set()
+    return recovery_order(held, marks_in(status))
 
 
 def marks_in(status: Mapping[str, Any]) -> dict[Version, Mark]:

@@ -40,6 +40,7 @@ from .slots import Mark, Version
 
 FORMAT = "ft_plugins checkpoint 1"
 _PARTIAL = ".partial"
+_VOID = ".void"
 _KEEP = "keep"
 # Names as `folder_of` writes them. Numbers are below 10**15: iterations of a millisecond reach it in 30,000 years.
 _FOLDER = re.compile(
@@ -213,6 +214,25 @@ def remove(folder: Path) -> None:
         return
     (folder / "manifest.json").unlink(missing_ok=True)
     shutil.rmtree(folder)
+
+
+def void(base: Path, after: int, lineage: int) -> list[str]:
+    """Rename the checkpoints in a job's folder that are newer than iteration `after` and of an older lineage than
+    `lineage`, so that no recovery finds them: v1-200 becomes v1-200.void. Returns the new names. Raises StorageError.
+
+    They are neither read nor removed by this package again.
+    """
+    voided = []
+    try:
+        for each in listing(base):
+            if each.version.iteration > after and each.version.lineage < lineage:
+                os.rename(base / each.name, base / f"{each.name}{_VOID}")
+                voided.append(f"{each.name}{_VOID}")
+        if voided:
+            files.sync_folder(base)
+    except OSError as error:
+        raise StorageError(f"{base}: newer checkpoints cannot be renamed ({error}); rename them yourself") from error
+    return voided
 
 
 # ---- reading ----

@@ -41,6 +41,7 @@ _CONSTANTS = (  # the words after the magic
 _SEAL = 1 + len(_CONSTANTS)
 _COMPLETED, _RANGES, _AWAITED, _SHORT = _SEAL + 1, _SEAL + 2, _SEAL + 3, _SEAL + 4
 _RECORDS = _SEAL + 5
+_AGREED, _DOUBTED_FIRST, _DOUBTED_LAST = (GATE // 8 - place for place in (3, 2, 1))  # zeros, as at creation: none
 _LIMIT = 1 << 32  # values that share a word with their digest are smaller
 _READS = 8  # attempts: a reader may catch the writer first in one copy, then in the other
 
@@ -218,6 +219,26 @@ class Header:
     @completed.setter
     def completed(self, value: int) -> None:
         self._page[_COMPLETED] = guarded_word(value, _COMPLETED)
+
+    @property
+    def agreed(self) -> int | None:
+        """See `Segment.agreed`."""
+        return checked_value(int(self._page[_AGREED]), _AGREED)
+
+    @agreed.setter
+    def agreed(self, value: int) -> None:
+        self._page[_AGREED] = guarded_word(value, _AGREED)
+
+    @property
+    def doubted(self) -> tuple[int, int] | None:
+        """See `Segment.doubted`."""
+        first, last = (checked_value(int(self._page[at]), at) for at in (_DOUBTED_FIRST, _DOUBTED_LAST))
+        return None if first is None or last is None else (first, last)
+
+    @doubted.setter
+    def doubted(self, value: tuple[int, int]) -> None:
+        for at, iteration in zip((_DOUBTED_FIRST, _DOUBTED_LAST), value, strict=True):
+            self._page[at] = guarded_word(iteration, at)
 
     def await_version(self, lineage: int, iteration: int) -> None:
         """Record, in one store, which version is exchanged next. The lineage is part of the digest."""

@@ -150,6 +150,26 @@ class Segment(SegmentFile):
         self._header.completed = value
 
     @property
+    def agreed(self) -> int | None:
+        """The last iteration after which the replicas of the job were found to agree; None if that is not known, or
+        replicas are not compared."""
+        return self._header.agreed
+
+    @agreed.setter
+    def agreed(self, value: int) -> None:
+        self._header.agreed = value
+
+    @property
+    def doubted(self) -> tuple[int, int] | None:
+        """The first and the last of the iterations after which replicas may have differed; None if there are none."""
+        return self._header.doubted
+
+    def doubt(self, first: int, last: int) -> None:
+        """Add the iterations `first` to `last` to those, and what lies between."""
+        known = self._header.doubted or (first, last)
+        self._header.doubted = min(first, known[0]), max(last, known[1])
+
+    @property
     def owner(self) -> tuple[int, int]:
         """(pid, start time in clock ticks) of the trainer that attached last; (0, 0) for none."""
         incarnation = self._header.incarnation or Incarnation()

@@ -47,6 +47,10 @@ class Verdicts:
         """Start comparing the replicas as they are after the update of `iteration`."""
         self.under_way = self._background.start(lambda: self._auditing.compare(iteration))
 
+    def differ(self) -> bool:
+        """Wait for the audit in flight, if any, and leave it in flight. Returns whether replicas differ."""
+        return self.under_way is not None and not self.under_way.wait().agreed
+
     def await_(self) -> AuditOutcome:
         """The fence: wait for the audit in flight and report it. Changes no tensor."""
         assert self.under_way is not None

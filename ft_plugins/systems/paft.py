@@ -106,7 +106,7 @@ class Paft:
 
     def connect(self, collective: Collective) -> None:
         """Create process groups and claim memory. Every rank of the job calls, after all of them were constructed."""
-        self._operations.keep_iterations()
+        self._operations.keep_iterations(lambda: self._verdicts is not None and self._verdicts.differ())
         own = msgpack.packb([list(members) for members in self._buckets.by_set])
         named = {tuple(members) for part in collective.gather(own) for members in msgpack.unpackb(part)}
         groups = {members: dist.new_group(list(members)) for members in sorted(named)}

@@ -45,6 +45,7 @@ from .reft_plan import CapturePlan
 from .reft_recovery import ExchangeRole, ReftRecovery
 from .reft_reports import ReftReports
 
+UNJUDGED = (1 << 32) - 1  # `agreed` of a job that lost protection: what its framework saves then is all there is
 DEGRADED = "degraded"  # announced by a rank that can no longer capture
 _ASK_SECONDS = 1.0  # timeout of a request to the SMP by a rank that has lost protection
 
@@ -65,6 +66,7 @@ class Reft:
             raise ConfigError("REFT is not on")
         self._host, self._collective = host, collective
         self._interval = config.capture.interval
+        self._audits = config.paft is not None and config.paft.mode == "audit"
         self._run_dir, self._token = run_dir, token
         self.nodes = ReftNodes(host, config, collective, names, run_dir, token, events)
         layout = self.nodes.with_parity(plan_layout(host.inventory(), names.nodes, config.capture.bucket_mib << 20))
@@ -145,7 +147,10 @@ class Reft:
         self.exchange = self._recovery.protect(recovered, first=not self._lineage)
         faults.reach("restore.end")
         self._lineage, self._base = plan.lineage, plan.version
-        self._ledger.open(segment.ledger, None if plan.version is None else plan.version.iteration)
+        again = plan.version is not None and not mode.startswith("before")  # else the user wants another course
+        self._ledger.open(segment.ledger, plan.version.iteration if again and plan.version else None)
+        if self._audits:
+            segment.agreed = plan.loaded if plan.version is None else plan.version.iteration
         self._capture = Capture(
             segment, self.plan.layout, self._host.tensors, self._token, self._sealed,
             self._reports.print_alarms, self._reports.left_out, self._check_room, self._slot_claimed,
@@ -222,6 +227,8 @@ class Reft:
 
         The restored version keeps its mark: its replicas are identical because they were restored from the same parts.
         """
+        if self._audits and mark is Mark.CERTIFIED:
+            self._mapped().agreed = step
         if self._base is None or step > self._base.iteration:
             self._mapped().mark(Version(self._lineage, step), mark)
 
@@ -232,6 +239,8 @@ class Reft:
         certified ones are preferred.
         """
         segment = self._mapped()
+        if self._audits:  # what the framework has saved since is not used either
+            segment.doubt(since + 1, max(segment.completed, since + 1))
         discarded, tainted = list[int](), list[int]()
         for slot, version in captured_after(segment.slots(), self._lineage, since):
             if slot.pins:
@@ -250,6 +259,8 @@ class Reft:
         finally:
             self._end_capture()
             self._ledger.close()
+            if self._segment is not None and self._audits and not in_order:
+                self._segment.agreed = UNJUDGED
             if self._segment is not None and in_order:
                 self._segment.close()
                 self._segment = None

@@ -27,6 +27,7 @@ from ..recovery.resize import sizes
 from ..recovery.resize.previous_job import PreviousJob
 from ..recovery.resize.previous_size import ResizePlan
 from ..recovery.resize.refill import TakingOver, refill
+from ..recovery.source_choice import iteration_bound
 from ..redundancy import neighbour
 from ..redundancy.exchange_plan import NAMES, positions, why_unprotected
 from ..redundancy.grouping import redundancy_groups, shared_domains
@@ -218,6 +219,13 @@ class ReftNodes:
         self.lineage = max(node.lineage for node in seen.facts())
         if not resized or mode == "storage":
             return
+        if iteration_bound(mode) is not None:
+            error = ResumeError(
+                f"--ftp-resume {mode} cannot be combined with another data-parallel size; start with the previous "
+                "number of nodes"
+            )
+            error.echo = rank != 0
+            raise error
         nodes = seen if mode == "fresh" else self._reachable(seen, shape, layout)
         previous = PreviousJob(self._collective, nodes, token, self._run_dir, report)
         if mode == "fresh":

@@ -20,11 +20,12 @@ from ..errors import ResumeError
 from ..events import say
 from ..model.host import Host
 from ..recovery.nodes import JobNodes, SeenNodes
-from ..recovery.recovery_plan import RecoveryPlan, choose_source
+from ..recovery.recovery_plan import RecoveryPlan
 from ..recovery.restore import agree_on_version, load_tensors
+from ..recovery.source_choice import choose_source, iteration_bound
 from ..redundancy.neighbour import CopyAndParityPlan, CopyPlan, NeighbourPlan
 from ..smp.client import Client
-from ..snapshot import codec, manifest
+from ..snapshot import checkpoint, codec, manifest
 from ..snapshot.segment import Segment
 from .reft_nodes import ReftNodes
 from .reft_plan import CapturePlan
@@ -85,13 +86,17 @@ class ReftRecovery:
         verified = time.perf_counter()
         small = self._load(segment, plan)
         seconds = time.perf_counter() - verified
+        self._void_checkpoints(plan, mode)
+        if plan.refused:  # also at later restarts, at which the framework loads it again
+            segment.doubt(plan.agreed or 0, max(plan.completed, plan.refused))
         self._open_lineage(plan)
         return Recovered(plan, small, nodes, verified - started, seconds)
 
     def _agree_on_plan(self, segment: Segment, nodes: SeenNodes, mode: str, loaded: int) -> RecoveryPlan:
         """The plan, with its version verified in a slot of every rank; one from storage was written there first. Raises
         ResumeError."""
-        plan = agree_on_version(segment, self._collective, self._reports.damage, nodes)
+        before = iteration_bound(mode)
+        plan = agree_on_version(segment, self._collective, self._reports.damage, nodes, before)
         plan = replace(plan, lineage=max(plan.lineage, self._nodes.lineage + 1))
         storage, job = self._capture_plan.storage, self._run_dir.parent.name
         try:
@@ -119,10 +124,22 @@ class ReftRecovery:
             segment.mark(plan.version, plan.mark)
         return small
 
+    def _void_checkpoints(self, plan: RecoveryPlan, mode: str) -> None:
+        """With --ftp-resume before:N, take newer checkpoints of the job out of every later recovery. Raises
+        ResumeError, on all ranks."""
+        storage = self._capture_plan.storage
+        if iteration_bound(mode) is None or storage is None:
+            return
+        restored = plan.loaded if plan.version is None else plan.version.iteration
+        with self._collective.agreement():
+            if self._host.rank == 0:
+                base = Path(storage.folder) / self._run_dir.parent.name
+                self._reports.checkpoints_voided(base, checkpoint.void(base, restored, plan.lineage))
+
     def _open_lineage(self, plan: RecoveryPlan) -> None:
         self._collective.barrier()  # every rank has restored: from now on a version may become void
         with Client(self._run_dir) as client:
-            client.open_lineage(self._host.rank, self._token, plan.lineage, plan.version)
+            client.open_lineage(self._host.rank, self._token, plan.lineage, plan.version, plan.loaded)
         faults.reach("restore.opened")
         self._collective.barrier()  # every SMP has opened the lineage before any rank captures into it
 

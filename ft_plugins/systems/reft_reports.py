@@ -97,6 +97,12 @@ class ReftReports:
             reason = f"snapshots of iterations {sorted(tainted)} hold a wrong replica, but are being sent or written"
             self._events.emit(catalogue.VERSION_TAINTED, iterations=sorted(tainted), reason=reason)
 
+    def checkpoints_voided(self, base: Path, names: Sequence[str]) -> None:
+        """Report checkpoints that were renamed because the user went back to before them."""
+        if names:
+            reason = f"{base}: newer than what --ftp-resume went back to, and now called {', '.join(names)}"
+            self._events.emit(catalogue.CHECKPOINT_VOIDED, reason=reason)
+
     def sealed(self, commit: Commit) -> None:
         """Report a sealed capture. Called on the capture thread."""
         self.report_waits()

@@ -74,6 +74,7 @@ def main(argv: list[str]) -> None:
         get_state=lambda: dict(counters),
         set_state=lambda state: counters.update(state),
     )
+    host.fault_points = {"iteration.forward": (), "update.begin": ()}  # that the loop below reaches
     protection = session.attach(host)
     done = protection.resume()
     write(

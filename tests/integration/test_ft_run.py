@@ -44,6 +44,7 @@ dist.init_process_group("gloo")
 context = launch_context()
 weight = torch.zeros(8)
 host = PlainHost({{"weight": weight}}, rank=context.rank, world_size=context.world_size, replicated=True)
+host.fault_points = {{"iteration.forward": ()}}
 session = ft_plugins.attach(host)
 done = session.resume()
 for k in range(done + 1, {ITERATIONS} + 1):

@@ -228,3 +228,65 @@ def test_an_exported_checkpoint_is_the_one_that_megatron_saves_and_goes_on_alike
 def saved_by_megatron(place: Path, iteration: int) -> Mapping[str, Any]:
     """A `torch_dist` checkpoint: every global tensor, the objects, what is common to all ranks."""
     return read(place / f"iter_{iteration:07d}").state
+
+
+# ---- a NaN in one replica, which Megatron's check of results sees before the optimizer does ----
+
+FOUR_REPLICAS = ("--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1")
+WRONG = 4  # the iteration whose update leaves a NaN in a weight of rank 2
+NAN = f"update.parameters@iteration={WRONG},rank=2,restart=0:nan~3"
+
+
+def saved_state(saved: Path) -> Mapping[str, Any]:
+    return read(saved / f"iter_{ITERATIONS:07d}").state
+
+
+@pytest.fixture(scope="module")
+def replicated(checkout: Path, corpus: Path) -> list[object]:
+    return [checkout / "pretrain_gpt.py", *JOB, *FOUR_REPLICAS, "--save-interval", "100", "--data-path", corpus]
+
+
+@pytest.fixture(scope="module")
+def clean(replicated: list[object], tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
+    saved = tmp_path_factory.mktemp("unfailed")
+    run = ft_run(replicated, saved, "--save", saved, job="checks-unfailed", ranks=4)
+    assert run.status == 0, run.output[-4000:]
+    return saved_state(saved)
+
+
+def audited(replicated: list[object], saved: Path, interval: int) -> MegatronLmRun:
+    run = ft_run(
+        *(replicated, saved, "--save", saved, "--load", saved, "--reft", "--ftp-orphan-seconds", 30, "--paft"),
+        *("--paft-mode", "audit", "--paft-audit-interval", interval, "--ftp-faults", NAN),
+        job=f"checks-{interval}", ranks=4,
+    )  # fmt: skip
+    assert run.status == 0, run.output[-4000:]
+    [injected] = run.events("fault.injected")
+    assert "exp_avg" not in injected.fields["item"], "a weight, so that the loss becomes NaN"
+    return run
+
+
+@pytest.mark.all_configurations
+@pytest.mark.timeout(1800)
+def test_the_replica_is_repaired_before_megatrons_check_has_it_saved_and_the_job_ended(
+    replicated: list[object], clean: Mapping[str, Any], tmp_path: Path
+) -> None:
+    run = audited(replicated, tmp_path, 1)
+    [failed] = run.events("audit.failed")
+    assert (failed.fields["ranks"], failed.fields["iteration"]) == ([2], WRONG)
+    assert run.events("worker.failed") == [] and not (tmp_path / f"iter_{WRONG:07d}").exists()
+    assert differences(clean, saved_state(tmp_path)) == []
+
+
+@pytest.mark.all_configurations
+@pytest.mark.timeout(1800)
+def test_a_checkpoint_that_megatron_saved_of_the_wrong_replica_is_not_preferred_to_the_certified_version(
+    replicated: list[object], clean: Mapping[str, Any], tmp_path: Path
+) -> None:
+    """No audit of iteration 4 is due: Megatron's check saves that iteration and ends the job."""
+    run = audited(replicated, tmp_path, 3)
+    assert run.events("worker.failed") and (tmp_path / f"iter_{WRONG:07d}").exists()
+    restored = run.events("state.restored")
+    assert {event.fields["iteration"] for event in restored} == {3}, restored
+    assert f"the framework's own, saved when replicas were not known to agree: {WRONG}" in run.output
+    assert differences(clean, saved_state(tmp_path)) == []

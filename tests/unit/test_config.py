@@ -35,7 +35,7 @@ blocks = st.fixed_dictionaries(
     optional={
         "job": names,
         "node_name": names,
-        "resume": st.sampled_from(["auto", "memory", "storage", "fresh"]),
+        "resume": st.sampled_from(["auto", "memory", "storage", "fresh", "before:40"]),
         "require_protection": st.booleans(),
         "orphan_seconds": st.floats(0, 1e9),
         "max_unprotected_steps": st.integers(1, 10**9),
@@ -225,7 +225,7 @@ def test_what_a_key_of_storage_expects_is_named(words: list[str], expected: str)
         ),
         ({"failure_domain": "rack"}, "ft_plugins.failure_domain: has no effect while no system that protects state"),
         ({"reft": 3}, "ft_plugins.reft: expected an object, true or false, found 3"),
-        ({"reft": {}, "resume": "disk"}, "ft_plugins.resume: expected one of auto, memory, storage, fresh, found"),
+        ({"reft": {}, "resume": "disk"}, "ft_plugins.resume: expected one of auto, memory, storage, fresh, bef"),
         ({"reft": {}, "orphan_seconds": 1e999}, "ft_plugins.orphan_seconds: expected a number >= 0, found inf"),
         ({"resume": "memory"}, "ft_plugins.resume: has no effect while no system that protects state is on; add --ref"),
         ({"paft": True, "resume": "memory"}, "ft_plugins.resume: has no effect while no system that protects state is"),

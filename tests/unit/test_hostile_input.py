@@ -22,7 +22,7 @@ from ft_plugins.launcher.endpoint import Endpoint
 from ft_plugins.testing.hostile import altered, damaged, nested
 
 BLOCK = {
-    "job": "j", "resume": "auto", "detect_seconds": 5, "faults": "a@b=1,c%2=0:hold",
+    "job": "j", "resume": "auto", "detect_seconds": 5, "faults": "update.begin@hit=1,iteration%2=0:stop",
     "reft": {"interval": 2, "redundancy": "raim5", "exchange_mbps": 1.5, "checkpoint_dir": "/x", "checkpoint_keep": 3},
     "paft": {"mode": "sync", "h": 3, "audit_interval": 2, "average_optimizer_state": True},
 }  # fmt: skip

@@ -202,6 +202,8 @@ def test_an_interval_captures_every_so_many_iterations_and_counts_what_is_lost(
         ("fresh", 0, 0, False),
         ("fresh", 3, 3, False),
         ("storage", 3, 3, False),
+        ("before:6", 0, 5, True),
+        ("before:6", 4, 5, True),
     ],
 )
 def test_what_is_resumed_from(
@@ -213,6 +215,32 @@ def test_what_is_resumed_from(
     assert found["error"] is None and found["resumed"] == resumed
     assert found["restored_w"] == ({5.0} if restored else {0.0})
     assert found["restored_iteration"] == (5 if restored else 0)
+
+
+def test_a_job_that_goes_back_to_before_an_iteration_has_lost_what_is_newer(
+    live: Callable[..., dict[str, Any]],
+) -> None:
+    live(7)  # three slots: versions 5, 6, 7
+    found = live(0, resume="before:7")
+    assert (found["error"], found["resumed"], found["restored_w"]) == (None, 6, {6.0})
+    found = live(0)
+    assert (found["error"], found["resumed"]) == (None, 6), "version 7 is void"
+
+
+@pytest.mark.parametrize(
+    ("resume", "loaded", "said"),
+    [
+        ("before:5", 0, "there is no older version that all ranks can have; in memory: rank 0: 5 (lineage 1), 6 (li"),
+        ("before:7", 7, "loaded its own checkpoint of iteration 7, which every restart would load again"),
+    ],
+)
+def test_going_back_to_what_is_not_there_is_refused_and_lists_what_is_there(
+    live: Callable[..., dict[str, Any]], resume: str, loaded: int, said: str
+) -> None:
+    live(7)
+    kind, text, _ = live(0, resume=resume, loaded=loaded)["error"]
+    assert kind == "ResumeError" and f"--ftp-resume {resume} was asked for" in text and said in text
+    assert live(0)["resumed"] == 7, "nothing became void"
 
 
 def test_memory_that_was_asked_for_and_holds_nothing_is_refused(live: Callable[..., dict[str, Any]]) -> None:

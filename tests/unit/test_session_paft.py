@@ -60,13 +60,15 @@ def _differently(rank: int, world: int) -> str:
 class Incarnation:
     """One life of a rank: what it was resumed with, then trained until."""
 
-    def __init__(self, rank: int, world: int, block: dict[str, Any], run_dir: Path | None, token: int) -> None:
+    def __init__(
+        self, rank: int, world: int, block: dict[str, Any], run_dir: Path | None, token: int, loaded: int = 0
+    ) -> None:
         self.training = replicas.Training(rank, world)
         self.completed = 0
         host = self.training.host
         host._get_state, host._set_state = lambda: {"completed": self.completed}, self._set
         self.session = attach(host, Config.from_json(block), context(rank, world, run_dir, token))
-        self.resumed = self.session.resume()
+        self.resumed = self.session.resume(loaded)
         self.versions: dict[int, str] = {}
 
     def _set(self, state: Any) -> None:
@@ -85,8 +87,10 @@ class Incarnation:
         return self
 
 
-def _life(rank: int, world: int, block: dict[str, Any], run_dir: Path | None, token: int, until: int) -> Any:
-    one = Incarnation(rank, world, block, run_dir, token).run(until)
+def _life(
+    rank: int, world: int, block: dict[str, Any], run_dir: Path | None, token: int, until: int, loaded: int = 0
+) -> Any:
+    one = Incarnation(rank, world, block, run_dir, token, loaded).run(until)
     if run_dir is not None:
         one.session._reft.wait_for_capture()  # the last version is sealed, as at the next fence
     return one.resumed, one.versions
@@ -253,6 +257,21 @@ def test_a_job_that_is_killed_before_the_verdict_goes_back_past_what_was_not_com
         assert second[rank] == (10, {step: clean[rank][1][step] for step in range(11, 18)})
     (done,) = {(event.fields["iteration"], event.fields["mark"]) for event in node.events("state.restored")}
     assert done == (10, "certified")
+
+
+def test_a_checkpoint_that_the_framework_saved_before_the_verdict_is_not_loaded_now_nor_at_a_later_restart(
+    node: Node, ranks: Ranks
+) -> None:
+    """Replicas differ since 13; the framework has saved 14 and loads it at every start. Audits are after 5, 10, 15."""
+    clean = ranks(_life, 2, {"paft": {**AUDIT, "audit_interval": EVERY}}, None, 0, 17)
+    node.start()
+    block = {"paft": {**AUDIT, "audit_interval": EVERY}, "reft": {}, "node_name": "n", "faults": LATE_FLIP}
+    ranks(_life, 2, block, node.run_dir, node.fence(), 14)
+    block["faults"] = ""
+    assert ranks(_life, 2, block, node.run_dir, node.fence(), 11, 14)[0][0] == 10
+    again = ranks(_life, 2, block, node.run_dir, node.fence(), 17, 14)
+    for rank in range(2):
+        assert again[rank] == (10, {step: clean[rank][1][step] for step in range(11, 18)})
 
 
 COUNTS_SECONDS = 50.0

@@ -60,6 +60,8 @@ class DeepSpeedHost(DeepSpeedReduction, DeepSpeedStepping, StateItems):
     None: those that the engine remembers.
     """
 
+    fault_points = dict.fromkeys(("iteration.forward", "update.begin", "update.middle", "update.end"), ())
+
     def __init__(self, engine: Any, positions: Positions | None = None, shards: ShardGroups | None = None) -> None:
         self.framework = f"DeepSpeed {deepspeed.__version__}"
         self.rank = torch.distributed.get_rank()

@@ -57,7 +57,7 @@ class DeepSpeedStepping(Recompute[DeepSpeedReplay]):
         low = engine.fp16_enabled() or engine.bfloat16_enabled() or engine.zero_optimization()
         return "" if low or not engine.gradient_clipping() else "DeepSpeed clips by the mean of all replicas' norms"
 
-    def keep_iterations(self) -> None:
+    def keep_iterations(self, discarded: Callable[[], bool] = lambda: False) -> None:
         """Only for a pipeline: what a script computes between the engine's calls is unknown."""
         if not hasattr(self.engine, "train_batch"):
             self.no_recompute_reason = _PLAIN

@@ -76,6 +76,8 @@ class MegatronCoreHost(MegatronStepping, MegatronReduction):
     them; they are part of its checkpoints.
     """
 
+    fault_points = {"iteration.forward": (), "update.begin": ("inf",), "update.middle": (), "update.end": ()}
+
     def __init__(
         self,
         chunks: Sequence[Any],

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ from megatron.core import rerun_state_machine
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from ...errors import UnsupportedError
+from ...errors import ReplicaError, UnsupportedError
 from .. import rng
 from ..host_parts import StateItem
 from .refusals import cuda_graphs
@@ -58,9 +59,15 @@ class MegatronReplay:
     """Records the inputs of each iteration from now on, and recomputes the last one."""
 
     def __init__(
-        self, chunks: Sequence[Any], optimizer: Any, buffers: Sequence[StateItem], completed: Callable[[], int]
+        self,
+        chunks: Sequence[Any],
+        optimizer: Any,
+        buffers: Sequence[StateItem],
+        completed: Callable[[], int],
+        discarded: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Raises UnsupportedError for a job or a version whose iterations cannot be recomputed."""
+        """`discarded`: see `model.host.ReplicaOperations.keep_iterations`. Raises UnsupportedError for a job or a
+        version whose iterations cannot be recomputed."""
         missing = [name for name in _SCHEDULES if not callable(getattr(schedules, name, None))]
         if missing:
             raise UnsupportedError(f"megatron.core.pipeline_parallel.schedules has no {', '.join(missing)}")
@@ -71,6 +78,8 @@ class MegatronReplay:
         self._recorded: _RecordedIteration | None = None
         for name in _SCHEDULES:
             setattr(schedules, name, self._recording(getattr(schedules, name)))
+        self._recomputing = False
+        self._follow_checks(discarded)
 
     @property
     def number(self) -> int | None:
@@ -96,6 +105,33 @@ class MegatronReplay:
 
         return forward_backward
 
+    def _follow_checks(self, discarded: Callable[[], bool]) -> None:
+        """Accept a result that Megatron's checks reject if the iteration is to be recomputed anyhow: otherwise Megatron
+        would save the wrong replica and exit before its repair. Raise one that is still rejected after the repair."""
+        kind: Any = getattr(rerun_state_machine, "RerunStateMachine", None)
+        if not hasattr(kind, "validate_result"):
+            return
+        original = inspect.unwrap(kind.validate_result)  # of a host that was built before, nothing is asked
+
+        @functools.wraps(original)
+        def validate_result(
+            machine: Any, result: Any, rejection_func: Any, message: str, *more: Any, **named: Any
+        ) -> Any:
+            def rejects(value: Any) -> bool:
+                if not rejection_func(value):
+                    return False
+                if self._recomputing and named.get("fatal", True):
+                    raise ReplicaError(
+                        f"rank {torch.distributed.get_rank()}: iteration {self._completed() + 1} was recomputed after "
+                        f"replicas were repaired, but Megatron's check still rejects its result ({message}: {value}): "
+                        "the job goes back to an earlier version; if it repeats, look at the data and the loss"
+                    )
+                return self._recomputing or not discarded()
+
+            return original(machine, result, rejects, message, *more, **named)
+
+        kind.validate_result = validate_result
+
     def _is_ours(self, model: Any) -> bool:
         return (model[0] if isinstance(model, list) else model) is self._chunks[0]
 
@@ -116,8 +152,12 @@ class MegatronReplay:
             raise UnsupportedError("no iteration of Megatron's schedules is recorded that could be recomputed")
         after = rng_state()
         self._restore_begin(recorded)
-        with _validating(recorded.validation):
-            losses = recorded.schedule(**{**recorded.arguments, "data_iterator": _recorded_iterators(recorded)})
+        self._recomputing = True
+        try:
+            with _validating(recorded.validation):
+                losses = recorded.schedule(**{**recorded.arguments, "data_iterator": _recorded_iterators(recorded)})
+        finally:
+            self._recomputing = False
         recorded.losses[:] = losses
         restore_rng(after)
 

@@ -49,10 +49,10 @@ class MegatronStepping(Recompute[MegatronReplay]):
     small_state: Callable[[], dict[str, Any]]
     _skipping = False  # whether the loop skips the batch of the present iteration
 
-    def keep_iterations(self) -> None:
+    def keep_iterations(self, discarded: Callable[[], bool] = lambda: False) -> None:
         self._require_one_instance()
         buffers = list(state.buffers(self.chunks, self.rank))
-        self._start_replay(lambda: MegatronReplay(self.chunks, self.optimizer, buffers, self._completed))
+        self._start_replay(lambda: MegatronReplay(self.chunks, self.optimizer, buffers, self._completed, discarded))
 
     def recompute(self, step: int) -> None:
         """Recompute iteration `step`; nothing if the loop skips its batch, so that there are no gradients."""

@@ -187,7 +187,7 @@ class MegatronLoop:
         machine.large_value_counts, machine.max_values = dict(state["large_value_counts"]), dict(state["max_values"])
 
     def resume(self) -> None:
-        """Restore the newest version, or keep what Megatron's `--load` has loaded if its iteration is larger."""
+        """Restore a version, or keep what Megatron's `--load` has loaded: see `recovery_plan.choose_source`."""
         loaded = self.args.iteration
         iteration = self._session.resume(loaded, self.args.train_iters or None)  # 0: evaluate only
         if iteration != self.args.iteration:
@@ -195,11 +195,18 @@ class MegatronLoop:
                 f"rank {self._host.rank}: iteration {iteration} was restored, but Megatron's iteration counter is "
                 f"{self.args.iteration}; start with --ftp-resume fresh"
             )
-        self._restored = iteration > loaded
+        self._restored = iteration != loaded
         self.completed = iteration
         self.operations = self.args.num_floating_point_operations_so_far
         if self._restored:
+            self._drop_rerun()
             self._module.ft_integration.on_checkpoint_loaded(is_local_chkpt=True)
+
+    def _drop_rerun(self) -> None:
+        """Drop the rerun that a checkpoint of another iteration, which Megatron has loaded, may ask for."""
+        machine = self._module.get_rerun_state_machine()
+        machine.state = type(machine.state).NOT_RUNNING_YET
+        machine.data_iterator_checkpoints = machine.failed_validation_call = machine.initial_result = None
 
     @contextmanager
     def counted_validation(self) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from megatron.core import parallel_state, rerun_state_machine
 from megatron_stories import SHARDED_BF16, SMALL, job, refused, tell
 
 from ft_plugins.adapters.megatron.core import MegatronCoreHost
-from ft_plugins.errors import UnsupportedError
+from ft_plugins.errors import ReplicaError, UnsupportedError
 from ft_plugins.model.digest import state_digest
 from ft_plugins.model.host import ReplicaOperations
 from ft_plugins.model.inventory import Role
@@ -130,6 +131,56 @@ def it_puts_buffers_and_the_validation_of_results_back_to_where_the_iteration_be
     host.recompute(1)
     assert (float(layer.seen), dict(machine.large_value_counts)) == (seen, counts)
     assert machine.state is rerun_state_machine.RerunState.NOT_RUNNING_YET
+
+
+def it_asks_the_audit_before_megatrons_check_of_a_result_has_the_job_saved_and_ended() -> None:
+    states, modes = rerun_state_machine.RerunState, rerun_state_machine.RerunMode
+    nan = torch.tensor(float("nan"))
+    for differ in (True, False):
+        built = job()
+        host, asked = built.host(), []
+
+        def discarded(differ: bool = differ, asked: list[int] = asked) -> bool:
+            asked.append(1)
+            return differ
+
+        host.keep_iterations(discarded)
+        machine = rerun_state_machine.RerunStateMachine(mode=modes.VALIDATE_RESULTS)
+        machine.state, machine.first_iteration_complete = states.INITIAL_RUN, True
+        machine.validate_result(result=torch.tensor(1.0), rejection_func=torch.isnan, message="fine", fatal=True)
+        assert not asked and not machine.rerun_requested, "an accepted result waits for nothing"
+        machine.validate_result(result=nan, rejection_func=torch.isnan, message="NaN", fatal=True)
+        assert asked and machine.rerun_requested is not differ
+        machine.mode = modes.DISABLED
+        if differ:
+            machine.validate_result(nan, torch.isnan, "NaN")
+        else:
+            message = refused(RuntimeError, functools.partial(machine.validate_result, nan, torch.isnan, "NaN"))
+            assert "Unexpected result nan" in message
+        built.close()
+
+
+def it_does_not_apply_what_megatrons_check_rejects_after_the_repair_too() -> None:
+    built = job()
+    machine = rerun_state_machine.RerunStateMachine(mode=rerun_state_machine.RerunMode.VALIDATE_RESULTS)
+    machine.state, machine.first_iteration_complete = rerun_state_machine.RerunState.INITIAL_RUN, True
+    rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE = machine
+    original, wrong = built._forward_step, [True]
+
+    def forward_step(*args: Any) -> Any:
+        output, loss = original(*args)
+        machine.validate_result(torch.tensor(float("nan") if wrong[0] else 1.0), torch.isnan, "loss is NaN")
+        return output, loss
+
+    built._forward_step = forward_step
+    host = built.host()
+    host.keep_iterations(lambda: True)
+    built.forward_backward(built.train)
+    assert not machine.rerun_requested, "the iteration is computed again"
+    message = refused(ReplicaError, lambda: host.recompute(1))
+    assert "iteration 1 was recomputed" in message and "still rejects its result (loss is NaN: nan)" in message
+    wrong[0] = False
+    host.recompute(1)
 
 
 def it_does_not_compute_an_evaluation_again_nor_an_iteration_that_was_skipped() -> None:

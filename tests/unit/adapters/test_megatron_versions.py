@@ -76,6 +76,7 @@ OF_OBJECTS = {
     "pipeline_parallel.p2p_communication": {"P2PCommunicator", "_communicate", "config"},
     "rerun_state_machine": {
         *("large_value_counts", "max_values", "current_iteration", "state", "rerun_requested", "validation_counts"),
+        *("validate_result", "data_iterator_checkpoints", "failed_validation_call", "initial_result"),
     },
     "optimizer_param_scheduler": {"num_steps", "load_state_dict", "state_dict"},
 }
@@ -201,6 +202,34 @@ def test_a_resume_before_the_first_evaluation_reads_no_option_that_only_newer_ve
         during = args.iteration
     assert during == (3 if given.get("phase_transition_iterations") else 0)
     assert args.iteration == 3
+
+
+def test_a_version_older_than_megatrons_checkpoint_drops_the_rerun_that_this_one_asks_for() -> None:
+    class State(enum.Enum):
+        NOT_RUNNING_YET = 0
+        WILL_RERUN_FROM_CHECKPOINT = 3
+
+    machine = SimpleNamespace(
+        state=State.WILL_RERUN_FROM_CHECKPOINT, data_iterator_checkpoints=[{}], failed_validation_call=1,
+        initial_result=2.0,
+    )  # fmt: skip
+    loaded: list[bool] = []
+    module = SimpleNamespace(
+        get_rerun_state_machine=lambda: machine,
+        ft_integration=SimpleNamespace(on_checkpoint_loaded=lambda is_local_chkpt: loaded.append(is_local_chkpt)),
+    )
+    for restored, expected in ((11, State.WILL_RERUN_FROM_CHECKPOINT), (10, State.NOT_RUNNING_YET)):
+        args = argparse.Namespace(iteration=11, train_iters=20, num_floating_point_operations_so_far=0)
+
+        def resume(iteration: int, last: int, args: Any = args, restored: int = restored) -> int:
+            args.iteration = restored
+            return restored
+
+        loop = SimpleNamespace(args=args, _module=module, _session=SimpleNamespace(resume=resume), _host=None)
+        loop._drop_rerun = lambda loop=loop: MegatronLoop._drop_rerun(loop)
+        MegatronLoop.resume(loop)  # type: ignore[arg-type]
+        assert (machine.state, loop._restored, loop.completed) == (expected, restored == 10, restored)
+    assert machine.data_iterator_checkpoints is None and loaded == [True]
 
 
 def test_what_is_read_of_the_arguments_without_a_default_is_in_every_version() -> None:

@@ -25,8 +25,9 @@ from hypothesis import strategies as st
 from ft_plugins import errors
 from ft_plugins.errors import FtError, ProtocolError, ResumeError, SegmentError
 from ft_plugins.events import Event, Events
-from ft_plugins.recovery.recovery_plan import RecoveryPlan, choose_source, plan_recovery
+from ft_plugins.recovery.recovery_plan import RecoveryPlan, plan_recovery
 from ft_plugins.recovery.restore import _facts, _read_facts, agree_on_version
+from ft_plugins.recovery.source_choice import choose_source
 from ft_plugins.smp.owner import SnapshotProcess
 from ft_plugins.snapshot.header import _RECORDS, MirroredRecord
 from ft_plugins.snapshot.paths import path_of, remove

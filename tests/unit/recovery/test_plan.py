@@ -6,14 +6,16 @@ import itertools
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_plugins.errors import ResumeError
-from ft_plugins.recovery.facts import NodeFacts, RankFacts
-from ft_plugins.recovery.recovery_plan import Source, Way, choose_source, newest_committed, plan_recovery
+from ft_plugins.recovery.facts import NodeFacts, RankFacts, trust_of
+from ft_plugins.recovery.recovery_plan import Source, Way, newest_committed, plan_recovery
+from ft_plugins.recovery.source_choice import choose_source, iteration_bound
 from ft_plugins.redundancy.exchange_plan import ExchangePlan, plan_exchange
 from ft_plugins.snapshot.slots import SLOTS, Mark, Slot, SlotState, Version, voided_slots
 
@@ -176,6 +178,35 @@ def test_the_source_is_the_larger_iteration_or_what_was_asked_for(
     assert plan.tier == tier
     assert (plan.version is not None) == (tier == "process")
     assert plan.loaded == (loaded if tier == "storage" else 0)
+
+
+@given(survivors(), st.integers(1, 7))
+def test_before_an_iteration_the_plan_is_that_of_a_job_that_never_had_the_versions_from_there_on(
+    facts: list[RankFacts], before: int
+) -> None:
+    older = [
+        replace(rank, slots=tuple(slot for slot in rank.slots if (slot.version or Version(0, 0)).iteration < before))
+        for rank in facts
+    ]
+    plan = plan_recovery(facts, before=before)
+    assert plan.version == plan_recovery(older).version
+    assert plan.version is None or plan.version.iteration < before
+    assert plan.lineage == plan_recovery(facts).lineage, "above all that were ever there"
+
+
+@pytest.mark.parametrize(
+    ("mode", "loaded", "expected"),
+    [
+        ("before:8", 0, ("process", 7)),
+        ("before:7", 0, ("process", 6)),
+        ("before:7", 5, ("process", 6)),
+        ("before:6", 5, ("storage", 5)),  # the framework's own
+    ],
+)
+def test_the_newest_older_version_is_restored_wherever_it_is(mode: str, loaded: int, expected: tuple[str, int]) -> None:
+    plan = choose_source(plan_recovery(ALL_HOLD, before=iteration_bound(mode)), mode, loaded)
+    assert (plan.tier, plan.version.iteration if plan.version else plan.loaded) == expected
+    assert plan.reason == f"--ftp-resume {mode}"
 
 
 @pytest.mark.parametrize(
@@ -680,3 +711,48 @@ def test_with_marks_it_is_still_one_version_that_all_have(
     compared = Mark.CERTIFIED in known.values()
     assert plan.version == max(good if compared and good else common)
     assert plan.mark is known[plan.version]
+
+
+# ---- the framework's own checkpoint, where replicas are compared ----
+
+
+def audited(certified: int, newest: int, completed: int, agreed: int | None, **more: Any) -> list[RankFacts]:
+    """Two ranks that hold a certified version and a newer one without a verdict."""
+    one = rank(0, certified, newest, completed=completed)
+    marked = tuple(
+        replace(slot, mark=Mark.CERTIFIED if slot.version and slot.version.iteration == certified else Mark.NONE)
+        for slot in one.slots
+    )
+    return [replace(one, rank=number, slots=marked, agreed=agreed, **more) for number in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("facts", "loaded", "expected"),
+    [
+        (audited(10, 11, 11, 10), 11, "memory"),  # saved while the audit of 11 was pending
+        (audited(10, 11, 10, 10), 11, "memory"),  # it died between Megatron's save and our version point
+        (audited(10, 14, 14, 10), 13, "memory"),  # between two audits
+        (audited(10, 14, 14, 10), 16, "own"),  # of a job that went on elsewhere
+        (audited(100, 119, 119, 110), 105, "own"),  # an audit after it agreed
+        (audited(100, 119, 119, 110, doubted=(101, 106)), 105, "memory"),  # but replicas were repaired in between
+        (audited(10, 10, 10, 10, doubted=(11, 14)), 14, "memory"),  # refused at an earlier restart
+        (audited(10, 14, 14, None), 14, "own"),  # nothing is compared
+        (audited(10, 14, 14, (1 << 32) - 1), 14, "own"),  # protection was lost: it is all there is
+        ([replace(each, agreed=4) for each in ALL_HOLD], 8, "own"),  # no version is certified
+    ],
+)
+def test_a_checkpoint_of_the_frameworks_own_that_no_audit_vouches_for_is_not_preferred_to_a_certified_version(
+    facts: list[RankFacts], loaded: int, expected: str
+) -> None:
+    plan = choose_source(plan_recovery(facts), "auto", loaded)
+    assert plan.tier == ("process" if expected == "memory" else "storage")
+    assert plan.refused == (loaded if expected == "memory" else 0)
+    if expected == "memory":
+        assert plan.mark is Mark.CERTIFIED
+        assert f"the framework's own, saved when replicas were not known to agree: {loaded}" in plan.table()
+
+
+def test_what_one_rank_knows_of_the_replicas_holds_for_all() -> None:
+    one, other = audited(10, 14, 14, 10, doubted=(11, 12))
+    later = replace(other, agreed=12, doubted=(13, 14))
+    assert trust_of([one, later]) == (12, (11, 14)) and trust_of([rank(0)]) == (None, None)

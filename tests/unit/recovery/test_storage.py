@@ -41,6 +41,11 @@ BROKEN = RecoveryPlan(None, "none", 3, 50, 50, "rank 1 holds no version", state_
         (NOTHING, "storage", 41, False, ("storage", None)),
         (NOTHING, "fresh", 0, False, ("none", None)),
         (BROKEN, "auto", 0, False, ("storage", 40)),
+        (MEMORY, "before:71", 0, False, ("process", 70)),  # the newest of both
+        (MEMORY, "before:71", 0, True, ("process", 70)),
+        (replace(MEMORY, version=Version(1, 30)), "before:71", 0, False, ("storage", 40)),
+        (NOTHING, "before:41", 0, False, ("storage", 40)),
+        (NOTHING, "before:50", 41, False, ("storage", None)),
     ],
 )
 def test_the_source_is_memory_then_the_larger_iteration_on_disk_or_what_was_asked_for(
@@ -123,3 +128,63 @@ def test_two_fingerprints_differ_by_name() -> None:
     assert changes({"layers": 4, "order": [1, 2]}, {"layers": 5, "order": (1, 2), "new": True}) == (
         "layers: 4 -> 5, new: None -> True"
     )
+
+
+def three_stored() -> list[StoredCheckpoint]:
+    names = ("v1-40", "v2-60", "v2-80")
+    found = {name: Version(*map(int, name[1:].split("-"))) for name in names}
+    return [StoredCheckpoint(version, name, True, ORIGIN.digest) for name, version in found.items()]
+
+
+@pytest.mark.parametrize(
+    ("memory", "mode", "expected"),
+    [
+        (NOTHING, "before:80", Version(2, 60)),
+        (NOTHING, "before:60", Version(1, 40)),
+        (replace(MEMORY, version=Version(2, 70)), "before:80", Version(2, 70)),
+        (replace(MEMORY, version=Version(2, 50)), "before:80", Version(2, 60)),
+        (replace(MEMORY, version=Version(2, 50)), "before:60", Version(2, 50)),
+    ],
+)
+def test_the_newest_version_older_than_an_iteration_is_taken_from_memory_or_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: RecoveryPlan, mode: str, expected: Version
+) -> None:
+    monkeypatch.setattr(checkpoint, "listing", lambda base, passed_over: three_stored())
+    read: list[str] = []
+    monkeypatch.setattr(persist, "read_rank", lambda folder, *_: read.append(folder.name))
+    tier = StorageTier(tmp_path, "job", Collective(), lambda name, reason: None)
+    plan = tier.recover(memory, mode, 0, SimpleNamespace(fingerprint=ORIGIN.fingerprint), 1)
+    assert (plan.version, plan.reason, plan.lineage) == (expected, f"--ftp-resume {mode}", 3)
+    assert read == ([f"v{expected.lineage}-{expected.iteration}"] if plan.tier == "storage" else [])
+
+
+def test_where_nothing_is_older_what_there_is_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "listing", lambda base, passed_over: three_stored())
+    tier = StorageTier(tmp_path, "job", Collective(), lambda name, reason: None)
+    segment = SimpleNamespace(fingerprint=ORIGIN.fingerprint)
+    with pytest.raises(ResumeError, match="no older version.*in memory: none; checkpoints: v1-40, v2-60, v2-80; name"):
+        tier.recover(NOTHING, "before:40", 0, segment, 1)
+    with pytest.raises(ResumeError, match="loaded its own checkpoint of iteration 40, which every restart"):
+        tier.recover(NOTHING, "before:40", 40, segment, 1)
+
+
+def test_what_the_job_went_back_past_is_renamed_and_found_no_more(tmp_path: Path) -> None:
+    for name in ("v1-40", "v2-60", "v2-80", "v2-90.partial", "v5-90"):
+        (tmp_path / name).mkdir()
+    assert sorted(checkpoint.void(tmp_path, 40, 5)) == ["v2-60.void", "v2-80.void", "v2-90.partial.void"]
+    ignored: list[str] = []
+    left = checkpoint.listing(tmp_path, ignored.append)
+    assert sorted(each.name for each in left) == ["v1-40", "v5-90"] and not ignored
+    assert checkpoint.void(tmp_path, 40, 5) == []
+
+
+@pytest.mark.parametrize(("mark", "agreed", "tier"), [
+    (Mark.CERTIFIED, 40, Version(1, 40)), (Mark.NONE, 40, None), (Mark.CERTIFIED, 60, None),
+    (Mark.CERTIFIED, None, None),
+])  # fmt: skip
+def test_a_certified_checkpoint_is_restored_before_a_newer_one_of_the_framework_that_no_audit_vouches_for(
+    mark: Mark, agreed: int | None, tier: Version | None
+) -> None:
+    memory = replace(NOTHING, completed=55, agreed=agreed)
+    plan = with_storage(memory, "auto", 50, S, False, mark=mark)
+    assert (plan.version, plan.refused) == (tier, 50 if tier else 0)

@@ -15,7 +15,7 @@ import pytest
 from ft_plugins.events import Events
 from ft_plugins.smp import liveness, owner
 from ft_plugins.smp.owner import SnapshotProcess
-from ft_plugins.smp.status import Signal, signal
+from ft_plugins.smp.status import Signal, progress_of, signal
 from ft_plugins.snapshot.segment import Segment
 from ft_plugins.snapshot.shape import Shape
 from ft_plugins.snapshot.slots import Version
@@ -117,3 +117,22 @@ def test_a_trainer_is_not_lost_because_its_whole_node_was_suspended(
     assert not declared
     look(2.0)
     assert declared == [["rank 0"]], "it does not go on"
+
+
+@pytest.mark.parametrize(
+    ("base", "segments", "expected"),
+    [
+        (6, [(7, 8), (7, 9)], (6, 8)),  # the least advanced rank
+        (0, [(7, 3)], (None, 3)),  # from the beginning
+        (13, [(7, 0)], (13, 13)),  # the framework's own checkpoint, before the first iteration is completed
+        (6, [(7, 8), (6, 8)], None),  # a rank has not opened the lineage of this incarnation
+        (None, [(7, 8)], None),
+        (6, [], None),
+    ],
+)
+def test_how_far_an_incarnation_came_from_where(
+    base: int | None, segments: list[tuple[int, int]], expected: tuple[int | None, int] | None
+) -> None:
+    known = [{"attached": True, "lineage_token": token, "completed": done} for token, done in segments]
+    left = {"attached": False, "lineage_token": 2, "completed": 99}  # of an earlier, larger incarnation
+    assert progress_of({"segments": [*known, left], "history": {"base": base}}, 7) == expected

@@ -1,0 +1,104 @@
+"""A failure that follows every resume, as stories of incarnations: told from one that only comes again."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from ft_plugins.launcher.recurring import LIVES, NEAR, HeldVersion, Life, Recurrence, advice, recurring
+from ft_plugins.launcher.restarts import LostPeers, WorkerFailure, judge
+
+NAN = "RuntimeError: loss is NaN at iteration {}"
+
+
+def failed(message: str = NAN, rank: int = 0, exitcode: int = 1) -> WorkerFailure:
+    return WorkerFailure(rank, rank, 100, exitcode, message, 1.0)
+
+
+def killed(rank: int = 0) -> WorkerFailure:
+    return failed("Signal 9 (SIGKILL) received by PID 77", rank, -signal.SIGKILL)
+
+
+def nan(resumed: int | None, completed: int, rank: int = 0) -> Life:
+    return Life(failed(NAN.format(completed + 1), rank), resumed, completed)
+
+
+POISONED = [nan(4, 6), nan(6, 8), nan(8, 10)]
+
+
+@pytest.mark.parametrize(
+    ("history", "expected"),
+    [
+        (POISONED, (4, 6, 8)),
+        ([nan(None, 4), *POISONED], (4, 6, 8)),
+        ([nan(4, 6, rank=1), nan(6, 6, rank=0), nan(6, 16, rank=3)], (4, 6, 6)),  # other ranks, other distances
+        ([Life(failed("", exitcode=16), *at) for at in ((4, 6), (5, 6), (5, 6))], (4, 5, 5)),  # a status without words
+        ([Life(killed(2), at, at + 2) for at in (4, 6, 8)], (4, 6, 8)),  # one rank, the same distance
+        ([Life(killed(), 4, 90), *POISONED], (4, 6, 8)),
+    ],
+    ids=["poisoned", "with the first life", "any rank", "exit status", "signal", "after another failure"],
+)
+def test_the_same_failure_shortly_after_each_resume_is_recurring(
+    history: list[Life], expected: tuple[int, ...]
+) -> None:
+    found = recurring(history)
+    assert found is not None and found.resumed == expected
+    assert found.completed == tuple(life.completed for life in history[-LIVES:])
+
+
+@pytest.mark.parametrize(
+    "history",
+    [
+        [],
+        POISONED[:2],
+        [nan(None, 4), *POISONED[:2]],  # the first life restored nothing
+        [*POISONED[:2], nan(8, 8 + NEAR + 1)],  # it went far
+        [*POISONED[:2], Life(failed("OSError: no space left"), 8, 10)],
+        [*POISONED[:2], Life(failed(NAN, exitcode=2), 8, 10)],
+        [*POISONED[:2], Life(LostPeers(("node b",)), 8, 10)],
+        [Life(LostPeers(("node b",)), at, at + 2) for at in (4, 6, 8)],
+        [Life(killed(), 4, 6), Life(killed(), 6, 9), Life(killed(), 9, 11)],  # from outside, whenever it comes
+        [Life(killed(rank), at, at + 2) for rank, at in enumerate((4, 6, 8))],  # other ranks
+        [Life(killed(), at, at + 400) for at in (4, 404, 804)],
+        [Life(failed(f"RuntimeError: [pair.cc:525] Connection closed by peer [10.0.0.{at}]:99"), at, at + 2)
+         for at in (4, 6, 8)],
+        [Life(failed("torch.distributed.DistBackendError: NCCL error"), at, at + 2) for at in (4, 6, 8)],
+        [Life(failed(), None, 0)] * 3,  # it ended before it had resumed: bounded by restores of one version
+    ],
+    ids=["nothing", "twice", "first life", "far", "other error", "other status", "lost node at last", "lost nodes",
+         "kills at other distances", "kills of other ranks", "kills far away", "lost peers", "lost by NCCL",
+         "no resume"],
+)  # fmt: skip
+def test_anything_else_is_not(history: list[Life]) -> None:
+    assert recurring(history) is None
+
+
+def test_versions_that_grow_are_progress_to_the_count_of_restores_which_is_why_lives_are_compared() -> None:
+    assert judge(failed(), [4, 6, 8, 10], None).restart
+
+
+FOUND = Recurrence((4, 6, 8), (6, 8, 10), "rank 0 exited with status 1: RuntimeError: loss is NaN at iteration 11")
+
+
+def test_the_advice_names_failure_resumes_and_the_newest_version_older_than_all_of_them() -> None:
+    said = advice(FOUND, [HeldVersion(10, "memory"), HeldVersion(2, "storage"), HeldVersion(3, "storage")])
+    for part in (
+        "rank 0 exited with status 1: RuntimeError: loss is NaN",
+        "3 incarnations in a row",
+        "resumed at 4, failed after 6, resumed at 6",
+        "--ftp-resume before:4, which restores iteration 3 from storage",
+    ):
+        assert part in said
+    assert "\n" not in said
+
+
+def test_a_certified_version_is_advised_before_a_newer_one_that_is_not() -> None:
+    held = [HeldVersion(3, "storage"), HeldVersion(2, "storage", certified=True), HeldVersion(10, "memory", True)]
+    assert "--ftp-resume before:3, which restores certified iteration 2 from storage" in advice(FOUND, held)
+
+
+def test_where_nothing_older_is_left_the_advice_lists_what_is_there() -> None:
+    said = advice(FOUND, [HeldVersion(10, "memory"), HeldVersion(4, "storage")])
+    assert "no version older than iteration 4" in said and "10 in memory; 4 in storage" in said
+    assert "--ftp-resume fresh" in said and "left: none" in advice(FOUND, [])
