@@ -28,7 +28,7 @@ _RUNS, _RUN = 4, 256  # of a sample; bytes of each: fewer and longer runs touch 
 
 
 def sample_of(data: Bytes) -> Bytes:
-    """A view of up to 1 KiB of contiguous bytes, the first and the last included."""
+    """A view of up to 1 KiB of contiguous bytes, from the first to the last but two."""
     if data.nbytes <= _RUNS * _RUN:
         return data
     step = (data.nbytes - _RUN) // (_RUNS - 1)
@@ -60,8 +60,8 @@ class CopySamples:
         self._digests = [[digest_of(sample) for _, sample in samples] for samples in self._samples]
 
     def require_unchanged(self, bucket: int, slot: Bytes | None, rank: int, iteration: int) -> None:
-        """Compare a bucket as copied to `slot` (None: as the live tensors are now) with `take`. Raises StateChangedError,
-        naming the item that differs. `rank` and `iteration` are for the message."""
+        """Compare a bucket as copied to `slot` (None: as the live tensors are now) with `take`. `rank` and
+        `iteration` are for the message. Raises StateChangedError, naming the item that differs."""
         for (piece, sample), digest in zip(self._samples[bucket], self._digests[bucket], strict=True):
             copied = sample if slot is None else sample_of(slot[piece.offset : piece.offset + piece.nbytes])
             if digest_of(copied) != digest:
