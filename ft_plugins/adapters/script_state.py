@@ -23,6 +23,7 @@ from ..snapshot.samples import digest_of, sample_of
 from .host_parts import local_part
 
 _DEPTH = 3  # of the containers that are searched for tensors
+_MANY = 20_000  # elements: a larger container is one of data, not of weights
 _CONTAINERS = (list, tuple, set, frozenset)
 
 
@@ -62,11 +63,8 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor
 def _contained(value: Any, depth: int) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
-    elif depth and isinstance(value, Mapping):
-        for part in list(value.values()):
-            yield from _contained(part, depth - 1)
-    elif depth and isinstance(value, _CONTAINERS):
-        for part in list(value):
+    elif depth and isinstance(value, (Mapping, *_CONTAINERS)) and len(value) <= _MANY:
+        for part in list(value.values() if isinstance(value, Mapping) else value):
             yield from _contained(part, depth - 1)
 
 

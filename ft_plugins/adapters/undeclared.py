@@ -20,7 +20,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -33,7 +32,6 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from .script_names import Name, Named
 from .script_state import Marks, Returned, holds_values, optimizer_tensors, storage_of, tensors_in
 
-_MANY = 20_000  # tensors: more than the weights of a model are in one container
 _LIBRARIES = ("torch", "deepspeed", "ft_plugins", "numpy")  # whose own objects with `state_dict` are no finding
 _TRAINERS = {  # classes that count iterations on their own
     "transformers": ("Trainer",),
@@ -94,18 +92,24 @@ class Undeclared:
     remark: str = ""
     name: Name | None = None
 
+    @property
+    def expression(self) -> str:
+        """As the script writes it, or else its class in small letters."""
+        return type(self.value).__name__.lower() if self.name is None else self.name.expression
+
+    def __str__(self) -> str:
+        kind, name = type(self.value).__name__, self.name
+        who = f"a {kind} whose name was not found" if name is None else f"'{name.expression}' ({kind}, {name.place})"
+        return who + (f": {self.why}" if self.why else f", {self.remark}" if self.remark else "")
+
 
 def sorted_out(objects: Iterable[Any]) -> dict[Sort, list[Any]]:
     """The objects that may hold state, by sort. Visits each object once; asks each class once."""
-    sorts: dict[type, Sort | None] = {}
+    everything = list(objects)
+    sorts = {kind: sort for kind in set(map(type, everything)) if (sort := _sort_of(kind)) is not None}
     found: dict[Sort, dict[int, Any]] = {sort: {} for sort in Sort}
-    for one in objects:
-        kind = type(one)
-        if kind not in sorts:
-            sorts[kind] = _sort_of(kind)
-        sort = sorts[kind]
-        if sort is not None:
-            found[sort][id(one)] = one
+    for one in [one for one in everything if type(one) in sorts]:
+        found[sorts[type(one)]][id(one)] = one
     return {sort: list(ones.values()) for sort, ones in found.items()}
 
 
@@ -146,7 +150,7 @@ def containers(names: Mapping[int, Named], declared: Declared) -> Iterator[tuple
     for one in sorted(names.values(), key=lambda named: named.direct):
         if id(one.value) in declared.objects or isinstance(one.value, torch.Tensor) or _sort_of(type(one.value)):
             continue
-        tensors = [part for part in islice(tensors_in(one.value), _MANY) if not declared.has(part)]
+        tensors = [part for part in tensors_in(one.value) if not declared.has(part)]
         if declared.covers(tensors) and not seen.issuperset(map(id, tensors)):
             seen.update(map(id, tensors))
             yield one, tensors
@@ -155,7 +159,7 @@ def containers(names: Mapping[int, Named], declared: Declared) -> Iterator[tuple
 def tensors_to_mark(live: Mapping[Sort, list[Any]], names: Mapping[int, Named], declared: Declared) -> list[Any]:
     """The tensors whose change would show that they are trained."""
     modules = [part for one in stray_modules(live[Sort.MODULE], declared) for part in tensors_in(one)]
-    stateful = [part for one in live[Sort.STATEFUL] for part in islice(tensors_in(one), _MANY)]
+    stateful = [part for one in live[Sort.STATEFUL] for part in tensors_in(one)]
     contained = [part for _, tensors in containers(names, declared) for part in tensors]
     return [part for part in (*modules, *stateful, *contained) if not declared.has(part)]
 
@@ -263,7 +267,7 @@ def _stateful(
     for one in live[Sort.STATEFUL]:
         if not _is_free(one, declared) or (declared.follows_loaders and hasattr(one, "__iter__")):
             continue
-        if _changed([part for part in islice(tensors_in(one), _MANY) if not declared.has(part)], marks, returned):
+        if _changed([part for part in tensors_in(one) if not declared.has(part)], marks, returned):
             yield Undeclared(one, "its tensors have changed since training began")
         elif id(one) in names and id(one) not in returned.referenced:
             yield Undeclared(one, "")

@@ -32,6 +32,12 @@ from .undeclared import Declared, Sort, Undeclared, sorted_out, tensors_to_mark,
 
 _DEPTH = 3  # of the attributes of declared objects
 _searches: weakref.WeakSet[UndeclaredSearch] = weakref.WeakSet()
+_ignored: list[Any] = []
+
+
+def ignore(*objects: Any) -> None:
+    """Have all searches ignore objects of the script: a restart need not restore them."""
+    _ignored.extend(objects)
 
 
 @dataclass(frozen=True)
@@ -79,18 +85,19 @@ class UndeclaredSearch:
                     )
             return
         state = Returned(returned, *functions)
-        if found := self._search(state):
+        found = self._search(state)
+        if any(one.name is None for one in found):
             found.clear()  # refers to what may be garbage
             gc.collect()
             found = self._search(state)
         if trained := [one for one in found if one.why]:
             raise StateChangedError(
                 f"{self._place}: iteration {iteration}: the script has training state that belongs to nothing that is "
-                f"captured, and a restart would lose it: {'; '.join(map(described, trained))}: {self._remedy(trained)}"
+                f"captured, and a restart would lose it: {'; '.join(map(str, trained))}: {self._remedy(trained)}"
             )
         if found and launch_context().rank == 0 and not launch_context().restart:
             say(
-                f"not captured, because nothing that is captured refers to it: {'; '.join(map(described, found))}; "
+                f"not captured, because nothing that is captured refers to it: {'; '.join(map(str, found))}; "
                 f"if training depends on it: {self._remedy([])}"
             )
         self._frozen = [self._watched(one) for one in found]
@@ -98,7 +105,7 @@ class UndeclaredSearch:
     def _watched(self, found: Undeclared) -> _Frozen:
         tensors = list(tensors_in(found.value)) if _has_tensors(found.value) else []
         self._marks.mark(tensors)
-        return _Frozen(described(found), tuple(weakref.ref(one) for one in tensors))
+        return _Frozen(str(found), tuple(weakref.ref(one) for one in tensors))
 
     def _search(self, returned: Returned) -> list[Undeclared]:
         names = named(namespaces())
@@ -107,13 +114,16 @@ class UndeclaredSearch:
 
     def _declared(self, storages: set[int]) -> Declared:
         given = [search._given() for search in _searches]
-        contents = list(_contents(chain.from_iterable(one.objects for one in given)))
+        contents = list(_contents(chain(_ignored, *(one.objects for one in given))))
         held = (tensors_in(one) for one in contents if isinstance(one, torch.nn.Module | torch.optim.Optimizer))
-        tensors = [one for one in contents if isinstance(one, torch.Tensor)]
-        tensors += chain(*held, *(one.tensors for one in given), *(one.trained for one in given))
+        listed = (one for one in contents if isinstance(one, torch.Tensor))
+        tensors = {
+            id(one): one
+            for one in chain(listed, *held, *(one.tensors for one in given), *(one.trained for one in given))
+        }
         return Declared(
-            frozenset(map(id, chain(contents, tensors))),
-            frozenset(storages | {storage_of(one) for one in tensors}) - {0},
+            frozenset(map(id, contents)) | tensors.keys(),
+            frozenset(storages.union(map(storage_of, tensors.values()))) - {0},
             Counter(one.shape for one in self._given().trained),
             any(one.follows_loaders for one in given),
         )
@@ -148,31 +158,19 @@ def _contents(objects: Iterable[Any], depth: int = _DEPTH) -> Iterator[Any]:
             pending += [(part, left - 1) for part in list(getattr(one, "__dict__", {}).values())]
 
 
-def described(one: Undeclared) -> str:
-    """An object for messages: its name, class, and what is known of it."""
-    kind = type(one.value).__name__
-    name = one.name
-    who = f"a {kind} whose name was not found" if name is None else f"'{name.expression}' ({kind}, {name.place})"
-    return who + (f": {one.why}" if one.why else f", {one.remark}" if one.remark else "")
-
-
 def lines_to_add(host: str, lost: list[Undeclared]) -> str:
     """What to write in an own loop about `lost` state; about any, if it is empty."""
     known = [one for one in lost if one.name is not None and hasattr(one.value, "load_state_dict")]
     names = {_key(one.name.expression): one for one in known if one.name is not None}
     gets = [f"{key!r}: {_saved(one)}" for key, one in names.items()]
-    sets = [f"{_expression(one)}.load_state_dict(state[{key!r}])" for key, one in names.items()]
+    sets = [f"{one.expression}.load_state_dict(state[{key!r}])" for key, one in names.items()]
     ways = "return its state from get_state and take it back in set_state"
     if gets:
         back = sets[0] if len(sets) == 1 else f"({', '.join(sets)})"
         more = "" if len(known) == len(lost) else " (and the others' tensors)"
         ways = f"add {host}(..., get_state=lambda: {{{', '.join(gets)}}}, set_state=lambda state: {back}){more}"
-    ignored = ", ".join(map(_expression, lost)) or "..."
+    ignored = ", ".join(one.expression for one in lost) or "..."
     return f"{ways}; or, if a restart need not restore it, {host}(..., ignored=[{ignored}])"
-
-
-def _expression(one: Undeclared) -> str:
-    return type(one.value).__name__.lower() if one.name is None else one.name.expression
 
 
 def _key(expression: str) -> str:
@@ -180,5 +178,5 @@ def _key(expression: str) -> str:
 
 
 def _saved(one: Undeclared) -> str:
-    states = f"{_expression(one)}.state_dict()"
+    states = f"{one.expression}.state_dict()"
     return f"dict({states})" if isinstance(one.value, torch.nn.Module) else states
