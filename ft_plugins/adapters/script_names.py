@@ -12,12 +12,14 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from inspect import CO_OPTIMIZED
 from types import BuiltinFunctionType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
 
 _LIBRARIES = ("ft_plugins", "torch", "deepspeed", "_pytest", "pytest", "pluggy", "runpy", "threading", "importlib")
+_OURS = 3  # references to a frame's dictionary: the frame's, a variable, the argument of `getrefcount`
 _PARTS = 64  # of a container that are named
 _UNNAMED = (ModuleType, type, FunctionType, BuiltinFunctionType, str, bytes, int, float, type(None))
 
@@ -48,11 +50,22 @@ def namespaces() -> Iterator[tuple[str, Mapping[str, Any]]]:
         if str(frame.f_globals.get("__name__")).split(".")[0] not in _LIBRARIES:
             code = frame.f_code
             inside = "a global" if code.co_name == "<module>" else f"a variable of {code.co_name}()"
-            yield inside, frame.f_locals
+            yield inside, _variables(frame)
         frame = frame.f_back
     main = sys.modules.get("__main__")
     if main is not None:
         yield "a global", vars(main)
+
+
+def _variables(frame: FrameType) -> dict[str, Any]:
+    """A copy of a frame's variables. Before Python 3.13 a function's frame keeps the dictionary that it returns, and so
+    what is in it, until the function ends: it is emptied, unless the script has it too, by `locals()`."""
+    variables = frame.f_locals
+    found = dict(variables)
+    own = isinstance(variables, dict) and frame.f_code.co_flags & CO_OPTIMIZED
+    if own and sys.getrefcount(variables) <= _OURS:
+        variables.clear()
+    return found
 
 
 def named(spaces: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[int, Named]:
@@ -60,19 +73,20 @@ def named(spaces: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[int, Named]:
     direct: dict[int, Named] = {}
     for place, variables in spaces:
         for variable, value in list(variables.items()):
-            if not variable.startswith("__") and not isinstance(value, _UNNAMED) and _is_own(value):
+            if not variable.startswith("__") and _is_scripts(value):
                 direct.setdefault(id(value), Named(Name(variable, place), value))
     found = dict(direct)
     for one in direct.values():
         for suffix, part in _parts_of(one.value):
-            if not isinstance(part, _UNNAMED):
+            if _is_scripts(part):
                 name = Name(one.name.expression + suffix, one.name.place)
                 found.setdefault(id(part), Named(name, part, direct=False))
     return found
 
 
-def _is_own(value: Any) -> bool:
-    return type(value).__module__.split(".")[0] not in ("ft_plugins", "_pytest", "pytest", "pluggy")
+def _is_scripts(value: Any) -> bool:
+    mine = type(value).__module__.split(".")[0] in ("ft_plugins", "_pytest", "pytest", "pluggy")
+    return not mine and not isinstance(value, _UNNAMED)
 
 
 def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:

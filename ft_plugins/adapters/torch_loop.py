@@ -144,7 +144,7 @@ class TorchHost(PlainHost, ReducingHost):
             shared = {name: one for name, one in self._known.items() if one[0] is not Role.BUFFER}
             self._require_equal({name: (local_part(one[1]), self._placed(*one)[0][0]) for name, one in shared.items()})
         remedy = functools.partial(lines_to_add, type(self).__name__)
-        self._undeclared = UndeclaredSearch(self._given, remedy, f"rank {rank}")
+        self._undeclared = UndeclaredSearch(self._given, remedy, f"rank {rank}", rank == 0 and not context.restart)
         self._say()
 
     # ---- facts ----

@@ -97,10 +97,14 @@ class Undeclared:
         """As the script writes it, or else its class in small letters."""
         return type(self.value).__name__.lower() if self.name is None else self.name.expression
 
-    def __str__(self) -> str:
+    @property
+    def who(self) -> str:
+        """Name, class and place, for messages."""
         kind, name = type(self.value).__name__, self.name
-        who = f"a {kind} whose name was not found" if name is None else f"'{name.expression}' ({kind}, {name.place})"
-        return who + (f": {self.why}" if self.why else f", {self.remark}" if self.remark else "")
+        return f"a {kind} whose name was not found" if name is None else f"'{name.expression}' ({kind}, {name.place})"
+
+    def __str__(self) -> str:
+        return self.who + (f": {self.why}" if self.why else f", {self.remark}" if self.remark else "")
 
 
 def sorted_out(objects: Iterable[Any]) -> dict[Sort, list[Any]]:
@@ -144,9 +148,12 @@ def stray_modules(modules: Iterable[torch.nn.Module], declared: Declared) -> lis
     return [one for one in tops.values() if id(one) not in declared.objects]
 
 
-def containers(names: Mapping[int, Named], declared: Declared) -> Iterator[tuple[Named, list[torch.Tensor]]]:
-    """Named containers and objects with tensors shaped like all that is trained, the smallest first."""
-    seen: set[int] = set()
+def containers(
+    names: Mapping[int, Named], declared: Declared, stateful: Iterable[Any]
+) -> Iterator[tuple[Named, list[torch.Tensor]]]:
+    """Named containers and objects with tensors shaped like all that is trained, the smallest first, but for those in
+    `stateful` objects."""
+    seen = {id(part) for one in stateful for part in tensors_in(one)}
     for one in sorted(names.values(), key=lambda named: named.direct):
         if id(one.value) in declared.objects or isinstance(one.value, torch.Tensor) or _sort_of(type(one.value)):
             continue
@@ -160,7 +167,7 @@ def tensors_to_mark(live: Mapping[Sort, list[Any]], names: Mapping[int, Named], 
     """The tensors whose change would show that they are trained."""
     modules = [part for one in stray_modules(live[Sort.MODULE], declared) for part in tensors_in(one)]
     stateful = [part for one in live[Sort.STATEFUL] for part in tensors_in(one)]
-    contained = [part for _, tensors in containers(names, declared) for part in tensors]
+    contained = [part for _, tensors in containers(names, declared, []) for part in tensors]
     return [part for part in (*modules, *stateful, *contained) if not declared.has(part)]
 
 
@@ -182,7 +189,7 @@ def undeclared(
         *_modules(strays, live, declared, returned, marks),
         *_scalers(live, declared, returned),
         *_stateful(live, names, declared, returned, marks),
-        *_containers(names, declared, returned, marks),
+        *_containers(live, names, declared, returned, marks),
     ]
     found += [
         *_schedulers(live, declared, returned, {id(one.value) for one in found}),
@@ -274,9 +281,9 @@ def _stateful(
 
 
 def _containers(
-    names: Mapping[int, Named], declared: Declared, returned: Returned, marks: Marks
+    live: Mapping[Sort, list[Any]], names: Mapping[int, Named], declared: Declared, returned: Returned, marks: Marks
 ) -> Iterator[Undeclared]:
-    for one, tensors in containers(names, declared):
+    for one, tensors in containers(names, declared, live[Sort.STATEFUL]):
         if _changed(tensors, marks, returned):
             yield Undeclared(one.value, "it holds tensors shaped like the parameters, which are changed in training")
         elif not all(marks.marked(part) or returned.has_tensor(part) for part in tensors):

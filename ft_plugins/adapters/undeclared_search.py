@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from ..config import launch_context
 from ..errors import StateChangedError
 from ..events import say
 from .loaders import parts
@@ -59,10 +58,13 @@ class _Frozen:
 
 
 class UndeclaredSearch:
-    """The search of one host. `remedy` says what to do about trained state; `place` begins every message."""
+    """The search of one host. `remedy` says what to do about trained state; `place` begins every error; `speaks` is
+    whether this rank prints the line."""
 
-    def __init__(self, given: Callable[[], Given], remedy: Callable[[list[Undeclared]], str], place: str) -> None:
-        self._given, self._remedy, self._place = given, remedy, place
+    def __init__(
+        self, given: Callable[[], Given], remedy: Callable[[list[Undeclared]], str], place: str, speaks: bool
+    ) -> None:
+        self._given, self._remedy, self._place, self._speaks = given, remedy, place, speaks
         self._marks = Marks()
         self._frozen: list[_Frozen] | None = None  # None: not searched yet
         _searches.add(self)
@@ -95,7 +97,7 @@ class UndeclaredSearch:
                 f"{self._place}: iteration {iteration}: the script has training state that belongs to nothing that is "
                 f"captured, and a restart would lose it: {'; '.join(map(str, trained))}: {self._remedy(trained)}"
             )
-        if found and launch_context().rank == 0 and not launch_context().restart:
+        if found and self._speaks:
             say(
                 f"not captured, because nothing that is captured refers to it: {'; '.join(map(str, found))}; "
                 f"if training depends on it: {self._remedy([])}"
@@ -105,7 +107,7 @@ class UndeclaredSearch:
     def _watched(self, found: Undeclared) -> _Frozen:
         tensors = list(tensors_in(found.value)) if _has_tensors(found.value) else []
         self._marks.mark(tensors)
-        return _Frozen(str(found), tuple(weakref.ref(one) for one in tensors))
+        return _Frozen(found.who, tuple(weakref.ref(one) for one in tensors))
 
     def _search(self, returned: Returned) -> list[Undeclared]:
         names = named(namespaces())

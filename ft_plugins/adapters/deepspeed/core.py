@@ -58,6 +58,8 @@ class DeepSpeedHost(DeepSpeedReduction, DeepSpeedStepping, StateItems):
     None: those that the engine remembers.
     """
 
+    _trains = False  # whether an update was made
+
     def __init__(self, engine: Any, positions: Positions | None = None, shards: ShardGroups | None = None) -> None:
         self.framework = f"DeepSpeed {deepspeed.__version__}"
         self.rank = torch.distributed.get_rank()
@@ -67,8 +69,7 @@ class DeepSpeedHost(DeepSpeedReduction, DeepSpeedStepping, StateItems):
         self._rates: list[float] | None = None  # learning rates at the previous version point
         self._scheduler_reported = False
         self.restored = False  # whether the engine holds a restored version, whose data position comes next
-        self._undeclared = UndeclaredSearch(self._given, lines_to_add, f"rank {self.rank}")
-        self._trains = False  # whether an update was made
+        self._undeclared = UndeclaredSearch(self._given, lines_to_add, f"rank {self.rank}", self.rank == 0)
         self.silent = False  # whether iterations have updates without a forward in training mode
         require_supported(engine, self.rank)
         self._topology = topology(engine, self._shards)
