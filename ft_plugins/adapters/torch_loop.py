@@ -13,7 +13,7 @@ Invariant: the whole training state is captured, or an error names what cannot b
 are trained, modes and extra state of modules, all tensors and numbers of the optimizer, groups, scheduler, data
 position, random number generators. The optimizer's state is created when the host is built, as the first update would
 create it (`optimizer_state`). A tensor added, removed or replaced later raises StateChangedError at the next version
-point.
+point, trained state of the script that the host was not given at the first one (`undeclared`).
 
     parameters, optimizer's tensors     change in an iteration's one update, or right after it; equal on all replicas
     parameters that it does not update  may change at any time, but equally on all replicas

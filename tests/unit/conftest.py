@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import multiprocessing
 import os
@@ -36,6 +37,12 @@ RANKS_SECONDS = 60.0
 
 settings.register_profile("no deadline", deadline=None)  # durations depend on the load of the machine
 settings.load_profile("no deadline")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def imports_are_frozen() -> None:
+    """Leave what imports have made out of searches of all objects, and out of garbage collections."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
