@@ -209,7 +209,7 @@ class TorchHost(PlainHost, ReducingHost):
             raise changed_since(self._identities, present, place, type(self).__name__)
 
     def _given(self) -> Given:
-        """What this host captures, or was told to ignore."""
+        """What this host captures or ignores."""
         gradients = [one.grad for one in self._module.parameters() if one.grad is not None]
         objects = self._parallel, self._module, self._optimizer, self._scheduler, self._source, self._ignored
         trained = [self._known[name][1] for name in self._background if self._known[name][0] is Role.PARAMETER]

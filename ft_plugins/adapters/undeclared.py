@@ -1,14 +1,14 @@
 """Find training state of a script that belongs to nothing that its host was given. Pure: from live objects to findings.
 
-Invariant: trained state of these kinds is never passed over in silence, and what cannot be told from scratch memory is
-not called trained. Tensors decide, not objects: a wrapper whose tensors are all captured, such as a compiled module, is
-no finding.
+Invariant: trained state of these kinds is never passed over in silence, and what may be scratch memory is not called
+trained. Tensors decide, not objects: a wrapper whose tensors are all captured, such as a compiled module, is no
+finding.
 
     trained     an optimizer with state, or of other parameters; an average of weights; a module that has gradients, has
                 changed, or is in training mode with parameters that require gradients; a GradScaler; an object with
                 `state_dict`, or a container of tensors shaped like the model's parameters, whose tensors have changed
     other       frozen modules, schedulers, generators, loaders in the middle of a pass, objects with `state_dict`,
-                trainers of other libraries that count on their own
+                trainers of other libraries, which keep counters of their own
 
 In: live objects, names, what is declared, what `get_state` returned, earlier contents. Out: `Undeclared`s.
 """
@@ -195,7 +195,7 @@ def undeclared(
         *_schedulers(live, declared, returned, {id(one.value) for one in found}),
         *_generators(names, declared, returned),
         *([] if declared.follows_loaders else _passes(live, names, declared)),
-        *(Undeclared(one, "", "counts on its own") for one in live[Sort.TRAINER] if _is_free(one, declared)),
+        *(Undeclared(one, "", "keeps counters of its own") for one in live[Sort.TRAINER] if _is_free(one, declared)),
     ]
     return [replace(one, name=names[id(one.value)].name) if id(one.value) in names else one for one in found]
 

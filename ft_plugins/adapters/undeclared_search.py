@@ -41,7 +41,7 @@ def ignore(*objects: Any) -> None:
 
 @dataclass(frozen=True)
 class Given:
-    """What a host captures or was told to ignore: objects, further tensors, and the tensors that are trained."""
+    """What a host captures or ignores: objects, further tensors, and the tensors that are trained."""
 
     objects: tuple[Any, ...]
     tensors: tuple[torch.Tensor, ...]
