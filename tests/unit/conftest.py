@@ -39,12 +39,6 @@ settings.register_profile("no deadline", deadline=None)  # durations depend on t
 settings.load_profile("no deadline")
 
 
-@pytest.fixture(autouse=True, scope="session")
-def imports_are_frozen() -> None:
-    """Leave what imports have made out of searches of all objects, and out of garbage collections."""
-    gc.freeze()
-
-
 @pytest.fixture(autouse=True)
 def disarmed() -> Iterator[None]:
     """Disarm all faults after a test."""
@@ -200,6 +194,7 @@ def node(nodes: Callable[[str], Node]) -> Node:
 def _rank(function: Callable[..., Any], rank: int, world: int, store: str, reply: Connection, args: Any) -> None:
     import torch.distributed as dist
 
+    gc.freeze()  # what earlier tests have left is not this rank's
     try:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         dist.init_process_group(
