@@ -5,6 +5,8 @@ DeepSpeed's launcher it gives the block `ft_plugins` of the DeepSpeed configurat
 Without such a block it only skips DeepSpeed's build at start, which a CPU does not need. It may come before or after
 the first import of deepspeed. A script that ends in order removes its segments; one that fails leaves them.
 
+`ignore(object, ...)` names what the search for state that is not captured should pass over, also under ft-run.
+
 In: the import. Out: a hook on `deepspeed.initialize`; an error of this package is one line.
 """
 
@@ -21,10 +23,13 @@ import torch
 
 from .adapters import deepspeed as _adapter
 from .adapters.script_hooks import follow_end, on_import
+from .adapters.undeclared_search import ignore
 from .config import launch_context
 from .errors import ConfigError, FtError
 from .launcher.external_launch import join
 from .launcher.hooks import FirstImport
+
+__all__ = ["ignore"]
 
 _LOCAL_RANK = launch_context().local_rank
 

@@ -22,7 +22,7 @@ In: model, optimizer, scheduler, data loader, device mesh. Out: a `model.host.Ho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,12 +63,14 @@ class FsdpHost(TorchHost):
         get_state: Callable[[], Any] = dict,
         set_state: Callable[[Any], None] = lambda state: None,
         fingerprint: Mapping[str, Any] | None = None,
+        ignored: Iterable[Any] = (),
     ) -> None:
         """Raises ConfigError, InventoryError or UnsupportedError."""
         self._mesh, self._layout = mesh, ShardLayout((), (), (), 0, None, False)  # until parameters are checked
         super().__init__(
-            model, optimizer, scheduler, sampler, get_state=get_state, set_state=set_state, fingerprint=fingerprint
-        )
+            model, optimizer, scheduler, sampler, get_state=get_state, set_state=set_state, fingerprint=fingerprint,
+            ignored=ignored,
+        )  # fmt: skip
 
     # ---- facts ----
 

@@ -13,7 +13,7 @@ Invariant: the whole training state is captured, or an error names what cannot b
 are trained, modes and extra state of modules, all tensors and numbers of the optimizer, groups, scheduler, data
 position, random number generators. The optimizer's state is created when the host is built, as the first update would
 create it (`optimizer_state`). A tensor added, removed or replaced later raises StateChangedError at the next version
-point.
+point, trained state of the script that the host was not given at the first one (`undeclared`).
 
     parameters, optimizer's tensors     change in an iteration's one update, or right after it; equal on all replicas
     parameters that it does not update  may change at any time, but equally on all replicas
@@ -26,8 +26,9 @@ In: model, optimizer, scheduler, data loader, functions for other state. Out: a 
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -65,6 +66,7 @@ from .torch_module import (
 )
 from .torch_reduction import DdpReduction, ReducingHost
 from .torch_watch import ChangeWatch, changed_since, identity, set_zero_gradients, with_gradient
+from .undeclared_search import Given, UndeclaredSearch, lines_to_add
 
 _CONTAINERS = (torch.nn.ModuleDict, torch.nn.ModuleList)
 _SCHEDULED = ("_wrapped_by_lr_sched", "_with_counter")  # set on `step` by torch's schedulers; older ones the second
@@ -77,7 +79,7 @@ class TorchHost(PlainHost, ReducingHost):
     `epoch` is restored before the first iteration), or anything with `state_dict` and `load_state_dict`. `get_state`
     and `set_state` carry any other state, as plain values and tensors: a GradScaler's `state_dict`, counters.
     `fingerprint` is what must be equal, in addition to architecture and optimizer, for a snapshot to belong to this job
-    (seed, data, batch size).
+    (seed, data, batch size). `ignored` are objects with state of their own that a restart need not restore.
     """
 
     fault_points = {"update.begin": (), "update.end": ()}
@@ -92,13 +94,15 @@ class TorchHost(PlainHost, ReducingHost):
         get_state: Callable[[], Any] = dict,
         set_state: Callable[[Any], None] = lambda state: None,
         fingerprint: Mapping[str, Any] | None = None,
+        ignored: Iterable[Any] = (),
     ) -> None:
         """Creates the optimizer's state. Raises ConfigError, InventoryError or UnsupportedError."""
         require_types(model, optimizer, scheduler)
         self._parallel = model if isinstance(model, DistributedDataParallel) else None
         self._module: torch.nn.Module = model if self._parallel is None else self._parallel.module
         self._optimizer, self._scheduler = optimizer, scheduler
-        self._caller_state = get_state, set_state
+        self._caller_state, self._ignored = (get_state, set_state), tuple(ignored)
+        self._source = sampler
         self._hooks: Hooks | None = None
         self._searched = False  # for schedulers that were not given
         self._updated = 0  # the iteration of the newest update
@@ -144,6 +148,8 @@ class TorchHost(PlainHost, ReducingHost):
         if started:
             shared = {name: one for name, one in self._known.items() if one[0] is not Role.BUFFER}
             self._require_equal({name: (local_part(one[1]), self._placed(*one)[0][0]) for name, one in shared.items()})
+        remedy = functools.partial(lines_to_add, type(self).__name__)
+        self._undeclared = UndeclaredSearch(self._given, remedy, f"rank {rank}", rank == 0 and not context.restart)
         self._say()
 
     # ---- facts ----
@@ -207,6 +213,13 @@ class TorchHost(PlainHost, ReducingHost):
             place = f"rank {self.rank}: iteration {self._iteration}"
             raise changed_since(self._identities, present, place, type(self).__name__)
 
+    def _given(self) -> Given:
+        """What this host captures or ignores."""
+        gradients = [one.grad for one in self._module.parameters() if one.grad is not None]
+        objects = self._parallel, self._module, self._optimizer, self._scheduler, self._source, self._ignored
+        trained = [self._known[name][1] for name in self._background if self._known[name][0] is Role.PARAMETER]
+        return Given(objects, (*gradients, *(one for _, one in self._known.values())), tuple(trained))
+
     def _require_scheduler(self) -> None:
         """Raises StateChangedError if a torch scheduler that the host was not given sets the learning rate."""
         missing = self._scheduler is None and any(hasattr(self._optimizer.step, mark) for mark in _SCHEDULED)
@@ -239,7 +252,10 @@ class TorchHost(PlainHost, ReducingHost):
         self._require_scheduler()
         if self._iteration > 0:  # before the first iteration only the size is needed
             self._watch.mark(self._iteration)
-        return super().small_state()
+        state = super().small_state()
+        if self._iteration > 0:
+            self._undeclared.check(self._iteration, state["caller"]["caller"], *self._caller_state)
+        return state
 
     def _values(self) -> dict[str, Any]:
         return {
@@ -300,6 +316,7 @@ class TorchHost(PlainHost, ReducingHost):
         """Call `hooks` around every update from now on, and reach the fault points."""
         self._hooks = hooks
         self._watch.install(self._optimizer, {name: tensor for name, (_, tensor) in self._known.items()})
+        self._undeclared.begin()
         self._optimizer.register_step_pre_hook(lambda *args: self._before_update())
         self._optimizer.register_step_post_hook(lambda *args: self._after_update(hooks))
 

@@ -3,8 +3,9 @@
 Parameters that the optimizer updates, and its state of them, are copied in the background until `optimizer.step()`: a
 change before it would tear the snapshot. Gradients are not captured, so a backward must not add to gradients that
 existed at the version point. Both raise StateChangedError before the update. Detection relies on `tensor._version`,
-which counts every change in place (also under no_grad), except those through `tensor.data`. An operation on a DTensor
-increments the DTensor's, one on its local tensor the local tensor's; torch's `_foreach` operations on DTensors neither.
+which counts every change in place (also under no_grad), except those through `tensor.data`: of these the capture
+notices what would tear a snapshot (`snapshot.samples`). An operation on a DTensor increments
+the DTensor's, one on its local tensor the local tensor's; torch's `_foreach` operations on DTensors neither.
 
 In: live tensors by name, parameters by name; identities of tensors. Out: nothing, or StateChangedError.
 """

@@ -2,8 +2,9 @@
 
 Invariant: a slot receives the state at the version point. Items that anything but the update may change are copied
 before `start` returns, from copies that the caller kept if that point is past; the others by a thread that `wait` waits
-for before the update. The fencing token is checked before every bucket: a superseded incarnation writes at most the
-bucket it was in. The trainer writes directly into the SMP's slot; nothing is copied twice and no message is sent.
+for before the update. If one of these was changed meanwhile, the version is not sealed (`samples`). The fencing token
+is checked before every bucket: a superseded incarnation writes at most the bucket it was in. The trainer writes
+directly into the SMP's slot; nothing is copied twice and no message is sent.
 
 Parity computed from own replicas (`encode`) comes last, from the same tensors, into a slot of its own, and only of the
 version that is exchanged next, as the SMP has recorded in the segment. It is sealed before the data: a sealed version
@@ -38,6 +39,7 @@ from .claims import SlotClaims
 from .copiers import Copier, as_words, copier_for, flat_bytes
 from .encode import Encoder
 from .layout import CaptureBucket, Layout
+from .samples import CopySamples
 from .segment import NOT_COMPUTED, Segment
 from .slots import SlotState, Version, choose_parity
 
@@ -102,6 +104,7 @@ class Capture:
             self._use(index)
         slots = range(segment.shape.slots)
         self._pieces = [[self._plan_pieces(index, bucket, self._flat) for bucket in layout.buckets] for index in slots]
+        self._samples = CopySamples(layout.background, self._flat)
         self._encoder = Encoder(segment, layout, self._flat, self._copiers)
         # A writer that was stopped within a bucket may resume in it: these buckets are digested from their source.
         self._suspect = {
@@ -158,6 +161,7 @@ class Capture:
         sources = {**self._flat, **{name: flat_bytes(name, one) for name, one in kept.items()}} if kept else None
         for number, bucket in enumerate(self._layout.synchronous):
             self._copy(index, number, bucket, version, sources)
+        self._samples.take()
         self._run_behind(lambda: self._committed(self._background(index, version, started)))
 
     def add_parity(self, version: Version) -> None:
@@ -174,7 +178,8 @@ class Capture:
         self._work.release()
 
     def wait(self) -> float:
-        """The fence: wait until the running capture is sealed. Returns seconds waited; raises the capture's error."""
+        """The fence: wait until the running capture is sealed. Returns seconds waited; raises the capture's error,
+        StateChangedError if what it copied was changed meanwhile."""
         started = time.perf_counter()
         self._idle.wait()
         if self._failure is not None:
@@ -203,6 +208,7 @@ class Capture:
         for copier in self._copiers.values():
             copier.close()
         self._pieces.clear()
+        self._samples.close()
         self._encoder.close()
         self._flat.clear()
 
@@ -236,8 +242,10 @@ class Capture:
 
     def _background(self, index: int, version: Version, started: float) -> Commit:
         offset = len(self._layout.synchronous)
-        for number, bucket in enumerate(self._layout.background, start=offset):
-            self._copy(index, number, bucket, version)
+        for number, bucket in enumerate(self._layout.background):
+            self._copy(index, offset + number, bucket, version)
+            slot = None if (index, offset + number) in self._suspect else self._segment.data(index)
+            self._samples.require_unchanged(number, slot, self._layout.rank, version.iteration)
         if self._layout.parity and self._segment.is_awaited(version):
             self._encode(version)
         self._check_token()

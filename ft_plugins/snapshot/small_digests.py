@@ -24,7 +24,8 @@ _PART_OF = {
     "groups": LedgerPart.GROUPS,
     **dict.fromkeys(("counters", "scalars", "scalers", "scaler", "scheduler"), LedgerPart.COUNTERS),
 }
-_NOT_COMPARED = {"position", "silent", "modes", "graded"}  # how the loop reads, and what the restore itself sets
+# how the loop reads, and what the restore itself sets
+_NOT_COMPARED = {"position", "pace", "silent", "modes", "graded"}
 MANY = 64  # entries
 _CALLER = "caller"  # what the script's own functions return, in the small state of loops of plain torch
 

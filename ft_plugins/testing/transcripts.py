@@ -54,7 +54,7 @@ class TranscriptEntry:
     @cached_property
     def compared(self) -> Mapping[str, Any]:
         """The small state without the data position and the generators."""
-        return _without(self.small, (_POSITION, "silent", "rng", *_GENERATORS))
+        return _without(self.small, (_POSITION, "pace", "silent", "rng", *_GENERATORS))
 
     @cached_property
     def generators(self) -> Mapping[str, Any]:

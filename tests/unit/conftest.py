@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import multiprocessing
 import os
@@ -193,6 +194,7 @@ def node(nodes: Callable[[str], Node]) -> Node:
 def _rank(function: Callable[..., Any], rank: int, world: int, store: str, reply: Connection, args: Any) -> None:
     import torch.distributed as dist
 
+    gc.freeze()  # what earlier tests have left is not this rank's
     try:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         dist.init_process_group(

@@ -34,6 +34,8 @@ from ...snapshot import codec
 from ..forward_edges import follow_forwards, follow_saving
 from ..host_parts import StateItem, StateItems, groups, restore_groups
 from ..observed_inputs import ObservedForwards, digest_of_inputs, plain_number
+from ..undeclared import Undeclared
+from ..undeclared_search import Given, UndeclaredSearch
 from . import naming, state
 from .position import Positions
 from .read_ahead import ReadPace, unproven
@@ -61,6 +63,7 @@ class DeepSpeedHost(DeepSpeedReduction, DeepSpeedStepping, StateItems):
     """
 
     fault_points = dict.fromkeys(("iteration.forward", "update.begin", "update.middle", "update.end"), ())
+    _trains = False  # whether an update was made
 
     def __init__(self, engine: Any, positions: Positions | None = None, shards: ShardGroups | None = None) -> None:
         self.framework = f"DeepSpeed {deepspeed.__version__}"
@@ -71,6 +74,7 @@ class DeepSpeedHost(DeepSpeedReduction, DeepSpeedStepping, StateItems):
         self._rates: list[float] | None = None  # learning rates at the previous version point
         self._scheduler_reported = False
         self.restored = False  # whether the engine holds a restored version, whose data position comes next
+        self._undeclared = UndeclaredSearch(self._given, lines_to_add, f"rank {self.rank}", self.rank == 0)
         self.silent = False  # whether iterations have updates without a forward in training mode
         self.pace: ReadPace | None = None  # of the last iteration, if its reads are followed
         require_supported(engine, self.rank)
@@ -122,7 +126,9 @@ class DeepSpeedHost(DeepSpeedReduction, DeepSpeedStepping, StateItems):
         }
 
     def small_state(self) -> dict[str, Any]:
-        """All state that is not a tensor, at the version point."""
+        """All state that is not a tensor, at the version point. Raises StateChangedError."""
+        if self._trains:
+            self._undeclared.check(self.engine.global_steps)
         optimizer, scheduler = self.engine.optimizer, self.engine.lr_scheduler
         self._report_own_scheduler()
         return {
@@ -136,6 +142,14 @@ class DeepSpeedHost(DeepSpeedReduction, DeepSpeedStepping, StateItems):
             "silent": self.silent,
             "pace": None if self.pace is None else vars(self.pace),
         }
+
+    def _given(self) -> Given:
+        """What the engine consists of. Modules of other stages are left in a pipeline's list of layers."""
+        module = self.engine.module
+        objects = self.engine, vars(self.engine), module, getattr(module, "_layer_specs", None)
+        trained = [one for one in module.parameters() if one.requires_grad]
+        inner = state.inner(self.engine.optimizer)
+        return Given((*objects, self.engine.optimizer, inner), (*self.tensors().values(),), tuple(trained), True)
 
     def _report_own_scheduler(self) -> None:
         """Say once that the script steps a scheduler unknown to DeepSpeed: no optimizer changes its own rates."""
@@ -248,6 +262,7 @@ class DeepSpeedHost(DeepSpeedReduction, DeepSpeedStepping, StateItems):
     def install(self, hooks: Hooks) -> None:
         """Call `hooks` around every update from now on, and reach the fault points."""
         original = self.engine._take_model_step
+        self._undeclared.begin()
 
         def _take_model_step(*args: Any, **kwargs: Any) -> Any:
             iteration = self.engine.global_steps + 1
@@ -255,6 +270,7 @@ class DeepSpeedHost(DeepSpeedReduction, DeepSpeedStepping, StateItems):
             hooks.before_update(iteration)
             faults.reach("update.begin", iteration=iteration)
             outcome = original(*args, **kwargs)
+            self._trains = True
             faults.reach("update.end", iteration=iteration)
             hooks.after_update(iteration)
             return outcome
@@ -305,6 +321,16 @@ def require_encodable_scheduler(scheduler: Any, rank: int) -> None:
             f"rank {rank}: the learning rate scheduler {type(scheduler).__name__} cannot be captured: its state_dict() "
             f"must contain only plain values, tensors and arrays ({error})"
         ) from error
+
+
+def lines_to_add(lost: Sequence[Undeclared]) -> str:
+    """What to do in a DeepSpeed script about `lost` state; about any, if it is empty."""
+    ignored = ", ".join(one.expression for one in lost) or "..."
+    return (
+        "make modules a part of the model, as submodules whose parameters require no gradients, before "
+        "deepspeed.initialize; what the script restores itself, or a restart need not restore, name by "
+        f"`import ft_plugins.deepspeed; ft_plugins.deepspeed.ignore({ignored})`"
+    )
 
 
 def _architecture(module: Any) -> Any:

@@ -1,4 +1,5 @@
-"""For all tests of adapters: end the workers of their loaders with the test."""
+"""For all tests of adapters: nothing is searched that earlier tests have left; the workers of loaders end with the
+test."""
 
 from __future__ import annotations
 
@@ -7,6 +8,13 @@ from collections.abc import Iterator
 
 import pytest
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+
+@pytest.fixture(autouse=True)
+def earlier_objects_are_frozen() -> None:
+    """Hide what imports have made, and what hooks of earlier tests keep alive, from searches of all objects."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

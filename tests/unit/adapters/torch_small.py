@@ -39,10 +39,10 @@ def network() -> torch.nn.Module:
 class Small:
     """A model, its optimizer and host; every iteration has a version point."""
 
-    def __init__(self) -> None:
+    def __init__(self, **given: Any) -> None:
         self.model = network()
         self.optimizer: torch.optim.Optimizer = torch.optim.Adam(self.model.parameters(), 0.1)
-        self.host = TorchHost(self.model, self.optimizer)
+        self.host = TorchHost(self.model, self.optimizer, **given)
         self.session = session_of(self.host)
 
     def backward(self) -> None:

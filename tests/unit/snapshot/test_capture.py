@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ft_plugins import faults
-from ft_plugins.errors import CorruptSlotError, FencedError, InventoryError, SegmentError
+from ft_plugins.errors import CorruptSlotError, FencedError, InventoryError, SegmentError, StateChangedError
 from ft_plugins.model.inventory import Inventory, Item, IterationSpan, Role
 from ft_plugins.snapshot.capture import Capture, Commit
 from ft_plugins.snapshot.copiers import HostCopier, flat_bytes
@@ -552,3 +552,61 @@ def test_what_is_exchanged_next_is_pinned_before_it_is_sealed_if_the_next_captur
     finally:
         capture.close()
         segment.close()
+
+
+# ---- changes that no version counter sees ----
+
+
+@pytest.mark.parametrize("undone", [False, True], ids=["left", "undone before the fence"])
+@pytest.mark.parametrize("suspect", [False, True], ids=["slot", "slot of a superseded writer"])
+def test_weights_swapped_through_data_while_they_are_copied_are_named_and_never_sealed(
+    rig: Rig, undone: bool, suspect: bool
+) -> None:
+    """As averaged weights are for an evaluation between two updates: some tensors are copied before, some after."""
+    swapped, copied = threading.Event(), threading.Event()
+
+    def hold(bucket: int) -> None:
+        if bucket == 2:
+            copied.set()
+            assert_set(swapped)
+
+    capture = rig.capture()
+    capture.start(Version(1, 1), b"")
+    capture.wait()
+    before = contents(rig.tensors)
+    if suspect:
+        numbers = range(len(rig.layout.buckets))
+        capture._suspect = {(slot.index, number) for slot in rig.segment.slots() for number in numbers}
+    capture._copiers[CPU] = Gate(before=hold)
+    capture.start(Version(1, 2), b"")
+    assert_set(copied)
+    own = {name: tensor.clone() for name, tensor in rig.tensors.items()}
+    for tensor in rig.tensors.values():
+        tensor.data.copy_(torch.ones_like(tensor))
+    swapped.set()
+    capture._idle.wait(SECONDS)
+    if undone:
+        for name, tensor in rig.tensors.items():
+            tensor.data.copy_(own[name])
+    with pytest.raises(StateChangedError, match=r"rank 0: '\w+' was changed after the end of iteration 2 "):
+        capture.wait()
+    found = rig.restorable()
+    assert list(found) == [Version(1, 1)] and rig.held(found[Version(1, 1)]) == before
+
+
+def test_a_tensor_that_gets_other_memory_while_it_is_copied_is_captured_as_it_was(rig: Rig) -> None:
+    copied, swapped = threading.Event(), threading.Event()
+
+    def hold(bucket: int) -> None:
+        copied.set()
+        assert_set(swapped)
+
+    capture, before = rig.capture(gate=Gate(before=hold)), contents(rig.tensors)
+    capture.start(Version(1, 1), b"")
+    assert_set(copied)
+    own = rig.tensors["w"].data
+    rig.tensors["w"].data = torch.zeros_like(own)
+    swapped.set()
+    capture.wait()
+    rig.tensors["w"].data = own
+    assert rig.held(rig.restorable()[Version(1, 1)]) == before

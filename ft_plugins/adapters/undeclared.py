@@ -1,0 +1,331 @@
+"""Find training state of a script that belongs to nothing that its host was given. Pure: from live objects to findings.
+
+Invariant: trained state of these kinds is never passed over in silence, and what may be scratch memory is not called
+trained. Tensors decide, not objects: a wrapper whose tensors are all captured, such as a compiled module, is no
+finding.
+
+    trained     an optimizer with state, or of other parameters; an average of weights; a module that has gradients, has
+                changed, or is in training mode with parameters that require gradients; a GradScaler; an object with
+                `state_dict`, or a container of tensors shaped like the model's parameters, whose tensors have changed
+    other       frozen modules, schedulers, generators, loaders in the middle of a pass, objects with `state_dict`,
+                trainers of other libraries, which keep counters of their own
+
+In: live objects, names, what is declared, what `get_state` returned, earlier contents. Out: `Undeclared`s.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from .script_names import Name, Named
+from .script_state import Marks, Returned, holds_values, optimizer_tensors, storage_of, tensors_in
+
+_LIBRARIES = ("torch", "deepspeed", "ft_plugins", "numpy")  # whose own objects with `state_dict` are no finding
+_TRAINERS = {  # classes that count iterations on their own
+    "transformers": ("Trainer",),
+    "accelerate": ("Accelerator",),
+    "lightning": ("Trainer",),
+    "pytorch_lightning": ("Trainer",),
+}
+
+
+class Sort(Enum):
+    """What kind of state an object may hold."""
+
+    OPTIMIZER = "optimizer"
+    MODULE = "module"
+    SCALER = "scaler"
+    SCHEDULER = "scheduler"
+    GENERATOR = "generator"
+    PASS = "pass over a loader"
+    TRAINER = "trainer"
+    STATEFUL = "stateful"
+
+
+_SORTS: tuple[tuple[type | tuple[type, ...], Sort], ...] = (
+    (torch.optim.Optimizer, Sort.OPTIMIZER),
+    (torch.nn.Module, Sort.MODULE),
+    (torch.amp.GradScaler, Sort.SCALER),
+    (LRScheduler, Sort.SCHEDULER),
+    ((torch.Generator, np.random.Generator, np.random.RandomState, random.Random), Sort.GENERATOR),
+    (_BaseDataLoaderIter, Sort.PASS),
+)
+
+
+@dataclass(frozen=True)
+class Declared:
+    """What is captured or ignored: objects by id, tensors by address of their memory; the shapes of what is trained."""
+
+    objects: frozenset[int]
+    storages: frozenset[int]
+    shapes: Mapping[torch.Size, int]
+    follows_loaders: bool = False  # whether the host restores the position of every loader
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is captured, or has no values."""
+        return id(tensor) in self.objects or storage_of(tensor) in self.storages or not holds_values(tensor)
+
+    def covers(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether tensors could be another version of all that is trained."""
+        shapes = Counter(one.shape for one in tensors)
+        return bool(self.shapes) and all(shapes[shape] >= count for shape, count in self.shapes.items())
+
+
+@dataclass(frozen=True)
+class Undeclared:
+    """An object whose state is not captured. `why` it is trained state; '' if it is not known to be."""
+
+    value: Any
+    why: str
+    remark: str = ""
+    name: Name | None = None
+
+    @property
+    def expression(self) -> str:
+        """As the script writes it, or else its class in small letters."""
+        return type(self.value).__name__.lower() if self.name is None else self.name.expression
+
+    @property
+    def who(self) -> str:
+        """Name, class and place, for messages."""
+        kind, name = type(self.value).__name__, self.name
+        return f"a {kind} whose name was not found" if name is None else f"'{name.expression}' ({kind}, {name.place})"
+
+    def __str__(self) -> str:
+        return self.who + (f": {self.why}" if self.why else f", {self.remark}" if self.remark else "")
+
+
+def sorted_out(objects: Iterable[Any]) -> dict[Sort, list[Any]]:
+    """The objects that may hold state, by sort. Visits each object once; asks each class once."""
+    everything = list(objects)
+    sorts = {kind: sort for kind in set(map(type, everything)) if (sort := _sort_of(kind)) is not None}
+    found: dict[Sort, dict[int, Any]] = {sort: {} for sort in Sort}
+    for one in [one for one in everything if type(one) in sorts]:
+        found[sorts[type(one)]][id(one)] = one
+    return {sort: list(ones.values()) for sort, ones in found.items()}
+
+
+def _sort_of(kind: type) -> Sort | None:
+    bases = type.mro(kind) if kind is not type and not issubclass(kind, type) else []
+    for classes, sort in _SORTS:
+        if any(base in (classes if isinstance(classes, tuple) else (classes,)) for base in bases):
+            return sort
+    if any(base.__name__ in _TRAINERS.get(_root(base), ()) for base in bases):
+        return Sort.TRAINER
+    names = {name for base in bases for name in ("state_dict", "load_state_dict") if name in vars(base)}
+    return Sort.STATEFUL if len(names) > 1 and _root(kind) not in _LIBRARIES else None
+
+
+def _root(kind: type) -> str:
+    return str(getattr(kind, "__module__", "")).split(".")[0]
+
+
+def stray_modules(modules: Iterable[torch.nn.Module], declared: Declared) -> list[torch.nn.Module]:
+    """The largest modules of which no parameter is captured, and averages whose counter is not."""
+    known = list(modules)
+    parents = {id(part): one for one in known for part in one._modules.values() if part is not None}
+    tops: dict[int, torch.nn.Module] = {}
+    for one in known:
+        own = any(not declared.has(part) for part in one._parameters.values() if part is not None)
+        if own or (isinstance(one, AveragedModel) and not declared.has(one.n_averaged)):
+            while (parent := parents.get(id(one))) is not None:
+                if any(declared.has(part) for part in parent.parameters() if holds_values(part)):
+                    break
+                one = parent
+            tops[id(one)] = one
+    return [one for one in tops.values() if id(one) not in declared.objects]
+
+
+def containers(
+    names: Mapping[int, Named], declared: Declared, stateful: Iterable[Any]
+) -> Iterator[tuple[Named, list[torch.Tensor]]]:
+    """Named containers and objects with tensors shaped like all that is trained, the smallest first, but for those in
+    `stateful` objects."""
+    seen = {id(part) for one in stateful for part in tensors_in(one)}
+    for one in sorted(names.values(), key=lambda named: named.direct):
+        if id(one.value) in declared.objects or isinstance(one.value, torch.Tensor) or _sort_of(type(one.value)):
+            continue
+        tensors = [part for part in tensors_in(one.value) if not declared.has(part)]
+        if declared.covers(tensors) and not seen.issuperset(map(id, tensors)):
+            seen.update(map(id, tensors))
+            yield one, tensors
+
+
+def tensors_to_mark(live: Mapping[Sort, list[Any]], names: Mapping[int, Named], declared: Declared) -> list[Any]:
+    """The tensors whose change would show that they are trained."""
+    modules = [part for one in stray_modules(live[Sort.MODULE], declared) for part in tensors_in(one)]
+    stateful = [part for one in live[Sort.STATEFUL] for part in tensors_in(one)]
+    contained = [part for _, tensors in containers(names, declared, []) for part in tensors]
+    return [part for part in (*modules, *stateful, *contained) if not declared.has(part)]
+
+
+def undeclared(
+    live: Mapping[Sort, list[Any]],
+    names: Mapping[int, Named],
+    declared: Declared,
+    returned: Returned,
+    marks: Marks,
+) -> list[Undeclared]:
+    """All state that is neither declared nor returned. `marks`: contents when training began."""
+    strays = stray_modules(live[Sort.MODULE], declared)
+    by_value = [one for one in strays if returned.has(dict(one.state_dict()))]
+    storages = {storage_of(part) for one in by_value for part in tensors_in(one)}
+    declared = Declared(declared.objects, declared.storages | storages, declared.shapes, declared.follows_loaders)
+    strays = [one for one in strays if all(one is not other for other in by_value)]
+    found = [
+        *_optimizers(live, declared, returned),
+        *_modules(strays, live, declared, returned, marks),
+        *_scalers(live, declared, returned),
+        *_stateful(live, names, declared, returned, marks),
+        *_containers(live, names, declared, returned, marks),
+    ]
+    found += [
+        *_schedulers(live, declared, returned, {id(one.value) for one in found}),
+        *_generators(names, declared, returned),
+        *([] if declared.follows_loaders else _passes(live, names, declared)),
+        *(Undeclared(one, "", "keeps counters of its own") for one in live[Sort.TRAINER] if _is_free(one, declared)),
+    ]
+    return [replace(one, name=names[id(one.value)].name) if id(one.value) in names else one for one in found]
+
+
+def _is_free(value: Any, declared: Declared) -> bool:
+    return id(value) not in declared.objects
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [one for group in optimizer.param_groups for one in group["params"]]
+
+
+def _optimizers(live: Mapping[Sort, list[Any]], declared: Declared, returned: Returned) -> Iterator[Undeclared]:
+    in_modules = {id(part) for one in live[Sort.MODULE] for part in one._parameters.values()}
+    for one in live[Sort.OPTIMIZER]:
+        if not _is_free(one, declared):
+            continue
+        state = [part for part in optimizer_tensors(one) if not declared.has(part)]
+        updated = [part for part in _parameters_of(one) if part.requires_grad and not declared.has(part)]
+        if state and not returned.has(one.state_dict()):
+            yield Undeclared(one, "it is an optimizer with state")
+        elif updated and (not one.state or any(id(part) not in in_modules for part in updated)):
+            yield Undeclared(one, f"it updates {len(updated)} parameters that no snapshot has")
+
+
+def _modules(
+    strays: list[torch.nn.Module], live: Mapping[Sort, list[Any]], declared: Declared, returned: Returned, marks: Marks
+) -> Iterator[Undeclared]:
+    optimized = {
+        id(part) for one in live[Sort.OPTIMIZER] if _is_free(one, declared) for part in _parameters_of(one)
+    }  # fmt: skip
+    for one in strays:
+        why = _trained(one, declared, optimized, marks)
+        missing = [name for name, part in _named_tensors(one) if storage_of(part) not in returned.storages]
+        whole = len(list(_named_tensors(one)))
+        if why and 0 < len(missing) < whole:
+            why += f"; get_state returns {whole - len(missing)} of its {whole} tensors, without '{missing[0]}'"
+        yield Undeclared(one, why, "" if why else "unchanged so far")
+
+
+def _named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _trained(module: torch.nn.Module, declared: Declared, optimized: set[int], marks: Marks) -> str:
+    """Why the tensors of a module are trained; '' if they may be frozen."""
+    parameters = [one for one in module.parameters() if not declared.has(one)]
+    if isinstance(module, AveragedModel):
+        return "it averages weights"
+    if any(id(one) in optimized for one in parameters):
+        return "an optimizer updates it"
+    if any(one.grad is not None for one in parameters):
+        return "its parameters have gradients"
+    if any(marks.changed(one) for one in tensors_in(module) if not declared.has(one)):
+        return "it has changed since training began"
+    training = any(one.requires_grad for part in module.modules() if part.training for one in part._parameters.values()
+                   if one is not None and not declared.has(one))  # fmt: skip
+    return "it is in training mode, and its parameters require gradients" if training else ""
+
+
+def _scalers(live: Mapping[Sort, list[Any]], declared: Declared, returned: Returned) -> Iterator[Undeclared]:
+    for one in live[Sort.SCALER]:
+        used = one.is_enabled() and getattr(one, "_scale", None) is not None
+        if used and _is_free(one, declared) and not returned.has(one.state_dict()):
+            yield Undeclared(one, "its scale changes")
+
+
+def _changed(tensors: list[torch.Tensor], marks: Marks, returned: Returned) -> bool:
+    return any(marks.changed(one) and not returned.has_tensor(one) for one in tensors)
+
+
+def _stateful(
+    live: Mapping[Sort, list[Any]], names: Mapping[int, Named], declared: Declared, returned: Returned, marks: Marks
+) -> Iterator[Undeclared]:
+    for one in live[Sort.STATEFUL]:
+        if not _is_free(one, declared) or (declared.follows_loaders and hasattr(one, "__iter__")):
+            continue
+        if _changed([part for part in tensors_in(one) if not declared.has(part)], marks, returned):
+            yield Undeclared(one, "its tensors have changed since training began")
+        elif id(one) in names and id(one) not in returned.referenced:
+            yield Undeclared(one, "")
+
+
+def _containers(
+    live: Mapping[Sort, list[Any]], names: Mapping[int, Named], declared: Declared, returned: Returned, marks: Marks
+) -> Iterator[Undeclared]:
+    for one, tensors in containers(names, declared, live[Sort.STATEFUL]):
+        if _changed(tensors, marks, returned):
+            yield Undeclared(one.value, "it holds tensors shaped like the parameters, which are changed in training")
+        elif not all(marks.marked(part) or returned.has_tensor(part) for part in tensors):
+            yield Undeclared(one.value, "", "holds tensors shaped like the parameters")
+
+
+def _schedulers(
+    live: Mapping[Sort, list[Any]], declared: Declared, returned: Returned, lost: set[int]
+) -> Iterator[Undeclared]:
+    """Those of optimizers that are not `lost` as well."""
+    for one in live[Sort.SCHEDULER]:
+        of_lost = id(getattr(one, "optimizer", None)) in lost
+        if _is_free(one, declared) and not of_lost and id(one) not in returned.referenced:
+            yield Undeclared(one, "")
+
+
+def _generators(names: Mapping[int, Named], declared: Declared, returned: Returned) -> Iterator[Undeclared]:
+    defaults = {id(one) for one in (*_default_generators(),)}
+    for one in names.values():
+        generator = _sort_of(type(one.value)) is Sort.GENERATOR and not isinstance(one.value, random.SystemRandom)
+        if generator and id(one.value) not in defaults | returned.referenced and _is_free(one.value, declared):
+            yield Undeclared(one.value, "")
+
+
+def _default_generators() -> Iterator[Any]:
+    """The generators of the process, which hosts restore."""
+    yield torch.default_generator
+    yield from getattr(torch.cuda, "default_generators", ())
+    yield getattr(random, "_inst", None)
+    yield getattr(np.random.mtrand, "_rand", None)
+
+
+def _passes(live: Mapping[Sort, list[Any]], names: Mapping[int, Named], declared: Declared) -> Iterator[Undeclared]:
+    loaders = [one for one in names.values() if isinstance(one.value, DataLoader)]
+    for one in live[Sort.PASS]:
+        sampler = one._index_sampler
+        if id(sampler) in declared.objects or not one._num_yielded:
+            continue
+        try:
+            ended = one._num_yielded >= len(sampler)
+        except (TypeError, NotImplementedError):
+            ended = False
+        if not ended:
+            loader = next((each.value for each in loaders if each.value._index_sampler is sampler), one)
+            yield Undeclared(loader, "", "in the middle of a pass")

@@ -1,0 +1,310 @@
+"""What is trained state of a script that nothing captures, and what is not: over lists of objects, with no process."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader
+
+from ft_plugins.adapters.script_names import Name, named
+from ft_plugins.adapters.script_state import Marks, Returned, storage_of, tensors_in
+from ft_plugins.adapters.undeclared import Declared, Undeclared, sorted_out, tensors_to_mark, undeclared
+
+
+def network() -> torch.nn.Sequential:
+    return torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
+
+
+def average(model: torch.nn.Module) -> AveragedModel:
+    return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+
+
+class Script:
+    """A model and an optimizer that are captured, and whatever else a test puts in the script's variables."""
+
+    def __init__(self) -> None:
+        self.model = network()
+        self.optimizer = torch.optim.Adam(self.model.parameters())
+        self.variables: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
+        self.hidden: list[Any] = []  # objects without a name
+        self.marks = Marks()
+
+    def declared(self, *ignored: Any, storages: Iterable[int] = ()) -> Declared:
+        objects = (self.model, self.optimizer, *ignored)
+        tensors = [one for each in objects for one in tensors_in(each)]
+        shapes: dict[torch.Size, int] = {}
+        for one in self.model.parameters():
+            shapes[one.shape] = shapes.get(one.shape, 0) + 1
+        ids = frozenset(map(id, (*objects, *tensors)))
+        return Declared(ids, frozenset(map(storage_of, tensors)) | frozenset(storages), shapes)
+
+    @property
+    def _live(self) -> Any:
+        known = [one.value for one in self._names.values()]
+        modules = [part for one in (*known, *self.hidden) if isinstance(one, torch.nn.Module) for part in one.modules()]
+        return sorted_out([*known, *self.hidden, *modules])
+
+    @property
+    def _names(self) -> Any:
+        return named([("a global", self.variables)])
+
+    def begin(self) -> None:
+        self.marks.mark(tensors_to_mark(self._live, self._names, self.declared()))
+
+    def update(self) -> None:
+        self.model(torch.ones(2, 4)).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def found(self, get_state: Callable[[], Any] = dict, ignored: Iterable[Any] = ()) -> dict[str, str]:
+        """Why something is trained state, '' if it is not, by name."""
+        returned = Returned(get_state(), get_state)
+        declared = self.declared(*ignored, storages=returned.storages)
+        all_found = undeclared(self._live, self._names, declared, returned, self.marks)
+        return {one.expression: one.why for one in all_found}
+
+
+def trained(script: Script, **variables: Any) -> dict[str, str]:
+    script.variables |= variables
+    return {name: why for name, why in script.found().items() if why}
+
+
+def test_a_model_its_optimizer_and_wrappers_of_both_are_no_finding() -> None:
+    script = Script()
+    script.begin()
+    script.update()
+
+    class Wrapper(torch.optim.Optimizer):
+        """As Accelerate's, which hands on the optimizer's own state."""
+
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            self.inner = inner
+
+        state = property(lambda self: self.inner.state)  # type: ignore[assignment]
+        param_groups = property(lambda self: self.inner.param_groups)  # type: ignore[assignment]
+
+    script.variables |= {"compiled": torch.nn.ModuleList([script.model]), "wrapped": Wrapper(script.optimizer)}
+    assert script.found() == {}
+
+
+def test_an_average_of_the_weights_is_named_with_its_name_and_class() -> None:
+    script = Script()
+    script.variables["ema"] = average(script.model)
+    assert script.found() == {"ema": "it averages weights"}
+    text = str(Undeclared(script.variables["ema"], "it averages weights", name=Name("ema", "a global")))
+    assert text == "'ema' (AveragedModel, a global): it averages weights"
+
+
+RETURNS: dict[str, Callable[[Any], Any]] = {
+    "state_dict": lambda ema: {"ema": ema.state_dict()},
+    "as a dict": lambda ema: {"ema": dict(ema.state_dict())},
+    "with other keys": lambda ema: {f"ema.{name}": one for name, one in ema.state_dict().items()},
+    "copies": lambda ema: {"more": [{name: one.clone() for name, one in ema.state_dict().items()}]},
+    "arrays": lambda ema: {name: one.numpy() for name, one in ema.state_dict().items()},
+}
+
+
+@pytest.mark.parametrize("form", RETURNS)
+def test_what_get_state_returns_is_declared_in_any_form(form: str) -> None:
+    script = Script()
+    ema = script.variables["ema"] = average(script.model)
+    script.update()
+    ema.update_parameters(script.model)
+    assert script.found(lambda: RETURNS[form](ema)) == {}
+
+
+def test_what_get_state_returns_only_in_part_is_named_with_what_is_missing() -> None:
+    script = Script()
+    ema = script.variables["ema"] = average(script.model)
+    ema.update_parameters(script.model)
+    why = script.found(lambda: dict(ema.module.state_dict()))["ema"]
+    assert why == "it averages weights; get_state returns 4 of its 5 tensors, without 'n_averaged'"
+
+
+def test_the_other_half_of_a_gan_is_named_and_its_optimizer() -> None:
+    script = Script()
+    critic = network()
+    optimizer = torch.optim.Adam(critic.parameters())
+    critic(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    found = trained(script, models={"critic": critic}, optimizers=[script.optimizer, optimizer])
+    assert found == {
+        "optimizers[1]": "it is an optimizer with state", "models['critic']": "an optimizer updates it"
+    }  # fmt: skip
+    state = {"critic": critic.state_dict(), "optimizer": optimizer.state_dict()}
+    assert script.found(lambda: state) == {}
+    assert script.found(ignored=[critic, optimizer]) == {}
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_an_optimizer_without_state_is_named_if_it_updates_what_nothing_captures(alone: bool) -> None:
+    script = Script()
+    temperature = torch.nn.Parameter(torch.ones(1))
+    parameters = [temperature] if alone else list(script.model.parameters())
+    found = trained(script, tuner=torch.optim.SGD(parameters, 0.1))
+    assert found == ({"tuner": "it updates 1 parameters that no snapshot has"} if alone else {})
+
+
+def _through_data(model: torch.nn.Module, frozen: torch.nn.Module) -> None:
+    for mean, one in zip(frozen.parameters(), model.parameters(), strict=True):
+        mean.data.mul_(0.9).add_(one.data, alpha=0.1)
+
+
+def _in_place(model: torch.nn.Module, frozen: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for mean, one in zip(frozen.parameters(), model.parameters(), strict=True):
+            mean.mul_(0.9).add_(one, alpha=0.1)
+
+
+@pytest.mark.parametrize("change", [_through_data, _in_place, None])
+@pytest.mark.parametrize("graded", [True, False])
+def test_a_frozen_module_is_trained_state_once_it_has_changed(
+    change: Callable[[Any, Any], None] | None, graded: bool
+) -> None:
+    """A teacher that is left as it is never is, also if no one turned its gradients off."""
+    script = Script()
+    teacher = script.variables["teacher"] = copy.deepcopy(script.model).eval().requires_grad_(graded)
+    script.begin()
+    script.update()
+    if change is not None:
+        change(script.model, teacher)
+    assert script.found() == {"teacher": "" if change is None else "it has changed since training began"}
+
+
+def test_a_module_in_training_mode_whose_parameters_require_gradients_is_trained_state() -> None:
+    script = Script()
+    head = torch.nn.Linear(2, 2)
+    script.begin()
+    assert trained(script, head=head) == {"head": "it is in training mode, and its parameters require gradients"}
+    assert trained(script, head=head.requires_grad_(False)) == {}
+    head.requires_grad_().eval()(torch.ones(1, 2)).sum().backward()
+    assert trained(script) == {"head": "its parameters have gradients"}
+
+
+def test_of_a_module_with_the_model_in_it_only_the_rest_is_named() -> None:
+    script = Script()
+    pair = torch.nn.ModuleDict({"model": script.model, "other": network()})
+    assert list(trained(script, pair=pair)) == ["pair.other"]
+
+
+def test_modules_without_parameters_or_without_memory_are_no_finding() -> None:
+    script = Script()
+    with torch.device("meta"):
+        planned = network()
+    script.variables |= {"planned": planned, "metric": torch.nn.Dropout()}
+    assert script.found() == {}
+
+
+def test_an_object_without_a_name_is_named_by_its_class() -> None:
+    script = Script()
+    script.hidden.append(average(script.model))
+    assert list(script.found()) == ["averagedmodel"]
+
+
+def test_a_scaler_that_is_used_is_trained_state() -> None:
+    script = Script()
+    used, idle, off = (torch.amp.GradScaler("cpu", enabled=on) for on in (True, True, False))
+    used.scale(torch.ones(1))
+    assert trained(script, used=used, idle=idle, off=off) == {"used": "its scale changes"}
+    assert script.found(lambda: {"scaler": used.state_dict()}) == {}
+    assert script.found(lambda: {"scale": used.get_scale()}) == {"used": "its scale changes"}
+
+
+def test_generators_of_the_script_are_listed_those_of_the_process_are_not() -> None:
+    script = Script()
+
+    class Data:
+        def __init__(self) -> None:
+            self.rng = np.random.default_rng(5)
+
+    mine = torch.Generator()
+    script.variables |= {
+        "mine": mine, "data": Data(), "old": np.random.RandomState(1), "dice": random.Random(1), "torch_default":
+        torch.default_generator, "hidden": random._inst, "system": random.SystemRandom(), "np_default":
+        np.random.mtrand._rand
+    }  # type: ignore[attr-defined]  # fmt: skip
+    assert script.found() == {"mine": "", "data.rng": "", "old": "", "dice": ""}
+    script.variables = {"mine": mine}
+    assert script.found(lambda: {"mine": mine.get_state()}) == {}
+
+
+def test_a_dictionary_of_averaged_weights_is_trained_state() -> None:
+    script = Script()
+    ema = script.variables["ema"] = {name: one.detach().clone() for name, one in script.model.named_parameters()}
+    counter = script.variables["counter"] = {"samples": torch.zeros(3)}
+    script.begin()
+    script.update()
+    for name, one in script.model.named_parameters():
+        ema[name].mul_(0.9).add_(one.detach(), alpha=0.1)
+    counter["samples"] += 1
+    assert script.found() == {"ema": "it holds tensors shaped like the parameters, which are changed in training"}
+    assert script.found(lambda: {"ema": ema}) == {}
+    assert script.found(lambda: {name: one.clone() for name, one in ema.items()}) == {}
+    assert script.found(ignored=list(ema.values())) == {}
+
+
+def test_tensors_of_one_iteration_are_not_taken_for_trained_state() -> None:
+    script = Script()
+    script.begin()
+    script.model(torch.ones(1, 4)).sum().backward()
+    script.variables |= {"norms": [one.norm() for one in script.model.parameters()]}
+    script.variables |= {"gradients": [one.grad.clone() for one in script.model.parameters() if one.grad is not None]}
+    assert script.found() == {"gradients": ""}
+
+
+class Average:
+    """An average of a library: no module, but with `state_dict`."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        self.means = [one.detach().clone() for one in parameters]
+
+    def state_dict(self) -> Any:
+        return {"means": self.means}
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+def test_an_object_with_state_is_trained_state_if_its_tensors_change() -> None:
+    script = Script()
+    mean = script.variables["mean"] = Average(script.model.parameters())
+    script.begin()
+    assert script.found() == {"mean": ""}
+    mean.means[0].data.add_(1)
+    assert script.found() == {"mean": "its tensors have changed since training began"}
+    assert script.found(lambda: mean.state_dict()) == {}
+    assert script.found(ignored=[mean, *mean.means]) == {}
+
+
+def test_a_loader_in_the_middle_of_a_pass_is_listed() -> None:
+    script = Script()
+    loader, ended = (DataLoader(list(range(6))) for _ in range(2))
+    passes = iter(loader), iter(ended)
+    next(passes[0])
+    list(passes[1])
+    script.variables |= {"loader": loader, "ended": ended}
+    script.hidden.extend(passes)
+    assert script.found() == {"loader": ""}
+
+
+def test_schedulers_and_trainers_that_count_on_their_own_are_listed() -> None:
+    script = Script()
+    trainer = type("Trainer", (), {"__module__": "transformers.trainer"})()
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(torch.optim.SGD(script.model.parameters(), 0.1), 0.9)
+    script.variables |= {"trainer": trainer, "scheduler": scheduler}
+    assert script.found() == {"scheduler": "", "trainer": ""}
+
+
+def test_an_object_is_named_by_a_variable_before_a_part_and_by_the_innermost_function() -> None:
+    thing = random.Random(1)
+    box = {"thing": thing}
+    names = named([("a variable of main()", {"box": box, "__doc__": thing}), ("a global", {"thing": thing})])
+    assert names[id(thing)].name == Name("thing", "a global")
+    assert named([("a global", {"box": box})])[id(thing)].name == Name("box['thing']", "a global")

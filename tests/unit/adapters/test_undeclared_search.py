@@ -1,0 +1,179 @@
+"""The search of a running loop: an error at the first version point, or one line; what seemed frozen is watched."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.swa_utils import AveragedModel
+
+from ft_plugins.adapters import undeclared_search
+from ft_plugins.errors import StateChangedError
+from tests.unit.adapters.torch_small import Small
+
+Ranks = Callable[..., list[Any]]
+
+
+class Given(Small):
+    """A small loop with an average or the like next to it."""
+
+    def iterate(self) -> None:
+        self.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def test_an_average_that_nothing_returns_ends_the_loop_before_the_first_version() -> None:
+    small = Given()
+    ema = AveragedModel(small.model)
+    done: list[int] = []
+
+    def body(step: int) -> None:
+        done.append(step)
+        small.iterate()
+        ema.update_parameters(small.model)
+
+    with pytest.raises(StateChangedError) as caught:
+        small.run(body)
+    words = str(caught.value)
+    assert done == [1] and words.startswith("rank 0: iteration 1: the script has training state")
+    assert "'ema' (AveragedModel, a variable of test_an_average_that_nothing_returns" in words
+    assert "add TorchHost(..., get_state=lambda: {'ema': dict(ema.state_dict())}" in words
+    assert "set_state=lambda state: ema.load_state_dict(state['ema']))" in words
+    assert "TorchHost(..., ignored=[ema])" in words
+
+
+@pytest.mark.parametrize("answer", ["get_state", "ignored"])
+def test_the_lines_that_such_an_error_names_are_accepted(answer: str) -> None:
+    first = Given()
+    ema = AveragedModel(first.model)
+    del first
+    lines: dict[str, dict[str, Any]] = {
+        "get_state": {
+            "get_state": lambda: {"ema": dict(ema.state_dict())},
+            "set_state": lambda state: ema.load_state_dict(state["ema"]),
+        },
+        "ignored": {"ignored": [ema]},
+    }
+    small = Given(**lines[answer])
+
+    def body(step: int) -> None:
+        small.iterate()
+        ema.update_parameters(small.model)
+
+    small.run(body)
+
+
+def test_what_is_dropped_but_not_collected_yet_is_not_named() -> None:
+    small = Given()
+    gc.disable()
+    try:
+        dropped = AveragedModel(small.model)
+        dropped.cycle = [dropped]  # type: ignore[assignment]
+        del dropped
+        small.run(lambda step: small.iterate(), 2)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("from_step", [1, 4])
+def test_a_frozen_module_is_listed_once_and_named_as_soon_as_it_changes(
+    from_step: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = Given()
+    teacher = copy.deepcopy(small.model).requires_grad_(False).eval()
+    small.host._undeclared.begin()
+    done: list[int] = []
+
+    def body(step: int) -> None:
+        done.append(step)
+        small.iterate()
+        if step >= from_step:
+            for mean, one in zip(teacher.parameters(), small.model.parameters(), strict=True):
+                mean.data.mul_(0.9).add_(one.data, alpha=0.1)
+
+    with pytest.raises(StateChangedError, match=rf"iteration {from_step}: .*'teacher' \(Sequential, a variable of"):
+        small.run(body)
+    assert done[-1] == from_step
+    assert capsys.readouterr().out.count("not captured, because") == (from_step > 1)
+
+
+def test_what_may_matter_is_listed_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    small = Given()
+    noise, teacher = torch.Generator(), copy.deepcopy(small.model).requires_grad_(False).eval()
+    small.run(lambda step: small.iterate())
+    lines = [line for line in capsys.readouterr().out.splitlines() if "not captured, because" in line]
+    assert len(lines) == 1
+    assert "'noise' (Generator, a variable of test_what_may" in lines[0] and "'teacher' (Sequential" in lines[0]
+    assert "get_state" in lines[0] and (noise, teacher)
+
+
+def test_state_of_another_host_of_the_process_is_declared() -> None:
+    one, other = Given(), Given()
+    one.run(lambda step: one.iterate(), 2)
+    other.run(lambda step: other.iterate(), 2)
+
+
+def _deepspeed(rank: int, world: int, answer: str) -> str:
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    from ft_plugins.adapters.deepspeed.core import DeepSpeedHost
+    from tests.unit.adapters.deepspeed_engines import Ignoring, built, train
+
+    engine = built(rank, world, 0, stage=1, bf16=True)
+    mean = copy.deepcopy(engine.module).requires_grad_(False)
+    host = DeepSpeedHost(engine)
+    if answer == "ignored":
+        import ft_plugins.deepspeed
+
+        ft_plugins.deepspeed.ignore(mean)
+    host.install(Ignoring(host, lambda host, step: None))
+
+    def before(step: int) -> None:
+        if step > 1:
+            host.small_state()
+        if answer != "frozen":
+            for one, other in zip(mean.parameters(), engine.module.parameters(), strict=True):
+                one.data.mul_(0.9).add_(other.data)
+
+    try:
+        train(engine, 3, before)
+    except StateChangedError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("answer", ["none", "ignored", "frozen"])
+def test_an_average_next_to_a_deepspeed_engine_is_named_unless_it_is_ignored(ranks: Ranks, answer: str) -> None:
+    pytest.importorskip("deepspeed")
+    [words] = ranks(_deepspeed, 1, answer)
+    if answer != "none":
+        assert words == ""
+    else:
+        assert words.startswith("rank 0: iteration 1: the script has training state") and "'mean' (Sequential" in words
+        assert "make modules a part of the model" in words and "ft_plugins.deepspeed.ignore(mean)" in words
+
+
+def test_what_the_script_has_of_its_variables_stays() -> None:
+    """`locals()` is the dictionary that the search reads as well, before Python 3.13."""
+    small = Given()
+    variables = locals()
+    small.run(lambda step: small.iterate(), 2)
+    assert variables["small"] is small
+
+
+def test_a_search_holds_no_object_of_the_script() -> None:
+    small = Given()
+    teacher = copy.deepcopy(small.model).requires_grad_(False).eval()
+    small.run(lambda step: small.iterate(), 2)
+    gone = weakref.ref(teacher)
+    del teacher
+    gc.collect()
+    assert gone() is None
+    small.run(lambda step: small.iterate(), 2)
+    assert undeclared_search._ignored == []
