@@ -5,8 +5,8 @@ list raises an InventoryError on encoding, with its place in the state. Nesting 
 each level of tuples takes a decoder of its own and a part of the thread's stack.
 
 Types must match exactly: a subclass that is not on the list (nn.Parameter, a dict of one's own) would be decoded as its
-base class, so it is rejected. A named tuple is decoded as the class of that name that the program has already loaded; no
-module is imported and no method of the class is called.
+base class, so it is rejected. A named tuple is decoded as the class of that name that the program has already loaded:
+no module is imported, and no method of the class is called.
 
 In: nested dicts and lists of None, bool, int (any size), float, str, bytes, tuple, named tuple, OrderedDict (with its
 attributes: a module's `state_dict` has `_metadata`), defaultdict of a built-in type, Counter, torch.Size, numpy arrays
@@ -151,8 +151,9 @@ def _plain(value: Any, place: Place, enums: Mapping[type[Enum], str], left: int)
     if kind is Counter:
         return _extension(_COUNTER, _pairs(value, place, enums, left - 1))
     if kind is OrderedDict:
-        attributes = {key: _plain(part, ((place, key), _ATTRIBUTE), enums, left - 1) for key, part in vars(value).items()}
-        return _extension(_ORDERED, [_pairs(value, place, enums, left - 1), attributes])
+        attributes = vars(value).items()
+        plain = {key: _plain(part, ((place, key), _ATTRIBUTE), enums, left - 1) for key, part in attributes}
+        return _extension(_ORDERED, [_pairs(value, place, enums, left - 1), plain])
     if kind is defaultdict and (value.default_factory is None or value.default_factory in _FACTORIES.values()):
         factory = value.default_factory and value.default_factory.__name__
         return _extension(_DEFAULT, [factory, _pairs(value, place, enums, left - 1)])
@@ -191,7 +192,9 @@ def _fields(kind: type) -> tuple[str, ...]:
 def _named_tuple(module: str, name: str, fields: list[str], parts: list[Any]) -> Any:
     kind = _loaded(module, name)
     if not (isinstance(kind, type) and issubclass(kind, tuple) and _fields(kind) == tuple(fields)):
-        raise ProtocolError(f"small state contains a {module}.{name}, which this program does not have with these fields")
+        raise ProtocolError(
+            f"small state contains a {module}.{name}, which the program does not have with these fields"
+        )
     return tuple.__new__(kind, parts)
 
 

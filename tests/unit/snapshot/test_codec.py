@@ -220,7 +220,7 @@ def test_a_default_comes_back_and_a_named_tuple_has_its_names() -> None:
 def test_a_named_tuple_that_the_program_no_longer_has_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     encoded = encode(Pair(1, 2))
     monkeypatch.setitem(globals(), "Pair", collections.namedtuple("Pair", "left middle right"))
-    with pytest.raises(ProtocolError, match="test_codec.Pair, which this program does not have with these fields"):
+    with pytest.raises(ProtocolError, match="test_codec.Pair, which the program does not have with these fields"):
         decode(encoded)
 
 
