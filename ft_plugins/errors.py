@@ -13,6 +13,7 @@
     ├── ProtocolError          a peer sent something malformed, or did not answer in time
     ├── ProtectionError        protection is required but not available
     ├── ResumeError            captured state does not belong to this job as it is now
+    │   └── LoopError          the loop did not continue where the restored state is
     ├── StorageError           a checkpoint in storage is damaged, or not what its reader expects
     ├── BusyError              another ft-run owns this job on this node
     ├── ReplicaError           replicas are mismatched or non-finite, and the job must return to an earlier version
@@ -85,6 +86,10 @@ class ProtectionError(FtError):
 
 class ResumeError(FtError):
     """Captured state does not belong to this job as it is now."""
+
+
+class LoopError(ResumeError):
+    """The loop did not continue where the restored state is: the script must be changed."""
 
 
 class StorageError(FtError):

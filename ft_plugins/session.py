@@ -17,19 +17,22 @@ from typing import TYPE_CHECKING, Any, cast
 
 from . import faults
 from .config import Config, LaunchContext, launch_context
-from .errors import ConfigError, FencedError, FtError, ProtectionError, ResumeError, StateChangedError
+from .errors import ConfigError, FencedError, FtError, LoopError, ProtectionError, ResumeError, StateChangedError
 from .events import Events, catalogue, file_sink, log_sink, say
 from .model import imported
 from .model.host import Checking, Host
+from .model.observation import ObservedHost
 from .model.progress import FollowedHost, WorkPhase
 from .model.timeline import SenderFacts
 from .systems.carried import CarryingHost
 from .systems.claim import LossRecord, claim_memory, join_ranks, require_arguments, require_one_job
 from .systems.disconnection import Disconnection
 from .systems.followed import ProgressReport
+from .systems.iteration_ledger import IterationLedger, learning_rate_of
 from .systems.reft import DEGRADED, PeerDegraded, Reft
 from .systems.start_record import StartRecord
 from .systems.synchronizer import Synchronizer, synchronizer_of
+from .systems.transcript import Transcript
 
 if TYPE_CHECKING:  # imports much that ranks without BAFT do not need
     from .bubbles.profile import Profiling
@@ -54,7 +57,7 @@ class Session:
         faults.arm(config.faults, rank=host.rank, restart=context.restart)
         self._reft: Reft | None = None
         self._pending: dict[str, Any] | None = None  # small state whose data position and RNG are still to be restored
-        self._lineage = 0  # that the last `resume` opened
+        self._lineage = self._restored = 0  # that the last `resume` opened, and the version that it restored
         self._degraded: Reft | None = None  # no longer captures, but still records completed iterations
         self._loss = LossRecord(context, config.max_unprotected_steps)
         self._disconnection = Disconnection()
@@ -67,8 +70,15 @@ class Session:
         if config.baft is not None or profiling is not None:
             self.measured = self._measurement(profiling)
         self._carrying = CarryingHost(host)
+        self._transcript: Transcript | None = None
+        if config.transcript_dir is not None:
+            self._transcript = Transcript(config.transcript_dir, cast(Host, self._carrying))
         self._sync: Synchronizer | None = None
         self.progress = ProgressReport()
+        self._rate = learning_rate_of(host)
+        # replicas that train at their own pace have no iterations in common with their versions
+        own_pace = config.sync is not None and config.sync.policy == "a_edit"
+        self.ledger = IterationLedger(host.rank, config.on_difference, self._events, keeps=not own_pace)
         self._ended = 0  # iterations of this incarnation
         self._deferred = 0  # the version whose tensors are captured during the next one
         try:
@@ -106,7 +116,8 @@ class Session:
     def _start_reft(self) -> None:
         """Start REFT on every rank or on none. Raises an FtError, on all ranks, if training may not begin."""
         require_one_job(self._host, self._config, self._collective)
-        claimed = claim_memory(cast(Host, self._carrying), self._config, self._context, self._collective, self._events)
+        host = cast(Host, self._carrying)
+        claimed = claim_memory(host, self._config, self._context, self._collective, self._events, self.ledger)
         if isinstance(claimed, FtError):
             self._degrade(claimed)
         else:
@@ -140,6 +151,8 @@ class Session:
             return loaded
         plan, self._pending = self._reft.resume(self._config.resume, loaded)
         self._lineage = plan.lineage
+        if self._transcript is not None:
+            self._transcript.lineage = plan.lineage
         if self._loss.clear() and not plan.fresh:  # an earlier incarnation lost protection
             self._events.emit(catalogue.PROTECTION_RESTORED, reason="snapshots are taken again")
         if self._host.rank == 0:
@@ -147,12 +160,15 @@ class Session:
         exchange = self._reft.exchange
         if self.measured is not None and exchange.copies is not None:
             self.measured.use_gate(self._reft.gate, exchange.copies, exchange.links)
-        return plan.version.iteration if plan.version else loaded
+        self._restored = plan.version.iteration if plan.version else loaded
+        return self._restored
 
     def _restore_position(self) -> None:
         if self._pending is not None:
             self._carrying.restore_position(self._pending)
             self._pending = None
+            if self._transcript is not None:
+                self._transcript.restored(self._restored)
 
     def _continues(self, step: int, last: int) -> bool:
         return step < last if self._sync is None else self._sync.continues(step, last)
@@ -186,6 +202,7 @@ class Session:
         """An iteration begins. The first call restores data position and RNG."""
         self._restore_position()
         self.iteration = step
+        self.ledger.begin(step)
         self.progress.words.begin(step)
         if self.measured is not None:
             self.measured.iteration_begin(step)
@@ -202,6 +219,7 @@ class Session:
         self._fenced = step
         if self._reft is not None:
             self._guarded(lambda reft: reft.before_update(step, self._version(step)))
+            self.ledger.fence(self._rate())
         if (sync := self._sync) is not None:
             self._synchronize(sync, lambda sync: sync.before_update(step))
             if self._reft is not None and (version := self._version(step - 1)):  # it is sealed, its verdict known
@@ -234,6 +252,9 @@ class Session:
         self.progress.words.edge(WorkPhase.VERSION_POINT)
         if self.measured is not None:
             self.measured.bubbles_end()
+        if self._transcript is not None:
+            deferred = self._sync is not None and self._sync.defers(step)
+            self._transcript.completed(step, self.ledger.seen(), self.progress.words.long_phases, deferred)
         self._version_point(step)
         if self.measured is not None:
             self.measured.iteration_end(step)
@@ -244,6 +265,14 @@ class Session:
         self._ended += 1
         if self._ended == imported.AFTER_ITERATIONS:
             self._write_imported()
+        if step == self._config.stop_after:
+            self._stop()
+
+    def _stop(self) -> None:
+        """End in order after the last wanted iteration, once every rank has come so far."""
+        self._collective.barrier()
+        self.shutdown()
+        raise SystemExit(0)
 
     def _write_imported(self) -> None:
         """Write down what this rank has imported, for standby workers; without that there are none."""
@@ -260,6 +289,8 @@ class Session:
                 self._events.emit(catalogue.RANKS_DISCONNECTED, peer=lost.rank, reason=lost.reason)
             if version:
                 self._guarded(lambda reft: self._defer(reft, version) if later else reft.iteration_end(version))
+            else:
+                self.ledger.end(step, None)
             return
         if self._degraded is not None and version:
             self._degraded.record_completed(version)
@@ -280,6 +311,7 @@ class Session:
     def shutdown(self) -> None:
         """The orderly end of training; a lost SMP does not fail it. Idempotent."""
         self.progress.end()
+        self.ledger.summarize()
         if self._sync is not None:
             self._wait_for_capture()  # the synchronizer may change tensors
             self._sync.shutdown()
@@ -293,13 +325,13 @@ class Session:
         """Call REFT. If it fails, protection degrades and training continues, on all ranks.
 
         The other ranks stop capturing too, so that the last version that all of them hold stays. Raises FencedError;
-        StateChangedError, which only the author of the loop can fix; ProtectionError if protection is required, unless
-        training is `over`.
+        StateChangedError and LoopError, which only the author of the loop can fix; ProtectionError if protection is
+        required, unless training is `over`.
         """
         assert self._reft is not None
         try:
             call(self._reft)
-        except (FencedError, StateChangedError):
+        except (FencedError, StateChangedError, LoopError):
             raise
         except Exception as error:
             reft, self._reft = self._reft, None
@@ -363,4 +395,6 @@ def attach(
     host.install(session)
     if isinstance(host, FollowedHost) and session.progress.written:
         host.install_progress(session.progress.words, spans)
+    if isinstance(host, ObservedHost) and chosen.capture is not None:
+        host.install_observer(session.ledger)
     return session

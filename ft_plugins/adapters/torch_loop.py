@@ -44,6 +44,7 @@ from ..errors import ConfigError, ResumeError, StateChangedError
 from ..events import say
 from ..model.host import Hooks
 from ..model.inventory import Inventory, Item, Role
+from ..model.observation import Observer
 from ..model.progress import ProgressReceiver
 from ..model.reduction import ReductionControl
 from ..snapshot import codec
@@ -51,6 +52,7 @@ from .early_update import EarlyUpdate, early_refusal
 from .forward_edges import follow_forwards, follow_saving
 from .host_parts import ANYWHERE, UPDATE, local_part
 from .loader_position import DataPosition, position_of
+from .observed_inputs import ObservedForwards
 from .optimizers import Optimizers, scheduler_of
 from .parameter_groups import packed, regrouped
 from .plain import PlainHost
@@ -68,6 +70,8 @@ from .torch_module import (
 )
 from .torch_reduction import DdpReduction, ReducingHost
 from .torch_watch import ChangeWatch, changed_since, identity, set_zero_gradients, with_gradient
+
+_CONTAINERS = (torch.nn.ModuleDict, torch.nn.ModuleList)
 
 
 class TorchHost(PlainHost, ReducingHost):
@@ -297,10 +301,14 @@ class TorchHost(PlainHost, ReducingHost):
         follow_saving(torch, ("save",), progress)
         follow_saving(sys.modules.get("torch.distributed.checkpoint"), ("save", "async_save"), progress)
 
+    def install_observer(self, observer: Observer) -> None:
+        """Report what forwards of the model read; of a container's parts, if the loop calls those."""
+        within = [self._module, *(one.module for one in self._parallels)]
+        ObservedForwards(dict.fromkeys([*self._called(), *within]), observer)
+
     def _called(self) -> list[torch.nn.Module]:
         """The modules that the loop calls: the model, or those that it holds if it cannot be called."""
-        holds = isinstance(self._model, torch.nn.ModuleDict | torch.nn.ModuleList)
-        return list(self._model.children()) if holds else [self._model]
+        return list(self._model.children()) if isinstance(self._model, _CONTAINERS) else [self._model]
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self._early is not None and self._early.begun:

@@ -25,6 +25,7 @@ from ..smp import client as smp
 from ..smp import leftovers, liveness
 from . import key_tables, report_command, status_command
 from .plan_command import plan
+from .rehearse_command import rehearse
 from .status_command import known_jobs
 from .status_facts import ASK_SECONDS, run_directories
 
@@ -168,6 +169,7 @@ def config(
 
 
 app.command(context_settings={"allow_extra_args": True})(plan)
+app.command(context_settings=_ANY_FLAGS)(rehearse)
 app.command("report")(report_command.report)
 
 

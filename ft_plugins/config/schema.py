@@ -55,6 +55,12 @@ class Config(Block):
         "a checkpoint that the framework loads itself is used if its iteration is larger",
         json_schema_extra=more(needs_system=True),
     )
+    on_difference: Literal["auto", "stop", "warn"] = Field(
+        "auto",
+        description="if an iteration that is computed again after a restore is not what it was: end the job if that "
+        "shows that the loop did not continue, else give an alarm (auto); always end it (stop); never (warn)",
+        json_schema_extra=more(needs_system=True),
+    )
     require_protection: bool = Field(
         False,
         description="end the job if it cannot be protected, instead of training on",
@@ -106,6 +112,18 @@ class Config(Block):
         description="under ft-run, keep a process per rank that has imported what the rank has imported and takes its "
         "place after a failure; auto: where memory allows it",
         json_schema_extra=more(needs_system=True),
+    )
+    transcript_dir: NonEmptyText | None = Field(
+        None,
+        description="write down in this folder what each rank reads, computes and keeps in each iteration, as digests, "
+        "for 'ft-plugins rehearse'; makes iterations longer",
+        json_schema_extra=more(expected="a folder", needs_system=True),
+    )
+    stop_after: int | None = Field(
+        None,
+        ge=1,
+        description="end the job in order after this iteration; schedules stay those of the whole job",
+        json_schema_extra=more("iterations", needs_system=True),
     )
     cpu: bool = Field(
         False,

@@ -356,6 +356,17 @@ STATE_RESTORED = EventType(
     verify_seconds=Field("float", "until every snapshot was whole and verified", "s"),
     load_seconds=Field("float", "from then until tensors were loaded", "s"),
 )  # fmt: skip
+RESUME_DIFFERED = EventType(
+    "resume.differed", ALARM, "An iteration that was computed again is not what it was before the restore.",
+    "Run 'ft-plugins rehearse' to find what is not restored. A loader that is not reproducible, or kernels that are "
+    "not deterministic, differ without a restore too.",
+    iteration=_ITERATION, parts=Field("list", "what differs"),
+    ending=Field("bool", "the job ends, because the loop did not continue"), reason=_REASON,
+)  # fmt: skip
+RESUME_CONFIRMED = EventType(
+    "resume.confirmed", NOTICE, "All iterations that were computed again after a restore are what they were before.",
+    iterations=Field("int", "how many were compared", "iterations"),
+)  # fmt: skip
 STATE_RESHARDED = EventType(
     "state.resharded", NOTICE, "State of a job of another size was distributed to the ranks of this one.",
     ranks=Field("int", "previous size of the job", "ranks"), **_VERSION, bytes=_BYTES, seconds=_SECONDS,

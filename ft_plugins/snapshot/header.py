@@ -29,7 +29,7 @@ import xxhash
 from ..errors import CorruptHeaderError, SegmentError
 from .shape import PAGE, Shape
 
-MAGIC = int.from_bytes(b"FTPSEG07", "little")
+MAGIC = int.from_bytes(b"FTPSEG08", "little")
 GATE = 512  # offset in the page; zeros, as at creation, mean closed
 PROGRESS = 784  # offset in the page, after the gate and before the fingerprint; zeros, as at creation, mean no words
 _FINGERPRINT = 1024  # offset in the page: length, then JSON

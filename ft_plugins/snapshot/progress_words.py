@@ -106,6 +106,7 @@ class ProgressWriter:
         self._done, self._iteration, self._count = 0, 0, 0
         self._phase, self._at, self._began = WorkPhase.STARTING, now, now
         self._computed = self._left_out = self._longest = 0
+        self.long_phases = 0  # a bit for each that has been
         for place in range(_LONGEST, WORDS):
             words[place] = 0
         limit = facts.limit_seconds
@@ -127,6 +128,7 @@ class ProgressWriter:
         if _COMPUTES[before]:
             self._computed += now - self._at
         elif before >= LONG:
+            self.long_phases |= 1 << before
             self._left_out += now - self._at
             self._words[_SINCE] = now
         self._phase, self._at = phase, now
@@ -174,6 +176,8 @@ class ProgressWriter:
 
 class NoProgress:
     """The progress of a rank without a segment, which is not read."""
+
+    long_phases = 0
 
     def shares_forward(self) -> None:
         pass

@@ -3,7 +3,7 @@
 Invariant: the constants of the header page are verified once, on mapping; the bucket ranges match their digest or are
 not used.
 
-    file   = header page | bucket ranges | slots | parity slots, if the rank computes parity of other nodes' shares
+    file   = header page | bucket ranges | ledger | slots | parity slots, if the rank computes parity of others' shares
     slot   = header page | digest table | small state | data: the captured share
     parity = header page | digest table | parity
     table  = digest of each bucket, of data and of parity | digest of each source of the parity, as the rank read it
@@ -23,6 +23,7 @@ import json
 import mmap
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ import xxhash
 from ..bubbles.gate import GATE_BYTES
 from ..errors import BudgetError, CorruptHeaderError, SegmentError
 from .header import GATE, Header, constants_of
-from .shape import PAGE, Shape
+from .ledger import Ledger
+from .shape import LEDGER_ROOM, PAGE, Shape
 from .slot_header import HEADER_BYTES, SlotHeader
 
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, which `mmap` does not name: of Linux 5.14
@@ -87,6 +89,7 @@ class SegmentFile:
     def close(self) -> None:
         """Unmap. Views that are still held keep the mapping until they are released."""
         del self.bytes, self._page, self._header, self._slots
+        self.__dict__.pop("ledger", None)
         try:
             self._map.close()
         except BufferError:  # a view is still held (a capture being torn down) and keeps the mapping
@@ -105,6 +108,12 @@ class SegmentFile:
     def gate(self) -> Bytes:
         """A view of the words by which the rank's trainer allows sends of its copy: see `bubbles.gate.Gate`."""
         return self.bytes[GATE : GATE + GATE_BYTES]
+
+    @cached_property
+    def ledger(self) -> Ledger:
+        """What is known of the rank's last iterations. Written by its trainer alone."""
+        start = PAGE + self.shape.ranges_room
+        return Ledger(self.bytes[start : start + LEDGER_ROOM].view(np.uint64))
 
     # ---- memory ----
 
@@ -271,7 +280,7 @@ def extents(shape: Shape, claimed: Collection[int]) -> Iterator[tuple[int, int]]
 def slot_start(shape: Shape, index: int) -> int:
     """The offset of a slot, or of a parity slot, in the file."""
     parities = max(0, index - shape.slots)
-    return PAGE + shape.ranges_room + (index - parities) * shape.slot_room + parities * shape.parity_room
+    return shape.slots_start + (index - parities) * shape.slot_room + parities * shape.parity_room
 
 
 def digest_of_ranges(words: npt.NDArray[np.uint64]) -> int:

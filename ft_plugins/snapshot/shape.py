@@ -15,6 +15,7 @@ from ..intake import Count, Word
 from .slots import SLOTS
 
 PAGE = 4096
+LEDGER_ROOM = 4 * PAGE  # what is known of the rank's last iterations: see `ledger`
 PARITY_SLOTS = 2  # the committed version's parity, and that of the version which is exchanged next
 
 
@@ -55,6 +56,11 @@ class Shape:
         return pages(16 * self.buckets)
 
     @cached_property
+    def slots_start(self) -> int:
+        """Where the first slot starts in the file."""
+        return PAGE + self.ranges_room + LEDGER_ROOM
+
+    @cached_property
     def slot_room(self) -> int:
         """Bytes of one slot: header, digest table, small state and data."""
         return PAGE + self.table_room + self.small_room + pages(self.data_nbytes)
@@ -73,7 +79,7 @@ class Shape:
     @cached_property
     def total(self) -> int:
         """Bytes of the file, and of the memory that it takes once all slots are claimed."""
-        return PAGE + self.ranges_room + self.slots * self.slot_room + len(self.parity_indices) * self.parity_room
+        return self.slots_start + self.slots * self.slot_room + len(self.parity_indices) * self.parity_room
 
     @cached_property
     def first_slots(self) -> int:

@@ -31,6 +31,7 @@ from ..snapshot.double import replica_shares
 from ..snapshot.room import check_room, memory_bytes
 from ..snapshot.shape import Shape
 from .failure_domains import JobNodeNames, exchange_names
+from .iteration_ledger import IterationLedger
 from .memory_advice import smaller_claims
 from .reft import Reft
 from .reft_plan import check_replicas
@@ -95,8 +96,9 @@ def may_begin_unprotected(error: FtError, config: Config, restart: int, state: b
 
 
 def claim_memory(
-    host: Host, config: Config, context: LaunchContext, collective: Collective, events: Events
-) -> Reft | FtError:
+    host: Host, config: Config, context: LaunchContext, collective: Collective, events: Events,
+    ledger: IterationLedger,
+) -> Reft | FtError:  # fmt: skip
     """Claim the memory of every rank. Returns the reason if the job begins unprotected. Every rank of the job calls.
 
     Raises an FtError, on all ranks, if training may not begin.
@@ -107,7 +109,7 @@ def claim_memory(
     nodes = names.nodes
     reft: Reft | None = None
     with collective.agreement(lambda error: isinstance(error, ProtectionError)) as building:
-        reft = _build(host, config, context, collective, events, names)
+        reft = _build(host, config, context, collective, events, names, ledger)
     built = collective.gather(b"1" if reft is not None else b"")
     # a segment of any rank: all ranks may be able to resume from an earlier incarnation's state
     state = any(collective.gather(b"1" if reft is not None and reft.claimed else b""))
@@ -158,15 +160,16 @@ def claim_memory(
 
 
 def _build(
-    host: Host, config: Config, context: LaunchContext, collective: Collective, events: Events, names: JobNodeNames
-) -> Reft:
+    host: Host, config: Config, context: LaunchContext, collective: Collective, events: Events, names: JobNodeNames,
+    ledger: IterationLedger,
+) -> Reft:  # fmt: skip
     if context.run_dir is None:
         flags = " ".join(f"--{name}" for name in config.systems)
         raise ProtectionError(
             "no snapshot process (SMP): start the job with ft-run instead of torchrun or python; "
             f"if it was, ft-run did not see this configuration: give {flags} as well"
         )
-    return Reft(host, config, collective, names, context.run_dir, context.token, events)
+    return Reft(host, config, collective, names, context.run_dir, context.token, events, ledger)
 
 
 def _check_room(reft: Reft, config: Config, collective: Collective, nodes: Sequence[str]) -> None:

@@ -30,8 +30,9 @@ from ..model.timeline import SenderFacts
 from ..recovery.recovery_plan import RecoveryPlan
 from ..smp.client import Client
 from ..snapshot import claims, index
-from ..snapshot.capture import Capture
+from ..snapshot.capture import Capture, Commit
 from ..snapshot.layout import layer_bytes, plan_layout
+from ..snapshot.ledger import digest_of
 from ..snapshot.paths import path_of
 from ..snapshot.room import SPARE, check_room, memory_bytes
 from ..snapshot.segment import Segment
@@ -39,6 +40,7 @@ from ..snapshot.shape import Shape
 from ..snapshot.slots import Mark, Version, captured_after
 from .captured_groups import naming_parameters
 from .failure_domains import JobNodeNames
+from .iteration_ledger import IterationLedger
 from .reft_nodes import ReftNodes
 from .reft_plan import CapturePlan
 from .reft_recovery import ExchangeRole, ReftRecovery
@@ -57,7 +59,7 @@ class Reft:
 
     def __init__(
         self, host: Host, config: Config, collective: Collective, names: JobNodeNames, run_dir: Path, token: int,
-        events: Events,
+        events: Events, ledger: IterationLedger,
     ) -> None:  # fmt: skip
         """Raises ConfigError, TopologyError."""
         if config.capture is None:
@@ -69,11 +71,14 @@ class Reft:
         layout = self.nodes.with_parity(plan_layout(host.inventory(), names.nodes, config.capture.bucket_mib << 20))
         self.plan = CapturePlan(host, config, config.capture, layout, self.nodes.losses, collective.world_size)
         self._reports = ReftReports(events, run_dir if self.nodes.leads else None)
-        self._recovery = ReftRecovery(host, collective, self.plan, self.nodes, run_dir, token, self._reports)
+        self._recovery = ReftRecovery(
+            host, collective, self.plan, self.nodes, run_dir, token, self._reports, config.transcript_dir is not None
+        )  # fmt: skip
         job, node = run_dir.parent.name, run_dir.name  # a run directory is job / node
         self._path = path_of(job, node, host.rank)
         here = [rank for rank, name in enumerate(names.nodes) if name == names.nodes[host.rank]]
         self._paths = [path_of(job, node, rank) for rank in here]  # the segments of all ranks of this node
+        self._ledger = ledger
         self._segment: Segment | None = None
         self._capture: Capture | None = None
         self._lineage = 0
@@ -141,8 +146,9 @@ class Reft:
         self.exchange = self._recovery.protect(recovered, first=not self._lineage)
         faults.reach("restore.end")
         self._lineage, self._base = plan.lineage, plan.version
+        self._ledger.open(segment.ledger, None if plan.version is None else plan.version.iteration)
         self._capture = Capture(
-            segment, self.plan.layout, self._host.tensors, self._token, self._reports.sealed,
+            segment, self.plan.layout, self._host.tensors, self._token, self._sealed,
             self._reports.print_alarms, self._reports.left_out, self._check_room, self._slot_claimed,
         )  # fmt: skip
         if plan.version is not None:  # exchanged first; the SMPs have settled by now which parity has to stay
@@ -160,6 +166,12 @@ class Reft:
         claim += f"{SPARE} of its memory left for everything else,"
         needed = max(nbytes, claims.missing(self._paths, len(self._mapped().claimed) + 1))
         check_room(needed, claim, spare=memory_bytes() // SPARE)
+
+    def _sealed(self, commit: Commit) -> None:
+        """Called on the capture thread."""
+        digests = self._mapped().digests(commit.slot)[: len(self.plan.layout.buckets)]
+        self._ledger.sealed(commit.version.iteration, digest_of(digests.tobytes()))
+        self._reports.sealed(commit)
 
     def _slot_claimed(self, refused: BudgetError | None) -> None:
         segment = self._mapped()
@@ -179,9 +191,13 @@ class Reft:
         if self._collective.announced(DEGRADED):
             raise PeerDegraded("another rank lost protection: the versions that all ranks hold stay, none is added")
         if self._capture is not None and step % self._interval == 0:
-            small = self.plan.small()
+            state = self._host.small_state()
+            self._ledger.end(step, state)
+            small = self.plan.encoded(state)
             self._small_bytes = len(small)
             self._capture.start(Version(self._lineage, step), small, kept)
+        else:
+            self._ledger.end(step, None)
 
     def before_update(self, step: int, following: int) -> float:
         """The fence: the running capture is sealed when this returns. `following`: the version after this update, 0 if
@@ -234,6 +250,7 @@ class Reft:
             self.wait_for_capture()
         finally:
             self._end_capture()
+            self._ledger.close()
             if self._segment is not None and in_order:
                 self._segment.close()
                 self._segment = None

@@ -94,8 +94,12 @@ class CapturePlan:
         return manifest.write(self.manifest)
 
     def small(self) -> bytes:
-        """The host's small state now, preceded by the manifest, as stored in a slot."""
-        return manifest.join(self._encoded_manifest, codec.encode(self._host.small_state()))
+        """The host's small state now, as stored in a slot."""
+        return self.encoded(self._host.small_state())
+
+    def encoded(self, small: Mapping[str, Any]) -> bytes:
+        """A small state as stored in a slot: preceded by the manifest."""
+        return manifest.join(self._encoded_manifest, codec.encode(small))
 
     def index(self, names: Mapping[str, Any] | None) -> dict[str, Any]:
         """The index for checkpoints of this start; `names`: the framework's names of the items."""

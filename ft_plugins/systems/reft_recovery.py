@@ -30,6 +30,7 @@ from .captured_groups import require_same_groups
 from .reft_nodes import ReftNodes
 from .reft_plan import CapturePlan
 from .reft_reports import ReftReports, protection_table
+from .transcript import disturb
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,10 @@ class ReftRecovery:
 
     def __init__(
         self, host: Host, collective: Collective, capture: CapturePlan, nodes: ReftNodes, run_dir: Path, token: int,
-        reports: ReftReports,
+        reports: ReftReports, rehearses: bool = False,
     ) -> None:  # fmt: skip
+        """`rehearses`: state is overwritten before a restore, so that what is not restored shows."""
+        self._rehearses = rehearses
         self._host = host
         self._collective = collective
         self._capture_plan = capture
@@ -105,6 +108,8 @@ class ReftRecovery:
 
     def _load(self, segment: Segment, plan: RecoveryPlan) -> dict[str, Any] | None:
         """Copy the plan's version into the host. Returns its small state, None if nothing is restored."""
+        if self._rehearses and plan.version is not None:
+            disturb(self._host, plan.lineage)
         layout, tensors = self._capture_plan.layout, self._host.tensors
         encoded = load_tensors(plan, segment, layout, tensors(), self._collective)
         small: dict[str, Any] | None = None

@@ -14,7 +14,8 @@ at the begin and end of an iteration; `before_update` and `after_update` are cal
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -26,11 +27,13 @@ from ... import faults
 from ...errors import InventoryError, ResumeError, TopologyError, UnsupportedError
 from ...events import say
 from ...model.host import Edges, Hooks
+from ...model.observation import Observer
 from ...model.progress import ProgressReceiver
 from ...model.topology import Topology
 from ...snapshot import codec
 from ..forward_edges import follow_forwards, follow_saving
 from ..host_parts import StateItem, StateItems, groups, restore_groups
+from ..observed_inputs import ObservedForwards, digest_of_inputs, plain_number
 from ..parameter_groups import numbered, packed, regrouped
 from . import naming, state
 from .position import Positions
@@ -211,6 +214,36 @@ class DeepSpeedHost(DeepSpeedReduction, DeepSpeedStepping, StateItems):
         if self.engine.zero_optimization_stage() == _STAGE3:
             progress.shares_forward()
         follow_saving(self.engine, ("save_checkpoint", "save_16bit_model"), progress)
+
+    def install_observer(self, observer: Observer) -> None:
+        """Report what stages with data read, or forwards; the norm of the gradients, and a pipeline's loss."""
+        engine = self.engine
+
+        def observed(name: str, report: Callable[[Any], None]) -> None:
+            original = getattr(engine, name)
+
+            @functools.wraps(original)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                outcome = original(*args, **kwargs)
+                report(outcome)
+                return outcome
+
+            setattr(engine, name, call)
+
+        def read(batch: Any) -> None:
+            digest = digest_of_inputs(batch) if engine.module.training else None
+            if digest is not None:
+                observer.read(digest)
+
+        def updated(outcome: Any) -> None:
+            observer.computed(norm=plain_number(engine.get_global_grad_norm()))
+
+        observed("_take_model_step", updated)
+        if hasattr(engine, "train_batch"):
+            observed("_next_batch", read)
+            observed("train_batch", lambda loss: observer.computed(loss=plain_number(loss)))
+        else:
+            ObservedForwards([engine.module], observer)
 
     def install(self, hooks: Hooks) -> None:
         """Call `hooks` around every update from now on, and reach the fault points."""

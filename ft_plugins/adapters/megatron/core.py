@@ -36,10 +36,12 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from ... import faults
 from ...errors import ResumeError, TopologyError
 from ...model.host import Edges, Hooks
+from ...model.observation import Observer
 from ...model.progress import ProgressReceiver
 from ...model.topology import Topology
 from ..forward_edges import follow_forwards
 from ..host_parts import groups, restore_groups
+from ..observed_inputs import ObservedForwards, plain_number
 from ..parameter_groups import merged, numbered, packed, regrouped
 from . import instances, naming, state
 from .reducing import MegatronReduction
@@ -98,6 +100,7 @@ class MegatronCoreHost(MegatronStepping, MegatronReduction):
         self._topology, self._completed, self._consumed_samples = topology, completed, consumed_samples
         self._counters, self._position, self._identity = dict(counters), dict(position), dict(identity)
         self._arguments = arguments
+        self._observer: Observer | None = None
         self._names = state.parameter_names(self.chunks)
         self._instances = instances.number_of(self.chunks)
         require_supported(self.chunks, self.optimizers, self.rank)
@@ -290,6 +293,8 @@ class MegatronCoreHost(MegatronStepping, MegatronReduction):
             if faults.reach("update.begin", iteration=iteration) == "inf":
                 self._set_infinite_gradient()
             outcome = original(*args, **kwargs)
+            if self._observer is not None:
+                self._observer.computed(norm=plain_number(outcome[1]))
             faults.reach("update.end", iteration=iteration)
             hooks.after_update(iteration)
             return outcome
@@ -302,6 +307,11 @@ class MegatronCoreHost(MegatronStepping, MegatronReduction):
         follow_forwards(self.chunks, progress, evaluations_only=spans)
         if any(getattr(chunk.ddp_config, "overlap_param_gather", False) for chunk in self.chunks):
             progress.shares_forward()
+
+    def install_observer(self, observer: Observer) -> None:
+        """Report what forwards read, and the norm of the gradients. The loss is known to the loop alone."""
+        self._observer = observer
+        ObservedForwards(self.chunks, observer)
 
     def skip_update(self, hooks: Hooks) -> None:
         """Call the hooks of an update in an iteration whose batch the loop skips. A collective.

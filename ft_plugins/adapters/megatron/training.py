@@ -19,10 +19,13 @@ from __future__ import annotations
 import argparse
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import islice
 from types import ModuleType
 from typing import Any
+
+import torch
 
 from ...config import launch_context
 from ...errors import ResumeError, UnsupportedError
@@ -80,7 +83,10 @@ class TrainingHooks:
         def train_step(*args: Any, **kwargs: Any) -> Any:
             if self.loop is not None:
                 self.loop.begin_iteration()
-            return original(*args, **kwargs)
+            outcome = original(*args, **kwargs)
+            if self.loop is not None:
+                self.loop.observe(outcome[0])
+            return outcome
 
         return train_step
 
@@ -214,6 +220,15 @@ class MegatronLoop:
         """Called right before the forward of an iteration, or before the data of one is skipped."""
         self._end_skipped()
         self._session.iteration_begin(self.completed + 1)
+
+    def observe(self, losses: Mapping[str, Any]) -> None:
+        """Report the loss of the iteration, which only the last stage has: the first of the loss function's values, or
+        its ratio to the number of tokens."""
+        for value in islice(losses.values(), 1):
+            parts = value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
+            if parts.device.type == "cpu" and parts.numel():
+                flat = parts.detach().reshape(-1).double()
+                self._session.ledger.computed(loss=float(flat[0] / flat[1] if flat.numel() == 2 else flat[0]))
 
     def skip_iteration(self) -> None:
         """Called after the data was skipped; nothing will be updated."""

@@ -44,7 +44,7 @@ DiesAt = Callable[[int, Callable[[], object]], bool]  # the fixture
 
 LINEAGE_WORD = 8  # offset in the header of a slot
 HEADER = range(0, 512)
-FIRST_SLOT = PAGE + SHAPE.ranges_room
+FIRST_SLOT = SHAPE.slots_start
 AREAS: dict[str, list[range]] = {  # in which bytes are changed, by what they belong to
     "header": [HEADER, range(1024, 1024 + 60)],
     "ranges": [range(PAGE, PAGE + 16 * SHAPE.buckets)],

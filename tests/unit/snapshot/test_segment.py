@@ -215,7 +215,7 @@ def restorable(segment: Segment, index: int) -> bool:
 def test_a_flip_of_any_byte_of_a_version_makes_it_unrestorable(segment: Segment) -> None:
     fill(segment, 1, Version(3, 14))
     assert restorable(segment, 1)
-    start = PAGE + SHAPE.ranges_room + SHAPE.slot_room
+    start = SHAPE.slots_start + SHAPE.slot_room
     small = start + PAGE + SHAPE.table_room
     areas = {
         "state, lineage, iteration, token, small size": range(start, start + 5 * 8),
@@ -332,7 +332,7 @@ def test_a_flip_in_the_header_of_a_slot_is_damage_and_what_a_writer_left_is_not(
 ) -> None:
     reach(segment, 0, state)
     assert segment.slot(0).state is state and not segment.slot(0).damaged
-    start = PAGE + SHAPE.ranges_room
+    start = SHAPE.slots_start
     for at in range(start, start + 6 * 8):
         for bit in range(8):
             segment.bytes[at] ^= 1 << bit
@@ -348,7 +348,7 @@ def test_a_flip_in_the_header_of_a_slot_is_damage_and_what_a_writer_left_is_not(
 def test_a_slot_whose_header_page_is_all_zeros_is_damaged(segment: Segment, state: SlotState) -> None:
     """A page that was lost reads as zeros: that is never taken for a slot that was not used yet."""
     reach(segment, 1, state)
-    start = PAGE + SHAPE.ranges_room + SHAPE.slot_room
+    start = SHAPE.slots_start + SHAPE.slot_room
     segment.bytes[start : start + PAGE] = 0
     slot = segment.slot(1)
     assert (slot.state, slot.version, slot.damaged) == (SlotState.DIRTY, None, True)
@@ -516,7 +516,7 @@ def test_room_is_counted_in_whole_pages() -> None:
     shape = Shape(nbytes=PAGE + 1, small_nbytes=1, buckets=513, layout=0)
     assert (shape.table_room, shape.small_room, shape.slot_room) == (2 * PAGE, PAGE, PAGE + 2 * PAGE + PAGE + 2 * PAGE)
     assert shape.ranges_room == 3 * PAGE
-    assert shape.total == PAGE + shape.ranges_room + SLOTS * shape.slot_room
+    assert shape.total == shape.slots_start + SLOTS * shape.slot_room
 
 
 def test_a_pin_keeps_a_slot_until_it_is_taken_back_and_ends_with_its_lineage(segment_path: Path) -> None:

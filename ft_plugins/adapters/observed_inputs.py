@@ -1,0 +1,134 @@
+"""Digest what a model's forwards read in training, for the ledger.
+
+A tensor above SAMPLED bytes is digested by a sample: its first elements, and others at equal distances. What lies on
+a device is left out: reading it would wait for the device.
+
+Invariant: hooks change nothing, and raise nothing. A forward within another one is a part of it; forwards without
+gradients are evaluations, and are not read. A forward that torch.compile traces is not seen.
+
+In: modules. Out: `Observer.read` for each forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from ..model.observation import Observer
+
+SAMPLED = 64 << 10  # bytes
+_SAMPLES = 2048  # elements
+_FIRST = 4096  # bytes
+_DEPTH = 6  # of nested containers
+
+
+class ObservedForwards:
+    """The forwards of some modules of one model, read by `observer`."""
+
+    def __init__(self, modules: Iterable[torch.nn.Module], observer: Observer) -> None:
+        self._observer: Observer | None = observer
+        self._inside: object | None = None  # the module whose forward runs
+        for module in modules:
+            if not isinstance(module, torch.jit.ScriptModule):  # its forward calls no hooks
+                module.register_forward_pre_hook(_Before(self), with_kwargs=True)
+                module.register_forward_hook(_After(self), always_call=True)
+
+    def enter(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if self._inside is not None or self._observer is None or not torch.is_grad_enabled() or not module.training:
+            return
+        self._inside = module
+        digest = digest_of_inputs((args, kwargs))
+        if digest is not None:
+            self._observer.read(digest)
+
+    def leave(self, module: torch.nn.Module) -> None:
+        if self._inside is module:
+            self._inside = None
+
+
+class _Before:
+    """A hook before a forward; a copied or pickled module takes none along."""
+
+    def __init__(self, forwards: ObservedForwards | None = None) -> None:
+        self._forwards = forwards
+
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._forwards is not None and not torch.compiler.is_compiling():
+            self._forwards.enter(module, args, kwargs)
+
+    def __reduce__(self) -> tuple[type[_Before], tuple[()]]:
+        return _Before, ()
+
+
+class _After:
+    """A hook after a forward, also one that raised."""
+
+    def __init__(self, forwards: ObservedForwards | None = None) -> None:
+        self._forwards = forwards
+
+    def __call__(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if self._forwards is not None and not torch.compiler.is_compiling():
+            self._forwards.leave(module)
+
+    def __reduce__(self) -> tuple[type[_After], tuple[()]]:
+        return _After, ()
+
+
+def digest_of_inputs(inputs: Any) -> int | None:
+    """A digest of all tensors, arrays and numbers in `inputs`; None if there is none on the CPU."""
+    running = xxhash.xxh3_64()
+    known = _update(running, inputs, _DEPTH)
+    return running.intdigest() if known else None
+
+
+def _update(running: Any, value: Any, depth: int) -> bool:
+    match value:
+        case torch.Tensor():
+            local = getattr(value, "_local_tensor", value).detach()
+            if local.device.type != "cpu" or not local.numel() or local.layout is not torch.strided:
+                return False
+            running.update(f"{local.dtype}{tuple(local.shape)}".encode())
+            running.update(_sample(local))
+            return True
+        case np.ndarray() if value.dtype.kind in "biuf":
+            return _update(running, torch.from_numpy(np.ascontiguousarray(value)), depth)
+        case bool() | int() | float():
+            running.update(repr(value).encode())
+            return False  # by themselves they are no batch
+        case Mapping() if depth:
+            known = [_update(running, part, depth - 1) for _, part in sorted(value.items(), key=_by_name)]
+            return any(known)
+        case list() | tuple() if depth:
+            known = [_update(running, part, depth - 1) for part in value]
+            return any(known)
+    return False
+
+
+def plain_number(value: Any) -> float | None:
+    """A number that is on the CPU already; None for any other value."""
+    match value:
+        case torch.Tensor() if value.numel() == 1 and value.device.type == "cpu":
+            return float(value.detach())
+        case int() | float():
+            return float(value)
+    return None
+
+
+def _by_name(entry: tuple[Any, Any]) -> str:
+    return str(entry[0])
+
+
+def _sample(tensor: torch.Tensor) -> bytes:
+    """The bytes of a tensor on the CPU, or a sample of them."""
+    size = tensor.element_size()
+    if tensor.numel() * size > SAMPLED:
+        if not tensor.is_contiguous():
+            tensor = tensor.flatten()[:: max(1, tensor.numel() // (2 * _SAMPLES))]
+        else:
+            flat = tensor.view(-1)
+            tensor = torch.cat([flat[: _FIRST // size], flat[:: max(1, flat.numel() // _SAMPLES)]])
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()

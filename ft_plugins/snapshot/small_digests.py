@@ -1,0 +1,88 @@
+"""Digests of a host's small state by what it means, for the ledger.
+
+Invariant: equal state has equal digests, in every process: nothing depends on addresses, hash seeds or the order of
+keys. The data position has no digest: what it leads to, the inputs, is compared.
+
+In: the small state of any host. Out: one digest for each `Part` of it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from .ledger import Part
+
+_PART_OF = {
+    **dict.fromkeys(("rng", "python", "numpy", "torch", "cuda"), Part.GENERATORS),
+    "groups": Part.GROUPS,
+    **dict.fromkeys(("counters", "scalars", "scalers", "scaler", "scheduler"), Part.COUNTERS),
+}
+_NOT_COMPARED = {"position", "silent", "modes", "graded"}  # how the loop reads, and what the restore itself sets
+_CALLER = "caller"  # what the script's own functions return, in the small state of loops of plain torch
+
+
+def small_digests(small: Mapping[str, Any]) -> dict[Part, int]:
+    """The digests of a small state. Empty parts have none."""
+    hashes: dict[Part, xxhash.xxh3_64] = {}
+    for key, value in _entries(small):
+        part = _PART_OF.get(key, Part.OWN)
+        for piece in pieces(value):
+            hashes.setdefault(part, xxhash.xxh3_64()).update(piece)
+    return {part: running.intdigest() for part, running in hashes.items()}
+
+
+def drawn() -> int:
+    """A digest of the process's own generators on the CPU."""
+    version, words, gauss = random.getstate()
+    running = xxhash.xxh3_64(repr((version, gauss)).encode())
+    running.update(np.array(words, dtype=np.uint32).tobytes())
+    kind, keys, *rest = np.random.get_state()
+    running.update(np.asarray(keys).tobytes())
+    running.update(repr((kind, rest)).encode())
+    running.update(torch.get_rng_state().numpy().tobytes())
+    return running.intdigest()
+
+
+def _entries(small: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in sorted(small.items()):
+        if key == _CALLER and isinstance(value, Mapping):
+            yield from _entries({inner: part for inner, part in value.items() if inner != _CALLER})
+            yield from [("own", value[_CALLER])] if _CALLER in value else []
+        elif key not in _NOT_COMPARED and value is not None:
+            yield key, value
+
+
+def pieces(value: Any) -> Iterator[bytes]:
+    """The bytes of a value, with types and lengths, so that different values have different bytes."""
+    match value:
+        case torch.Tensor():
+            dense = value.detach().cpu().contiguous()
+            yield f"t{dense.dtype}{tuple(dense.shape)}".encode()
+            yield dense.reshape(-1).view(torch.uint8).numpy().tobytes() if dense.numel() else b""
+        case np.ndarray():
+            yield f"a{value.dtype}{value.shape}".encode()
+            yield value.tobytes()
+        case Mapping():
+            yield b"m%d" % len(value)
+            for key, part in sorted(value.items(), key=lambda entry: str(entry[0])):
+                yield f"k{key!r}".encode()
+                yield from pieces(part)
+        case list() | tuple():
+            yield b"l%d" % len(value)
+            if len(value) > 32 and all(type(part) is int for part in value):  # the state of Python's generator
+                yield repr(value).encode()
+            else:
+                for part in value:
+                    yield from pieces(part)
+        case float():
+            yield f"f{value.hex()}".encode()
+        case bytes() | bytearray():
+            yield b"b" + bytes(value)
+        case _:
+            yield f"{type(value).__name__}{value!r}".encode()

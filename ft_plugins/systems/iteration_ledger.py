@@ -1,0 +1,174 @@
+"""Keep the ledger of this rank, and compare iterations that are computed again with what it holds of them.
+
+    iteration_begin    a new entry begins
+    forwards           the first input is recorded at once
+    before_update      inputs, learning rate and random numbers, before the update; the state captured by then
+    iteration_end      counters, schedules, generators, loss, before this iteration is captured
+
+Invariant: observations cost microseconds and never fail training; only a loop that did not continue ends it, before
+its wrong state is captured. Without protection nothing is recorded.
+
+In: observations of the host, small state, digests of sealed versions. Out: the ledger; events; LoopError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..errors import LoopError, UnsupportedError
+from ..events import Events, catalogue, say
+from ..model.host import Host, ReplicaOperations
+from ..recovery.recomputed import Difference, judge
+from ..snapshot.ledger import Entry, Ledger, Part, digest_of
+from ..snapshot.small_digests import drawn, small_digests
+
+_KEPT_BITS = 0xFFFFFFFF  # of a digest
+_ADVICE = (
+    "make the loop begin at the restored iteration, with its data, schedules and counters, or start with "
+    "--ftp-resume fresh; --ftp-on-difference warn trains on"
+)
+
+
+def learning_rate_of(host: Host) -> Callable[[], float | None]:
+    """A function for the learning rate of the next update; it returns None if the host does not know it."""
+    if not isinstance(host, ReplicaOperations):
+        return lambda: None
+    try:
+        host.learning_rate()
+    except UnsupportedError:
+        return lambda: None
+    return host.learning_rate
+
+
+class IterationLedger:
+    """The ledger of one rank in one incarnation. An `model.observation.Observer`."""
+
+    def __init__(self, rank: int, mode: str, events: Events, keeps: bool = True) -> None:
+        """`mode`: `--ftp-on-difference`. Without `keeps` there is no ledger."""
+        self._keeps = keeps
+        self._rank, self._mode, self._events = rank, mode, events
+        self._ledger: Ledger | None = None
+        self._known: dict[int, Entry] = {}  # at the restore
+        self._last = 0  # iteration of which anything is known from before the restore
+        self._compared: set[int] = set()
+        self._differed = 0  # the first iteration that differed
+        self._step = 0
+        self._first = self._inputs = 0  # digests of the first input of the present iteration, and of all
+        self._reads = 0
+        self._drawn: int | None = None
+        self._applied: float | None = None  # the learning rate of the present iteration
+        self._numbers: dict[Part, float] = {}
+        self._sealed: list[tuple[int, int]] = []  # iteration and digest, not yet compared
+
+    def open(self, ledger: Ledger, base: int | None) -> None:
+        """Record from now on. `base`: the restored iteration; None if what was recorded is not computed again."""
+        if base is None or not self._keeps:
+            ledger.clear()
+        self._ledger = ledger if self._keeps else None
+        self._known = ledger.entries()
+        later = [iteration for iteration in self._known if base is not None and iteration > base]
+        self._last = max(later, default=0)
+        self._compared, self._differed = set(), 0
+
+    def close(self) -> None:
+        """The segment is unmapped."""
+        self._ledger = None
+
+    # ---- observations ----
+
+    def read(self, digest: int) -> None:
+        if not self._reads:
+            self._first = digest
+            self._record(self._step, Part.FIRST_READ, digest)
+        self._reads += 1
+        self._inputs = digest_of(digest.to_bytes(8, "little"), seed=self._inputs)
+
+    def computed(self, loss: float | None = None, norm: float | None = None) -> None:
+        for part, number in ((Part.LOSS, loss), (Part.NORM, norm)):
+            if number is not None:
+                self._numbers[part] = float(number)
+
+    def sealed(self, iteration: int, digest: int) -> None:
+        """A version was captured; called by the capture thread, before the fence opens."""
+        self._sealed.append((iteration, digest))
+
+    def seen(self) -> dict[str, Any]:
+        """What is known of the present iteration besides state: digests as text, numbers."""
+        digests = {"batch": self._inputs if self._reads else None, "drawn": self._drawn}
+        numbers = {"rate": self._applied, "loss": self._numbers.get(Part.LOSS), "norm": self._numbers.get(Part.NORM)}
+        return {name: None if digest is None else f"{digest:016x}" for name, digest in digests.items()} | numbers
+
+    # ---- hooks ----
+
+    def begin(self, step: int) -> None:
+        if step != self._step:
+            self._step, self._inputs, self._reads, self._numbers = step, 0, 0, {}
+            self._drawn = self._applied = None
+
+    def fence(self, rate: float | None) -> None:
+        """All forwards of the iteration are done, and captures are sealed. `rate`: of the update. Raises LoopError."""
+        if self._ledger is None:
+            return
+        sealed, self._sealed = self._sealed, []
+        for iteration, digest in sealed:
+            self._compare_and_record(iteration, {Part.STATE: digest}, {})
+        self._drawn, self._applied = drawn(), rate
+        parts = {Part.DRAWN: self._drawn}
+        parts |= {Part.FIRST_READ: self._first, Part.INPUT: self._inputs} if self._reads else {}
+        self._compare_and_record(self._step, parts, {} if rate is None else {Part.RATE: rate})
+
+    def end(self, step: int, small: Mapping[str, Any] | None) -> None:
+        """The version point, before the capture. `small`: None if there is no version. Raises LoopError."""
+        if self._ledger is None:
+            return
+        numbers = self._numbers if step == self._step else {}  # else the next iteration has begun
+        self._compare_and_record(step, {} if small is None else small_digests(small), numbers)
+        if self._last and step >= self._last:
+            self._confirm()
+
+    def _record(self, iteration: int, part: Part, value: float) -> None:
+        if self._ledger is not None:
+            self._ledger.record(iteration, part, value)
+
+    def _compare_and_record(self, step: int, digests: Mapping[Part, int], numbers: Mapping[Part, float]) -> None:
+        """Where the job ends the ledger keeps what it had, so that the next incarnation sees the difference too."""
+        self._compare(Entry(step, {part: digest & _KEPT_BITS for part, digest in digests.items()}, numbers))
+        for part, value in {**digests, **numbers}.items():
+            self._record(step, part, value)
+
+    def _compare(self, now: Entry) -> None:
+        before = self._known.get(now.iteration)
+        if before is None or now.iteration > self._last:
+            return
+        self._compared.add(now.iteration)
+        differed = bool(self._differed)
+        difference = judge(now, before, self._known, differed, self._mode)
+        if difference is None:
+            return
+        self._differed = self._differed or now.iteration
+        if not differed:
+            self._report(difference)
+        if difference.ends:
+            raise LoopError(f"rank {self._rank}: {difference.sentence}; {_ADVICE}")
+
+    def _report(self, difference: Difference) -> None:
+        self._events.emit(
+            catalogue.RESUME_DIFFERED, iteration=difference.iteration,
+            parts=[part.words for part in difference.parts], ending=difference.ends,
+            reason=difference.sentence,
+        )  # fmt: skip
+
+    def summarize(self) -> None:
+        """At the end of training, say once more that it was not exact."""
+        if self._differed:
+            say(
+                f"rank {self._rank}: iteration {self._differed} was not what it had been before the last restore; "
+                f"results from there on are not those of a run that never failed: see {catalogue.RESUME_DIFFERED.name}",
+                alarm=True,
+            )
+
+    def _confirm(self) -> None:
+        self._last = 0
+        if self._compared and not self._differed:
+            self._events.emit(catalogue.RESUME_CONFIRMED, iterations=len(self._compared))

@@ -1,0 +1,236 @@
+"""Rehearse a job: run a user's command twice for some iterations, unfailed and killed, and compare both bit for bit.
+
+    run 1    unfailed
+    run 2    killed in the iteration `kills[0]`, and in `kills[1]`, by then usually one after the resume
+
+Both are jobs of their own; a run ends in order after the last iteration. Before each restore the state of the restarted
+ranks is overwritten (`systems.transcript.disturb`), and no two starts have the same hash seed, so what is not restored
+shows. On two emulated nodes the first kill takes a whole node with its memory, for which a fresh one comes.
+
+Invariant: nothing of the job that is rehearsed is touched: neither its memory nor its checkpoints. A script that saves
+by itself is refused unless each run has a folder of its own ({run}).
+
+In: a command for ft-run. Out: two transcripts, `Rehearsal`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ..config import Config
+from ..errors import ConfigError
+from ..events import catalogue
+from ..launcher.command import parser
+from ..systems.transcript import transcript_path
+from .display import Display
+from .driver import DriveError, DrivenJob, DrivePhase
+from .transcripts import Comparison, Entry, compare_transcripts, epoch_ends, not_exercised, read_transcripts
+
+RUN = "{run}"  # in the command: a folder of each run
+_NODES = 2
+_OURS = ("--ftp-job", "--ftp-node-name", "--ftp-resume", "--ftp-transcript-dir", "--ftp-stop-after")  # set here
+_STORAGE = "--reft-checkpoint-dir"
+_SAVING = ("--save", "--save_dir", "--output_dir", "--ckpt_dir")
+_POLL_SECONDS = 0.2
+_POINT = "update.end"  # after an update, before its version point
+
+
+@dataclass(frozen=True)
+class RehearsalPlan:
+    """What to run: arguments of ft-run with {run} in place of a run's folder."""
+
+    arguments: tuple[str, ...]
+    folder: Path
+    iterations: int
+    kills: tuple[int, ...] | None  # None: chosen once the unfailed run is known
+    nodes: int
+    patience: float  # seconds without progress after which a run is considered hung
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """The outcome. `refused`: the last words of a job that ended itself; '' if it went on to its end."""
+
+    comparison: Comparison | None
+    kills: tuple[int, ...]
+    not_exercised: tuple[str, ...]
+    refused: str = ""
+
+    @property
+    def exact(self) -> bool:
+        return self.comparison is not None and self.comparison.exact
+
+    def json(self) -> str:
+        return json.dumps({"exact": self.exact, **asdict(self)}, indent=2)
+
+
+def plan_rehearsal(
+    command: Sequence[str], folder: Path, iterations: int, kills: Sequence[int], nodes: int, patience: float
+) -> RehearsalPlan:
+    """Raises ConfigError for a command that cannot be rehearsed."""
+    words = list(command)
+    if words[:1] and Path(words[0]).name == "ft-run":
+        words = words[1:]
+    if not words:
+        raise ConfigError("rehearse: expected a command after `--`, such as: ft-run --nproc-per-node 8 train.py --reft")
+    config, rest = Config.from_flags(words, whole=False)
+    flags = [flag for flag in config.flags() if flag.partition("=")[0] not in _OURS]
+    flags = [f"{_STORAGE}={RUN}/reft-checkpoints" if flag.startswith(f"{_STORAGE}=") else flag for flag in flags]
+    if config.faults:
+        raise ConfigError("--ftp-faults: a rehearsal injects its own; drop it")
+    if any(k < 2 or k > iterations - 1 for k in kills) or sorted(set(kills)) != list(kills):
+        given = ",".join(map(str, kills))
+        raise ConfigError(f"--kill {given}: expected iterations in order, from 2 to {iterations - 1}")
+    if not kills and iterations < 4:
+        raise ConfigError(f"--iterations {iterations}: expected at least 4: two kills, and iterations after them")
+    for word, following in zip(rest, [*rest[1:], ""], strict=True):
+        name, _, value = word.partition("=")
+        if name in _SAVING and RUN not in (value or following):
+            raise ConfigError(
+                f"{name}: both runs would save there, and the second would find what the first has saved: give "
+                f"{name} {RUN}/checkpoints, which is a folder of each run"
+            )
+    if nodes == _NODES:
+        rest = _halved(rest)
+    return RehearsalPlan((*flags, *rest), folder, iterations, tuple(kills) or None, nodes, patience)
+
+
+def _halved(words: Sequence[str]) -> list[str]:
+    """The words with half as many processes per node, for two nodes. Raises ConfigError."""
+    options = parser().parse_args(list(words))
+    if not str(options.nproc_per_node).isdigit() or int(options.nproc_per_node) % _NODES:
+        raise ConfigError(
+            f"--nproc-per-node {options.nproc_per_node}: expected an even number, of which each of {_NODES} emulated "
+            "nodes takes a half"
+        )
+    if str(options.nnodes) not in ("1", "1:1"):
+        raise ConfigError(f"--nnodes {options.nnodes}: give the command of one node; --nodes emulates {_NODES}")
+    half = str(int(options.nproc_per_node) // _NODES)
+    halved: list[str] = []
+    skip = False
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if name.replace("_", "-") == "--nproc-per-node":
+            halved.append(f"--nproc-per-node={half}")
+            skip = not equals
+        elif skip:
+            skip = False
+        else:
+            halved.append(word)
+    return halved
+
+
+def place_kills(iterations: int, ends: Sequence[int]) -> tuple[int, int]:
+    """The iterations to kill in. Pure. `ends`: iterations at which an epoch ended; one of them comes after the kills,
+    if there is any that late."""
+    middle = max(3, (iterations - 2) // 2 + 1)
+    later = [end for end in ends if 3 < end < iterations]
+    second = middle if any(end > middle for end in later) or not later else max(3, later[-1] - 1)
+    return second - 1, second
+
+
+def faults_of(kills: Sequence[int], ranks: int, nodes: int) -> str:
+    """The faults that kill one rank in each of these iterations, each in another incarnation: the last rank, then the
+    first. A whole node is killed from outside, while its last rank is stopped."""
+    parts = []
+    for restart, iteration in enumerate(kills):
+        rank = ranks - 1 if restart % 2 == 0 else 0
+        action = "stop" if nodes > 1 and not restart else "kill"
+        parts.append(f"{_POINT}@iteration={iteration},rank={rank},restart={restart}:{action}")
+    return ";".join(parts)
+
+
+def rehearse(plan: RehearsalPlan, display: Display) -> Rehearsal:
+    """Run and compare. Raises DriveError if a run cannot be judged, with the end of its output."""
+    unfailed = _run(plan, "unfailed", "", (), display)
+    ranks = len({entry.rank for entry in unfailed})
+    last = max(entry.iteration for entry in unfailed)
+    kills = plan.kills or place_kills(last, epoch_ends(unfailed))
+    if last <= max(kills):
+        raise DriveError(f"the job ends after iteration {last}: there is none after a kill in iteration {max(kills)}")
+    try:
+        failed = _run(plan, "failed", faults_of(kills, ranks, plan.nodes), kills, display)
+    except DriveError as error:
+        return Rehearsal(None, kills, (), str(error))
+    comparison = compare_transcripts(failed, unfailed, restores=len(kills))
+    return Rehearsal(comparison, kills, tuple(not_exercised(failed)))
+
+
+def _run(plan: RehearsalPlan, name: str, faults: str, kills: Sequence[int], display: Display) -> list[Entry]:
+    """One run. Raises DriveError."""
+    folder = plan.folder / name
+    shutil.rmtree(folder, ignore_errors=True)
+    (folder / "transcript").mkdir(parents=True, mode=0o700)
+    words = [word.replace(RUN, str(folder)) for word in plan.arguments]
+    words = [
+        f"--ftp-transcript-dir={folder / 'transcript'}", f"--ftp-stop-after={plan.iterations}",
+        "--ftp-resume=auto", *([f"--ftp-faults={faults}"] if faults else []), *words,
+    ]  # fmt: skip
+    job = f"rehearsal-{os.getpid()}-{name}"
+    log = transcript_path(folder / "transcript", 0)
+    display.begin(f"{name} run", plan.iterations)
+    with _no_hash_seed(), DrivenJob(job, words, folder, log, plan.iterations, plan.nodes) as drive:
+        try:
+            _follow(drive, plan, kills, display)
+        except DriveError as error:
+            raise DriveError(f"{name} run: {error}\n{last_words(drive)}") from error
+    return read_transcripts(folder / "transcript")
+
+
+def _follow(drive: DrivenJob, plan: RehearsalPlan, kills: Sequence[int], display: Display) -> None:
+    """Follow the job to its end; destroy a node once its last rank is stopped and a version is committed."""
+    node_to_kill = plan.nodes > 1 and bool(kills)
+    since = None
+    while (progress := drive.follow(_POLL_SECONDS, plan.patience)).phase is not DrivePhase.DONE:
+        display.show(progress)
+        if node_to_kill and progress.iteration >= kills[0] - 1:
+            since = since or time.monotonic()
+            committed = any(event.name == catalogue.VERSION_COMMITTED.name for event in drive.events())
+            if committed and time.monotonic() > since + 1.0:  # let a version that is under way be committed too
+                lost, fresh = drive.kill_node()
+                display.say(f"{lost} was killed with its memory; {fresh} takes its place")
+                node_to_kill = False
+    display.show(progress)
+
+
+def last_words(drive: DrivenJob) -> str:
+    """What ft_plugins said last, else the last lines of the job's output."""
+    lines = drive.tail(200).splitlines()
+    ours = [line for line in lines if line.startswith(("ft_plugins: rank", "ft-run: "))]
+    return "\n".join(ours[-3:] or lines[-10:])
+
+
+@contextmanager
+def _no_hash_seed() -> Iterator[None]:
+    """Let every process choose its own hash seed."""
+    seed = os.environ.pop("PYTHONHASHSEED", None)
+    try:
+        yield
+    finally:
+        if seed is not None:
+            os.environ["PYTHONHASHSEED"] = seed
+
+
+def report(outcome: Rehearsal) -> str:
+    """The outcome for people."""
+    killed = f"killed in iterations {', '.join(map(str, outcome.kills))}"
+    if outcome.comparison is None:
+        return f"NOT EXACT: {killed}, and the job did not go on to its end:\n{outcome.refused}"
+    lines = [outcome.comparison.sentence]
+    if not outcome.exact and outcome.comparison.difference is not None:
+        lines.append(
+            "usual causes: state that belongs to nothing declared (a second optimizer, an average of the model, a "
+            "GradScaler, a generator of its own); data read from the loop's beginning, or ahead; counters of the loop "
+            "that start at zero"
+        )
+    if outcome.not_exercised:
+        lines.append("not shown by these iterations:")
+        lines += [f"  {line}" for line in outcome.not_exercised]
+    return "\n".join(lines)
