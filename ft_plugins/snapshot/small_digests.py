@@ -23,7 +23,8 @@ _PART_OF = {
     "groups": Part.GROUPS,
     **dict.fromkeys(("counters", "scalars", "scalers", "scaler", "scheduler"), Part.COUNTERS),
 }
-_NOT_COMPARED = {"position", "silent", "modes", "graded"}  # how the loop reads, and what the restore itself sets
+# how the loop reads, what the restore itself sets, and what it has compared
+_NOT_COMPARED = {"position", "silent", "modes", "graded", "members"}
 _CALLER = "caller"  # what the script's own functions return, in the small state of loops of plain torch
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,8 +13,9 @@ from torch import nn
 pytest.importorskip("deepspeed")
 
 from ft_plugins.adapters.deepspeed import prepare  # noqa: E402
+from ft_plugins.testing.gang import gang  # noqa: E402
 
-Ranks = Callable[..., list[Any]]
+SECONDS = 280
 MODES = {"zero0": (0, False), "zero1": (1, False), "zero3": (3, False), "bf16": (0, True), "bf16-zero2": (2, True)}
 
 
@@ -49,9 +49,9 @@ def _members(rank: int, world: int, *made: Any) -> Any:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_parameters_of_each_group_are_compared_by_name_and_place(ranks: Ranks, mode: str) -> None:
+def test_the_parameters_of_each_group_are_compared_by_name_and_place(mode: str) -> None:
     """The same on all ranks, also where each has shards of other parameters."""
     order = [["1.weight", "1.bias"], ["0.bias", "0.weight"]]
-    for members, same, moved in ranks(_members, 2, *MODES[mode], order):
+    for members, same, moved in gang(_members, 2, *MODES[mode], order, seconds=SECONDS):
         assert members == {"group 0": order[0], "group 1": order[1]} and same == ""
         assert moved.startswith("parameter '1.weight' is in group 0 now, was in group 1 (1 more")
