@@ -1,7 +1,7 @@
 """The optimizers of a loop as one: a single one, or several (a GAN has two), and their schedulers.
 
-Invariant: with a single one, names and values are those of that optimizer. Of several, the names of all values begin
-with the optimizer's name, so two of them may update the same parameter. An iteration may step each of them any number
+Invariant: with a single one, names and values are those of that optimizer. Of several, every name has the optimizer's
+name in it, so two of them may update the same parameter. An iteration may step each of them any number
 of times, also not at all: its update lasts from the first step to the end of the loop's body.
 
 In: what a loop passes as optimizer and scheduler. Out: `Optimizers`, `Schedulers`.
