@@ -26,7 +26,7 @@ def _run(folder: Path, kind: str, *launcher: str, own: tuple[str, ...] = ()) -> 
     out = folder / "out"  # no pipe: an SMP that stays would have it open
     with out.open("w") as printed:
         done = subprocess.run(
-            [sys.executable, *words], cwd=folder, env=environment, stdout=printed, stderr=subprocess.STDOUT,
+            [sys.executable, *words], cwd=SCRIPT.parent, env=environment, stdout=printed, stderr=subprocess.STDOUT,
             timeout=BOUND, check=False,
         )  # fmt: skip
     assert done.returncode == 0, out.read_text()[-3000:]
