@@ -1,7 +1,8 @@
 """Compare two runs of one job, one of which was killed and recovered.
 
-Invariant: every figure comes from what the runs wrote (events, losses, digests of the final state). A figure whose
-events are missing is None, never a guess. The numbers of a run come from that run alone.
+Invariant: every figure comes from what the runs wrote (events, losses). Whether they are identical is decided before,
+by their transcripts. A figure whose events are missing is None, never a guess. The numbers of a run come from that run
+alone.
 
 In: two `RunRecord`s. Out: `RunComparison` and its JSON.
 """
@@ -46,14 +47,12 @@ class Loss:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What one run wrote. `began`, `ended`: seconds since the epoch. `digests`: of the final state of every rank, by
-    part (`rank 3 / item`)."""
+    """What one run wrote. `began`, `ended`: seconds since the epoch."""
 
     began: float
     ended: float
     events: Sequence[Event]
     losses: Sequence[Loss]
-    digests: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -81,8 +80,7 @@ class RunComparison:
     """The result. Bytes are totals over all ranks; stalls are medians over the iterations of a run."""
 
     identical: bool
-    differing: tuple[str, ...]  # parts of the final state that differ or that only one run has
-    losses_identical: bool
+    differing: tuple[str, ...]  # in words
     iterations: int
     iterations_unfailed: int
     iterations_lost: int | None
@@ -131,26 +129,21 @@ def read_losses(path: Path) -> tuple[Loss, ...]:
     return tuple(Loss(entry["iteration"], entry["loss"], entry["time"]) for entry in entries)
 
 
-def compare_runs(failed: RunRecord, unfailed: RunRecord) -> RunComparison:
-    """Compare the killed run with the unfailed one. Raises EvidenceError."""
+def compare_runs(failed: RunRecord, unfailed: RunRecord, differing: Sequence[str] = ()) -> RunComparison:
+    """Compare the killed run with the unfailed one. `differing`: in what their transcripts differ. Raises
+    EvidenceError."""
     for name, run in (("failed", failed), ("unfailed", unfailed)):
-        if not run.losses or not run.digests:
-            raise EvidenceError(
-                f"the {name} run left {len(run.losses)} losses and {len(run.digests)} digests of its final state; "
-                "expected both; see its log"
-            )
+        if not run.losses:
+            raise EvidenceError(f"the {name} run left no losses; see its log")
     kills = [event for event in failed.events if event.type is catalogue.SIGNAL_SENT]
     after = [event for event in failed.events if kills and event.time >= kills[0].time]
     restores = restore_count(failed.events)
-    differing = differences(failed.digests, unfailed.digests)
-    losses_identical = same_losses(failed.losses, unfailed.losses)
     scratch = _by_rank(event for event in after if event.name in SCRATCH_EVENTS)
     scratch_restarts = max(scratch.values(), default=0)
     source = restored_from(failed.events)
     return RunComparison(
         identical=not differing,
-        differing=differing,
-        losses_identical=losses_identical,
+        differing=tuple(differing),
         iterations=failed.losses[-1].iteration,
         iterations_unfailed=unfailed.losses[-1].iteration,
         iterations_lost=_lost(failed.events, kills, source),
@@ -174,14 +167,13 @@ def compare_runs(failed: RunRecord, unfailed: RunRecord) -> RunComparison:
         phases=next(iter(recovery_phases(failed.events)), None),
         bubbles=_traffic(failed),
         bubbles_unfailed=_traffic(unfailed),
-        unproven=tuple(_unproven(len(kills), differing, losses_identical, restores, scratch_restarts, source)),
+        unproven=tuple(_unproven(len(kills), differing, restores, scratch_restarts, source)),
     )
 
 
 def _unproven(
     kills: int,
     differing: Sequence[str],
-    losses_identical: bool,
     restores: int,
     scratch: int,
     source: RestoredVersion | None,
@@ -189,34 +181,13 @@ def _unproven(
     if kills != 1:
         yield f"{kills} processes were killed, expected 1"
     if differing:
-        yield f"{len(differing)} parts of the final state differ, the first is {differing[0]}"
-    if not losses_identical:
-        yield "the losses of the two runs differ"
+        yield differing[0]
     if scratch:
         yield f"the job started {scratch} time(s) from scratch after the kill"
     if restores != 1 or source is None:
         yield f"state was restored {restores} time(s), expected 1"
     elif source.tier not in MEMORY_TIERS:
         yield f"state was restored from the {source.tier} tier, expected a memory tier ({', '.join(MEMORY_TIERS)})"
-
-
-def differences(left: Mapping[str, str], right: Mapping[str, str]) -> tuple[str, ...]:
-    """The names of the parts whose digests differ or that only one side has."""
-    return tuple(sorted(name for name in left.keys() | right.keys() if left.get(name) != right.get(name)))
-
-
-def same_losses(left: Iterable[Loss], right: Iterable[Loss]) -> bool:
-    """Whether both runs logged the same last iteration, and the same loss bit for bit for each iteration in both logs,
-    also if it was logged twice. (A process killed between version point and logging leaves an iteration unlogged.)"""
-    runs: list[dict[int, set[str]]] = []
-    for losses in (left, right):
-        by_iteration: dict[int, set[str]] = {}
-        for entry in losses:
-            by_iteration.setdefault(entry.iteration, set()).add(float(entry.loss).hex())
-        runs.append(by_iteration)
-    first, second = runs
-    both = first.keys() & second.keys()
-    return max(first) == max(second) and all(len(first[k] | second[k]) == 1 for k in both)
 
 
 def _lost(events: Sequence[Event], kills: Sequence[Event], source: RestoredVersion | None) -> int | None:

@@ -39,7 +39,7 @@ def table(report: RunComparison) -> Table:
         ("kill to next iteration done", "", _s(seconds.down)),
         *_phase_rows(report),
         *_bubble_rows(report),
-        ("final state", "", "identical" if report.identical else f"{len(report.differing)} PARTS DIFFER"),
+        ("every iteration", "", "identical" if report.identical else "DIFFERS"),
     ):
         grid.add_row(*row)
     return grid
@@ -49,12 +49,12 @@ def verdict(report: RunComparison) -> str:
     """The result in one or two sentences."""
     if report.proven:
         return (
-            f"Both runs ended in identical parameters, optimizer state and losses, bit for bit: after a SIGKILL of "
-            f"{report.victim} and one restore from memory."
+            "Both runs had identical batches, parameters and optimizer state in every iteration, bit for bit: after a "
+            f"SIGKILL of {report.victim} and one restore from memory."
         )
     if report.identical:
-        return "Both runs ended in identical state, but survival is not proven: " + "; ".join(report.unproven) + "."
-    return "The two runs did NOT end in identical state: " + "; ".join(report.unproven) + "."
+        return "Both runs had identical state, but survival is not proven: " + "; ".join(report.unproven) + "."
+    return "The two runs are NOT identical: " + "; ".join(report.unproven) + "."
 
 
 def _phase_rows(report: RunComparison) -> Iterable[tuple[str, str, str]]:

@@ -35,6 +35,7 @@ from ..report.comparison_text import table, verdict
 from ..report.run_pictures import draw_bubbles, draw_comparison
 from .display import Display, display_on
 from .driver import DriveError, DrivenJob, DrivePhase
+from .transcripts import compare_transcripts, read_transcripts
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "launch" / "examples"
 FRAMEWORKS = {"megatron": "megatron_gpt.py", "deepspeed": "deepspeed_gpt.py"}
@@ -50,7 +51,8 @@ LAYERED_H = 2  # iterations in which DreamDDP averages each layer: a pipeline st
 LONGEST_TAU = 8  # iterations between two synchronisations, so that a short run has several
 _KILLED_RANK = 5
 _POLL_SECONDS = 0.2
-_WRITTEN = ("output.log", "loss.jsonl", "events*.jsonl", "smp.log", "state-*.json")
+TRANSCRIPT = "transcript"  # folder of a run's transcripts
+_WRITTEN = ("output.log", "loss.jsonl", "events*.jsonl", "smp.log", f"{TRANSCRIPT}/*.jsonl")
 _OF_NODES = ("node*/output.log", "node*/events*.jsonl", "node*/smp.log")
 
 
@@ -91,11 +93,11 @@ class QuickstartPlan:
         if self.settings is None and self.nodes > 1:
             block = Config.from_json({"baft": baft_block()})
             flags += block.flags()
-        flags += self.sync
+        flags += [*self.sync, f"--ftp-transcript-dir={folder / TRANSCRIPT}"]
         words = ["--nproc-per-node", str(RANKS // self.nodes), *flags, str(self.example), *self.job]
         words += ["--deepspeed_config", str(self.out / SETTINGS)] if self.settings is not None else []
         words += ["--iterations", str(self.iterations)]
-        words += ["--loss-log", str(folder / "loss.jsonl"), "--state-digest", str(folder / "state-")]
+        words += ["--loss-log", str(folder / "loss.jsonl")]
         return words if self.data is None else [*words, "--data", str(self.data)]
 
 
@@ -229,7 +231,7 @@ def run(plan: QuickstartPlan, name: str, title: str, kill: bool, display: Displa
             follow(drive, plan, kill, display)
         except DriveError as error:
             raise DriveError(f"{error}\n\nlast lines of its output:\n{drive.tail()}") from error
-    return RunRecord(drive.began, drive.ended, drive.events(), drive.losses(), read_digests(folder))
+    return RunRecord(drive.began, drive.ended, drive.events(), drive.losses())
 
 
 def follow(drive: DrivenJob, plan: QuickstartPlan, kill: bool, display: Display) -> None:
@@ -257,17 +259,6 @@ def inject_failure(drive: DrivenJob, plan: QuickstartPlan) -> str:
     return f"SIGKILL sent to all processes of {lost}, its memory wiped, {fresh} started as substitute,"
 
 
-def read_digests(folder: Path) -> dict[str, str]:
-    """The final state of every rank in parts: `rank 3 / items / name` -> its description, with its digest."""
-    digests: dict[str, str] = {}
-    for path in sorted(folder.glob("state-*.json")):
-        rank = int(path.stem.removeprefix("state-"))
-        for kind, parts in json.loads(path.read_text()).items():
-            for part, description in parts.items():
-                digests[f"rank {rank} / {kind} / {part}"] = json.dumps(description, sort_keys=True)
-    return digests
-
-
 def prove(plan: QuickstartPlan, console: Console, display: Display) -> RunComparison:
     """Both runs, then the comparison. Raises FtError."""
     try:
@@ -281,7 +272,9 @@ def prove(plan: QuickstartPlan, console: Console, display: Display) -> RunCompar
     unfailed = run(plan, "unfailed", "unfailed run", False, display)
     failed = run(plan, "failed", "run with one kill", True, display)
     display.close()
-    report = compare_runs(failed, unfailed)
+    ours, theirs = (read_transcripts(plan.out / name / TRANSCRIPT) for name in ("failed", "unfailed"))
+    outcome = compare_transcripts(ours, theirs, restores=1)
+    report = compare_runs(failed, unfailed, () if outcome.exact else outcome.sentence.splitlines())
     (plan.out / REPORT).write_text(report.json() + "\n")
     draw_comparison(failed, unfailed, report, plan.out / PICTURE)
     console.print(table(report))

@@ -113,9 +113,10 @@ def _halved(words: Sequence[str]) -> list[str]:
     if str(options.nnodes) not in ("1", "1:1"):
         raise ConfigError(f"--nnodes {options.nnodes}: give the command of one node; --nodes emulates {_NODES}")
     half = str(int(options.nproc_per_node) // _NODES)
+    scripts = len(words) - len(options.training_script_args)  # where the script's own words begin
     halved: list[str] = []
     skip = False
-    for word in words:
+    for word in words[:scripts]:
         name, equals, _ = word.partition("=")
         if name.replace("_", "-") == "--nproc-per-node":
             halved.append(f"--nproc-per-node={half}")
@@ -124,7 +125,7 @@ def _halved(words: Sequence[str]) -> list[str]:
             skip = False
         else:
             halved.append(word)
-    return halved
+    return [*halved, *words[scripts:]]
 
 
 def place_kills(iterations: int, ends: Sequence[int]) -> tuple[int, int]:

@@ -79,6 +79,11 @@ class FirstDifference:
     details: str
     places: int = 1
 
+    @property
+    def computed(self) -> bool:
+        """Whether it is in what was computed, not in what was read or scheduled."""
+        return self.what in _TRAJECTORY or self.what.startswith(("state ", "small state "))
+
     def __str__(self) -> str:
         more = f" (and in {self.places - 1} more places)" if self.places > 1 else ""
         return f"iteration {self.iteration}, rank {self.rank}: {self.what}: {self.details}{more}"
@@ -101,8 +106,8 @@ class Comparison:
     @property
     def exact(self) -> bool:
         """Whether nothing differs that can be compared."""
-        reads = self.irreproducible is None or self.irreproducible.what != _READS
-        return self.difference is None and reads and not self.unproven
+        comparable = self.irreproducible is None or self.irreproducible.computed
+        return self.difference is None and comparable and not self.unproven
 
     @property
     def sentence(self) -> str:
@@ -114,8 +119,8 @@ class Comparison:
         if self.difference is not None:
             lines.append(f"NOT EXACT: {self.difference}")
         lines += [f"NOT SHOWN: {reason}" for reason in self.unproven]
-        if self.irreproducible is not None and self.irreproducible.what == _READS:
-            lines.append("NOT EXACT: the data itself is not reproducible, with or without a failure: seed its order")
+        if self.irreproducible is not None and not self.irreproducible.computed:
+            lines.append("NOT EXACT: what the job reads is not reproducible, with or without a failure: seed it")
         elif self.exact and self.irreproducible is not None:
             lines.append(
                 f"exact except for the trajectory, which is not deterministic: over {self.iterations} iterations on "
@@ -167,7 +172,8 @@ def compare_transcripts(failed: Sequence[Entry], unfailed: Sequence[Entry], rest
     irreproducible = _first(_against(before, golden, unseeded, trajectory=True))
     trajectory = irreproducible is None
     restored = sorted((e for e in failed if e.kind == RESTORED), key=lambda e: (e.lineage, e.rank))
-    difference = _first(_restored_differences(restored, failed)) or _first(_against(computed, golden, unseeded, trajectory))
+    against = _against(computed, golden, unseeded, trajectory)
+    difference = _first(_restored_differences(restored, failed)) or _first(against)
     last = max(iteration for _, iteration in golden)
     versions = {entry.lineage: entry.iteration for entry in restored}
     return Comparison(

@@ -119,8 +119,7 @@ def test_a_killed_rank_comes_back_and_nothing_is_left_at_the_end(tmp_path: Path)
     assert (kill.rank, kill.fields["killed_pid"], kill.fields["iteration"]) == (1, pid, WAITS_AT - 1)
     assert failure.rank == 1 and failure.fields["exitcode"] == -signal.SIGKILL and failure.time > kill.time
 
-    digests = {"rank 0 / state": "the same"}
-    failed = RunRecord(job.began, job.ended, events, job.losses(), digests)
+    failed = RunRecord(job.began, job.ended, events, job.losses())
     once = {entry.iteration: entry for entry in failed.losses}
     report = compare_runs(failed, replace(failed, losses=list(once.values())))
     assert report.proven, report.unproven
@@ -154,10 +153,8 @@ def test_a_killed_node_is_gone_with_its_memory_and_a_fresh_one_takes_its_place(t
     assert not any(liveness.started(event.pid) for event in started)
 
     report = compare_runs(
-        RunRecord(job.began, job.ended, events, job.losses(), {"rank 0 / state": "the same"}),
-        RunRecord(
-            job.began, job.ended, (), job.losses()[: WAITS_AT - 1] + job.losses()[-4:], {"rank 0 / state": "the same"}
-        ),
+        RunRecord(job.began, job.ended, events, job.losses()),
+        RunRecord(job.began, job.ended, (), job.losses()[: WAITS_AT - 1] + job.losses()[-4:]),
     )
     assert report.proven and report.victim == "node1" and report.restored_from is not None, report.unproven
     assert report.restored_from.tier == "node"
