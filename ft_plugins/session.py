@@ -62,7 +62,8 @@ class Session:
         self._degraded: Reft | None = None  # no longer captures, but still records completed iterations
         self._loss = LossRecord(context, config.max_unprotected_steps)
         self._disconnection = Disconnection()
-        self.iteration = self._fenced = 0  # the iteration that began last; the last one whose fence was passed
+        # the iteration that began last; the last one whose fence was passed; the last one whose update has ended
+        self.iteration = self._fenced = self._updated = 0
         self._first = host.rank == 0 and context.restart == 0  # prints what is printed once per job
         if self._first:
             say(config.table(), who="")
@@ -202,6 +203,7 @@ class Session:
             yield step
             if self._fenced != step:  # the update was skipped, as a GradScaler does
                 self.before_update(step)
+            if self._updated != step:  # that, or several optimizers make it
                 self.after_update(step)
             self.iteration_end(step)
         self.shutdown()
@@ -252,6 +254,7 @@ class Session:
 
     def after_update(self, step: int) -> None:
         """The update is done: from now on replicas may be compared and averaged."""
+        self._updated = step
         self.progress.words.edge(WorkPhase.AFTER_UPDATE)
         if self._sync is not None:
             self._synchronize(self._sync, lambda sync: sync.after_update(step))

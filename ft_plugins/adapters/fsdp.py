@@ -22,7 +22,7 @@ In: model, optimizer, scheduler, data loader, device mesh. Out: a `model.host.Ho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,7 +55,7 @@ class FsdpHost(TorchHost):
     def __init__(
         self,
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer],
         scheduler: Any = None,
         sampler: Any = None,
         *,
@@ -111,7 +111,7 @@ class FsdpHost(TorchHost):
         dimensions = sharded_dimensions(tensor)
         if len(dimensions) != 1 or not placements[dimensions[0]].is_shard():
             raise UnsupportedError(
-                f"rank {self.rank}: {type(self._optimizer).__name__} keeps a tensor of shape {tuple(tensor.shape)} "
+                f"rank {self.rank}: {self._optimizers.kinds} keeps a tensor of shape {tuple(tensor.shape)} "
                 f"placed by {placements}, but only tensors that are sharded as their parameters are can be captured: "
                 "use another optimizer"
             )

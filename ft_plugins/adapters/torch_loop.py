@@ -21,14 +21,17 @@ point, trained state of the script that the host was not given at the first one 
     gradients                           not captured; must be zeroed between two iterations
     numbers, 0-dimensional tensors      small state ('step', learning rates)
 
-In: model, optimizer, scheduler, data loader, functions for other state. Out: a `model.host.Host`.
+Of several optimizers (`optimizers`) the iteration's update begins with the first step of any of them, and ends with the
+loop's body.
+
+In: model, optimizers, schedulers, data loader, functions for other state. Out: a `model.host.Host`.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,19 +51,21 @@ from ..model.reduction import ReductionControl
 from ..snapshot import codec
 from .early_update import EarlyUpdate, early_refusal
 from .forward_edges import follow_forwards, follow_saving
-from .host_parts import ANYWHERE, UPDATE, groups, is_item, local_part, own_copy, restore_groups, scalars_of
+from .host_parts import ANYWHERE, UPDATE, local_part
 from .loader_position import DataPosition, position_of
 from .observed_inputs import ObservedForwards
-from .optimizer_state import create_state
+from .optimizers import Optimizers, scheduler_of
+from .parameter_groups import packed, regrouped
 from .plain import PlainHost
 from .torch_module import (
+    missing_scheduler,
     notices,
-    other_scheduler,
     read_modes,
     require_encodable,
+    require_encodable_caller,
     require_equal_replicas,
     require_known_parameters,
-    require_types,
+    require_module,
     require_whole_parameters,
     write_modes,
 )
@@ -69,12 +74,12 @@ from .torch_watch import ChangeWatch, changed_since, identity, set_zero_gradient
 from .undeclared_search import Given, UndeclaredSearch, lines_to_add
 
 _CONTAINERS = (torch.nn.ModuleDict, torch.nn.ModuleList)
-_SCHEDULED = ("_wrapped_by_lr_sched", "_with_counter")  # set on `step` by torch's schedulers; older ones the second
 
 
 class TorchHost(PlainHost, ReducingHost):
     """A model and its optimizer, with all state that training depends on. All ranks of the job build it together.
 
+    `optimizer` and `scheduler` may be a sequence or dict of several, over one module that holds all their parameters.
     `sampler` gives the data position: the torch DataLoader of the training data (also with a DistributedSampler, whose
     `epoch` is restored before the first iteration), or anything with `state_dict` and `load_state_dict`. `get_state`
     and `set_state` carry any other state, as plain values and tensors: a GradScaler's `state_dict`, counters.
@@ -87,7 +92,7 @@ class TorchHost(PlainHost, ReducingHost):
     def __init__(
         self,
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer],
         scheduler: Any = None,
         sampler: Any = None,
         *,
@@ -97,15 +102,18 @@ class TorchHost(PlainHost, ReducingHost):
         ignored: Iterable[Any] = (),
     ) -> None:
         """Creates the optimizer's state. Raises ConfigError, InventoryError or UnsupportedError."""
-        require_types(model, optimizer, scheduler)
+        require_module(model)
+        self._model = model
+        self._parallels = [one for one in model.modules() if isinstance(one, DistributedDataParallel)]
         self._parallel = model if isinstance(model, DistributedDataParallel) else None
         self._module: torch.nn.Module = model if self._parallel is None else self._parallel.module
-        self._optimizer, self._scheduler = optimizer, scheduler
+        self._optimizers, self._scheduler = Optimizers(optimizer), scheduler_of(scheduler)
         self._caller_state, self._ignored = (get_state, set_state), tuple(ignored)
         self._source = sampler
         self._hooks: Hooks | None = None
         self._searched = False  # for schedulers that were not given
         self._updated = 0  # the iteration of the newest update
+        self._stepping: torch.optim.Optimizer | None = None  # the optimizer that began it
         self._early: EarlyUpdate | None = None
         self._known: dict[str, tuple[Role, torch.Tensor]] = {}
         context = launch_context()
@@ -113,12 +121,12 @@ class TorchHost(PlainHost, ReducingHost):
         rank = dist.get_rank() if started else context.rank
         self.rank = rank
         self._require_parameters(f"rank {rank}")
-        require_known_parameters(self._module, optimizer, f"rank {rank}")
+        require_known_parameters(self._module, self._optimizers, f"rank {rank}")
         self._require_scheduler()
         require_encodable(self._module, f"rank {rank}")
-        create_state(optimizer)
+        self._optimizers.create_state()
         self._known = dict(self._present())
-        updated = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        updated = {id(one) for group in self._optimizers.param_groups for one in group["params"]}
         self._background = {
             name
             for name, (role, tensor) in self._known.items()
@@ -130,7 +138,9 @@ class TorchHost(PlainHost, ReducingHost):
             f"rank {rank}",
         )
         self._identities = {name: identity(tensor) for name, (_, tensor) in self._known.items()}
-        self._groups = self._group_members()
+        self._groups = self._optimizers.members()
+        self._packed_groups = packed(self._optimizers.named_groups(self._names()))
+        self._used = self._optimizers.used(self._names())
         self._position: DataPosition | None = None
         if sampler is not None:
             self._position = position_of(sampler, lambda: self._iteration > 0)
@@ -142,7 +152,7 @@ class TorchHost(PlainHost, ReducingHost):
             fingerprint={"architecture": self._architecture(), **(fingerprint or {})},
             get_state=self._values,
             set_state=self._set_values,
-            learning_rate=lambda: max(float(group["lr"]) for group in optimizer.param_groups),
+            learning_rate=lambda: max(float(group["lr"]) for group in self._optimizers.param_groups),
             gradients=self._live_gradients,
         )
         if started:
@@ -177,25 +187,18 @@ class TorchHost(PlainHost, ReducingHost):
         return {parameter: name for name, parameter in self._module.named_parameters()}
 
     def _present(self) -> Iterator[tuple[str, tuple[Role, torch.Tensor]]]:
-        """Name, role and tensor of every present item."""
+        """Name, role and tensor of every present item. The order of the optimizer's groups does not matter."""
         names = self._names()
         for parameter, name in names.items():
             yield name, (Role.PARAMETER, parameter)
-        for parameter, state in self._optimizer.state.items():
-            name = names.get(parameter, "outside of the model")
-            for key, value in state.items():
-                if is_item(value):
-                    yield f"{name}:{key}", (Role.MOMENT, value)
+        for name, moment in self._optimizers.moments(names):
+            yield name, (Role.MOMENT, moment)
         for name, buffer in self._module.named_buffers():
             yield name, (Role.BUFFER, buffer)
 
-    def _group_members(self) -> list[list[int]]:
-        """The ids of the parameters of each group."""
-        return [[id(one) for one in group["params"]] for group in self._optimizer.param_groups]
-
     def _architecture(self) -> str:
         shapes = [(name, str(one.dtype), tuple(one.shape)) for name, (_, one) in self._known.items()]
-        return f"{type(self._optimizer).__name__} {xxhash.xxh3_64_hexdigest(repr(shapes).encode())}"
+        return f"{self._optimizers.kinds} {xxhash.xxh3_64_hexdigest(repr(shapes).encode())}"
 
     # ---- checks ----
 
@@ -209,37 +212,27 @@ class TorchHost(PlainHost, ReducingHost):
     def _require_unchanged(self) -> None:
         """Raises StateChangedError if tensors were added, removed or replaced since the host was built."""
         present = {name: identity(tensor) for name, (_, tensor) in self._present()}
-        if present != self._identities or self._group_members() != self._groups:
+        if present != self._identities or self._optimizers.members() != self._groups:
             place = f"rank {self.rank}: iteration {self._iteration}"
             raise changed_since(self._identities, present, place, type(self).__name__)
 
     def _given(self) -> Given:
         """What this host captures or ignores."""
         gradients = [one.grad for one in self._module.parameters() if one.grad is not None]
-        objects = self._parallel, self._module, self._optimizer, self._scheduler, self._source, self._ignored
+        objects = self._model, *self._optimizers, self._scheduler, self._source, self._ignored
         trained = [self._known[name][1] for name in self._background if self._known[name][0] is Role.PARAMETER]
         return Given(objects, (*gradients, *(one for _, one in self._known.values())), tuple(trained))
 
     def _require_scheduler(self) -> None:
         """Raises StateChangedError if a torch scheduler that the host was not given sets the learning rate."""
-        missing = self._scheduler is None and any(hasattr(self._optimizer.step, mark) for mark in _SCHEDULED)
-        scheduler = "a learning rate scheduler"
-        if not missing and self._iteration > 0 and not self._searched:
-            self._searched = True
-            other = other_scheduler(self._optimizer, self._scheduler)
-            missing, scheduler = other is not None, f"{scheduler} ({type(other).__name__})"
-        if missing:
-            given = "none" if self._scheduler is None else "another one"
-            raise StateChangedError(
-                f"rank {self.rank}: {scheduler} steps with this optimizer, but TorchHost was given {given}, so its "
-                "state would be lost; pass it: TorchHost(model, optimizer, scheduler, ...); several as one "
-                "SequentialLR or ChainedScheduler"
-            )
+        search, self._searched = self._iteration > 0 and not self._searched, self._iteration > 0
+        if missing := missing_scheduler(list(self._optimizers), self._scheduler, search):
+            raise StateChangedError(f"rank {self.rank}: {missing}")
 
     def _say(self) -> None:
         if self.rank == 0 and not launch_context().restart:
             unpositioned = self._position is None and self._caller_state[0] is dict
-            for notice in notices(self._module, self._parallel, self._world_size, unpositioned):
+            for notice in notices(self._module, self._parallels, self._world_size, unpositioned):
                 say(notice)
 
     # ---- small state ----
@@ -252,26 +245,26 @@ class TorchHost(PlainHost, ReducingHost):
         self._require_scheduler()
         if self._iteration > 0:  # before the first iteration only the size is needed
             self._watch.mark(self._iteration)
-        state = super().small_state()
-        if self._iteration > 0:
-            self._undeclared.check(self._iteration, state["caller"]["caller"], *self._caller_state)
-        return state
+        small = super().small_state()
+        if self._iteration == 0:
+            require_encodable_caller(small["caller"]["caller"], f"rank {self.rank}")
+        else:
+            self._undeclared.check(self._iteration, small["caller"]["caller"], *self._caller_state)
+        return small
+
+    def regrouped(self, small: Mapping[str, Any]) -> str:
+        return regrouped(small["caller"].get("members"), self._packed_groups)
 
     def _values(self) -> dict[str, Any]:
         return {
-            "groups": groups(self._optimizer),
-            "scalars": self._scalars(),
+            **self._optimizers.values(self._names()),
+            "members": self._packed_groups,
             "modes": read_modes(self._module),
             "graded": with_gradient(dict(self._module.named_parameters())),
             "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
             "position": None if self._position is None else self._position.read(),
             "caller": self._caller_state[0](),
         }
-
-    def _scalars(self) -> dict[str, dict[str, Any]]:
-        """Numbers and 0-dimensional tensors of the optimizer's state, by parameter."""
-        names = self._names()
-        return {names[one]: scalars_of(state) for one, state in self._optimizer.state.items()}
 
     def _set_values(self, saved: Mapping[str, Any]) -> None:
         if (saved["scheduler"] is None) != (self._scheduler is None):
@@ -286,17 +279,10 @@ class TorchHost(PlainHost, ReducingHost):
             )
         if self._scheduler is not None:
             self._scheduler.load_state_dict(saved["scheduler"])
-        self._set_optimizer(saved)
+        self._optimizers.restore(saved, self._names())
         write_modes(self._module, saved["modes"])
         set_zero_gradients(dict(self._module.named_parameters()), saved["graded"])
         self._caller_state[1](saved["caller"])
-
-    def _set_optimizer(self, saved: Mapping[str, Any]) -> None:
-        restore_groups(self._optimizer, saved["groups"])
-        for parameter, name in self._names().items():
-            for key, value in saved["scalars"].get(name, {}).items():
-                state = self._optimizer.state[parameter]
-                state[key] = own_copy(value, state.get(key))
 
     def restore_position(self, small: Mapping[str, Any]) -> None:
         if self._position is not None:
@@ -305,28 +291,29 @@ class TorchHost(PlainHost, ReducingHost):
 
     def scalars(self) -> bytes:
         """Parameter groups, and the numbers and 0-dimensional tensors of the optimizer's state."""
-        return codec.encode({"groups": groups(self._optimizer), "scalars": self._scalars()})
+        return codec.encode(self._optimizers.values(self._names()))
 
     def restore_scalars(self, encoded: bytes) -> None:
-        self._set_optimizer(codec.decode(encoded))
+        self._optimizers.restore(codec.decode(encoded), self._names())
 
     # ---- hooks ----
 
     def install(self, hooks: Hooks) -> None:
         """Call `hooks` around every update from now on, and reach the fault points."""
         self._hooks = hooks
-        self._watch.install(self._optimizer, {name: tensor for name, (_, tensor) in self._known.items()})
+        self._watch.install(list(self._optimizers), {name: tensor for name, (_, tensor) in self._known.items()})
         self._undeclared.begin()
-        self._optimizer.register_step_pre_hook(lambda *args: self._before_update())
-        self._optimizer.register_step_post_hook(lambda *args: self._after_update(hooks))
+        for optimizer in self._optimizers:
+            optimizer.register_step_pre_hook(lambda one, *args: self._before_step(one))
+            optimizer.register_step_post_hook(lambda *args: self._after_step(hooks))
 
     def install_progress(self, progress: ProgressReceiver, spans: bool) -> None:
         """Report forwards, and calls of torch's functions that save."""
-        outer = self._module if self._parallel is None else self._parallel
-        follow_forwards([outer], progress)
-        if outer is not self._module:  # evaluations often call it
-            follow_forwards([self._module], progress, evaluations_only=True)
-        buffers = getattr(outer, "broadcast_buffers", False) and next(self._module.buffers(), None) is not None
+        called = self._called()
+        follow_forwards(called, progress)
+        within = [one.module for one in self._parallels]  # evaluations often call it
+        follow_forwards(within, progress, evaluations_only=True)
+        buffers = any(one.broadcast_buffers and next(one.buffers(), None) is not None for one in self._parallels)
         if buffers or any(local_part(one) is not one for one in self._module.parameters()):
             progress.shares_forward()
         follow_saving(torch, ("save",), progress)
@@ -334,63 +321,88 @@ class TorchHost(PlainHost, ReducingHost):
 
     def install_observer(self, observer: Observer) -> None:
         """Report what forwards of the model read; of a container's parts, if the loop calls those."""
-        parts = self._module.children() if isinstance(self._module, _CONTAINERS) else ()
-        ObservedForwards({self._parallel or self._module: None, self._module: None, **dict.fromkeys(parts)}, observer)
+        within = [self._module, *(one.module for one in self._parallels)]
+        ObservedForwards(dict.fromkeys([*self._called(), *within]), observer)
 
-    def _before_update(self) -> None:
+    def _called(self) -> list[torch.nn.Module]:
+        """The modules that the loop calls: the model, or those that it holds if it cannot be called."""
+        return list(self._model.children()) if isinstance(self._model, _CONTAINERS) else [self._model]
+
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self._early is not None and self._early.begun:
             self._early.before_step()
         else:
-            self._begin_update()
+            self._begin_update(optimizer)
 
     @property
     def _iteration(self) -> int:
         """The present iteration, 0 before the first."""
         return 0 if self._hooks is None else self._hooks.iteration
 
-    def _begin_update(self) -> None:
-        """The fence."""
+    def _begin_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """The fence, at the first step of an iteration."""
         assert (hooks := self._hooks) is not None
-        if hooks.iteration == self._updated:
+        again = hooks.iteration == self._updated
+        if again and hooks.iteration and self._optimizers.several:
+            self._watch.check_gradients(hooks.iteration, self._used[optimizer])
+            return
+        if again:
             raise ConfigError(
                 f"rank {self.rank}: optimizer.step() was called outside of an iteration, or twice in iteration "
                 f"{hooks.iteration}: make one update in each iteration of `for step in session.iterations(...)`"
             )
         if self._position is not None:
             self._position.require_read()
-        self._updated = hooks.iteration
+        self._updated, self._stepping = hooks.iteration, optimizer
         hooks.before_update(hooks.iteration)
         faults.reach("update.begin", iteration=hooks.iteration)
 
     def before_fence(self, step: int) -> None:
-        self._watch.check(step, updates=self._updated == step)
+        used = self._used[self._stepping] if self._updated == step and self._stepping is not None else None
+        self._watch.check(step, used, more=self._optimizers.several)
 
     def derive(self) -> None:
         """Accept the written tensors, whose snapshot is complete; nothing is derived from them."""
         self._watch.written()
 
-    def _after_update(self, hooks: Hooks) -> None:
+    def _after_step(self, hooks: Hooks) -> None:
         if self._early is not None:
             self._early.after_step()
         faults.reach("update.end", iteration=hooks.iteration)
-        hooks.after_update(hooks.iteration)
+        if not self._optimizers.several:  # of several any may step again: the update lasts until the body ends
+            hooks.after_update(hooks.iteration)
 
     def _live_gradients(self) -> dict[str, torch.Tensor]:
         return {name: local_part(one.grad) for one, name in self._names().items() if one.grad is not None}
 
-    # ---- local SGD ----
+    # ---- local SGD, PAFT ----
 
     def _make_control(self) -> ReductionControl:
         names = [name for name, (role, _) in self._known.items() if role is Role.PARAMETER]
         return DdpReduction(self.rank, self._world_size, self._module, self._parallel, names)
 
+    def modules(self) -> Mapping[str, str]:
+        self._optimizers.single("local SGD (--sync-policy) works")
+        return super().modules()
+
+    def copies(self) -> Inventory:
+        self._optimizers.single("--paft works")
+        return super().copies()
+
+    def learning_rate(self) -> float:
+        self._optimizers.single("--paft works")
+        return super().learning_rate()
+
     def early_refusal(self) -> str:
-        return early_refusal(self._optimizer)
+        return early_refusal(self._optimizers.single("--sync-order update_first works"))
 
     def update_modules_early(self, wanted: Callable[[], Collection[str]], updated: Callable[[str], None]) -> None:
+        optimizer = self._optimizers.single("--sync-order update_first works")
         parameters = dict(self._module.named_parameters())
         members: dict[str, list[torch.nn.Parameter]] = {}
         for name, module in self.modules().items():
             members.setdefault(module, []).append(parameters[name])
-        self._early = EarlyUpdate(self.rank, self._optimizer, members, self._begin_update, lambda: self._iteration)
+        self._early = EarlyUpdate(
+            self.rank, optimizer, members, lambda: self._begin_update(optimizer), lambda: self._iteration
+        )
         self._early.install(wanted, updated)

@@ -10,7 +10,7 @@ captured.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgpack
@@ -26,7 +26,9 @@ from ..snapshot import codec
 from ..snapshot.copiers import flat_bytes
 from ..systems.claim import join_ranks
 from .host_parts import local_part
+from .optimizers import EXPECTED, Optimizers
 
+_SCHEDULED = ("_wrapped_by_lr_sched", "_with_counter")  # set on `step` by torch's schedulers; older ones the second
 _DEPTH = 3  # of the attributes searched for schedulers
 _COMMUTES = 2  # replicas whose sum does not depend on the order of the summands
 _BUCKETS = (
@@ -92,7 +94,7 @@ def stray_tensors(module: torch.nn.Module) -> list[str]:
 
 
 def notices(
-    module: torch.nn.Module, parallel: DistributedDataParallel | None, replicas: int, unpositioned: bool
+    module: torch.nn.Module, parallel: Sequence[DistributedDataParallel], replicas: int, unpositioned: bool
 ) -> Iterator[str]:
     """What the user of a loop has to know. `unpositioned`: the data position is not captured."""
     if strays := stray_tensors(module):
@@ -100,19 +102,32 @@ def notices(
             f"'{strays[0]}' ({len(strays)} in all) is a tensor of a module, but neither parameter nor buffer, and is "
             "not captured; if training depends on it, make it a buffer (register_buffer)"
         )
-    if parallel is not None and replicas > _COMMUTES and not parallel.find_unused_parameters:
+    if replicas > _COMMUTES and not all(one.find_unused_parameters for one in parallel):
         yield _BUCKETS
     if unpositioned:
         yield _NO_POSITION
 
 
-def other_scheduler(optimizer: torch.optim.Optimizer, given: Any) -> LRScheduler | None:
-    """A torch scheduler of this optimizer that is neither `given` nor contained in it. Slow: visits all objects of the
-    process."""
-    known = {id(one) for one in _contents(given, _DEPTH)}
+def missing_scheduler(optimizers: Sequence[torch.optim.Optimizer], given: Any, search: bool) -> str:
+    """What is wrong if a torch scheduler of these optimizers is neither `given` nor contained in it; '' if none is.
+
+    `search`: also where `given` is one, which is slow: all objects of the process are visited.
+    """
+    marked = given is None and any(hasattr(one.step, mark) for one in optimizers for mark in _SCHEDULED)
+    other = _other_scheduler(optimizers, given) if search and not marked else None
+    if not marked and other is None:
+        return ""
+    kind, instead = "" if other is None else f" ({type(other).__name__})", "none" if given is None else "another one"
+    return (
+        f"a learning rate scheduler{kind} steps with this optimizer, but TorchHost was given {instead}, so its state "
+        "would be lost; pass it: TorchHost(model, optimizer, scheduler, ...); several in a list"
+    )
+
+
+def _other_scheduler(optimizers: Sequence[torch.optim.Optimizer], given: Any) -> LRScheduler | None:
+    known, ours = {id(one) for one in _contents(given, _DEPTH)}, {id(one) for one in optimizers}
     for one in gc.get_objects():
-        ours = issubclass(type(one), LRScheduler) and getattr(one, "optimizer", None) is optimizer
-        if ours and id(one) not in known:
+        if issubclass(type(one), LRScheduler) and id(getattr(one, "optimizer", None)) in ours and id(one) not in known:
             return one  # type: ignore[no-any-return]
     return None
 
@@ -125,18 +140,20 @@ def _contents(value: Any, depth: int) -> Iterator[Any]:
             yield from _contents(part, depth - (not isinstance(part, list | tuple)))
 
 
-def require_types(model: Any, optimizer: Any, scheduler: Any) -> None:
-    """Raises ConfigError if the arguments of TorchHost have other types than expected."""
-    expected = "expected TorchHost(model, optimizer, scheduler=None, sampler=None)"
+def require_module(model: Any) -> None:
+    """Raises ConfigError if the model that TorchHost was given is none."""
     if not isinstance(model, torch.nn.Module):
-        raise ConfigError(f"{expected}, found a {type(model).__name__} as the model: pass a torch.nn.Module")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(f"{expected}, found a {type(optimizer).__name__} as the optimizer: pass one of torch.optim")
-    if scheduler is not None and not (hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict")):
-        raise ConfigError(
-            f"{expected}, found a {type(scheduler).__name__} as the scheduler, which has no state_dict and "
-            "load_state_dict; pass none if the learning rate follows from the iteration"
-        )
+        raise ConfigError(f"{EXPECTED}, found a {type(model).__name__} as the model: pass a torch.nn.Module")
+
+
+def require_encodable_caller(state: Any, place: str) -> None:
+    """Raises InventoryError, naming the value of `get_state` that cannot be captured."""
+    try:
+        codec.encode(state)
+    except InventoryError as error:
+        raise InventoryError(
+            f"{place}: what get_state returns cannot be captured: {error}; here 'state' is what get_state returns"
+        ) from error
 
 
 def require_whole_parameters(module: torch.nn.Module, place: str) -> None:
@@ -159,10 +176,10 @@ def require_no_fsdp1(module: torch.nn.Module, place: str) -> None:
         )
 
 
-def require_known_parameters(module: torch.nn.Module, optimizer: torch.optim.Optimizer, place: str) -> None:
-    """Raises InventoryError if `optimizer` updates parameters that are not in `module`."""
+def require_known_parameters(module: torch.nn.Module, optimizers: Optimizers, place: str) -> None:
+    """Raises InventoryError if `optimizers` update parameters that are not in `module`."""
     names = {parameter: name for name, parameter in module.named_parameters()}
-    for number, group in enumerate(optimizer.param_groups):
+    for number, group in enumerate(optimizers.param_groups):
         for parameter in group["params"]:
             if parameter not in names:
                 raise InventoryError(

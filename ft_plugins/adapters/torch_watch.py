@@ -2,10 +2,11 @@
 
 Parameters that the optimizer updates, and its state of them, are copied in the background until `optimizer.step()`: a
 change before it would tear the snapshot. Gradients are not captured, so a backward must not add to gradients that
-existed at the version point. Both raise StateChangedError before the update. Detection relies on `tensor._version`,
-which counts every change in place (also under no_grad), except those through `tensor.data`: of these the capture
-notices what would tear a snapshot (`snapshot.samples`). An operation on a DTensor increments
-the DTensor's, one on its local tensor the local tensor's; torch's `_foreach` operations on DTensors neither.
+existed at the version point. Both raise StateChangedError before the update. Of several optimizers each is checked for
+the gradients that its own step uses, and what later backwards add to at the next version point. Detection relies on
+`tensor._version`, which counts every change in place (also under no_grad), except those through `tensor.data`: of these
+the capture notices what would tear a snapshot (`snapshot.samples`). An operation on a DTensor increments the DTensor's,
+one on its local tensor the local tensor's; torch's `_foreach` operations on DTensors neither.
 
 In: live tensors by name, parameters by name; identities of tensors. Out: nothing, or StateChangedError.
 """
@@ -13,7 +14,7 @@ In: live tensors by name, parameters by name; identities of tensors. Out: nothin
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,8 +39,9 @@ class ChangeWatch:
         self._sharded = {name for name, one in parameters.items() if local_part(one) is not one}
         self._non_zero: dict[str, torch.Tensor] = {}  # whether gradients of `_sharded` were, at the version point
         self._accumulated: dict[str, torch.Tensor | None] = {}  # by backwards since: whether the old one was non-zero
+        self._recording = False  # what backwards add to
 
-    def install(self, optimizer: torch.optim.Optimizer, known: Mapping[str, torch.Tensor]) -> None:
+    def install(self, optimizers: Sequence[torch.optim.Optimizer], known: Mapping[str, torch.Tensor]) -> None:
         """Watch every backward, and raise ConfigError when another optimizer steps over `known` tensors."""
         for name, parameter in self._parameters.items():
             trained = parameter.requires_grad
@@ -52,10 +54,11 @@ class ChangeWatch:
                 parameter.register_hook(lambda gradient, name=name: self._before_accumulation(name))
             parameter.requires_grad_(trained)
         storages = {_storage(tensor): name for name, tensor in known.items() if local_part(tensor).numel()}
-        ours, place = weakref.ref(optimizer), self._place
+        ours, place = [weakref.ref(one) for one in optimizers], self._place
+        given = "optimizer" if len(ours) == 1 else "..."
 
         def refuse(other: torch.optim.Optimizer, *call: object) -> None:
-            if ours() is None or other is ours():
+            if any(one() is None or other is one() for one in ours):
                 return
             for group in other.param_groups:
                 for parameter in group["params"]:
@@ -63,19 +66,19 @@ class ChangeWatch:
                         raise ConfigError(
                             f"{place}: another optimizer ({type(other).__name__}) updates "
                             f"'{storages[_storage(parameter)]}', which TorchHost captures: its state would be lost; "
-                            "pass one optimizer, with a group for each part of the model"
+                            f"pass all optimizers: TorchHost(model, [{given}, other_optimizer], ...)"
                         )
 
         register_optimizer_step_pre_hook(refuse)
 
     def _before_accumulation(self, name: str) -> None:
         gradient = self._parameters[name].grad
-        if self._versions is not None and name not in self._accumulated:
+        if self._recording and name not in self._accumulated:
             self._accumulated[name] = None if gradient is None else _any(gradient)  # stays on its device: no wait
 
     def _after_accumulation(self, name: str) -> None:
         gradient = self._parameters[name].grad
-        if self._versions is None or name in self._accumulated or gradient is None:
+        if not self._recording or name in self._accumulated or gradient is None:
             return
         before, (version, _) = self._gradients.get(name, (lambda: None, (0, 0)))
         added = before() is gradient and version == gradient._version  # added to it, without zeroing it first
@@ -84,6 +87,7 @@ class ChangeWatch:
     def mark(self, iteration: int) -> None:
         """Start watching at the version point. Raises StateChangedError if gradients were accumulated across it."""
         self._require_none_accumulated(iteration)
+        self._accumulated = {}
         self._gradients = {
             name: (weakref.ref(one.grad), _versions(one.grad))
             for name, one in self._parameters.items()
@@ -93,7 +97,7 @@ class ChangeWatch:
         self._non_zero = {
             name: _any(gradient) for name in graded if (gradient := self._parameters[name].grad) is not None
         }
-        self._versions = self._present()
+        self._versions, self._recording = self._present(), True
 
     def written(self) -> None:
         """Accept the present tensors, if watching: they were changed after the snapshot was complete."""
@@ -103,8 +107,12 @@ class ChangeWatch:
     def _present(self) -> dict[str, _Versions]:
         return {name: _versions(tensor) for name, tensor in self._background.items()}
 
-    def check(self, iteration: int, updates: bool) -> None:
-        """Stop watching before the update, or where it is skipped. Raises StateChangedError, naming what changed."""
+    def check(self, iteration: int, used: Collection[str] | None, more: bool = False) -> None:
+        """Stop watching before the update, or where it is skipped. Raises StateChangedError, naming what changed.
+
+        `used`: the parameters whose gradients the update uses, None if it is skipped. `more`: other optimizers may step
+        in this iteration, after backwards of their own.
+        """
         versions, self._versions = self._versions, None
         for name, version in (versions or {}).items():
             if _versions(self._background[name]) != version:
@@ -113,16 +121,26 @@ class ChangeWatch:
                     "optimizer.step(), while its snapshot was being copied: change parameters right after "
                     "optimizer.step(), in an iteration that makes an update"
                 )
-        if updates and versions is not None:
+        self._recording = versions is not None
+        self.check_gradients(iteration, used)
+        self._recording = self._recording and more
+
+    def check_gradients(self, iteration: int, used: Collection[str] | None) -> None:
+        """Check the gradients that a step uses. Raises StateChangedError.
+
+        A gradient of the version point that no backward has added to must be zero if the step uses it. Any other may
+        stay until it is zeroed, but nothing may use it before, as clipping does, which also scales it.
+        """
+        if self._recording and used is not None:
             for name, (gradient, version) in self._gradients.items():
                 now = self._parameters[name].grad
-                unused = name not in self._accumulated and now is not None and now is gradient()
-                if unused and now is not None and _versions(now) == version:
+                stayed = name not in self._accumulated and now is not None and now is gradient()
+                if stayed and now is not None and (_versions(now) == version) == (name in used):
                     self._accumulated[name] = _any(now)
         self._require_none_accumulated(iteration)
 
     def _require_none_accumulated(self, iteration: int) -> None:
-        accumulated, self._accumulated = self._accumulated, {}
+        accumulated, self._accumulated = self._accumulated, dict.fromkeys(self._accumulated)
         for name, non_zero in accumulated.items():
             if non_zero is not None and bool(non_zero):
                 raise StateChangedError(

@@ -206,3 +206,13 @@ class Checking(Protocol):
         """Check iteration `step` before its fence, also if it makes no update; what had to be written since the version
         point is written. Raises StateChangedError if other tensors changed that only an update may change."""
         ...
+
+
+@runtime_checkable
+class Grouped(Protocol):
+    """What a host offers in addition, if it restores values of parameter groups by the number of the group."""
+
+    def regrouped(self, small: Mapping[str, Any]) -> str:
+        """How the parameters of the optimizer's groups differ from those in captured small state, with the name of one,
+        and what to do; '' if they do not differ."""
+        ...

@@ -4,16 +4,19 @@ Invariant: `decode(encode(state)) == state` with the same types, including tuple
 list raises an InventoryError on encoding, with its place in the state. Nesting is limited in both directions, because
 each level of tuples takes a decoder of its own and a part of the thread's stack.
 
-Types must match exactly: a subclass (named tuple, default dict, nn.Parameter) would be decoded as its base class, so it
-is rejected.
+Types must match exactly: a subclass that is not on the list (nn.Parameter, a dict of one's own) would be decoded as its
+base class, so it is rejected. A named tuple is decoded as the class of that name that the program has already loaded:
+no module is imported, and no method of the class is called.
 
-In: nested dicts and lists of None, bool, int (any size), float, str, bytes, tuple, Counter, numpy arrays and scalars of
-numbers, torch CPU tensors, and members of the enum classes that the caller names. Out: bytes.
+In: nested dicts and lists of None, bool, int (any size), float, str, bytes, tuple, named tuple, OrderedDict (with its
+attributes: a module's `state_dict` has `_metadata`), defaultdict of a built-in type, Counter, torch.Size, numpy arrays
+and scalars of numbers, torch CPU tensors, and members of the enum classes that the caller names. Out: bytes.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import sys
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
@@ -26,11 +29,13 @@ from ..errors import InventoryError, ProtocolError
 from ..intake import DEPTH, SHOWN
 
 _NUMERIC = "biufcmM"  # kinds of numpy dtypes that their name describes; no structured dtypes, no objects
-_TUPLE, _ARRAY, _SCALAR, _TENSOR, _ENUM, _BIGINT, _MAP, _COUNTER = range(1, 9)
+_TUPLE, _ARRAY, _SCALAR, _TENSOR, _ENUM, _BIGINT, _MAP, _COUNTER, _ORDERED, _DEFAULT, _NAMED, _SIZE = range(1, 13)
+_FACTORIES = {kind.__name__: kind for kind in (bool, int, float, str, bytes, list, tuple, dict)}  # of a defaultdict
 _LEAST, _MOST = -(2**63), 2**64 - 1  # of the integers that msgpack supports
 _INTEGER_BITS = 1 << 13  # limit for larger ones: Python converts at most 4300 digits to text and back
 _AS_IT_IS = frozenset({type(None), bool, str, bytes, float})
 _KEY = object()  # in a Place: the part is itself a key of the container
+_ATTRIBUTE = object()  # in a Place: the part is an attribute
 
 Place = tuple[Any, Any] | None  # place of the container and key in it; formatted only for an error
 
@@ -78,6 +83,18 @@ def decode(encoded: bytes, enums: Sequence[type[Enum]] = ()) -> Any:
                 return dict(value)
             case _ if code == _COUNTER:
                 return Counter(dict(value))
+            case _ if code == _ORDERED:
+                pairs, attributes = value
+                ordered = OrderedDict(pairs)
+                vars(ordered).update(attributes)
+                return ordered
+            case _ if code == _DEFAULT:
+                factory, pairs = value
+                return defaultdict(None if factory is None else _FACTORIES[factory], pairs)
+            case _ if code == _NAMED:
+                return _named_tuple(*value)
+            case _ if code == _SIZE:
+                return torch.Size(value)
         raise ProtocolError(f"small state contains an extension of unknown kind {code}")
 
     def unpack(payload: bytes) -> Any:
@@ -133,6 +150,18 @@ def _plain(value: Any, place: Place, enums: Mapping[type[Enum], str], left: int)
         return _extension(_ENUM, [enums[kind], value.name])
     if kind is Counter:
         return _extension(_COUNTER, _pairs(value, place, enums, left - 1))
+    if kind is OrderedDict:
+        attributes = vars(value).items()
+        plain = {key: _plain(part, ((place, key), _ATTRIBUTE), enums, left - 1) for key, part in attributes}
+        return _extension(_ORDERED, [_pairs(value, place, enums, left - 1), plain])
+    if kind is defaultdict and (value.default_factory is None or value.default_factory in _FACTORIES.values()):
+        factory = value.default_factory and value.default_factory.__name__
+        return _extension(_DEFAULT, [factory, _pairs(value, place, enums, left - 1)])
+    if kind is torch.Size:
+        return _extension(_SIZE, list(value))
+    if isinstance(value, tuple) and _loaded(kind.__module__, kind.__qualname__) is kind and _fields(kind):
+        parts = _parts(value, place, enums, left - 1)
+        return _extension(_NAMED, [kind.__module__, kind.__qualname__, list(_fields(kind)), parts])
     raise InventoryError(
         f"{_shown(place)}: a {kind.__module__}.{kind.__qualname__} cannot be captured as small state; "
         "convert it to plain values, tensors or arrays in the adapter"
@@ -149,6 +178,26 @@ def _pairs(value: Mapping[Any, Any], place: Place, enums: Mapping[type[Enum], st
     return [[_plain(k, (place, _KEY), enums, left), _plain(v, (place, k), enums, left)] for k, v in value.items()]
 
 
+def _loaded(module: str, name: str) -> Any:
+    """The class of that name, if the program has loaded it at the top level of that module; else None."""
+    return vars(sys.modules[module]).get(name) if module in sys.modules else None
+
+
+def _fields(kind: type) -> tuple[str, ...]:
+    """The fields of a class that `namedtuple` has made; () for any other."""
+    fields = getattr(kind, "_fields", ())
+    return fields if kind.__bases__ == (tuple,) and "__dict__" not in vars(kind) else ()
+
+
+def _named_tuple(module: str, name: str, fields: list[str], parts: list[Any]) -> Any:
+    kind = _loaded(module, name)
+    if not (isinstance(kind, type) and issubclass(kind, tuple) and _fields(kind) == tuple(fields)):
+        raise ProtocolError(
+            f"small state contains a {module}.{name}, which the program does not have with these fields"
+        )
+    return tuple.__new__(kind, parts)
+
+
 def _digits(value: int, place: Place) -> str:
     if value.bit_length() > _INTEGER_BITS:
         raise InventoryError(f"{_shown(place)}: an integer of {value.bit_length()} bits; at most {_INTEGER_BITS} fit")
@@ -160,6 +209,8 @@ def _shown(place: Place) -> str:
     if place is None:
         return "state"
     whole, key = place
+    if key is _ATTRIBUTE and whole is not None:
+        return f"{_shown(whole[0])}.{whole[1]}"
     return _shown(whole) + (" key" if key is _KEY else f"[{key!r}]")
 
 

@@ -24,8 +24,8 @@ _PART_OF = {
     "groups": LedgerPart.GROUPS,
     **dict.fromkeys(("counters", "scalars", "scalers", "scaler", "scheduler"), LedgerPart.COUNTERS),
 }
-# how the loop reads, and what the restore itself sets
-_NOT_COMPARED = {"position", "pace", "silent", "modes", "graded"}
+# how the loop reads, what the restore itself sets, and what it has compared
+_NOT_COMPARED = {"position", "pace", "silent", "modes", "graded", "members"}
 MANY = 64  # entries
 _CALLER = "caller"  # what the script's own functions return, in the small state of loops of plain torch
 

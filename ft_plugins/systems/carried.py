@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ..errors import ResumeError
-from ..model.host import Host
+from ..model.host import Grouped, Host
 from ..model.inventory import Inventory
 from ..snapshot import codec
 from .synchronizer import Synchronizer
@@ -93,6 +93,10 @@ class CarryingHost:
     def restore_position(self, small: Mapping[str, Any]) -> None:
         """Restore the host's data position and RNG."""
         self._host.restore_position(_without(small))
+
+    def regrouped(self, small: Mapping[str, Any]) -> str:
+        """See `model.host.Grouped`; '' if the host does not restore groups."""
+        return self._host.regrouped(small) if isinstance(self._host, Grouped) else ""
 
     def inherited(self, parts: Sequence[Mapping[str, Any]]) -> Sequence[int] | None:
         """After a resize, the places in `parts` of the previous ranks whose own state this rank takes over; None if

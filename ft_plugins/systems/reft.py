@@ -38,6 +38,7 @@ from ..snapshot.room import SPARE, check_room, memory_bytes
 from ..snapshot.segment import Segment
 from ..snapshot.shape import Shape
 from ..snapshot.slots import Mark, Version, captured_after
+from .captured_groups import naming_parameters
 from .failure_domains import JobNodeNames
 from .iteration_ledger import IterationLedger
 from .reft_nodes import ReftNodes
@@ -115,7 +116,7 @@ class Reft:
                 self._reports.not_exportable(names["problem"])
             index.stage(self._run_dir, self.plan.index(names))
         faults.reach("attach.before")
-        with Client(self._run_dir) as client:
+        with naming_parameters(self._host, self._path), Client(self._run_dir) as client:
             path = client.attach(
                 rank, self._token, self.plan.shape, fingerprint, fresh=fresh, world_size=self._collective.world_size,
                 storage=self.plan.storage,

@@ -27,6 +27,7 @@ from ..redundancy.neighbour import CopyAndParityPlan, CopyPlan, NeighbourPlan
 from ..smp.client import Client
 from ..snapshot import checkpoint, codec, manifest
 from ..snapshot.segment import Segment
+from .captured_groups import require_same_groups
 from .reft_nodes import ReftNodes
 from .reft_plan import CapturePlan
 from .reft_reports import ReftReports, protection_table
@@ -119,6 +120,8 @@ class ReftRecovery:
         small: dict[str, Any] | None = None
         if encoded is not None:
             small = codec.decode(manifest.split(encoded, f"rank {self._host.rank}, version {plan.version}")[1])
+            with self._collective.agreement():
+                require_same_groups(self._host, small)
             self._host.restore(small)
         if plan.version is not None and plan.mark:  # known to other ranks only, perhaps, or the slot was just filled
             segment.mark(plan.version, plan.mark)

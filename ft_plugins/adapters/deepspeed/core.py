@@ -34,6 +34,7 @@ from ...snapshot import codec
 from ..forward_edges import follow_forwards, follow_saving
 from ..host_parts import StateItem, StateItems, groups, restore_groups
 from ..observed_inputs import ObservedForwards, digest_of_inputs, plain_number
+from ..parameter_groups import numbered, packed, regrouped
 from ..undeclared import Undeclared
 from ..undeclared_search import Given, UndeclaredSearch
 from . import naming, state
@@ -125,6 +126,15 @@ class DeepSpeedHost(DeepSpeedReduction, DeepSpeedStepping, StateItems):
             "settings": {name: getattr(engine, name)() for name in _SETTINGS},
         }
 
+    @cached_property
+    def _members(self) -> str:
+        names = {parameter: name for name, parameter in self.engine.module.named_parameters()}
+        own = state.grouped(self.engine.optimizer)
+        return packed(numbered([names.get(one, "unknown") for one in parameters] for parameters in own))
+
+    def regrouped(self, small: Mapping[str, Any]) -> str:
+        return regrouped(small.get("members"), self._members)
+
     def small_state(self) -> dict[str, Any]:
         """All state that is not a tensor, at the version point. Raises StateChangedError."""
         if self._trains:
@@ -133,6 +143,7 @@ class DeepSpeedHost(DeepSpeedReduction, DeepSpeedStepping, StateItems):
         self._report_own_scheduler()
         return {
             "groups": groups(state.inner(optimizer)),
+            "members": self._members,
             "scalars": state.scalars(optimizer),
             "scaler": state.scaler(optimizer),
             "scheduler": None if scheduler is None else scheduler.state_dict(),

@@ -31,6 +31,8 @@ from ...errors import InventoryError, ResumeError
 from ...model.inventory import Role
 from ..host_parts import ANYWHERE, NEVER, UPDATE, StateItem, first_step, is_item, own_copy, scalars_of, state_item
 
+_MODEL_GROUPS = ("bit16_groups", "bf16_groups", "fp16_groups")  # attributes of optimizers with masters
+
 
 @dataclass(frozen=True)
 class Fragment:
@@ -204,9 +206,20 @@ def layer_of(name: str) -> int | None:
     return next((int(part) for part in name.split(".") if part.isdecimal()), None)
 
 
+def grouped(optimizer: Any) -> list[list[torch.nn.Parameter]]:
+    """The parameters of the model in each group, the same on all data-parallel ranks."""
+    if type(optimizer).__name__ == "DeepSpeedZeroOptimizer_Stage3":
+        groups: list[list[torch.nn.Parameter]] = [[] for _ in inner(optimizer).param_groups]
+        for index, parameters in enumerate(optimizer.fp16_groups):
+            groups[optimizer.sub_group_to_group_id[index]] += parameters
+        return groups
+    known = (getattr(optimizer, name, None) for name in _MODEL_GROUPS)
+    return next((list(map(list, one)) for one in known if one), [group["params"] for group in optimizer.param_groups])
+
+
 def derived(optimizer: Any) -> Iterator[torch.nn.Parameter]:
     """The parameters that are rebuilt from masters, on this rank or others."""
-    for name in ("bit16_groups", "bf16_groups", "fp16_groups"):
+    for name in _MODEL_GROUPS:
         for group in getattr(optimizer, name, ()):
             yield from group
 

@@ -42,6 +42,7 @@ from ...model.topology import Topology
 from ..forward_edges import follow_forwards
 from ..host_parts import groups, restore_groups
 from ..observed_inputs import ObservedForwards, plain_number
+from ..parameter_groups import merged, numbered, packed, regrouped
 from . import instances, naming, state
 from .reducing import MegatronReduction
 from .replay import restore_rng, rng_state
@@ -167,9 +168,18 @@ class MegatronCoreHost(MegatronStepping, MegatronReduction):
             **self._identity,
         }
 
+    @cached_property
+    def _members(self) -> str:
+        named = [state.grouped(optimizer, self._names) for optimizer in self.optimizers]
+        return packed({key: own for place, one in enumerate(named) for key, own in numbered(one, str(place)).items()})
+
+    def regrouped(self, small: Mapping[str, Any]) -> str:
+        return regrouped(small.get("members"), self._members, partial=True)
+
     def small_state(self) -> dict[str, Any]:
         return {
             "groups": [groups(optimizer) for optimizer in self.optimizers],
+            "members": self._members,
             "scalars": state.scalars(self.optimizers, self._names),
             "scalers": [scaler.state_dict() if scaler else None for scaler in self._scalers()],
             "scheduler": self.scheduler.state_dict(),
@@ -183,7 +193,8 @@ class MegatronCoreHost(MegatronStepping, MegatronReduction):
         scalars: dict[str, Any] = {}
         for part in parts:
             scalars |= part["scalars"]
-        return {**parts[0], "scalars": scalars}
+        members = [part["members"] for part in parts if "members" in part]
+        return {**parts[0], "scalars": scalars, **({"members": merged(members)} if members else {})}
 
     def admits(self, replicas: int) -> bool:
         """Whether the global batch divides by `replicas`, as Megatron's microbatch calculator requires, and they by the

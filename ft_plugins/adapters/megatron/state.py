@@ -123,6 +123,15 @@ def _pairs(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
             yield from zip(model_group, main_group, strict=True)
 
 
+def grouped(optimizer: Any, names: Mapping[torch.nn.Parameter, str]) -> list[list[str]]:
+    """The names of the parameters in each group; with the distributed optimizer those that this rank has a shard of."""
+    if is_stub(optimizer):
+        return []
+    updated = {id(one.main): one.name for one in trained(optimizer, names)}
+    groups = [group["params"] for group in optimizer.optimizer.param_groups]
+    return [[updated[id(main)] for main in mains if id(main) in updated] for mains in groups]
+
+
 def covered(optimizer: Any) -> Iterator[torch.nn.Parameter]:
     """The parameters that need no item in addition to those of `trained`, of this rank and of their other replicas."""
     if is_stub(optimizer):

@@ -256,6 +256,22 @@ def it_refuses_state_of_other_settings_and_says_what_to_do() -> None:
     assert "RNG tracker" in refused(ResumeError, lambda: host.restore_position(streams))
 
 
+def it_names_a_parameter_that_another_group_had() -> None:
+    for flags in ([], ["--bf16"], SHARDED_BF16, ["--distributed-optimizer"]):
+        built = job(*flags)
+        host = built.host()
+        items = {item.name for item in host.inventory().items if item.role is Role.MOMENT}
+        small = codec.decode(codec.encode(host.small_state()))
+        assert host.regrouped(small) == "" == host.regrouped(host.merged([small, small]))
+        groups = json.loads(small["members"])
+        assert {name for own in groups.values() for name in own} == {name.rpartition(":")[0] for name in items}, flags
+        (first, names), (second, others) = list(groups.items())[:2]
+        others.append(moved := names.pop())
+        said = host.regrouped({**small, "members": json.dumps(groups)})
+        assert said.startswith(f"parameter '{moved}' is in {first} now, was in {second}"), said
+        built.close()
+
+
 def it_goes_on_with_the_micro_batches_of_a_ramp_up_of_the_batch_size() -> None:
     sizes: dict[str, Any] = {"global_batch_size": 8, "micro_batch_size": 2, "data_parallel_size": 1}
     if hasattr(calculator, "RampupBatchsizeNumMicroBatchesCalculator"):

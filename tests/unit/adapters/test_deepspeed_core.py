@@ -56,7 +56,8 @@ def test_a_scheduler_that_deepspeed_does_not_know_of_is_told_once(
     updating = optimizer()
     scheduler = torch.optim.lr_scheduler.MultiStepLR(updating, [2, 3])
     counters = dict.fromkeys(("global_steps", "global_samples", "skipped_steps", "micro_steps"), 0)
-    host.engine = SimpleNamespace(optimizer=updating, lr_scheduler=scheduler if known else None, **counters)
+    given = scheduler if known else None
+    host.engine = SimpleNamespace(module=torch.nn.Module(), optimizer=updating, lr_scheduler=given, **counters)
     told = []
     for _ in range(4):
         host.small_state()

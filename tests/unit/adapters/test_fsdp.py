@@ -229,6 +229,64 @@ def test_what_is_handed_over_is_gone_on_from_bit_for_bit(kind: str, optimizer: s
     gang(_round_trip, 4, kind, optimizer, policy, seconds=SECONDS)
 
 
+class Gan:
+    """Two sharded networks with an optimizer each; the generator learns in every second iteration."""
+
+    def __init__(self, rank: int, seed: int = 3) -> None:
+        torch.manual_seed(seed)
+        self.mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+        self.g = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 4))
+        self.d = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Dropout(0.2), torch.nn.Linear(5, 1))
+        for part in (self.g, self.d):
+            fully_shard(part, mesh=self.mesh)
+        self.model = torch.nn.ModuleDict({"g": self.g, "d": self.d})
+        self.opt_g = torch.optim.AdamW(self.g.parameters(), 0.01)
+        self.opt_d = torch.optim.SGD(self.d.parameters(), 0.05, momentum=0.9)
+        torch.manual_seed(70 + rank)
+
+    def host(self) -> FsdpHost:
+        return FsdpHost(self.model, {"g": self.opt_g, "d": self.opt_d}, mesh=self.mesh)
+
+    def iterate(self, step: int) -> None:
+        with torch.no_grad():
+            fake = self.g(torch.randn(5, 3))
+        self.opt_d.zero_grad()
+        self.d(torch.cat([fake, torch.randn(5, 4)])).square().mean().backward()
+        self.opt_d.step()
+        if step % 2 == 0:
+            self.opt_g.zero_grad()
+            (-self.d(self.g(torch.randn(5, 3))).mean()).backward()
+            self.opt_g.step()
+
+    def described(self) -> Any:
+        tensors = {name: one._local_tensor for name, one in self.model.state_dict().items()}
+        for key, one in (("g", self.opt_g), ("d", self.opt_d)):
+            for place, state in enumerate(one.state.values()):
+                tensors |= {f"{key}{place}{name}": getattr(v, "_local_tensor", v) for name, v in state.items()}
+        return readable(tensors), readable(torch.get_rng_state())
+
+
+def _two_optimizers(rank: int, world: int) -> None:
+    golden, first, second = Gan(rank), Gan(rank), Gan(rank, seed=8)
+    torch.manual_seed(70 + rank)
+    for step in range(1, ITERATIONS + 1):
+        golden.iterate(step)
+    torch.manual_seed(70 + rank)
+    host = first.host()
+    for step in iterations(host, rank, world, DONE):
+        first.iterate(step)
+    saved = handed_over(host)
+    host = second.host()
+    take_over(host, *saved)
+    for step in iterations(host, rank, world, ITERATIONS, DONE):
+        second.iterate(step)
+    assert second.described() == golden.described()
+
+
+def test_two_optimizers_over_sharded_networks_go_on_bit_for_bit() -> None:
+    gang(_two_optimizers, 2, seconds=SECONDS)
+
+
 def _restored_in_place(rank: int, world: int) -> None:
     """Also where the root's parameters are still gathered, from values that are no longer its own."""
     loop = Loop(rank)

@@ -96,6 +96,10 @@ states = st.recursive(
         | st.dictionaries(st.text(), inner, max_size=4)
         | st.dictionaries(keys, inner, max_size=4)
         | st.dictionaries(keys, st.integers(), max_size=4).map(collections.Counter)
+        | st.dictionaries(keys, inner, max_size=4).map(collections.OrderedDict)
+        | st.dictionaries(keys, inner, max_size=4).map(lambda parts: collections.defaultdict(list, parts))
+        | st.tuples(inner, inner).map(lambda parts: Pair(*parts))
+        | st.lists(st.integers(0, 9), max_size=3).map(torch.Size)
     ),
     max_leaves=12,
 )
@@ -174,16 +178,57 @@ class Real(float):
 Pair = collections.namedtuple("Pair", "left right")
 
 
+class Named(Pair):  # a subclass of a named tuple, with attributes
+    pass
+
+
+class Sorted(collections.OrderedDict[str, int]):
+    pass
+
+
+def unreachable() -> Any:
+    """A named tuple whose class no name leads to."""
+    return collections.namedtuple("Hidden", "left right")(1, 2)
+
+
 @pytest.mark.parametrize(
     "value",
-    [Text("a"), Number(3), Real(1.5), np.str_("a"), np.bytes_(b"a"), Pair(1, 2), collections.OrderedDict(a=1),
-     collections.defaultdict(list), torch.nn.Parameter(torch.zeros(1)), np.ma.array([1], mask=[True])],
+    [Text("a"), Number(3), Real(1.5), np.str_("a"), np.bytes_(b"a"), Named(1, 2), unreachable(), Sorted(a=1),
+     collections.defaultdict(lambda: 3), torch.nn.Parameter(torch.zeros(1)), np.ma.array([1], mask=[True])],
     ids=lambda value: type(value).__name__,
 )  # fmt: skip
 def test_a_subclass_is_refused_by_place_rather_than_turned_into_its_base(value: Any) -> None:
-    """What came back would not be what went in: a named tuple without names, a default dict without default."""
+    """What came back would not be what went in: a dict without its methods, a default dict without its default."""
     with pytest.raises(InventoryError, match=r"state\['a'\]"):
         encode({"a": value})
+
+
+def test_what_a_module_returns_as_its_state_is_loaded_as_if_it_had_not_been_captured() -> None:
+    """The versions of its parts are an attribute of that mapping."""
+    state = torch.nn.Sequential(torch.nn.BatchNorm1d(2)).state_dict()
+    restored = decode(encode(state))
+    assert type(restored) is collections.OrderedDict and same(restored, state)
+    assert restored._metadata == state._metadata and restored._metadata["0"] == {"version": 2}  # type: ignore
+
+
+def test_a_default_comes_back_and_a_named_tuple_has_its_names() -> None:
+    restored = decode(encode({"seen": collections.defaultdict(int, {"a": 3}), "best": Pair(0.5, [1])}))
+    restored["seen"]["b"] += 1
+    assert restored["seen"] == {"a": 3, "b": 1} and restored["best"].left == 0.5
+
+
+def test_a_named_tuple_that_the_program_no_longer_has_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded = encode(Pair(1, 2))
+    monkeypatch.setitem(globals(), "Pair", collections.namedtuple("Pair", "left middle right"))
+    with pytest.raises(ProtocolError, match="test_codec.Pair, which the program does not have with these fields"):
+        decode(encoded)
+
+
+def test_what_cannot_be_captured_of_an_attribute_is_named() -> None:
+    ordered = collections.OrderedDict(a=1)
+    ordered.owner = [object()]  # type: ignore[attr-defined]
+    with pytest.raises(InventoryError, match=r"state\['ema'\]\.owner\[0\]: a builtins.object cannot"):
+        encode({"ema": ordered})
 
 
 @pytest.mark.parametrize("key", [Text("a"), 2**70, np.int64(3), 1.5, ("a", 1), b"k", None, True])

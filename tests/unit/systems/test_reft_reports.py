@@ -63,7 +63,7 @@ def test_nodes_with_equal_budgets_are_one_line() -> None:
 def test_what_may_be_claimed_later_is_shown_next_to_what_is() -> None:
     shape = Shape(1 << 30, 4096, 1, "a", slots=5, first=2)
     lines = budget_table([(shape, 2), (shape, 3)], ["a", "a"], memory=[100 << 30] * 2).splitlines()
-    claimed = 5 * shape.slot_room + 2 * 2 * 4096 + 5 * 4096
+    claimed = 5 * shape.slot_room + 2 * shape.slots_start + 5 * 4096
     assert f"{claimed} bytes (5.00 GiB, 5.0% of a node's memory)" in lines[0]
     assert [line.split(":")[1].split("slots")[0].strip() for line in lines[1:3]] == ["2", "3"]
     assert lines[3].startswith(f"  up to 5 slots, {2 * shape.total} bytes (10.00 GiB, 10.0% of a node's memory), if")

@@ -1,0 +1,59 @@
+"""Refuse captured state of an optimizer whose groups have other parameters, by the name of one of them.
+
+Invariant: the names are in the small state, which is bounded by the rank's own segment, not in the fingerprint, which
+has to fit into a header and into messages. So groups are compared when small state is read; where a segment is refused
+before that, its newest small state is read to add the name to the reason.
+
+In: a host, small state or a segment. Out: nothing, or ResumeError.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import FtError, ResumeError
+from ..model.host import Grouped, Host
+from ..snapshot import codec, manifest
+from ..snapshot.segment import Segment
+from ..snapshot.slots import SlotState
+
+
+def require_same_groups(host: Host, small: Mapping[str, Any]) -> None:
+    """Raises ResumeError."""
+    if difference := _difference(host, small):
+        raise ResumeError(f"rank {host.rank}: {difference}")
+
+
+@contextlib.contextmanager
+def naming_parameters(host: Host, path: Path) -> Iterator[None]:
+    """Within it, a ResumeError about the segment at `path` also names a parameter of another group, if there is one."""
+    try:
+        yield
+    except ResumeError as error:
+        difference = ""
+        with contextlib.suppress(FtError):  # whatever else is wrong with the segment is not the reason
+            difference = _difference(host, _newest(path))
+        if not difference:
+            raise
+        raise ResumeError(f"rank {host.rank}: {difference}. Therefore {error}") from error
+
+
+def _difference(host: Host, small: Mapping[str, Any]) -> str:
+    return host.regrouped(small) if small and isinstance(host, Grouped) else ""
+
+
+def _newest(path: Path) -> Mapping[str, Any]:
+    """The host's small state of the newest version in a segment; empty if there is none."""
+    segment = Segment(path)
+    try:
+        slots = [slot for slot in segment.slots() if slot.state is SlotState.CLEAN]
+        versions = {slot.version: slot.index for slot in slots if slot.version is not None}
+        small: Mapping[str, Any] = {}
+        if versions:
+            small = codec.decode(manifest.split(segment.small(versions[max(versions)]))[1])
+        return small
+    finally:
+        segment.close()
