@@ -32,7 +32,7 @@ _INFO_BYTES = 1 << 16  # read limit; upstream's file has 1 KiB
 _TAG = re.compile(r"core_v(\d+)\.(\d+)\.(\d+)")
 NODE = "here"
 RUN_SECONDS = 400.0  # limit of one run; five times the duration of eight ranks on two idle cores
-_SETTINGS = {
+SETTINGS = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",
@@ -121,7 +121,7 @@ def ft_run(script: Sequence[object], saved: Path, *arguments: object, job: str, 
     Raises DriveError if it takes longer than RUN_SECONDS.
     """
     words = [str(word) for word in ("--nproc-per-node", ranks, *script, *arguments)]
-    node = DrivenNode(job, NODE, saved / job, words, _SETTINGS, protected="--reft" in words)
+    node = DrivenNode(job, NODE, saved / job, words, SETTINGS, protected="--reft" in words)
     try:
         node.wait(RUN_SECONDS)
         status = node.status

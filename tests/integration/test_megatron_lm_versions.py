@@ -13,9 +13,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from ft_plugins.testing import megatron_checkpoints
-from ft_plugins.testing.megatron_lm import SCRIPT, Checkout, MegatronLmRun, ft_run, read_checkout, write_corpus
+from ft_plugins.testing.display import LineDisplay
+from ft_plugins.testing.megatron_lm import (
+    SCRIPT,
+    SETTINGS,
+    Checkout,
+    MegatronLmRun,
+    ft_run,
+    read_checkout,
+    write_corpus,
+)
+from ft_plugins.testing.rehearsal import plan_rehearsal, rehearse, report
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -107,3 +118,28 @@ def test_killed_in_forward_or_update_it_ends_in_the_checkpoint_of_an_unprotected
     record_property("compared", str(comparison))
     print(comparison.listing(), comparison, sep="\n")
     assert not comparison.differences, "\n".join([str(comparison), *comparison.differences])
+
+
+SAMPLES = ("--train-samples", "96", "--lr-decay-samples", "96", "--lr-warmup-samples", "24")
+OPTIONS = {
+    "ramp-up": ("--rampup-batch-size", "4", "4", "24"),
+    "train-samples": SAMPLES,
+    "cyclic": ("--dataloader-type", "cyclic"),
+    "both-overlaps": ("--overlap-grad-reduce", "--overlap-param-gather"),
+}
+
+
+@pytest.mark.all_configurations
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_rehearsal_of_it_is_exact(
+    tree: Checkout, name: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable, value in SETTINGS.items():
+        monkeypatch.setenv(variable, value)
+    corpus = write_corpus(tmp_path_factory.mktemp("corpus") / "text")
+    job = [word for word in JOB if word not in ("--train-iters", str(ITERATIONS))] if name == "train-samples" else JOB
+    words = ["--nproc-per-node", "2", "--reft", "--ftp-warm-workers", "off", str(tree.folder / SCRIPT), *job]
+    plan = plan_rehearsal([*words, *OPTIONS[name], "--data-path", str(corpus)], tmp_path, 10, (4, 5), 1, 600.0)
+    outcome = rehearse(plan, LineDisplay(Console(), 2))
+    assert outcome.exact, report(outcome)
+    assert "evaluation" not in " ".join(outcome.not_exercised)
