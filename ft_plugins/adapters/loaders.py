@@ -75,7 +75,7 @@ def parts(source: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from parts(part, f"{path}{name}.")
 
 
-def _data_parts(source: Any, path: str = "", depth: int = 6) -> Iterator[tuple[str, Any]]:
+def data_parts(source: Any, path: str = "", depth: int = 6) -> Iterator[tuple[str, Any]]:
     """What makes samples and batches: data sets, transforms, the collate function, each with its attribute path."""
     for name in _DRAWING if depth else ():
         part = getattr(source, name, None) if name == "__self__" else getattr(source, "__dict__", {}).get(name)
@@ -84,14 +84,14 @@ def _data_parts(source: Any, path: str = "", depth: int = 6) -> Iterator[tuple[s
             if one is not None:
                 at = f"{path}{name}{number}."
                 yield at, one
-                yield from _data_parts(one, at, depth - 1)
+                yield from data_parts(one, at, depth - 1)
 
 
 def _generators(source: Any, data: bool = True) -> dict[str, Any]:
     """The generators of `source` by attribute path; without `data`, only those that decide the order of samples."""
     kinds = torch.Generator | random.Random | np.random.RandomState | np.random.Generator
     generators: dict[str, Any] = {}
-    for path, part in [*parts(source), *(_data_parts(source) if data else ())]:
+    for path, part in [*parts(source), *(data_parts(source) if data else ())]:
         for name, value in getattr(part, "__dict__", {}).items():
             if isinstance(value, kinds) and all(value is not other for other in generators.values()):
                 generators[f"{path}{name}"] = value
@@ -233,6 +233,7 @@ class LoaderPass:
     def __init__(self, loader: Any, begin: Callable[[Any], Any], passes: Passes) -> None:
         self.loader = loader
         self.epoch = LoaderEpoch.of(loader)
+        self.finished = False  # it has raised StopIteration
         self._passes, self._begin = passes, begin
         self._batches = self._begun()
 
@@ -252,8 +253,8 @@ class LoaderPass:
             with self._passes.within():
                 return next(self._batches)
         except StopIteration:
-            if reading:
-                self._passes.found_end()
+            self.finished = True
+            self._passes.finished(self, reading)
             raise
 
     def __len__(self) -> int:
@@ -272,7 +273,7 @@ class LoaderPass:
 
     def begin(self) -> None:
         """Restart from the first batch, with the current state of the generators."""
-        self.epoch = LoaderEpoch.of(self.loader)
+        self.epoch, self.finished = LoaderEpoch.of(self.loader), False
         self._batches = self._begun()
 
     def skip_to(self, epoch: LoaderEpoch) -> bool:
@@ -284,7 +285,7 @@ class LoaderPass:
         if epoch.read:
             set_generator_states(epoch.first or epoch.began, self.loader)
             started.start()
-        self.epoch = epoch
+        self.epoch, self.finished = epoch, False
         return True
 
     def read_to(self, epoch: LoaderEpoch) -> None:
@@ -301,11 +302,15 @@ class Passes:
     """Makes loaders return `LoaderPass`es, except for those iterated `within` another one.
 
     `reading` is called before each read that yields a batch. Of a loader without length it is also called before the
-    read that finds the end, and `found_end` after it.
+    read that finds the end. `finished` is called before a pass raises StopIteration, with whether `reading` was.
     """
 
-    def __init__(self, reading: Callable[[LoaderPass], None], found_end: Callable[[], None] = lambda: None) -> None:
-        self.reading, self.found_end = reading, found_end
+    def __init__(
+        self,
+        reading: Callable[[LoaderPass], None],
+        finished: Callable[[LoaderPass, bool], None] = lambda source, was_read: None,
+    ) -> None:
+        self.reading, self.finished = reading, finished
         self.shuffled = 0  # passes, followed or not, that took their order from the process's generators
         self._depth = 0
 
@@ -315,6 +320,11 @@ class Passes:
             replace(kind, "__iter__", self._iterating, framework="torch", tested="2.13.0")
         for derived in kind.__subclasses__():
             self.follow(derived)
+
+    @property
+    def inside(self) -> bool:
+        """Whether a followed loader is being read or begun."""
+        return self._depth > 0
 
     @contextmanager
     def within(self) -> Iterator[None]:

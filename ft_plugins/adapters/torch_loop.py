@@ -81,7 +81,8 @@ class TorchHost(PlainHost, ReducingHost):
 
     `optimizer` and `scheduler` may be a sequence or dict of several, over one module that holds all their parameters.
     `sampler` gives the data position: the torch DataLoader of the training data (also with a DistributedSampler, whose
-    `epoch` is restored before the first iteration), or anything with `state_dict` and `load_state_dict`. `get_state`
+    `epoch` is restored before the first iteration), anything with `state_dict` and `load_state_dict`, or a list of
+    several. `get_state`
     and `set_state` carry any other state, as plain values and tensors: a GradScaler's `state_dict`, counters.
     `fingerprint` is what must be equal, in addition to architecture and optimizer, for a snapshot to belong to this job
     (seed, data, batch size). `ignored` are objects with state of their own that a restart need not restore.
@@ -143,7 +144,7 @@ class TorchHost(PlainHost, ReducingHost):
         self._used = self._optimizers.used(self._names())
         self._position: DataPosition | None = None
         if sampler is not None:
-            self._position = position_of(sampler, lambda: self._iteration > 0)
+            self._position = position_of(sampler, lambda: self._iteration, lambda: self._module.training)
         super().__init__(
             {name: local_part(tensor).detach() for name, (_, tensor) in self._known.items()},
             rank=rank,

@@ -65,7 +65,7 @@ _SORTS: tuple[tuple[type | tuple[type, ...], Sort], ...] = (
 
 
 @dataclass(frozen=True)
-class Declared:
+class DeclaredState:
     """What is captured or ignored: objects by id, tensors by address of their memory; the shapes of what is trained."""
 
     objects: frozenset[int]
@@ -132,7 +132,7 @@ def _root(kind: type) -> str:
     return str(getattr(kind, "__module__", "")).split(".")[0]
 
 
-def stray_modules(modules: Iterable[torch.nn.Module], declared: Declared) -> list[torch.nn.Module]:
+def stray_modules(modules: Iterable[torch.nn.Module], declared: DeclaredState) -> list[torch.nn.Module]:
     """The largest modules of which no parameter is captured, and averages whose counter is not."""
     known = list(modules)
     parents = {id(part): one for one in known for part in one._modules.values() if part is not None}
@@ -149,7 +149,7 @@ def stray_modules(modules: Iterable[torch.nn.Module], declared: Declared) -> lis
 
 
 def containers(
-    names: Mapping[int, Named], declared: Declared, stateful: Iterable[Any]
+    names: Mapping[int, Named], declared: DeclaredState, stateful: Iterable[Any]
 ) -> Iterator[tuple[Named, list[torch.Tensor]]]:
     """Named containers and objects with tensors shaped like all that is trained, the smallest first, but for those in
     `stateful` objects."""
@@ -163,7 +163,7 @@ def containers(
             yield one, tensors
 
 
-def tensors_to_mark(live: Mapping[Sort, list[Any]], names: Mapping[int, Named], declared: Declared) -> list[Any]:
+def tensors_to_mark(live: Mapping[Sort, list[Any]], names: Mapping[int, Named], declared: DeclaredState) -> list[Any]:
     """The tensors whose change would show that they are trained."""
     modules = [part for one in stray_modules(live[Sort.MODULE], declared) for part in tensors_in(one)]
     stateful = [part for one in live[Sort.STATEFUL] for part in tensors_in(one)]
@@ -174,7 +174,7 @@ def tensors_to_mark(live: Mapping[Sort, list[Any]], names: Mapping[int, Named], 
 def undeclared(
     live: Mapping[Sort, list[Any]],
     names: Mapping[int, Named],
-    declared: Declared,
+    declared: DeclaredState,
     returned: Returned,
     marks: Marks,
 ) -> list[Undeclared]:
@@ -182,7 +182,7 @@ def undeclared(
     strays = stray_modules(live[Sort.MODULE], declared)
     by_value = [one for one in strays if returned.has(dict(one.state_dict()))]
     storages = {storage_of(part) for one in by_value for part in tensors_in(one)}
-    declared = Declared(declared.objects, declared.storages | storages, declared.shapes, declared.follows_loaders)
+    declared = DeclaredState(declared.objects, declared.storages | storages, declared.shapes, declared.follows_loaders)
     strays = [one for one in strays if all(one is not other for other in by_value)]
     found = [
         *_optimizers(live, declared, returned),
@@ -200,7 +200,7 @@ def undeclared(
     return [replace(one, name=names[id(one.value)].name) if id(one.value) in names else one for one in found]
 
 
-def _is_free(value: Any, declared: Declared) -> bool:
+def _is_free(value: Any, declared: DeclaredState) -> bool:
     return id(value) not in declared.objects
 
 
@@ -208,7 +208,7 @@ def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [one for group in optimizer.param_groups for one in group["params"]]
 
 
-def _optimizers(live: Mapping[Sort, list[Any]], declared: Declared, returned: Returned) -> Iterator[Undeclared]:
+def _optimizers(live: Mapping[Sort, list[Any]], declared: DeclaredState, returned: Returned) -> Iterator[Undeclared]:
     in_modules = {id(part) for one in live[Sort.MODULE] for part in one._parameters.values()}
     for one in live[Sort.OPTIMIZER]:
         if not _is_free(one, declared):
@@ -222,7 +222,7 @@ def _optimizers(live: Mapping[Sort, list[Any]], declared: Declared, returned: Re
 
 
 def _modules(
-    strays: list[torch.nn.Module], live: Mapping[Sort, list[Any]], declared: Declared, returned: Returned, marks: Marks
+    strays: list[torch.nn.Module], live: Mapping[Sort, list[Any]], declared: DeclaredState, returned: Returned, marks: Marks
 ) -> Iterator[Undeclared]:
     optimized = {
         id(part) for one in live[Sort.OPTIMIZER] if _is_free(one, declared) for part in _parameters_of(one)
@@ -241,7 +241,7 @@ def _named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]
     yield from module.named_buffers()
 
 
-def _trained(module: torch.nn.Module, declared: Declared, optimized: set[int], marks: Marks) -> str:
+def _trained(module: torch.nn.Module, declared: DeclaredState, optimized: set[int], marks: Marks) -> str:
     """Why the tensors of a module are trained; '' if they may be frozen."""
     parameters = [one for one in module.parameters() if not declared.has(one)]
     if isinstance(module, AveragedModel):
@@ -257,7 +257,7 @@ def _trained(module: torch.nn.Module, declared: Declared, optimized: set[int], m
     return "it is in training mode, and its parameters require gradients" if training else ""
 
 
-def _scalers(live: Mapping[Sort, list[Any]], declared: Declared, returned: Returned) -> Iterator[Undeclared]:
+def _scalers(live: Mapping[Sort, list[Any]], declared: DeclaredState, returned: Returned) -> Iterator[Undeclared]:
     for one in live[Sort.SCALER]:
         used = one.is_enabled() and getattr(one, "_scale", None) is not None
         if used and _is_free(one, declared) and not returned.has(one.state_dict()):
@@ -269,7 +269,7 @@ def _changed(tensors: list[torch.Tensor], marks: Marks, returned: Returned) -> b
 
 
 def _stateful(
-    live: Mapping[Sort, list[Any]], names: Mapping[int, Named], declared: Declared, returned: Returned, marks: Marks
+    live: Mapping[Sort, list[Any]], names: Mapping[int, Named], declared: DeclaredState, returned: Returned, marks: Marks
 ) -> Iterator[Undeclared]:
     for one in live[Sort.STATEFUL]:
         if not _is_free(one, declared) or (declared.follows_loaders and hasattr(one, "__iter__")):
@@ -281,7 +281,7 @@ def _stateful(
 
 
 def _containers(
-    live: Mapping[Sort, list[Any]], names: Mapping[int, Named], declared: Declared, returned: Returned, marks: Marks
+    live: Mapping[Sort, list[Any]], names: Mapping[int, Named], declared: DeclaredState, returned: Returned, marks: Marks
 ) -> Iterator[Undeclared]:
     for one, tensors in containers(names, declared, live[Sort.STATEFUL]):
         if _changed(tensors, marks, returned):
@@ -291,7 +291,7 @@ def _containers(
 
 
 def _schedulers(
-    live: Mapping[Sort, list[Any]], declared: Declared, returned: Returned, lost: set[int]
+    live: Mapping[Sort, list[Any]], declared: DeclaredState, returned: Returned, lost: set[int]
 ) -> Iterator[Undeclared]:
     """Those of optimizers that are not `lost` as well."""
     for one in live[Sort.SCHEDULER]:
@@ -300,7 +300,7 @@ def _schedulers(
             yield Undeclared(one, "")
 
 
-def _generators(names: Mapping[int, Named], declared: Declared, returned: Returned) -> Iterator[Undeclared]:
+def _generators(names: Mapping[int, Named], declared: DeclaredState, returned: Returned) -> Iterator[Undeclared]:
     defaults = {id(one) for one in (*_default_generators(),)}
     for one in names.values():
         generator = _sort_of(type(one.value)) is Sort.GENERATOR and not isinstance(one.value, random.SystemRandom)
@@ -316,7 +316,7 @@ def _default_generators() -> Iterator[Any]:
     yield getattr(np.random.mtrand, "_rand", None)
 
 
-def _passes(live: Mapping[Sort, list[Any]], names: Mapping[int, Named], declared: Declared) -> Iterator[Undeclared]:
+def _passes(live: Mapping[Sort, list[Any]], names: Mapping[int, Named], declared: DeclaredState) -> Iterator[Undeclared]:
     loaders = [one for one in names.values() if isinstance(one.value, DataLoader)]
     for one in live[Sort.PASS]:
         sampler = one._index_sampler

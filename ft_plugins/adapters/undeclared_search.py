@@ -27,7 +27,7 @@ from ..events import say
 from .loaders import parts
 from .script_names import named, namespaces
 from .script_state import Marks, Returned, storage_of, tensors_in
-from .undeclared import Declared, Sort, Undeclared, sorted_out, tensors_to_mark, undeclared
+from .undeclared import DeclaredState, Sort, Undeclared, sorted_out, tensors_to_mark, undeclared
 
 _DEPTH = 3  # of the attributes of declared objects
 _searches: weakref.WeakSet[UndeclaredSearch] = weakref.WeakSet()
@@ -114,7 +114,7 @@ class UndeclaredSearch:
         live = _live(names.values())
         return undeclared(live, names, self._declared(returned.storages), returned, self._marks)
 
-    def _declared(self, storages: set[int]) -> Declared:
+    def _declared(self, storages: set[int]) -> DeclaredState:
         given = [search._given() for search in _searches]
         contents = list(_contents(chain(_ignored, *(one.objects for one in given))))
         held = (tensors_in(one) for one in contents if isinstance(one, torch.nn.Module | torch.optim.Optimizer))
@@ -123,7 +123,7 @@ class UndeclaredSearch:
             id(one): one
             for one in chain(listed, *held, *(one.tensors for one in given), *(one.trained for one in given))
         }
-        return Declared(
+        return DeclaredState(
             frozenset(map(id, contents)) | tensors.keys(),
             frozenset(storages.union(map(storage_of, tensors.values()))) - {0},
             Counter(one.shape for one in self._given().trained),

@@ -69,13 +69,17 @@ class Positions:
     def __init__(self) -> None:
         self.before_read: Callable[[Any], None] = self._reading_early  # until an engine is followed
         self.found_end: Callable[[], None] = lambda: None
-        self._passes = Passes(lambda source: self.before_read(source), lambda: self.found_end())
+        self._passes = Passes(lambda source: self.before_read(source), self._finished)
         self._sources: dict[str, Callable[[], Any]] = {}
         self._loaders: dict[str, Any] = {}
         self._epochs: dict[str, LoaderEpoch] = {}  # of sources that do not track their own
         self._reshuffled: set[str] = set()  # roles whose order was shuffled again after the first read
         self._pending: dict[str, Any] = {}
         self._unplaced: list[LoaderPass] = []
+
+    def _finished(self, source: LoaderPass, was_read: bool) -> None:
+        if was_read:
+            self.found_end()
 
     def follow(self, module: ModuleType) -> None:
         """Make DeepSpeed's loaders track their epochs."""

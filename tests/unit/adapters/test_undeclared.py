@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from ft_plugins.adapters.script_names import Name, named
 from ft_plugins.adapters.script_state import Marks, Returned, storage_of, tensors_in
-from ft_plugins.adapters.undeclared import Declared, Undeclared, sorted_out, tensors_to_mark, undeclared
+from ft_plugins.adapters.undeclared import DeclaredState, Undeclared, sorted_out, tensors_to_mark, undeclared
 
 
 def network() -> torch.nn.Sequential:
@@ -36,14 +36,14 @@ class Script:
         self.hidden: list[Any] = []  # objects without a name
         self.marks = Marks()
 
-    def declared(self, *ignored: Any, storages: Iterable[int] = ()) -> Declared:
+    def declared(self, *ignored: Any, storages: Iterable[int] = ()) -> DeclaredState:
         objects = (self.model, self.optimizer, *ignored)
         tensors = [one for each in objects for one in tensors_in(each)]
         shapes: dict[torch.Size, int] = {}
         for one in self.model.parameters():
             shapes[one.shape] = shapes.get(one.shape, 0) + 1
         ids = frozenset(map(id, (*objects, *tensors)))
-        return Declared(ids, frozenset(map(storage_of, tensors)) | frozenset(storages), shapes)
+        return DeclaredState(ids, frozenset(map(storage_of, tensors)) | frozenset(storages), shapes)
 
     @property
     def _live(self) -> Any:

@@ -1,0 +1,603 @@
+"""What loops of plain torch read goes on exactly after a restart, or is refused by name, in the unfailed run too."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+import random
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
+
+from ft_plugins.adapters.torch_loop import TorchHost
+from ft_plugins.errors import ConfigError, ResumeError, StateChangedError
+from ft_plugins.model.digest import readable
+from ft_plugins.session import Session
+
+from .torch_small import handed_over, session_of
+
+ITERATIONS, SAMPLES = 14, 20  # 5 batches of 4 are an epoch
+Loader = Callable[[], Any]
+
+
+class Numbers(Dataset[Any]):
+    """Each sample is its index and a vector that depends on the level of a curriculum and on how often one was read."""
+
+    def __init__(self, rise: float = 0.01) -> None:
+        self.level, self.calls, self.rise, self.names = 0, 0, rise, [f"sample {i}" for i in range(SAMPLES)]
+        self.vectors = torch.arange(SAMPLES * 4.0).reshape(SAMPLES, 4).sin()
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        self.calls += 1
+        return index, self.vectors[index] * (1 + self.level + self.rise * self.calls)
+
+
+class InPlace(Sampler[int]):
+    """Shuffles its own list in place when a pass begins."""
+
+    def __init__(self, count: int = SAMPLES) -> None:
+        self.order, self.passes = list(range(count)), 0
+
+    def __iter__(self) -> Iterator[int]:
+        random.shuffle(self.order)
+        self.passes += 1
+        return iter([one % SAMPLES for one in self.order[:SAMPLES]])
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+
+class Weights(Sampler[int]):
+    """Draws each sample again more rarely, from `generator`, or from numpy's own one."""
+
+    def __init__(self, generator: Any = np.random) -> None:
+        self.weights = np.ones(SAMPLES)
+        if generator is not np.random:
+            self.generator = generator
+        self.draw = generator.choice
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(SAMPLES):
+            index = int(self.draw(SAMPLES, p=self.weights / self.weights.sum()))
+            self.weights[index] *= 0.5
+            yield index
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getstate__(self) -> Any:
+        return {key: value for key, value in vars(self).items() if key != "draw"}
+
+
+class StatefulLoader(DataLoader[Any]):
+    """Keeps its position as torchdata's StatefulDataLoader does: a loaded state is used by the next `iter`, which draws
+    from the process's generator."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.made: Any = None
+        self.loaded: Any = None
+        self.fresh = False
+
+    def __iter__(self) -> Any:
+        if not self.fresh or self.made.over:
+            self.made = StatefulPass(super().__iter__(), self.loaded)
+            self.loaded = None
+            if self.made.over:
+                self.made = StatefulPass(super().__iter__(), None)
+        self.fresh = False
+        return self.made
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.made is None:
+            self.made, self.fresh = StatefulPass(super().__iter__(), self.loaded), True
+            self.loaded = None
+        return {"read": self.made.read, "over": self.made.over}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.made, self.loaded, self.fresh = None, state, False
+
+
+class StatefulPass:
+    def __init__(self, batches: Any, state: dict[str, Any] | None) -> None:
+        self.batches, self.read, self.over = batches, 0, False
+        if state is not None:
+            self.batches._sampler_iter = itertools.islice(self.batches._sampler_iter, state["read"], None)
+            self.read, self.over = state["read"], state["over"]
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            batch = next(self.batches)
+        except StopIteration:
+            self.over = True
+            raise
+        self.read += 1
+        return batch
+
+
+def torchdata_loader(**named: Any) -> Any:
+    module = pytest.importorskip("torchdata.stateful_dataloader")
+    rise = 0.01 * ("num_workers" not in named)  # what workers count is theirs
+    return module.StatefulDataLoader(Numbers(rise), 4, **named)
+
+
+# ---- loops ----
+
+
+class Loop:
+    """A model with dropout that is trained on the batches of `loader`."""
+
+    def __init__(self, loader: Any) -> None:
+        torch.manual_seed(3)
+        self.loader = loader
+        self.model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Dropout(0.4), torch.nn.Linear(6, 2))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
+        self.host = TorchHost(self.model, self.optimizer, None, loader)
+        self.read: dict[int, list[int]] = {}
+
+    def begin(self) -> None:
+        """Before the loop."""
+
+    def batch(self, step: int) -> Any:
+        raise NotImplementedError
+
+    def iterate(self, step: int) -> None:
+        order, vectors = self.batch(step)
+        self.read[step] = order.tolist()
+        self.train(vectors)
+
+    def train(self, vectors: torch.Tensor) -> None:
+        self.model(vectors).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def described(self) -> Any:
+        state = self.model.state_dict(), torch.get_rng_state(), np.random.get_state()[1], random.getstate()
+        return [readable({"": part}) for part in state], self.read
+
+
+class Endless(Loop):
+    """A generator function, which sets the epoch of a sampler that has one."""
+
+    def begin(self) -> None:
+        self.batches = self.endless()
+
+    def endless(self) -> Iterator[Any]:
+        sampler = self.loader.sampler
+        for epoch in itertools.count(getattr(sampler, "epoch", 0)):
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+            yield from self.loader
+
+    def batch(self, step: int) -> Any:
+        return next(self.batches)
+
+
+class Again(Loop):
+    """Makes its iterator where it lacks one, and again where one ended."""
+
+    def batch(self, step: int) -> Any:
+        try:
+            return next(self.batches)
+        except (AttributeError, StopIteration):
+            self.batches = iter(self.loader)
+            return next(self.batches)
+
+
+class Before(Again):
+    """Makes its iterator before the loop."""
+
+    def begin(self) -> None:
+        self.batches = iter(self.loader)
+
+
+class Dropped(Loop):
+    """Takes the first batch of a new pass in each iteration."""
+
+    def batch(self, step: int) -> Any:
+        return next(iter(self.loader))
+
+
+class Curriculum(Endless):
+    def iterate(self, step: int) -> None:
+        self.loader.dataset.level = step // 6
+        super().iterate(step)
+
+
+def train(kind: type[Loop], loader: Loader, *ends: int) -> Any:
+    """A job that is killed behind each of the iterations `ends` but the last, and goes on."""
+    read: dict[int, list[int]] = {}
+    handed: Any = None
+    done = 0
+    for life, end in enumerate(ends):
+        torch.manual_seed(life), np.random.seed(life), random.seed(life)
+        loop = kind(loader())
+        session = resuming(loop, handed)
+        torch.manual_seed(70 + life), np.random.seed(70 + life), random.seed(70 + life)
+        loop.begin()
+        for step in session.iterations(end, done):
+            loop.iterate(step)
+            loop.host.small_state()
+        handed, done = handed_over(loop.host), end
+        read.update(loop.read)
+        loop.read = read
+    return loop.described()
+
+
+def resuming(loop: Loop, handed: Any) -> Session:
+    session = session_of(loop.host)
+    loop.host.small_state()  # as memory is claimed
+    if handed is not None:
+        small, tensors = handed
+        for name, tensor in loop.host.tensors().items():
+            tensor.copy_(tensors[name])
+        loop.host.restore(small)
+        session._pending = small  # restored as the first iteration begins
+    return session
+
+
+LOADERS: dict[str, Loader] = {
+    "shuffled": lambda: DataLoader(Numbers(), 4, shuffle=True),
+    "epochs": lambda: DataLoader(Numbers(), 4, sampler=DistributedSampler(Numbers(), 1, 0)),
+    "generator": lambda: DataLoader(Numbers(), 4, shuffle=True, generator=torch.Generator().manual_seed(5)),
+    "in place workers": lambda: DataLoader(Numbers(0.0), 4, sampler=InPlace(), num_workers=2),
+    "in place": lambda: DataLoader(Numbers(), 4, sampler=InPlace()),
+    "weights": lambda: DataLoader(Numbers(), 4, sampler=Weights(np.random.RandomState(5))),
+    "stateful": lambda: StatefulLoader(Numbers(), 4),
+    "stateful epochs": lambda: StatefulLoader(Numbers(), 4, sampler=DistributedSampler(Numbers(), 1, 0)),
+    "torchdata": lambda: torchdata_loader(shuffle=True),
+    "torchdata epochs": lambda: torchdata_loader(sampler=DistributedSampler(Numbers(), 1, 0)),
+    "torchdata workers": lambda: torchdata_loader(shuffle=True, num_workers=2),
+    "torchdata persistent": lambda: torchdata_loader(shuffle=True, num_workers=2, persistent_workers=True),
+}
+KILLS = [(3, 4), (5, 6), pytest.param((7, 10), marks=pytest.mark.all_configurations)]  # (5: an epoch's end)
+
+
+@pytest.mark.parametrize("ends", KILLS)
+@pytest.mark.parametrize(
+    "data, loop",
+    [
+        *((data, Endless) for data in LOADERS if data.rpartition(" ")[2] not in ("workers", "persistent")),
+        *((data, kind) for data in ("in place", "stateful", "torchdata") for kind in (Again, Before)),
+        ("shuffled", Curriculum),
+        ("torchdata", Dropped),
+        ("torchdata workers", Again),
+        ("in place workers", Again),
+        ("torchdata persistent", Endless),
+    ],
+)
+def test_killed_twice_it_reads_and_draws_as_without_a_failure(data: str, loop: type[Loop], ends: Any) -> None:
+    golden = train(loop, LOADERS[data], ITERATIONS)
+    assert len(golden[1]) == ITERATIONS
+    assert train(loop, LOADERS[data], *ends, ITERATIONS) == golden
+
+
+def test_two_loaders_are_both_followed() -> None:
+    def loaders() -> Any:
+        return [DataLoader(Numbers(), 4, shuffle=True), DataLoader(Numbers(), 2, sampler=InPlace())]
+
+    golden = train(Two, loaders, ITERATIONS)
+    assert train(Two, loaders, 4, 5, ITERATIONS) == golden
+
+
+class Two(Loop):
+    """Reads one batch of each of two loaders; evaluates on a third one."""
+
+    def begin(self) -> None:
+        self.several = [self.endless(one) for one in self.loader]
+
+    def endless(self, loader: Any) -> Iterator[Any]:
+        while True:
+            yield from loader
+
+    def batch(self, step: int) -> Any:
+        (order, vectors), (others, more) = (next(one) for one in self.several)
+        return torch.cat([order, others]), torch.cat([vectors, more])
+
+    def iterate(self, step: int) -> None:
+        super().iterate(step)
+        self.model.eval()
+        for _, vectors in DataLoader(Numbers(), 4):
+            self.model(vectors)
+        self.model.train()
+
+
+# ---- reads ----
+
+
+class Cycled(Loop):
+    def begin(self) -> None:
+        self.batches = itertools.cycle(self.loader)
+
+    def batch(self, step: int) -> Any:
+        return next(self.batches)
+
+
+class CycledInside(Cycled):
+    def begin(self) -> None:
+        self.batches = itertools.cycle(batch for batch in self.loader)
+
+
+class Stored(Before):
+    """Uses a batch for two iterations."""
+
+    def batch(self, step: int) -> Any:
+        if step % 2:
+            self.stored = super().batch(step)
+        return self.stored
+
+
+class Ahead(Before):
+    """Reads the next batch before it trains on the present one."""
+
+    def batch(self, step: int) -> Any:
+        present = super().batch(step) if step == 1 else self.following
+        self.following = super().batch(step)
+        return present
+
+
+class Other(Before):
+    """Trains on a second loader, too."""
+
+    def batch(self, step: int) -> Any:
+        next(iter(DataLoader(Numbers(), 4)))
+        return super().batch(step)
+
+
+class InThread(Before):
+    def batch(self, step: int) -> Any:
+        found: list[Any] = []
+
+        def read() -> None:
+            try:
+                found.append(super(InThread, self).batch(step))
+            except ConfigError as error:
+                found.append(error)
+
+        thread = threading.Thread(target=read)
+        thread.start()
+        thread.join()
+        if isinstance(found[0], ConfigError):
+            raise found[0]
+        return found[0]
+
+
+@pytest.mark.parametrize("data", ["shuffled", "stateful"])
+@pytest.mark.parametrize(
+    "loop, last, words",
+    [
+        (Cycled, 0, r"itertools.cycle reads the loader once .*: write `while True: yield from loader`"),
+        (CycledInside, 5, r"iteration 6: an update came without a batch .* If itertools.cycle repeats it: write"),
+        (Stored, 1, r"iteration 2: an update came without a batch .* in every iteration"),
+        (Ahead, 1, r"iteration 2 read 1 batches, but iteration 1, the first one of this start, 2: .* reads ahead"),
+        (Other, 0, r"iteration 1: before the update .* another DataLoader \(over a Numbers\).*\[loader, other\]"),
+        (InThread, 0, r"a batch was read by another thread"),
+    ],
+)
+def test_a_loop_that_trains_on_what_the_position_does_not_cover_is_refused(
+    loop: type[Loop], last: int, words: str, data: str
+) -> None:
+    """In the unfailed run, and at once."""
+    made = loop(LOADERS[data]())
+    trained = []
+    session = session_of(made.host)
+    made.begin()
+    with pytest.raises(ConfigError, match=words):
+        for step in session.iterations(ITERATIONS):
+            made.iterate(step)
+            trained.append(step)
+    assert trained == list(range(1, last + 1))
+
+
+def test_an_evaluation_on_another_loader_is_none_of_it() -> None:
+    class Evaluated(Before):
+        def iterate(self, step: int) -> None:
+            with torch.no_grad():
+                next(iter(DataLoader(Numbers(), 4)))
+            super().iterate(step)
+            next(iter(DataLoader(Numbers(), 4)))
+
+    assert len(train(Evaluated, LOADERS["shuffled"], ITERATIONS)[1]) == ITERATIONS
+
+
+def test_batches_accumulated_to_the_end_of_an_epoch_may_be_fewer() -> None:
+    class Accumulated(Before):
+        def iterate(self, step: int) -> None:
+            read = list(itertools.islice(self.batches, 3))
+            if len(read) < 3:
+                self.batches = iter(self.loader)
+            self.train(torch.cat([vectors for _, vectors in read]))
+            self.read[step] = [len(read)]
+
+    assert list(train(Accumulated, LOADERS["shuffled"], 6)[1].values()) == [[3], [2], [3], [2], [3], [2]]
+    assert train(Accumulated, LOADERS["shuffled"], 1, 3, 6) == train(Accumulated, LOADERS["shuffled"], 6)
+
+
+class Begun(Loop):
+    """Makes an iterator only where an epoch begins, and does not say what it does at an end."""
+
+    def batch(self, step: int) -> Any:
+        if step % 5 == 1:
+            self.batches = iter(self.loader)
+        return next(self.batches)
+
+
+def test_an_iterator_made_where_an_epoch_begins_is_refused_with_the_line_to_write() -> None:
+    with pytest.raises(StopIteration, match="after the last batch of a pass .*begin the next one where it ends"):
+        train(Begun, LOADERS["shuffled"], 5, ITERATIONS)
+
+
+# ---- samplers and data sets ----
+
+
+class Kept(InPlace):
+    """Keeps an object."""
+
+    def __iter__(self) -> Iterator[int]:
+        self.rest = super().__iter__()
+        return self.rest
+
+
+@pytest.mark.parametrize(
+    "sampler, kind, words",
+    [
+        (Weights, ConfigError, "the sampler Weights draws from the process's generators in the middle of a pass"),
+        (Kept, StateChangedError, r"sampler.rest \(a list_iterator\) changes, but cannot be captured.*get_state"),
+        (lambda: InPlace(500_000), StateChangedError, r"sampler.order \(a list\) changes.*too large"),
+    ],
+)
+def test_a_sampler_whose_order_would_be_another_one_is_refused(sampler: Any, kind: Any, words: str) -> None:
+    with pytest.raises(kind, match=words):
+        train(Endless, lambda: DataLoader(Numbers(), 4, sampler=sampler()), ITERATIONS)
+
+
+def test_what_a_data_set_keeps_and_cannot_be_captured_is_named_once(capfd: pytest.CaptureFixture[str]) -> None:
+    class Opened(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            self.file = object()
+            return super().__getitem__(index)
+
+    train(Endless, lambda: DataLoader(Opened(), 4), 3)
+    assert capfd.readouterr().out.count("dataset.file (a object) changes, but is not captured") == 1
+
+
+def test_values_that_grow_without_end_are_named_and_protection_goes_on(capfd: pytest.CaptureFixture[str]) -> None:
+    class Cached(Numbers):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cache: dict[int, bytes] = {}
+
+        def __getitem__(self, index: int) -> Any:
+            self.cache[index] = bytes(3000)
+            return super().__getitem__(index)
+
+    train(Endless, lambda: DataLoader(Cached(), 4), 6)
+    assert capfd.readouterr().out.count("dataset.cache (a dict) changes, but is not captured") == 1
+
+
+def test_a_sampler_made_with_another_seed_is_refused_at_the_resume() -> None:
+    seeds = iter((1, 2))
+    with pytest.raises(ResumeError, match="sampler.seed is 2, but the captured job was started with another value"):
+        train(
+            Endless,
+            lambda: DataLoader(Numbers(), 4, sampler=DistributedSampler(Numbers(), 1, 0, seed=next(seeds))),
+            *(3, ITERATIONS),
+        )
+
+
+def test_a_stateful_loader_that_draws_its_order_again_is_refused_at_start() -> None:
+    with pytest.raises(ConfigError, match="order of its InPlace again after a restart.*use torch's DataLoader"):
+        Loop(StatefulLoader(Numbers(), 4, sampler=InPlace()))
+
+
+def test_a_stateful_loader_that_reads_its_data_again_is_refused_at_start() -> None:
+    class Stream(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            yield from range(4)
+
+    with pytest.raises(ConfigError, match="read its Stream again from the start.*state_dict and load_state_dict"):
+        Loop(StatefulLoader(Stream(), 4))
+
+
+def test_a_followed_sampler_can_be_pickled() -> None:
+    """As a data set that holds it is, for a worker process."""
+    loop = Loop(DataLoader(Numbers(), 4, sampler=InPlace()))
+    copied = copy.copy(loop.loader.sampler)
+    assert type(copied) is InPlace and copied.order == list(range(SAMPLES))
+    assert b"InPlace" in pickle.dumps(loop.loader.sampler)
+
+
+# ---- epochs ----
+
+
+class Counted(Before):
+    """Counts its epochs from 0 in a variable of its own."""
+
+    setter = "set_epoch"
+
+    def begin(self) -> None:
+        self.count = 0
+        self.set(self.count)
+        super().begin()
+
+    def set(self, count: int) -> None:
+        getattr(self.loader.sampler, self.setter)(count)
+
+    def batch(self, step: int) -> Any:
+        try:
+            return next(self.batches)
+        except StopIteration:
+            self.count += 1
+            self.set(self.count)
+            self.batches = iter(self.loader)
+            return next(self.batches)
+
+
+class CountedOn(Counted):
+    """Goes on from the restored epoch."""
+
+    def set(self, count: int) -> None:
+        self.count = max(count, self.loader.sampler.epoch + 1) if count else 0
+        super().set(self.count)
+
+
+class Rounds(InPlace):
+    def set_round(self, number: int) -> None:
+        self.round = number
+
+
+class CountedRounds(Counted):
+    setter = "set_round"
+
+
+@pytest.mark.parametrize("data", ["epochs", "stateful epochs"])
+def test_a_loop_that_counts_its_epochs_from_the_start_again_is_refused_where_the_next_one_begins(data: str) -> None:
+    """Killed in its third epoch, the rest of which is right."""
+    golden = train(Counted, LOADERS[data], 22)
+    assert train(CountedOn, LOADERS[data], 12, 22) == golden
+    words = r"epoch was set to 1 for the pass after that in which the job resumed, which had 2.* expected 3: count from"
+    with pytest.raises(ResumeError, match=words):
+        train(Counted, LOADERS[data], 12, 22)
+
+
+def test_killed_in_the_first_epoch_such_a_loop_is_right() -> None:
+    assert train(Counted, LOADERS["epochs"], 3, 22) == train(Counted, LOADERS["epochs"], 22)
+
+
+def test_numbers_that_a_script_sets_in_another_way_are_epochs_too() -> None:
+    def loader() -> Any:
+        return DataLoader(Numbers(), 4, sampler=Rounds())
+
+    with pytest.raises(ResumeError, match="round was set to 1 .* expected 4"):
+        train(CountedRounds, loader, 18, 22)
+
+
+def test_a_number_that_is_set_back_before_the_first_pass_is_refused() -> None:
+    class AtTheFirst(Counted):
+        def begin(self) -> None:
+            self.count = 0
+
+        def batch(self, step: int) -> Any:
+            if not hasattr(self, "batches"):
+                self.set(self.count)
+                Before.begin(self)
+            return super().batch(step)
+
+    class Set(AtTheFirst):
+        setter = "set_round"
+
+    words = "round was set to 0, but 2 was captured: count from the restored number"
+    with pytest.raises(ResumeError, match=words):
+        train(Set, lambda: DataLoader(Numbers(), 4, sampler=Rounds()), 12, 22)
