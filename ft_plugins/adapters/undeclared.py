@@ -171,6 +171,17 @@ def tensors_to_mark(live: Mapping[Sort, list[Any]], names: Mapping[int, Named], 
     return [part for part in (*modules, *stateful, *contained) if not declared.has(part)]
 
 
+def contents(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What `module.state_dict()` holds, without its hooks: those of sharded modules change the module."""
+    left_out = {
+        f"{path}.{name}".lstrip(".")
+        for path, part in module.named_modules()
+        for name in part._non_persistent_buffers_set
+    }
+    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    return {name: tensor for name, tensor in named if name not in left_out}
+
+
 def undeclared(
     live: Mapping[Sort, list[Any]],
     names: Mapping[int, Named],
@@ -180,7 +191,7 @@ def undeclared(
 ) -> list[Undeclared]:
     """All state that is neither declared nor returned. `marks`: contents when training began."""
     strays = stray_modules(live[Sort.MODULE], declared)
-    by_value = [one for one in strays if returned.has(dict(one.state_dict()))]
+    by_value = [one for one in strays if returned.has(contents(one))]
     storages = {storage_of(part) for one in by_value for part in tensors_in(one)}
     declared = DeclaredState(declared.objects, declared.storages | storages, declared.shapes, declared.follows_loaders)
     strays = [one for one in strays if all(one is not other for other in by_value)]
@@ -222,7 +233,11 @@ def _optimizers(live: Mapping[Sort, list[Any]], declared: DeclaredState, returne
 
 
 def _modules(
-    strays: list[torch.nn.Module], live: Mapping[Sort, list[Any]], declared: DeclaredState, returned: Returned, marks: Marks
+    strays: list[torch.nn.Module],
+    live: Mapping[Sort, list[Any]],
+    declared: DeclaredState,
+    returned: Returned,
+    marks: Marks,
 ) -> Iterator[Undeclared]:
     optimized = {
         id(part) for one in live[Sort.OPTIMIZER] if _is_free(one, declared) for part in _parameters_of(one)
@@ -269,7 +284,11 @@ def _changed(tensors: list[torch.Tensor], marks: Marks, returned: Returned) -> b
 
 
 def _stateful(
-    live: Mapping[Sort, list[Any]], names: Mapping[int, Named], declared: DeclaredState, returned: Returned, marks: Marks
+    live: Mapping[Sort, list[Any]],
+    names: Mapping[int, Named],
+    declared: DeclaredState,
+    returned: Returned,
+    marks: Marks,
 ) -> Iterator[Undeclared]:
     for one in live[Sort.STATEFUL]:
         if not _is_free(one, declared) or (declared.follows_loaders and hasattr(one, "__iter__")):
@@ -281,7 +300,11 @@ def _stateful(
 
 
 def _containers(
-    live: Mapping[Sort, list[Any]], names: Mapping[int, Named], declared: DeclaredState, returned: Returned, marks: Marks
+    live: Mapping[Sort, list[Any]],
+    names: Mapping[int, Named],
+    declared: DeclaredState,
+    returned: Returned,
+    marks: Marks,
 ) -> Iterator[Undeclared]:
     for one, tensors in containers(names, declared, live[Sort.STATEFUL]):
         if _changed(tensors, marks, returned):
@@ -316,7 +339,9 @@ def _default_generators() -> Iterator[Any]:
     yield getattr(np.random.mtrand, "_rand", None)
 
 
-def _passes(live: Mapping[Sort, list[Any]], names: Mapping[int, Named], declared: DeclaredState) -> Iterator[Undeclared]:
+def _passes(
+    live: Mapping[Sort, list[Any]], names: Mapping[int, Named], declared: DeclaredState
+) -> Iterator[Undeclared]:
     loaders = [one for one in names.values() if isinstance(one.value, DataLoader)]
     for one in live[Sort.PASS]:
         sampler = one._index_sampler

@@ -28,6 +28,9 @@ class RecordingLoop:
     def begin_iteration(self) -> None:
         self.told.append("begin")
 
+    def observe(self, losses: dict[str, float]) -> None:
+        self.told.append(("loss", *losses.values()))
+
     def skip_iteration(self) -> None:
         self.told.append("skip")
 
@@ -48,9 +51,9 @@ def training_module(told: list[Any], exit_code: int | None = None) -> ModuleType
     def build_train_valid_test_data_loaders(build_train_valid_test_datasets_provider: Any) -> None:
         told.append("loaders")
 
-    def train_step(forward_step_func: Any, data_iterator: Any, iteration: Any = None) -> str:
+    def train_step(forward_step_func: Any, data_iterator: Any, iteration: Any = None) -> Any:
         told.append("train_step")
-        return "losses"
+        return {"lm loss": 2.5}, 0
 
     def dummy_train_step(data_iterator: Any) -> None:
         told.append("dummy_train_step")
@@ -64,7 +67,7 @@ def training_module(told: list[Any], exit_code: int | None = None) -> ModuleType
 
     def pretrain() -> None:
         module.dummy_train_step(None)
-        assert module.train_step(None, None, iteration=1) == "losses"
+        assert module.train_step(None, None, iteration=1) == ({"lm loss": 2.5}, 0)
         assert module.checkpoint_and_decide_exit(None, None, None, 2, 8.0, None, None) is False
         if exit_code is not None:
             raise SystemExit(exit_code)
@@ -85,7 +88,7 @@ def followed(exit_code: int | None = None) -> tuple[ModuleType, list[Any]]:
     return module, told
 
 
-IN_ORDER = ["begin", "dummy_train_step", "skip", "begin", "train_step", "save", ("end", 2, 8.0)]
+IN_ORDER = ["begin", "dummy_train_step", "skip", "begin", "train_step", ("loss", 2.5), "save", ("end", 2, 8.0)]
 
 
 def test_hooks_are_called_around_megatrons_own_functions_and_the_version_point_follows_its_save() -> None:
