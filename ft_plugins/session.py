@@ -223,6 +223,7 @@ class Session:
 
     def before_update(self, step: int) -> None:
         """The fence; then apply averages and repairs, to tensors that no capture is reading."""
+        self.ledger.forwards_done()
         self.progress.words.edge(WorkPhase.FENCE)
         if self._sync is not None:
             self._synchronize(self._sync, lambda sync: sync.complete(step))

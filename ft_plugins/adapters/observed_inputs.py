@@ -35,10 +35,11 @@ class ObservedForwards:
         for module in modules:
             if not isinstance(module, torch.jit.ScriptModule):  # its forward calls no hooks
                 module.register_forward_pre_hook(_Before(self), with_kwargs=True)
-                module.register_forward_hook(_After(self), always_call=True)
+                module.register_forward_hook(_After(self))
 
     def enter(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if self._inside is not None or self._observer is None or not torch.is_grad_enabled() or not module.training:
+        nested = self._inside is not None and self._inside is not module  # of the same one the last forward has raised
+        if nested or self._observer is None or not torch.is_grad_enabled() or not module.training:
             return
         self._inside = module
         digest = digest_of_inputs((args, kwargs))
@@ -65,7 +66,7 @@ class _Before:
 
 
 class _After:
-    """A hook after a forward, also one that raised."""
+    """A hook after a forward."""
 
     def __init__(self, forwards: ObservedForwards | None = None) -> None:
         self._forwards = forwards

@@ -30,7 +30,8 @@ from .shape import LEDGER_ROOM
 
 _WORDS = 16  # of an entry
 FIRST_KEPT = 16  # iterations from the job's first whose entries are never reused
-KEPT = LEDGER_ROOM // 8 // _WORDS - FIRST_KEPT  # of the others, the newest
+KEPT = LEDGER_ROOM // 8 // _WORDS - FIRST_KEPT - 1  # of the others, the newest; the last entry is no iteration's
+_CONDEMNED = LEDGER_ROOM // 8 - _WORDS  # a word: whether the last incarnation ended because its loop did not continue
 _HALF = (1 << 32) - 1
 
 
@@ -41,13 +42,14 @@ class LedgerPart(IntEnum):
     INPUT = 2  # that of all its forwards
     COUNTERS = 3  # the host's counters, schedules and numbers of the optimizer, at the version point
     GROUPS = 4  # the optimizer's parameter groups, with their learning rates
-    GENERATORS = 5  # random number generators at the version point
+    GENERATORS = 5  # torch's generators at the version point
     OWN = 6  # what the script itself adds to the state
     STATE = 7  # the bytes that this rank captured
-    DRAWN = 8  # the process's generators at the fence, after everything that the iteration drew
-    RATE = 9  # the learning rate of the iteration's update
-    LOSS = 11
-    NORM = 13  # of the gradients
+    DRAWN = 8  # torch's generator at the fence, after everything that the iteration drew
+    LIBRARY = 9  # the generators of Python and NumPy at the version point, of which a logger may draw
+    RATE = 10  # the learning rate of the iteration's update
+    LOSS = 12
+    NORM = 14  # of the gradients
 
     @property
     def is_number(self) -> bool:
@@ -68,6 +70,7 @@ _NAMES = {
     LedgerPart.OWN: "the script's own state",
     LedgerPart.STATE: "captured state",
     LedgerPart.DRAWN: "random numbers drawn",
+    LedgerPart.LIBRARY: "random numbers of Python or NumPy",
     LedgerPart.RATE: "learning rate",
     LedgerPart.LOSS: "loss",
     LedgerPart.NORM: "gradient norm",
@@ -119,12 +122,27 @@ class Ledger:
         place = self._place(iteration)
         return self._read_at(place) if self._iteration_at(place) == iteration else None
 
+    @property
+    def condemned(self) -> bool:
+        """Whether this rank ended the last incarnation, because its loop did not continue."""
+        return bool(checked_value(int(self._words[_CONDEMNED]), _CONDEMNED))
+
+    @condemned.setter
+    def condemned(self, value: bool) -> None:
+        self._words[_CONDEMNED] = guarded_word(int(value), _CONDEMNED)
+
+    def forget(self, after: int) -> None:
+        """Forget the iterations after this one."""
+        for place in range(0, _CONDEMNED, _WORDS):
+            if (self._iteration_at(place) or 0) > after:
+                self._words[place : place + _WORDS] = 0
+
     def clear(self) -> None:
         """Forget everything: what was recorded is not computed again."""
         self._words[:] = 0
 
     def _read(self) -> Iterator[LedgerEntry]:
-        for place in range(0, len(self._words), _WORDS):
+        for place in range(0, _CONDEMNED, _WORDS):
             if self._iteration_at(place) is not None:
                 yield self._read_at(place)
 

@@ -9,7 +9,6 @@ In: the small state of any host. Out: one digest for each `LedgerPart` of it.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -20,13 +19,15 @@ import xxhash
 from .ledger import LedgerPart
 
 _PART_OF = {
-    **dict.fromkeys(("rng", "python", "numpy", "torch", "cuda"), LedgerPart.GENERATORS),
+    **dict.fromkeys(("torch", "cuda", "tracker"), LedgerPart.GENERATORS),
+    **dict.fromkeys(("python", "numpy"), LedgerPart.LIBRARY),
     "groups": LedgerPart.GROUPS,
     **dict.fromkeys(("counters", "scalars", "scalers", "scaler", "scheduler"), LedgerPart.COUNTERS),
 }
 # how the loop reads, what the restore itself sets, and what it has compared
 _NOT_COMPARED = {"position", "pace", "silent", "modes", "graded", "members"}
 MANY = 64  # entries
+_RNG = "rng"  # the generators, in the small state of Megatron and DeepSpeed
 _CALLER = "caller"  # what the script's own functions return, in the small state of loops of plain torch
 
 
@@ -41,20 +42,15 @@ def small_digests(small: Mapping[str, Any]) -> dict[LedgerPart, int]:
 
 
 def drawn() -> int:
-    """A digest of the process's own generators on the CPU."""
-    version, words, gauss = random.getstate()
-    running = xxhash.xxh3_64(repr((version, gauss)).encode())
-    running.update(np.array(words, dtype=np.uint32).tobytes())
-    kind, keys, *rest = np.random.get_state()
-    running.update(np.asarray(keys).tobytes())
-    running.update(repr((kind, rest)).encode())
-    running.update(torch.get_rng_state().numpy().tobytes())
-    return running.intdigest()
+    """A digest of torch's own generator on the CPU."""
+    return xxhash.xxh3_64_intdigest(torch.get_rng_state().numpy().tobytes())
 
 
 def _entries(small: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for key, value in sorted(small.items()):
-        if key == _CALLER and isinstance(value, Mapping):
+        if key == _RNG and isinstance(value, Mapping):
+            yield from _entries(value)
+        elif key == _CALLER and isinstance(value, Mapping):
             yield from _entries({inner: part for inner, part in value.items() if inner != _CALLER})
             yield from [("own", value[_CALLER])] if _CALLER in value else []
         elif key not in _NOT_COMPARED and value is not None:

@@ -13,7 +13,7 @@ In: observations of the host, small state, digests of sealed versions. Out: the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from ..errors import LoopError, UnsupportedError
@@ -55,16 +55,24 @@ class IterationLedger:
         self._differed = 0  # the first iteration that differed
         self._step = 0
         self._first = self._inputs = 0  # digests of the first input of the present iteration, and of all
-        self._reads = 0
+        self._reads, self._reading = 0, True
         self._drawn: int | None = None
         self._applied: float | None = None  # the learning rate of the present iteration
         self._numbers: dict[LedgerPart, float] = {}
         self._sealed: list[tuple[int, int]] = []  # iteration and digest, not yet compared
 
-    def open(self, ledger: Ledger, base: int | None) -> None:
-        """Record from now on. `base`: the restored iteration; None if what was recorded is not computed again."""
+    def open(self, ledger: Ledger, base: int | None, condemned: Collection[int] = ()) -> None:
+        """Record from now on. `base`: the restored iteration; None if what was recorded is not computed again.
+
+        `condemned`: the ranks that ended the last incarnation, because its loop did not continue. What other ranks have
+        recorded of it is wrong; those ranks recorded nothing that differed.
+        """
         if base is None or not self._keeps:
             ledger.clear()
+        elif condemned and self._rank not in condemned:
+            ledger.forget(after=base)
+        ledger.condemned = False
+        self._sealed = []
         self._ledger = ledger if self._keeps else None
         self._known = ledger.entries()
         later = [iteration for iteration in self._known if base is not None and iteration > base]
@@ -78,9 +86,12 @@ class IterationLedger:
     # ---- observations ----
 
     def read(self, digest: int) -> None:
+        if not self._reading:
+            return
         if not self._reads:
             self._first = digest
-            self._record(self._step, LedgerPart.FIRST_READ, digest)
+            if self._step > self._last:  # else it is compared first, at the fence
+                self._record(self._step, LedgerPart.FIRST_READ, digest)
         self._reads += 1
         self._inputs = digest_of(digest.to_bytes(8, "little"), seed=self._inputs)
 
@@ -91,7 +102,8 @@ class IterationLedger:
 
     def sealed(self, iteration: int, digest: int) -> None:
         """A version was captured; called by the capture thread, before the fence opens."""
-        self._sealed.append((iteration, digest))
+        if self._ledger is not None:
+            self._sealed.append((iteration, digest))
 
     def seen(self) -> dict[str, Any]:
         """What is known of the present iteration besides state: digests as text, numbers."""
@@ -109,6 +121,11 @@ class IterationLedger:
         if step != self._step:
             self._step, self._inputs, self._reads, self._numbers = step, 0, 0, {}
             self._drawn = self._applied = None
+            self._reading = True
+
+    def forwards_done(self) -> None:
+        """Forwards until the next iteration compute this one again, as a repair of replicas does."""
+        self._reading = False
 
     def fence(self, rate: float | None) -> None:
         """All forwards of the iteration are done, and captures are sealed. `rate`: of the update. Raises LoopError."""
@@ -156,6 +173,8 @@ class IterationLedger:
         if not differed:
             self._report(difference)
         if difference.ends:
+            if self._ledger is not None:
+                self._ledger.condemned = True
             raise LoopError(f"rank {self._rank}: {difference.sentence}; {_ADVICE}")
 
     def _report(self, difference: LoopDifference) -> None:

@@ -149,7 +149,9 @@ class Reft:
         faults.reach("restore.end")
         self._lineage, self._base = plan.lineage, plan.version
         again = plan.version is not None and not mode.startswith("before")  # else the user wants another course
-        self._ledger.open(segment.ledger, plan.version.iteration if again and plan.version else None)
+        ended = self._collective.gather(b"1" if segment.ledger.condemned else b"")
+        condemned = [rank for rank, ending in enumerate(ended) if ending]
+        self._ledger.open(segment.ledger, plan.version.iteration if again and plan.version else None, condemned)
         if self._audits:
             segment.agreed = plan.loaded if plan.version is None else plan.version.iteration
         self._capture = Capture(
