@@ -54,7 +54,7 @@ def test_a_forward_that_raises_does_not_hide_the_next_one() -> None:
 def test_a_copied_or_pickled_model_takes_no_reader_along() -> None:
     reader, net = Reader(), model()
     ObservedForwards([net], reader)
-    for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+    for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):  # noqa: S301 - its own
         other(torch.randn(2, 4))
     assert reader.digests == []
 
