@@ -144,6 +144,11 @@ class Session:
         """
         self._carrying.restored_state = None
         done = self._restore(loaded)
+        if self._config.stop_after is not None and done >= self._config.stop_after:
+            raise ConfigError(
+                f"--ftp-stop-after {self._config.stop_after}: the job is at iteration {done} already: give a later "
+                "one, or start without the checkpoint that it loads"
+            )
         if self._start is not None:
             self._start.restored(self._lineage)
         if self._sync is not None:

@@ -1,7 +1,7 @@
 """Digest what a model's forwards read in training, for the ledger.
 
-A tensor above SAMPLED bytes is digested by a sample: its first elements, and others at equal distances. What lies on
-a device is left out: reading it would wait for the device.
+A tensor above SAMPLED bytes is digested by a sample: its first elements, and others at equal distances; of a container
+the first MANY parts are read. What lies on a device is left out: reading it would wait for the device.
 
 Invariant: hooks change nothing, and raise nothing. A forward within another one is a part of it; forwards without
 gradients are evaluations, and are not read. A forward that torch.compile traces is not seen.
@@ -12,6 +12,7 @@ In: modules. Out: `Observer.read` for each forward.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ import xxhash
 from ..model.observation import Observer
 
 SAMPLED = 64 << 10  # bytes
+MANY = 256  # parts of a container
 _SAMPLES = 2048  # elements
 _FIRST = 4096  # bytes
 _DEPTH = 6  # of nested containers
@@ -42,7 +44,10 @@ class ObservedForwards:
         if nested or self._observer is None or not torch.is_grad_enabled() or not module.training:
             return
         self._inside = module
-        digest = digest_of_inputs((args, kwargs))
+        try:
+            digest = digest_of_inputs((args, kwargs))
+        except Exception:  # inputs that have no bytes: of functorch's transforms, fake or nested tensors
+            return
         if digest is not None:
             self._observer.read(digest)
 
@@ -101,10 +106,10 @@ def _update(running: Any, value: Any, depth: int) -> bool:
             running.update(repr(value).encode())
             return False  # by themselves they are no batch
         case Mapping() if depth:
-            known = [_update(running, part, depth - 1) for _, part in sorted(value.items(), key=_by_name)]
+            known = [_update(running, part, depth - 1) for _, part in islice(sorted(value.items(), key=_by_name), MANY)]
             return any(known)
         case list() | tuple() if depth:
-            known = [_update(running, part, depth - 1) for part in value]
+            known = [_update(running, part, depth - 1) for part in value[:MANY]]
             return any(known)
     return False
 
@@ -127,9 +132,10 @@ def _sample(tensor: torch.Tensor) -> bytes:
     """The bytes of a tensor on the CPU, or a sample of them."""
     size = tensor.element_size()
     if tensor.numel() * size > SAMPLED:
-        if not tensor.is_contiguous():
-            tensor = tensor.flatten()[:: max(1, tensor.numel() // (2 * _SAMPLES))]
-        else:
+        if tensor.is_contiguous():
             flat = tensor.view(-1)
             tensor = torch.cat([flat[: _FIRST // size], flat[:: max(1, flat.numel() // _SAMPLES)]])
+        else:  # flattening would copy all of it
+            places = torch.linspace(0, tensor.numel() - 1, 2 * _SAMPLES, dtype=torch.float64).long()
+            tensor = tensor[torch.unravel_index(places, tensor.shape)]
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()

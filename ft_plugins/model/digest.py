@@ -6,6 +6,7 @@ version point. Out: plain values for JSON; floats as hexadecimal text, tensors a
 
 from __future__ import annotations
 
+import json
 from enum import Enum
 from typing import Any
 
@@ -15,6 +16,7 @@ import xxhash
 
 from .host import Host
 
+SHOWN_PARTS = 64  # of a sequence
 SHOWN_ELEMENTS = 8  # tensors up to this size also show their values
 
 
@@ -39,7 +41,7 @@ def tensor_digest(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def readable(value: Any) -> Any:
-    """`value` in JSON without loss: floats are not rounded; a sequence of more than 64 values becomes a digest."""
+    """`value` in JSON without loss: floats are not rounded; a sequence of more than SHOWN_PARTS becomes a digest."""
     match value:
         case Enum():
             return value.name
@@ -55,9 +57,11 @@ def readable(value: Any) -> Any:
             raw = torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8) if value.size else torch.empty(0)
             return {**tensor_digest(raw), "dtype": value.dtype.str, "shape": list(value.shape)}
         case dict():
-            return {str(key): readable(part) for key, part in value.items()}
+            texts = {str(key) for key in value}
+            return {str(key) if len(texts) == len(value) else repr(key): readable(part) for key, part in value.items()}
         case list() | tuple():
-            if len(value) > 64:
-                return {"length": len(value), "xxh3": xxhash.xxh3_64_hexdigest(repr(value).encode())}
-            return [readable(part) for part in value]
+            parts = [readable(part) for part in value]
+            if len(parts) > SHOWN_PARTS:
+                return {"length": len(parts), "xxh3": xxhash.xxh3_64_hexdigest(json.dumps(parts).encode())}
+            return parts
     return readable(value.item()) if isinstance(value, np.generic) else repr(value)

@@ -1,7 +1,7 @@
 """The ledger of a rank: what each of its iterations read and computed, in its segment, so that it outlives training.
 
 After a restore, iterations that are computed again are compared with what is recorded of them (`judge` in
-`recovery.recomputed`). An entry is 16 words in a ring of the last iterations; the first iterations have entries that
+`recovery.recomputed`). An entry is 17 words in a ring of the last iterations; the first iterations have entries that
 are never reused, because a loop that does not continue begins with them.
 
     0            iteration
@@ -28,10 +28,10 @@ import xxhash
 from .header import checked_value, guarded_word
 from .shape import LEDGER_ROOM
 
-_WORDS = 16  # of an entry
+_WORDS = 17  # of an entry
 FIRST_KEPT = 16  # iterations from the job's first whose entries are never reused
 KEPT = LEDGER_ROOM // 8 // _WORDS - FIRST_KEPT - 1  # of the others, the newest; the last entry is no iteration's
-_CONDEMNED = LEDGER_ROOM // 8 - _WORDS  # a word: whether the last incarnation ended because its loop did not continue
+_CONDEMNED = (FIRST_KEPT + KEPT) * _WORDS  # a word: the last incarnation ended, because its loop did not continue
 _HALF = (1 << 32) - 1
 
 
@@ -40,16 +40,17 @@ class LedgerPart(IntEnum):
 
     FIRST_READ = 1  # the input of its first forward
     INPUT = 2  # that of all its forwards
-    COUNTERS = 3  # the host's counters, schedules and numbers of the optimizer, at the version point
+    COUNTERS = 3  # the host's counters at the version point
     GROUPS = 4  # the optimizer's parameter groups, with their learning rates
     GENERATORS = 5  # torch's generators at the version point
     OWN = 6  # what the script itself adds to the state
     STATE = 7  # the bytes that this rank captured
     DRAWN = 8  # torch's generator at the fence, after everything that the iteration drew
-    LIBRARY = 9  # the generators of Python and NumPy at the version point, of which a logger may draw
-    RATE = 10  # the learning rate of the iteration's update
-    LOSS = 12
-    NORM = 14  # of the gradients
+    SCHEDULE = 9  # schedulers, loss scalers and numbers of the optimizer at the version point
+    LIBRARY = 10  # the generators of Python and NumPy at the version point, of which a logger may draw
+    RATE = 11  # the learning rate of the iteration's update
+    LOSS = 13
+    NORM = 15  # of the gradients
 
     @property
     def is_number(self) -> bool:
@@ -64,7 +65,8 @@ class LedgerPart(IntEnum):
 _NAMES = {
     LedgerPart.FIRST_READ: "first batch",
     LedgerPart.INPUT: "batch",
-    LedgerPart.COUNTERS: "counters or schedules",
+    LedgerPart.COUNTERS: "counters",
+    LedgerPart.SCHEDULE: "schedules",
     LedgerPart.GROUPS: "parameter groups",
     LedgerPart.GENERATORS: "random number generators",
     LedgerPart.OWN: "the script's own state",

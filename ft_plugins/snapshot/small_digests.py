@@ -18,11 +18,13 @@ import xxhash
 
 from .ledger import LedgerPart
 
+_RERUN = "rerun_state_machine"  # among Megatron's counters: the largest losses so far
 _PART_OF = {
     **dict.fromkeys(("torch", "cuda", "tracker"), LedgerPart.GENERATORS),
     **dict.fromkeys(("python", "numpy"), LedgerPart.LIBRARY),
     "groups": LedgerPart.GROUPS,
-    **dict.fromkeys(("counters", "scalars", "scalers", "scaler", "scheduler"), LedgerPart.COUNTERS),
+    "counters": LedgerPart.COUNTERS,
+    **dict.fromkeys(("scalars", "scalers", "scaler", "scheduler", _RERUN), LedgerPart.SCHEDULE),
 }
 # how the loop reads, what the restore itself sets, and what it has compared
 _NOT_COMPARED = {"position", "pace", "silent", "modes", "graded", "members"}
@@ -48,7 +50,10 @@ def drawn() -> int:
 
 def _entries(small: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for key, value in sorted(small.items()):
-        if key == _RNG and isinstance(value, Mapping):
+        if key == "counters" and isinstance(value, Mapping) and _RERUN in value:
+            yield key, {name: one for name, one in value.items() if name != _RERUN}
+            yield _RERUN, value[_RERUN]
+        elif key == _RNG and isinstance(value, Mapping):
             yield from _entries(value)
         elif key == _CALLER and isinstance(value, Mapping):
             yield from _entries({inner: part for inner, part in value.items() if inner != _CALLER})
@@ -78,7 +83,8 @@ def pieces(value: Any) -> Iterator[bytes]:
         case list() | tuple():
             yield b"l%d" % len(value)
             if len(value) > MANY and all(type(part) is int for part in value):  # the state of Python's generator
-                yield np.array(value, dtype=np.int64).tobytes() if max(value) < 1 << 63 else repr(value).encode()
+                small = min(value) >= -(1 << 63) and max(value) < 1 << 63
+                yield np.array(value, dtype=np.int64).tobytes() if small else repr(value).encode()
             else:
                 for part in value:
                     yield from pieces(part)

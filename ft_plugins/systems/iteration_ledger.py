@@ -23,6 +23,7 @@ from ..recovery.recomputed import LoopDifference, judge
 from ..snapshot.ledger import Ledger, LedgerEntry, LedgerPart, digest_of
 from ..snapshot.small_digests import drawn, small_digests
 
+_READ = {LedgerPart.FIRST_READ, LedgerPart.INPUT}  # never a consequence of what differed before
 _KEPT_BITS = 0xFFFFFFFF  # of a digest
 _ADVICE = (
     "make the loop begin at the restored iteration, with its data, schedules and counters, or start with "
@@ -52,7 +53,7 @@ class IterationLedger:
         self._known: dict[int, LedgerEntry] = {}  # at the restore
         self._last = 0  # iteration of which anything is known from before the restore
         self._compared: set[int] = set()
-        self._differed = 0  # the first iteration that differed
+        self._differed: dict[LedgerPart, int] = {}  # the first iteration that differed in a part
         self._step = 0
         self._first = self._inputs = 0  # digests of the first input of the present iteration, and of all
         self._reads, self._reading = 0, True
@@ -77,7 +78,7 @@ class IterationLedger:
         self._known = ledger.entries()
         later = [iteration for iteration in self._known if base is not None and iteration > base]
         self._last = max(later, default=0)
-        self._compared, self._differed = set(), 0
+        self._compared, self._differed = set(), {}
 
     def close(self) -> None:
         """The segment is unmapped."""
@@ -165,12 +166,12 @@ class IterationLedger:
         if before is None or now.iteration > self._last:
             return
         self._compared.add(now.iteration)
-        differed = bool(self._differed)
-        difference = judge(now, before, self._known, differed, self._mode)
+        difference = judge(now, before, self._known, self._differed, self._mode)
         if difference is None:
             return
-        self._differed = self._differed or now.iteration
-        if not differed:
+        fresh = [part for part in difference.parts if part not in self._differed]
+        self._differed |= dict.fromkeys(fresh, now.iteration)
+        if difference.ends or (fresh and (len(fresh) == len(self._differed) or _READ & set(fresh))):
             self._report(difference)
         if difference.ends:
             if self._ledger is not None:
@@ -187,8 +188,9 @@ class IterationLedger:
     def summarize(self) -> None:
         """At the end of training, say once more that it was not exact."""
         if self._differed:
+            first = min(self._differed.values())
             say(
-                f"rank {self._rank}: iteration {self._differed} was not what it had been before the last restore; "
+                f"rank {self._rank}: iteration {first} was not what it had been before the last restore; "
                 f"results from there on are not those of a run that never failed: see {catalogue.RESUME_DIFFERED.name}",
                 alarm=True,
             )

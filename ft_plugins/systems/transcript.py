@@ -54,7 +54,8 @@ class Transcript:
         self._add({**facts, "seen": exact, "phases": phases})
 
     def _add(self, line: dict[str, Any]) -> None:
-        text = json.dumps({**line, "lineage": self.lineage, **state_digest(self._host)}) + "\n"
+        facts = {"lineage": self.lineage, "world_size": self._host.topology().world_size}
+        text = json.dumps({**line, **facts, **state_digest(self._host)}) + "\n"
         with open(self._path, "a") as file:
             file.write(text)
 

@@ -34,20 +34,26 @@ def state_differences(left: Path, right: Path, ranks: int) -> list[str]:
     return differences
 
 
+def leaves(place: str, tree: Any) -> Iterator[tuple[str, Any]]:
+    """Every value of a tree of plain values, with its place. An empty mapping or list is a value."""
+    if isinstance(tree, Mapping) and tree:
+        for key in sorted(tree):
+            yield from leaves(f"{place}/{key}", tree[key])
+    elif isinstance(tree, list) and tree:
+        for index, part in enumerate(tree):
+            yield from leaves(f"{place}[{index}]", part)
+    else:
+        yield place, tree
+
+
 def tree_differences(place: str, left: Any, right: Any) -> Iterator[str]:
     """Each place in which two trees of plain values differ."""
-    if isinstance(left, Mapping) and isinstance(right, Mapping):
-        for key in sorted(left.keys() | right.keys()):
-            inner = f"{place}/{key}"
-            if key not in left or key not in right:
-                yield f"{inner}: only in the {'second' if key not in left else 'first'}"
-            else:
-                yield from tree_differences(inner, left[key], right[key])
-    elif isinstance(left, list) and isinstance(right, list) and len(left) == len(right):
-        for index, (ours, theirs) in enumerate(zip(left, right, strict=True)):
-            yield from tree_differences(f"{place}[{index}]", ours, theirs)
-    elif left != right:
-        yield f"{place}: {left!r} != {right!r}"
+    ours, theirs = dict(leaves(place, left)), dict(leaves(place, right))
+    for each in sorted(ours.keys() | theirs.keys()):
+        if each not in ours or each not in theirs:
+            yield f"{each}: only in the {'second' if each not in ours else 'first'}"
+        elif ours[each] != theirs[each]:
+            yield f"{each}: {ours[each]!r} != {theirs[each]!r}"
 
 
 def losses(log: Path) -> dict[int, dict[str, Any]]:

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import secrets
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -24,7 +26,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ..config import Config
+from ..config import Config, deepspeed_json
 from ..errors import ConfigError
 from ..events import catalogue
 from ..launcher.command import parser
@@ -33,11 +35,16 @@ from .display import Display
 from .driver import DriveError, DrivenJob, DrivePhase
 from .transcripts import Comparison, TranscriptEntry, compare_transcripts, epoch_ends, not_exercised, read_transcripts
 
+TRANSCRIPT = "transcript"
 RUN = "{run}"  # in the command: a folder of each run
 _NODES = 2
 _OURS = ("--ftp-job", "--ftp-node-name", "--ftp-resume", "--ftp-transcript-dir", "--ftp-stop-after")  # set here
+_SET_HERE = {("job",), ("node_name",), ("resume",), ("faults",), ("reft", "checkpoint_dir")}
 _STORAGE = "--reft-checkpoint-dir"
-_SAVING = ("--save", "--save_dir", "--output_dir", "--ckpt_dir")
+# flags by which scripts name a folder to save to
+_SAVES = re.compile(
+    r"--(save|(save|output|out|ckpt|checkpoints?)[-_](dir|path|folder)|(save|checkpoint)[-_]to)"
+).fullmatch
 _POLL_SECONDS = 0.2
 _POINT = "update.end"  # after an update, before its version point
 
@@ -85,6 +92,13 @@ def plan_rehearsal(
     flags = [f"{_STORAGE}={RUN}/reft-checkpoints" if flag.startswith(f"{_STORAGE}=") else flag for flag in flags]
     if config.faults:
         raise ConfigError("--ftp-faults: a rehearsal injects its own; drop it")
+    arguments = parser().parse_args(rest).training_script_args
+    for path in deepspeed_json.from_arguments(arguments, Path.cwd()).given():
+        if path in _SET_HERE:
+            raise ConfigError(
+                f"ft_plugins.{'.'.join(path)} in the DeepSpeed configuration: a rehearsal sets it itself; rehearse "
+                "with a copy of the configuration without it"
+            )
     if any(k < 2 or k > iterations - 1 for k in kills) or sorted(set(kills)) != list(kills):
         given = ",".join(map(str, kills))
         raise ConfigError(f"--kill {given}: expected iterations in order, from 2 to {iterations - 1}")
@@ -92,7 +106,7 @@ def plan_rehearsal(
         raise ConfigError(f"--iterations {iterations}: expected at least 4: two kills, and iterations after them")
     for word, following in zip(rest, [*rest[1:], ""], strict=True):
         name, _, value = word.partition("=")
-        if name in _SAVING and RUN not in (value or following):
+        if _SAVES(name) and RUN not in (value or following):
             raise ConfigError(
                 f"{name}: both runs would save there, and the second would find what the first has saved: give "
                 f"{name} {RUN}/checkpoints, which is a folder of each run"
@@ -128,12 +142,12 @@ def _halved(words: Sequence[str]) -> list[str]:
     return [*halved, *words[scripts:]]
 
 
-def place_kills(iterations: int, ends: Sequence[int]) -> tuple[int, int]:
+def place_kills(iterations: int, ends: Sequence[int], begun: int = 0) -> tuple[int, int]:
     """The iterations to kill in. Pure. `ends`: iterations at which an epoch ended; one of them comes after the kills,
-    if there is any that late."""
-    middle = max(3, (iterations - 2) // 2 + 1)
-    later = [end for end in ends if 3 < end < iterations]
-    second = middle if any(end > middle for end in later) or not later else max(3, later[-1] - 1)
+    if there is any that late. `begun`: the iteration of the checkpoint that the job itself loads."""
+    middle = max(begun + 3, begun + (iterations - begun - 2) // 2 + 1)
+    later = [end for end in ends if begun + 3 < end < iterations]
+    second = middle if any(end > middle for end in later) or not later else max(begun + 3, later[-1] - 1)
     return second - 1, second
 
 
@@ -151,9 +165,12 @@ def faults_of(kills: Sequence[int], ranks: int, nodes: int) -> str:
 def rehearse(plan: RehearsalPlan, display: Display) -> Rehearsal:
     """Run and compare. Raises DriveError if a run cannot be judged, with the end of its output."""
     unfailed = _run(plan, "unfailed", "", (), display)
-    ranks = len({entry.rank for entry in unfailed})
+    ranks = max(entry.world_size for entry in unfailed)
     last = max(entry.iteration for entry in unfailed)
-    kills = plan.kills or place_kills(last, epoch_ends(unfailed))
+    begun = min(entry.iteration for entry in unfailed) - 1
+    kills = plan.kills or place_kills(last, epoch_ends(unfailed), begun)
+    if min(kills) < begun + 2:
+        raise DriveError(f"the job begins with iteration {begun + 1}: kill it in {begun + 2} or later (--kill)")
     if last <= max(kills):
         raise DriveError(f"the job ends after iteration {last}: there is none after a kill in iteration {max(kills)}")
     try:
@@ -167,22 +184,24 @@ def rehearse(plan: RehearsalPlan, display: Display) -> Rehearsal:
 def _run(plan: RehearsalPlan, name: str, faults: str, kills: Sequence[int], display: Display) -> list[TranscriptEntry]:
     """One run. Raises DriveError."""
     folder = plan.folder / name
+    if folder.exists() and not (folder / TRANSCRIPT).is_dir():
+        raise ConfigError(f"--out {plan.folder}: it holds a folder '{name}' that is no rehearsal's; name another one")
     shutil.rmtree(folder, ignore_errors=True)
-    (folder / "transcript").mkdir(parents=True, mode=0o700)
+    (folder / TRANSCRIPT).mkdir(parents=True, mode=0o700)
     words = [word.replace(RUN, str(folder)) for word in plan.arguments]
     words = [
         f"--ftp-transcript-dir={folder / 'transcript'}", f"--ftp-stop-after={plan.iterations}",
         "--ftp-resume=auto", *([f"--ftp-faults={faults}"] if faults else []), *words,
     ]  # fmt: skip
-    job = f"rehearsal-{os.getpid()}-{name}"
-    log = transcript_path(folder / "transcript", 0)
+    job = f"rehearsal-{secrets.token_hex(4)}-{name}"  # nothing of an earlier rehearsal is resumed from
+    log = transcript_path(folder / TRANSCRIPT, 0)
     display.begin(f"{name} run", plan.iterations)
     with _no_hash_seed(), DrivenJob(job, words, folder, log, plan.iterations, plan.nodes) as drive:
         try:
             _follow(drive, plan, kills, display)
         except DriveError as error:
             raise DriveError(f"{name} run: {error}\n{last_words(drive)}") from error
-    return read_transcripts(folder / "transcript")
+    return read_transcripts(folder / TRANSCRIPT)
 
 
 def _follow(drive: DrivenJob, plan: RehearsalPlan, kills: Sequence[int], display: Display) -> None:

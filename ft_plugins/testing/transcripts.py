@@ -1,13 +1,15 @@
 """Compare the transcripts of two runs of one job: the comparison by which rehearsals, tests and the quickstart judge.
 
-    1. before the first failure both runs are unfailed: what differs there is not reproducible at all
+    1. before the first failure both runs are unfailed: a place that differs there is not reproducible at all
     2. every version that was restored equals what the same rank had captured, in any incarnation of its run
     3. every iteration of the failed run, also one that was computed twice, equals that of the unfailed run
 
+A *place* is one value of an iteration of a rank: its batch, the digest of an item, a counter.
+
 Invariant: there is no tolerance. Floats are compared as hexadecimal text, tensors by digest, name and shape. The data
-position is not compared; the batches are. A generator that the script does not seed differs from run to run: it is only
-compared where it was restored. If unfailed runs differ in what they compute, but read the same, the
-trajectory is left out: what is read, schedules, random numbers and restored bytes are still compared.
+position is not compared; the batches are. A place that is not reproducible is left out by itself, such as a generator
+that the script does not seed. If losses or items are among these places, kernels are not deterministic: then the whole
+trajectory is left out, and batches, schedules, random numbers and restored bytes have to have been seen.
 
 In: the folders that `--ftp-transcript-dir` wrote. Out: a `Comparison`.
 """
@@ -23,13 +25,18 @@ from typing import Any
 
 from ..errors import FtError
 from ..systems.transcript import ITERATION, RESTORED
-from .golden import tree_differences
+from .golden import leaves
 
 _LONGEST = 256 << 20  # bytes of one line
 _POSITION = "position"
-_READS = "the batch"
-_GENERATORS = ("python", "numpy", "torch", "cuda")
-_TRAJECTORY = ("loss", "norm")
+_GENERATORS = ("python", "numpy", "torch", "cuda", "tracker")
+_SCHEDULE = ("counters", "scheduler", "groups")
+_NOT_COMPARED = (_POSITION, "pace", "silent", "rng", *_GENERATORS)
+# the kinds of places, causes first
+READS, RATE, DRAWN, SMALL, LOSS, STATE = "the batch", "learning rate", "random numbers", "small state", "loss", "state"
+_NORM = "gradient norm"
+_TRAJECTORY = (LOSS, _NORM, STATE)
+_ABSENT = "nothing"
 
 
 class TranscriptError(FtError):
@@ -50,49 +57,46 @@ class TranscriptEntry:
     small: Mapping[str, Any]
     items: Mapping[str, Any]
     deferred: bool = False
+    world_size: int = 0
 
     @cached_property
-    def compared(self) -> Mapping[str, Any]:
-        """The small state without the data position and the generators."""
-        return _without(self.small, (_POSITION, "pace", "silent", "rng", *_GENERATORS))
-
-    @cached_property
-    def generators(self) -> Mapping[str, Any]:
-        """The states of the generators, by name."""
+    def places(self) -> Mapping[tuple[str, str], Any]:
+        """Every value that is compared, by kind and place, causes first."""
+        found: dict[tuple[str, str], Any] = {}
+        if self.seen:
+            found = {(READS, ""): self.seen.get("batch"), (RATE, ""): self.seen.get("rate")}
         inner = self.small.get("rng", self.small)
-        return {name: inner[name] for name in (*_GENERATORS, "tracker") if name in inner}
-
-    @property
-    def parts(self) -> int:
-        """How many parts are compared."""
-        return len(self.items) + len(self.seen) + len(self.compared)
+        generators = {name: inner[name] for name in _GENERATORS if name in inner}
+        found |= {(DRAWN, place): value for place, value in leaves("", generators)}
+        found |= {(SMALL, place): value for place, value in leaves("", _without(self.small, _NOT_COMPARED))}
+        if self.seen:
+            found |= {(LOSS, ""): self.seen.get("loss"), (_NORM, ""): self.seen.get("norm")}
+        return found | {(STATE, place): value for place, value in leaves("", self.items)}
 
 
 @dataclass(frozen=True)
 class FirstDifference:
-    """Where two runs differ first: `what` is a batch, an item or a value, `details` both values. `places`: in how many
-    places of that iteration and rank."""
+    """Where two runs differ first: `kind` and `place` of a value, `details` both values. `more`: other places of that
+    iteration and rank."""
 
     iteration: int
     rank: int
-    what: str
+    kind: str
+    place: str
     details: str
-    places: int = 1
-
-    @property
-    def computed(self) -> bool:
-        """Whether it is in what was computed, not in what was read or scheduled."""
-        return self.what in _TRAJECTORY or self.what.startswith(("state ", "small state "))
+    more: int = 0
+    restored: bool = False
 
     def __str__(self) -> str:
-        more = f" (and in {self.places - 1} more places)" if self.places > 1 else ""
-        return f"iteration {self.iteration}, rank {self.rank}: {self.what}: {self.details}{more}"
+        what = f"{'restored ' if self.restored else ''}{self.kind}{f' {self.place}' if self.place else ''}"
+        more = f" (and in {self.more} more places)" if self.more else ""
+        return f"iteration {self.iteration}, rank {self.rank}: {what}: {self.details}{more}"
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """`irreproducible`: what two unfailed runs differ in. `restored`: the iterations that were restored, in order.
-    `unseeded`: generators whose states differ between unfailed runs. `unproven`: why this is no proof."""
+    """`irreproducible`: the first place in which two unfailed runs differ, `left_out` all of them, without iterations.
+    `restored`: the iterations that were restored, in order. `unproven`: why this is no proof."""
 
     iterations: int
     ranks: int
@@ -100,14 +104,14 @@ class Comparison:
     restored: tuple[int, ...]
     irreproducible: FirstDifference | None
     difference: FirstDifference | None
-    unseeded: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    trajectory: bool = True
     unproven: tuple[str, ...] = ()
 
     @property
     def exact(self) -> bool:
         """Whether nothing differs that can be compared."""
-        comparable = self.irreproducible is None or self.irreproducible.computed
-        return self.difference is None and comparable and not self.unproven
+        return self.difference is None and READS not in self.left_out and not self.unproven
 
     @property
     def sentence(self) -> str:
@@ -119,9 +123,9 @@ class Comparison:
         if self.difference is not None:
             lines.append(f"NOT EXACT: {self.difference}")
         lines += [f"NOT SHOWN: {reason}" for reason in self.unproven]
-        if self.irreproducible is not None and not self.irreproducible.computed:
+        if READS in self.left_out:
             lines.append("NOT EXACT: what the job reads is not reproducible, with or without a failure: seed it")
-        elif self.exact and self.irreproducible is not None:
+        elif self.exact and not self.trajectory:
             lines.append(
                 f"exact except for the trajectory, which is not deterministic: over {self.iterations} iterations on "
                 f"{self.ranks} ranks every batch, schedule and random number, and every restored byte (iterations {at})"
@@ -131,9 +135,9 @@ class Comparison:
                 f"exact over {self.iterations} iterations, {self.parts} parts of the state of {self.ranks} ranks; "
                 f"restored after iterations {at}"
             )
-        if self.unseeded:
-            names = ", ".join(self.unseeded)
-            lines.append(f"not seeded by the script, so compared at restores only: generators of {names}")
+        others = [name for name in self.left_out if not name.startswith(_TRAJECTORY) and name != READS]
+        if others:
+            lines.append(f"not reproducible, so compared at restores only: {', '.join(others)}")
         return "\n".join(lines)
 
 
@@ -157,8 +161,12 @@ def _entry(rank: int, line: Mapping[str, Any]) -> TranscriptEntry:
     return TranscriptEntry(
         rank, str(line["kind"]), int(line["iteration"]), int(line["lineage"]), dict(line.get("seen", {})),
         tuple(line.get("phases", ())), dict(line["small"]), dict(line["items"]),
-        bool(line.get("deferred")),
+        bool(line.get("deferred")), int(line["world_size"]),
     )  # fmt: skip
+
+
+Golden = Mapping[tuple[int, int], TranscriptEntry]  # by rank and iteration
+Place = tuple[str, str]
 
 
 def compare_transcripts(
@@ -166,126 +174,130 @@ def compare_transcripts(
 ) -> Comparison:
     """Compare a run that was killed with one that was not. `restores`: how many were planned."""
     golden = {(entry.rank, entry.iteration): entry for entry in unfailed if entry.kind == ITERATION}
-    ranks = {rank for rank, _ in golden}
     computed = sorted((e for e in failed if e.kind == ITERATION), key=_order)
     first = min(entry.lineage for entry in computed)
-    before = [entry for entry in computed if entry.lineage == first]
-    unseeded = _unseeded(before, golden)
-    irreproducible = _first(_against(before, golden, unseeded, trajectory=True))
-    trajectory = irreproducible is None
+    before = list(_against((entry for entry in computed if entry.lineage == first), golden, frozenset()))
+    varies = frozenset(place for _, places in before for place in places)
+    trajectory = not any(kind in _TRAJECTORY for kind, _ in varies)
     restored = sorted((e for e in failed if e.kind == RESTORED), key=lambda e: (e.lineage, e.rank))
-    against = _against(computed, golden, unseeded, trajectory)
-    difference = _first(_restored_differences(restored, failed)) or _first(against)
+    found = [*_restored_differences(restored, failed), *_against(computed, golden, varies, trajectory)]
     last = max(iteration for _, iteration in golden)
     versions = {entry.lineage: entry.iteration for entry in restored}
     return Comparison(
-        last, len(ranks), sum(entry.parts for entry in golden.values() if entry.iteration == last),
-        tuple(versions.values()), irreproducible, None if difference == irreproducible else difference,
-        unseeded, tuple(_unproven(computed, golden, ranks, last, versions, restores)),
+        last, max(entry.world_size for entry in unfailed),
+        sum(len(entry.places) for entry in golden.values() if entry.iteration == last), tuple(versions.values()),
+        _first(before), _first(found), tuple(sorted({_name(*place) for place in varies})), trajectory,
+        tuple(_unproven(failed, unfailed, golden, restored, restores, trajectory)),
     )  # fmt: skip
 
 
+def _name(kind: str, place: str) -> str:
+    """A place for people; of a generator, its name alone."""
+    place = place.split("/")[1].partition("[")[0] if kind == DRAWN else place
+    return f"{kind} {place}".strip()
+
+
 def _unproven(
-    computed: Sequence[TranscriptEntry], golden: Mapping[tuple[int, int], TranscriptEntry], ranks: set[int], last: int,
-    versions: Mapping[int, int], restores: int,
+    failed: Sequence[TranscriptEntry], unfailed: Sequence[TranscriptEntry], golden: Golden,
+    restored: Sequence[TranscriptEntry], restores: int, trajectory: bool,
 ) -> Iterator[str]:  # fmt: skip
-    done = {(entry.rank, entry.iteration) for entry in computed}
-    missing = sorted((iteration, rank) for rank, iteration in golden.keys() - done)
-    if missing:
-        iteration, rank = missing[0]
+    done = {(entry.rank, entry.iteration) for entry in failed if entry.kind == ITERATION}
+    last = max(iteration for _, iteration in golden)
+    everyone = set(range(max(entry.world_size for entry in unfailed)))
+    if {entry.rank for entry in unfailed} != everyone:
+        yield f"only ranks {sorted({entry.rank for entry in unfailed})} of {len(everyone)} have written a transcript"
+    if any(entry.kind == RESTORED for entry in unfailed) or len({entry.lineage for entry in unfailed}) > 1:
+        yield "the unfailed run was itself restarted: see its log"
+    for iteration, rank in sorted((iteration, rank) for rank, iteration in golden.keys() - done)[:1]:
         yield f"iteration {iteration} of rank {rank} is in the unfailed run alone"
-    beyond = sorted((iteration, rank) for rank, iteration in done - golden.keys())
-    if beyond:
-        yield f"iteration {beyond[0][0]} of rank {beyond[0][1]} is in the failed run alone; the unfailed one has {last}"
-    if len(versions) != restores:
-        yield f"state was restored {len(versions)} time(s); expected {restores}"
-
-
-def _unseeded(before: Iterable[TranscriptEntry], golden: Mapping[tuple[int, int], TranscriptEntry]) -> tuple[str, ...]:
-    """The generators that differ between two runs without a failure."""
-    names: set[str] = set()
-    for entry in before:
-        other = golden.get((entry.rank, entry.iteration))
-        if other is not None:
-            names |= {n for n, value in entry.generators.items() if value != other.generators.get(n)}
-    return tuple(sorted(names))
+    for iteration, rank in sorted((iteration, rank) for rank, iteration in done - golden.keys())[:1]:
+        yield f"iteration {iteration} of rank {rank} is in the failed run alone; the unfailed one has {last}"
+    lineages = {entry.lineage for entry in restored}
+    if len(lineages) != restores:
+        yield f"state was restored {len(lineages)} time(s); expected {restores}"
+    for lineage in sorted(lineages):
+        if (missing := everyone - {entry.rank for entry in restored if entry.lineage == lineage}) and restores:
+            yield f"ranks {sorted(missing)} did not write down what they restored"
+    if trajectory:
+        return  # equal states show equal batches and restored bytes
+    read = {entry.iteration for entry in golden.values() if entry.seen.get("batch") is not None}
+    if unread := sorted({iteration for _, iteration in golden} - read):
+        yield (
+            f"the batches of {len(unread)} iterations were not seen (the model's forward is not called, or reads what "
+            "is on a device already), and kernels are not deterministic: rehearse on a CPU, or with deterministic ones"
+        )
+    captured = {(e.rank, e.iteration) for e in failed if e.kind == ITERATION and not e.deferred}
+    for entry in restored:
+        if (entry.rank, entry.iteration) not in captured:
+            yield f"what rank {entry.rank} restored of iteration {entry.iteration} could not be compared"
+            return
 
 
 def _order(entry: TranscriptEntry) -> tuple[int, int, int]:
     return entry.iteration, entry.lineage, entry.rank
 
 
+Differing = tuple[TranscriptEntry, dict[Place, str]]  # an entry, and what differs in it with both values
+
+
 def _against(
-    entries: Iterable[TranscriptEntry],
-    golden: Mapping[tuple[int, int], TranscriptEntry],
-    unseeded: Sequence[str],
-    trajectory: bool,
-) -> Iterator[FirstDifference]:
+    entries: Iterable[TranscriptEntry], golden: Golden, left_out: frozenset[Place], trajectory: bool = True
+) -> Iterator[Differing]:
     for entry in entries:
         other = golden.get((entry.rank, entry.iteration))
-        if other is not None:
-            yield from _differences(entry, other, unseeded, trajectory)
+        if other is not None and (places := _differences(entry, other, left_out, trajectory)):
+            yield entry, places
 
 
 def _restored_differences(
     restored: Iterable[TranscriptEntry], failed: Sequence[TranscriptEntry]
-) -> Iterator[FirstDifference]:
+) -> Iterator[Differing]:
     captured: dict[tuple[int, int], list[TranscriptEntry]] = {}
     for entry in failed:
         if entry.kind == ITERATION and not entry.deferred:
             captured.setdefault((entry.rank, entry.iteration), []).append(entry)
     for entry in restored:
         earlier = [one for one in captured.get((entry.rank, entry.iteration), ()) if one.lineage < entry.lineage]
-        if earlier:
-            for difference in _differences(entry, earlier[-1], (), True):
-                yield FirstDifference(
-                    difference.iteration, difference.rank, f"restored {difference.what}", difference.details,
-                    difference.places,
-                )  # fmt: skip
-
-
-def _first(differences: Iterator[FirstDifference]) -> FirstDifference | None:
-    """The first difference of the first iteration that has one: batches on any rank before values on another."""
-    first = next(differences, None)
-    if first is None or first.what == _READS:
-        return first
-    for other in differences:
-        if other.iteration != first.iteration:
-            break
-        if other.what == _READS:
-            return other
-    return first
+        if earlier and (places := _differences(entry, earlier[-1])):
+            yield entry, places
 
 
 def _differences(
-    entry: TranscriptEntry, other: TranscriptEntry, unseeded: Sequence[str], trajectory: bool
-) -> Iterator[FirstDifference]:
-    """What differs in one iteration of one rank, causes first."""
+    entry: TranscriptEntry, other: TranscriptEntry, left_out: frozenset[Place] = frozenset(), trajectory: bool = True
+) -> dict[Place, str]:
+    """What differs in one iteration of one rank, causes first. A restored version has neither batch nor loss."""
+    ours, theirs = entry.places, other.places
+    both = bool(entry.seen) and bool(other.seen)
+    places = [*ours, *(place for place in theirs if place not in ours)]
+    return {
+        place: f"{ours.get(place, _ABSENT)} != {theirs.get(place, _ABSENT)}"
+        for place in places
+        if ours.get(place, _ABSENT) != theirs.get(place, _ABSENT)
+        and place not in left_out
+        and (both or place[0] in (DRAWN, SMALL, STATE))
+        and (trajectory or _is_scheduled(place))
+    }
 
-    def found(what: str, places: Iterable[str]) -> Iterator[FirstDifference]:
-        listed = list(places)
-        if listed:
-            place, _, details = listed[0].partition(": ")
-            yield FirstDifference(entry.iteration, entry.rank, f"{what}{place}", details, len(listed))
 
-    seen, theirs = entry.seen, other.seen
-    if seen and theirs:
-        if seen.get("batch") != theirs.get("batch"):
-            yield FirstDifference(entry.iteration, entry.rank, _READS, f"{seen.get('batch')} != {theirs.get('batch')}")
-        if seen.get("rate") != theirs.get("rate"):
-            details = f"{seen.get('rate')} != {theirs.get('rate')}"
-            yield FirstDifference(entry.iteration, entry.rank, "learning rate", details)
-    ours, others = ({n: one.generators[n] for n in one.generators if n not in unseeded} for one in (entry, other))
-    yield from found("random numbers ", tree_differences("", ours, others))
-    small, wanted = entry.compared, other.compared
-    if not trajectory:
-        small, wanted = _schedule(small), _schedule(wanted)
-    yield from found("small state ", tree_differences("", small, wanted))
-    if trajectory:
-        for name in _TRAJECTORY:
-            if seen and theirs and seen.get(name) != theirs.get(name):
-                yield FirstDifference(entry.iteration, entry.rank, name, f"{seen.get(name)} != {theirs.get(name)}")
-        yield from found("state ", tree_differences("", entry.items, other.items))
+def _is_scheduled(place: Place) -> bool:
+    """Whether a value does not depend on what kernels compute."""
+    kind, path = place
+    if kind == SMALL:
+        return path.removeprefix("/caller").startswith(tuple(f"/{name}" for name in _SCHEDULE))
+    return kind not in _TRAJECTORY
+
+
+def _first(found: Sequence[Differing]) -> FirstDifference | None:
+    """The first difference of the first iteration that has one: batches on any rank before values on another."""
+    if not found:
+        return None
+    entry, places = found[0]
+    for other, others in found:
+        if (other.iteration, other.kind) == (entry.iteration, entry.kind) and (READS, "") in others:
+            entry, places = other, others
+            break
+    (kind, place), details = next(iter(places.items()))
+    return FirstDifference(entry.iteration, entry.rank, kind, place, details, len(places) - 1, entry.kind == RESTORED)
 
 
 def _without(small: Mapping[str, Any], left_out: Sequence[str]) -> dict[str, Any]:
@@ -294,13 +306,6 @@ def _without(small: Mapping[str, Any], left_out: Sequence[str]) -> dict[str, Any
     if isinstance(caller := kept.get("caller"), Mapping):
         kept["caller"] = _without(caller, left_out)
     return kept
-
-
-def _schedule(small: Mapping[str, Any]) -> dict[str, Any]:
-    """Counters and schedules: what does not depend on what was computed."""
-    kept = ("counters", "scheduler", "groups")
-    inner = {"caller": _schedule(small["caller"])} if isinstance(small.get("caller"), Mapping) else {}
-    return {key: value for key, value in small.items() if key in kept} | inner
 
 
 # ---- what was exercised ----

@@ -15,6 +15,7 @@ at the begin and end of an iteration; `before_update` and `after_update` are cal
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -261,7 +262,8 @@ class DeepSpeedHost(DeepSpeedReduction, DeepSpeedStepping, StateItems):
                 observer.read(digest)
 
         def updated(outcome: Any) -> None:
-            observer.computed(norm=plain_number(engine.get_global_grad_norm()))
+            skipped = bool(getattr(engine.optimizer, "overflow", False))
+            observer.computed(norm=math.inf if skipped else plain_number(engine.get_global_grad_norm()))
 
         observed("_take_model_step", updated)
         if hasattr(engine, "train_batch"):

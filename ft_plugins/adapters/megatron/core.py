@@ -17,6 +17,7 @@ Fault points:
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -296,7 +297,7 @@ class MegatronCoreHost(MegatronStepping, MegatronReduction):
                 self._set_infinite_gradient()
             outcome = original(*args, **kwargs)
             if self._observer is not None:
-                self._observer.computed(norm=plain_number(outcome[1]))
+                self._observer.computed(norm=plain_number(outcome[1]) if outcome[0] else math.inf)  # else skipped
             faults.reach("update.end", iteration=iteration)
             hooks.after_update(iteration)
             return outcome

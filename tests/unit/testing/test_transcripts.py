@@ -25,18 +25,18 @@ Change = Callable[[TranscriptEntry], dict[str, Any]]
 
 def line(iteration: int, rank: int, lineage: int = 1, kind: str = "iteration", **parts: Any) -> TranscriptEntry:
     seen = {"batch": f"b{iteration}", "rate": (0.5 / iteration).hex(), "loss": (1.0 / iteration).hex(), "norm": None}
-    small = {"scheduler": {"step": iteration}, "position": {"read": iteration % 5}}
+    small = {"scheduler": {"step": iteration}, "position": {"read": iteration % 5}, "caller": {"seconds": 1}}
     small |= {"python": "p", "torch": f"t{iteration}"}
     items = {"w": {"xxh3": f"w{iteration}"}, "m": {"xxh3": f"m{iteration}"}}
     values = {"seen": seen if kind == "iteration" else {}, "small": small, "items": items, "phases": ()} | parts
-    return TranscriptEntry(rank, kind, iteration, lineage, **values)
+    return TranscriptEntry(rank, kind, iteration, lineage, world_size=RANKS, **values)
 
 
-def run(*lives: tuple[int, int]) -> list[TranscriptEntry]:
+def run(*lives: tuple[int, int], ranks: int = RANKS) -> list[TranscriptEntry]:
     """A run whose lives begin after and end with these iterations."""
     entries = []
     for lineage, (begun, ended) in enumerate(lives, 1):
-        for rank in range(RANKS):
+        for rank in range(ranks):
             entries += [line(begun, rank, lineage, "restored")] if begun else []
             entries += [line(iteration, rank, lineage) for iteration in range(begun + 1, ended + 1)]
     return entries
@@ -72,10 +72,10 @@ def test_a_killed_run_that_is_as_the_unfailed_one_is_exact() -> None:
     [
         ({"seen": {**line(7, 1).seen, "batch": "b2"}, "items": {"w": {"xxh3": "?"}}}, "the batch: b2 != b7"),
         ({"seen": {**line(7, 1).seen, "rate": "?"}}, "learning rate"),
-        ({"small": {**line(7, 1).small, "torch": "?"}}, "random numbers /torch: '?' != 't7'"),
+        ({"small": {**line(7, 1).small, "torch": "?"}}, "random numbers /torch: ? != t7"),
         ({"small": {**line(7, 1).small, "scheduler": {"step": 3}}}, "small state /scheduler/step: 3 != 7"),
-        ({"items": {**line(7, 1).items, "m": {"xxh3": "?"}}}, "state /m/xxh3: '?' != 'm7'"),
-        ({"items": {"w": line(7, 1).items["w"]}}, "state /m: only in the second"),
+        ({"items": {**line(7, 1).items, "m": {"xxh3": "?"}}}, "state /m/xxh3: ? != m7"),
+        ({"items": {"w": line(7, 1).items["w"]}}, "state /m/xxh3: nothing != m7"),
     ],
 )
 def test_the_first_difference_is_named_with_its_cause_first(parts: dict[str, Any], named: str) -> None:
@@ -127,9 +127,51 @@ def test_generators_that_the_script_does_not_seed_are_compared_where_they_were_r
         line(e.iteration, e.rank, e.lineage, e.kind, small={**e.small, "python": f"own{e.iteration}"}) for e in FAILED
     ]
     outcome = compared(failed)
-    assert outcome.exact and outcome.unseeded == ("python",)
+    assert outcome.exact and outcome.left_out == ("random numbers python",)
     lost = changed(failed, at=4, rank=0, lineage=2, kind="restored", small={**line(4, 0).small, "python": "fresh"})
     assert not compared(lost).exact
+
+
+def everywhere(entries: list[TranscriptEntry], change: Callable[[TranscriptEntry], dict[str, Any]]) -> list[Any]:
+    return [line(e.iteration, e.rank, e.lineage, e.kind, **change(e)) for e in entries]
+
+
+NOISY = everywhere(FAILED, lambda e: {"items": {"w": {"xxh3": f"x{e.iteration}"}}})
+
+
+def test_without_a_trajectory_batches_and_restored_bytes_have_to_have_been_seen() -> None:
+    unseen = [line(e.iteration, e.rank, seen={**e.seen, "batch": None}) for e in run((0, LAST))]
+    blind = everywhere(NOISY, lambda e: {"items": e.items, "seen": {**e.seen, "batch": None} if e.seen else {}})
+    outcome = compare_transcripts(blind, unseen, 2)
+    assert not outcome.exact and "the batches of 8 iterations were not seen" in outcome.sentence
+    plain = everywhere(FAILED, lambda e: {"seen": {**e.seen, "batch": None} if e.seen else {}})
+    assert compare_transcripts(plain, unseen, 2).exact, "equal states show equal batches"
+    deferred = everywhere(NOISY, lambda e: {"items": e.items, "deferred": True})
+    assert "could not be compared" in compared(deferred).sentence
+
+
+def test_a_value_that_is_not_reproducible_hides_nothing_else() -> None:
+    timed = everywhere(FAILED, lambda e: {"small": {**e.small, "caller": {"seconds": 7 * e.iteration}}})
+    outcome = compared(timed)
+    assert outcome.exact and outcome.left_out == ("small state /caller/seconds",)
+    wrong = [
+        line(e.iteration, e.rank, e.lineage, e.kind, small=e.small, items={**e.items, "w": {"xxh3": "?"}})
+        if e.lineage == 3
+        else e
+        for e in timed
+    ]
+    assert not compared(wrong).exact
+    noisy = everywhere(NOISY, lambda e: {"items": e.items, "small": {**e.small, "scheduler": {"step": 0, "best": 2}}})
+    again = changed(noisy, at=7, rank=0, lineage=3, seen={**line(7, 0).seen, "batch": "b1"})
+    assert not compared(again).exact
+
+
+def test_a_rank_that_wrote_nothing_and_a_golden_run_that_was_restarted_prove_nothing() -> None:
+    alone = compare_transcripts(run((0, 5), (4, 6), (6, LAST), ranks=1), run((0, LAST), ranks=1), 2)
+    assert "only ranks [0] of 2 have written a transcript" in alone.sentence
+    silent = [e for e in FAILED if not (e.kind == "restored" and e.rank == 1 and e.lineage == 2)]
+    assert "ranks [1] did not write down what they restored" in compared(silent).sentence
+    assert "the unfailed run was itself restarted" in compare_transcripts(FAILED, FAILED, 2).sentence
 
 
 def test_a_run_that_ends_early_goes_on_too_long_or_restores_too_seldom_proves_nothing() -> None:
@@ -153,6 +195,7 @@ def test_a_damaged_or_empty_transcript_is_named(tmp_path: Path) -> None:
     with pytest.raises(TranscriptError, match="no iteration was completed"):
         read_transcripts(tmp_path)
     entry = {"kind": "iteration", "iteration": 1, "lineage": 1, "small": {}, "items": {}, "loss": None}
+    entry["world_size"] = 4
     (tmp_path / "rank-00003.jsonl").write_text(json.dumps(entry) + "\n" + json.dumps(entry)[:20])
     assert [(e.rank, e.iteration) for e in read_transcripts(tmp_path)] == [(3, 1)]
     (tmp_path / "rank-00003.jsonl").write_text("{}\n")
