@@ -22,7 +22,7 @@ from .intake import shown
 class Needs(str, Enum):
     """What has to be on for a point to be reached, in words for people."""
 
-    SYSTEM = "no system is on; add --reft, --baft, --paft or --sync-policy"
+    NOTHING = ""
     MEMORY = "no system that protects state is on; add --reft or --baft"
     STORAGE = "--reft-checkpoint-dir is unset; give it"
     NODES = "--reft-redundancy is none; choose another one"
@@ -49,8 +49,8 @@ class FaultPoint:
 def _points() -> Iterator[tuple[str, FaultPoint]]:
     iteration = ("iteration",)
     for name in ("iteration.forward", "update.middle", "update.end"):
-        yield name, FaultPoint(Needs.SYSTEM, iteration)
-    yield "update.begin", FaultPoint(Needs.SYSTEM, iteration, ("inf",))
+        yield name, FaultPoint(Needs.NOTHING, iteration)
+    yield "update.begin", FaultPoint(Needs.NOTHING, iteration, ("inf",))
     for name in ("reduce.gradients", "update.gradients", "update.parameters", "update.copies"):
         yield name, FaultPoint(Needs.PAFT, iteration, None)  # see `corruption`
     for name in ("exchange", "apply"):

@@ -68,7 +68,7 @@ def require_effective_faults(config: Config, spell: Spell) -> None:
     capture = config.capture
     redundancy = "none" if capture is None else capture.redundancy
     met = {
-        Needs.SYSTEM: bool(config.systems),
+        Needs.NOTHING: True,
         Needs.MEMORY: capture is not None,
         Needs.STORAGE: capture is not None and capture.checkpoint_dir is not None,
         Needs.NODES: redundancy != "none",

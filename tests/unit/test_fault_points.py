@@ -86,7 +86,6 @@ ON_STORAGE = ("--reft", "--reft-checkpoint-dir", "/d")
 @pytest.mark.parametrize(
     ("flags", "fault", "remedy"),
     [
-        ((), "update.begin:kill", "no system is on"),
         (("--reft",), "update.gradients@rank=2,iteration=7:flip", "--paft is off; add it"),
         (("--reft",), "reduce.gradients:nan", "--paft is off"),
         (("--reft",), "sync.apply:kill", "--sync-policy"),

