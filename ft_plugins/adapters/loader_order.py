@@ -4,8 +4,8 @@ Invariant: a resumed pass draws the order of its samples again from the states w
 that draws from the process's generators later in a pass is refused by name: other draws come in between, so its order
 would be another one.
 
-Numbers of samplers, epochs first, that rose by the same amount from pass to pass must go on doing so in the first pass
-that begins after a resume: a loop that counts its epochs from 0 again would repeat them.
+A loop that counts its epochs from 0 again would repeat them. In the first pass that begins after a resume an epoch must
+therefore rise as it did before, and other numbers that rose or fell by the same amount must not turn back.
 
 In: samplers; numbers at the begin of each pass. Out: errors.
 """
@@ -142,12 +142,15 @@ class PassNumbers:
     def _compare(self, path: str, last: int, now: int) -> None:
         step, times = self.steps.get(path, (0, 0))
         epoch = path.rpartition(".")[2] == "epoch"
-        known = step != 0 and (epoch or times > 1)
-        if self.resumed and (now - last != step if known else epoch and now < last):
+        if epoch:
+            wrong = now - last != step if step else now < last
+        else:
+            wrong = times > 1 and (now - last) * step < 0  # it may stay, or rise by less: a window that is full
+        if self.resumed and wrong:
             raise ResumeError(
                 f"the sampler's {path.rpartition('.')[2]} was set to {now} for the pass after that in which the job "
                 f"resumed, which had {last}: data would be trained on again; expected "
-                f"{last + (step if known else 1)}: {_COUNT}"
+                f"{last + (step or 1)}: {_COUNT}"
             )
         if now - last == step or not times:
             if path not in self.irregular:

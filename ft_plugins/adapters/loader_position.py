@@ -196,6 +196,7 @@ class FollowedSource:
             "kind": type(self).__name__,
             "epoch": sampler_epoch(self._source),
             "own": generator_states(self._source)["own"],
+            "usual": self._reads.usual,
             "values": {"began": self._began, "now": values, "reserve": bytes(2 * self._values.size() * first)},
             "numbers": {**self._numbers.plain(), "now": self._values.numbers(), "built": self._values.built()},
             **self._place(first),
@@ -217,6 +218,7 @@ class FollowedSource:
         set_source_generators(self._source, saved["own"])
         self._values.put(saved["values"]["now"])
         self._numbers = PassNumbers.restored(saved["numbers"])
+        self._reads.usual = saved["usual"]
         self._began = dict(saved["values"]["began"])
         self._load(saved)
         current = self._current()

@@ -5,7 +5,8 @@ ConfigError, in a run without failures too: after a restart such a loop would tr
 
     no read       `itertools.cycle` repeats what it has stored, a batch is used for several iterations, or it was read
                   in the iteration before
-    fewer reads   than in the first iteration of this process, in which a loop that reads ahead reads more
+    fewer reads   than in the first iteration of this process, in which a loop that reads ahead reads more; unless
+                  iterations before that one read other numbers of batches
     other loader  read before the update of an iteration, with gradients enabled and the model in training mode; other
                   reads are an evaluation's
 
@@ -43,7 +44,7 @@ class LoopReads:
         self._boundary = False  # a pass began or ended
         self._other = ""  # data set of a loader that was not given
         self._first: tuple[int, int] | None = None  # the first iteration with reads, and their number
-        self._compared = False
+        self.usual: int | None = None  # reads of each iteration of the job that was compared; 0: they vary
         self.within: list[Callable[[], bool]] = []  # whether a given loader is read right now
         self.required = False  # reads are seen, so that an update without one is an error
 
@@ -78,7 +79,7 @@ class LoopReads:
         self._boundary = True
 
     def require(self) -> None:
-        """Before an update. Raises ConfigError."""
+        """Before the update of an iteration. Raises ConfigError."""
         if not self.required:
             return
         self._turn()
@@ -98,15 +99,15 @@ class LoopReads:
             )
         if self._first is None:
             self._first = step, count
-        if self._compared or step == self._first[0] or self._boundary:
+        if step == self._first[0] or self._boundary:
             return
-        self._compared = True
-        if self._first[1] > count:
+        if self._first[1] > count and self.usual in (None, count):
             raise ConfigError(
                 f"iteration {step} read {count} batches, but iteration {self._first[0]}, the first one of this start, "
                 f"{self._first[1]}: a loop that reads ahead would skip batches after a restart; read a batch in the "
                 "iteration that trains on it"
             )
+        self.usual = count if self.usual in (None, count) else 0
 
     def other(self, iterator: Any) -> None:
         """Before a read of any torch loader."""

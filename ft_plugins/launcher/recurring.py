@@ -3,15 +3,18 @@
 Each such incarnation may commit newer versions, so that the job seems to make progress (`restarts`), but the versions
 hold what leads to the failure: a NaN, a bad learning rate, data that cannot be read.
 
-Invariant: only a failure that the restored state can explain is one. Lost nodes, errors that report a lost peer, and
-failures far from the resume are not. A signal may come from outside, so it must strike the same rank after the same
-number of iterations.
+Invariant: only a failure that the restored state can explain is one. Lost nodes, errors that report a lost peer, a
+file system or a device, and failures far from the resume are not. The state leads to its failure always after the same
+number of iterations, which is known to within one, or always at the same one; others come by chance. A signal may come
+from outside, so it must strike the same rank after exactly the same number.
 
 In: how each incarnation began and ended; versions that are left. Out: `Recurrence`, and what to do about it.
 """
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -25,6 +28,16 @@ _LOST_PEER = re.compile(
     r"|Dist(Network|Store|Backend)Error|NCCL|ProtocolError",
     re.IGNORECASE,
 )
+_OUTSIDE = re.compile(  # in any line: a loader's worker reports its error below another one
+    "|".join(re.escape(os.strerror(number)) for number in (
+        errno.EIO, errno.ESTALE, errno.EREMOTEIO, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENODEV, errno.EBUSY,
+        errno.EAGAIN, errno.ENOTCONN, errno.ESHUTDOWN, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN,
+        errno.ENETUNREACH, errno.ECONNABORTED, errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE, errno.ETIMEDOUT,
+    ))
+    + r"|name resolution|\bECC\b|hardware (stack )?error|\bXid\b|NVLink|off the bus|GPU is lost|CUDA unknown error"
+    r"|CUDA-capable device",
+    re.IGNORECASE,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -37,15 +50,21 @@ class Life:
     completed: int = 0
 
     @property
+    def after(self) -> int:
+        """How many iterations it has completed."""
+        return self.completed - (self.resumed or 0)
+
+    @property
     def signature(self) -> tuple[object, ...] | None:
         """What is equal in two lives that ended in the same way because of what they restored; None if nothing says
         that they did."""
-        after = None if self.resumed is None else self.completed - self.resumed
-        if after is None or not 0 <= after <= NEAR or isinstance(self.end, LostPeers):
+        if self.resumed is None or not 0 <= self.after <= NEAR or isinstance(self.end, LostPeers):
             return None
         if self.end.exitcode < 0:
-            return self.end.exitcode, self.end.rank, after
-        return None if _LOST_PEER.search(self.end.error) else (self.end.exitcode, self.end.error)
+            return self.end.exitcode, self.end.rank, self.after
+        if _LOST_PEER.search(self.end.error) or _OUTSIDE.search(self.end.message):
+            return None
+        return self.end.exitcode, self.end.error
 
 
 @dataclass(frozen=True)
@@ -71,6 +90,9 @@ def recurring(history: Sequence[Life]) -> Recurrence | None:
     last = history[-LIVES:]
     signatures = {life.signature for life in last}
     if len(last) < LIVES or len(signatures) > 1 or None in signatures:
+        return None
+    after, at = [life.after for life in last], {life.completed for life in last}
+    if max(after) - min(after) > 1 and len(at) > 1:
         return None
     return Recurrence(
         tuple(life.resumed for life in last if life.resumed is not None),

@@ -165,10 +165,15 @@ class DeepSpeedLoop:
         try:
             self._end()
             self._session.shutdown()
+        except SystemExit as stop:  # by --ftp-stop-after, with status 0: this is the end anyway
+            leave(not stop.code)
+            if stop.code:
+                raise
         except BaseException:
             leave(False)
             raise
-        leave(True)
+        else:
+            leave(True)
 
     def _end(self) -> None:
         """The version point of an updated iteration."""

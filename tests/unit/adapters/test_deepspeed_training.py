@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("deepspeed")
 
@@ -33,6 +34,30 @@ def test_a_rank_leaves_once_with_whether_it_ended_in_order() -> None:
             except ResumeError:
                 assert fails
     assert left == [True, False]
+
+
+@pytest.mark.parametrize("code", [0, None, 3])
+def test_a_stop_after_the_scripts_last_iteration_is_an_orderly_end(
+    code: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The version point of that iteration is in the orderly end, at destroy_process_group, which is done then."""
+    done: list[Any] = []
+    one: Any = DeepSpeedLoop.__new__(DeepSpeedLoop)
+    one._leave, one._updated = done.append, 7
+
+    def iteration_end(step: int) -> None:
+        raise SystemExit(code)
+
+    one._session = SimpleNamespace(iteration_end=iteration_end, shutdown=lambda: None)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda group=None: done.append("destroyed"))
+    one._follow_end()
+    if code:
+        with pytest.raises(SystemExit):
+            torch.distributed.destroy_process_group()
+        assert done == [False]
+    else:
+        torch.distributed.destroy_process_group()
+        assert done == [True, "destroyed"]
 
 
 @pytest.mark.parametrize("where", ["__init__", "resume"])

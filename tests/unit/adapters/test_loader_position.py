@@ -425,6 +425,24 @@ def test_batches_accumulated_to_the_end_of_an_epoch_may_be_fewer() -> None:
     assert train(Accumulated, LOADERS["shuffled"], 1, 3, 6) == train(Accumulated, LOADERS["shuffled"], 6)
 
 
+class Budget(Endless):
+    """Reads two or three batches for an update, as many as it needs."""
+
+    def iterate(self, step: int) -> None:
+        read = [next(self.batches) for _ in range((2, 3, 2, 3, 3, 2)[step - 1])]
+        self.train(torch.cat([vectors for _, vectors in read]))
+        self.read[step] = [int(order) for order, _ in read]
+
+
+def test_updates_on_varying_numbers_of_batches_go_on_after_a_restart() -> None:
+    def loader() -> Any:
+        return DataLoader(Numbers(), 1, shuffle=True)
+
+    golden = train(Budget, loader, 6)
+    assert [len(read) for read in golden[1].values()] == [2, 3, 2, 3, 3, 2]
+    assert train(Budget, loader, 4, 6) == golden
+
+
 class Begun(Loop):
     """Makes an iterator only where an epoch begins, and does not say what it does at an end."""
 

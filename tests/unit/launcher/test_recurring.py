@@ -32,13 +32,17 @@ POISONED = [nan(4, 6), nan(6, 8), nan(8, 10)]
     [
         (POISONED, (4, 6, 8)),
         ([nan(None, 4), *POISONED], (4, 6, 8)),
-        ([nan(4, 6, rank=1), nan(6, 6, rank=0), nan(6, 16, rank=3)], (4, 6, 6)),  # other ranks, other distances
+        ([nan(4, 7, rank=1), nan(6, 9, rank=0), nan(9, 11, rank=3)], (4, 6, 9)),  # other ranks, within one iteration
+        ([nan(4, 12), nan(7, 12), nan(11, 12)], (4, 7, 11)),  # at one iteration: its data, say
+        ([Life(failed("AcceleratorError: CUDA error: device-side assert triggered"), *at)
+          for at in ((4, 6), (6, 8), (8, 10))], (4, 6, 8)),
         ([Life(failed("", exitcode=16), *at) for at in ((4, 6), (5, 6), (5, 6))], (4, 5, 5)),  # a status without words
         ([Life(killed(2), at, at + 2) for at in (4, 6, 8)], (4, 6, 8)),  # one rank, the same distance
         ([Life(killed(), 4, 90), *POISONED], (4, 6, 8)),
     ],
-    ids=["poisoned", "with the first life", "any rank", "exit status", "signal", "after another failure"],
-)
+    ids=["poisoned", "with the first life", "any rank", "one iteration", "assert on a device", "exit status", "signal",
+         "after another failure"],
+)  # fmt: skip
 def test_the_same_failure_shortly_after_each_resume_is_recurring(
     history: list[Life], expected: tuple[int, ...]
 ) -> None:
@@ -72,6 +76,32 @@ def test_the_same_failure_shortly_after_each_resume_is_recurring(
 )  # fmt: skip
 def test_anything_else_is_not(history: list[Life]) -> None:
     assert recurring(history) is None
+
+
+LOADER = "OSError: Caught OSError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "OSError: [Errno 116] Stale file handle: '/data/shard-3.bin'",
+        LOADER + "OSError: [Errno 5] Input/output error: '/data/shard-3.bin'",
+        "OSError: [Errno 28] No space left on device",
+        "RuntimeError: unable to write to file </torch_8>: No space left on device (28)",
+        "torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors might be",
+        "RuntimeError: No CUDA-capable device is detected",
+        LOADER + "ConnectionResetError: [Errno 104] Connection reset by peer",
+    ],
+)
+def test_an_outage_that_three_quick_restarts_do_not_outlast_is_not_recurring(message: str) -> None:
+    assert recurring([Life(failed(message), at, at + 2) for at in (4, 6, 8)]) is None
+
+
+@pytest.mark.parametrize(
+    "lives", [((4, 6), (6, 6), (6, 16)), ((4, 7), (7, 8), (8, 17)), ((10, 12), (12, 12), (12, 14))], ids=str
+)
+def test_failures_after_various_numbers_of_iterations_come_by_chance(lives: tuple[tuple[int, int], ...]) -> None:
+    assert recurring([nan(*at) for at in lives]) is None
 
 
 def test_versions_that_grow_are_progress_to_the_count_of_restores_which_is_why_lives_are_compared() -> None:
