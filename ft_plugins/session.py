@@ -11,6 +11,7 @@ In: a host, a configuration, the launch context. Out: hooks, called by the host;
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
@@ -290,7 +291,7 @@ class Session:
         """End in order after the last wanted iteration, once every rank has come so far."""
         self._collective.barrier()
         self.shutdown()
-        raise SystemExit(0)
+        sys.exit(0)
 
     def _write_imported(self) -> None:
         """Write down what this rank has imported, for standby workers; without that there are none."""
