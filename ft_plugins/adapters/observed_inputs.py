@@ -25,6 +25,7 @@ SAMPLED = 64 << 10  # bytes
 MANY = 256  # parts of a container
 _SAMPLES = 2048  # elements
 _FIRST = 4096  # bytes
+_PARAMETERS, _ELEMENTS = 16, 256  # of a sample of gradients
 _DEPTH = 6  # of nested containers
 
 
@@ -112,6 +113,21 @@ def _update(running: Any, value: Any, depth: int) -> bool:
             known = [_update(running, part, depth - 1) for part in value[:MANY]]
             return any(known)
     return False
+
+
+def digest_of_gradients(module: torch.nn.Module) -> int | None:
+    """A digest of a sample of the gradients: elements at equal distances of parameters at equal distances. None if none
+    is on the CPU."""
+    parameters = [one for one in module.parameters() if one.grad is not None]
+    running, known = xxhash.xxh3_64(), False
+    for one in parameters[:: max(1, len(parameters) // _PARAMETERS)]:
+        gradient = getattr(one.grad, "_local_tensor", one.grad)
+        if gradient is None or gradient.device.type != "cpu" or not gradient.is_contiguous() or not gradient.numel():
+            continue
+        flat = gradient.detach().view(-1)
+        running.update(flat[:: max(1, flat.numel() // _ELEMENTS)].contiguous().view(torch.uint8).numpy().tobytes())
+        known = True
+    return running.intdigest() if known else None
 
 
 def plain_number(value: Any) -> float | None:

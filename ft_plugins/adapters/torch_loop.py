@@ -53,7 +53,7 @@ from .early_update import EarlyUpdate, early_refusal
 from .forward_edges import follow_forwards, follow_saving
 from .host_parts import ANYWHERE, UPDATE, local_part
 from .loader_position import DataPosition, position_of
-from .observed_inputs import ObservedForwards
+from .observed_inputs import ObservedForwards, digest_of_gradients
 from .optimizers import Optimizers, scheduler_of
 from .parameter_groups import packed, regrouped
 from .plain import PlainHost
@@ -112,6 +112,7 @@ class TorchHost(PlainHost, ReducingHost):
         self._caller_state, self._ignored = (get_state, set_state), tuple(ignored)
         self._source = sampler
         self._hooks: Hooks | None = None
+        self._observer: Observer | None = None
         self._searched = False  # for schedulers that were not given
         self._updated = 0  # the iteration of the newest update
         self._stepping: torch.optim.Optimizer | None = None  # the optimizer that began it
@@ -322,6 +323,7 @@ class TorchHost(PlainHost, ReducingHost):
 
     def install_observer(self, observer: Observer) -> None:
         """Report what forwards of the model read; of a container's parts, if the loop calls those."""
+        self._observer = observer
         within = [self._module, *(one.module for one in self._parallels)]
         ObservedForwards(dict.fromkeys([*self._called(), *within]), observer)
 
@@ -355,6 +357,10 @@ class TorchHost(PlainHost, ReducingHost):
         if self._position is not None:
             self._position.require_read()
         self._updated, self._stepping = hooks.iteration, optimizer
+        if self._observer is not None and self._early is None:  # else the backward has not ended
+            digest = digest_of_gradients(self._module)
+            if digest is not None:
+                self._observer.graded(digest)
         hooks.before_update(hooks.iteration)
         faults.reach("update.begin", iteration=hooks.iteration)
 

@@ -372,8 +372,9 @@ RESUME_DIFFERED = EventType(
     ending=Field("bool", "the job ends, because the loop did not continue"), reason=_REASON,
 )  # fmt: skip
 RESUME_CONFIRMED = EventType(
-    "resume.confirmed", NOTICE, "All iterations that were computed again after a restore are what they were before.",
-    iterations=Field("int", "how many were compared", "iterations"),
+    "resume.confirmed", NOTICE,
+    "Iterations that were computed again after a restore are what they were before, as far as that was recorded.",
+    iterations=Field("int", "how many were compared", "iterations"), parts=Field("list", "what was compared"),
 )  # fmt: skip
 STATE_RESHARDED = EventType(
     "state.resharded", NOTICE, "State of a job of another size was distributed to the ranks of this one.",

@@ -1,7 +1,7 @@
 """The ledger of a rank: what each of its iterations read and computed, in its segment, so that it outlives training.
 
 After a restore, iterations that are computed again are compared with what is recorded of them (`judge` in
-`recovery.recomputed`). An entry is 17 words in a ring of the last iterations; the first iterations have entries that
+`recovery.recomputed`). An entry is 18 words in a ring of the last iterations; the first iterations have entries that
 are never reused, because a loop that does not continue begins with them.
 
     0            iteration
@@ -28,7 +28,7 @@ import xxhash
 from .header import checked_value, guarded_word
 from .shape import LEDGER_ROOM
 
-_WORDS = 17  # of an entry
+_WORDS = 18  # of an entry
 FIRST_KEPT = 16  # iterations from the job's first whose entries are never reused
 KEPT = LEDGER_ROOM // 8 // _WORDS - FIRST_KEPT - 1  # of the others, the newest; the last entry is no iteration's
 _CONDEMNED = (FIRST_KEPT + KEPT) * _WORDS  # a word: the last incarnation ended, because its loop did not continue
@@ -48,9 +48,10 @@ class LedgerPart(IntEnum):
     DRAWN = 8  # torch's generator at the fence, after everything that the iteration drew
     SCHEDULE = 9  # schedulers, loss scalers and numbers of the optimizer at the version point
     LIBRARY = 10  # the generators of Python and NumPy at the version point, of which a logger may draw
-    RATE = 11  # the learning rate of the iteration's update
-    LOSS = 13
-    NORM = 15  # of the gradients
+    GRADIENTS = 11  # a sample of those that the update used, in loops whose loss is not known
+    RATE = 12  # the learning rate of the iteration's update
+    LOSS = 14
+    NORM = 16  # of the gradients
 
     @property
     def is_number(self) -> bool:
@@ -72,6 +73,7 @@ _NAMES = {
     LedgerPart.OWN: "the script's own state",
     LedgerPart.STATE: "captured state",
     LedgerPart.DRAWN: "random numbers drawn",
+    LedgerPart.GRADIENTS: "gradients",
     LedgerPart.LIBRARY: "random numbers of Python or NumPy",
     LedgerPart.RATE: "learning rate",
     LedgerPart.LOSS: "loss",

@@ -26,7 +26,8 @@ from ..snapshot.small_digests import drawn, small_digests
 _READ = {LedgerPart.FIRST_READ, LedgerPart.INPUT}  # never a consequence of what differed before
 _KEPT_BITS = 0xFFFFFFFF  # of a digest
 _ADVICE = (
-    "make the loop begin at the restored iteration, with its data, schedules and counters, or start with "
+    "make the loop begin at the restored iteration, with its data (each batch read in the iteration that trains on "
+    "it), schedules and counters, or start with "
     "--ftp-resume fresh; --ftp-on-difference warn trains on"
 )
 
@@ -52,12 +53,13 @@ class IterationLedger:
         self._ledger: Ledger | None = None
         self._known: dict[int, LedgerEntry] = {}  # at the restore
         self._last = 0  # iteration of which anything is known from before the restore
-        self._compared: set[int] = set()
+        self._compared: dict[int, set[LedgerPart]] = {}  # parts by iteration
         self._differed: dict[LedgerPart, int] = {}  # the first iteration that differed in a part
         self._step = 0
         self._first = self._inputs = 0  # digests of the first input of the present iteration, and of all
         self._reads, self._reading = 0, True
         self._drawn: int | None = None
+        self._graded: int | None = None
         self._applied: float | None = None  # the learning rate of the present iteration
         self._numbers: dict[LedgerPart, float] = {}
         self._sealed: list[tuple[int, int]] = []  # iteration and digest, not yet compared
@@ -78,7 +80,7 @@ class IterationLedger:
         self._known = ledger.entries()
         later = [iteration for iteration in self._known if base is not None and iteration > base]
         self._last = max(later, default=0)
-        self._compared, self._differed = set(), {}
+        self._compared, self._differed = {}, {}
 
     def close(self) -> None:
         """The segment is unmapped."""
@@ -101,6 +103,10 @@ class IterationLedger:
             if number is not None:
                 self._numbers[part] = float(number)
 
+    def graded(self, digest: int) -> None:
+        """A sample of the gradients that the update will use."""
+        self._graded = digest
+
     def sealed(self, iteration: int, digest: int) -> None:
         """A version was captured; called by the capture thread, before the fence opens."""
         if self._ledger is not None:
@@ -121,7 +127,7 @@ class IterationLedger:
     def begin(self, step: int) -> None:
         if step != self._step:
             self._step, self._inputs, self._reads, self._numbers = step, 0, 0, {}
-            self._drawn = self._applied = None
+            self._drawn = self._applied = self._graded = None
             self._reading = True
 
     def forwards_done(self) -> None:
@@ -135,8 +141,11 @@ class IterationLedger:
         sealed, self._sealed = self._sealed, []
         for iteration, digest in sealed:
             self._compare_and_record(iteration, {LedgerPart.STATE: digest}, {})
+        if self._last and self._step > self._last:
+            self._confirm()
         self._drawn, self._applied = drawn(), rate
         parts = {LedgerPart.DRAWN: self._drawn}
+        parts |= {} if self._graded is None else {LedgerPart.GRADIENTS: self._graded}
         parts |= {LedgerPart.FIRST_READ: self._first, LedgerPart.INPUT: self._inputs} if self._reads else {}
         self._compare_and_record(self._step, parts, {} if rate is None else {LedgerPart.RATE: rate})
 
@@ -146,8 +155,6 @@ class IterationLedger:
             return
         numbers = self._numbers if step == self._step else {}  # else the next iteration has begun
         self._compare_and_record(step, {} if small is None else small_digests(small), numbers)
-        if self._last and step >= self._last:
-            self._confirm()
 
     def _record(self, iteration: int, part: LedgerPart, value: float) -> None:
         if self._ledger is not None:
@@ -165,7 +172,8 @@ class IterationLedger:
         before = self._known.get(now.iteration)
         if before is None or now.iteration > self._last:
             return
-        self._compared.add(now.iteration)
+        common = (now.digests.keys() & before.digests.keys()) | (now.numbers.keys() & before.numbers.keys())
+        self._compared.setdefault(now.iteration, set()).update(common)
         difference = judge(now, before, self._known, self._differed, self._mode)
         if difference is None:
             return
@@ -186,7 +194,8 @@ class IterationLedger:
         )  # fmt: skip
 
     def summarize(self) -> None:
-        """At the end of training, say once more that it was not exact."""
+        """At the end of training, say what was compared, or once more that it was not exact."""
+        self._confirm()
         if self._differed:
             first = min(self._differed.values())
             say(
@@ -196,6 +205,10 @@ class IterationLedger:
             )
 
     def _confirm(self) -> None:
+        """Everything that was lost is computed again, and its captured bytes are compared."""
         self._last = 0
-        if self._compared and not self._differed:
-            self._events.emit(catalogue.RESUME_CONFIRMED, iterations=len(self._compared))
+        parts = sorted(set().union(*self._compared.values()))
+        if parts and not self._differed:
+            words = [part.words for part in parts if part is not LedgerPart.FIRST_READ or LedgerPart.INPUT not in parts]
+            self._events.emit(catalogue.RESUME_CONFIRMED, iterations=len(self._compared), parts=words)
+        self._compared = {}

@@ -69,6 +69,7 @@ class Rehearsal:
     kills: tuple[int, ...]
     not_exercised: tuple[str, ...]
     refused: str = ""
+    notices: tuple[str, ...] = ()  # what the job itself said is not captured
 
     @property
     def exact(self) -> bool:
@@ -143,11 +144,15 @@ def _halved(words: Sequence[str]) -> list[str]:
 
 
 def place_kills(iterations: int, ends: Sequence[int], begun: int = 0) -> tuple[int, int]:
-    """The iterations to kill in. Pure. `ends`: iterations at which an epoch ended; one of them comes after the kills,
-    if there is any that late. `begun`: the iteration of the checkpoint that the job itself loads."""
+    """The iterations to kill in, near the middle. Pure. `ends`: iterations with which an epoch began. If possible one
+    comes after the kills, and one before them: what a script counts from zero is right in the first epoch. `begun`: the
+    iteration of the checkpoint that the job itself loads."""
     middle = max(begun + 3, begun + (iterations - begun - 2) // 2 + 1)
-    later = [end for end in ends if begun + 3 < end < iterations]
-    second = middle if any(end > middle for end in later) or not later else max(begun + 3, later[-1] - 1)
+
+    def merit(second: int) -> tuple[bool, bool, int]:
+        return any(end > second for end in ends), any(end < second - 1 for end in ends), -abs(second - middle)
+
+    second = max(range(begun + 3, max(begun + 4, iterations)), key=merit)
     return second - 1, second
 
 
@@ -178,7 +183,14 @@ def rehearse(plan: RehearsalPlan, display: Display) -> Rehearsal:
     except DriveError as error:
         return Rehearsal(None, kills, (), str(error))
     comparison = compare_transcripts(failed, unfailed, restores=len(kills))
-    return Rehearsal(comparison, kills, tuple(not_exercised(failed)))
+    return Rehearsal(comparison, kills, tuple(not_exercised(failed)), notices=_notices(plan.folder / "unfailed"))
+
+
+def _notices(folder: Path) -> tuple[str, ...]:
+    """The lines of a run's output that name what is not captured."""
+    logs = sorted([*folder.glob("output.log"), *folder.glob("node*/output.log")])
+    lines = (line for log in logs for line in log.read_text(errors="replace").splitlines())
+    return tuple(dict.fromkeys(line for line in lines if line.startswith("ft_plugins: ") and "not captured" in line))
 
 
 def _run(plan: RehearsalPlan, name: str, faults: str, kills: Sequence[int], display: Display) -> list[TranscriptEntry]:
@@ -247,9 +259,12 @@ def report(outcome: Rehearsal) -> str:
     if not outcome.exact and outcome.comparison.difference is not None:
         lines.append(
             "usual causes: state that belongs to nothing declared (a second optimizer, an average of the model, a "
-            "GradScaler, a generator of its own); data read from the loop's beginning, or ahead; counters of the loop "
-            "that start at zero"
+            "GradScaler, a generator of its own); data read from the loop's beginning, or ahead; random numbers of the "
+            "loader's workers; counters and lists in variables of the script, which begin again"
         )
+    if outcome.notices:
+        lines.append("the job itself said:")
+        lines += [f"  {line}" for line in outcome.notices]
     if outcome.not_exercised:
         lines.append("not shown by these iterations:")
         lines += [f"  {line}" for line in outcome.not_exercised]

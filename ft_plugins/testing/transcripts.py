@@ -315,7 +315,8 @@ def epoch_ends(entries: Iterable[TranscriptEntry]) -> tuple[int, ...]:
     """The iterations in which a pass over the data began or ended, as far as data positions show."""
     ends: set[int] = set()
     last: dict[tuple[int, str], float] = {}
-    for entry in sorted((e for e in entries if e.kind == ITERATION), key=_order):
+    newest = {(e.rank, e.iteration): e for e in sorted(entries, key=_order) if e.kind == ITERATION}
+    for entry in sorted(newest.values(), key=_order):  # an iteration that was computed twice is no new pass
         for place, value in _numbers("", entry.small, False):
             before = last.get((entry.rank, place))
             name = place.rpartition("/")[2]
@@ -344,8 +345,13 @@ def not_exercised(entries: Sequence[TranscriptEntry]) -> list[str]:
     rates = [float.fromhex(e.seen["rate"]) for e in sorted(after, key=_order) if e.rank == 0 and e.seen.get("rate")]
     turns = {later > earlier for earlier, later in zip(rates, rates[1:], strict=False) if later != earlier}
     norms = [str(entry.seen.get("norm")) for entry in after]
-    missing = []
-    if not any(end > begun for end in epoch_ends(entries)):
+    missing, ends = [], epoch_ends(entries)
+    if not any(end < begun for end in ends):
+        missing.append(
+            "a resume in a later epoch than the first, where what the script counts itself is no longer zero: more "
+            "--iterations, or a smaller data set"
+        )
+    if not any(end > begun for end in ends):
         missing.append("an epoch's end after a resume: more --iterations, or a smaller data set")
     if "evaluation" not in phases:
         missing.append("an evaluation: more --iterations, or a shorter interval between evaluations")

@@ -43,7 +43,8 @@ def _life(rank: int, world: int, run_dir: Path, token: int, block: dict[str, Any
                 torch.rand(())
             if case == "sets the rate":
                 optimizer.param_groups[0]["lr"] = 0.5
-            model(batch).square().mean().backward()
+            weight = 1.5 if case == "counts from zero" else 1.0
+            (weight * model(batch).square().mean()).backward()
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
@@ -76,6 +77,7 @@ def test_a_loop_that_continues_is_confirmed(node: Node, continued: Callable[...,
     assert continued("continues") == {"done": REST, "error": ""}
     (confirmed,) = node.events("resume.confirmed")
     assert confirmed.fields["iterations"] == 1
+    assert {"batch", "gradients", "random numbers drawn", "learning rate"} <= set(confirmed.fields["parts"])
     assert not node.events("resume.differed")
 
 
@@ -98,7 +100,9 @@ def test_a_loop_that_does_not_continue_ends_before_its_state_is_captured(
     assert {event.fields["iteration"] for event in node.events("snapshot.sealed")} == set(range(1, DIES_IN))
 
 
-@pytest.mark.parametrize(("case", "on_difference"), [("reads something else", "auto"), ("draws", "warn")])
+@pytest.mark.parametrize(
+    ("case", "on_difference"), [("reads something else", "auto"), ("counts from zero", "auto"), ("draws", "warn")]
+)
 def test_other_differences_are_an_alarm_and_training_goes_on(
     node: Node, continued: Callable[..., dict[str, Any]], case: str, on_difference: str
 ) -> None:

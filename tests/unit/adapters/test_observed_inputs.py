@@ -10,7 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from ft_plugins.adapters.observed_inputs import SAMPLED, ObservedForwards, digest_of_inputs, plain_number
+from ft_plugins.adapters.observed_inputs import (
+    SAMPLED,
+    ObservedForwards,
+    digest_of_gradients,
+    digest_of_inputs,
+    plain_number,
+)
 
 
 class Reader:
@@ -19,6 +25,9 @@ class Reader:
 
     def read(self, digest: int) -> None:
         self.digests.append(digest)
+
+    def graded(self, digest: int) -> None:
+        raise AssertionError
 
     def computed(self, loss: float | None = None, norm: float | None = None) -> None:
         raise AssertionError
@@ -84,6 +93,18 @@ def test_what_holds_no_tensor_is_no_batch() -> None:
         deep = [deep]
     for inputs in ((), {"training": True, "step": 3}, "text", torch.empty(0), deep, torch.zeros(2, device="meta")):
         assert digest_of_inputs(inputs) is None
+
+
+def test_gradients_are_sampled_over_all_parameters() -> None:
+    net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(20)))
+    assert digest_of_gradients(net) is None
+    net(torch.ones(2, 64)).sum().backward()
+    before = digest_of_gradients(net)
+    assert before is not None and before == digest_of_gradients(net)
+    for one in net.parameters():
+        assert one.grad is not None
+        one.grad.mul_(1.001)
+    assert digest_of_gradients(net) != before
 
 
 def test_a_number_is_taken_from_what_is_on_the_cpu_alone() -> None:

@@ -58,6 +58,8 @@ def test_two_emulated_nodes_take_half_of_the_processes_each() -> None:
         (12, (9,), (5, 6)),  # an epoch ends after the kills anyway
         (12, (5,), (3, 4)),  # the only end is before: kill earlier
         (30, (4,), (2, 3)),
+        (40, (17, 33), (19, 20)),  # in the second epoch, and a third one comes
+        (20, (9, 17), (10, 11)),
         (4, (), (2, 3)),
     ],
 )

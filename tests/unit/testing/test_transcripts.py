@@ -182,13 +182,16 @@ def test_a_run_that_ends_early_goes_on_too_long_or_restores_too_seldom_proves_no
 
 def test_what_was_not_exercised_is_listed() -> None:
     assert epoch_ends(run((0, LAST))) == (5,)
+    assert epoch_ends(run((0, 3), (2, 4))) == (), "an iteration that was computed twice is no new pass"
     missing = not_exercised(FAILED)
     assert [each.partition(":")[0] for each in missing] == [
-        "an epoch's end after a resume", "an evaluation", "the script's own checkpoint", "a skipped update",
+        missing[0].partition(":")[0], "an epoch's end after a resume", "an evaluation", "the script's own checkpoint", "a skipped update",
         "another phase of the learning rate's schedule",
     ]  # fmt: skip
     later = changed(run((0, 3), (2, LAST)), at=6, rank=0, lineage=2, phases=("evaluation", "saving"))
-    assert not_exercised(later) == missing[3:]
+    assert not_exercised(later) == [missing[0], *missing[4:]]
+    second = run((0, 6), (5, LAST))
+    assert missing[0].startswith("a resume in a later epoch") and missing[0] not in not_exercised(second)
 
 
 def test_a_damaged_or_empty_transcript_is_named(tmp_path: Path) -> None:
