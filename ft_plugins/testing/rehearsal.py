@@ -197,7 +197,7 @@ def _run(plan: RehearsalPlan, name: str, faults: str, kills: Sequence[int], disp
     """One run. Raises DriveError."""
     folder = plan.folder / name
     if folder.exists() and not (folder / TRANSCRIPT).is_dir():
-        raise ConfigError(f"--out {plan.folder}: it holds a folder '{name}' that is no rehearsal's; name another one")
+        raise ConfigError(f"--out {plan.folder}: it holds a folder '{name}' of another kind; name another one")
     shutil.rmtree(folder, ignore_errors=True)
     (folder / TRANSCRIPT).mkdir(parents=True, mode=0o700)
     words = [word.replace(RUN, str(folder)) for word in plan.arguments]

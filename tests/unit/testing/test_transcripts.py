@@ -185,7 +185,8 @@ def test_what_was_not_exercised_is_listed() -> None:
     assert epoch_ends(run((0, 3), (2, 4))) == (), "an iteration that was computed twice is no new pass"
     missing = not_exercised(FAILED)
     assert [each.partition(":")[0] for each in missing] == [
-        missing[0].partition(":")[0], "an epoch's end after a resume", "an evaluation", "the script's own checkpoint", "a skipped update",
+        missing[0].partition(":")[0],
+        "an epoch's end after a resume", "an evaluation", "the script's own checkpoint", "a skipped update",
         "another phase of the learning rate's schedule",
     ]  # fmt: skip
     later = changed(run((0, 3), (2, LAST)), at=6, rank=0, lineage=2, phases=("evaluation", "saving"))
