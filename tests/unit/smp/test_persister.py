@@ -426,7 +426,7 @@ def test_a_request_waits_for_a_verdict_within_its_time_and_then_takes_what_is_no
         rank.segment.mark(Version(1, 6), Mark.MISMATCHED)  # kept, as it is while it is sent to another node
     node.train()
     outcome: dict[str, Any] = {}
-    seconds = SECONDS if verdict else 1.0
+    seconds = SECONDS if verdict else 12.0  # half of it to wait, the other to write on a slow machine
     asking = threading.Thread(target=lambda: outcome.update(node.persister.request(REQUEST, seconds)))
     begun = time.monotonic()
     asking.start()
@@ -437,7 +437,7 @@ def test_a_request_waits_for_a_verdict_within_its_time_and_then_takes_what_is_no
     assert outcome["iteration"] == 5
     assert checkpoint.read_manifest(base / "v1-5").certified is bool(verdict)
     waited = time.monotonic() - begun
-    assert waited < SECONDS / 2 if verdict else waited > 0.5, "half of its time, and less where it is known"
+    assert waited < SECONDS / 2 if verdict else waited > 5.0, "half of its time, and less where it is known"
 
 
 @pytest.mark.parametrize("differs", [False, True])
