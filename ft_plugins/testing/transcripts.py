@@ -178,6 +178,8 @@ def compare_transcripts(
     first = min(entry.lineage for entry in computed)
     before = list(_against((entry for entry in computed if entry.lineage == first), golden, frozenset()))
     varies = frozenset(place for _, places in before for place in places)
+    seeded = [(entry, {at: both for at, both in places.items() if at[0] != DRAWN}) for entry, places in before]
+    telling = [(entry, places) for entry, places in seeded if places]  # more than a generator that nothing draws from
     trajectory = not any(kind in _TRAJECTORY for kind, _ in varies)
     restored = sorted((e for e in failed if e.kind == RESTORED), key=lambda e: (e.lineage, e.rank))
     found = [*_restored_differences(restored, failed), *_against(computed, golden, varies, trajectory)]
@@ -186,7 +188,7 @@ def compare_transcripts(
     return Comparison(
         last, max(entry.world_size for entry in unfailed),
         sum(len(entry.places) for entry in golden.values() if entry.iteration == last), tuple(versions.values()),
-        _first(before), _first(found), tuple(sorted({_name(*place) for place in varies})), trajectory,
+        _first(telling) or _first(before), _first(found), tuple(sorted({_name(*place) for place in varies})), trajectory,
         tuple(_unproven(failed, unfailed, golden, restored, restores, trajectory)),
     )  # fmt: skip
 
