@@ -188,7 +188,7 @@ def compare_transcripts(
     return Comparison(
         last, max(entry.world_size for entry in unfailed),
         sum(len(entry.places) for entry in golden.values() if entry.iteration == last), tuple(versions.values()),
-        _first(telling) or _first(before), _first(found), tuple(sorted({_name(*place) for place in varies})), trajectory,
+    telling = [(entry, places) for entry, places in seeded if places]  # more than generators that nothing draws from
         tuple(_unproven(failed, unfailed, golden, restored, restores, trajectory)),
     )  # fmt: skip
 
