@@ -188,8 +188,8 @@ def compare_transcripts(
     return Comparison(
         last, max(entry.world_size for entry in unfailed),
         sum(len(entry.places) for entry in golden.values() if entry.iteration == last), tuple(versions.values()),
-    telling = [(entry, places) for entry, places in seeded if places]  # more than generators that nothing draws from
-        tuple(_unproven(failed, unfailed, golden, restored, restores, trajectory)),
+        _first(telling) or _first(before), _first(found), tuple(sorted({_name(*place) for place in varies})),
+        trajectory, tuple(_unproven(failed, unfailed, golden, restored, restores, trajectory)),
     )  # fmt: skip
 
 
