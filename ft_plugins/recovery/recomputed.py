@@ -106,7 +106,7 @@ def _loop_differs(now: LedgerEntry, before: LedgerEntry, parts: Collection[Ledge
 
 
 def _skipped(now: LedgerEntry, before: LedgerEntry) -> bool:
-    """Whether only one of them may have made its update: a loss or a norm is not finite, or one alone has a norm."""
+    """Whether only one of them may have made its update: a loss or a norm is not finite."""
     numbers = (entry.numbers.get(part, 0.0) for entry in (now, before) for part in _OUTCOMES)
     return not all(map(math.isfinite, numbers))
 

@@ -27,8 +27,7 @@ _READ = {LedgerPart.FIRST_READ, LedgerPart.INPUT}  # never a consequence of what
 _KEPT_BITS = 0xFFFFFFFF  # of a digest
 _ADVICE = (
     "make the loop begin at the restored iteration, with its data (each batch read in the iteration that trains on "
-    "it), schedules and counters, or start with "
-    "--ftp-resume fresh; --ftp-on-difference warn trains on"
+    "it), schedules and counters, or start with --ftp-resume fresh; --ftp-on-difference warn trains on"
 )
 
 
@@ -44,7 +43,7 @@ def learning_rate_of(host: Host) -> Callable[[], float | None]:
 
 
 class IterationLedger:
-    """The ledger of one rank in one incarnation. An `model.observation.Observer`."""
+    """The ledger of one rank in one incarnation. A `model.observation.Observer`."""
 
     def __init__(self, rank: int, mode: str, events: Events, keeps: bool = True) -> None:
         """`mode`: `--ftp-on-difference`. Without `keeps` there is no ledger."""

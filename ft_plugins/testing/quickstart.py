@@ -35,7 +35,7 @@ from ..report.comparison_text import table, verdict
 from ..report.run_pictures import draw_bubbles, draw_comparison
 from .display import Display, display_on
 from .driver import DriveError, DrivenJob, DrivePhase
-from .transcripts import compare_transcripts, read_transcripts
+from .transcripts import TRANSCRIPT, compare_transcripts, read_transcripts
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "launch" / "examples"
 FRAMEWORKS = {"megatron": "megatron_gpt.py", "deepspeed": "deepspeed_gpt.py"}
@@ -51,7 +51,6 @@ LAYERED_H = 2  # iterations in which DreamDDP averages each layer: a pipeline st
 LONGEST_TAU = 8  # iterations between two synchronisations, so that a short run has several
 _KILLED_RANK = 5
 _POLL_SECONDS = 0.2
-TRANSCRIPT = "transcript"  # folder of a run's transcripts
 _WRITTEN = ("output.log", "loss.jsonl", "events*.jsonl", "smp.log", f"{TRANSCRIPT}/*.jsonl")
 _OF_NODES = ("node*/output.log", "node*/events*.jsonl", "node*/smp.log")
 

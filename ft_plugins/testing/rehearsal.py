@@ -33,9 +33,16 @@ from ..launcher.command import parser
 from ..systems.transcript import transcript_path
 from .display import Display
 from .driver import DriveError, DrivenJob, DrivePhase
-from .transcripts import Comparison, TranscriptEntry, compare_transcripts, epoch_ends, not_exercised, read_transcripts
+from .transcripts import (
+    TRANSCRIPT,
+    Comparison,
+    TranscriptEntry,
+    compare_transcripts,
+    epoch_ends,
+    not_exercised,
+    read_transcripts,
+)
 
-TRANSCRIPT = "transcript"
 RUN = "{run}"  # in the command: a folder of each run
 _NODES = 2
 _OURS = ("--ftp-job", "--ftp-node-name", "--ftp-resume", "--ftp-transcript-dir", "--ftp-stop-after")  # set here
@@ -202,7 +209,7 @@ def _run(plan: RehearsalPlan, name: str, faults: str, kills: Sequence[int], disp
     (folder / TRANSCRIPT).mkdir(parents=True, mode=0o700)
     words = [word.replace(RUN, str(folder)) for word in plan.arguments]
     words = [
-        f"--ftp-transcript-dir={folder / 'transcript'}", f"--ftp-stop-after={plan.iterations}",
+        f"--ftp-transcript-dir={folder / TRANSCRIPT}", f"--ftp-stop-after={plan.iterations}",
         "--ftp-resume=auto", *([f"--ftp-faults={faults}"] if faults else []), *words,
     ]  # fmt: skip
     job = f"rehearsal-{secrets.token_hex(4)}-{name}"  # nothing of an earlier rehearsal is resumed from

@@ -27,6 +27,7 @@ from ..errors import FtError
 from ..systems.transcript import ITERATION, RESTORED
 from .golden import leaves
 
+TRANSCRIPT = "transcript"  # folder of a run's transcripts
 _LONGEST = 256 << 20  # bytes of one line
 _POSITION = "position"
 _GENERATORS = ("python", "numpy", "torch", "cuda", "tracker")

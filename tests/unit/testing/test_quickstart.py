@@ -1,4 +1,4 @@
-"""The quickstart's decisions: what it runs, what it refuses, when it strikes, what counts as the same final state."""
+"""The quickstart's decisions: what it runs, what it refuses, when it strikes."""
 
 from __future__ import annotations
 
