@@ -28,6 +28,7 @@ from ..events import Events
 from ..model.host import Host
 from ..model.timeline import SenderFacts
 from ..recovery.recovery_plan import RecoveryPlan
+from ..recovery.source_choice import iteration_bound
 from ..smp.client import Client
 from ..snapshot import claims, index
 from ..snapshot.capture import Capture, Commit
@@ -148,7 +149,7 @@ class Reft:
         self.exchange = self._recovery.protect(recovered, first=not self._lineage)
         faults.reach("restore.end")
         self._lineage, self._base = plan.lineage, plan.version
-        again = plan.version is not None and not mode.startswith("before")  # else the user wants another course
+        again = plan.version is not None and iteration_bound(mode) is None  # else the user wants another course
         ended = self._collective.gather(b"1" if segment.ledger.condemned else b"")
         condemned = [rank for rank, ending in enumerate(ended) if ending]
         self._ledger.open(segment.ledger, plan.version.iteration if again and plan.version else None, condemned)
