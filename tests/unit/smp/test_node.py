@@ -36,6 +36,7 @@ from ft_plugins.smp.node_driver import NodeDriver
 from ft_plugins.smp.protection import Protection
 from ft_plugins.smp.requests import RebuildSlot
 from ft_plugins.smp.resize.previous_segments import PreviousSegments
+from ft_plugins.smp.traffic import RatePacer
 from ft_plugins.smp.wire import PURPOSE, Peer
 from ft_plugins.snapshot import segment as segment_module
 from ft_plugins.snapshot.paths import parity_path_of, path_of, remove
@@ -101,6 +102,11 @@ class Node:
                 right = (segment.data(slot.index) == self.cluster.data(rank, version.iteration)).all()
                 return bool(right) and segment.small(slot.index) == small_of(rank, version.iteration)
         return False
+
+    def sends(self, version: Version) -> bool:
+        """Whether the exchange of `version` has begun."""
+        begun = [event.fields for event in self.seen if event.name == "exchange.started"]
+        return {"lineage": version.lineage, "iteration": version.iteration} in begun
 
     def replace_smp(self) -> None:
         """The SMP dies and another one takes its place."""
@@ -233,7 +239,7 @@ def test_what_counts_is_rebuilt_on_fresh_nodes_and_protected_again(
             assert node.holds(rank, version)
     job.protect(2, version)
     wait(lambda: all(node.tier.status()["committed"] == [1, 3] for node in job.nodes))
-    assert all(node.tier.inventory()["parity"] == [(1, 3)] for node in job.nodes), "the fresh ones keep parity too"
+    wait(lambda: all(node.tier.inventory()["parity"] == [(1, 3)] for node in job.nodes))  # the fresh ones keep it too
     job.train(4, 5, lineage=2)
     again = (lost[0] + 1) % count
     (node,) = job.substitute(again)
@@ -293,7 +299,7 @@ def test_a_version_that_is_only_half_sent_leaves_the_one_before_to_be_rebuilt(
     wait(lambda: all(node.tier.status()["exchange"] == [2, 3] for node in job.nodes))
     for node in job.nodes:
         node.write(3, lineage=2)
-    wait(lambda: all(node.seen[-1].name == "exchange.started" for node in job.nodes))
+    wait(lambda: all(node.sends(Version(2, 3)) for node in job.nodes))
     for iteration in range(4, 14):  # ten iterations go by while it is being sent: neither version is overwritten
         for node in job.nodes:
             node.write(iteration, lineage=2)
@@ -319,22 +325,33 @@ def test_more_nodes_than_parity_makes_up_for_are_refused(cluster: Callable[..., 
     assert not fresh[0].holds(0, Version(1, 1))
 
 
-def test_an_smp_that_is_replaced_in_the_middle_gathers_anew_and_loses_nothing(cluster: Callable[..., Cluster]) -> None:
+def test_an_smp_that_is_replaced_in_the_middle_gathers_anew_and_loses_nothing(
+    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = cluster(3)
     job.protect()
     job.train(1, 2)
     version = Version(1, 2)
-    job.protection = replace(job.protection, exchange_mbps=16.0)
+    sending, take = threading.Event(), RatePacer.take
+
+    def held(pacer: RatePacer, nbytes: int, stop: threading.Event) -> Allowance:
+        while not (stop.is_set() or sending.wait(0.01)):
+            pass
+        return take(pacer, nbytes, stop)
+
+    monkeypatch.setattr(RatePacer, "take", held)  # nothing is through before the SMP is replaced
     for position in (1, 0):  # position 0 takes the decisions
         lineage = version.lineage + 1
         job.protect(lineage, version)
         version = Version(lineage, version.iteration + 1)
         named = [lineage, version.iteration]
+        sending.clear()
         wait(lambda value=named: all(node.tier.status()["exchange"] == value for node in job.nodes))
         for node in job.nodes:
             node.write(version.iteration, lineage)
-        wait(lambda: all(node.seen[-1].name == "exchange.started" for node in job.nodes))
+        wait(lambda value=version: all(node.sends(value) for node in job.nodes))
         job.nodes[position].replace_smp()
+        sending.set()
         assert job.nodes[position].tier.inventory()["parity"] == [(version.lineage - 1, version.iteration - 1)]
         wait(lambda value=named: all(node.tier.status()["committed"] == value for node in job.nodes))
     (fresh,) = job.substitute(2)
@@ -530,7 +547,7 @@ def test_capture_finds_a_slot_however_long_a_copy_takes(cluster: Callable[..., C
         gate.hold(SECONDS, time.monotonic_ns())
     for node in job.nodes:
         node.write(2)
-    wait(lambda: all(node.seen[-1].name == "exchange.started" for node in job.nodes))
+    wait(lambda: all(node.sends(Version(1, 2)) for node in job.nodes))
     for iteration in range(3, 30):  # `choose` refuses where all slots are pinned
         for node in job.nodes:
             node.write(iteration)
@@ -661,7 +678,7 @@ def test_copies_go_out_while_their_rank_s_gate_is_open_and_not_otherwise(cluster
             Gate(segment.gate).plan(2, 1.0)
     for node in job.nodes:
         node.write(2)
-    wait(lambda: all(node.seen[-1].name == "exchange.started" for node in job.nodes))
+    wait(lambda: all(node.sends(Version(1, 2)) for node in job.nodes))
     bubbles((2,), 300_000)  # less than the copy; the last frame has to be through before it is opened anew
     wait(lambda: job.nodes[1].tier.status()["in_bubbles"] == 300_000)
     bubbles((0, 1, 2), 1 << 30)
