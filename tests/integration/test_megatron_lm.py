@@ -7,7 +7,6 @@ do: the second loss logged after any start is a mean of two iterations.)
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -20,7 +19,7 @@ import torch
 
 from ft_plugins.errors import EXIT_REFUSED
 from ft_plugins.testing.megatron_checkpoints import differences, read
-from ft_plugins.testing.megatron_lm import RUN_SECONDS, MegatronLmRun, ft_run, write_corpus
+from ft_plugins.testing.megatron_lm import RUN_SECONDS, MegatronLmRun, ft_run
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -40,26 +39,17 @@ HARDEST = (
     *("--num-layers-per-virtual-pipeline-stage", "1"),
 )
 EDIT = ("--sync-policy", "edit", "--sync-tau", "2", "--sync-warmup", "1", "--sync-penalty-warmup", "1")
+DREAMDDP = ("--sync-policy", "dreamddp", "--sync-h", "2", "--sync-warmup", "1")
+EXPERTS = (
+    *("--bf16", "--use-distributed-optimizer", "--num-experts", "4", "--expert-model-parallel-size", "2"),
+    *("--moe-router-topk", "2", "--disable-bias-linear", "--sequence-parallel"),
+)
 SKIPPING = ("--iterations-to-skip", "2")  # the third: counted from 0; fp32, no distributed optimizer, 1F1B
 
 
-@pytest.fixture(scope="module")
-def checkout() -> Path:
-    named = os.environ.get("MEGATRON_LM_PATH")
-    if not named:
-        pytest.skip("set MEGATRON_LM_PATH")
-    return Path(named)
-
-
-@pytest.fixture(scope="module")
-def corpus(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The prefix of a small tokenized data set."""
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "text")
-
-
-def final_state(saved: Path) -> Mapping[str, Any]:
+def final_state(saved: Path, iterations: int = ITERATIONS) -> Mapping[str, Any]:
     """What Megatron saved at the end, by file."""
-    folder = saved / f"iter_{ITERATIONS:07d}"
+    folder = saved / f"iter_{iterations:07d}"
     files = sorted(folder.rglob("*.pt"))
     names = {file.name for file in files}
     assert len(files) == 4 * len(names), f"expected the files of 4 model-parallel ranks in {folder}, found {files}"
@@ -80,6 +70,8 @@ CASES = (
     Case("overlapped-interleaved", HARDEST, "iteration.forward", 6),  # Megatron's own save has 4, memory 5
     Case("skipped-iteration", SKIPPING, "update.middle", 4),  # what is restored is the skipped one's version point
     Case("edit", EDIT, "iteration.forward", 6),  # replicas are synchronised after 2, 4, 6
+    Case("dreamddp", DREAMDDP, "iteration.forward", 6),  # in the middle of a period
+    Case("experts", EXPERTS, "iteration.forward", 6),  # EP2 over the data-parallel replicas
 )
 
 

@@ -1,0 +1,24 @@
+"""What the tests of an unmodified Megatron-LM share: the checkout that MEGATRON_LM_PATH names, and a corpus."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ft_plugins.testing.megatron_lm import write_corpus
+
+
+@pytest.fixture(scope="module")
+def checkout() -> Path:
+    named = os.environ.get("MEGATRON_LM_PATH")
+    if not named:
+        pytest.skip("set MEGATRON_LM_PATH")
+    return Path(named)
+
+
+@pytest.fixture(scope="module")
+def corpus(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The prefix of a small tokenized data set."""
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "text")
