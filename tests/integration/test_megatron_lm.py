@@ -40,10 +40,6 @@ HARDEST = (
 )
 EDIT = ("--sync-policy", "edit", "--sync-tau", "2", "--sync-warmup", "1", "--sync-penalty-warmup", "1")
 DREAMDDP = ("--sync-policy", "dreamddp", "--sync-h", "2", "--sync-warmup", "1")
-EXPERTS = (
-    *("--bf16", "--use-distributed-optimizer", "--num-experts", "4", "--expert-model-parallel-size", "2"),
-    *("--moe-router-topk", "2", "--disable-bias-linear", "--sequence-parallel"),
-)
 SKIPPING = ("--iterations-to-skip", "2")  # the third: counted from 0; fp32, no distributed optimizer, 1F1B
 
 
@@ -71,7 +67,6 @@ CASES = (
     Case("skipped-iteration", SKIPPING, "update.middle", 4),  # what is restored is the skipped one's version point
     Case("edit", EDIT, "iteration.forward", 6),  # replicas are synchronised after 2, 4, 6
     Case("dreamddp", DREAMDDP, "iteration.forward", 6),  # in the middle of a period
-    Case("experts", EXPERTS, "iteration.forward", 6),  # EP2 over the data-parallel replicas
 )
 
 
