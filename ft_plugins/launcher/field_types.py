@@ -16,6 +16,7 @@ from .endpoint import Endpoint
 LIMIT = 1 << 32  # rounds, ranks and generations stay far below
 PLAUSIBLE = 1 << 30  # maximum for a round that another node reports: one a second for 34 years
 REMEMBERED = 1 << 29  # maximum for a round in a file: other nodes still accept the rounds that follow
+REASON_LIMIT = 1000  # characters
 MOST_NODES = 1 << 13  # in a round, or waiting as spares; twice as many as one port has connections
 
 
@@ -36,7 +37,7 @@ def _endpoint(text: str) -> str:
 Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN)]
 Token = Annotated[str, StringConstraints(pattern=r"^[\w.-]{1,64}$")]
 EndpointText = Annotated[str, StringConstraints(max_length=300), AfterValidator(_endpoint)]
-Reason = Annotated[str, StringConstraints(max_length=1000), AfterValidator(_printable)]
+Reason = Annotated[str, StringConstraints(max_length=REASON_LIMIT), AfterValidator(_printable)]
 Count = Annotated[int, Field(strict=True, ge=0, le=LIMIT)]
 Reported = Annotated[int, Field(strict=True, ge=0, le=PLAUSIBLE)]  # a round or generation, by another node
 Wait = Annotated[float, Field(strict=True, ge=0, le=60, allow_inf_nan=False)]  # seconds

@@ -44,7 +44,7 @@ class LeaderSearch:
         self._given = given
         self._reach = reach
         self._credentials = credentials
-        self._next_meeting = 0.0  # monotonic
+        self._last_meeting, self._spent = float("-inf"), 0.0  # monotonic: of absent nodes; seconds that it took
         self._absent: list[str] = []  # endpoints, in the order in which they are met next
         self._absent_as_of: object = None  # the state of the service and the roster from which they were found
 
@@ -99,8 +99,9 @@ class LeaderSearch:
                 continue
             self._service.heard_of(meeting.generation)
             if meeting.closed and endpoint != self._me.endpoint:
-                self._service.close(meeting.closed, meeting.in_order)
+                self._service.close(meeting.closed, meeting.status)
             meetings[endpoint] = meeting
+        self._service.note_answers({each: meetings[each].node if each in meetings else "" for each in replies})
         return meetings
 
     def best(self, known: dict[str, Meeting], reach: float = 0.0, check: Check = _no_check) -> Leader | None:
@@ -125,11 +126,11 @@ class LeaderSearch:
         own, now = self._service.leading, time.monotonic()
         if own is None:
             raise ConnectionError("this node no longer leads")
-        if now < self._next_meeting:
+        if now < self._last_meeting + max(pause, self._spent):
             return
         better = self.best(self.meet([self._me.endpoint, *self._next_absent(own.complete)], own, reach), reach)
-        spent = time.monotonic() - now
-        self._next_meeting = now + spent + max(pause, spent)
+        self._last_meeting = time.monotonic()
+        self._spent = self._last_meeting - now
         own = self._service.leading  # its round may have become complete meanwhile
         if own and better and not own.complete and better.standing > own.standing:
             self._service.resign()
@@ -172,7 +173,10 @@ class LeaderSearch:
                 if not vote.granted:
                     self._service.heard_of(vote.generation)
                     return None
-        return self._service.leading if self._service.take_lead(leader, self._roster_file.roster) else None
+        if not self._service.take_lead(leader, self._roster_file.roster):
+            return None
+        self._service.note_answers(dict.fromkeys(self.unreached, ""))
+        return self._service.leading
 
     def other_job(self) -> str:
         """For people: where a node of another job answers, and what to check; '' for nowhere."""

@@ -93,7 +93,7 @@ class LeaderLink:
         """Raises ConnectionError if the leader no longer leads."""
         answered = parsed(Answered, reply)
         if answered.closed:
-            self._service.close(answered.closed, answered.in_order)
+            self._service.close(answered.closed, answered.status)
         if answered.moved:
             self.close()
             raise ConnectionError("it resigned")

@@ -202,9 +202,13 @@ def _run(
     metrics.initialize_metrics(metrics.MetricsConfig(config.metrics_cfg))
     result: RunResult | None = None
     reason = "this node left the rendezvous"
-    close = True
+    close, over = True, None
+    status: Status = "failed"
     try:
         result = agent.run()
+        if result:
+            status = "succeeded" if result.state == WorkerState.SUCCEEDED else agent.verdict.status
+            reason = agent.verdict.reason
         torch_events.record(agent.get_event_succeeded(), config.event_log_handler)
     except SignalException:
         close = False  # else the other nodes could not continue
@@ -213,17 +217,21 @@ def _run(
     except (RendezvousError, DistError) as error:
         torch_events.record(agent.get_event_failed(), config.event_log_handler)
         reason = f"the rendezvous was lost ({type(error).__name__}: {error})"
-    except Exception:
+    except Exception as error:
         torch_events.record(agent.get_event_failed(), config.event_log_handler)
+        status, reason = "refused" if isinstance(error, FtError) else "failed", f"{type(error).__name__}: {error}"
         raise
     finally:
         agent.end_standbys()
         if close:
             if isinstance(handler, Rendezvous):
-                handler.in_order = result is not None and result.state == WorkerState.SUCCEEDED
+                over = None if result else handler.over
+                handler.status, handler.reason = status, reason
             handler.shutdown()
-    if result is None and isinstance(handler, Rendezvous) and handler.not_needed:
+    if over and over[0] == "succeeded":
         return Outcome("succeeded", "this node was a spare and was not needed")
+    if over:
+        return Outcome(over[0], f"the job is over: {over[1]}", restarts=agent.restarts)
     if result is None:
         return Outcome("failed", f"{reason}; see the output of the other nodes", restarts=agent.restarts)
     if result.state == WorkerState.SUCCEEDED:

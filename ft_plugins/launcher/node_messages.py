@@ -10,6 +10,7 @@ from typing import Any
 
 from ..intake import Flag
 from .field_types import Count, EndpointText, Name, Reason, Reported, Token, Wait
+from .restarts import Status
 from .roster import Digest, PageNumber, RosterPage
 from .round_machine import Phase
 from .waiting_nodes import Application
@@ -58,10 +59,10 @@ class Elect:
 
 @dataclass(frozen=True)
 class Close:
-    """The rendezvous is over."""
+    """The rendezvous is over, because the job has ended so."""
 
     reason: Reason
-    in_order: Flag
+    status: Status
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ class Meeting:
     leading: Leader | None
     known: tuple[Leader, ...]
     closed: Reason = ""
-    in_order: Flag = False
+    status: Status | None = None
 
 
 @dataclass(frozen=True)
@@ -199,8 +200,9 @@ class RoundView:
 
 @dataclass(frozen=True)
 class Answered:
-    """Part of every reply. `closed`: why the rendezvous is over, if it is. `moved`: this node does not lead."""
+    """Part of every reply. `closed`, `status`: why the rendezvous is over and how the job has ended, if it is.
+    `moved`: this node does not lead."""
 
     closed: Reason = ""
-    in_order: Flag = False
+    status: Status | None = None
     moved: Flag = False

@@ -43,6 +43,7 @@ from .node_messages import (
     Serve,
     Vote,
 )
+from .restarts import Status
 from .roster import Place, Roster, RosterPages
 from .round_machine import Phase, RoundMachine
 from .rounds import Rules
@@ -77,7 +78,7 @@ class NodeService:
         self._followed: Leader | None = None
         self._rounds: RoundMachine | None = None
         self._closed = ""
-        self._in_order = False
+        self._status: Status | None = None
         self._awake = float("-inf")
         self._stepped = 0.0
         self._advanced: tuple[int, int] = (0, 0)  # the news of the last `advance`
@@ -114,9 +115,9 @@ class NodeService:
         return self._closed
 
     @property
-    def in_order(self) -> bool:
-        """Whether it is over because the job has succeeded."""
-        return self._in_order
+    def status(self) -> Status | None:
+        """How the job has ended, if it is over."""
+        return self._status
 
     @property
     def leading(self) -> Leader | None:
@@ -160,10 +161,16 @@ class NodeService:
         with self._lock:
             if self._elected is None or self._elected.token != self.me.token or self._generation != leader.generation:
                 return False
-            self._rounds = RoundMachine(self._rules, self._silence, last, time.monotonic())
+            self._rounds = RoundMachine(self._rules, self._silence, last, time.monotonic(), self.me.node)
             self._pages = RosterPages(self._rounds.roster)
             self._leads += 1
             return True
+
+    def note_answers(self, answers: dict[str, str]) -> None:
+        """As the leader, note which node answers at an endpoint, '' for none."""
+        with self._lock:
+            if self._rounds:
+                self._rounds.note_answers(answers)
 
     def resign(self) -> None:
         """Stop leading: the replies to waiting nodes say so, and they search for the other leader."""
@@ -171,11 +178,11 @@ class NodeService:
             self._rounds = self._elected = None
             self._leads += 1
 
-    def close(self, reason: str, in_order: bool) -> None:
-        """Note that the rendezvous is over."""
+    def close(self, reason: str, status: Status | None) -> None:
+        """Note that the rendezvous is over, because the job has ended so."""
         with self._lock:
             if not self._closed:
-                self._closed, self._in_order = reason, in_order
+                self._closed, self._status = reason, status or "failed"
                 self._leads += 1
 
     def advance(self) -> bool:
@@ -203,7 +210,7 @@ class NodeService:
             raise ProtocolError(f"unknown request {name!r:.40}")
         message: Any = parsed(kind, request, str(name))
         with self._lock:
-            reply = asdict(Answered(self._closed, self._in_order))
+            reply = asdict(Answered(self._closed, self._status))
             if name in ANSWERED_BY_ALL:
                 return reply | getattr(self, f"_{name}")(message)
             if self._rounds is None:
@@ -250,7 +257,7 @@ class NodeService:
         """The reply to the held look of a connection now: its user has sent another request."""
         with self._lock:
             look = self._held.release(connection)
-            reply = {"closed": self._closed, "in_order": self._in_order, "moved": self._rounds is None}
+            reply = {"closed": self._closed, "status": self._status, "moved": self._rounds is None}
             return reply | (self._look(self._rounds, look, hears=False) if self._rounds else {})
 
     def _note_user(self, connection: int, token: str) -> None:
@@ -290,7 +297,7 @@ class NodeService:
             self.heard_of(request.lead.generation)
         known = {each.token: each for each in (self._elected, self._followed, self._introduced) if each}
         awake = time.monotonic() - self._awake <= self._silence
-        me, closed = self.me, (self._closed, self._in_order)
+        me, closed = self.me, (self._closed, self._status)
         return asdict(Meeting(me.node, me.token, awake, self._generation, self.leading, tuple(known.values()), *closed))
 
     def _elect(self, request: Elect) -> Message:
@@ -306,7 +313,7 @@ class NodeService:
         return {}
 
     def _close(self, request: Close) -> Message:
-        self.close(request.reason, request.in_order)
+        self.close(request.reason, request.status)
         return {"closed": self._closed}
 
     def _apply(self, rounds: RoundMachine, request: Apply) -> Message:

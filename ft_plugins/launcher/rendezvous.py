@@ -23,12 +23,14 @@ from datetime import timedelta
 from torch.distributed import PrefixStore, Store
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from ..errors import ProtocolError
+from ..errors import ProtocolError, printable
 from . import peer_client, round_store
 from .endpoint import Endpoint
+from .field_types import REASON_LIMIT
 from .local_node import LocalNode
 from .node_messages import RoundView
 from .rendezvous_settings import BACKEND, RendezvousSettings
+from .restarts import Status
 from .round_join import LOOK_SECONDS, RoundJoin, pause
 from .round_machine import Phase
 
@@ -43,7 +45,8 @@ class Rendezvous(RendezvousHandler):
     def __init__(self, settings: RendezvousSettings) -> None:
         """Open this node's port."""
         # sent to the other nodes
-        self.in_order = False  # at `shutdown`: whether the job has succeeded
+        self.status: Status = "failed"  # at `shutdown`: how the job has ended, and why unless it has succeeded
+        self.reason = ""
         self.opened = False  # whether ranks of this node have captured under this command
         self.trained = False  # whether ranks of this node have completed an iteration
         self.workers = 0  # how many this node starts
@@ -75,9 +78,13 @@ class Rendezvous(RendezvousHandler):
         return True
 
     @property
-    def not_needed(self) -> bool:
-        """Whether this node waited as a spare until the job succeeded."""
-        return self._join.is_spare and self._node.service.in_order
+    def over(self) -> tuple[Status, str] | None:
+        """How the job has ended elsewhere while this node waited, and what is known of it. The job's success is only
+        that of a spare."""
+        status, reason = self._node.service.status, self._node.service.closed
+        if status is None or self._is_shut:
+            return None
+        return ("failed" if status == "succeeded" and not self._join.is_spare else status), reason
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for the next round and take part in it; as a spare, for as long as the job lasts.
@@ -194,9 +201,11 @@ class Rendezvous(RendezvousHandler):
 
     def set_closed(self) -> None:
         """Allow no further round on any node."""
-        how = "has succeeded" if self.in_order else "has ended there, and is not to go on"
-        self._node.service.close(f"node {self._node.me.node} reports that it {how}", self.in_order)
-        message = {"reason": self._node.service.closed, "in_order": self._node.service.in_order}
+        how = f"has ended there ({self.reason or self.status}), and is not to go on"
+        how = "has succeeded" if self.status == "succeeded" else how
+        reason = printable(" ".join(f"node {self._node.me.node} reports that it {how}".split()))
+        self._node.service.close(reason[:REASON_LIMIT], self.status)
+        message = {"reason": self._node.service.closed, "status": self._node.service.status}
         if not self._node.service.leading:
             with contextlib.suppress(ConnectionError, ProtocolError):
                 self._node.link.ask("close", **message)

@@ -2,7 +2,8 @@
 
 Invariant: a round is complete only when each of its nodes was heard from after it was chosen, and its store exists. It
 has begun when each of them has acknowledged it. If one is silent or leaves in between, it is dropped and the round
-opens again, so no node begins a round without the others. Time comes from outside.
+opens again, so no node begins a round without the others. A waiting node takes the place of one that is lost, not of
+one that is alive and slow to return, unless that one takes `Rules.wait`. Time comes from outside.
 
     OPEN -> PROPOSED      enough nodes wait: ranks are assigned, the node of rank 0 creates the round's store
     PROPOSED -> OPEN      a chosen node was lost
@@ -10,7 +11,8 @@ opens again, so no node begins a round without the others. Time comes from outsi
     COMPLETE -> OPEN      a node was lost before the round began, a node of the round is back, the round can become
                           larger, or a waiting node can replace one whose connection has ended
 
-In: applications and looks of nodes, the time. Out: the phase, a `Roster` for each complete round.
+In: applications and looks of nodes, which of them answer at their ports, the time. Out: the phase, a `Roster` for each
+complete round.
 """
 
 from __future__ import annotations
@@ -67,8 +69,8 @@ class RoundMachine:
     does so only when it assigns ranks or completes a round.
     """
 
-    def __init__(self, rules: Rules, silence: float, last: Roster | None, now: float) -> None:
-        """`silence`: seconds without a message after which a node is lost."""
+    def __init__(self, rules: Rules, silence: float, last: Roster | None, now: float, own: str = "") -> None:
+        """`silence`: seconds without a message after which a node is lost. `own`: this node's name."""
         self.phase = Phase.OPEN
         self.roster = last or Roster(0)
         self.proposal: Proposal | None = None  # of the proposed or complete round
@@ -85,6 +87,8 @@ class RoundMachine:
         self._unaware: set[str] = set()  # tokens of the members that have not acknowledged the round
         self._ended: dict[str, float] = {}  # by token of a member: since when it has no connection, in order of time
         self._lost: dict[str, None] = {}  # members whose connections ended too long ago
+        self._answers: dict[str, str] = {}  # by endpoint: the node that answers there, '' for none; of an open round
+        self._own = own
         self._enough_since: float | None = None
         self._looked = now
 
@@ -179,6 +183,11 @@ class RoundMachine:
                 self._changed()
         return token in self._waiting
 
+    def note_answers(self, answers: dict[str, str]) -> None:
+        """Note which node answers at an endpoint, '' for none."""
+        if self.phase is not Phase.COMPLETE:
+            self._answers |= answers
+
     def hang_up(self, token: str, now: float) -> None:
         """Note that a process has closed its connection: it is lost unless it sends another message."""
         self._alive.hang_up(token)
@@ -272,9 +281,26 @@ class RoundMachine:
             self._enough_since = None
             return
         self._enough_since = now if self._enough_since is None else self._enough_since
-        size = rounds.size_of(self._rules, turnout, now - self._enough_since)
-        if size:
+        waited = now - self._enough_since
+        if rounds.size_of(self._rules, turnout, waited):
+            turnout = replace(turnout, expected=self._expects_any(turnout.last, now))
+        if size := rounds.size_of(self._rules, turnout, waited):
             self._propose(size)
+
+    def _expects_any(self, last: int, now: float) -> bool:
+        """Whether a node of the last round that does not wait yet is alive; not known of a round of other leaders that
+        this node does not remember."""
+        if last != self.roster.round:
+            return False
+        missing = (self.roster.members[self.roster.ranks[node]] for node in self._waiting.missing())
+        return any(self._is_alive(place, now) for place in missing)
+
+    def _is_alive(self, place: Place, now: float) -> bool:
+        token = self._members.get(place.node)
+        if place.node == self._own or token and not self._alive.is_silent(token, now):
+            return True
+        answers = self._answers.get(place.endpoint)
+        return token is None if answers is None else answers == place.node  # in doubt only where this node did not lead
 
     def _propose(self, size: int) -> None:
         assigned = rounds.ranks(self._waiting.candidates(), size)
@@ -311,7 +337,7 @@ class RoundMachine:
         if phase is Phase.OPEN:
             self.proposal = None
         if self.phase is Phase.COMPLETE:
-            self._enough_since = None
+            self._enough_since, self._answers = None, {}
             for token in self._unaware:
                 if token not in self._waiting:
                     self._alive.rest(token)

@@ -1,8 +1,9 @@
 """Choose the nodes of a rendezvous round and their group ranks. Pure.
 
 Invariant: a node of the last round that returns keeps its rank if the round is large enough; a substitute takes the
-vacant rank. The same nodes with the same seats get the same ranks, whatever their addresses and order of arrival. A
-first round follows the natural order of node names (node2 before node10), except for nodes that want a certain rank.
+vacant rank, but not that of a node that is alive and only slow to return. The same nodes with the same seats get the
+same ranks, whatever their addresses and order of arrival. A first round follows the natural order of node names (node2
+before node10), except for nodes that want a certain rank.
 
 In: the nodes that wait, with the seats they had. Out: the size of the round, a rank for each node that takes part.
 """
@@ -99,12 +100,13 @@ def last_seats(candidates: Iterable[Candidate]) -> tuple[int, int]:
 @dataclass(frozen=True)
 class Turnout:
     """What the size of a round depends on: how many nodes wait, and how many of them are `back` from the last round, of
-    `last_size` nodes. `last`: its number; 0 if no waiting node had a seat."""
+    `last_size` nodes. `last`: its number; 0 if no waiting node had a seat. `expected`: another node of it is alive."""
 
     nodes: int
     last: int = 0
     last_size: int = 0
     back: int = 0
+    expected: bool = False
 
     @classmethod
     def of(cls, candidates: Sequence[Candidate]) -> Turnout:
@@ -117,11 +119,13 @@ class Turnout:
 def size_of(rules: Rules, turnout: Turnout, waited: float) -> int:
     """The size of the round that can begin now, `waited` seconds after there were enough nodes; 0: not yet.
 
-    It begins at once if it cannot get larger, or if all nodes of the last round are back. If the job cannot read state
-    from spares (`Rules.stateful`), it includes every node of the last round that is back; else surplus nodes become
-    spares of the largest possible round.
+    It waits for living nodes of the last round. Then it begins at once if it cannot get larger, or if all nodes of the
+    last round are back. If the job cannot read state from spares (`Rules.stateful`), it includes every node of the last
+    round that is back; else surplus nodes become spares of the largest possible round.
     """
     size = rules.fit(turnout.nodes)
+    if turnout.expected and waited < rules.wait:
+        return 0  # a spare would take its place, and what it holds would be lost
     if size in (0, rules.largest) or turnout.last and turnout.back >= turnout.last_size:
         return size
     if rules.stateful and size < turnout.back:

@@ -328,13 +328,9 @@ class SnapshotProcess:
         if now - self._checked > _PAUSE_SECONDS:
             self._stopped = {}  # this process was stopped, too: the whole node may be suspended
         self._checked = now
-        owners = {}
-        for rank, segment in list(self._segments.items()):
-            with suppress(AttributeError):  # closed meanwhile: the rank is on another node now
-                owners[rank] = segment.owner
         self._stopped = {
             rank: self._stopped.get(rank, now)
-            for rank, (pid, began) in owners.items()
+            for rank, (pid, began) in self._owners().items()
             if began and liveness.is_stopped(pid, began)
         }
         lost = [rank for rank, since in self._stopped.items() if now - since > self._detect_seconds]
@@ -344,6 +340,18 @@ class SnapshotProcess:
                 self._declared = self.token
         if self._declared != self.token:
             self._hangs.look(self.token, self._stopped)
+
+    def _owners(self) -> dict[int, tuple[int, int]]:
+        owners = {}
+        for rank, segment in list(self._segments.items()):
+            with suppress(AttributeError):  # closed meanwhile: the rank is on another node now
+                owners[rank] = segment.owner
+        return owners
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a checkpoint is being written, or a trainer of this node is alive."""
+        return self.storing or any(began and liveness.started(pid) == began for pid, began in self._owners().values())
 
     def look(self) -> None:
         """Record for operators how far the ranks are, unless a request is being carried out: there is another look."""
@@ -365,13 +373,14 @@ class SnapshotProcess:
             with suppress(FileNotFoundError):
                 os.utime(paths.lock_of(self._job, self._node))
 
-    def finish_alone(self, reason: str) -> None:
+    def finish_alone(self, reason: str, keep: bool = False) -> None:
         """`finish`, but not while a request is being carried out."""
         with self._lock:
-            self.finish(reason)
+            self.finish(reason, keep)
 
-    def finish(self, reason: str) -> None:
-        """Remove the segments and let the daemon end, even if removing fails."""
+    def finish(self, reason: str, keep: bool = False) -> None:
+        """Remove the segments, unless another SMP shall adopt them (`keep`), and let the daemon end, even if that
+        fails."""
         try:
             self._tier.close()
             self._spare_client.forget()
@@ -382,7 +391,7 @@ class SnapshotProcess:
                 segment.close()
             self._segments.clear()
             stacks.forget(self._run_dir)
-            removed = paths.remove(self._job, self._node)
+            removed = 0 if keep else paths.remove(self._job, self._node)
             self._history.forget()
             self._events.emit(catalogue.SMP_ENDED, reason=reason, segments=removed)
         finally:

@@ -2,8 +2,9 @@
 
 Invariant: one such process per job and node, by two locks that the kernel releases when it dies: one in the run
 directory, and one next to the segments, which also excludes logins with other run directories. It is not a child of
-training. It ends on request, or if no new ft-run appears in time after the watched one is gone. `owner` carries out the
-requests.
+training. It ends on request, or if no new ft-run appears in time after the watched one is gone. If its run directory is
+gone too, no ft-run can find it: it ends at once and leaves the segments, which the SMP of the same command adopts.
+`owner` carries out the requests.
 
 In: a command line; connections to a Unix socket. Out: replies; nothing is left behind at its end.
 """
@@ -132,14 +133,15 @@ def serve(run_dir: Path, job: str, node: str, orphan_seconds: float, ready: int,
     os.write(ready, b"1")
     os.close(ready)
     try:
-        _run_until_end(process, events, orphan_seconds)
+        _run_until_end(process, events, orphan_seconds, run_dir)
     finally:
         server.close()
 
 
-def _run_until_end(process: SnapshotProcess, events: Events, orphan_seconds: float) -> None:
+def _run_until_end(process: SnapshotProcess, events: Events, orphan_seconds: float, run_dir: Path) -> None:
     """Wait for the orderly end; once the watched ft-run is gone, only as long as it requested (default:
-    `orphan_seconds`)."""
+    `orphan_seconds`), and as long as there is the run directory."""
+    own = os.stat(run_dir)
     orphaned_at = time.monotonic()
     was_alive = bool(process.watched[1])  # it may be gone before the first check
     last_written = False
@@ -158,6 +160,9 @@ def _run_until_end(process: SnapshotProcess, events: Events, orphan_seconds: flo
             orphaned_at = time.monotonic()
             events.emit(catalogue.SMP_ORPHANED, seconds=patience)
             process.to_storage("orphaned")
+        if not _is_there(run_dir, own) and not process.in_use:
+            process.finish_alone("its run directory is gone", keep=True)
+            return
         left = orphaned_at + patience - time.monotonic()
         if left <= 0 and not last_written:
             last_written = True
@@ -166,6 +171,16 @@ def _run_until_end(process: SnapshotProcess, events: Events, orphan_seconds: flo
             process.finish_alone(f"orphaned for {patience:.0f} s")
             return
         process.ended.wait(min(left, WATCH_SECONDS) if left > 0 else WATCH_SECONDS)  # a new ft-run may come meanwhile
+
+
+def _is_there(folder: Path, status: os.stat_result) -> bool:
+    """Whether `folder` still is the one with this `status`."""
+    try:
+        return os.path.samestat(os.stat(folder), status)
+    except FileNotFoundError:
+        return False
+    except OSError:  # a file system that does not answer now
+        return True
 
 
 def _wait_exit(pid: int, process: SnapshotProcess) -> None:

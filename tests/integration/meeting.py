@@ -1,6 +1,7 @@
 """A rank that meets all others in a loop of all-reduces until a file tells them to end; torch alone.
 
-In: the journal, the file; a node that ends early, once, and one that never ends by itself. Out: one line in the journal
+In: the journal, the file, in which 'refuse' makes ranks refuse to go on; a node that ends early, once, and one that
+never ends by itself. Out: one line in the journal
 for each incarnation of each rank, once all have met.
 """
 
@@ -13,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from ft_plugins.errors import EXIT_REFUSED
 from ft_plugins.launcher.binding import bind_to_agent
 from ft_plugins.testing.fills import write
 
@@ -36,6 +38,8 @@ def main(argv: list[str]) -> None:
         ended = torch.tensor([float(Path(argv[1]).exists())])
         dist.all_reduce(ended)
     dist.destroy_process_group()
+    if Path(argv[1]).read_text() == "refuse":
+        raise SystemExit(EXIT_REFUSED)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from ft_plugins.errors import EXIT_REFUSED
 from ft_plugins.launcher import job_secret
 from ft_plugins.launcher.peer_client import Credentials, ask
 from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
@@ -43,6 +44,7 @@ class Nodes:
 
     size = 3
     words: tuple[str, ...] = ()  # more arguments of the ranks
+    detect = 3.0
 
     def __init__(self, server: ForkServer, folder: Path) -> None:
         self.journal, self.end = folder / "journal", folder / "end"
@@ -62,7 +64,7 @@ class Nodes:
             endpoint=f"127.0.0.1:{self._port},127.0.0.2:{self._port}",
             address=f"127.0.0.{number}",
             rendezvous="ft_plugins",
-            rendezvous_conf={"node_name": name, "detect_seconds": 3, "run_dir": str(self._folder)},
+            rendezvous_conf={"node_name": name, "detect_seconds": self.detect, "run_dir": str(self._folder)},
             environment={"NODE": name, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         )
         self.running[name] = self._server.start(spec)
@@ -76,9 +78,9 @@ class Nodes:
         lines = wait_for(self.journal, lambda lines: len(lines) >= count * size, BOUND)
         return lines[(count - 1) * size : count * size]
 
-    def waits(self, name: str) -> None:
-        """Wait until the lead says that this node waits as a spare."""
-        self._until(lambda: self._lead("look", "names") == [name], f"{name} does not wait")
+    def waits(self, *names: str) -> None:
+        """Wait until the lead says that these nodes wait, as spares or for a round."""
+        self._until(lambda: self._lead("look", "names") == [*names], f"{names} do not wait")
 
     def _lead(self, request: str, field: str) -> Any:
         """What the node at the first endpoint replies; None while it does not answer."""
@@ -174,6 +176,35 @@ def test_a_spare_ends_in_order_with_a_job_that_did_not_need_it(nodes: Nodes) -> 
     for name, job in nodes.running.items():
         assert job.wait(BOUND)["status"] == "succeeded", f"{name}:\n{job.tail()}"
     assert len(nodes.met(1)) == 2 * NPROC
+
+
+def test_a_survivor_that_returns_late_is_not_displaced_by_a_spare_that_waits(nodes: Nodes) -> None:
+    nodes.size, nodes.detect = 2, BOUND
+    a, b = (nodes.start(number, name) for number, name in enumerate("ab", 1))
+    first = nodes.met(1)
+    nodes.start(3, "c")
+    nodes.waits("c")
+    b.kill(signal.SIGSTOP)  # this agent is slow to end its ranks
+    os.kill(next(line["pid"] for line in first if line["node"] == "a"), signal.SIGKILL)
+    nodes.waits("a", "c")
+    b.kill(signal.SIGCONT)
+    assert places(nodes.met(2)) == {"a": 0, "b": 1}
+    nodes.end.touch()
+    for name, job in nodes.running.items():
+        assert job.wait(BOUND)["status"] == "succeeded", f"{name}:\n{job.tail()}"
+
+
+def test_all_nodes_and_a_spare_end_as_the_job_that_was_refused(nodes: Nodes) -> None:
+    nodes.size = 2
+    for number, name in enumerate("ab", 1):
+        nodes.start(number, name)
+    nodes.met(1)
+    nodes.start(3, "c")
+    nodes.waits("c")
+    nodes.end.write_text("refuse")
+    found = {name: job.wait(BOUND) for name, job in nodes.running.items()}
+    assert {name: outcome["status"] for name, outcome in found.items()} == dict.fromkeys("abc", "refused"), found
+    assert f"exited with status {EXIT_REFUSED}" in found["c"]["reason"], "it knows why"
 
 
 def gone(pid: int) -> None:

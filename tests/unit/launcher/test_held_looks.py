@@ -334,7 +334,7 @@ def test_a_request_while_a_look_is_held_has_its_own_reply(nodes: list[Node]) -> 
     news(b)
     for _ in range(3):
         assert b.link.watch(4, 0.0) is None
-        assert b.link.ask("finish", round=1) == {"closed": "", "in_order": False, "moved": False}
+        assert b.link.ask("finish", round=1) == {"closed": "", "status": None, "moved": False}
     assert b.link.watch(4, 0.0) is None
 
 

@@ -165,10 +165,10 @@ def test_a_node_of_another_job_is_none_of_ours_and_says_no_more(make: Callable[.
 
 def test_the_end_is_told_from_node_to_node(make: Callable[..., list[Node]]) -> None:
     a, b = make("a", "b")
-    b.service.close("it has succeeded", True)
+    b.service.close("it has succeeded", "succeeded")
     a.search.meet([b.endpoint])
-    assert (a.service.closed, a.service.in_order) == ("it has succeeded", True)
-    a.service.close("no", False)
+    assert (a.service.closed, a.service.status) == ("it has succeeded", "succeeded")
+    a.service.close("no", "failed")
     assert a.service.closed == "it has succeeded"  # the first word counts
 
 
@@ -228,7 +228,7 @@ def test_a_lead_meets_absent_nodes_a_few_at_a_time_and_all_in_turn(
     monkeypatch.setattr(a.search, "meet", lambda endpoints, *rest, **named: met.append(list(endpoints)) or {})
     for _ in range(4):
         a.search.meet_absent(0.0, REACH)
-        a.search._next_meeting = 0.0
+        a.search._last_meeting = float("-inf")
     assert all(each[0] == a.endpoint and len(each) <= 1 + ASKED_AT_ONCE for each in met)
     turns = [endpoint for each in met for endpoint in each[1:]]
     assert set(turns) == {place.endpoint for place in places} and turns[:100] == [place.endpoint for place in places]
@@ -238,7 +238,7 @@ def test_a_lead_meets_absent_nodes_a_few_at_a_time_and_all_in_turn(
     del met[:]
     for _ in range(2):
         a.search.meet_absent(0.0, REACH)
-        a.search._next_meeting = 0.0
+        a.search._last_meeting = float("-inf")
     assert {endpoint for each in met for endpoint in each[1:]} == {place.endpoint for place in places[50:]}
 
 

@@ -477,11 +477,11 @@ def test_those_who_are_done_wait_for_the_others_and_a_spare_is_told_that_it_is_n
     assert a.quiet(1)
     assert b.ask("wait_for_all", WAIT) is True
     assert a.hear() is True
-    a.ask("__setattr__", "in_order", True)
+    a.ask("__setattr__", "status", "succeeded")
     assert a.ask("shutdown") is True and a.ask("shutdown") is True
     kind, text = c.error()
     assert kind == "RendezvousGracefulExitError" and "node c was a spare" in text and "has succeeded" in text
-    assert c.ask("__getattribute__", "not_needed") is True
+    assert c.ask("__getattribute__", "over")[0] == "succeeded"
     assert b.ask("is_closed") is True
     assert b.ask("shutdown") is True
 
@@ -662,8 +662,8 @@ def test_a_request_that_makes_no_sense_ends_the_connection_and_nothing_else(star
         {"do": "elect", "lead": {"node": "x", "token": "t", "endpoint": "e", "generation": 1 << 40}},
         {"do": "meet", "lead": nested(5)},
         {"do": "meet", "lead": nested(100)},
-        {"do": "close", "reason": "\x1b[2J", "in_order": False},
-        {"do": "close", "reason": "x" * 2000, "in_order": False},
+        {"do": "close", "reason": "\x1b[2J", "status": "failed"},
+        {"do": "close", "reason": "x" * 2000, "status": "failed"},
         {"do": "serve", "token": "t", "store": "no\nplace"},
         {},
     ]

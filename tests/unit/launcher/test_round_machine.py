@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType, SimpleNamespace
 from typing import Any
 
@@ -40,6 +40,7 @@ class Model:
     aware: set[str] = field(default_factory=set)
     ended: dict[str, float] = field(default_factory=dict)
     done: set[str] = field(default_factory=set)
+    answers: dict[str, str] = field(default_factory=dict)
     enough_since: float | None = None
     looked: float = 0.0
 
@@ -96,7 +97,7 @@ class Model:
 
     def open(self) -> None:
         if self.phase is Phase.COMPLETE:
-            self.enough_since = None
+            self.enough_since, self.answers = None, {}
         self.phase, self.round, self.ranks = Phase.OPEN, 0, {}
 
     def reopen(self) -> None:
@@ -132,11 +133,28 @@ class Model:
             self.enough_since = None
             return
         self.enough_since = self.now if self.enough_since is None else self.enough_since
-        if size := rounds.size_of(self.rules, rounds.Turnout.of(candidates), self.now - self.enough_since):
+        turnout = replace(rounds.Turnout.of(candidates), expected=self.expected(candidates))
+        if size := rounds.size_of(self.rules, turnout, self.now - self.enough_since):
             assigned = rounds.ranks(candidates, size)
             tokens = {each.node: each.token for each in self.waiting.values()}
             self.round, self.ranks = self.last_round() + 1, {tokens[node]: rank for node, rank in assigned.items()}
             self.phase, self.store, self.since_chosen = Phase.PROPOSED, "", set()
+
+    def expected(self, candidates: list[Candidate]) -> bool:
+        newest = max((each.seat.round for each in candidates if each.seat), default=0)
+        missing = [place for place in self.roster.members if place.node not in {each.node for each in candidates}]
+
+        def alive(place: Place) -> bool:
+            token = self.members.get(place.node)
+            if token and not self.silent(token):
+                return True
+            return self.answers[place.endpoint] == place.node if place.endpoint in self.answers else not token
+
+        return newest == self.roster.round and any(map(alive, missing))
+
+    def note_answers(self, answers: dict[str, str]) -> None:
+        if self.phase is not Phase.COMPLETE:
+            self.answers |= answers
 
     def complete(self) -> None:
         chosen = [self.waiting.pop(token) for token in sorted(self.ranks, key=self.ranks.__getitem__)]
@@ -159,6 +177,10 @@ STEPS = st.one_of(
     st.tuples(st.just("lose"), TOKENS),
     st.tuples(st.just("stop"), st.sampled_from([5.0, 100.0])),
     st.tuples(st.just("come"), st.integers(1, 2)),
+    st.tuples(
+        st.just("note_answers"),
+        st.dictionaries(st.sampled_from([f"{node}:1" for node in NODES]), st.sampled_from(["", *NODES])),
+    ),
 )
 STORIES = st.builds(
     lambda begin, steps: [*begin, *steps],

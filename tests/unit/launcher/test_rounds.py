@@ -267,10 +267,73 @@ def test_a_surplus_node_waits_as_a_spare_and_takes_the_rank_of_a_lost_one() -> N
     rounds.pass_by(100)
     assert rounds.gathering.phase is Phase.COMPLETE and rounds.gathering.waiting == ["a"]
     rounds.silent = {"b/1"}
+    rounds.gathering.hang_up("b/1", rounds.now)
     rounds.come("c")  # its workers failed with b's
     rounds.pass_by(1)
     assert rounds.gathering.phase is Phase.COMPLETE
     assert (rounds.gathering.round, rounds.members) == (2, ["a", "c"])
+
+
+def with_spares(*spares: str, last: Roster | None = None, wait: float = 60) -> Rounds:
+    """A round of a, b and c with spares; with `last`, of a new leader, d, that remembers it."""
+    rounds = Rounds(Rules(3, 3, wait=wait))
+    rounds.gathering = RoundMachine(rounds.rules, SILENCE, last, rounds.now, "d")
+    rounds.come(*(() if last else "abc"))
+    rounds.pass_by(1)
+    rounds.come(*spares)
+    rounds.pass_by(1)
+    return rounds
+
+
+def test_a_survivor_that_returns_late_finds_its_place_though_spares_wait() -> None:
+    rounds = with_spares("x", "y")
+    assert rounds.members == ["a", "b", "c"]
+    rounds.come("b")  # a rank was killed there; a and c still end theirs
+    rounds.pass_by(30)
+    assert rounds.gathering.phase is Phase.OPEN, "a and c are alive"
+    rounds.come("a")
+    rounds.pass_by(2)
+    rounds.come("c")
+    rounds.pass_by(1)
+    assert (rounds.gathering.round, rounds.members) == (2, ["a", "b", "c"])
+    assert rounds.gathering.waiting == ["x", "y"]
+
+
+def test_a_spare_takes_the_place_of_the_lost_node_alone_and_that_of_a_living_one_only_after_the_wait() -> None:
+    rounds = with_spares("x", "y")
+    rounds.silent = {"a/1"}
+    rounds.gathering.hang_up("a/1", rounds.now)
+    rounds.come("b")
+    rounds.pass_by(5)
+    assert rounds.gathering.phase is Phase.OPEN, "c is alive"
+    rounds.come("c")
+    rounds.pass_by(1)
+    assert rounds.members == ["x", "b", "c"]
+    rounds.silent |= {"x/1"}  # without a word: the machine is off
+    rounds.come("b", "c")
+    rounds.pass_by(SILENCE - 2)
+    assert rounds.gathering.phase is Phase.OPEN
+    rounds.pass_by(3)
+    assert rounds.members == ["y", "b", "c"]
+    rounds.come("z")
+    rounds.come("c", "y")
+    rounds.pass_by(58)
+    assert rounds.gathering.phase is Phase.OPEN
+    rounds.pass_by(4)
+    assert rounds.members == ["y", "z", "c"]
+
+
+def test_a_leader_of_other_rounds_asks_at_the_ports_of_the_nodes_that_it_remembers_who_is_alive() -> None:
+    last = Roster(4, tuple(Place(node, f"{node}:1") for node in "abcd"))
+    rounds = with_spares("b", "d", "x", "y", last=last)
+    rounds.pass_by(30)
+    assert rounds.gathering.phase is Phase.OPEN, "a and c may be alive"
+    rounds.gathering.note_answers({"a:1": "", "c:1": "c"})
+    rounds.pass_by(1)
+    assert rounds.gathering.phase is Phase.OPEN
+    rounds.gathering.note_answers({"a:1": "substitute", "c:1": ""})  # at the address of a
+    rounds.pass_by(1)
+    assert (rounds.gathering.round, rounds.members) == (5, ["d", "b", "x"])
 
 
 def test_a_spare_that_is_silent_is_gone_and_one_that_leaves_too() -> None:

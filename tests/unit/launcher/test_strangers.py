@@ -107,7 +107,7 @@ APPLICATION = {"node": "0", "token": "t", "endpoint": "127.0.0.1:1"}
             *[{"do": "look", "run": JOB, "token": "t", "round": 0}] * 5,
         ],
         [{"do": "apply", "run": JOB, "token": "t", "application": APPLICATION}],
-        [{"do": "close", "run": JOB, "reason": "a stranger says so", "in_order": False}],
+        [{"do": "close", "run": JOB, "reason": "a stranger says so", "status": "failed"}],
         [{"do": "elect", "run": JOB, "lead": {**LEAD, "generation": 2**31}}],
         [{"do": "meet", "run": "?"}, {"do": "meet", "run": "?", "lead": LEAD}],
         [nested(100)],

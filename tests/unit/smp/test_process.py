@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import select
+import shutil
 import signal
 import socket
 import stat
@@ -734,7 +735,7 @@ def test_an_orphan_that_is_found_in_time_stays_and_ends_after_its_time_once_it_i
     with in_place_of_ft_run() as first, in_place_of_ft_run() as second:
         watch(first.pid)
         daemon.answer(ATTACH)
-        waiting = threading.Thread(target=process._run_until_end, args=(daemon, events, 1.0))
+        waiting = threading.Thread(target=process._run_until_end, args=(daemon, events, 1.0, tmp_path))
         waiting.start()
         first.kill()
         first.wait()
@@ -745,6 +746,21 @@ def test_an_orphan_that_is_found_in_time_stays_and_ends_after_its_time_once_it_i
     waiting.join(SECONDS)
     assert daemon.ended.is_set() and not waiting.is_alive()
     assert paths.segments_of(job, "n") == []
+
+
+def test_an_orphan_whose_run_directory_is_gone_ends_at_once_and_another_smp_adopts_its_segments(node: Node) -> None:
+    with in_place_of_ft_run() as ft_run:
+        pid = ensure(node.run_dir, node.job, node.name, 1e6, watch=ft_run.pid)
+        path = attach(node)
+        write(path, 0, Version(1, 5))
+        shutil.rmtree(node.run_dir)
+        assert not ended(pid, 1.0), "ft-run is alive"
+        ft_run.kill()
+    assert ended(pid, SECONDS)
+    node.run_dir.mkdir()
+    node.start()
+    assert node.status()["pid"] != pid and versions(path) == [Version(1, 5)]
+    assert len(node.status()["segments"]) == 1
 
 
 def test_one_that_nobody_ever_watched_ends_too(node: Node) -> None:
