@@ -96,9 +96,9 @@ STANDBYS_OMITTED = EventType(
 )  # fmt: skip
 WORKERS_KILLED = EventType(
     "workers.killed", ALARM,
-    "Other nodes or ranks were lost, so the training processes of this node could not continue; they were killed to "
-    "restart.",
-    "Find out why those were lost; the job continues when enough nodes have joined.", lost=_LOST,
+    "Other nodes or ranks were lost, or the job hung, so the training processes of this node could not continue; they "
+    "were killed to restart.",
+    "Find out why; the job continues when enough nodes have joined.", lost=_LOST, reason=_REASON,
 )  # fmt: skip
 FAILURE_RECURRED = EventType(
     "failure.recurred", ALARM,

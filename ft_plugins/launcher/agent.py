@@ -35,7 +35,7 @@ from torch.distributed.elastic.rendezvous import RendezvousStoreInfo
 
 from ..config import worker_environment
 from ..errors import ConfigError, ProtectionError
-from ..events import Events, catalogue
+from ..events import Events, catalogue, say
 from . import endpoint, job_secret, standby_pool, worker_failures
 from .agent_channel import AgentChannel
 from .endpoint import Endpoint
@@ -96,6 +96,8 @@ class ProgressAgent(LocalElasticAgent):
                 result: RunResult = super()._invoke_run(role)
                 return result
             except _RoundEnded:
+                reason = "another node failed or left after the workers of this node had succeeded; they start again"
+                self._events.emit(catalogue.ROUND_ENDED, reason=reason)
                 self._worker_group.spec.max_restarts += 1  # not counted, like any change of nodes
 
     def _exit_barrier(self) -> None:
@@ -286,7 +288,7 @@ class ProgressAgent(LocalElasticAgent):
             handler = worker_group.spec.rdzv_handler
             reason = handler.waiting_reason if isinstance(handler, Rendezvous) else "nodes wait for the next round"
             self._lives.append(Life(LostPeers((reason,))))
-            self._events.emit(catalogue.ROUND_ENDED, reason=reason)
+            self._events.emit(catalogue.ROUND_ENDED, reason=f"{reason}; the workers of this node restart too")
         super()._restart_workers(worker_group)
 
     def _stop_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:
@@ -314,10 +316,11 @@ class ProgressAgent(LocalElasticAgent):
     def _restart_without(self, lost: list[str]) -> RunResult:
         """Kill the workers here: without the lost nodes or ranks they hang in a collective, or soon will."""
         self._failed_at = self._seen = time.monotonic()
-        self._events.emit(catalogue.WORKERS_KILLED, lost=lost)
         for pid in self._context().pids().values():
             worker_failures.kill_group(pid)
-        self._give_verdict(LostPeers(tuple(lost)))
+        cause = LostPeers(tuple(lost))
+        next_step = self._give_verdict(cause)
+        self._events.emit(catalogue.WORKERS_KILLED, lost=lost, reason=f"{cause.line()}; {next_step}")
         return RunResult(state=WorkerState.UNHEALTHY)
 
     def _end_after(self, failed: dict[int, int]) -> RunResult:
@@ -350,10 +353,15 @@ class ProgressAgent(LocalElasticAgent):
         cause = root_cause(failures)
         result.failures[cause.rank].timestamp = min(failure.timestamp for failure in result.failures.values())
         result.failures = {cause.rank: result.failures.pop(cause.rank)} | result.failures  # torch reports the earliest
-        self._give_verdict(cause)
+        next_step = self._give_verdict(cause)
+        if self.verdict.restart:  # else ft-run ends with the reason
+            others = ", ".join(str(failure.rank) for failure in failures if failure is not cause)
+            also = f"; on their own failed too: {others}" if others else ""
+            node = self._job.node if self._job else socket.gethostname()
+            say(f"{cause.line(node)}{also}; {next_step}", alarm=True, who="ft-run: ")
 
-    def _give_verdict(self, cause: WorkerFailure | LostPeers) -> None:
-        """Decide, and set torch's restart counter accordingly."""
+    def _give_verdict(self, cause: WorkerFailure | LostPeers) -> str:
+        """Decide, and set torch's restart counter accordingly. Returns what comes now, for people."""
         before, self._before = self._before, None
         try:
             if not self._bounded and not (isinstance(cause, WorkerFailure) and cause.refused):
@@ -368,6 +376,8 @@ class ProgressAgent(LocalElasticAgent):
             self.verdict = Verdict(False, "failed", f"{cause.line()}; {error}")
         if not self.verdict.restart:
             self._remaining_restarts = 0
+        held = self._versions[-1] if self._versions else None
+        return self.verdict.what_comes(held, self._remaining_restarts - 1 if self._bounded else None)
 
     def _stop_if_recurring(self, cause: WorkerFailure | LostPeers, watcher: Watcher) -> None:
         """End a job that would be restarted only to fail again because of what it restores. Raises ProtectionError."""

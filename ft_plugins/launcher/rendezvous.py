@@ -156,10 +156,11 @@ class Rendezvous(RendezvousHandler):
             return self._waiting, self.waiting_reason
         if view.phase is Phase.COMPLETE and view.round == self._round:
             return 0, ""
-        return max(1, view.waiting), (
-            f"round {self._round} is over (a node joined, left, or was silent for {silence:g} s): "
-            f"round {view.round} is {view.phase.value}; waiting nodes: {', '.join(view.names) or 'none yet'}"
-        )
+        members = self._node.roster_file.roster.ranks
+        back = [f"node {name} starts its workers again" for name in view.names if name in members]
+        joined = [f"node {name} has joined" for name in view.names if name not in members]
+        why = ", ".join(back + joined) or f"a node left, or was silent for {silence:g} s"
+        return max(1, view.waiting), f"round {self._round} is over: {why}"
 
     def wait_for_all(self, seconds: float) -> bool:
         """Wait, once the workers of this node have succeeded, until those of all nodes of the round have, or the job is

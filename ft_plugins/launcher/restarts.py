@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..errors import EXIT_REFUSED
+from ..smp.hang import HANG
 
 RESTORES_OF_ONE_VERSION = 3
+_LONGEST_ERROR = 300  # characters of an error in a line
 _SECONDARY = (signal.SIGABRT, signal.SIGTERM)  # from a watchdog that saw a dead peer, from a shutdown
 
 Status = Literal["succeeded", "failed", "stuck", "recurring", "refused", "signalled"]
@@ -44,11 +46,12 @@ class WorkerFailure:
         """Whether it ended with an error that a restart cannot cure."""
         return self.exitcode == EXIT_REFUSED
 
-    def line(self) -> str:
-        """One line for people, with rank and error."""
+    def line(self, node: str = "") -> str:
+        """One line for people, with rank and error; with `node`, also where to look."""
+        who = f"rank {self.rank} (pid {self.pid}, node {node})" if node else f"rank {self.rank}"
         how = f"was ended by {self.signal}" if self.exitcode < 0 else f"exited with status {self.exitcode}"
-        first = self.message.splitlines()[0] if self.message else ""
-        return f"rank {self.rank} {how}" + (f": {first}" if first else "")
+        first = self.message.splitlines()[0][:_LONGEST_ERROR] if self.message else ""
+        return f"{who} {how}" + (f": {first}" if first else "")
 
     @property
     def error(self) -> str:
@@ -63,13 +66,14 @@ class WorkerFailure:
 
 @dataclass(frozen=True)
 class LostPeers:
-    """Nodes that stopped responding to the SMPs, or stopped ranks."""
+    """Nodes that stopped responding to the SMPs, stopped ranks, or a hang."""
 
     lost: tuple[str, ...]
 
     def line(self) -> str:
         """One line for people."""
-        return f"{', '.join(self.lost)} stopped responding"
+        names = ", ".join(self.lost)
+        return names if names.startswith(HANG) else f"{names} stopped responding"
 
 
 def root_cause(failures: Sequence[WorkerFailure]) -> WorkerFailure:
@@ -104,6 +108,17 @@ class Verdict:
     restart: bool
     status: Status
     reason: str
+
+    def what_comes(self, held: int | None, left: int | None) -> str:
+        """For people, after the cause. `held`: the newest iteration in this node's memory. `left`: restarts of
+        `--max-restarts`, after this one; None if progress decides."""
+        if not self.restart:
+            return "the job stops"
+        if left is not None:
+            return f"all workers restart ({left} restarts are left)"
+        if held is None:
+            return "all workers restart; this node has nothing in memory to resume from"
+        return f"all workers restart, and resume from memory (iteration {held} is there on this node)"
 
 
 def judge(

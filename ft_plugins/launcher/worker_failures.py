@@ -54,7 +54,7 @@ def described(rank: int, failure: ProcessFailure) -> WorkerFailure:
     """torch's failure of global rank `rank`, with its message as text and the most precise time available."""
     report = Path(failure.error_file)
     reported = report.is_file()
-    message: Any = failure.message if reported or failure.exitcode < 0 else ""  # else it is torch's advice
+    message: Any = failure.message if reported else ""  # else it is torch's advice, or names the signal once more
     return WorkerFailure(
         rank=rank,
         local_rank=failure.local_rank,

@@ -38,6 +38,7 @@ from ..snapshot.progress_words import KEPT, RankProgress
 ITERATIONS = 10.0
 LEAST_SECONDS = 60.0
 LONGEST = 3.0
+HANG = "hang of "  # begins what is reported to the agent in place of lost nodes
 KNOWN = 3
 LONG_SECONDS = 1800.0  # three times torch's default timeout of a collective with NCCL, and its default with gloo
 APART_SECONDS = 600.0  # torch's default timeout of a collective with NCCL

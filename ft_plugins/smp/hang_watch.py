@@ -23,7 +23,7 @@ from ..events import Events, catalogue
 from ..snapshot.progress_words import RankProgress, read
 from ..snapshot.segment import Segment
 from . import stacks
-from .hang import HangVerdict, SlowRank, Stall, judge, slow_ranks
+from .hang import HANG, HangVerdict, SlowRank, Stall, judge, slow_ranks
 
 PAUSED_SECONDS = 5.0  # between two looks: this process did not run
 TOGETHER_SECONDS = 2.0  # on several nodes, from the announcement on: the first to restart ends the ranks of all
@@ -124,7 +124,7 @@ class HangWatch:
             phase=stall.phase.name.lower(), even=stall.even, ranks=list(self.verdict.ranks), seconds=seconds,
             limit_seconds=round(self.verdict.limit, 1), stacks=where, reason=f"{who}; {idle}",
         )  # fmt: skip
-        self._unwritten = token, [f"{who} ({idle})"]
+        self._unwritten = token, [f"{HANG}{who} ({idle})"]
 
     def _hung_before(self, iteration: int) -> bool:
         """Whether the last hang was there: in the same iteration, or one next to it, between which ranks wait."""

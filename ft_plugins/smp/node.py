@@ -334,15 +334,18 @@ class NodeTier:
     def _adopt(self) -> None:
         """Continue from the files of a previous SMP, if there are any."""
         try:
-            self._endpoint.resume()
+            moved = self._endpoint.resume()
             reference, token = job_file.read_record(self._run_dir)
             with self._lock:
                 protection = job_file.read(self._run_dir, reference)
                 store = self._claim(protection, token)
                 whole = self._pinned.resume(protection, store)
                 self._driver = self._driver_of(protection, store)
-                if whole:
+                if whole and not moved:
                     self._driver.start()
+            if moved:
+                reason = f"the other nodes do not find this SMP ({moved}): they start their workers again to learn it"
+                self._events.emit(catalogue.EXCHANGE_INTERRUPTED, reason=reason)
         except FileNotFoundError:
             return
         except (FtError, OSError, ValueError) as error:

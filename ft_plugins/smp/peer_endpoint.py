@@ -1,6 +1,7 @@
 """Where this node's SMP listens for those of other nodes, and how it connects to theirs: address, secret, encryption.
 
-Invariant: it is recorded in the run directory, so an SMP that replaces this one listens at the same address and port.
+Invariant: it is recorded in the run directory, so an SMP that replaces this one listens at the same address and, unless
+another process has the port now, at the same port: nobody asked for that one, so a taken one is no error.
 
 In: an address and a secret file from a trainer, or the record. Out: a `wire.Server`; connections and readers.
 """
@@ -14,6 +15,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from .. import files
+from ..errors import ConfigError
 from ..events import Events
 from ..intake import Address, Flag, Port, Text, read_json
 from . import wire
@@ -62,17 +64,26 @@ class PeerEndpoint:
         assert self._server is not None
         return self._server.endpoint
 
-    def resume(self) -> None:
-        """Listen as recorded by a previous SMP. Raises FileNotFoundError if there is no record; ConfigError, OSError,
+    def resume(self) -> str:
+        """Listen as recorded by a previous SMP. '' if other SMPs find this one there; else for people: where it is, as
+        they learn when workers start again. Raises FileNotFoundError if there is no record; ConfigError, OSError,
         ValueError."""
         recorded = read_json(self._path, _RECORD)
         self._start(recorded.address, recorded.port, recorded.secret_file, recorded.encrypt)
+        assert self._server is not None
+        host, port = self._server.endpoint
+        return "" if port == recorded.port else f"another process has port {recorded.port} of {host}; now at {port}"
 
     def _start(self, address: str, port: int, secret_file: str, encrypt: bool) -> None:
         self._secret = wire.read_secret(Path(secret_file))
         self._me = replace(self._me, encrypt=encrypt)
         self.close()
-        self._server = Server(address, port, self._me, self._secret, self._handle, self._events)
+        try:
+            self._server = Server(address, port, self._me, self._secret, self._handle, self._events)
+        except ConfigError:
+            if not port:
+                raise
+            self._server = Server(address, 0, self._me, self._secret, self._handle, self._events)
         files.write_json(self._path, asdict(_Listening(address, self._server.endpoint[1], secret_file, encrypt)))
 
     def connect(self, where: tuple[str, int], timeout: float, node: str = "") -> Peer:

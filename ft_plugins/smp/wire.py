@@ -277,12 +277,12 @@ class Server:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((address, port))
+            listener.listen(512)
         except OSError as error:
             listener.close()
             raise ConfigError(
                 f"the SMP cannot listen on {address}:{port} ({error.strerror}); choose another --ftp-interface"
             ) from error
-        listener.listen(512)
         self.endpoint: tuple[str, int] = (address, int(listener.getsockname()[1]))
         self._rejected = RejectedConnections(events)
         self._serving = Serving(self._serve, self._end, "smp-peer", _THREADS, IDLE_SECONDS)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import fcntl
 import itertools
+import json
 import os
 import re
 import select
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import termios
@@ -280,6 +282,34 @@ def test_two_nodes_on_one_machine_start_again_together(job: Job) -> None:
     for node in nodes:
         assert [event.fields["restart"] for event in job.events("workers.restarted", node)] == [1]
         assert not liveness.held(job.run_dir(node) / "smp.lock")
+
+
+def test_a_job_of_which_all_was_killed_resumes_although_a_stranger_has_the_port_of_an_smp(
+    job: Job, tmp_path: Path
+) -> None:
+    secret = job.folder / "secret"
+    secret.write_text("what the nodes of this job know")
+    secret.chmod(0o600)
+    words = ("--nnodes", "2", "--nproc-per-node", "1", "--ftp-secret-file", str(secret))
+    words += ("--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-conf")
+    ranks = {"a": "node_rank=0", "b": "node_rank=1"}  # rank 0, which holds, is on a
+    os.mkfifo(tmp_path / "hold")
+    nodes = {node: job.start(*words, rank, node=node, HOLD=str(tmp_path / "hold")) for node, rank in ranks.items()}
+    nodes["a"].read_until("holding in 4")
+    for node, run in nodes.items():
+        with Client(job.run_dir(node)) as client:
+            smp = client.status()["pid"]
+        run.process.kill()  # first: it would replace its SMP
+        os.kill(smp, signal.SIGKILL)
+    for run in nodes.values():
+        run.read_until(None)
+
+    recorded = json.loads((job.run_dir("b") / "endpoint.json").read_text())
+    with socket.create_server((recorded["address"], recorded["port"])):
+        nodes = {node: job.start(*words, rank, node=node) for node, rank in ranks.items()}
+        assert [run.end() for run in nodes.values()] == [0, 0], "".join(run.output for run in nodes.values())
+    found = LAST_LINE.search(nodes["a"].output)
+    assert found and int(found[1]) in (2, 3), nodes["a"].output
 
 
 def test_what_no_restart_can_cure_is_one_line_and_no_restart(job: Job) -> None:

@@ -77,7 +77,9 @@ def test_a_job_that_hangs_restarts_with_its_culprit_named_and_ends_as_the_unfail
     stacks = [(Path(hung["stacks"]) / f"rank{rank}.txt").read_text() for rank in range(2)]
     assert "in all_reduce" in stacks[0] if how == "deadlock" else "in backward" in stacks[0]
     assert f"in {function}" in stacks[1] if function else "is stopped by a signal" in stacks[1]
-    assert "no iteration was completed for" in job.log.read_text(), "the agent says why it kills the workers"
+    who = "rank 1 of node node0, " if ranks else "all ranks, none behind the others, "
+    [line] = [line for line in job.log.read_text().splitlines() if "no iteration was completed for" in line]
+    assert f"workers.killed: node node0: hang of {who}" in line and "all workers restart" in line
     resumed = {entry["from"] for entry in found if entry.get("restart") == 1}
     # a capture needs the interpreter's lock: if that is never given back, the last one may not have been sealed
     assert resumed <= {5, 6} and len(resumed) == 1 if how == "spin-with-lock" else resumed == {6}

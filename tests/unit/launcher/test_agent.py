@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import select
 import signal
 import time
@@ -311,12 +312,16 @@ def test_a_job_that_succeeds_returns_its_values_and_leaves_nothing_behind(node: 
     assert [(event["nproc"], event["script"]) for event in node.events("job.started")] == [(2, "succeed")]
 
 
-def test_a_killed_rank_is_named_its_peers_end_at_once_and_all_start_again_under_a_new_token(node: Node) -> None:
+def test_a_killed_rank_is_named_its_peers_end_at_once_and_all_start_again_under_a_new_token(
+    node: Node, capfd: pytest.CaptureFixture[str]
+) -> None:
     before = time.monotonic()
     outcome = node.run(killed_once)
     assert (outcome.status, outcome.return_values) == ("succeeded", {0: [0, 1, 2], 1: [1, 1, 2]})
     failed = node.events("worker.failed")
     assert [(event["rank"], event["exitcode"], event["signal"]) for event in failed] == [(1, -9, "SIGKILL")]
+    [line] = [line for line in capfd.readouterr().err.splitlines() if "SIGKILL" in line and "ft-run: " in line]
+    assert re.fullmatch(r"ft-run: rank 1 \(pid \d+, node n\) was ended by SIGKILL; all workers restart.*", line), line
     [restart] = node.events("workers.restarted")
     assert (restart["restart"], restart["token"]) == (1, 2)
     assert restart["seconds"] < 25 and time.monotonic() - before < WAIT  # torch would wait 30 s for the peer

@@ -252,7 +252,7 @@ def test_a_node_that_begins_anew_is_seen_by_those_whose_workers_run(start: Start
     until(nodes[0], 1)
     until(nodes[2], 1)
     reason = nodes[2].ask("why")
-    assert reason.startswith("round 1 is over (") and reason.endswith("; waiting nodes: b"), reason
+    assert reason == "round 1 is over: node b starts its workers again"
     nodes[0].tell("join")
     until(nodes[2], 2)
     assert nodes[2].tell("join").hear()["names"] == ["a", "b", "c"]
@@ -915,7 +915,8 @@ def test_workers_that_start_again_because_a_round_is_over_have_a_reason_in_the_e
     agent._events.subscribe(lambda event: happened.append(event.fields["reason"]))
     agent._failed_at, alone.waiting_reason = (1.0 if failed else None), "node x was not heard of"
     agent._restart_workers(agent._worker_group)
-    assert happened == ([] if failed else ["round.ended", "node x was not heard of"])
+    words = "node x was not heard of; the workers of this node restart too"
+    assert happened == ([] if failed else ["round.ended", words])
     assert agent._worker_group.spec.max_restarts == (3 if failed else 4)
 
 

@@ -12,11 +12,13 @@ from ft_plugins.errors import EXIT_REFUSED
 from ft_plugins.launcher.restarts import (
     RESTORES_OF_ONE_VERSION,
     LostPeers,
+    Verdict,
     WorkerFailure,
     judge,
     restores_so_far,
     root_cause,
 )
+from ft_plugins.smp.hang import HANG
 
 
 def failure(rank: int, exitcode: int = 1, message: str = "RuntimeError: boom", time: float = 10.0) -> WorkerFailure:
@@ -26,6 +28,19 @@ def failure(rank: int, exitcode: int = 1, message: str = "RuntimeError: boom", t
 def decisions(versions: list[int | None]) -> list[bool]:
     """Whether the job is restarted, at each failure of a story."""
     return [judge(failure(0), versions[: n + 1], None).restart for n in range(len(versions))]
+
+
+def test_the_line_at_a_failure_says_who_failed_where_and_what_comes_now() -> None:
+    assert failure(3, -9, "").line("b") == "rank 3 (pid 103, node b) was ended by SIGKILL"
+    assert failure(3, 1, "x" * 5000).line("b").startswith("rank 3 (pid 103, node b) exited with status 1: xx")
+    assert len(failure(3, 1, "x" * 5000).line("b")) < 400
+    assert LostPeers(("node b", "node c")).line() == "node b, node c stopped responding"
+    assert LostPeers((f"{HANG}rank 1 of node b",)).line() == "hang of rank 1 of node b"
+    restart = Verdict(True, "failed", "")
+    assert "resume from memory (iteration 410 is" in restart.what_comes(410, None)
+    assert "nothing in memory" in restart.what_comes(None, None)
+    assert restart.what_comes(None, 2) == "all workers restart (2 restarts are left)"
+    assert Verdict(False, "stuck", "why").what_comes(410, None) == "the job stops"
 
 
 def test_a_job_that_gets_further_is_restarted_for_ever() -> None:

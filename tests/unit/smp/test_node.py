@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -375,6 +376,27 @@ def test_a_silent_node_is_declared_lost_by_the_others_and_by_them_only(
     for node in others:
         node.tier.suspend()
         assert not (node.run_dir / "lost.json").exists(), "a new incarnation starts with a clean slate"
+
+
+def test_a_stranger_on_the_port_of_a_dead_smp_costs_the_next_one_only_the_port(cluster: Callable[..., Cluster]) -> None:
+    job = cluster(2)
+    job.protect()
+    job.train(1, 2)
+    moved, other = job.nodes
+    moved.tier.suspend()
+    moved.tier._endpoint.close()
+    with socket.create_server(moved.endpoint):
+        moved.tier = moved._start()
+    [event] = [event for event in moved.seen if event.name == "exchange.interrupted"]
+    assert f"another process has port {moved.endpoint[1]} of 127.0.0.1" in str(event.fields["reason"])
+    wait((other.run_dir / "lost.json").exists)  # so its workers end, and all are started again
+
+    former, moved.endpoint = moved.endpoint, moved.tier.endpoint("127.0.0.1", str(job.secret))
+    assert moved.endpoint[1] != former[1]
+    assert json.loads((moved.run_dir / "endpoint.json").read_text())["port"] == moved.endpoint[1]
+    assert moved.tier.inventory()["parity"] == [(1, 2)], "what the SMP before held is kept"
+    job.protect(2, Version(1, 2))
+    job.train(3, 3, 2)
 
 
 def test_what_a_full_disk_did_not_take_of_a_loss_is_told_again(
