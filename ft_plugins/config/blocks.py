@@ -135,7 +135,7 @@ class ReftConfig(SystemConfig):
     checkpoint_seconds: float = Field(
         30.0,
         ge=0,
-        description="how long ft-run, when it has to end, waits until the newest snapshot is written",
+        description="how long ft-run, when the job ends in order, waits for a checkpoint that is due",
         json_schema_extra=more("seconds", needs="checkpoint_dir"),
     )
 

@@ -96,6 +96,13 @@ class Config(Block):
         "evaluation or the framework's own checkpoint may always take half an hour",
         json_schema_extra=more("seconds", "a number >= 0, or auto", needs_system=True),
     )
+    grace_seconds: float = Field(
+        20.0,
+        gt=0,
+        description="how long ft-run takes at most to end after a signal: what is in memory is written at once, and "
+        "training processes that still run after three quarters of that time are killed",
+        json_schema_extra=more("seconds", needs_system=True),
+    )
     orphan_seconds: float = Field(
         1800.0,
         ge=0,

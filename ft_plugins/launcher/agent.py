@@ -15,7 +15,7 @@ import os
 import signal
 import socket
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -29,7 +29,7 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerState,
 )
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import PContext
+from torch.distributed.elastic.multiprocessing import PContext, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousStoreInfo
 
@@ -42,6 +42,7 @@ from .endpoint import Endpoint
 from .recurring import Life, advice, recurring
 from .rendezvous import Rendezvous
 from .restarts import LostPeers, Verdict, WorkerFailure, judge, root_cause
+from .signals import SignalStop
 from .watcher import Job, Watcher
 from .worker_exits import WorkerExits
 
@@ -55,7 +56,8 @@ class _RoundEnded(Exception):
 
 
 class ProgressAgent(LocalElasticAgent):
-    """torch's agent, bounded by a count if `bounded`, else by progress. `watcher` is None if nothing is protected."""
+    """torch's agent, bounded by a count if `bounded`, else by progress. `watcher` is None if nothing is protected,
+    `stop` if there is no job."""
 
     def __init__(
         self,
@@ -65,6 +67,7 @@ class ProgressAgent(LocalElasticAgent):
         watcher: Watcher | None,
         events: Events,
         bounded: bool,
+        stop: SignalStop | None,
         **torch_arguments: Any,
     ) -> None:
         super().__init__(spec, **torch_arguments)
@@ -74,6 +77,7 @@ class ProgressAgent(LocalElasticAgent):
         self._watcher = watcher
         self._events = events
         self._bounded = bounded
+        self._stop = stop
         self._store_of_workers: TCPStore | None = None  # on the node of group rank 0; serves until released
         self._channel: AgentChannel | None = None  # to the other nodes, if the rendezvous is not ours
         self._versions: list[int | None] = []  # the newest restorable iteration at each failure
@@ -99,6 +103,26 @@ class ProgressAgent(LocalElasticAgent):
                 reason = "another node failed or left after the workers of this node had succeeded; they start again"
                 self._events.emit(catalogue.ROUND_ENDED, reason=reason)
                 self._worker_group.spec.max_restarts += 1  # not counted, like any change of nodes
+            except SignalException as error:
+                if self._stop is not None:
+                    self._end_workers(self._stop, error.sigval)
+                raise
+
+    def _end_workers(self, stop: SignalStop, number: signal.Signals) -> None:
+        """Pass signal `number` on, kill what is left when the workers' part of the grace is over, or at another signal.
+        What is in memory is written meanwhile."""
+        stop.begin()
+        if self._pcontext is None:
+            return
+        context = self._pcontext
+        vars(context)["close"] = lambda *_, **__: type(context).close(context, signal.SIGKILL, 0)  # torch calls it next
+        with suppress(SignalException):
+            for pid in worker_failures.unreaped(context):
+                worker_failures.signal_group(pid, number)
+            self._exits.wait_for_all(stop.left_for_workers)
+        for pid in worker_failures.unreaped(context):
+            worker_failures.signal_group(pid, signal.SIGKILL)
+        self._exits.wait_for_all(min(_KILLED_SECONDS, stop.left))
 
     def _exit_barrier(self) -> None:
         """torch's, which mistakes a lost node for a finished one; with our rendezvous, its own wait."""
@@ -317,7 +341,7 @@ class ProgressAgent(LocalElasticAgent):
         """Kill the workers here: without the lost nodes or ranks they hang in a collective, or soon will."""
         self._failed_at = self._seen = time.monotonic()
         for pid in self._context().pids().values():
-            worker_failures.kill_group(pid)
+            worker_failures.signal_group(pid, signal.SIGKILL)
         cause = LostPeers(tuple(lost))
         next_step = self._give_verdict(cause)
         self._events.emit(catalogue.WORKERS_KILLED, lost=lost, reason=f"{cause.line()}; {next_step}")
@@ -327,7 +351,7 @@ class ProgressAgent(LocalElasticAgent):
         """Kill the remaining workers and their children; the result lists the failures of `failed` only."""
         context = self._context()
         for pid in context.pids().values():
-            worker_failures.kill_group(pid)
+            worker_failures.signal_group(pid, signal.SIGKILL)
         self._exits.wait_for_all(_KILLED_SECONDS)  # torch's `close` looks for them in growing pauses
         context.close(signal.SIGKILL)
         failures = {}

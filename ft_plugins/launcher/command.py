@@ -17,6 +17,7 @@ import socket
 import sys
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -151,6 +152,12 @@ def _choose_rendezvous(options: argparse.Namespace, plan: Plan) -> None:
 
 
 @record
+def _raise(error: Exception) -> None:
+    """Raise it, so that `record` writes it to the error file of ft-run's parent, as torchrun does."""
+    raise error
+
+
+@record
 def _raise_for(outcome: Outcome, name: str) -> None:
     """Raise the error that ended the job; `record` copies it to the error file of ft-run's parent, if it wants one."""
     if outcome.status == "refused":
@@ -167,6 +174,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"ft-run: {error}", file=sys.stderr)
         return EXIT_REFUSED
     except SignalException as error:
+        with suppress(SignalException, OSError):
+            _raise(error)
         print(f"ft-run: ended by {error.sigval.name}; give the same command again to resume", file=sys.stderr)
         return 128 + error.sigval
     if outcome.status == "succeeded":

@@ -13,7 +13,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -40,6 +40,7 @@ from .job_lock import JobLock
 from .rendezvous import Rendezvous
 from .rendezvous_settings import BACKEND
 from .restarts import Status
+from .signals import SignalStop, notices, report_missed
 from .watcher import Job, Watcher
 
 _UNBOUNDED = 1_000_000_000  # restarts that torch's counter allows if progress decides
@@ -98,20 +99,22 @@ def launch(
                 entrypoint = worker.forked(entrypoint, copies)
         events.emit(catalogue.JOB_STARTED, nproc=config.nproc_per_node, script=name)
         status, everywhere = "failed", True
+        stop = SignalStop(watcher, events, job.config.grace_seconds) if job else None
         try:
-            outcome = _run(config, entrypoint, args, job, watcher, events, bounded)
+            with notices(watcher, config.signals_to_handle) if watcher else nullcontext():
+                outcome = _run(config, entrypoint, args, job, watcher, events, bounded, stop)
             status, everywhere = outcome.status, outcome.everywhere
         except ConfigError:
             status = "refused"
             raise
         except SignalException:
             status = "signalled"
-            if watcher:
-                _to_storage(watcher, events, "ft-run is ended by a signal")
+            if stop:
+                stop.finish()
             raise
         finally:
             if watcher and status == "succeeded":
-                _to_storage(watcher, events, "the job ends", only_due=True)
+                _write_due(watcher, events)
             if watcher and status == "succeeded" and not everywhere:
                 reason = "other nodes may still resume from these snapshots; run 'ft-plugins end' when the job is over"
                 events.emit(catalogue.SMP_RETAINED, reason=reason)
@@ -156,21 +159,13 @@ def _holds_nothing(watcher: Watcher) -> bool:
         return False  # keep the segments
 
 
-def _to_storage(watcher: Watcher, events: Events, reason: str, only_due: bool = False) -> None:
-    """Have the newest snapshot (`only_due`: only a due checkpoint) written to storage, waiting for at most
-    --reft-checkpoint-seconds; without storage, do nothing."""
+def _write_due(watcher: Watcher, events: Events) -> None:
+    """Have a checkpoint that is due written to storage, waiting for at most --reft-checkpoint-seconds."""
     try:
-        checkpoint = watcher.checkpoint(reason, only_due)
+        outcome = watcher.checkpoint("the job ends", only_due=True)
     except ProtectionError as error:
-        checkpoint = {"state": "failed", "reason": str(error)}
-    match checkpoint["state"]:
-        case "done" if not only_due:
-            print(f"ft-run: iteration {checkpoint['iteration']} is in {checkpoint['path']}", file=sys.stderr)
-        case "failed" | "writing":
-            late = "it was not written in time (--reft-checkpoint-seconds); the SMP continues to write it"
-            reason = checkpoint.get("reason", late)
-            events.emit(catalogue.CHECKPOINT_MISSED, reason=reason)
-            print(f"ft-run: the newest snapshot is not in storage: {reason}", file=sys.stderr)
+        outcome = {"state": "failed", "reason": str(error)}
+    report_missed(events, outcome)
 
 
 def _end_in_order(watcher: Watcher, events: Events) -> None:
@@ -190,6 +185,7 @@ def _run(
     watcher: Watcher | None,
     events: Events,
     bounded: bool,
+    stop: SignalStop | None,
 ) -> Outcome:
     """Build the agent and run it."""
     handler, spec = _specify(config, entrypoint, args, job, bounded)
@@ -198,7 +194,7 @@ def _run(
     known = inspect.signature(LocalElasticAgent.__init__).parameters  # newer versions of torch have more
     names = ("logs_specs", "start_method", "log_line_prefix_template", "shutdown_timeout")
     options = {name: getattr(config, name) for name in names if name in known}
-    agent = ProgressAgent(spec, job=job, watcher=watcher, events=events, bounded=bounded, **options)
+    agent = ProgressAgent(spec, job=job, watcher=watcher, events=events, bounded=bounded, stop=stop, **options)
     metrics.initialize_metrics(metrics.MetricsConfig(config.metrics_cfg))
     result: RunResult | None = None
     reason = "this node left the rendezvous"

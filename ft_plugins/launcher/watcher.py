@@ -145,12 +145,14 @@ class Watcher:
             return []
         return list(content.lost) if content.token == token else []
 
-    def checkpoint(self, reason: str, only_due: bool = False) -> dict[str, Any]:
-        """Have the newest version (`only_due`: only a due one) written to storage; wait as long as configured.
+    def checkpoint(self, reason: str, only_due: bool = False, seconds: float | None = None) -> dict[str, Any]:
+        """Have the newest version (`only_due`: only a due one) written to storage; wait for it, by default as long as
+        configured.
 
         Returns what `smp.Client.checkpoint` does. Raises ProtectionError if there is no SMP.
         """
-        seconds = self._job.config.capture.checkpoint_seconds if self._job.config.capture else 0.0
+        if seconds is None:
+            seconds = self._job.config.capture.checkpoint_seconds if self._job.config.capture else 0.0
         try:
             with self._connect(self._job.run_dir, _CHECKPOINT_CALL_SECONDS) as client:
                 outcome: dict[str, Any] = client.checkpoint(reason, seconds, only_due)

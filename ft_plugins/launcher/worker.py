@@ -30,11 +30,12 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from .. import faults, files, stamps
 from ..config import LaunchContext, launch_context
 from ..errors import EXIT_REFUSED, FtError, ProtocolError, ReplicaError
+from ..smp import liveness
 from . import hooks
 from .binding import bind_to_agent
 from .start_collection import collect_seldom
 
-_ENDED_BY = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_HANDLED = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, *liveness.NOTICES)  # by the agent
 _EXIT_FAILED = 1  # a restart may cure it
 
 P = ParamSpec("P")
@@ -42,7 +43,9 @@ R = TypeVar("R")
 
 
 def enter(context: LaunchContext) -> None:
-    """Prepare a rank: bind it to its agent, arm the configured faults."""
+    """Prepare a rank: bind it to its agent, arm the configured faults. Notices of preemption, which batch systems send
+    to all processes, are ft-run's, unless the script handles them itself."""
+    liveness.ignore_notices()
     if context.agent_pid is not None:
         bind_to_agent(context.agent_pid)
     if context.config is not None:
@@ -76,7 +79,7 @@ def forked(function: Callable[P, R], close_copies: Sequence[Callable[[], None]])
         stamps.begin()
         for close in close_copies:
             close()
-        for number in _ENDED_BY:  # the agent's handlers raise, which a rank's code might catch
+        for number in _HANDLED:  # the agent's handlers raise, which a rank's code might catch
             signal.signal(number, signal.SIG_DFL)
         enter(launch_context(os.environ))
         return guarded(function)(*args, **kwargs)

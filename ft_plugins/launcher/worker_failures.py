@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -65,13 +66,23 @@ def described(rank: int, failure: ProcessFailure) -> WorkerFailure:
     )
 
 
-def kill_group(pid: int) -> None:
-    """SIGKILL a worker that is not reaped yet, and its process group if it leads one."""
+def unreaped(context: PContext) -> list[int]:
+    """The process ids of workers that are certainly theirs, because they have not been reaped."""
+    found = []
+    for pid in context.pids().values():
+        with suppress(ChildProcessError):
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            found.append(pid)
+    return found
+
+
+def signal_group(pid: int, number: signal.Signals) -> None:
+    """Send a signal to a worker that is not reaped yet, and to its process group if it leads one."""
     try:
         if os.getpgid(pid) == pid:
-            os.killpg(pid, signal.SIGKILL)
+            os.killpg(pid, number)
         else:
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, number)
     except ProcessLookupError:
         return  # reaped: it ended in order
 

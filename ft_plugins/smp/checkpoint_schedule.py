@@ -30,7 +30,9 @@ _NOTICE_SECONDS = 1.0  # between two looks at the notices of other nodes
 _OFFER_SECONDS = 10.0  # for other nodes to offer what they hold; after that this node chooses alone
 _PACE_SECONDS = 10.0  # over which the pace of training is measured
 _MEASURED_SECONDS = 1.0  # of measuring before a version is announced
+_STOP_SECONDS = 1.0  # for trainers to stop that have got the signal too; and without an iteration: they stand
 REQUEST = "request"  # the reason of a call that a user makes
+STOP = "ft-run is ended by a signal"  # of one while trainers may train on, because they hold the signal
 
 
 @dataclass(eq=False)
@@ -44,7 +46,7 @@ class CheckpointCall:
     keep: bool = False
     began: float = field(default_factory=time.monotonic)
     target: Version | None = None  # the announced version
-    offered: bool = False
+    offered: frozenset[Version] | None = None
     outcome: dict[str, Any] | None = None
     over: threading.Event = field(default_factory=threading.Event)
 
@@ -117,6 +119,7 @@ class CheckpointSchedule:
         self._heard_at = 0.0
         self._pace = (0.0, 0)  # a time, and the iteration that was complete then
         self._seen = -1
+        self._advanced = 0.0  # when the last iteration was completed
         self._settled: tuple[frozenset[Version], Version] | None = None  # the held versions, and the one agreed on
         self.pause = FAR_SECONDS
 
@@ -137,7 +140,8 @@ class CheckpointSchedule:
             self.pause = max(NEAR_SECONDS, min(FAR_SECONDS, (turn - completed) / rate / 2))
         else:
             self.pause = FAR_SECONDS
-        self._seen = completed
+        if completed != self._seen:
+            self._seen, self._advanced = completed, now
         if len(segments) < storage.world_size:
             missed = now - self._heard_at > _NOTICE_SECONDS  # what another node may have announced
         else:
@@ -173,9 +177,11 @@ class CheckpointSchedule:
             if storage.audits and (seen.good or waits):
                 return max(seen.good, default=None)
             return self._best(storage, seen)
-        if call.reason == REQUEST and seen.moving:
+        moving, now = seen.moving, time.monotonic()
+        advances = moving and call.reason == STOP and now - self._advanced < _STOP_SECONDS
+        if moving and call.reason == REQUEST or advances and now - call.began > _STOP_SECONDS:
             return self._named(call, storage, folder, seen, known)
-        return self._agreed(call, storage, folder, seen)
+        return None if advances else self._agreed(call, storage, folder, seen, moving)
 
     def _best(self, storage: Storage, seen: NodeView) -> Version | None:
         """The newest version, preferring good verdicts if replicas are compared."""
@@ -194,30 +200,37 @@ class CheckpointSchedule:
         """The version that all nodes write while the job trains."""
         if call.target in known:
             return call.target
+        heard = self._heard(folder, seen)
+        if heard is not None and heard.iteration > seen.completed:
+            call.target = heard  # of two nodes that announce at the same time, the last one's is what both write
         if call.target is not None and call.target not in seen.held and seen.held and max(seen.held) > call.target:
             Notices(folder, self._node).have(call.target)
             call.target = self._wanted = None  # some node overwrote it before it was seen: announce another one
         if call.target is None:
-            heard = self._heard(folder, seen)
             rate = self._rate(time.monotonic(), seen.completed, _MEASURED_SECONDS)
-            if heard is None or heard.iteration <= seen.completed:
-                if rate is None:
-                    return None
-                heard = retention.name_ahead(seen.lineage, seen.completed, storage.step, rate)
-                Notices(folder, self._node).want(heard)
-            call.target = self._wanted = heard
+            if rate is None:
+                return None
+            call.target = self._wanted = retention.name_ahead(seen.lineage, seen.completed, storage.step, rate)
+            Notices(folder, self._node).want(call.target)
         return call.target if call.target in (seen.good if storage.audits else seen.held) else None
 
-    def _agreed(self, call: CheckpointCall, storage: Storage, folder: Path, seen: NodeView) -> Version | None:
-        """The version that all nodes write once the job has stopped. It stays the same while the held versions do."""
+    def _agreed(
+        self, call: CheckpointCall, storage: Storage, folder: Path, seen: NodeView, moving: bool
+    ) -> Version | None:
+        """The version that all nodes write once the job has stopped. It stays the same while the held versions do.
+        `moving`: trainers live, but stand, so that this node does not choose alone."""
         if self._settled is not None and self._settled[0] == seen.held:
             return self._settled[1]
         notices = Notices(folder, self._node)
-        if not call.offered:
+        if call.target is not None:  # it does not come any more
+            notices.have(call.target)
+            call.target = self._wanted = None
+        if call.offered != seen.held:
             notices.offer(seen.segments, seen.held, storage.world_size, seen.marks if storage.audits else {})
-            call.offered = True
+            call.offered = seen.held
         agreed = retention.newest_held_by_all(notices.offers(storage.world_size), storage.world_size)
         if agreed is not None and agreed in seen.held:
             self._settled = (seen.held, agreed)
             return agreed
-        return self._best(storage, seen) if time.monotonic() - call.began > _OFFER_SECONDS else None
+        late = not moving and time.monotonic() - call.began > _OFFER_SECONDS
+        return self._best(storage, seen) if late else None

@@ -20,6 +20,7 @@ from ..snapshot.shape import Shape
 from ..snapshot.slots import Version
 from . import isolated, job_file, liveness, protocol
 from .checkpoint_schedule import REQUEST as REQUEST  # the reason of a checkpoint that a user requests
+from .checkpoint_schedule import STOP as STOP  # of one that ft-run requests because of a signal
 from .local_connection import RETRY_SECONDS, LocalConnection
 from .protection import Protection
 

@@ -19,10 +19,18 @@ from pathlib import Path
 from ..errors import BusyError
 from ..outside_values import read_bytes
 
+NOTICES = (signal.SIGUSR1, signal.SIGUSR2)  # of preemption; batch systems send them to all processes of a job
 _PID_BYTES = 20
 # `struct flock` of a write lock on a whole file, of the open file description: it lives as long as that does, also over
 # fork, like a lock of flock(2), but can be queried without being taken for a moment.
 _WHOLE_FILE = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+
+
+def ignore_notices() -> None:
+    """Leave notices of preemption to ft-run, unless this process handles them. For the main thread."""
+    for number in NOTICES:
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, signal.SIG_IGN)
 
 
 def started(pid: int) -> int:

@@ -218,6 +218,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0 if os.read(listening, 1) else 1
     os.close(listening)
     os.setsid()
+    liveness.ignore_notices()
     step_back_session()
     if os.fork() > 0:
         os._exit(0)

@@ -13,14 +13,17 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ft_plugins.smp import liveness
 from ft_plugins.smp.client import Client
-from ft_plugins.smp.status import newest_common
+from ft_plugins.smp.status import common, newest_common
 from ft_plugins.snapshot import checkpoint
+from ft_plugins.testing.fills import main as fill
 from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
 from ft_plugins.testing.job_control import (
     BOUND,
@@ -30,6 +33,7 @@ from ft_plugins.testing.job_control import (
     lose_memory,
     stop_after,
     wait_for,
+    wait_until,
     write_checkpoints,
 )
 from ft_plugins.testing.ports import free_port
@@ -363,6 +367,74 @@ def test_told_to_end_ft_run_leaves_the_newest_snapshot_in_storage_and_says_where
     assert resumed(torch_server, dataclasses.replace(spec, argv=words)) == newest.iteration
 
 
+def hold_the_signal(argv: list[str]) -> None:
+    """Entry of ranks that train on after SIGTERM."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    fill(argv)
+
+
+HOLD = {"entry": f"{__file__}:hold_the_signal"}
+
+
+def require_written_while_ranks_train(jobs: list[RunningJob]) -> int:
+    """Send SIGTERM to all nodes, and wait for the first checkpoint, and for newer versions of ranks that still train.
+    Then kill them, and wait for the end. Returns the iteration of the first checkpoint."""
+    for job in jobs:
+        job.kill(signal.SIGTERM)
+    spec = jobs[0].spec
+    wait_for(
+        spec.run_dir / "events.jsonl", lambda found: any("checkpoint.completed" in e["name"] for e in found), BOUND
+    )
+    (first,) = [line["iteration"] for line in events(spec, "checkpoint.completed")]
+    ranks = [line["pid"] for job in jobs for line in events(job.spec, "rank.attached")]
+    assert all(liveness.started(pid) for pid in ranks), "the ranks are not waited for"
+
+    def newest() -> int:
+        with Client(spec.run_dir) as client:
+            version = newest_common(client.status())
+        return version.iteration if version else 0
+
+    wait_until(lambda: newest() > first + 5, BOUND, lambda: f"iteration {newest()}, the checkpoint has {first}")
+    for pid in ranks:
+        with suppress(ProcessLookupError):  # it failed because of another one
+            os.kill(pid, signal.SIGKILL)
+    for job in jobs:
+        assert "got signal: 15" in job.wait(BOUND)["reason"]
+    return int(first)
+
+
+def test_ranks_that_hold_the_signal_are_not_waited_for_and_what_they_seal_meanwhile_is_left_in_storage(
+    torch_server: ForkServer, jobs: Spec, tmp_path: Path
+) -> None:
+    spec = fills(jobs, tmp_path, 1_000_000, *ON_REQUEST, "--ftp-grace-seconds", "600", **HOLD)
+    job = torch_server.start(spec)
+    wait_for(spec.run_dir / "events.jsonl", lambda found: captured(found, 20, 2), BOUND)
+    first = require_written_while_ranks_train([job])
+    with Client(spec.run_dir) as client:
+        newest = newest_common(client.status())
+    assert newest is not None and complete(spec) == sorted([f"v1-{first}", f"v1-{newest.iteration}"])
+    for iteration in (first, newest.iteration):
+        assert f"ft-run: iteration {iteration} is in {base(spec) / f'v1-{iteration}'}" in job.log.read_text()
+
+
+def test_a_notice_of_preemption_writes_a_checkpoint_says_where_and_training_goes_on(
+    torch_server: ForkServer, jobs: Spec, tmp_path: Path
+) -> None:
+    """Batch systems send it to all processes of the job."""
+    spec = fills(jobs, tmp_path, 12, *ON_REQUEST)
+    job = stop_after(torch_server, spec, 5)
+    with Client(spec.run_dir) as client:
+        smp = client.status()["pid"]
+    for pid in (smp, *(line["pid"] for line in events(spec, "rank.attached"))):
+        os.kill(pid, signal.SIGUSR1)
+    job.kill(signal.SIGUSR1)
+    line = f"ft-run: SIGUSR1: iteration 5 is in {base(spec) / 'v1-5'}; training continues"
+    wait_until(lambda: line in job.log.read_text(), BOUND, job.tail)
+    go_on(spec)
+    assert job.wait(BOUND) == {"status": "succeeded", "reason": "", "restarts": 0}, job.tail()
+    assert complete(spec) == ["v1-5"] and not events(spec, "smp.lost")
+
+
 def test_an_orphaned_snapshot_process_writes_what_it_holds(
     torch_server: ForkServer, jobs: Spec, tmp_path: Path
 ) -> None:
@@ -469,6 +541,29 @@ def test_two_nodes_told_to_end_write_one_checkpoint_and_start_from_it_together(
         assert [event.fields["tier"] for event in job.events("state.restored")] == ["storage"]
     found = [entry for entry in entries(tmp_path / "journal") if entry.get("restored")]
     assert [(entry["restored"], entry["torn"]) for entry in found] == [(iteration, []), (iteration, [])]
+
+
+def test_two_nodes_whose_ranks_hold_the_signal_write_the_same_versions_meanwhile_and_in_the_end(
+    torch_server: ForkServer, jobs: Spec, tmp_path: Path
+) -> None:
+    secret, port, running = tmp_path / "secret", free_port(), list[RunningJob]()
+    secret.write_text("what the nodes of this job know")
+    secret.chmod(0o600)
+    for node in ("node0", "node1"):
+        more = ("--ftp-node-name", node, "--ftp-secret-file", str(secret), "--ftp-grace-seconds", "600")
+        spec = fills(
+            jobs, tmp_path, 1_000_000, *ON_REQUEST, *more, ranks=1, node=node, nnodes=2, endpoint=f"localhost:{port}",
+            **HOLD,
+        )  # fmt: skip
+        running.append(torch_server.start(spec))
+    for job in running:
+        wait_for(job.spec.run_dir / "events.jsonl", lambda found: captured(found, 20, 1), BOUND)
+    first = require_written_while_ranks_train(running)
+    held = []
+    for job in running:
+        with Client(job.spec.run_dir) as client:
+            held.append({version.iteration for version in common(client.status())})
+    assert complete(running[0].spec) == sorted([f"v1-{first}", f"v1-{max(set.intersection(*held))}"])
 
 
 def counts_again(found: list[Entry]) -> bool:

@@ -221,6 +221,14 @@ def always_fail(told: Told) -> None:
     forever()
 
 
+def hold_the_signal(told: Told) -> None:
+    context = launch_context(os.environ)
+    signal.signal(signal.SIGTERM, lambda *_: told.say("held", context.rank))
+    capture(1)
+    told.say("rank", context.rank, os.getpid())
+    forever()
+
+
 def fail_after_an_iteration(told: Told) -> None:
     context = launch_context(os.environ)
     if context.rank == 0:
@@ -447,6 +455,20 @@ def test_smp_and_rank_killed_together_start_again(node: Node) -> None:
     os.kill(ranks[1], signal.SIGKILL)
     outcome = node.outcome()
     assert (outcome.status, outcome.return_values, outcome.restarts) == ("succeeded", {0: 2, 1: 2}, 1)
+
+
+def test_ranks_that_hold_the_signal_are_killed_when_their_part_of_the_grace_is_over(node: Node) -> None:
+    config, _ = Config.from_flags([*node.job.config.flags(), "--ftp-grace-seconds", "2"])
+    node.job = replace(node.job, config=config)
+    agent = node.start(hold_the_signal)
+    ranks = node.pids()
+    began = time.monotonic()
+    os.kill(agent.pid or 0, signal.SIGTERM)
+    assert node.told.hear("held") and node.told.hear("held"), "they have got it"
+    assert node.told.hear("agent") == ["SignalException"]
+    assert time.monotonic() - began < 25, "torch would give them 30 s"
+    assert all(gone(pid) for pid in ranks.values())
+    assert len(node.left_behind()) == 2
 
 
 def test_a_terminated_agent_ends_its_ranks_and_leaves_the_memory(node: Node) -> None:

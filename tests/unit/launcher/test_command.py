@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import signal
 from pathlib import Path
 
@@ -152,11 +153,15 @@ def test_a_signal_is_told_by_the_status_as_a_shell_does(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def execute(planned: Plan) -> Outcome:
-        raise SignalException("told to end", signal.SIGTERM)
+        raise SignalException("Process 7 got signal: 15", signal.SIGTERM)
 
     monkeypatch.setattr(command, "execute", execute)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "error.json"))
     assert command.main(["--reft", str(folder / "train.py")]) == 128 + signal.SIGTERM
     assert capsys.readouterr().err == "ft-run: ended by SIGTERM; give the same command again to resume\n"
+    written = json.loads((folder / "error.json").read_text())["message"]  # as torchrun writes it
+    assert written["message"] == "SignalException: Process 7 got signal: 15"
+    assert "in execute" in written["extraInfo"]["py_callstack"] and written["extraInfo"]["timestamp"].isdigit()
 
 
 SEVERAL = ("--reft", "--nnodes", "2")
