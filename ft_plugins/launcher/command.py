@@ -179,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ChildFailedError as error:
         print(error, file=sys.stderr)
     print(f"ft-run: {outcome.reason}", file=sys.stderr)
-    return EXIT_REFUSED if outcome.status == "recurring" else 1
+    return outcome.exit_status
 
 
 if __name__ == "__main__":

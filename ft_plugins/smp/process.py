@@ -150,7 +150,7 @@ def _run_until_end(process: SnapshotProcess, events: Events, orphan_seconds: flo
         process.look()
         pid, began = process.watched
         if pid and liveness.started(pid) == began and began:
-            was_alive, last_written = True, False
+            was_alive, last_written, process.kept_until = True, False, None
             _wait_exit(pid, process)
             continue
         if was_alive:
@@ -158,7 +158,8 @@ def _run_until_end(process: SnapshotProcess, events: Events, orphan_seconds: flo
             orphaned_at = time.monotonic()
             events.emit(catalogue.SMP_ORPHANED, seconds=patience)
             process.to_storage("orphaned")
-        left = orphaned_at + patience - time.monotonic()
+        process.kept_until = orphaned_at + patience
+        left = process.kept_until - time.monotonic()
         if left <= 0 and not last_written:
             last_written = True
             process.to_storage("before removal")
