@@ -74,7 +74,8 @@ def _running(facts: JobFacts) -> JobState:
         why = "the SMP gives no answer" if facts.smp_hangs else "the SMP is gone"
         return JobState(State.UNPROTECTED, f"ft-run is running, but {why}; ft-run replaces it")
     if facts.stopped:
-        ranks = f"rank{'' if len(facts.stopped) == 1 else 's'} {', '.join(map(str, facts.stopped))} {'is' if len(facts.stopped) == 1 else 'are'}"
+        many = len(facts.stopped) > 1
+        ranks = f"rank{'s' * many} {', '.join(map(str, facts.stopped))} {'are' if many else 'is'}"
         remedy = "continue the process (kill -CONT); otherwise ft-run soon takes it for lost and starts all ranks again"
         return JobState(State.HUNG, f"{ranks} stopped by a signal; the others wait", remedy)
     if 0 < facts.hang_seconds < facts.idle_seconds:
