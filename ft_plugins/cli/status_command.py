@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from ..errors import ConfigError
 from . import status_facts, status_table
 
-FORMAT = 1  # of the JSON; grows when a documented key changes its meaning or goes
+FORMAT = 2  # of the JSON; grows when a documented key changes its meaning or goes
 _WATCH_SECONDS = 2.0
 _SHORTEST, _LONGEST = 0.1, 86400.0  # seconds
 
@@ -26,15 +26,18 @@ Show the jobs of this node: how far they are, what can be resumed from, and what
 went wrong. A job that has ended here and left nothing in memory is not shown."""
 _WORDS = """\
 states:
-  HEALTHY     training runs, and no version can be restored yet: none was
-              captured, or none is committed where nodes protect each other
-  SNAP        training runs, and a version is being captured or sent
-  CLEAN       training runs, and a version can be restored; it need not be the
-              newest
-  UNHEALTHY   a training process of this node has died or is stopped
-  OFFLINE     the SMP of this node, which owns the snapshots, does not answer
+  ENDED        ft-run has ended and left how; or it is not known how
+  REFUSED      ft-run has ended because a restart cannot help
+  STARTING     the ranks start, or start again after a failure
+  TRAINING     all ranks of this node train
+  WAITING      ft-run waits: for nodes, for a place, or for nodes to end
+  HUNG         no rank gets on, or one is stopped by a signal
+  ORPHANED     ft-run is gone without a word; its memory is kept for a while
+  UNPROTECTED  ft-run is running, and the SMP, which owns the snapshots, is not
 
 lines:
+  now         what is known
+  to do       what you can do about it
   training    the last iteration that all ranks of this node have completed;
               restarts; time without training, from the failure of a process of
               this node until all of its ranks have completed an iteration again

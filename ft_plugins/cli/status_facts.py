@@ -19,12 +19,14 @@ from ..errors import FtError
 from ..events import standing_alarm
 from ..run_directories import run_root
 from ..smp import liveness
+from ..smp.ft_run_note import read_note
 from ..smp.job_history import History, read_history
 from ..smp.local_connection import LocalConnection
 from ..smp.pace import pace_text
-from ..smp.status import Signal, marks_in, newest_common
+from ..smp.status import Signal, holds_nothing, marks_in, newest_common, progress_of
 from ..snapshot import paths
 from ..snapshot.slots import Mark
+from .job_state import JobFacts, job_state
 
 ASK_SECONDS = 5.0  # timeout for an SMP's answer; a live one answers within milliseconds
 
@@ -41,8 +43,12 @@ def is_over(run_dir: Path) -> bool:
     """Whether the job of a run directory has ended here and left nothing to resume from."""
     if any(liveness.held(run_dir / lock) for lock in ("smp.lock", "lock")):
         return False
+    return not _left_in_memory(run_dir)
+
+
+def _left_in_memory(run_dir: Path) -> bool:
     names = run_dir.parent.name, run_dir.name
-    return not paths.segments_of(*names) and not paths.previous_segments_of(*names)
+    return bool(paths.segments_of(*names) or paths.previous_segments_of(*names))
 
 
 def facts_of(run_dirs: Sequence[Path]) -> list[Facts]:
@@ -65,18 +71,44 @@ def _facts(run_dir: Path) -> Facts:
                 reply = connection.status()
         except FtError as problem:  # one hung SMP must not hide the other jobs
             error, answers = str(problem), False
-    history = reply.get("history") or (read_history(run_dir) or History()).report(time.time())
+    now, ft_run_alive = time.time(), liveness.held(run_dir / "lock")
+    history = reply.get("history") or (read_history(run_dir) or History()).report(now)
     segments, tier = reply.get("segments", []), reply.get("node_tier") or {}
     nodes = len(tier.get("nodes", ()))
+    newest = _newest(reply, history["tiers"]) if reply else history["tiers"]
+    launched = ft_run_alive or reply.get("watched_lives", False)
+    progress = reply.get("progress", {})
+    state = job_state(
+        JobFacts(
+            job=run_dir.parent.name,
+            now=now,
+            launched=launched,
+            note=None if launched and not ft_run_alive else read_note(run_dir),  # it is of an earlier launch
+            smp_answers=answers,
+            smp_hangs=error is not None,
+            holds=not holds_nothing(reply) if reply else _left_in_memory(run_dir),
+            newest=newest["process"]["iteration"] if newest["process"] else None,
+            kept_seconds=reply.get("kept_seconds"),
+            trains=bool(reply) and progress_of(reply, reply["token"]) is not None,
+            failed=reply.get("signal") == Signal.UNHEALTHY.value,
+            stopped=tuple(reply.get("stopped", ())),
+            restarts=history["restarts"],
+            idle_seconds=progress.get("no_progress_seconds", 0.0),
+            hang_seconds=progress.get("hang_seconds", 0.0),
+        )
+    )
     return {
         "job": run_dir.parent.name,
         "node": run_dir.name,
         "run_dir": str(run_dir),
-        "state": reply.get("signal", Signal.OFFLINE.value),
+        "state": state.state.value,
+        "headline": state.headline,
+        "remedy": state.remedy,
+        "signal": reply.get("signal", Signal.OFFLINE.value),
         "smp_answers": answers,
         "smp_pid": reply.get("pid"),
         "smp_error": error,
-        "ft_run_alive": liveness.held(run_dir / "lock"),
+        "ft_run_alive": ft_run_alive,
         "token": reply.get("token"),
         "ranks": len(segments),
         "world_size": reply.get("world_size") or len(segments),
@@ -88,7 +120,7 @@ def _facts(run_dir: Path) -> Facts:
         "downtime_seconds": history["downtime_seconds"],
         "down_for_seconds": history["down_for_seconds"],
         "slow": reply.get("progress", {}).get("slow", []),
-        "newest": _newest(reply, history["tiers"]) if reply else history["tiers"],
+        "newest": newest,
         "protection": _protection(tier) if nodes else None,
         "storage": {key: reply["storage"][key] for key in ("path", "failed", "kept")} if reply.get("storage") else None,
         "alarm": _alarm(run_dir),

@@ -12,6 +12,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from .job_state import span_text
 from .status_facts import Facts
 
 _LABEL = 15  # columns of a label, with the indentation
@@ -42,7 +43,10 @@ def _head(facts: Facts) -> str:
 
 def _lines(facts: Facts) -> Iterator[tuple[str, str]]:
     """Label and words of each line."""
-    yield "training", "; ".join(_training(facts))
+    yield "now", facts["headline"]
+    yield "to do", facts["remedy"]
+    if facts["iteration"] or facts["smp_answers"]:
+        yield "training", "; ".join(_training(facts))
     if facts["slow"]:
         factors = ", ".join(f"rank {rank} {factor:g} times" for rank, factor in facts["slow"])
         yield "slow", f"{factors} as long as the others"
@@ -65,7 +69,7 @@ def _training(facts: Facts) -> Iterator[str]:
     else:
         yield "no iteration is completed yet"
     yield _count(facts["restarts"], "restart")
-    if facts["down_for_seconds"] is not None:
+    if facts["down_for_seconds"] is not None and facts["ft_run_alive"]:
         before = facts["downtime_seconds"] - facts["down_for_seconds"] >= 1.0
         total = f", in total {span_text(facts['downtime_seconds'])}" if before else ""
         yield f"down for {span_text(facts['down_for_seconds'])}{total}"
@@ -101,24 +105,12 @@ def _processes(facts: Facts) -> str:
     ft_run = f"ft-run {'is running' if facts['ft_run_alive'] else 'is gone'}"
     if facts["smp_answers"]:
         return f"{ft_run}; SMP pid {facts['smp_pid']}; incarnation {facts['token']}"
-    if facts["smp_error"]:
-        return f"{ft_run}; the SMP gives no answer"
-    if facts["ft_run_alive"]:
-        return f"{ft_run}; the SMP is gone: it is being replaced"
-    return f"{ft_run}; the SMP is gone; give the same command again to resume, or remove with `ft-plugins sweep`"
+    return f"{ft_run}; the SMP {'gives no answer' if facts['smp_error'] else 'is gone'}"
 
 
 def ago(seconds: float) -> str:
     """An age as text."""
     return f"{span_text(seconds)} ago"
-
-
-def span_text(seconds: float) -> str:
-    """A duration as text, in the largest unit of which it has two."""
-    for unit, length in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.1f} {unit}"
-    return f"{seconds:.0f} s"
 
 
 def _bytes(nbytes: int) -> str:

@@ -10,16 +10,17 @@ secrets are in a file that only its owner can read.
     keys             a field of the schema: its flag, its JSON path, the text for what it expects
     sources          a command line or a JSON block -> values by key; unknown keys are errors
     deepspeed_json   the block of a DeepSpeed configuration
+    misspelt         names that were meant for one of ours
     checks           contradictions between keys, keys without effect
     launch_context   the environment of a worker
 """
 
 from ..run_directories import run_directory, run_root
-from . import deepspeed_json
+from . import deepspeed_json, misspelt
 from .blocks import BaftConfig, PaftConfig, ReftConfig, SystemConfig
 from .keys import Key
 from .launch_context import LaunchContext, launch_context, worker_environment
-from .schema import Config, add_flags, keys, merge
+from .schema import Config, add_flags, keys, merge, protects
 from .sync_block import SyncConfig
 
 __all__ = [
@@ -36,6 +37,8 @@ __all__ = [
     "keys",
     "launch_context",
     "merge",
+    "misspelt",
+    "protects",
     "run_directory",
     "run_root",
     "worker_environment",

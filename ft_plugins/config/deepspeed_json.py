@@ -9,6 +9,7 @@ In: a path, a mapping, or a script's arguments. Out: a `Config`, not yet merged 
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import json
 from collections.abc import Mapping, Sequence
@@ -16,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from ..intake import DEPTH, Unfit, json_value, read_bytes, require_shallow, shown
-from .schema import Config
+from ..intake import DEPTH, SHOWN, Unfit, json_value, read_bytes, require_shallow, shown
+from .schema import Config, keys, protects
 
 BLOCK = "ft_plugins"
 _LIMIT = 4 << 20  # bytes; a thousand times a configuration
@@ -71,11 +72,22 @@ def _config_in(config: Any, place: str) -> Config:
     if not isinstance(config, Mapping):
         raise ConfigError(f"{place}: expected an object, found {type(config).__name__}")
     if BLOCK not in config:
+        _refuse_misspelt(config, place)
         return Config()
     try:
         return Config.from_json(config[BLOCK], whole=False)
     except ConfigError as error:
         raise ConfigError(f"{place}: {error}") from error
+
+
+def _refuse_misspelt(config: Mapping[str, Any], place: str) -> None:
+    """Raises ConfigError for a key that was meant for our block, or for a system of it that protects state."""
+    inside = {key.path[0] for key in keys() if protects(key)}
+    for name in map(str, config):
+        if difflib.get_close_matches(name[:SHOWN].lower(), [BLOCK], 1, 0.85):
+            raise ConfigError(f"{place}: {shown(name)[1:-1]}: unknown key; did you mean {BLOCK}?")
+        if name in inside:
+            raise ConfigError(f"{place}: {name}: unknown key; did you mean {BLOCK}.{name}?")
 
 
 def _parse(text: str, place: str) -> Any:

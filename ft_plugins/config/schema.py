@@ -337,7 +337,7 @@ def _build(values: sources.Values, spell: Spelling, whole: bool) -> Config:
 def _require_effect(config: Config, spell: Spelling) -> None:
     for key in keys():
         if key.needs_system and not config.protects and config.given().get(key.path, key.default) != key.default:
-            switches = " or ".join(key.flag for key in keys() if key.system and _protects(key))
+            switches = " or ".join(key.flag for key in keys() if key.system and protects(key))
             raise ConfigError(
                 f"{spell(key)}: has no effect while no system that protects state is on; add {switches}, or drop it"
             )
@@ -351,6 +351,6 @@ def _require_effect(config: Config, spell: Spelling) -> None:
             )
 
 
-def _protects(key: Key) -> bool:
+def protects(key: Key) -> bool:
     """Whether `key` switches on a system that protects training state."""
     return any(getattr(block, "protects", False) for block in get_args(key.annotation))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import socket
 import sys
 import uuid
@@ -25,8 +26,9 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.run import config_from_args, get_args_parser, parse_min_max_nnodes
 
-from ..config import Config, add_flags, deepspeed_json, merge, run_directory
+from ..config import Config, add_flags, deepspeed_json, keys, merge, misspelt, protects, run_directory
 from ..errors import EXIT_REFUSED, ConfigError, FtError
+from ..intake import shown
 from . import job_identity
 from .node_launch import Outcome, launch
 from .rendezvous_settings import BACKEND
@@ -72,9 +74,11 @@ def plan(argv: Sequence[str], uid: int, folder: str, host: str) -> Plan:
     """Parse a command line given by user `uid` in `folder` on `host`. Raises ConfigError, SystemExit."""
     config, words = Config.from_flags(argv, whole=False)
     options = parser().parse_args(words)
+    _refuse_misspelt(options, Path(folder))
     config = _with_deepspeed(config, options, Path(folder))
     if config.given() and not config.systems:
-        raise ConfigError(f"{config.flags()[0]}: has no effect while no system is on; add --reft or drop it")
+        remedy = _hint(options) or "add --reft or drop it"
+        raise ConfigError(f"{config.flags()[0]}: has no effect while no system is on; {remedy}")
     if config.systems and options.no_python:
         raise ConfigError("--no-python: hooks need Python in each rank; give the Python script itself")
     if not (options.module or options.no_python) and not os.path.exists(os.path.join(folder, options.training_script)):
@@ -92,6 +96,26 @@ def plan(argv: Sequence[str], uid: int, folder: str, host: str) -> Plan:
     )
 
 
+def _refuse_misspelt(options: argparse.Namespace, folder: Path) -> None:
+    """Raises ConfigError for a word after the script that was meant for a flag of ours, unless the script names it."""
+    script: str | None = None
+    for word in options.training_script_args:
+        if not (meant := misspelt.meant_flag(word, keys())):
+            continue
+        if script is None:
+            with suppress(OSError):
+                script = (folder / options.training_script).read_text(errors="replace")
+        name = word.partition("=")[0]
+        if re.search(rf"[\"']{re.escape(name)}[\"']", script or "") is None:
+            raise ConfigError(f"{shown(name)[1:-1]}: unknown flag; did you mean {meant}?")
+
+
+def _hint(options: argparse.Namespace) -> str:
+    """Which word may have been meant to switch on a system; '' for none."""
+    found = misspelt.resembling(options.training_script_args, [key for key in keys() if protects(key)])
+    return f"did you mean {found[1]} by {shown(found[0])[1:-1]}?" if found else ""
+
+
 def _with_deepspeed(config: Config, options: argparse.Namespace, folder: Path) -> Config:
     """`config` merged with the block of the script's DeepSpeed configuration. Raises ConfigError."""
     block = deepspeed_json.from_arguments(options.training_script_args, folder)
@@ -106,12 +130,17 @@ def execute(plan: Plan) -> Outcome:
     config, command, arguments = config_from_args(options)
     if not options.no_python:
         arguments = ["-u", "-m", _WORKER, *arguments[1:]]  # torchrun's are -u [-m] script args
-    job = None
+    job, remedy = None, ""
     if plan.protected:
         job = Job(plan.config, plan.job, plan.node, run_directory(plan.job, plan.node))
     else:
-        print("ft-run: no system is on, nothing is protected: running as torchrun. Add --reft.", file=sys.stderr)
-    return launch(config, command, arguments, job=job, bounded=plan.bounded, name=options.training_script)
+        remedy = _hint(options) or "Add --reft."
+        print(f"ft-run: no system is on, nothing is protected: running as torchrun. {remedy}", file=sys.stderr)
+    try:
+        return launch(config, command, arguments, job=job, bounded=plan.bounded, name=options.training_script)
+    finally:
+        if job is None:
+            print(f"ft-run: the job ends; nothing was protected, as no system was on. {remedy}", file=sys.stderr)
 
 
 def _require_replaceable(options: argparse.Namespace) -> None:
@@ -188,7 +217,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ChildFailedError as error:
         print(error, file=sys.stderr)
     print(f"ft-run: {outcome.reason}", file=sys.stderr)
-    return EXIT_REFUSED if outcome.status == "recurring" else 1
+    return outcome.exit_status
 
 
 if __name__ == "__main__":

@@ -30,10 +30,11 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, _get_addr_and_port
 
 from ..config import Config
-from ..errors import ConfigError, FtError, ProtectionError
+from ..errors import EXIT_REFUSED, ConfigError, FtError, ProtectionError
 from ..events import Event, Events, catalogue, file_sink, log_sink
 from ..recovery.resize import sizes
 from ..smp import connections, leftovers
+from ..smp.ft_run_note import FtRunNote, Phase, write_note
 from . import plugin, worker
 from .agent import ProgressAgent
 from .job_lock import JobLock
@@ -56,6 +57,11 @@ class Outcome:
     failures: dict[int, ProcessFailure] = field(default_factory=dict)  # by global rank, of the last incarnation
     restarts: int = 0
     everywhere: bool = True  # whether a success is confirmed on all nodes
+
+    @property
+    def exit_status(self) -> int:
+        """With which ft-run ends."""
+        return {"succeeded": 0, "refused": EXIT_REFUSED, "recurring": EXIT_REFUSED}.get(self.status, 1)
 
     def raise_for_failure(self, name: str) -> None:
         """Raise torch's ChildFailedError if workers failed, so that `record` copies the error."""
@@ -82,10 +88,13 @@ def launch(
     name = name or (entrypoint if isinstance(entrypoint, str) else entrypoint.__qualname__)
     connections.raise_limit()
     events = Events(job.node if job else "")
+    outcome: Outcome | None = None
     with ExitStack() as stack:
         watcher = None
         if job:
-            lock = stack.enter_context(JobLock(job.run_dir))
+            lock, run_dir = stack.enter_context(JobLock(job.run_dir)), job.run_dir
+            stack.push(lambda kind, error, trace: write_note(run_dir, ending(outcome, error)))
+            write_note(run_dir, FtRunNote(Phase.STARTING))
             events.subscribe(file_sink(job.run_dir / "events.jsonl"))
             events.subscribe(log_sink("ft-run: "))
             _sweep_old(job, events)
@@ -122,6 +131,18 @@ def launch(
                 _end_in_order(watcher, events)
             events.emit(catalogue.JOB_ENDED, status=status)
         return outcome
+
+
+def ending(outcome: Outcome | None, error: BaseException | None) -> FtRunNote:
+    """How ft-run ends that has this outcome, or raises this error."""
+    match error:
+        case None if outcome is not None:
+            return FtRunNote(Phase.ENDED, outcome.reason, outcome.status, outcome.exit_status)
+        case SignalException():
+            return FtRunNote(Phase.ENDED, f"by {error.sigval.name}", "signalled", 128 + error.sigval)
+        case FtError():
+            return FtRunNote(Phase.ENDED, str(error), "refused", EXIT_REFUSED)
+    return FtRunNote(Phase.ENDED, f"{type(error).__name__}: {error}", "failed", 1)
 
 
 def _sweep_old(job: Job, events: Events) -> None:

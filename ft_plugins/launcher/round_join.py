@@ -25,13 +25,15 @@ from torch.distributed.elastic.rendezvous.api import (
 from ..errors import ConfigError, ProtocolError
 from ..events import say
 from ..intake import parsed
+from ..smp import ft_run_note
+from ..smp.ft_run_note import FtRunNote
 from . import round_store
 from .endpoint import Endpoint
 from .local_node import LocalNode
 from .node_messages import Admission, Leader, RoundView
 from .roster import RosterPage
 from .round_machine import Phase
-from .wait_report import WaitReport, incomplete
+from .wait_report import WaitReport, awaited, incomplete
 from .waiting_nodes import Application
 
 LOOK_SECONDS = 0.1  # between two looks at an incomplete round, on the leader; between two checks, on other nodes
@@ -55,12 +57,13 @@ class RoundJoin:
         self._last_view: RoundView | None = None  # the leader's last reply about an incomplete round
         self._deadline = 0.0  # monotonic; for the round to be complete
         self._wait_report: WaitReport | None = None
+        self._noted = ""  # for what this node waits, in the run directory
         self._warned = False  # of nodes of another job
 
     def begin(self, opened: bool, trained: bool, workers: int) -> None:
         """Start to wait for the next round; see `Application` for the arguments."""
         self._opened, self._trained, self._workers = opened, trained, workers
-        self.is_spare, self._acknowledged, self._last_view = False, 0, None
+        self.is_spare, self._acknowledged, self._last_view, self._noted = False, 0, None, ""
         self._extend_deadline()
         settings = self._node.settings
         self._wait_report = WaitReport(settings.rules, settings.silence, settings.command)
@@ -155,9 +158,19 @@ class RoundJoin:
 
     def _report(self, leads: bool) -> None:
         """Report an incomplete round for which this node is not chosen, if it is time to."""
-        view = self._last_view
+        view, settings = self._last_view, self._node.settings
+        if self.is_spare:
+            self._note(FtRunNote(ft_run_note.Phase.SPARE, "this node is a spare: every place in the job is taken"))
         if self._wait_report and view and view.phase is not Phase.COMPLETE and view.rank is None:
+            if words := awaited(settings.rules, view.waiting, view.missing):
+                self._note(FtRunNote(ft_run_note.Phase.WAITING, words))
             self._wait_report.update(view.waiting, view.missing, leads, self._deadline)
+
+    def _note(self, note: FtRunNote) -> None:
+        """Leave in the run directory what this node waits for, once."""
+        if self._node.settings.run_dir and note.reason != self._noted:
+            self._noted = note.reason
+            ft_run_note.write_note(self._node.settings.run_dir, note)
 
     def _remember(self, first: RosterPage | None) -> None:
         """Store the roster whose first page has arrived."""

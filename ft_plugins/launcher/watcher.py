@@ -28,7 +28,7 @@ from ..events import Events, catalogue
 from ..intake import Count, Text, read_json, within
 from ..smp import client as smp
 from ..smp import liveness
-from ..smp.status import common, marks_in, newest_common, progress_of
+from ..smp.status import common, holds_nothing, marks_in, newest_common, progress_of
 from ..snapshot import checkpoint
 from ..snapshot.slots import Mark
 from .recurring import HeldVersion
@@ -107,7 +107,7 @@ class Watcher:
     def begun(self) -> bool:
         """Whether a rank of this node has completed an iteration, or there is a version. Raises ProtectionError."""
         status = self._request("status", lambda client: client.status())
-        return not _empty(status) or any(segment["completed"] for segment in status["segments"])
+        return not holds_nothing(status) or any(segment["completed"] for segment in status["segments"])
 
     def progress(self, token: int) -> tuple[int | None, int] | None:
         """See `smp.status.progress_of`. Raises ProtectionError."""
@@ -128,7 +128,7 @@ class Watcher:
     def empty(self) -> bool:
         """Whether no segment of this node holds a version, and the job is not known to have continued without this
         node. Raises ProtectionError."""
-        return _empty(self._request("status", lambda client: client.status()))
+        return holds_nothing(self._request("status", lambda client: client.status()))
 
     def opened_since(self, token: int) -> bool:
         """Whether a rank of this node has opened a lineage under `token` or a later one. Raises ProtectionError."""
@@ -301,11 +301,3 @@ class Watcher:
         finally:
             os.close(process)
         return self._stop[0] not in ready
-
-
-def _empty(status: dict[str, Any]) -> bool:
-    """Whether the SMP with this `status` has nothing that a job could resume from."""
-    snapshots = any(slot["state"] == "CLEAN" for segment in status["segments"] for slot in segment["slots"])
-    # another version of ft_plugins may read the refused segments, a job of a previous size the segments of that size
-    other = status["refused"] or status["previous_sizes"] or status["node_tier"].get("released")
-    return not snapshots and not other

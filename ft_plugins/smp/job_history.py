@@ -180,14 +180,17 @@ class JobHistory:
 
     def _become(self, after: History) -> None:
         before, self.now = self.now, after
-        now = time.time()
-        if not after.turned(before) and (after == History() or now - after.written < _WRITE_SECONDS):
-            return
-        self.now = replace(after, written=now)
+        if after.turned(before) or after != History() and time.time() - after.written >= _WRITE_SECONDS:
+            self._write()
+
+    def _write(self) -> None:
+        self.now = replace(self.now, written=time.time())
         with suppress(OSError):  # a full disk
             files.write_json(self._run_dir / HISTORY_FILE, asdict(self.now))
 
-    def forget(self) -> None:
-        """Remove the file: the job has ended."""
-        with suppress(OSError):
-            (self._run_dir / HISTORY_FILE).unlink(missing_ok=True)
+    def close(self) -> None:
+        """What is in memory is removed: leave how far the job came, for people. A later SMP begins a new history."""
+        if self.now != History():
+            moments = {tier: moment for tier, moment in self.now.moments.items() if tier == STORAGE}
+            self.now = replace(self.now, moments=moments)
+            self._write()

@@ -64,6 +64,7 @@ class SnapshotProcess:
         self.watched: tuple[int, int] = (0, 0)
         self.ended = threading.Event()
         self.orphan_seconds: float | None = None  # as the watched ft-run requested
+        self.kept_until: float | None = None  # monotonic; None while the watched process lives
         self._detect_seconds = float("inf")  # after which a stopped trainer is lost
         self._stopped: dict[int, float] = {}  # by rank of a stopped trainer: since when (monotonic)
         self._checked = time.monotonic()  # when it was last looked for them
@@ -132,6 +133,9 @@ class SnapshotProcess:
             "node": self._node,
             "token": self.token,
             "watched_pid": self.watched[0],
+            "watched_lives": bool(self.watched[1]) and liveness.started(self.watched[0]) == self.watched[1],
+            "kept_seconds": None if self.kept_until is None else max(0.0, self.kept_until - time.monotonic()),
+            "stopped": sorted(self._stopped),
             "signal": signal_of(self._segments.values(), tier, trainers_work=not self._stopped).value,
             "refused": [path for path in self._refused if Path(path).exists()],
             "previous_sizes": {str(size): sorted(ranks) for size, ranks in self._previous.by_size().items() if ranks},
@@ -382,6 +386,8 @@ class SnapshotProcess:
         """Remove the segments, unless another SMP shall adopt them (`keep`), and let the daemon end, even if that
         fails."""
         try:
+            with suppress(AttributeError, OSError):  # a segment that is closed already
+                self._look(always=True)
             self._tier.close()
             self._spare_client.forget()
             self._spare_server.forget()
@@ -392,7 +398,7 @@ class SnapshotProcess:
             self._segments.clear()
             stacks.forget(self._run_dir)
             removed = 0 if keep else paths.remove(self._job, self._node)
-            self._history.forget()
+            self._history.close()
             self._events.emit(catalogue.SMP_ENDED, reason=reason, segments=removed)
         finally:
             self.ended.set()

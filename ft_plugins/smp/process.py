@@ -152,7 +152,7 @@ def _run_until_end(process: SnapshotProcess, events: Events, orphan_seconds: flo
         process.look()
         pid, began = process.watched
         if pid and liveness.started(pid) == began and began:
-            was_alive, last_written = True, False
+            was_alive, last_written, process.kept_until = True, False, None
             _wait_exit(pid, process)
             continue
         if was_alive:
@@ -163,7 +163,8 @@ def _run_until_end(process: SnapshotProcess, events: Events, orphan_seconds: flo
         if not _is_there(run_dir, own) and not process.in_use:
             process.finish_alone("its run directory is gone", keep=True)
             return
-        left = orphaned_at + patience - time.monotonic()
+        process.kept_until = orphaned_at + patience
+        left = process.kept_until - time.monotonic()
         if left <= 0 and not last_written:
             last_written = True
             process.to_storage("before removal")

@@ -132,6 +132,14 @@ def common(status: Mapping[str, Any]) -> list[Version]:
     return recovery_order(held, marks_in(status))
 
 
+def holds_nothing(status: Mapping[str, Any]) -> bool:
+    """Whether the SMP with this `status` has nothing that a job could resume from."""
+    snapshots = any(slot["state"] == "CLEAN" for segment in status["segments"] for slot in segment["slots"])
+    # another version of ft_plugins may read the refused segments, a job of a previous size the segments of that size
+    other = status["refused"] or status["previous_sizes"] or status["node_tier"].get("released")
+    return not snapshots and not other
+
+
 def marks_in(status: Mapping[str, Any]) -> dict[Version, Mark]:
     """The audit's verdicts on the versions that this node holds complete, by an SMP's `status`."""
     clean = [slot for segment in status["segments"] for slot in segment["slots"] if slot["state"] == "CLEAN"]

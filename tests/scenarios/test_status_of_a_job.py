@@ -1,14 +1,18 @@
-"""`ft-plugins status` of a job that trains, is killed, restarts and ends."""
+"""`ft-plugins status` of a job that trains, is killed, restarts and ends; and of one in each state."""
 
 from __future__ import annotations
 
+import re
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from ft_plugins.cli import status_table
 from ft_plugins.cli.status_facts import Facts, facts_of, is_over
+from ft_plugins.smp.client import Client
 from ft_plugins.testing.forkserver import ForkServer, JobSpec
+from ft_plugins.testing.ports import free_port
 
 KILLED_AT, SECONDS = 5, 60.0
 
@@ -43,3 +47,76 @@ def test_status_counts_the_restart_and_the_downtime_of_a_killed_rank_and_ends_wi
     outcome = job.wait(SECONDS)
     assert (outcome["status"], outcome["restarts"]) == ("succeeded", 1), job.tail()
     assert is_over(job.spec.run_dir)
+
+
+GATED = """
+import time
+from pathlib import Path
+from ft_plugins.testing import fills
+
+def main(argv):
+    while not Path(argv[0]).exists():
+        time.sleep(0.02)
+    fills.main(argv[1:])
+"""
+
+
+def test_status_says_in_each_state_what_is_known_and_what_to_do(
+    torch_server: ForkServer, jobs: Callable[..., JobSpec], tmp_path: Path
+) -> None:
+    (tmp_path / "gated.py").write_text(GATED)
+    gate, entry = tmp_path / "gate", f"{tmp_path / 'gated.py'}:main"
+    stopped = ("--ftp-faults", "iteration.forward@iteration=4,rank=1:stop")
+
+    def job(*words: str, flags: tuple[str, ...] = (), **more: object) -> JobSpec:
+        argv = (str(gate), "--iterations", "100000", "--seconds", "0.05", "--mib", "4", *words)
+        argv += ("--journal", str(tmp_path / "journal"))
+        return jobs(entry=entry, argv=argv, flags=("--reft", *flags), nproc=2, **more)
+
+    def until(spec: JobSpec, state: str, headline: str, remedy: str = "nothing to do") -> Facts:
+        deadline = time.monotonic() + SECONDS
+        while time.monotonic() < deadline:
+            (facts,) = facts_of([spec.run_dir])
+            if facts["state"] == state and re.search(headline, facts["headline"]):
+                break
+            time.sleep(0.02)
+        assert facts["state"] == state and re.search(headline, facts["headline"]), facts
+        assert facts["remedy"].startswith(remedy), facts
+        text = status_table.text_of([facts], 80)
+        assert max(map(len, text.splitlines())) <= 80 and f": {state}" in text.splitlines()[0]
+        print(f"{text}\n")
+        return facts
+
+    again = "give the same command again to resume from memory, or drop it: ft-plugins end"
+    spec = job(flags=stopped)
+    first = torch_server.start(spec)
+    until(spec, "STARTING", "^the ranks start$")
+    gate.touch()
+    until(spec, "TRAINING", "^all ranks of this node train$")
+    until(spec, "HUNG", "^rank 1 is stopped by a signal; the others wait$", "continue the process")
+    first.kill()
+    until(spec, "ORPHANED", r"^ft-run is gone .* iteration 3 in memory is kept for another \d\d\.\d min$", again)
+
+    refused = torch_server.start(job("--tensors", "5"))
+    assert refused.wait(SECONDS)["status"] == "refused"
+    until(spec, "REFUSED", r"^\d+ s ago, exit status 78: .*tensors: 37 -> 5", "remove the reason, then give")
+
+    second = torch_server.start(job())
+    until(spec, "TRAINING", "^all ranks of this node train$")
+    second.kill(signal.SIGTERM)
+    second.wait(SECONDS)
+    ended = r"^\d+ s ago, signalled, exit status 143: by SIGTERM; "
+    until(spec, "ENDED", ended + r"iteration \d+ in memory is kept for another", again)
+    with Client(spec.run_dir) as client:
+        client.end()
+    until(spec, "ENDED", ended + "nothing is in memory$", "give the same command again: it starts from a check")
+
+    two = torch_server.start(job(nnodes=2, endpoint=f"localhost:{free_port()}"))
+    until(spec, "WAITING", r"^waiting for 1 more of 2 nodes, for \d+ s so far$", "start the missing nodes")
+    two.kill(signal.SIGTERM)
+    two.wait(SECONDS)
+
+    last = torch_server.start(job("--iterations", "3"))
+    assert last.wait(SECONDS)["status"] == "succeeded", last.tail()
+    after = until(spec, "ENDED", r"^\d+ s ago, succeeded, exit status 0$")
+    assert after["iteration"] == 3, "how far it came is known after its end, too"

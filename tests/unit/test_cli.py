@@ -21,11 +21,11 @@ import pytest
 
 from ft_plugins import cli
 from ft_plugins.cli import status_command, status_facts, status_table
+from ft_plugins.cli.job_state import State
 from ft_plugins.config import Config, keys, run_directory
 from ft_plugins.events import Events, catalogue, file_sink
 from ft_plugins.smp import client as smp
 from ft_plugins.smp import liveness
-from ft_plugins.smp.status import Signal
 from ft_plugins.snapshot import paths
 from ft_plugins.snapshot.paths import path_of
 from ft_plugins.snapshot.retention import Storage
@@ -115,7 +115,8 @@ def test_status_shows_the_smp_and_what_it_holds(ft_plugins: Command, job: str) -
     assert report["memory_bytes"] == path.stat().st_size
     assert [segment["path"] for segment in report["details"]["segments"]] == [str(path)]
     text = ft_plugins("status")
-    assert text.startswith(f"{job} on node n: HEALTHY, 1 rank\n")
+    assert text.startswith(f"{job} on node n: ORPHANED, 1 rank\n") and report["signal"] == "HEALTHY"
+    assert "the launcher is gone and left no reason: killed, perhaps; memory holds no version" in words_of(text)
     for line in (
         "  training     no iteration is completed yet; 0 restarts",
         f"  in memory    none yet; {path.stat().st_size / 2**20:.1f} MiB claimed",
@@ -170,7 +171,7 @@ def test_a_hung_smp_is_shown_with_the_reason_and_hides_no_other_job(
         said = f"the SMP of {run_dir} did not answer 'status' in time"
         assert (found[0]["smp_error"], found[1]["smp_error"]) == (said, None)
         text = ft_plugins("status")
-        assert text.startswith(f"{hung} on node n: OFFLINE\n") and f"  error        {said}\n" in text
+        assert text.startswith(f"{hung} on node n: ORPHANED\n") and f"  error        {said}\n" in text
         assert "the SMP gives no answer" in text and f"SMP pid {found[1]['smp_pid']}" in text
     finally:
         os.kill(pid, signal.SIGCONT)
@@ -202,17 +203,19 @@ def test_a_job_that_has_ended_disappears_and_one_that_can_be_resumed_stays(
     monkeypatch.setattr(paths, "SHM", tmp_path)
     path_of(job, "n", 0).write_bytes(b"a snapshot whose SMP was killed")
     text = ft_plugins("status")
-    assert text.startswith(f"{job} on node n: OFFLINE\n")
-    assert "give the same command again to resume, or remove with `ft-plugins sweep`" in text
+    assert text.startswith(f"{job} on node n: ORPHANED\n")
+    assert "is kept until a sweep: the SMP is gone too" in words_of(text)
+    assert f"to resume from memory, or drop it: ft-plugins sweep --job {job} --older-than 0" in words_of(text)
     lock = liveness.acquire(run_directory(job, "n") / "lock")
-    assert lock is not None and "it is being replaced" in ft_plugins("status")
+    assert lock is not None and "UNPROTECTED" in ft_plugins("status")
     os.close(lock)
 
 
 FACTS: dict[str, Any] = {
     "job": "a-job-with-a-name-of-48-characters-and-not-a-one",
     "node": "node-with-a-name-of-forty-eight-characters-here",
-    "state": "UNHEALTHY", "smp_answers": True, "smp_pid": 4194303, "smp_error": "the SMP did not answer", "token": 12,
+    "state": "HUNG", "headline": "rank 3 is stopped by a signal; the others wait", "remedy": "continue it " * 9,
+    "signal": "UNHEALTHY", "smp_answers": True, "smp_pid": 4194303, "smp_error": "the SMP did not answer", "token": 12,
     "ft_run_alive": True, "ranks": 8, "world_size": 16384, "nodes": 2048, "memory_bytes": 123 << 30,
     "iteration": 1234567, "iteration_age_seconds": 7300.0, "restarts": 11, "downtime_seconds": 4000.4,
     "down_for_seconds": 61.0, "slow": [[7, 1.52], [9, 2.0]],
@@ -232,24 +235,25 @@ def test_a_paragraph_of_status_fits_a_terminal_of_80_columns_and_says_everything
     assert max(map(len, text.splitlines())) <= 80
     words = words_of(text)
     for part in (
-        "UNHEALTHY, 8 of 16384 ranks, 2048 nodes",
+        "HUNG, 8 of 16384 ranks, 2048 nodes",
         "iteration 1234567, 2.0 h ago; 11 restarts; down for 61 s, in total 66.7 min",
         "iteration 1234566, 60 s ago (lineage 3, certified); 123.0 GiB claimed",
         "iteration 1234560, 2.2 min ago (lineage 3); every 4 iterations; RAIM5: any 1 node of a group may be lost",
         "failed: No space left on device; iteration 1200000, 4.6 d ago (lineage 2); kept: iteration 500000, iteration "
         "600000, iteration 700000",
+        "now rank 3 is stopped by a signal; the others wait to do continue it continue it",
         "ft-run is running; SMP pid 4194303; incarnation 12",
         "slow rank 7 1.52 times, rank 9 2 times as long as the others",
     ):
         assert part in words, text
-    assert len(status_table.text_of([FACTS], 0).splitlines()) == 9, "a pipe gets whole lines"
+    assert len(status_table.text_of([FACTS], 0).splitlines()) == 11, "a pipe gets whole lines"
     first = status_table.text_of([FACTS | {"downtime_seconds": 61.4}], 80)
     assert "11 restarts; down for 61 s\n" in first
 
 
 def test_the_help_of_status_explains_each_state_in_80_columns(ft_plugins: Command) -> None:
     text = ft_plugins("status", "--help")
-    assert all(re.search(rf"^  {signal.value} +\w", text, re.MULTILINE) for signal in Signal)
+    assert all(re.search(rf"^  {state.value} +\w", text, re.MULTILINE) for state in State)
     assert max(map(len, text.splitlines())) <= 80
 
 

@@ -1,0 +1,158 @@
+"""Decide in what state a job is on this node, and what a person should do about it. Pure.
+
+Invariant: says only what is known. A job whose ft-run left no word of its end is never called ended in order, and none
+that has nothing in memory is said to resume from it.
+
+In: `JobFacts`. Out: a `JobState`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from ..smp.ft_run_note import FtRunNote, Phase
+
+_NOTHING = "nothing to do"
+
+
+class State(str, Enum):
+    """What a job does on this node."""
+
+    ENDED = "ENDED"
+    REFUSED = "REFUSED"
+    STARTING = "STARTING"
+    TRAINING = "TRAINING"
+    WAITING = "WAITING"
+    HUNG = "HUNG"
+    ORPHANED = "ORPHANED"
+    UNPROTECTED = "UNPROTECTED"
+
+
+@dataclass(frozen=True)
+class JobFacts:
+    """What is known of a job on this node. `note`: the last word of its ft-run. `holds`: memory has something to resume
+    from, `newest` is the newest iteration there. `kept_seconds`: for how long the SMP keeps it while ft-run is gone.
+    `trains`: all ranks have begun to train. `failed`: one has died, or is stopped (`stopped` names those ranks)."""
+
+    job: str
+    now: float
+    launched: bool  # ft-run, or another launcher, lives
+    note: FtRunNote | None = None
+    smp_answers: bool = True
+    smp_hangs: bool = False  # it lives, but does not answer
+    holds: bool = False
+    newest: int | None = None
+    kept_seconds: float | None = None
+    trains: bool = False
+    failed: bool = False
+    stopped: tuple[int, ...] = ()
+    restarts: int = 0
+    idle_seconds: float = 0.0  # without a completed iteration
+    hang_seconds: float = 0.0  # after which that is a hang; 0: unknown
+
+
+@dataclass(frozen=True)
+class JobState:
+    """`headline`: what is known, `remedy`: what to do; each one sentence for people."""
+
+    state: State
+    headline: str
+    remedy: str = _NOTHING
+
+
+def job_state(facts: JobFacts) -> JobState:
+    """The state of a job on this node."""
+    return _running(facts) if facts.launched else _gone(facts)
+
+
+def _running(facts: JobFacts) -> JobState:
+    note = facts.note
+    phase = note.phase if note else Phase.STARTING
+    if not facts.smp_answers:
+        why = "the SMP gives no answer" if facts.smp_hangs else "the SMP is gone"
+        return JobState(State.UNPROTECTED, f"ft-run is running, but {why}; ft-run replaces it")
+    if facts.stopped:
+        many = len(facts.stopped) > 1
+        ranks = f"rank{'s' * many} {', '.join(map(str, facts.stopped))} {'are' if many else 'is'}"
+        remedy = "continue the process (kill -CONT); otherwise ft-run soon takes it for lost and starts all ranks again"
+        return JobState(State.HUNG, f"{ranks} stopped by a signal; the others wait", remedy)
+    if 0 < facts.hang_seconds < facts.idle_seconds:
+        headline = f"no iteration was completed for {facts.idle_seconds:.0f} s; {facts.hang_seconds:.0f} s are a hang"
+        remedy = (
+            "ft-run writes the stacks of all ranks and starts them again; without ft-run: end the ranks and give the "
+            "same command again"
+        )
+        return JobState(State.HUNG, headline, remedy)
+    if note and phase is Phase.WAITING:
+        remedy = "start the missing nodes with the same command; the job's log has it"
+        return JobState(State.WAITING, f"{note.reason}, for {span_text(facts.now - note.time)} so far", remedy)
+    if note and phase in (Phase.SPARE, Phase.LEAVING):
+        return JobState(State.WAITING, note.reason)
+    if facts.failed:
+        return JobState(State.STARTING, "a training process has died: the ranks start again")
+    if facts.trains:
+        return JobState(State.TRAINING, "all ranks of this node train")
+    return JobState(State.STARTING, "the ranks start" + (f", restart {facts.restarts}" if facts.restarts else ""))
+
+
+def _gone(facts: JobFacts) -> JobState:
+    note = facts.note if facts.note and facts.note.phase is Phase.ENDED else None
+    kept = "; ".join(_kept(facts))
+    if note is None:
+        who = "ft-run" if facts.note else "the launcher"
+        state = State.ORPHANED if facts.holds or facts.smp_answers or facts.smp_hangs else State.ENDED
+        return JobState(state, f"{who} is gone and left no reason: killed, perhaps; {kept}", _resume(facts))
+    ago = f"{span_text(facts.now - note.time)} ago"
+    if note.status in ("refused", "recurring"):
+        remedy = f"remove the reason, then {_resume(facts)}"
+        return JobState(State.REFUSED, f"{ago}, exit status {note.exit_status}: {note.reason}; {kept}", remedy)
+    headline = f"{ago}, {note.status}, exit status {note.exit_status}"
+    headline += f": {note.reason}" if note.reason else ""
+    if note.status == "succeeded":
+        if not facts.smp_answers and not facts.holds:
+            return JobState(State.ENDED, headline)
+        remedy = f"when the job is over on all nodes: {_drop(facts)}"
+        return JobState(State.ENDED, f"{headline}; {kept}", remedy)
+    return JobState(State.ENDED, f"{headline}; {kept}", _resume(facts))
+
+
+def _kept(facts: JobFacts) -> Iterator[str]:
+    """What memory holds, and for how long."""
+    if facts.smp_hangs:
+        yield "the SMP gives no answer, so what memory holds is not known"
+        return
+    if not facts.holds:
+        yield "nothing is in memory" if not facts.smp_answers else "memory holds no version"
+        return
+    what = "memory" if facts.newest is None else f"iteration {facts.newest} in memory"
+    if facts.kept_seconds is not None:
+        yield f"{what} is kept for another {span_text(facts.kept_seconds)}"
+    elif facts.smp_answers:
+        yield f"{what} is kept for a while"
+    else:
+        yield f"{what} is kept until a sweep: the SMP is gone too"
+
+
+def _resume(facts: JobFacts) -> str:
+    """How to go on, or to give up."""
+    if facts.holds:
+        return f"give the same command again to resume from memory, or drop it: {_drop(facts)}"
+    again = "give the same command again: it starts from a checkpoint if storage has one, else from the beginning"
+    return f"{again}; or {_drop(facts)}" if facts.smp_answers else again
+
+
+def _drop(facts: JobFacts) -> str:
+    """The command that drops what is in memory."""
+    if facts.smp_answers:
+        return f"ft-plugins end {facts.job}"
+    return f"ft-plugins sweep --job {facts.job} --older-than 0"
+
+
+def span_text(seconds: float) -> str:
+    """A duration as text, in the largest unit of which it has two."""
+    for unit, length in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{max(seconds, 0.0):.0f} s"

@@ -1,0 +1,131 @@
+"""The state of a job on a node, as `ft-plugins status` says it: what is known, and what to do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ft_plugins.cli.job_state import JobFacts, State, job_state
+from ft_plugins.smp.ft_run_note import NOTE_FILE, FtRunNote, Phase, read_note, write_note
+
+NOW = 10_000.0
+RUNS = JobFacts("j", NOW, launched=True, note=FtRunNote(Phase.STARTING, time=NOW - 90))
+GONE = replace(RUNS, launched=False, smp_answers=False)
+KEPT = replace(GONE, smp_answers=True, holds=True, newest=41, kept_seconds=1770.0)
+AGAIN = "give the same command again to resume from memory, or drop it: ft-plugins end j"
+FROM_THE_BEGINNING = (
+    "give the same command again: it starts from a checkpoint if storage has one, else from the beginning"
+)
+
+
+def ended(status: str, exit_status: int, reason: str = "") -> FtRunNote:
+    return FtRunNote(Phase.ENDED, reason, status, exit_status, NOW - 30)
+
+
+@pytest.mark.parametrize(
+    ("facts", "state", "headline", "remedy"),
+    [
+        (RUNS, State.STARTING, "the ranks start", "nothing to do"),
+        (replace(RUNS, restarts=2), State.STARTING, "the ranks start, restart 2", "nothing to do"),
+        (
+            replace(RUNS, trains=True, failed=True),
+            State.STARTING, "a training process has died: the ranks start again", "nothing to do",
+        ),
+        (replace(RUNS, trains=True), State.TRAINING, "all ranks of this node train", "nothing to do"),
+        (
+            replace(RUNS, note=FtRunNote(Phase.WAITING, "waiting for 1 more of 2 nodes", time=NOW - 90)),
+            State.WAITING, "waiting for 1 more of 2 nodes, for 90 s so far",
+            "start the missing nodes with the same command; the job's log has it",
+        ),
+        (replace(RUNS, note=FtRunNote(Phase.SPARE, "a spare")), State.WAITING, "a spare", "nothing to do"),
+        (
+            replace(RUNS, trains=True, failed=True, stopped=(3,)),
+            State.HUNG, "rank 3 is stopped by a signal; the others wait",
+            "continue the process (kill -CONT); otherwise ft-run soon takes it for lost and starts all ranks again",
+        ),
+        (
+            replace(RUNS, trains=True, idle_seconds=61.0, hang_seconds=60.0),
+            State.HUNG, "no iteration was completed for 61 s; 60 s are a hang",
+            "ft-run writes the stacks of all ranks and starts them again; without ft-run: end the ranks and give the "
+            "same command again",
+        ),
+        (
+            replace(RUNS, smp_answers=False, smp_hangs=True),
+            State.UNPROTECTED,
+            "ft-run is running, but the SMP gives no answer; ft-run replaces it", "nothing to do",
+        ),
+        (
+            replace(GONE, note=ended("succeeded", 0)),
+            State.ENDED, "30 s ago, succeeded, exit status 0", "nothing to do",
+        ),
+        (
+            replace(KEPT, note=ended("succeeded", 0)),
+            State.ENDED,
+            "30 s ago, succeeded, exit status 0; iteration 41 in memory is kept for another 29.5 min",
+            "when the job is over on all nodes: ft-plugins end j",
+        ),
+        (
+            replace(KEPT, note=ended("signalled", 143, "by SIGTERM")),
+            State.ENDED,
+            "30 s ago, signalled, exit status 143: by SIGTERM; iteration 41 in memory is kept for another 29.5 min",
+            AGAIN,
+        ),
+        (
+            replace(GONE, note=ended("signalled", 143, "by SIGTERM")),
+            State.ENDED, "30 s ago, signalled, exit status 143: by SIGTERM; nothing is in memory", FROM_THE_BEGINNING,
+        ),
+        (
+            replace(GONE, note=ended("refused", 78, "the seed differs; give the previous one")),
+            State.REFUSED, "30 s ago, exit status 78: the seed differs; give the previous one; nothing is in memory",
+            f"remove the reason, then {FROM_THE_BEGINNING}",
+        ),
+        (
+            KEPT,
+            State.ORPHANED,
+            "ft-run is gone and left no reason: killed, perhaps; iteration 41 in memory is kept for another 29.5 min",
+            AGAIN,
+        ),
+        (
+            replace(KEPT, smp_answers=False, kept_seconds=None),
+            State.ORPHANED,
+            "ft-run is gone and left no reason: killed, perhaps; iteration 41 in memory is kept until a sweep: the SMP "
+            "is gone too",
+            "give the same command again to resume from memory, or drop it: ft-plugins sweep --job j --older-than 0",
+        ),
+        (
+            replace(KEPT, holds=False, newest=None, note=None),
+            State.ORPHANED, "the launcher is gone and left no reason: killed, perhaps; memory holds no version",
+            f"{FROM_THE_BEGINNING}; or ft-plugins end j",
+        ),
+        (
+            replace(GONE, smp_hangs=True),
+            State.ORPHANED,
+            "ft-run is gone and left no reason: killed, perhaps; the SMP gives no answer, so what memory holds is not "
+            "known",
+            FROM_THE_BEGINNING,
+        ),
+        (
+            GONE,
+            State.ENDED, "ft-run is gone and left no reason: killed, perhaps; nothing is in memory",
+            FROM_THE_BEGINNING,
+        ),
+    ],
+)  # fmt: skip
+def test_each_state_says_what_is_known_and_what_to_do(
+    facts: JobFacts, state: State, headline: str, remedy: str
+) -> None:
+    found = job_state(facts)
+    assert (found.state, found.headline, found.remedy) == (state, headline, remedy)
+
+
+def test_a_note_is_read_as_it_was_written_and_a_damaged_one_is_none(tmp_path: Path) -> None:
+    note = FtRunNote(Phase.ENDED, "by SIGTERM", "signalled", 143, 12.5)
+    write_note(tmp_path, note)
+    assert read_note(tmp_path) == note
+    for content in ("", "[]", '{"phase": "soon"}', (tmp_path / NOTE_FILE).read_text().replace("143", '"143"')):
+        (tmp_path / NOTE_FILE).write_text(content)
+        assert read_note(tmp_path) is None
+    write_note(tmp_path / "absent", note)
+    assert read_note(tmp_path / "absent") is None
