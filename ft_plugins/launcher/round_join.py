@@ -56,6 +56,7 @@ class RoundJoin:
         self._deadline = 0.0  # monotonic; for the round to be complete
         self._wait_report: WaitReport | None = None
         self._warned = False  # of nodes of another job
+        self._refused = ""  # nodes that could not join, as reported last
 
     def begin(self, opened: bool, trained: bool, workers: int) -> None:
         """Start to wait for the next round; see `Application` for the arguments."""
@@ -138,6 +139,7 @@ class RoundJoin:
                     self._extend_deadline()
                 self._last_view = view
                 self._report(leads)
+                self._report_refused(view.refused)
                 if view.changes == seen:
                     seconds = node.rest if self.is_spare else LOOK_SECONDS
                     if leads:
@@ -158,6 +160,11 @@ class RoundJoin:
         view = self._last_view
         if self._wait_report and view and view.phase is not Phase.COMPLETE and view.rank is None:
             self._wait_report.update(view.waiting, view.missing, leads, self._deadline)
+
+    def _report_refused(self, refused: str) -> None:
+        if refused and refused != self._refused:
+            say(f"{refused} (mend that, or start another node in its place)", alarm=True, who="ft-run: ")
+        self._refused = refused
 
     def _remember(self, first: RosterPage | None) -> None:
         """Store the roster whose first page has arrived."""
