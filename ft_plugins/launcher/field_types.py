@@ -9,7 +9,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field, StringConstraints
 
-from ..errors import ConfigError
+from ..errors import ConfigError, printable
 from ..run_directories import NAME_PATTERN
 from .endpoint import Endpoint
 
@@ -18,6 +18,11 @@ PLAUSIBLE = 1 << 30  # maximum for a round that another node reports: one a seco
 REMEMBERED = 1 << 29  # maximum for a round in a file: other nodes still accept the rounds that follow
 REASON_LIMIT = 1000  # characters
 MOST_NODES = 1 << 13  # in a round, or waiting as spares; twice as many as one port has connections
+
+
+def reason_text(text: str) -> str:
+    """`text` as a `Reason`: one line, printable, cut."""
+    return printable(" ".join(text.split()))[:REASON_LIMIT]
 
 
 def _printable(text: str) -> str:

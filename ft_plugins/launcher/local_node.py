@@ -28,7 +28,6 @@ from .rendezvous_settings import RendezvousSettings
 from .roster import Roster, RosterPage, assembled
 from .roster_file import RosterFile
 
-_LONGEST_REACH = 3.0  # for one request, including one retransmission of TCP
 _REST_SECONDS = 1.0  # between two looks at a complete round; as torch
 
 
@@ -198,7 +197,7 @@ class LocalNode:
     def __init__(self, settings: RendezvousSettings) -> None:
         connections.raise_limit()  # a leader has a connection of each node
         self.settings = settings
-        self.reach = min(_LONGEST_REACH, settings.silence / 3)
+        self.reach = settings.reach
         self.rest = min(_REST_SECONDS, settings.silence / 10)
         self.events = Events(settings.node)  # rejected connections
         self.listener, self.host = endpoint.open_port(

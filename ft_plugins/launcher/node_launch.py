@@ -13,7 +13,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -35,11 +35,11 @@ from ..events import Event, Events, catalogue, file_sink, log_sink
 from ..recovery.resize import sizes
 from ..smp import connections, leftovers
 from ..smp.ft_run_note import FtRunNote, Phase, write_note
-from . import plugin, worker
+from . import plugin, refused_node, worker
 from .agent import ProgressAgent
 from .job_lock import JobLock
 from .rendezvous import Rendezvous
-from .rendezvous_settings import BACKEND
+from .rendezvous_settings import BACKEND, RendezvousSettings
 from .restarts import Status
 from .signals import SignalStop, notices, report_missed
 from .watcher import Job, Watcher
@@ -92,13 +92,18 @@ def launch(
     with ExitStack() as stack:
         watcher = None
         if job:
-            lock, run_dir = stack.enter_context(JobLock(job.run_dir)), job.run_dir
-            stack.push(lambda kind, error, trace: write_note(run_dir, ending(outcome, error)))
-            write_note(run_dir, FtRunNote(Phase.STARTING))
-            events.subscribe(file_sink(job.run_dir / "events.jsonl"))
-            events.subscribe(log_sink("ft-run: "))
-            _sweep_old(job, events)
-            watcher = _protect(job, events, stack)
+            lock, run_dir = None, job.run_dir
+            try:
+                lock = stack.enter_context(JobLock(run_dir))
+                stack.push(lambda kind, error, trace: write_note(run_dir, ending(outcome, error)))
+                write_note(run_dir, FtRunNote(Phase.STARTING))
+                events.subscribe(file_sink(run_dir / "events.jsonl"))
+                events.subscribe(log_sink("ft-run: "))
+                _sweep_old(job, events)
+                watcher = _protect(job, events, stack)
+            except FtError as error:
+                _report_refusal(config, job, error, serves=lock is not None)
+                raise
             if watcher is None or _holds_nothing(watcher):  # sizes of an earlier configuration
                 (job.run_dir / sizes.FILE).unlink(missing_ok=True)
             if not isinstance(entrypoint, str):
@@ -143,6 +148,13 @@ def ending(outcome: Outcome | None, error: BaseException | None) -> FtRunNote:
         case FtError():
             return FtRunNote(Phase.ENDED, str(error), "refused", EXIT_REFUSED)
     return FtRunNote(Phase.ENDED, f"{type(error).__name__}: {error}", "failed", 1)
+
+
+def _report_refusal(config: LaunchConfig, job: Job, error: FtError, serves: bool) -> None:
+    """Report to the other nodes, if there are any, that this one does not come. See `refused_node.report`."""
+    if config.rdzv_backend == BACKEND and config.max_nodes > 1:
+        with suppress(FtError, OSError):
+            refused_node.report(RendezvousSettings.read(_parameters(config, job)), str(error), serves)
 
 
 def _sweep_old(job: Job, events: Events) -> None:
@@ -273,15 +285,9 @@ def _rendezvous_defaults(job: Job) -> dict[str, Any]:
     return settings | ({"wait_seconds": job.config.capture.wait_seconds} if job.config.capture else {})
 
 
-def _specify(
-    config: LaunchConfig, entrypoint: Callable[..., Any] | str, args: Sequence[Any], job: Job | None, bounded: bool
-) -> tuple[RendezvousHandler, WorkerSpec]:
-    """The rendezvous and the workers, as `launch_agent` derives them from its configuration."""
-    defaults = {}
-    if config.rdzv_backend == BACKEND:
-        rendezvous_registry.handler_registry.register(BACKEND, plugin.create)  # even if entry points are not installed
-        defaults = _rendezvous_defaults(job) if job else {}
-    parameters = RendezvousParameters(
+def _parameters(config: LaunchConfig, job: Job | None) -> RendezvousParameters:
+    defaults = _rendezvous_defaults(job) if job and config.rdzv_backend == BACKEND else {}
+    return RendezvousParameters(
         backend=config.rdzv_backend,
         endpoint=config.rdzv_endpoint,
         run_id=config.run_id,
@@ -290,6 +296,15 @@ def _specify(
         local_addr=config.local_addr,
         **(defaults | config.rdzv_configs),
     )
+
+
+def _specify(
+    config: LaunchConfig, entrypoint: Callable[..., Any] | str, args: Sequence[Any], job: Job | None, bounded: bool
+) -> tuple[RendezvousHandler, WorkerSpec]:
+    """The rendezvous and the workers, as `launch_agent` derives them from its configuration."""
+    if config.rdzv_backend == BACKEND:
+        rendezvous_registry.handler_registry.register(BACKEND, plugin.create)  # even if entry points are not installed
+    parameters = _parameters(config, job)
     master_addr, master_port = _get_addr_and_port(parameters)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle  # read when workers are started
     handler = rendezvous_registry.get_rendezvous_handler(parameters)

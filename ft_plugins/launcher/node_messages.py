@@ -123,8 +123,19 @@ class Finish:
     round: Count
 
 
+@dataclass(frozen=True)
+class Refuse:
+    """A node was refused before or while it joined: nodes that wait for it need not expect it."""
+
+    token: Token
+    node: Name
+    reason: Reason
+
+
 ANSWERED_BY_ALL = {"meet": Meet, "elect": Elect, "leave": Leave, "close": Close}
-ANSWERED_BY_LEADER = {"apply": Apply, "look": Look, "roster": ReadRoster, "serve": Serve, "finish": Finish}
+ANSWERED_BY_LEADER = {
+    "apply": Apply, "look": Look, "roster": ReadRoster, "serve": Serve, "finish": Finish, "refuse": Refuse,
+}  # fmt: skip
 
 
 # ---- replies ----
@@ -175,6 +186,7 @@ class RoundView:
     `rank`, `size`, `store`: if the process was chosen. `roster`: the first page, if the process asked for that of a
     newer round. `changes`: see `Look.seen`.
     `names`, `missing`: of waiting nodes, of nodes of the last round that do not wait; not all if there are many.
+    `refused`: which nodes could not join, and why.
     `opened`, `trained`: see `Proposal`. `first`: global rank of the process's first worker; `workers`: number of all.
     """
 
@@ -196,6 +208,7 @@ class RoundView:
     workers: Count = 0
     roster: RosterPage | None = None
     changes: Count = 0
+    refused: Reason = ""
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ from .node_messages import (
     Meeting,
     Message,
     ReadRoster,
+    Refuse,
     Serve,
     Vote,
 )
@@ -190,8 +191,7 @@ class NodeService:
         to learn something."""
         with self._lock:
             if self._rounds:
-                self._stepped = time.monotonic()
-                self._rounds.step(self._stepped)
+                self._step(self._rounds, time.monotonic())
             before, self._advanced = self._advanced, self._news
             return before != self._advanced
 
@@ -286,10 +286,15 @@ class NodeService:
                 return _REST_SECONDS
             now = time.monotonic()
             if now - self._stepped >= _STEP_SECONDS:
-                self._stepped = now
-                self._rounds.step(now)
+                self._step(self._rounds, now)
             resting = self._rounds.phase is Phase.COMPLETE
             return _REST_SECONDS if resting else _STEP_SECONDS
+
+    def _step(self, rounds: RoundMachine, now: float) -> None:
+        self._stepped = now
+        rounds.step(now)
+        if rounds.is_hopeless:
+            self.close(rounds.refused, "refused")
 
     def _meet(self, request: Meet) -> Message:
         if request.lead is not None and self._plausible(request.lead.generation):
@@ -360,10 +365,15 @@ class NodeService:
             "done": len(rounds.done),
             "lost": rounds.lost_count,
             "changes": rounds.changes,
+            "refused": rounds.refused,
         }
 
     def _serve(self, rounds: RoundMachine, request: Serve) -> Message:
         rounds.serve(request.token, request.store)
+        return {}
+
+    def _refuse(self, rounds: RoundMachine, request: Refuse) -> Message:
+        rounds.refuse(request.node, request.reason, time.monotonic())
         return {}
 
     def _finish(self, rounds: RoundMachine, request: Finish) -> Message:

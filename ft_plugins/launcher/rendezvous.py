@@ -23,10 +23,10 @@ from datetime import timedelta
 from torch.distributed import PrefixStore, Store
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from ..errors import ProtocolError, printable
+from ..errors import ProtocolError
 from . import peer_client, round_store
 from .endpoint import Endpoint
-from .field_types import REASON_LIMIT
+from .field_types import reason_text
 from .local_node import LocalNode
 from .node_messages import RoundView
 from .rendezvous_settings import BACKEND, RendezvousSettings
@@ -204,8 +204,8 @@ class Rendezvous(RendezvousHandler):
         """Allow no further round on any node."""
         how = f"has ended there ({self.reason or self.status}), and is not to go on"
         how = "has succeeded" if self.status == "succeeded" else how
-        reason = printable(" ".join(f"node {self._node.me.node} reports that it {how}".split()))
-        self._node.service.close(reason[:REASON_LIMIT], self.status)
+        reason = reason_text(f"node {self._node.me.node} reports that it {how}")
+        self._node.service.close(reason, self.status)
         message = {"reason": self._node.service.closed, "status": self._node.service.status}
         if not self._node.service.leading:
             with contextlib.suppress(ConnectionError, ProtocolError):
@@ -216,13 +216,17 @@ class Rendezvous(RendezvousHandler):
         peer_client.ask_all(others - {node.me.endpoint}, {"do": "close", **message}, node.reach, node.credentials)
 
     def shutdown(self) -> bool:
-        """Close this node's port, and the rendezvous on all nodes if this one took part in a round. Idempotent.
+        """Close this node's port, and the rendezvous on all nodes if it is over or this one took part in a round.
+        Idempotent.
 
-        A node that took part in none only leaves, as if it were lost.
+        A node that took part in none only leaves, as if it were lost; if it was refused, it reports that.
         """
         if not self._is_shut:
-            if self._round:
+            if self._round or self._node.service.closed:
                 self.set_closed()
+            elif self.status == "refused":
+                with contextlib.suppress(ConnectionError, ProtocolError):
+                    self._node.link.ask("refuse", node=self._node.me.node, reason=reason_text(self.reason))
             self._is_shut = True
             self._node.close()
             self._store = None

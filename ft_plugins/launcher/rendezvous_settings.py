@@ -37,6 +37,7 @@ BACKEND = "ft_plugins"
 _KEYS = (
     "detect_seconds encrypt join_timeout last_call_timeout node_name node_rank run_dir secret_file sizes wait_seconds"
 ).split()
+_LONGEST_REACH = 3.0  # for one request, including one retransmission of TCP
 _RUN_LIMIT = 256  # characters of the job's name, as a handshake takes them
 _OF_TORCH = ("timeout",)  # torch's launcher sets it for older back-ends
 
@@ -58,6 +59,11 @@ class RendezvousSettings:
     encrypt: bool
     loopback_only: bool  # no other machine takes part
     command: str = ""  # to start another node with
+
+    @property
+    def reach(self) -> float:
+        """Seconds for one request."""
+        return min(_LONGEST_REACH, self.silence / 3)
 
     @classmethod
     def read(cls, parameters: RendezvousParameters) -> RendezvousSettings:

@@ -59,6 +59,7 @@ class RoundJoin:
         self._wait_report: WaitReport | None = None
         self._noted = ""  # for what this node waits, in the run directory
         self._warned = False  # of nodes of another job
+        self._refused = ""  # nodes that could not join, as reported last
 
     def begin(self, opened: bool, trained: bool, workers: int) -> None:
         """Start to wait for the next round; see `Application` for the arguments."""
@@ -141,6 +142,7 @@ class RoundJoin:
                     self._extend_deadline()
                 self._last_view = view
                 self._report(leads)
+                self._report_refused(view.refused)
                 if view.changes == seen:
                     seconds = node.rest if self.is_spare else LOOK_SECONDS
                     if leads:
@@ -171,6 +173,11 @@ class RoundJoin:
         if self._node.settings.run_dir and note.reason != self._noted:
             self._noted = note.reason
             ft_run_note.write_note(self._node.settings.run_dir, note)
+
+    def _report_refused(self, refused: str) -> None:
+        if refused and refused != self._refused:
+            say(f"{refused} (mend that, or start another node in its place)", alarm=True, who="ft-run: ")
+        self._refused = refused
 
     def _remember(self, first: RosterPage | None) -> None:
         """Store the roster whose first page has arrived."""

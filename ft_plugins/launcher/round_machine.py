@@ -22,6 +22,7 @@ from enum import Enum
 from itertools import accumulate
 
 from . import rounds
+from .field_types import reason_text
 from .last_messages import LastMessages
 from .roster import Place, Roster
 from .rounds import Rules
@@ -89,6 +90,9 @@ class RoundMachine:
         self._lost: dict[str, None] = {}  # members whose connections ended too long ago
         self._answers: dict[str, str] = {}  # by endpoint: the node that answers there, '' for none; of an open round
         self._own = own
+        self._refused: dict[str, str] = {}  # why, by node
+        self._refused_at = 0.0
+        self.is_hopeless = False  # no round can come without a node that was refused
         self._enough_since: float | None = None
         self._looked = now
 
@@ -161,6 +165,7 @@ class RoundMachine:
         for each in (*holders, token):
             self.leave(each)
         self._waiting.add(application)
+        self._refused.pop(node, None)
         self._alive.watch(token, now)
         if node in self._members:
             self._back.add(node)
@@ -238,6 +243,19 @@ class RoundMachine:
             self.proposal = replace(self.proposal, store=store)
             self.revision += 1
 
+    def refuse(self, node: str, reason: str, now: float) -> None:
+        """Note that a node could not join, unless the round goes on without it or a live process has its name."""
+        holder = self._members.get(node)
+        alive = self._waiting.token(node) or node == self._own or holder and not self._alive.is_silent(holder, now)
+        if self.phase is not Phase.COMPLETE and not alive:
+            self._refused[node], self._refused_at = reason, now
+            self._changed()
+
+    @property
+    def refused(self) -> str:
+        """Which nodes could not join, and why; '' for none."""
+        return reason_text("; ".join(f"node {node} was refused: {why}" for node, why in self._refused.items()))
+
     def finish(self, token: str, number: int) -> None:
         """Note that the workers of a node have succeeded in round `number`."""
         if self.phase is Phase.COMPLETE and number == self.round and token in self._nodes and token not in self.done:
@@ -277,6 +295,10 @@ class RoundMachine:
 
     def _choose(self, now: float) -> None:
         turnout = self._waiting.turnout
+        if self._refused:
+            running = bool(self._members) or any(each.opened for each in self._waiting)
+            since = now - self._refused_at
+            self.is_hopeless = rounds.is_hopeless(self._rules, turnout, running, self._silence, since)
         if not self._rules.fit(turnout.nodes):
             self._enough_since = None
             return
@@ -297,6 +319,8 @@ class RoundMachine:
 
     def _is_alive(self, place: Place, now: float) -> bool:
         token = self._members.get(place.node)
+        if place.node in self._refused:
+            return False
         if place.node == self._own or token and not self._alive.is_silent(token, now):
             return True
         answers = self._answers.get(place.endpoint)
@@ -328,7 +352,7 @@ class RoundMachine:
         self.roster = Roster(proposal.round, members, tuple(self.places))
         self._waiting.follow(self.roster)
         self._alive.keep((*proposal.ranks, *(each.token for each in self._waiting)))
-        self._ended, self._lost, self.done = {}, {}, set()
+        self._ended, self._lost, self.done, self._refused = {}, {}, set(), {}
         self._turn(Phase.COMPLETE)
 
     def _turn(self, phase: Phase) -> None:

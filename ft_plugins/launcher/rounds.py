@@ -74,6 +74,11 @@ class Rules:
         return replace(self, sizes=tuple(fitting), stateful=not spares_asked) if fitting else self
 
     @property
+    def is_fixed(self) -> bool:
+        """Whether only one number of nodes is allowed."""
+        return self.min_nodes == self.max_nodes
+
+    @property
     def largest(self) -> int:
         """The size at which a round waits for no further node."""
         return max(self.sizes, default=self.max_nodes)
@@ -131,6 +136,13 @@ def size_of(rules: Rules, turnout: Turnout, waited: float) -> int:
     if rules.stateful and size < turnout.back:
         return 0  # a spare would hold state of the last round: wait for a substitute
     return size if waited >= (rules.wait if turnout.last else rules.last_call) else 0
+
+
+def is_hopeless(rules: Rules, turnout: Turnout, running: bool, patience: float, since_refusal: float) -> bool:
+    """Whether the job ends because a node was refused `since_refusal` seconds ago: as no round can do without one, and
+    no other came in its place within `patience`. A job that was `running` under this command has state that waits for
+    a substitute, so it goes on waiting."""
+    return rules.is_fixed and not running and since_refusal >= patience and not rules.fit(turnout.nodes)
 
 
 def ranks(candidates: Sequence[Candidate], size: int) -> dict[str, int]:

@@ -20,6 +20,8 @@ import pytest
 from ft_plugins.errors import EXIT_REFUSED
 from ft_plugins.launcher import job_secret
 from ft_plugins.launcher.peer_client import Credentials, ask
+from ft_plugins.smp import liveness
+from ft_plugins.snapshot import paths
 from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
 from ft_plugins.testing.job_control import wait_for
 from ft_plugins.testing.ports import free_port
@@ -205,6 +207,41 @@ def test_all_nodes_and_a_spare_end_as_the_job_that_was_refused(nodes: Nodes) -> 
     found = {name: job.wait(BOUND) for name, job in nodes.running.items()}
     assert {name: outcome["status"] for name, outcome in found.items()} == dict.fromkeys("abc", "refused"), found
     assert f"exited with status {EXIT_REFUSED}" in found["c"]["reason"], "it knows why"
+
+
+@pytest.mark.parametrize("listed", ["ab", "b"], ids=["another-leads", "the-only-endpoint-is-its-own"])
+def test_where_a_node_is_refused_every_node_says_which_and_why_and_ends(tmp_path: Path, listed: str) -> None:
+    job, port = f"refused-{os.getpid()}", free_port()
+    addresses = {"a": "127.0.0.1", "b": "127.0.0.2"}
+    owned = liveness.acquire(paths.lock_of(job, "b"))  # as by an SMP of another run directory
+    assert owned is not None
+    script = tmp_path / "never.py"
+    script.write_text("raise SystemExit(3)")
+    command = [
+        *(str(Path(sys.executable).with_name("ft-run")), "--nnodes", "2", "--nproc-per-node", "1"),
+        *("--rdzv-endpoint", ",".join(f"{addresses[name]}:{port}" for name in listed)),
+        *("--rdzv-conf", "detect_seconds=10", "--ftp-job", job, "--reft"),
+    ]
+    environment = os.environ | {"XDG_RUNTIME_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    started = {
+        name: subprocess.Popen(
+            [*command, "--local-addr", address, "--ftp-node-name", name, str(script)],
+            env=environment, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for name, address in addresses.items()
+    }  # fmt: skip
+    try:
+        said = {name: each.communicate(timeout=BOUND)[1] for name, each in started.items()}
+    finally:
+        for each in started.values():
+            each.kill()
+        os.close(owned)
+        for name in addresses:
+            liveness.kill_and_wait(liveness.holder(tmp_path / "ft_plugins" / job / name / "smp.lock"), BOUND)
+            paths.remove(job, name)
+    assert {name: each.returncode for name, each in started.items()} == dict.fromkeys("ab", EXIT_REFUSED), said
+    assert "has memory on node b already" in said["b"], said["b"]
+    assert "node b was refused: " in said["a"] and "has memory on node b already" in said["a"], said["a"]
 
 
 def gone(pid: int) -> None:

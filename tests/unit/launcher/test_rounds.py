@@ -336,6 +336,66 @@ def test_a_leader_of_other_rounds_asks_at_the_ports_of_the_nodes_that_it_remembe
     assert (rounds.gathering.round, rounds.members) == (5, ["d", "b", "x"])
 
 
+def refused(rules: Rules, *come: str, last: Roster | None = None) -> Rounds:
+    """Nodes that wait, and b, which was refused."""
+    rounds = Rounds(rules)
+    rounds.gathering = RoundMachine(rules, SILENCE, last, rounds.now, "a")
+    rounds.come(*come)
+    rounds.gathering.refuse("b", "its memory is busy", rounds.now)
+    return rounds
+
+
+def test_a_job_that_cannot_go_on_without_a_refused_node_ends_unless_another_comes_in_time() -> None:
+    rounds = refused(Rules(2, 2), "a")
+    assert rounds.gathering.refused == "node b was refused: its memory is busy"
+    rounds.pass_by(SILENCE - 1)
+    assert not rounds.gathering.is_hopeless
+    rounds.pass_by(2)
+    assert rounds.gathering.is_hopeless
+    rounds = refused(Rules(2, 2), "a")
+    rounds.come("c")
+    rounds.pass_by(2 * SILENCE)
+    assert rounds.members == ["a", "c"] and not rounds.gathering.is_hopeless and not rounds.gathering.refused
+    rounds = refused(Rules(2, 2), "a")
+    rounds.pass_by(5)
+    rounds.come("b", life=2)  # the cause is removed
+    rounds.pass_by(2 * SILENCE)
+    assert rounds.members == ["a", "b"] and not rounds.gathering.is_hopeless
+
+
+def test_nodes_go_on_waiting_where_a_refused_one_may_be_replaced() -> None:
+    for rules, running in ((Rules(2, 3), False), (Rules(2, 2), True)):
+        rounds = refused(rules, *(() if running else "a"))
+        if running:  # it lost a node; the one in its place was refused
+            rounds.gathering.apply(Application("a", "a/1", "a:1", opened=True), rounds.now)
+            rounds.known.add("a/1")
+        rounds.pass_by(3 * SILENCE)
+        assert rounds.gathering.waiting == ["a"] and not rounds.gathering.is_hopeless
+        assert rounds.gathering.refused.startswith("node b was refused")
+
+
+def test_a_command_that_is_given_twice_on_a_node_does_no_harm() -> None:
+    rounds = refused(Rules(2, 2), "b")
+    rounds.pass_by(2 * SILENCE)
+    assert not rounds.gathering.is_hopeless and not rounds.gathering.refused, "b waits"
+    rounds = with_spares()
+    for phase in (Phase.COMPLETE, Phase.OPEN):
+        rounds.gathering.refuse("b", "another ft-run owns the job there", rounds.now)
+        assert rounds.gathering.phase is phase and not rounds.gathering.refused
+        rounds.come("a")
+    rounds.come("b", "c")
+    rounds.pass_by(1)
+    assert rounds.members == ["a", "b", "c"]
+
+
+def test_a_refused_node_of_the_last_round_is_replaced_at_once_by_a_spare_that_waits() -> None:
+    last = Roster(4, (Place("a", "a:1"), Place("b", "b:1")))
+    rounds = refused(Rules(2, 2, wait=60), "a", "c", last=last)
+    rounds.gathering.note_answers({"b:1": "b"})  # where it says why
+    rounds.pass_by(1)
+    assert rounds.members == ["a", "c"]
+
+
 def test_a_spare_that_is_silent_is_gone_and_one_that_leaves_too() -> None:
     rounds = Rounds(Rules(1, 1))
     rounds.come("a")
