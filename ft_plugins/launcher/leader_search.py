@@ -16,6 +16,8 @@ from dataclasses import asdict
 
 from ..errors import ProtocolError
 from ..intake import parsed
+from . import port_holder
+from .endpoint import Endpoint
 from .node_messages import Leader, Meeting, Message, Vote
 from .node_service import NodeService
 from .peer_client import ASKED_AT_ONCE, Credentials, ForeignError, ask_all
@@ -195,6 +197,18 @@ class LeaderSearch:
             f"expected a node of the job at one of {', '.join(self.order())}, found none ({asked}); "
             "give the endpoint of a live node in --rdzv-endpoint, the same on all nodes"
         )
+
+    def taken(self) -> str:
+        """For people: which other process of this machine listens at an endpoint that the user gave, where no node of
+        the job answers this one; '' for none."""
+        for text in self._given:
+            unanswered = text in self.unreached or text == self._me.endpoint
+            if unanswered and (who := port_holder.others_at(Endpoint.read(text))):
+                return (
+                    f"--rdzv-endpoint {text}: {who} listens there and is not a node of this job that answers; end it, "
+                    "or choose another port on all nodes"
+                )
+        return ""
 
 
 def _batches(voters: list[str]) -> Iterator[list[str]]:

@@ -33,13 +33,14 @@ from .local_node import LocalNode
 from .node_messages import Admission, Leader, RoundView
 from .roster import RosterPage
 from .round_machine import Phase
-from .wait_report import WaitReport, awaited, incomplete
+from .wait_report import REPEAT_SECONDS, WaitReport, awaited, incomplete
 from .waiting_nodes import Application
 
 LOOK_SECONDS = 0.1  # between two looks at an incomplete round, on the leader; between two checks, on other nodes
 _SEARCH_GROWTH, _LONGEST_SEARCH_PAUSE = 1.5, 1.0  # of the pauses between two searches of the leader
 _SEARCHES = 512  # a second, by all nodes together in the end
 _LEAST_PAUSE = 0.005  # of the leader between two looks, during which many nodes may send requests
+_TAKEN_SECONDS = 3.0  # of a search, before this node reports that another process has the port of an endpoint
 _MEET_SECONDS = 1.0  # between two searches of the leader for absent nodes
 
 
@@ -67,7 +68,7 @@ class RoundJoin:
         self.is_spare, self._acknowledged, self._last_view, self._noted = False, 0, None, ""
         self._extend_deadline()
         settings = self._node.settings
-        self._wait_report = WaitReport(settings.rules, settings.silence, settings.command)
+        self._wait_report = WaitReport(settings.rules, settings.silence, settings.command, self._node.search.taken)
 
     def _extend_deadline(self) -> None:
         self._deadline = time.monotonic() + self._node.settings.join + self._node.settings.rules.wait
@@ -77,6 +78,7 @@ class RoundJoin:
         began = time.monotonic()
         patience = 2 * self._node.settings.silence
         pauses = search_pauses(self._node.settings.rules.max_nodes)
+        due = _TAKEN_SECONDS
         while True:
             self.check()
             searched = time.monotonic() - began
@@ -84,7 +86,20 @@ class RoundJoin:
                 return leader
             if searched > patience:
                 self._warn_of_other_job()
+            if searched > due:
+                due = searched + self._report_search(searched)
             pause(next(pauses))
+
+    def _report_search(self, searched: float) -> float:
+        """Report where no node of the job answers; early only if another process of this machine listens there. Returns
+        in how many seconds to do so again."""
+        search, silence = self._node.search, self._node.settings.silence
+        reason = "" if search.foreign else search.taken() or (search.no_node() if searched > silence else "")
+        if not reason:
+            return silence
+        left = max(0.0, self._deadline - time.monotonic())
+        say(f"{reason} (this node goes on looking for {left:.0f} s at most)", alarm=True, who="ft-run: ")
+        return REPEAT_SECONDS
 
     def _warn_of_other_job(self) -> None:
         """Report once that a node of another job answers. Raises ConfigError without a secret: it is on this machine.
@@ -238,10 +253,10 @@ class RoundJoin:
             missing = incomplete(settings.rules, view.round, view.waiting, view.names)
         else:
             missing = node.search.no_node()
-        other_job = node.search.other_job()
+        trouble = node.search.other_job() or node.search.taken()
         return (
             f"node {node.me.node}, job '{node.me.run}': no round was complete within "
-            f"{settings.join + settings.rules.wait:g} s: {missing}" + (f"; {other_job}" if other_job else "")
+            f"{settings.join + settings.rules.wait:g} s: {missing}" + (f"; {trouble}" if trouble else "")
         )
 
 

@@ -12,7 +12,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..events import say
@@ -61,11 +61,15 @@ def incomplete(rules: Rules, number: int, waiting: int, names: Sequence[str]) ->
 class WaitReport:
     """One wait of one node for a round."""
 
-    def __init__(self, rules: Rules, patience: float, command: str) -> None:
-        """`patience`: seconds before the first report. `command` starts another node."""
+    def __init__(
+        self, rules: Rules, patience: float, command: str, trouble: Callable[[], str] = lambda: ""
+    ) -> None:
+        """`patience`: seconds before the first report. `command` starts another node. `trouble`: why others may not
+        find this one."""
         self._rules = rules
         self._next = time.monotonic() + patience
         self._command = command
+        self._trouble = trouble
 
     def update(self, waiting: int, missing: Sequence[str], leads: bool, deadline: float) -> None:
         """Report if it is time to. `leads`: this node is the leader. `deadline`: when it gives up (monotonic)."""
@@ -76,4 +80,7 @@ class WaitReport:
             self._next = now + REPEAT_SECONDS if leads else float("inf")
             seconds = max(0.0, deadline - now)
             start = f"to start one, in {os.getcwd()}: {self._command}"
-            say(f"{needed} (for another {seconds:.0f} s at most); {start}", alarm=True, who="ft-run: ")
+            line = f"{needed} (for another {seconds:.0f} s at most); {start}"
+            if trouble := self._trouble():
+                line = f"{trouble}; {line}"
+            say(line, alarm=True, who="ft-run: ")

@@ -10,6 +10,7 @@ import select
 import socket
 import struct
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,9 +19,9 @@ from typing import Any
 import msgpack
 import psutil
 import pytest
-from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousParameters, RendezvousTimeoutError
 
-from ft_plugins.launcher import plugin
+from ft_plugins.launcher import plugin, round_join
 from ft_plugins.launcher.rendezvous import Rendezvous
 from ft_plugins.testing.ports import free_port
 
@@ -60,6 +61,39 @@ def node(tmp_path: Path) -> Iterator[Rendezvous]:
     assert found.next_rendezvous().world_size == 1
     yield found
     found.shutdown()
+
+
+SILENT_OR_RUDE = """
+import socket, sys
+server, kept = socket.create_server(("127.0.0.1", 0)), []
+print(server.getsockname()[1], flush=True)
+while True:
+    kept.append(server.accept()[0])
+    if sys.argv[1]:
+        kept[-1].sendall(sys.argv[1].encode())
+"""
+
+
+@pytest.mark.parametrize("says", ["", "HTTP/1.0 400 Bad Request"], ids=["silent", "rude"])
+def test_a_process_that_has_the_port_of_the_endpoint_is_named_at_once(
+    says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(round_join, "_TAKEN_SECONDS", 0.0)
+    stranger = subprocess.Popen([sys.executable, "-c", SILENT_OR_RUDE, says], stdout=subprocess.PIPE)
+    try:
+        assert stranger.stdout and select.select([stranger.stdout], [], [], WAIT)[0]
+        endpoint = f"127.0.0.1:{int(stranger.stdout.readline())}"
+        times = {"join_timeout": 3, "wait_seconds": 0, "last_call_timeout": 0, "detect_seconds": 2}
+        handler = plugin.create(RendezvousParameters("ft_plugins", endpoint, JOB, 2, 2, node_name="n", **times))
+        with pytest.raises(RendezvousTimeoutError, match=f"process {stranger.pid} .*end it"):
+            handler.next_rendezvous()
+        handler.shutdown()
+    finally:
+        stranger.kill()
+        stranger.communicate(timeout=WAIT)
+    [line] = capsys.readouterr().err.splitlines()
+    named = f"ft-run: --rdzv-endpoint {endpoint}: process {stranger.pid} ({sys.executable} -c "
+    assert line.startswith(named) and "end it, or choose another port on all nodes (this node goes on" in line
 
 
 def call(node: Rendezvous) -> socket.socket:

@@ -54,3 +54,8 @@ def test_the_lead_says_it_every_thirty_seconds_and_the_others_once(
                 assert text == f"{words}ft-run train.py\n"
         now[0] += 0.1
     assert said == {"lead": [10, 40, 70], "other": [10]}
+
+
+def test_why_others_may_not_find_this_node_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
+    WaitReport(Rules(2, 2), 0.0, "ft-run train.py", lambda: "port 29400 is taken").update(1, [], True, 1e9)
+    assert capsys.readouterr().err.startswith("ft-run: port 29400 is taken; waiting for 1 more of 2 nodes (for")

@@ -141,7 +141,7 @@ def test_a_hang_is_reported_once_and_the_workers_restart(node: Node) -> None:
     assert (fields["about"], fields["culprit"], fields["iteration"], fields["phase"]) == (1, "node7", 5, "forward")
     assert fields["ranks"] == [1] and fields["stacks"] == str(node.folder / "hangs" / "3")
     [(token, [words])] = node.lost
-    assert token == TOKEN and words.startswith("hang of rank 1 of node node7, in the forward of iteration 5 (no it")
+    assert token == TOKEN and words.startswith("hang of rank 1 of node node7, in the forward of iteration 5 (no ")
     assert f"stacks in {fields['stacks']}" in words
 
 
