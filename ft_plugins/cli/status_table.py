@@ -42,6 +42,8 @@ def _head(facts: Facts) -> str:
 
 def _lines(facts: Facts) -> Iterator[tuple[str, str]]:
     """Label and words of each line."""
+    if alarm := facts["alarm"]:
+        yield "last alarm", f"{alarm['time']}: {alarm['text']}"
     yield "training", "; ".join(_training(facts))
     if facts["slow"]:
         factors = ", ".join(f"rank {rank} {factor:g} times" for rank, factor in facts["slow"])
@@ -54,8 +56,6 @@ def _lines(facts: Facts) -> Iterator[tuple[str, str]]:
     yield "processes", _processes(facts)
     if facts["smp_error"]:
         yield "error", facts["smp_error"]
-    if alarm := facts["alarm"]:
-        yield "last alarm", f"{alarm['time']}: {alarm['text']}"
 
 
 def _training(facts: Facts) -> Iterator[str]:

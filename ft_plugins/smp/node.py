@@ -23,7 +23,7 @@ from pydantic import TypeAdapter
 
 from .. import files
 from ..errors import FtError, ProtocolError
-from ..events import Events, catalogue
+from ..events import Events, catalogue, standing_alarm
 from ..intake import Count, read_json
 from ..redundancy.exchange_plan import ExchangePlan
 from ..snapshot.paths import parity_path_of
@@ -48,7 +48,7 @@ from .wire import Handover, Peer
 
 # in the run directory
 _RELEASED = "released.json"  # the lineage in which the job has continued without this node
-_ALARMS = ("replicas", "checkpoints", "protection")  # topics that belong to one incarnation
+_ALARMS = ("replicas", "checkpoints", "protection", "commits")  # topics that belong to one incarnation
 
 SpareHandler = Callable[[SpareState | ReleaseSpare], dict[str, Any]]
 
@@ -161,6 +161,7 @@ class NodeTier:
         return NodeDriver(
             protection, store, self._pinned, self._segments, partial(self._connect, protection, plan),
             self._lock, self._events, self._alarms, lambda lost: self.declare_lost(self.token, lost),
+            still=_stood_still(self._run_dir),
         )  # fmt: skip
 
     def inventory(self) -> dict[str, Any]:
@@ -385,3 +386,9 @@ def _number(path: Path) -> int:
 def _clean(segment: Segment) -> list[tuple[int, ...]]:
     slots = segment.slots()
     return sorted({astuple(slot.version) for slot in slots if slot.state is SlotState.CLEAN and slot.version})
+
+
+def _stood_still(run_dir: Path) -> bool:
+    """Whether the last alarm of this node is that commits stand still, so that the next one ends it."""
+    alarm = standing_alarm(run_dir / "events.jsonl")
+    return alarm is not None and alarm.name == catalogue.PROTECTION_STALLED.name
