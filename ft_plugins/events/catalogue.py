@@ -200,6 +200,18 @@ SEGMENT_CORRUPTED = EventType(
     "segment.corrupted", ALARM, "The header of a rank's segment is damaged; its snapshots are lost on this node.",
     "If it repeats on one node, check its memory and drain it.", about=_ABOUT, path=_PATH, reason=_REASON,
 )  # fmt: skip
+SEGMENTS_REMOVED = EventType(
+    "segments.removed", ALARM,
+    "Files of the running job were removed from shared memory; its SMP still holds their memory.",
+    "Find out what removes them: a cleaning script, or systemd at a logout (RemoveIPC=no in logind.conf). At the next "
+    "restart of the ranks the files are written again and nothing is lost, but before that the death of the SMP loses "
+    "the snapshots of this node: restart the job when convenient.",
+    paths=Field("list", "removed files"), reason=_REASON,
+)  # fmt: skip
+SEGMENTS_REWRITTEN = EventType(
+    "segments.rewritten", NOTICE, "Files that had been removed from shared memory are there again.",
+    ends=("segments.removed",), paths=Field("list", "files that are missing still"), reason=_REASON,
+)  # fmt: skip
 
 # ---- the snapshot process (SMP) ----
 

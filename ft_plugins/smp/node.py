@@ -150,6 +150,9 @@ class NodeTier:
         replica_checks.by_target(plan, ranks, self._segments)
         shape = shape_of(plan, position, protection.shapes, protection.digest)
         if self._store is not None:
+            if not self._store.linked:
+                with suppress(FtError, OSError):  # without it parity is received again
+                    self._store.write_again()
             self._store.close()
             self._store = self._protection = self._driver = None
         self._store = ParityStore(parity_path_of(self._job, self._node), plan, position, shape)
@@ -177,6 +180,11 @@ class NodeTier:
                 ),
                 **{name: value for name, value in parity.items() if name != "protection"},
             }
+
+    def removed_files(self) -> list[Path]:
+        """The parity store's file, if it was removed while its memory is used."""
+        with self._lock:
+            return [parity_path_of(self._job, self._node)] if self._store and not self._store.linked else []
 
     @property
     def ranks(self) -> int:

@@ -7,6 +7,8 @@ node at the point; then that node is destroyed whole. The exchange is throttled 
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -18,6 +20,7 @@ import pytest
 from ft_plugins.cli.status_facts import facts_of
 from ft_plugins.cli.status_table import text_of
 from ft_plugins.smp import liveness
+from ft_plugins.snapshot import paths
 from ft_plugins.testing.emulated_nodes import EmulatedHost, destroy, network
 from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
 from ft_plugins.testing.job_control import Entry, entries, wait_for, wait_until_stopped
@@ -308,6 +311,39 @@ def test_commits_that_stand_still_are_an_alarm_with_the_node_until_the_next_comm
         assert facts["alarm"] is None or facts["alarm"]["name"] != "protection.stalled"
     said = "".join(running.tail(1000) for running in story.nodes.values())
     assert [said.count(f"ft_plugins: protection.{word}: node ") for word in ("stalled", "resumed")] == [1, 1]
+    story.end()
+
+
+def test_files_removed_from_shared_memory_are_an_alarm_and_a_killed_rank_still_resumes_from_that_memory(
+    job: Callable[..., Job],
+) -> None:
+    """As systemd does at a logout (RemoveIPC), or a cleaning script: segments, parity store and lock of one node."""
+    story = job()
+    for name in ("n0", "n1", "n2"):
+        story.start(name, mbps=400)
+    story.until_committed(3)
+    cleaned = story.nodes["n1"]
+    files = [*paths.files_of(cleaned.spec.name, "n1"), paths.parity_path_of(cleaned.spec.name, "n1")]
+    names = {path.name for path in files}
+    for path in names:
+        (paths.SHM / path).unlink()
+    (removed,) = _named(cleaned, "segments.removed", 1)
+    assert {Path(path).name for path in removed["paths"]} == {one for one in names if not one.endswith(".lock")}
+    (facts,) = facts_of([cleaned.spec.run_dir])
+    assert facts["alarm"]["name"] == "segments.removed" and "RemoveIPC" in facts["alarm"]["text"]
+    story.until_committed(story.counted("n0") + 2)
+    before = story.counted("n0")
+    attached = cleaned.events("rank.attached")[-1]
+    os.kill(attached.pid, signal.SIGKILL)
+    found = story.restored(6)
+    assert all(entry["restored"] >= before for entry in found[3:]), "not the beginning, and not an older version"
+    assert not cleaned.events("slot.rebuilt"), "from its own memory"
+    _named(cleaned, "segments.rewritten", 1)
+    (facts,) = facts_of([cleaned.spec.run_dir])
+    assert facts["alarm"] is None or facts["alarm"]["name"] != "segments.removed"
+    assert all((paths.SHM / path).exists() for path in names)
+    assert liveness.held(paths.lock_of(cleaned.spec.name, "n1"))
+    story.until_committed(max(entry["restored"] for entry in found) + 2)
     story.end()
 
 
