@@ -45,6 +45,8 @@ def _lines(facts: Facts) -> Iterator[tuple[str, str]]:
     """Label and words of each line."""
     yield "now", facts["headline"]
     yield "to do", facts["remedy"]
+    if alarm := facts["alarm"]:
+        yield "last alarm", f"{alarm['time']}: {alarm['text']}"
     if facts["iteration"] or facts["smp_answers"]:
         yield "training", "; ".join(_training(facts))
     if facts["slow"]:
@@ -58,8 +60,6 @@ def _lines(facts: Facts) -> Iterator[tuple[str, str]]:
     yield "processes", _processes(facts)
     if facts["smp_error"]:
         yield "error", facts["smp_error"]
-    if alarm := facts["alarm"]:
-        yield "last alarm", f"{alarm['time']}: {alarm['text']}"
 
 
 def _training(facts: Facts) -> Iterator[str]:

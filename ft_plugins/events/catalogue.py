@@ -200,6 +200,18 @@ SEGMENT_CORRUPTED = EventType(
     "segment.corrupted", ALARM, "The header of a rank's segment is damaged; its snapshots are lost on this node.",
     "If it repeats on one node, check its memory and drain it.", about=_ABOUT, path=_PATH, reason=_REASON,
 )  # fmt: skip
+SEGMENTS_REMOVED = EventType(
+    "segments.removed", ALARM,
+    "Files of the running job were removed from shared memory; its SMP still holds their memory.",
+    "Find out what removes them: a cleaning script, or systemd at a logout (RemoveIPC=no in logind.conf). At the next "
+    "restart of the ranks the files are written again and nothing is lost, but before that the death of the SMP loses "
+    "the snapshots of this node: restart the job when convenient.",
+    paths=Field("list", "removed files"), reason=_REASON,
+)  # fmt: skip
+SEGMENTS_REWRITTEN = EventType(
+    "segments.rewritten", NOTICE, "Files that had been removed from shared memory are there again.",
+    ends=("segments.removed",), paths=Field("list", "files that are missing still"), reason=_REASON,
+)  # fmt: skip
 
 # ---- the snapshot process (SMP) ----
 
@@ -283,6 +295,25 @@ EXCHANGE_RECOVERED = EventType(
     ends=("exchange.slowed",),
     **_PACE,
 )
+PROTECTION_STALLED = EventType(
+    "protection.stalled", ALARM,
+    "No version is committed any more while training goes on: a lost node costs all iterations since the last one.",
+    "Look at the node that is named, its SMP and its links. If that does not help, restart the job.",
+    iterations=Field("int", "iterations captured since the last commit", "iterations"),
+    usual=Field("int", "longest of the recent distances between two commits", "iterations", optional=True),
+    seconds=Field("float", "since the last commit", "s"), waits_for=Field("str", "node that is named, or empty"),
+    reason=_REASON,
+)  # fmt: skip
+PROTECTION_RESUMED = EventType(
+    "protection.resumed", NOTICE, "Versions are committed again.", ends=("protection.stalled",), reason=_REASON
+)
+REPORT_REJECTED = EventType(
+    "report.rejected", WARNING,
+    "The SMP of another node reports versions that cannot be; its report is not used. No version is committed while it "
+    "does.",
+    "If it repeats, kill the SMP of that node: another one takes over its memory.",
+    peer=Field("str", "name of that node"), reason=_REASON,
+)  # fmt: skip
 EXCHANGE_INTERRUPTED = EventType(
     "exchange.interrupted", WARNING,
     "A new SMP cannot continue the exchange of the one before; no version is committed until training restarts.",

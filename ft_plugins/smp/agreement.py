@@ -11,7 +11,9 @@ outdated report can delay a commit, never cause one: what must hold for all node
 The next version to exchange is announced before any rank starts capturing it, so every SMP is waiting when its ranks
 seal it. An SMP that missed it reports that, and a later one is announced. If ranks were past the version when it was
 announced, the next one is announced further ahead, by half of the iterations since the committed one: however long
-reports take, after a few attempts a version is announced in time. After a recovery the restored
+reports take, after a few attempts a version is announced in time. Without a committed one it is twice of those by which
+it was late; the first announcement of all is a guess: ranks may continue from any iteration of the framework's own
+checkpoint. After a recovery the restored
 version is exchanged first, because its redundancy was lost.
 
 In: `NodeReport`s, the incarnation's facts. Out: `Summary`, `ExchangeDecision`.
@@ -25,6 +27,7 @@ from dataclasses import dataclass
 from ..snapshot.slots import Version
 from .hang import Stall
 from .hang import merged as merged_stall
+from .standstill import Behind
 
 LOST_LIMIT = 64  # positions in one summary; more are reported after these have been dealt with
 
@@ -48,6 +51,7 @@ class NodeReport:
     `late`: the same, if the reason is that ranks were past it when they read that it was announced.
     `encoded`: all receivers have taken what this node sent of that version, and what it stores of it is complete.
     `stall`: its ranks make no progress, and where they are.
+    `behind`: what its exchange lacks, if that takes long.
     """
 
     begun: int
@@ -57,6 +61,7 @@ class NodeReport:
     committed: Version | None = None
     late: Version | None = None
     stall: Stall | None = None
+    behind: Behind | None = None
 
 
 @dataclass(frozen=True)
@@ -70,11 +75,12 @@ class ExchangeDecision:
 @dataclass(frozen=True)
 class Announcement:
     """What position 0 announces to all nodes: its decision, positions that have been silent for too long, and that the
-    job hangs (`stall`)."""
+    job hangs (`stall`), and what the exchange lacks if it takes long (`behind`)."""
 
     decision: ExchangeDecision = ExchangeDecision()
     lost: tuple[int, ...] = ()
     stall: Stall | None = None
+    behind: Behind | None = None
 
 
 @dataclass(frozen=True)
@@ -82,7 +88,7 @@ class Summary:
     """The reports of the positions in `covered`, a bitmap. None is less than any version.
 
     `lost` are positions that were silent for too long where they were expected: at most the LOST_LIMIT lowest.
-    `stall`: all of the nodes hang.
+    `stall`: all of the nodes hang. `behind`: the first cause for which the exchange takes long.
     """
 
     covered: int = 0
@@ -96,13 +102,14 @@ class Summary:
     lost: tuple[int, ...] = ()
     late: Version | None = None
     stall: Stall | None = None
+    behind: Behind | None = None
 
 
 def summarize(position: int, report: NodeReport) -> Summary:
     """The summary of one report."""
     return Summary(
         1 << position, report.begun, report.exchange, report.missed, report.encoded, report.encoded, report.committed,
-        report.committed, (), report.late, report.stall,
+        report.committed, (), report.late, report.stall, report.behind,
     )  # fmt: skip
 
 
@@ -126,6 +133,7 @@ def merge(summaries: Iterable[Summary]) -> Summary:
         tuple(sorted(lost)[:LOST_LIMIT]),
         _newest(summary.late for summary in some),
         merged_stall(summary.stall for summary in some),
+        min((summary.behind for summary in some if summary.behind is not None), default=None),
     )
 
 
@@ -157,7 +165,10 @@ def _next(epoch: ExchangeEpoch, committed: Version | None, summary: Summary) -> 
         begun = max(begun, missed.iteration)
     if summary.late is not None and summary.late == missed and (committed is None or missed > committed):
         since = committed if committed is not None and committed.lineage == epoch.lineage else base
-        begun += (begun - (since.iteration if since else 0)) // 2
+        if since is not None:
+            begun += (begun - since.iteration) // 2
+        elif missed.lineage == epoch.lineage and missed.iteration > epoch.interval:  # else it was a guess
+            begun += 2 * (begun - missed.iteration)
     return Version(epoch.lineage, (begun // epoch.interval + 1) * epoch.interval)
 
 

@@ -166,6 +166,11 @@ class ExchangeSender:
         return all(self._done.values())
 
     @property
+    def target(self) -> int | None:
+        """The first position that has not taken everything; None if all have."""
+        return next((lane.target for lane, done in self._done.items() if not done), None)
+
+    @property
     def corrupt(self) -> bool:
         """Whether a slot failed its digests, so that none of it was sent."""
         return self._verified is False

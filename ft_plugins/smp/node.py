@@ -23,7 +23,7 @@ from pydantic import TypeAdapter
 
 from .. import files
 from ..errors import FtError, ProtocolError
-from ..events import Events, catalogue
+from ..events import Events, catalogue, standing_alarm
 from ..intake import Count, read_json
 from ..redundancy.exchange_plan import ExchangePlan
 from ..snapshot.paths import parity_path_of
@@ -48,7 +48,7 @@ from .wire import Handover, Peer
 
 # in the run directory
 _RELEASED = "released.json"  # the lineage in which the job has continued without this node
-_ALARMS = ("replicas", "checkpoints", "protection")  # topics that belong to one incarnation
+_ALARMS = ("replicas", "checkpoints", "protection", "commits")  # topics that belong to one incarnation
 
 SpareHandler = Callable[[SpareState | ReleaseSpare], dict[str, Any]]
 
@@ -150,6 +150,9 @@ class NodeTier:
         replica_checks.by_target(plan, ranks, self._segments)
         shape = shape_of(plan, position, protection.shapes, protection.digest)
         if self._store is not None:
+            if not self._store.linked:
+                with suppress(FtError, OSError):  # without it parity is received again
+                    self._store.write_again()
             self._store.close()
             self._store = self._protection = self._driver = None
         self._store = ParityStore(parity_path_of(self._job, self._node), plan, position, shape)
@@ -161,6 +164,7 @@ class NodeTier:
         return NodeDriver(
             protection, store, self._pinned, self._segments, partial(self._connect, protection, plan),
             self._lock, self._events, self._alarms, lambda lost: self.declare_lost(self.token, lost),
+            still=_stood_still(self._run_dir),
         )  # fmt: skip
 
     def inventory(self) -> dict[str, Any]:
@@ -176,6 +180,11 @@ class NodeTier:
                 ),
                 **{name: value for name, value in parity.items() if name != "protection"},
             }
+
+    def removed_files(self) -> list[Path]:
+        """The parity store's file, if it was removed while its memory is used."""
+        with self._lock:
+            return [parity_path_of(self._job, self._node)] if self._store and not self._store.linked else []
 
     @property
     def ranks(self) -> int:
@@ -388,3 +397,9 @@ def _number(path: Path) -> int:
 def _clean(segment: Segment) -> list[tuple[int, ...]]:
     slots = segment.slots()
     return sorted({astuple(slot.version) for slot in slots if slot.state is SlotState.CLEAN and slot.version})
+
+
+def _stood_still(run_dir: Path) -> bool:
+    """Whether the last alarm of this node is that commits stand still, so that the next one ends it."""
+    alarm = standing_alarm(run_dir / "events.jsonl")
+    return alarm is not None and alarm.name == catalogue.PROTECTION_STALLED.name

@@ -37,6 +37,7 @@ from .pace import Pace
 from .parity_store import ParityStore
 from .pinned import PinnedVersions
 from .protection import Protection
+from .standstill import Standing
 from .traffic import RatePacer
 from .tree_loop import TreeLoop, TreeMember
 from .tree_peers import TreePeers
@@ -61,9 +62,11 @@ class NodeDriver:
         events: Events,
         alarms: Alarms,
         declare: Callable[[list[str]], None],
+        still: bool = False,
     ) -> None:
         """`connect(position, patience)` makes a connection to the SMP at a position, within that share of
-        `detect_seconds`; `declare` notifies the agent of lost nodes."""
+        `detect_seconds`; `declare` notifies the agent of lost nodes. `still`: it was reported before that
+        commits stand still."""
         self.protection = protection
         self.plan = protection.plan()
         self.store = store
@@ -76,7 +79,7 @@ class NodeDriver:
         self._alarms = alarms
         self._declare = declare
         now, epoch = time.monotonic(), protection.epoch()
-        self._state = steps.NodeState(epoch, protection.position, protection.audited)
+        self._state = steps.NodeState(epoch, protection.position, protection.audited, still=still)
         self._period = min(OBSERVE_SECONDS, protection.detect_seconds / 5)
         self.stall: Stall | None = None  # of this node's ranks
         self._reported: NodeReport | None = None
@@ -85,9 +88,11 @@ class NodeDriver:
         self._peers = TreePeers(protection, self.plan.nodes, connect, events)
         self._loop = TreeLoop()
         place = TreeState(epoch, protection.position, protection.detect_seconds, now)
-        self._member = TreeMember(self._loop, place, self._peers.connect, self.wake, self._peers.disconnected)
+        self._member = TreeMember(
+            self._loop, place, self._peers.connect, self.wake, self._peers.disconnected, self._peers.rejected
+        )
         self._exchange: ExchangeSender | None = None
-        self._switched_at = now
+        self._switched_at = self._committed_at = now
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -196,6 +201,22 @@ class NodeDriver:
                     self._events.emit(catalogue.COORDINATOR_LOST, reason=reason)
                 case steps.RaiseAlarm(topic, kind, words):
                     self._alarms.say(topic, kind, words)
+                case steps.ReportStandstill(standing, behind, aloud):
+                    words = standing.words(behind.words(self.plan.nodes) if behind else "")
+                    named = self.plan.nodes[behind.position] if behind else ""
+                    fields = {
+                        "iterations": standing.waits,
+                        "seconds": standing.seconds,
+                        "usual": standing.usual or None,
+                    }
+                    self._events.emit(catalogue.PROTECTION_STALLED, reason=words, waits_for=named, **fields)
+                    if aloud:
+                        self._alarms.say("commits", catalogue.PROTECTION_STALLED, words)
+                case steps.EndStandstill(version, aloud):
+                    words = f"iteration {version.iteration} is committed: versions are again"
+                    self._events.emit(catalogue.PROTECTION_RESUMED, reason=words)
+                    if aloud:
+                        self._alarms.say("commits", catalogue.PROTECTION_RESUMED, words)
         return None
 
     def _report(self, report: NodeReport) -> steps.Announced:
@@ -205,20 +226,22 @@ class NodeDriver:
             self._member.report(report)
             self._reported, self._reported_at = report, now
         announcement = self._member.announcement
-        return steps.Announced(announcement.decision, announcement.lost, self._member.reason)
+        return steps.Announced(announcement.decision, announcement.lost, self._member.reason, announcement.behind)
 
     def _observe(self) -> steps.Observation:
         """The state of this node's memory now. Call with the lock held."""
         sender, begun = self._exchange, self._pinned.begun(self.protection.lineage)
         if self.pace.captured(Version(self.protection.lineage, begun)):
             self._report_pace()
+        protection, seconds = self.protection, time.monotonic() - self._committed_at
+        standing = Standing(self.pace.waits, seconds, self.pace.usual, protection.interval, protection.detect_seconds)
         if sender is None:
-            return steps.Observation(begun, self._pinned.committed)
+            return steps.Observation(begun, self._pinned.committed, standing=standing)
         complete = sender.done and sender.version in self.store.versions()
         return steps.Observation(
             begun, self._pinned.committed, sender.version, complete, sender.corrupt,
             str(sender.differences[0]) if sender.differences else "",
-            self._pinned.mark(sender.version) if self.protection.audited else Mark.NONE,
+            self._pinned.mark(sender.version) if self.protection.audited else Mark.NONE, standing, sender.target,
         )  # fmt: skip
 
     def _seal_awaited(self) -> bool:
@@ -235,6 +258,7 @@ class NodeDriver:
     def _commit(self, version: Version) -> steps.Event | None:
         if not self._pinned.commit(version):
             return None  # not complete here yet: the next answer requests it again
+        self._committed_at = time.monotonic()
         pace_changed = self.pace.committed(version)
         self._events.emit(
             catalogue.VERSION_COMMITTED, lineage=version.lineage, iteration=version.iteration,

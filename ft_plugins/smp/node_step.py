@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from ..events import EventType, catalogue
 from ..snapshot.slots import Mark, Version
 from .agreement import ExchangeDecision, ExchangeEpoch, NodeReport
+from .standstill import Behind, Lack, Standing
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class Observation:
     corrupt: bool = False  # a slot of `sending` fails its digests, so it is not sent
     difference: str = ""  # the first difference between replicas of `sending`, as text
     mark: Mark = Mark.NONE  # the audit's verdict on `sending`
+    standing: Standing = Standing()
+    target: int | None = None  # the first position that has not yet taken what this node sends of `sending`
 
 
 # ---- events ----
@@ -50,6 +53,7 @@ class Announced:
     decision: ExchangeDecision
     lost: tuple[int, ...] = ()
     reason: str = ""
+    behind: Behind | None = None  # what the exchange lacks, as position 0 knows
 
 
 @dataclass(frozen=True)
@@ -136,7 +140,27 @@ class RaiseAlarm:
     words: str
 
 
-Action = SendReport | CommitVersion | SwitchExchange | StartExchange | DeclareLost | ReportSilence | RaiseAlarm
+@dataclass(frozen=True)
+class ReportStandstill:
+    """Record that commits stand still, and what is lacking, as far as it is known. `aloud`: have a trainer print it."""
+
+    standing: Standing
+    behind: Behind | None
+    aloud: bool
+
+
+@dataclass(frozen=True)
+class EndStandstill:
+    """Record that `version` was committed after a standstill."""
+
+    version: Version
+    aloud: bool
+
+
+Action = (
+    SendReport | CommitVersion | SwitchExchange | StartExchange | DeclareLost | ReportSilence | RaiseAlarm
+    | ReportStandstill | EndStandstill
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -153,6 +177,8 @@ class NodeState:
     late: Version | None = None  # the same, if ranks were past it when it was announced
     declared: bool = False  # lost nodes were declared, which happens once per incarnation
     protected: bool = False  # a version was committed in this incarnation
+    still: bool = False  # it was reported that commits stand still
+    behind: Behind | None = None  # what the exchange lacked when that was last known, since the last commit
 
     @property
     def awaited(self) -> Version | None:
@@ -198,13 +224,31 @@ def _report(state: NodeState, seen: Observation) -> tuple[NodeState, tuple[Actio
             missed = sending
         encoded = encoded if seen.mark.preferred else None
     exchange = sending or state.decision.exchange
-    report = NodeReport(seen.begun, exchange, missed, encoded, seen.committed, state.late)
+    behind = None
+    if exchange is not None and encoded != exchange and seen.standing.seconds > seen.standing.detect_seconds:
+        behind = _behind(state.position, seen, missed == exchange)
+    report = NodeReport(seen.begun, exchange, missed, encoded, seen.committed, state.late, behind=behind)
     state = replace(state, committed=seen.committed, sending=sending, missed=missed)
+    if seen.standing.still and not state.still:
+        # all nodes know it, so one has it printed; and one on which a version is not committed that is on others
+        own = state.decision.committed is not None and state.decision.committed != seen.committed
+        alarms += (ReportStandstill(seen.standing, state.behind or behind, own or state.position == 0),)
+        state = replace(state, still=True)
     return state, (*alarms, SendReport(report))
+
+
+def _behind(position: int, seen: Observation, missed: bool) -> Behind:
+    """What the exchange lacks at this node, or because of it."""
+    if seen.sending is None or missed:
+        return Behind(Lack.SNAPSHOT, position)
+    if seen.target is not None:
+        return Behind(Lack.TRANSFER, position, seen.target)
+    return Behind(Lack.PARTS, position)
 
 
 def _follow(state: NodeState, announced: Announced) -> tuple[NodeState, tuple[Action, ...]]:
     decision, actions = announced.decision, list[Action]()
+    state = replace(state, behind=announced.behind or state.behind)
     if decision.committed is not None and (state.committed is None or decision.committed > state.committed):
         actions.append(CommitVersion(decision.committed))
     if decision.exchange != state.decision.exchange:
@@ -222,8 +266,10 @@ def _committed(state: NodeState, version: Version) -> tuple[NodeState, tuple[Act
     """The first version committed after a recovery restores the redundancy that was lost; one node announces it."""
     first = not state.protected and state.position == 0 and state.epoch.base is not None
     words = f"iteration {version.iteration} is protected on all nodes: a lost node is survived again"
-    alarms = (RaiseAlarm("protection", catalogue.PROTECTION_RESTORED, words),) if first else ()
-    return replace(state, committed=version, protected=True), alarms
+    alarms: tuple[Action, ...] = (RaiseAlarm("protection", catalogue.PROTECTION_RESTORED, words),) if first else ()
+    if state.still:
+        alarms += (EndStandstill(version, state.position == 0),)
+    return replace(state, committed=version, protected=True, still=False, behind=None), alarms
 
 
 def _start(state: NodeState, sealed: bool | None) -> tuple[NodeState, tuple[Action, ...]]:

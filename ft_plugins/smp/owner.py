@@ -45,6 +45,7 @@ from .status import described, signal_of
 _TOKEN = TypeAdapter(Count)
 KILL_SECONDS = 20.0  # for killed trainers to be gone; a process in uninterruptible sleep may take longer
 _TOUCH_SECONDS = 30.0
+_FILES_SECONDS = 1.0  # between two looks whether files in shared memory are still there
 _PAUSE_SECONDS = 2.0  # between two looks at trainers, ten times as long as usual
 # requests that are carried out under the lock; the others take it for a part of their work
 _UNDER_LOCK = frozenset({"status", "watch", "fence", "restore", "shutdown", "end"})
@@ -69,7 +70,8 @@ class SnapshotProcess:
         self._stopped: dict[int, float] = {}  # by rank of a stopped trainer: since when (monotonic)
         self._checked = time.monotonic()  # when it was last looked for them
         self._declared = -1  # the token under which trainers were declared lost
-        self._touched = time.monotonic()
+        self._touched = self._files_checked = time.monotonic()
+        self._removed: list[str] = []  # files that were removed while their memory is used
         self._allocating: dict[int, threading.Lock] = {}  # by rank: one attach at a time, even of two incarnations
         self._segments, self._refused = adoption.adopt(job, node, events)
         self.token = max([self.token, *(segment.token for segment in self._segments.values())])
@@ -197,6 +199,10 @@ class SnapshotProcess:
                 path.unlink(missing_ok=True)
                 segments.create(path, request.shape, rank, request.fingerprint, request.world_size, lost=lost)
                 segment = Segment(path)
+            elif not segment.linked:  # no trainer writes to it: they are fenced
+                old, segment = segment, segments.write_again(segment)
+                self._segments[rank] = segment
+                old.close()
             with self._lock:
                 if self.ended.is_set():
                     path.unlink(missing_ok=True)
@@ -356,6 +362,28 @@ class SnapshotProcess:
     def in_use(self) -> bool:
         """Whether a checkpoint is being written, or a trainer of this node is alive."""
         return self.storing or any(began and liveness.started(pid) == began for pid, began in self._owners().values())
+
+    def check_files(self) -> None:
+        """Report files in shared memory that were removed while their memory is used. The lock is taken again."""
+        if time.monotonic() - self._files_checked < _FILES_SECONDS or not self._lock.acquire(blocking=False):
+            return
+        try:
+            self._files_checked = time.monotonic()
+            removed = [segment.path for segment in self._segments.values() if not segment.linked]
+            removed += self._tier.removed_files()
+            if self._segments and not paths.lock_of(self._job, self._node).exists():
+                with suppress(FtError, OSError):  # another user's; there is another look
+                    liveness.acquire(paths.lock_of(self._job, self._node))
+            names = [path.name for path in sorted(removed)]
+            if names != self._removed:
+                words = f"{len(names)} files were removed ({', '.join(names)}), and the SMP holds their memory"
+                kind = catalogue.SEGMENTS_REMOVED if names else catalogue.SEGMENTS_REWRITTEN
+                reason = words if names else "every segment has its file again"
+                self._events.emit(kind, paths=[str(path) for path in removed], reason=reason)
+                self._alarms.say("files", kind, reason)
+                self._removed = names
+        finally:
+            self._lock.release()
 
     def look(self) -> None:
         """Record for operators how far the ranks are, unless a request is being carried out: there is another look."""

@@ -39,16 +39,18 @@ class Pace:
         self._distances: deque[int] = deque(maxlen=_IN_A_ROW)
         self._sums = deque([(0, 0)], maxlen=_RECENT + 1)  # bytes in bubbles, and all bytes, at each commit
         self.waits = 0  # iterations captured since the last commit
+        self.usual = 0  # the longest of the recent distances; 0 before the first commit
         self.rarer = False
 
     def committed(self, version: Version) -> bool:
         """Record that `version` is committed. Returns whether that changed `rarer`."""
         before, was_rarer = self._last, self.rarer
         self._last = self._base = version
-        self.waits = 0
+        waits, self.waits = self.waits, 0
         self._sums.append(self._sent())
         if before is not None and before.lineage == version.lineage:
             self._distances.append(version.iteration - before.iteration)
+        self.usual = max(self._distances, default=max(waits, 1))
         planned = self._followed_plan()
         if planned is None or len(self._distances) < _IN_A_ROW:
             return False

@@ -108,6 +108,16 @@ class ParityStore:
         """Bytes claimed."""
         return self._segment.shape.total
 
+    @property
+    def linked(self) -> bool:
+        """Whether the store's file is still there."""
+        return self._segment.linked
+
+    def write_again(self) -> None:
+        """Write the store, whose file was removed, to a new one, for another `ParityStore`. Call after `pause`. Raises
+        BudgetError, SegmentError, OSError."""
+        segments.write_again(self._segment).close()
+
     # ---- receiving ----
 
     def begin(self, version: Version) -> None:

@@ -149,6 +149,7 @@ def _run_until_end(process: SnapshotProcess, events: Events, orphan_seconds: flo
         patience = orphan_seconds if process.orphan_seconds is None else process.orphan_seconds
         process.touch()
         process.check_trainers()
+        process.check_files()
         process.look()
         pid, began = process.watched
         if pid and liveness.started(pid) == began and began:
@@ -196,6 +197,7 @@ def _wait_exit(pid: int, process: SnapshotProcess) -> None:
         while not process.ended.is_set() and process.watched[0] == pid:
             process.touch()
             process.check_trainers()
+            process.check_files()
             process.look()
             if poller.poll(1000 * WATCH_SECONDS):
                 return

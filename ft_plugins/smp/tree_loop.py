@@ -164,17 +164,19 @@ class TreeMember:
         connect: Connect,
         changed: Callable[[], None],
         failed: Callable[[str, str], None] = lambda node, reason: None,
+        rejected: Callable[[int, str], None] = lambda position, reason: None,
     ) -> None:
         """`connect(position, done)` connects to the SMP at a position, without blocking, and calls `done` in any thread
         with the connection or with the reason why there is none. `changed` is called, in the loop's thread, when there
         is another announcement; `failed` with a node and a reason when its connection was closed because of an
-        error."""
+        error; `rejected` with a position and a reason when it begins to report what cannot be."""
         self.wake = 0.0
         self._loop = loop
         self._state = state
         self._connect = connect
         self._changed = changed
         self._failed = failed
+        self._rejected = rejected
         self._links: dict[int, TreeLink] = {}
         self._closed = False
         loop.call(lambda: loop.touch(self))
@@ -296,6 +298,8 @@ class TreeMember:
             return
         before = self._state.announcement
         outbox = self._state.advance(now)
+        for position, reason in outbox.rejected:
+            self._rejected(position, reason)
         if self._state.announcement != before:
             self._changed()
         for position in outbox.leave:

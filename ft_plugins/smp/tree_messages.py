@@ -25,6 +25,7 @@ from .agreement import LOST_LIMIT, Announcement, ExchangeDecision, Summary
 from .hang import Stall
 from .packed_version import MaybeVersion
 from .protocol import packed
+from .standstill import Behind, Lack
 
 MESSAGE_LIMIT = 1 << 14  # bytes of a message: a bitmap of all nodes, and the lost positions
 _BITMAP = 1 << 13  # bytes: 65,536 nodes
@@ -45,6 +46,19 @@ def _stall(value: Any) -> Stall | None:
     return Stall(iteration, bool(waits), edges, rank, WorkPhase(phase), position, bool(even))
 
 
+def _behind(value: Any) -> Behind | None:
+    """What an exchange lacks. Raises Unfit."""
+    if value is None or isinstance(value, Behind):
+        return value
+    numbers = value if isinstance(value, (list, tuple)) else ()
+    if len(numbers) != 3 or not all(type(one) is int and 0 <= one < 8 * _BITMAP for one in numbers):
+        raise Unfit("expected a lack and two positions")
+    if numbers[0] not in list(Lack):
+        raise Unfit(f"unknown lack {numbers[0]}")
+    return Behind(Lack(numbers[0]), numbers[1], numbers[2])
+
+
+MaybeBehind = Annotated[Behind | None, BeforeValidator(_behind)]
 MaybeStall = Annotated[Stall | None, BeforeValidator(_stall)]
 Lost = Annotated[tuple[Count, ...], Field(max_length=LOST_LIMIT)]
 Versions = Annotated[tuple[MaybeVersion, ...], Field(min_length=7, max_length=7)]
@@ -57,6 +71,7 @@ class _Up:
     versions: Versions
     lost: Lost
     stall: MaybeStall
+    behind: MaybeBehind
 
 
 @dataclass(frozen=True)
@@ -65,6 +80,7 @@ class _Down:
     committed: MaybeVersion
     lost: Lost
     stall: MaybeStall
+    behind: MaybeBehind
 
 
 LEAVE: Mapping[str, Any] = {"do": "leave"}  # this child reports to another node from now on
@@ -79,7 +95,7 @@ def packed_summary(summary: Summary) -> dict[str, Any]:
     covered = summary.covered.to_bytes((summary.covered.bit_length() + 7) // 8, "little")
     return {
         "do": "summary", "covered": covered, "begun": summary.begun, "versions": list(map(packed, versions)),
-        "lost": list(summary.lost), "stall": _packed(summary.stall),
+        "lost": list(summary.lost), "stall": _packed(summary.stall), "behind": _packed_behind(summary.behind),
     }  # fmt: skip
 
 
@@ -93,7 +109,7 @@ def from_child(message: Mapping[str, Any]) -> Summary | None:
     exchange, missed, least_encoded, newest_encoded, least_committed, newest_committed, late = up.versions
     return Summary(
         int.from_bytes(up.covered, "little"), up.begun, exchange, missed, least_encoded, newest_encoded,
-        least_committed, newest_committed, up.lost, late, up.stall,
+        least_committed, newest_committed, up.lost, late, up.stall, up.behind,
     )  # fmt: skip
 
 
@@ -103,6 +119,7 @@ def packed_announcement(announcement: Announcement) -> dict[str, Any]:
     return {
         "do": "announce", "exchange": packed(decision.exchange), "committed": packed(decision.committed),
         "lost": list(announcement.lost), "stall": _packed(announcement.stall),
+        "behind": _packed_behind(announcement.behind),
     }  # fmt: skip
 
 
@@ -111,7 +128,7 @@ def from_parent(message: Mapping[str, Any]) -> Announcement:
     if message.get("do") != "announce":
         raise ProtocolError(f"unknown message of a parent: {shown(message.get('do'))}")
     down = parsed(_Down, message, "announce")
-    return Announcement(ExchangeDecision(down.exchange, down.committed), down.lost, down.stall)
+    return Announcement(ExchangeDecision(down.exchange, down.committed), down.lost, down.stall, down.behind)
 
 
 def _packed(stall: Stall | None) -> list[int] | None:
@@ -120,3 +137,7 @@ def _packed(stall: Stall | None) -> list[int] | None:
     return [
         stall.iteration, int(stall.waits), stall.edges, stall.rank, int(stall.phase), stall.position, int(stall.even),
     ]  # fmt: skip
+
+
+def _packed_behind(behind: Behind | None) -> list[int] | None:
+    return None if behind is None else [int(behind.lack), behind.position, behind.target]

@@ -80,6 +80,10 @@ class TreePeers:
         """Record that a connection was closed because of an error."""
         self._events.emit(catalogue.PEER_DISCONNECTED, peer=node, reason=reason)
 
+    def rejected(self, position: int, reason: str) -> None:
+        """Record that a neighbour reports what cannot be."""
+        self._events.emit(catalogue.REPORT_REJECTED, peer=self._nodes[position], reason=reason)
+
     def close(self) -> None:
         """End a connection attempt."""
         with self._lock:

@@ -43,6 +43,7 @@ from .agreement import (
     newer,
     summarize,
 )
+from .report_bounds import Bounds
 from .tree import candidates, parent_of
 from .tree_presence import Presence
 
@@ -63,6 +64,7 @@ class _Source:
     sent: Announcement | None = None  # what was sent to it last, and when
     answered: float = float("-inf")
     waits: bool = True  # for an answer
+    rejected: bool = False  # its last report exceeded a bound
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ class Outbox:
     connect: int | None
     leave: tuple[int, ...]
     wake: float
+    rejected: tuple[tuple[int, str], ...] = ()  # neighbours that began to report what cannot be, and what
 
 
 class TreeState:
@@ -99,6 +102,8 @@ class TreeState:
         self._silent: dict[int, float] = {}  # candidates that could not be reached, and since when
         self._leaving: dict[int, float] = {}  # parents of before, and when to leave them
         self._advanced = now
+        self._rejected: list[tuple[int, str]] = []  # to be reported
+        self._parent_rejected = False  # the last announcement exceeded a bound
         self._presence = Presence(epoch.nodes, detect_seconds, self.heartbeat_seconds, now)  # used while it is the root
         self.acts_as_root = position == 0
 
@@ -149,6 +154,8 @@ class TreeState:
         if position == self.parent:
             self._check_lost(position, announcement.lost)
             self._found_parent(now)
+            announcement, reason = self._bounds().announcement(announcement)
+            self._parent_rejected = self._note_rejected(position, self._parent_rejected, reason)
             self.announcement = replace(announcement, decision=self._known(announcement.decision))
 
     def joined(self, position: int, now: float) -> None:
@@ -205,7 +212,8 @@ class TreeState:
         leave = tuple(position for position, when in self._leaving.items() if now >= when)
         for position in leave:
             del self._leaving[position]
-        return Outbox(up, down, connect, leave, self._wake(now))
+        rejected, self._rejected = tuple(self._rejected), []
+        return Outbox(up, down, connect, leave, self._wake(now), rejected)
 
     def _note_stop(self, now: float) -> None:
         """Move all times on if this process was stopped: it looks at each heartbeat."""
@@ -233,9 +241,32 @@ class TreeState:
 
     def _merged(self) -> Summary:
         lost = tuple(position for position, source in self._sources.items() if source.lost)
-        parts = [source.summary for source in self._sources.values() if source.summary is not None]
-        whole = merge([*parts, Summary(lost=lost)])
+        bounds, parts = self._bounds(), [Summary(lost=lost)]
+        for position, source in self._sources.items():
+            if source.summary is not None:
+                part = source.summary
+                if position != self.position:
+                    part, reason = bounds.summary(position, part)
+                    source.rejected = self._note_rejected(position, source.rejected, reason)
+                parts.append(part)
+        whole = merge(parts)
         return replace(whole, lost=tuple(one for one in whole.lost if not whole.covered >> one & 1))
+
+    def _bounds(self) -> Bounds:
+        return Bounds.of(self._epoch, self._begun, self.announcement.decision.committed)
+
+    @property
+    def _begun(self) -> int:
+        own = self._sources[self.position].summary
+        return own.begun if own is not None else 0
+
+    def _note_rejected(self, position: int, before: bool, reason: str) -> bool:
+        """Note a report that exceeds a bound, unless the one before did. Before the ranks here have begun a version, it
+        is not known whether it is wrong: it is not used yet."""
+        wrong = bool(reason) and self._begun > 0
+        if wrong and not before:
+            self._rejected.append((position, reason))
+        return wrong
 
     def _known(self, decision: ExchangeDecision) -> ExchangeDecision:
         """`decision`, or what is newer of what this node knows already."""
@@ -272,7 +303,7 @@ class TreeState:
         decision = decide(self._epoch, before, self._summary) if self.position == 0 else before
         whole = self.position == 0 and self._summary.covered == (1 << self._epoch.nodes) - 1
         stall = self._summary.stall if whole else None
-        self.announcement = Announcement(decision, tuple(sorted(lost)[:LOST_LIMIT]), stall)
+        self.announcement = Announcement(decision, tuple(sorted(lost)[:LOST_LIMIT]), stall, self._summary.behind)
 
     # ---- the way up ----
 

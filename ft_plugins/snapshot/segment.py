@@ -364,6 +364,25 @@ class Segment(SegmentFile):
         return True
 
 
+def write_again(segment: Segment) -> Segment:
+    """Write the memory of a segment, whose file was removed, to a new file, and map that. No process may write to the
+    memory meanwhile; what was pinned for a checkpoint that is being written stays so in the old memory alone. Raises
+    BudgetError, SegmentError, OSError."""
+    shape, path = segment.shape, segment.path
+    areas = list(extents(shape, segment.claimed))
+    check_room(segment.claimed_bytes, f"rank {segment.rank}: its segment, whose file was removed,", path.parent)
+    with files.replacing(path) as fd:
+        os.ftruncate(fd, shape.total)
+        allocate(fd, path, areas, segment.rank)
+        for start, nbytes in areas:
+            os.lseek(fd, start, os.SEEK_SET)
+            files.write_all(fd, segment.bytes[start : start + nbytes].data)
+    again = Segment(path)
+    for slot in again.slots():
+        again.unpin(slot.index, Pin.STORAGE)
+    return again
+
+
 def marks_in(segments: Iterable[Segment]) -> list[list[int]]:
     """The marks of the versions in some segments, as plain values: [lineage, iteration, mark]."""
     marks = marks_of((slot.version, slot.mark) for segment in segments for slot in segment.slots())

@@ -118,6 +118,15 @@ class SegmentFile:
     # ---- memory ----
 
     @property
+    def linked(self) -> bool:
+        """Whether the path still names this memory. Whoever has mapped it keeps it, even if the file was removed."""
+        try:
+            stat = os.stat(self.path)
+        except OSError:
+            return False
+        return (stat.st_dev, stat.st_ino) == self._file
+
+    @property
     def resident_bytes(self) -> int:
         """The memory that the file takes, as the kernel counts; 0 if it is gone."""
         try:

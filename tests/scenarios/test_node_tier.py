@@ -7,12 +7,20 @@ node at the point; then that node is destroyed whole. The exchange is throttled 
 from __future__ import annotations
 
 import itertools
+import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from ft_plugins.cli.status_facts import facts_of
+from ft_plugins.cli.status_table import text_of
+from ft_plugins.smp import liveness
+from ft_plugins.snapshot import paths
 from ft_plugins.testing.emulated_nodes import EmulatedHost, destroy, network
 from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
 from ft_plugins.testing.job_control import Entry, entries, wait_for, wait_until_stopped
@@ -49,9 +57,10 @@ class Job:
         self.nodes: dict[str, RunningJob] = {}
         self.lost: list[RunningJob] = []
 
-    def start(self, name: str, faults: str = "", mbps: int = 80) -> RunningJob:
-        flags = ["--reft", "--ftp-node-name", name, "--ftp-secret-file", str(self.secret), "--ftp-detect-seconds", "10"]
-        flags += ["--reft-exchange-mbps", str(mbps), *(["--ftp-faults", faults] if faults else [])]
+    def start(self, name: str, faults: str = "", mbps: int = 80, detect: int = 10) -> RunningJob:
+        flags = ["--reft", "--ftp-node-name", name, "--ftp-secret-file", str(self.secret)]
+        flags += ["--ftp-detect-seconds", str(detect), "--reft-exchange-mbps", str(mbps)]
+        flags += ["--ftp-faults", faults] if faults else []
         fields = self.places.pop(0).fields()
         spec = self.jobs(
             entry=ENTRY, argv=self.argv, flags=tuple(flags), node=name, nnodes=3, endpoint=self.endpoint,
@@ -260,6 +269,89 @@ def test_replicas_that_drift_apart_are_told_to_a_person_and_what_counted_before_
     counted = story.counted("n0")
     story.start("s2")
     assert {entry["restored"] for entry in story.restored(6)[3:]} == {counted}
+
+
+def test_one_wrong_summary_with_the_secret_stops_no_commit_and_its_sender_is_named(job: Callable[..., Job]) -> None:
+    story = job()
+    for name in ("n0", "n1", "n2"):
+        story.start(name)
+    story.until_committed(2)
+    first = {running.events("version.committed")[-1].fields["position"]: name for name, running in story.nodes.items()}
+    root, sender = story.nodes[first[0]], story.nodes[first[1]]
+    lineage = root.events("version.committed")[-1].fields["lineage"]
+    command = [sys.executable, str(Path(__file__).with_name("wrong_summary.py")), str(root.spec.run_dir)]
+    command += [str(story.secret), root.spec.name, sender.spec.node, str(lineage), "1", str(10**6)]
+    inside = ["ip", "netns", "exec", sender.spec.namespace] if sender.spec.namespace else []
+    subprocess.run([*inside, *command], check=True, timeout=BOUND)
+    (rejected,) = _named(root, "report.rejected", 1)
+    assert rejected["peer"] == first[1] and "iteration 1000000 of lineage" in rejected["reason"]
+    story.until_committed(story.counted(first[0]) + 3)
+    story.end()
+
+
+def test_commits_that_stand_still_are_an_alarm_with_the_node_until_the_next_commit(job: Callable[..., Job]) -> None:
+    """One node sends no more while its ranks train on and its SMP answers; then its SMP is replaced."""
+    story = job()
+    story.start("n0", mbps=400, detect=5)
+    story.start("n1", "exchange.frame@hit=60:hold", mbps=400, detect=5)
+    story.start("n2", mbps=400, detect=5)
+    held = story.nodes["n1"]
+    for running in story.nodes.values():
+        (stalled,) = _named(running, "protection.stalled", 1)
+        assert stalled["waits_for"] == "n1" and "what node n1 sends does not arrive at node n" in stalled["reason"]
+        assert stalled["iterations"] > 10 and stalled["seconds"] >= 15
+        (facts,) = facts_of([running.spec.run_dir])
+        assert facts["alarm"]["name"] == "protection.stalled"
+        assert "protection.stalled" in text_of([facts], 80).splitlines()[1], "before all that looks healthy"
+    liveness.kill_and_wait(liveness.holder(held.spec.run_dir / "smp.lock"), BOUND)
+    for running in story.nodes.values():
+        if running is not held:  # the new SMP there has nothing to take back
+            _named(running, "protection.resumed", 1)
+        (facts,) = facts_of([running.spec.run_dir])
+        assert facts["alarm"] is None or facts["alarm"]["name"] != "protection.stalled"
+    said = "".join(running.tail(1000) for running in story.nodes.values())
+    assert [said.count(f"ft_plugins: protection.{word}: node ") for word in ("stalled", "resumed")] == [1, 1]
+    story.end()
+
+
+def test_files_removed_from_shared_memory_are_an_alarm_and_a_killed_rank_still_resumes_from_that_memory(
+    job: Callable[..., Job],
+) -> None:
+    """As systemd does at a logout (RemoveIPC), or a cleaning script: segments, parity store and lock of one node."""
+    story = job()
+    for name in ("n0", "n1", "n2"):
+        story.start(name, mbps=400)
+    story.until_committed(3)
+    cleaned = story.nodes["n1"]
+    files = [*paths.files_of(cleaned.spec.name, "n1"), paths.parity_path_of(cleaned.spec.name, "n1")]
+    names = {path.name for path in files}
+    for path in names:
+        (paths.SHM / path).unlink()
+    (removed,) = _named(cleaned, "segments.removed", 1)
+    assert {Path(path).name for path in removed["paths"]} == {one for one in names if not one.endswith(".lock")}
+    (facts,) = facts_of([cleaned.spec.run_dir])
+    assert facts["alarm"]["name"] == "segments.removed" and "RemoveIPC" in facts["alarm"]["text"]
+    story.until_committed(story.counted("n0") + 2)
+    before = story.counted("n0")
+    attached = cleaned.events("rank.attached")[-1]
+    os.kill(attached.pid, signal.SIGKILL)
+    found = story.restored(6)
+    assert all(entry["restored"] >= before for entry in found[3:]), "not the beginning, and not an older version"
+    assert not cleaned.events("slot.rebuilt"), "from its own memory"
+    _named(cleaned, "segments.rewritten", 1)
+    (facts,) = facts_of([cleaned.spec.run_dir])
+    assert facts["alarm"] is None or facts["alarm"]["name"] != "segments.removed"
+    assert all((paths.SHM / path).exists() for path in names)
+    assert liveness.held(paths.lock_of(cleaned.spec.name, "n1"))
+    story.until_committed(max(entry["restored"] for entry in found) + 2)
+    story.end()
+
+
+def _named(running: RunningJob, name: str, count: int) -> list[Entry]:
+    """The events of that name in the history of a node, once there are so many."""
+    path = running.spec.run_dir / "events.jsonl"
+    found = wait_for(path, lambda lines: sum(line["name"] == name for line in lines) >= count, BOUND)
+    return [line for line in found if line["name"] == name]
 
 
 def _iterations(lines: list[Entry], name: str) -> int:

@@ -35,7 +35,8 @@ from ft_plugins.snapshot import paths
 from ft_plugins.snapshot import segment as segments
 from ft_plugins.snapshot.segment import Segment
 from ft_plugins.snapshot.shape import Shape
-from ft_plugins.snapshot.slots import SlotState, Version
+from ft_plugins.snapshot.slots import Pin, SlotState, Version
+from ft_plugins.testing.job_control import wait_until
 
 SHAPE = Shape(nbytes=1000, small_nbytes=200, buckets=1, layout=77)
 FINGERPRINT = {"layers": 4, "seed": 1, "data": {"path": "/d", "size": 9}}
@@ -301,6 +302,32 @@ def test_a_lost_one_loses_nothing(node: Node, trainer: Callable[..., Trainer]) -
     assert node.events("segments.adopted")[-1].fields == {"segments": 2, "token": token_before}
     assert node.fence() == token_before + 1, "it knows whom to end, and goes on counting"
     assert new.ended_by() == signal.SIGKILL
+
+
+def test_a_segment_whose_file_was_removed_is_an_alarm_and_the_next_rank_finds_what_it_held(
+    node: Node, trainer: Callable[..., Trainer]
+) -> None:
+    node.start()
+    old = trainer(0, 0)
+    path = node.segment(0)
+    write(path, 1, Version(3, 8))
+    held = Segment(path)
+    path.unlink()
+    wait_until(lambda: bool(node.events("segments.removed")), 20, lambda: "no alarm")
+    (removed,) = node.events("segments.removed")
+    assert removed.fields["paths"] == [str(path)] and path.name in removed.fields["reason"]
+    held.completed = 9
+    held.pin(Version(3, 8), Pin.STORAGE, idle=True)
+    token = node.fence()
+    assert old.ended_by() == signal.SIGKILL
+    assert not path.exists() and trainer(0, token).pid
+    assert versions(path) == [Version(3, 8)] and not held.linked
+    again = Segment(path)
+    assert again.completed == 9 and again.small(1) == b"small" and (again.data(1) == 1).all()
+    assert not any(slot.pins for slot in again.slots()), "the checkpoint that is being written is of the old memory"
+    wait_until(lambda: bool(node.events("segments.rewritten")), 20, lambda: "the alarm stays")
+    held.close()
+    again.close()
 
 
 @pytest.mark.parametrize("kept", ["both", "segments only", "file only"])

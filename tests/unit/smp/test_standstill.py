@@ -1,0 +1,229 @@
+"""Commits that stand still are an alarm, slow ones are not; reports that cannot be are named and not used."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ft_plugins.smp.agreement import (
+    Announcement,
+    ExchangeDecision,
+    ExchangeEpoch,
+    NodeReport,
+    Summary,
+    merge,
+    summarize,
+)
+from ft_plugins.smp.node_step import (
+    Announced,
+    Committed,
+    EndStandstill,
+    NodeState,
+    Observation,
+    ReportDue,
+    ReportStandstill,
+    SendReport,
+    step,
+)
+from ft_plugins.smp.report_bounds import AHEAD, Bounds
+from ft_plugins.smp.standstill import Behind, Lack, Standing
+from ft_plugins.smp.tree_state import TreeState
+from ft_plugins.snapshot.slots import Version
+
+NODES = ("a", "b", "c")
+DETECT = 10.0
+
+
+def v(iteration: int, lineage: int = 2) -> Version:
+    return Version(lineage, iteration)
+
+
+RESTORED = ExchangeEpoch(2, v(100, 1), 3, 4)
+FRESH = ExchangeEpoch(2, None, 3, 4)
+
+
+# ---- commits that stand still ----
+
+
+@pytest.mark.parametrize(
+    ("standing", "still"),
+    [
+        (Standing(11, 30.0, 1, 1, DETECT), True),
+        (Standing(10, 3000.0, 1, 1, DETECT), False),  # iterations are long
+        (Standing(3000, 29.9, 1, 1, DETECT), False),  # iterations are short
+        (Standing(1900, 3000.0, 200, 1, DETECT), False),  # a slow link: one in 200 iterations is usual
+        (Standing(2001, 3000.0, 200, 1, DETECT), True),
+        (Standing(200, 3000.0, 0, 20, DETECT), False),
+        (Standing(201, 599.0, 0, 20, DETECT), False),  # the first one may take long: nothing is known of it
+        (Standing(201, 600.0, 0, 20, DETECT), True),
+    ],
+)
+def test_commits_stand_still_after_many_times_the_usual_distance_and_some_detection_times(
+    standing: Standing, still: bool
+) -> None:
+    assert standing.still == still
+
+
+@pytest.mark.parametrize(
+    ("behind", "words"),
+    [
+        (Behind(Lack.REPORT, 1), "node b reports what cannot be"),
+        (Behind(Lack.SNAPSHOT, 2), "node c has not captured the version that is due"),
+        (Behind(Lack.TRANSFER, 1, 2), "what node b sends does not arrive at node c"),
+        (Behind(Lack.PARTS, 0), "node a lacks parts of what others send"),
+        (Behind(Lack.PARTS, 7), "node at position 7 lacks parts"),
+    ],
+)
+def test_the_alarm_names_the_node_for_how_long_and_what_it_costs(behind: Behind, words: str) -> None:
+    text = Standing(50, 61.0, 2, 1, DETECT).words(behind.words(NODES))
+    assert words in text and text.startswith("no version was committed for 50 iterations and 61 s, usually one in 2: ")
+    assert "not known which node" in Standing(50, 61.0).words("")
+
+
+def observed(seconds: float, waits: int = 0, **more: object) -> ReportDue:
+    return ReportDue(Observation(20, standing=Standing(waits, seconds, 1, 1, DETECT), **more))  # type: ignore[arg-type]
+
+
+def behind_of(state: NodeState, due: ReportDue) -> Behind | None:
+    _, actions = step(state, due)
+    (sent,) = [action.report for action in actions if isinstance(action, SendReport)]
+    return sent.behind
+
+
+def test_a_report_says_what_the_exchange_lacks_only_once_it_takes_long() -> None:
+    state = NodeState(FRESH, 1, False, ExchangeDecision(v(20)))
+    assert behind_of(state, observed(DETECT, sending=v(20), target=0)) is None, "no message more than before"
+    late = DETECT + 0.1
+    assert behind_of(state, observed(late)) == Behind(Lack.SNAPSHOT, 1)
+    assert behind_of(state, observed(late, sending=v(20), target=0)) == Behind(Lack.TRANSFER, 1, 0)
+    assert behind_of(state, observed(late, sending=v(20))) == Behind(Lack.PARTS, 1)
+    assert behind_of(state, observed(late, sending=v(20), complete=True)) is None
+    assert behind_of(state, observed(late, sending=v(20), target=0, corrupt=True)) == Behind(Lack.SNAPSHOT, 1)
+
+
+def test_merged_reports_name_the_first_cause() -> None:
+    lacks = [None, Behind(Lack.PARTS, 0), Behind(Lack.TRANSFER, 2, 0), Behind(Lack.TRANSFER, 1, 0)]
+    parts = [summarize(at, NodeReport(3, behind=behind)) for at, behind in enumerate(lacks)]
+    assert merge(parts).behind == merge([merge(parts[:2]), *parts[1:]]).behind == Behind(Lack.TRANSFER, 1, 0)
+    assert merge(parts[:1]).behind is None
+
+
+def test_a_standstill_is_reported_once_with_the_node_that_position_0_names_and_the_next_commit_ends_it() -> None:
+    for position in (0, 1):
+        state = NodeState(FRESH, position, False, ExchangeDecision(v(20)))
+        state, _ = step(state, Announced(ExchangeDecision(v(20)), behind=Behind(Lack.SNAPSHOT, 2)))
+        state, actions = step(state, observed(30.0, waits=11))
+        (reported,) = [action for action in actions if isinstance(action, ReportStandstill)]
+        assert reported.behind == Behind(Lack.SNAPSHOT, 2)
+        assert reported.aloud == (position == 0), "all nodes know it; one has it printed"
+        state, actions = step(state, observed(31.0, waits=12))
+        assert not [action for action in actions if isinstance(action, ReportStandstill)]
+        state, actions = step(state, Committed(v(20)))
+        assert actions == (EndStandstill(v(20), position == 0),) and not state.still and state.behind is None
+        assert step(state, Committed(v(24)))[1] == ()
+
+
+def test_a_node_that_alone_does_not_commit_what_the_others_do_speaks_for_itself() -> None:
+    state = NodeState(FRESH, 2, False, ExchangeDecision(v(24), v(20)))
+    _, actions = step(state, observed(30.0, waits=11, committed=v(4)))
+    (reported,) = [action for action in actions if isinstance(action, ReportStandstill)]
+    assert reported.aloud
+
+
+# ---- reports that cannot be ----
+
+
+def bounds(begun: int = 200, committed: Version | None = None, epoch: ExchangeEpoch = RESTORED) -> Bounds:
+    return Bounds.of(epoch, begun, committed)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"begun": 10**6},
+        {"exchange": v(10**6)},
+        {"exchange": v(4, 3)},
+        {"exchange": v(10**6, 1)},
+        {"missed": v(10**6)},
+        {"late": v(10**6)},
+        {"newest_encoded": v(10**6)},
+        {"least_encoded": v(200, 3)},
+        {"newest_committed": v(10**6)},
+        {"newest_committed": v(1, 3)},
+        {"least_committed": v(10**6)},
+    ],
+    ids=str,
+)
+def test_whatever_a_report_exceeds_none_of_its_versions_is_used_and_its_sender_lives_on(
+    wrong: dict[str, object],
+) -> None:
+    right = Summary(6, 204, v(204), v(200), v(196), v(200), v(192), v(196), (0,), v(200))
+    assert bounds().summary(1, right) == (right, "")
+    usable, reason = bounds().summary(1, replace(right, **wrong))  # type: ignore[arg-type]
+    assert usable == Summary(6, lost=(0,), behind=Behind(Lack.REPORT, 1))
+    assert "expected lineage 2 and at most iteration" in reason and reason.startswith(
+        next(iter(wrong)).removeprefix("newest_").removeprefix("least_")
+    )
+
+
+def test_what_may_be_is_used_however_far_ranks_are_apart_by_right() -> None:
+    apart = Summary(2, 200 + AHEAD, v(200 + AHEAD + AHEAD // 2), newest_committed=v(100, 1))
+    assert bounds().summary(1, apart)[1] == ""
+    restored = Summary(2, 0, v(100, 1), None, v(100, 1), v(100, 1), v(90, 1), v(100, 1))
+    assert bounds(0).summary(1, restored) == (restored, "")
+    assert bounds(0, epoch=FRESH).summary(1, Summary(2, 0, v(4)))[1] == ""
+
+
+@pytest.mark.parametrize("wrong", [v(10**6), v(4, 3)], ids=str)
+def test_of_an_announcement_the_part_that_cannot_be_is_not_used(wrong: Version) -> None:
+    lost, decision = (2,), ExchangeDecision(wrong, v(196))
+    usable, reason = bounds().announcement(Announcement(decision, lost))
+    assert usable == Announcement(ExchangeDecision(None, v(196)), lost) and reason.startswith("exchange: ")
+    usable, reason = bounds().announcement(Announcement(ExchangeDecision(v(204), wrong), lost))
+    assert usable == Announcement(ExchangeDecision(v(204), None), lost) and reason.startswith("committed: ")
+
+
+def summary(committed: int, exchange: int) -> Summary:
+    return summarize(1, NodeReport(exchange, v(exchange), encoded=v(exchange), committed=v(committed)))
+
+
+def test_one_wrong_summary_stops_no_commit_and_is_reported_once_until_the_sender_is_right_again() -> None:
+    root = TreeState(ExchangeEpoch(2, None, 2, 1), 0, DETECT, 0.0)
+    root.report(NodeReport(5, v(5), encoded=v(5), committed=v(4)), 0.0)
+    root.hear_child(1, summary(4, 4), 0.0)
+    root.advance(0.0)
+    for time in (0.1, 0.2):
+        root.hear_child(1, replace(summary(4, 4), exchange=v(10**6), newest_committed=v(10**6)), time)
+        rejected = root.advance(time).rejected
+        assert [position for position, _ in rejected] == ([1] if time == 0.1 else [])
+        assert root.announcement.decision == ExchangeDecision(v(5), v(4)), "nothing is committed without its report"
+        assert root.announcement.behind == Behind(Lack.REPORT, 1) and root.announcement.lost == ()
+    root.hear_child(1, summary(4, 5), 0.3)
+    assert root.advance(0.3).rejected == ()
+    assert root.announcement.decision == ExchangeDecision(v(6), v(5))
+    root.hear_child(1, replace(summary(4, 4), begun=10**6), 0.4)
+    assert "begun: iteration 1000000" in root.advance(0.4).rejected[0][1]
+
+
+def test_before_ranks_have_begun_anything_it_is_not_known_what_is_wrong_so_nothing_is_said_and_nothing_used() -> None:
+    """They continue from the framework's own checkpoint, of iteration 100,000, which no SMP knows of."""
+    root = TreeState(ExchangeEpoch(2, None, 2, 1), 0, DETECT, 0.0)
+    root.report(NodeReport(0), 0.0)
+    root.hear_child(1, summarize(1, NodeReport(100_001)), 0.0)
+    assert root.advance(0.0).rejected == ()
+    assert root.announcement.decision == ExchangeDecision(v(1))
+    root.report(NodeReport(100_001, v(1), missed=v(1), late=v(1)), 0.1)
+    assert root.advance(0.1).rejected == () and root.announcement.decision.exchange is not None
+    assert root.announcement.decision.exchange.iteration == 100_002, "not half as far again: nothing was committed yet"
+
+
+def test_a_parent_that_announces_what_cannot_be_is_named_and_what_is_known_stays() -> None:
+    node = TreeState(ExchangeEpoch(2, None, 2, 1), 1, DETECT, 0.0)
+    node.joined(0, 0.0)
+    node.report(NodeReport(5, v(5), committed=v(4)), 0.0)
+    node.hear_parent(0, Announcement(ExchangeDecision(v(5), v(4))), 0.0)
+    assert node.advance(0.0).rejected == ()
+    node.hear_parent(0, Announcement(ExchangeDecision(v(10**6), v(10**6))), 0.1)
+    assert [position for position, _ in node.advance(0.1).rejected] == [0]
+    assert node.announcement.decision == ExchangeDecision(v(5), v(4))
