@@ -69,6 +69,7 @@ from ft_plugins.model.topology import Topology
 from ft_plugins.redundancy.neighbour import pipelines, plan_neighbours
 from ft_plugins.testing.emulated_nodes import network
 from ft_plugins.testing.forkserver import ForkServer
+from ft_plugins.testing.stopping import raising_signals
 from workloads import cluster
 from workloads.bubble_blocks import BLOCK, BubbleCost, commit_interval, compared, cost, rounds, sent_share
 from workloads.cluster import MESSAGE_BYTES, NODES, RANKS_OF_NODE, SCALE, ClusterOutcome, EmulatedJob
@@ -308,4 +309,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with raising_signals():
+        main()

@@ -35,6 +35,7 @@ from ft_plugins.snapshot.paths import path_of, remove
 from ft_plugins.snapshot.segment import Segment, create
 from ft_plugins.snapshot.shape import Shape
 from ft_plugins.snapshot.slots import Version
+from ft_plugins.testing.stopping import raising_signals
 from snapshot_stall import make_state
 
 NBYTES = 512 << 20
@@ -111,4 +112,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with raising_signals():
+        sys.exit(main())

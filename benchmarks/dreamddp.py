@@ -55,6 +55,7 @@ from ft_plugins.errors import FtError
 from ft_plugins.sync.layer_profile import NANO, LayerProfile, write_profile
 from ft_plugins.testing.emulated_nodes import EmulatedHost, network
 from ft_plugins.testing.gang import gang
+from ft_plugins.testing.stopping import raising_signals
 from workloads import real_replica, sleeping_replica
 from workloads.dreamddp_scenarios import (
     COMPARED,
@@ -269,4 +270,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with raising_signals():
+        sys.exit(main())

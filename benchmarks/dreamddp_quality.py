@@ -31,6 +31,7 @@ from pathlib import Path
 
 from figures import line
 from ft_plugins.errors import FtError
+from ft_plugins.testing.stopping import raising_signals
 from local_sgd_quality import measure_runs
 from workloads.dreamddp_quality_runs import (
     COMPARED,
@@ -102,4 +103,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with raising_signals():
+        sys.exit(main())

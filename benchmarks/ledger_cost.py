@@ -32,6 +32,7 @@ from ft_plugins.events import Events
 from ft_plugins.snapshot.ledger import Ledger
 from ft_plugins.snapshot.shape import LEDGER_ROOM
 from ft_plugins.systems.iteration_ledger import IterationLedger, learning_rate_of
+from ft_plugins.testing.stopping import raising_signals
 
 LAYERS, HIDDEN, HEADS, BATCH, SEQUENCE, VOCABULARY = 12, 256, 4, 8, 512, 8192
 
@@ -124,4 +125,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with raising_signals():
+        sys.exit(main())

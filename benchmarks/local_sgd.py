@@ -53,6 +53,7 @@ from ft_plugins.config import Config
 from ft_plugins.errors import ConfigError, FtError
 from ft_plugins.testing.emulated_nodes import EmulatedHost, network
 from ft_plugins.testing.gang import gang
+from ft_plugins.testing.stopping import raising_signals
 from workloads import sleeping_replica
 from workloads.local_blocks import PLAIN, PolicyFigure, StepLog, gains, stalls
 from workloads.local_bounds import LinkLoad, own_pace_gain, periodic_gain
@@ -268,4 +269,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with raising_signals():
+        sys.exit(main())

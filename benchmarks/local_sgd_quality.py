@@ -39,6 +39,7 @@ from pathlib import Path
 
 from figures import line
 from ft_plugins.errors import FtError
+from ft_plugins.testing.stopping import raising_signals
 from workloads import learners
 from workloads.quality_runs import (
     DILOCO,
@@ -147,4 +148,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with raising_signals():
+        sys.exit(main())

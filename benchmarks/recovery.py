@@ -47,15 +47,13 @@ from pathlib import Path
 
 from baselines import loopback
 from figures import line
-from ft_plugins.errors import FtError
 from ft_plugins.events import Event, catalogue
-from ft_plugins.smp import liveness
-from ft_plugins.smp.client import Client
 from ft_plugins.snapshot.paths import parity_path_of, segments_of
 from ft_plugins.testing import fills
 from ft_plugins.testing.emulated_nodes import EmulatedHost, destroy, network
 from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
 from ft_plugins.testing.job_control import entries, wait_for
+from ft_plugins.testing.stopping import raising_signals
 from workloads import restart_times
 
 BOUND = 120.0  # seconds, for any wait
@@ -171,16 +169,18 @@ class Cluster:
         self.nodes: dict[str, RunningJob] = {}
 
     def __enter__(self) -> Cluster:
-        for index in range(self._count):
-            self.start(f"n{index}")
+        try:
+            for index in range(self._count):
+                self.start(f"n{index}")
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        for job in self.nodes.values():
-            if liveness.held(job.spec.run_dir / "smp.lock"):
-                with suppress(FtError), Client(job.spec.run_dir, timeout=5) as client:
-                    client.end()
-            destroy(job)
+        with ExitStack() as cleanup:  # destroys every node even if one fails
+            for job in self.nodes.values():
+                cleanup.callback(destroy, job)
 
     def start(self, name: str) -> RunningJob:
         """Start a node on the next host."""
@@ -348,4 +348,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with raising_signals():
+        sys.exit(main())

@@ -33,6 +33,7 @@ from pathlib import Path
 
 from figures import ProcessorUse, line
 from ft_plugins.smp import tree as smp_tree
+from ft_plugins.testing.stopping import raising_signals
 from workloads import plan_scale, rank_scale, rendezvous_scale, scale_pictures, tree_scale
 
 SHAPES = ("tp8 pp16", "tp4 pp4", "tp1 pp4")
@@ -189,4 +190,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with raising_signals():
+        main()

@@ -39,6 +39,7 @@ from ft_plugins.config import Config, LaunchContext
 from ft_plugins.events import catalogue
 from ft_plugins.session import Session
 from ft_plugins.smp.client import Client, ensure
+from ft_plugins.testing.stopping import raising_signals
 
 TENSORS = 198  # as in a GPT of this size: alternately 1.35 and 9.5 MB
 SIZES = (1_350_000, 9_500_000)
@@ -296,4 +297,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with raising_signals():
+        sys.exit(main())

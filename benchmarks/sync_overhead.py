@@ -33,6 +33,7 @@ from figures import line
 from ft_plugins.errors import FtError
 from ft_plugins.testing.emulated_nodes import network
 from ft_plugins.testing.gang import gang
+from ft_plugins.testing.stopping import raising_signals
 from workloads import sync_blocks, sync_cost
 from workloads.sync_blocks import PLAIN, SyncCost
 from workloads.sync_cost import ADAPTIVE, SyncMeasurement, SyncPlan
@@ -130,4 +131,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with raising_signals():
+        sys.exit(main())

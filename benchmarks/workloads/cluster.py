@@ -44,7 +44,7 @@ from ft_plugins.planner.simulate import PipelineLink, simulate
 from ft_plugins.testing import megatron_runs
 from ft_plugins.testing.emulated_nodes import EmulatedHost, destroy
 from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
-from ft_plugins.testing.job_control import wait_for
+from ft_plugins.testing.job_control import wait_for, wait_for_success
 from workloads import emulated_rank
 from workloads.emulated_rank import StageSpec
 from workloads.jobs import A40, PAPER_SHAPES, TrainingJob
@@ -218,9 +218,7 @@ def run(
                 # Keep the burst's duration and the queue's bytes. Otherwise a slower link would let messages after a
                 # pause through faster, unless copies preceded them, and would drop queued packets.
                 host.throttle(one.link_mbps / slower, _BURST_BYTES // slower, _QUEUE_MS * slower)
-        for job in jobs:
-            outcome = job.wait(_START + seconds)
-            assert outcome["status"] == "succeeded", job.tail()
+        wait_for_success({job.spec.node: job for job in jobs}, _START + seconds)
     except BaseException:
         with ExitStack() as cleanup:  # destroys every node even if one fails
             for job in jobs:

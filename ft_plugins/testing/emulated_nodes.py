@@ -73,13 +73,14 @@ def network(hosts: Sequence[int]) -> Iterator[list[EmulatedHost]]:
     """
     stem = f"ft{os.getpid() % 100000}"
     bridge = f"{stem}b"
-    try:
-        _ip("link", "add", bridge, "type", "bridge")
-    except (OSError, subprocess.CalledProcessError):
-        yield [EmulatedHost("", f"127.77.0.{host}", "lo") for host in hosts]
-        return
     names = [f"{stem}n{host}" for host in hosts]
     try:
+        try:
+            _ip("link", "add", bridge, "type", "bridge")
+        except (OSError, subprocess.CalledProcessError):
+            names = []
+            yield [EmulatedHost("", f"127.77.0.{host}", "lo") for host in hosts]
+            return
         _ip("link", "set", bridge, "up")
         emulated = []
         for host, name in zip(hosts, names, strict=True):
@@ -96,7 +97,7 @@ def network(hosts: Sequence[int]) -> Iterator[list[EmulatedHost]]:
         for name in names:
             with suppress(subprocess.CalledProcessError):
                 _ip("netns", "del", name)
-        with suppress(subprocess.CalledProcessError):
+        with suppress(OSError, subprocess.CalledProcessError):
             _ip("link", "del", bridge)
 
 

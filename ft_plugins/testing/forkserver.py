@@ -90,7 +90,7 @@ class RunningJob:
 
         Raises TimeoutError with the stacks of the job, and leaves it running.
         """
-        if not self._has_ended_within(seconds):
+        if not self.ends_within(seconds):
             raise TimeoutError(f"{self.spec.name} had not ended after {seconds:.0f} s:\n{self.stacks()}")
         outcome = _outcome(self.spec)
         return json.loads(outcome.read_text()) if outcome.exists() else {"status": "killed"}
@@ -128,9 +128,10 @@ class RunningJob:
     @property
     def ended(self) -> bool:
         """Whether the agent has ended."""
-        return self._has_ended_within(0)
+        return self.ends_within(0)
 
-    def _has_ended_within(self, seconds: float) -> bool:
+    def ends_within(self, seconds: float) -> bool:
+        """Wait; whether the agent has ended."""
         poller = select.poll()
         poller.register(self._pidfd, select.POLLIN)
         return bool(poller.poll(seconds * 1000))

@@ -13,7 +13,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,26 @@ from .forkserver import ForkServer, JobSpec, RunningJob
 
 BOUND = 90  # seconds
 _POLL_SECONDS = 0.005
+_LOOK_SECONDS = 0.2
 
 Entry = dict[str, Any]
+
+
+def wait_for_success(jobs: Mapping[str, RunningJob], seconds: float) -> None:
+    """Wait until every node has succeeded. Raises AssertionError with the reason and output of the first one that has
+    not, however many still run; TimeoutError with the stacks of those that do."""
+    deadline, running = time.monotonic() + seconds, dict(jobs)
+    while running:
+        ended = {name: job for name, job in running.items() if job.ended}
+        for name, job in ended.items():
+            outcome = running.pop(name).wait(0)
+            reason = outcome.get("reason", "")
+            assert outcome["status"] == "succeeded", f"node {name}: {outcome['status']}: {reason}\n{job.tail()}"
+        if running and not ended:
+            if time.monotonic() > deadline:
+                stacks = [f"node {name}:\n{job.stacks()}" for name, job in running.items()]
+                raise TimeoutError("\n\n".join([f"not ended after {seconds:.0f} s", *stacks]))
+            next(iter(running.values())).ends_within(_LOOK_SECONDS)
 
 
 def entries(path: Path) -> list[Entry]:

@@ -16,7 +16,7 @@ from ..events import catalogue
 from .emulated_nodes import EmulatedHost, destroy
 from .forkserver import ForkServer, JobSpec, RunningJob
 from .golden import ComparableRun
-from .job_control import Entry, wait_for
+from .job_control import Entry, wait_for, wait_for_success
 
 BOUND = 560.0  # seconds for any wait; many times the duration on two idle cores
 DETECT, DETECT_SECONDS = "--ftp-detect-seconds", "5"
@@ -128,10 +128,4 @@ class MultiNodeJob:
 
     def wait(self) -> None:
         """Wait until every node has succeeded. Raises AssertionError with the output of a node that failed."""
-        for name, job in self.nodes.items():
-            try:
-                outcome = job.wait(BOUND)
-            except TimeoutError as error:
-                others = [f"node {other}:\n{each.stacks()}" for other, each in self.nodes.items() if other != name]
-                raise TimeoutError("\n\n".join([f"node {name}: {error}", *others])) from error
-            assert outcome["status"] == "succeeded", job.tail()
+        wait_for_success(self.nodes, BOUND)

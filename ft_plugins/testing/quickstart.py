@@ -17,12 +17,10 @@ import argparse
 import json
 import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from os import getpid
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from rich.console import Console
@@ -35,6 +33,7 @@ from ..report.comparison_text import table, verdict
 from ..report.run_pictures import draw_bubbles, draw_comparison
 from .display import Display, display_on
 from .driver import DriveError, DrivenJob, DrivePhase
+from .stopping import raising_signals
 from .transcripts import TRANSCRIPT, compare_transcripts, read_transcripts
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "launch" / "examples"
@@ -287,24 +286,6 @@ def prove(plan: QuickstartPlan, console: Console, display: Display) -> RunCompar
     if use is not None:
         console.print(f"bubbles: {plan.out / BUBBLES}", highlight=False, soft_wrap=True)
     return report
-
-
-@contextmanager
-def raising_signals() -> Iterator[None]:
-    """Turn SIGTERM, and SIGHUP unless it is ignored (nohup), into SystemExit, so that the body cleans up."""
-
-    def raised(number: int, frame: FrameType | None) -> Any:
-        raise SystemExit(128 + number)
-
-    usual = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    for number, handler in usual.items():
-        if handler is not signal.SIG_IGN:
-            signal.signal(number, raised)
-    try:
-        yield
-    finally:
-        for number, handler in usual.items():
-            signal.signal(number, handler)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

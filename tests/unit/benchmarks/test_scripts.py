@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from ft_plugins.testing.emulated_nodes import network
@@ -67,3 +71,36 @@ def test_it_ends_with_its_figures_as_one_line_of_json(name: str) -> None:
     assert script.returncode == 0, f"{output[-2000:]}\n{errors[-4000:]}"
     last = json.loads(output.splitlines()[-1])
     assert last["benchmark"] == name and last["figures"]
+
+
+@pytest.mark.all_configurations
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_one_that_is_stopped_leaves_no_process_memory_network_or_folder(number: signal.Signals) -> None:
+    words = [sys.executable, str(FOLDER / "recovery.py"), *WORDS["recovery"], "--namespaces"]
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as script:
+        try:
+            job = f"rec{script.pid}-"
+            smps = wait_until(lambda: smps_of(job) if list(Path("/dev/shm").glob(f"ftp-{job}*-r0")) else [])
+            folders = {Path(words[words.index("--run-dir") + 1]).relative_to("/tmp").parts[0] for words in smps}
+            script.send_signal(number)
+            errors = script.communicate(timeout=SECONDS)[1]
+        finally:
+            script.kill()
+    assert script.returncode and folders, errors
+    assert not smps_of(job) and not list(Path("/dev/shm").glob(f"ftp-{job}*")), errors
+    assert not [folder for folder in folders if Path("/tmp", folder).exists()], errors
+    assert not list(Path("/sys/class/net").glob(f"ft{script.pid % 100000}b")), errors
+
+
+def smps_of(job: str) -> list[list[str]]:
+    """The command lines of the job's SMPs."""
+    lines = [each.info["cmdline"] or [] for each in psutil.process_iter(["cmdline"])]
+    return [words for words in lines if "--run-dir" in words and words[words.index("--job") + 1].startswith(job)]
+
+
+def wait_until(found: Callable[[], list[list[str]]]) -> list[list[str]]:
+    deadline = time.monotonic() + SECONDS
+    while not (now := found()):
+        assert time.monotonic() < deadline, "the job did not start"
+        time.sleep(0.05)
+    return now
