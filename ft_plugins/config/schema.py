@@ -92,8 +92,9 @@ class Config(Block):
     hang_seconds: Annotated[float, Field(ge=0)] | Literal["auto"] = Field(
         "auto",
         description="a job in which no rank has completed an iteration for that long hangs: its stacks are written "
-        "down and it restarts; 0: never; auto: ten iterations as measured, at least a minute; a first iteration, an "
-        "evaluation or the framework's own checkpoint may always take half an hour",
+        "down and it restarts; 0: never; auto: ten iterations as measured, at least a minute, but half an hour for a "
+        "rank that is past its update or at work; a first iteration, an evaluation or the framework's own checkpoint "
+        "may always take half an hour",
         json_schema_extra=more("seconds", "a number >= 0, or auto", needs_system=True),
     )
     grace_seconds: float = Field(

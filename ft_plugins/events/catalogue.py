@@ -343,6 +343,18 @@ JOB_HUNG = EventType(
     limit_seconds=Field("float", "after which that is a hang", "s"),
     stacks=Field("str", "folder with the stacks of this node's ranks, or empty"), reason=_REASON,
 )  # fmt: skip
+JOB_WAITING = EventType(
+    "job.waiting", ALARM, "No rank completes an iteration, but the rank for which the others wait may be at work; "
+    "nothing is killed for half an hour.",
+    "Read its stack. If it hangs, end the job and give the same command again; --ftp-hang-seconds fixes the limit.",
+    about=Field("int", "rank for which the others wait"), iteration=_ITERATION,
+    phase=Field("str", "what that rank is doing"), seconds=Field("float", "for which no iteration was completed", "s"),
+    stacks=Field("str", "folder with its stack, or empty"), reason=_REASON,
+)  # fmt: skip
+JOB_ADVANCED = EventType(
+    "job.advanced", NOTICE, "Ranks complete iterations again.", ends=("job.waiting",), iteration=_ITERATION,
+    seconds=Field("float", "since the job was found waiting", "s"),
+)  # fmt: skip
 PROGRESS_UNWATCHED = EventType(
     "progress.unwatched", WARNING, "The progress of a rank cannot be watched: it is not noticed if the job hangs.",
     "Remove the cause and restart.", reason=_REASON,

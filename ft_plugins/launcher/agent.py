@@ -335,6 +335,8 @@ class ProgressAgent(LocalElasticAgent):
         seen = time.monotonic()
         first = worker_failures.failed_workers(self._context())
         result = self._end_after(first) if first else super()._monitor_workers(worker_group)
+        if self._watcher:
+            self._watcher.say_waiting(self._token)
         if result.state == WorkerState.FAILED:
             if not first:  # failed since our look: torch lists the ones that failed on their own first
                 result.failures = dict(list(result.failures.items())[:1])

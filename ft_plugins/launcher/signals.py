@@ -15,7 +15,6 @@ In: signals, the watcher of the node's SMP. Out: checkpoints; lines for people; 
 from __future__ import annotations
 
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 from ..errors import ProtectionError
-from ..events import Events, catalogue
+from ..events import Events, catalogue, say
 from ..smp import liveness
 from ..smp.client import REQUEST, STOP
 
@@ -53,7 +52,7 @@ def report_missed(events: Events, outcome: dict[str, Any]) -> None:
     """Say that the newest version is not in storage, if that is so."""
     if reason := missed(outcome):
         events.emit(catalogue.CHECKPOINT_MISSED, reason=reason)
-        print(f"ft-run: the newest snapshot is not in storage: {reason}", file=sys.stderr, flush=True)
+        say(f"the newest snapshot is not in storage: {reason}", alarm=True, who="ft-run: ")
 
 
 class SignalStop:
@@ -107,7 +106,7 @@ class SignalStop:
             outcome = {"state": "unanswered", "reason": str(error)}
         if outcome["state"] == "done" and outcome["path"] != self._said:
             self._said = outcome["path"]
-            print(f"ft-run: iteration {outcome['iteration']} is in {self._said}", file=sys.stderr, flush=True)
+            say(f"iteration {outcome['iteration']} is in {self._said}", alarm=True, who="ft-run: ")
         return outcome
 
 
@@ -149,4 +148,4 @@ def _answer(writer: Writer, name: str, busy: threading.Lock) -> None:
         case _:
             said = f"the newest snapshot is not in storage: {missed(outcome)}"
     busy.release()
-    print(f"ft-run: {name}: {said}; training continues", file=sys.stderr, flush=True)
+    say(f"{name}: {said}; training continues", alarm=True, who="ft-run: ")

@@ -24,10 +24,11 @@ from pydantic import TypeAdapter
 
 from ..config import Config
 from ..errors import BusyError, FencedError, FtError, ProtectionError
-from ..events import Events, catalogue
+from ..events import Events, catalogue, say
 from ..intake import Count, Text, read_json, within
 from ..smp import client as smp
 from ..smp import liveness
+from ..smp.hang_watch import WAITING_FILE
 from ..smp.status import common, holds_nothing, marks_in, newest_common, progress_of
 from ..snapshot import checkpoint
 from ..snapshot.slots import Mark
@@ -51,7 +52,15 @@ class _Lost:
     lost: tuple[Text, ...]
 
 
-_LOST = TypeAdapter(_Lost)
+@dataclass(frozen=True)
+class _Waiting:
+    """`WAITING_FILE`: that the job of that token may only be waiting, for people."""
+
+    token: Count
+    words: Text
+
+
+_LOST, _WAITING = TypeAdapter(_Lost), TypeAdapter(_Waiting)
 
 
 @dataclass(frozen=True)
@@ -83,6 +92,7 @@ class Watcher:
         self._connect = connect
         self._patience = patience
         self._pid = self._started = 0
+        self._waiting: _Waiting | None = None  # what was printed
         self._starting = threading.Lock()
         self._stop = os.pipe()
         self._thread: threading.Thread | None = None
@@ -144,6 +154,14 @@ class Watcher:
         except (OSError, ValueError):
             return []
         return list(content.lost) if content.token == token else []
+
+    def say_waiting(self, token: int) -> None:
+        """Print once that ranks under `token` complete nothing but may be at work. Cheap: reads one file."""
+        with suppress(OSError, ValueError):
+            found = read_json(self._job.run_dir / WAITING_FILE, _WAITING)
+            if found.token == token and found != self._waiting:
+                self._waiting = found
+                say(found.words, alarm=True, who="ft-run: ")
 
     def checkpoint(self, reason: str, only_due: bool = False, seconds: float | None = None) -> dict[str, Any]:
         """Have the newest version (`only_due`: only a due one) written to storage; wait for it, by default as long as

@@ -89,6 +89,7 @@ _ALONE = frozenset(
         WorkPhase.BETWEEN,
     }
 )
+PAST_UPDATE = frozenset({WorkPhase.AFTER_UPDATE, WorkPhase.VERSION_POINT, WorkPhase.BETWEEN})
 COMPUTING = frozenset({WorkPhase.DATA, WorkPhase.FORWARD, WorkPhase.BACKWARD})
 
 _OF_KIND = {

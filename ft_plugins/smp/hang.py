@@ -10,6 +10,10 @@ follows from the iterations of this incarnation:
     several nodes whose SMPs do not know each other
                                 at least APART_SECONDS: a rank of another node may be saving a checkpoint
 
+A minute is for ranks between the begin of an iteration and its update. A stall that exceeds the limit is *patient* if
+no limit was given and a rank that is waited for is past its update, or was seen at work within the limit (`works`): it
+is no hang before LONG_SECONDS without an iteration. A rank that a signal has stopped is not at work.
+
 A hang in the iteration in which the last one was makes the limit GROWTH times as long, unless one was given: the job
 may do there what is not known here, and training gets past it at the second or third attempt.
 
@@ -22,17 +26,18 @@ A rank is slow if, over the last KEPT iterations, its median computing time is S
 of its stage on its node, and what it computes longer is SLOW_SHARE of an iteration. What the host sees counts: where a
 device computes, that is how long its work takes to be submitted. It is slow until it has come half way back.
 
-In: `RankProgress` of the ranks of a node, times in seconds. Out: `HangVerdict`; `Stall`s, of nodes and of the job;
-`SlowRank`s.
+In: `RankProgress` of the ranks of a node, times in seconds; `Signs` of work. Out: `HangVerdict`; `Stall`s, of nodes and
+of the job; `SlowRank`s.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
-from ..model.progress import WorkPhase
+from ..model.progress import PAST_UPDATE, WorkPhase
 from ..snapshot.progress_words import KEPT, RankProgress
 
 ITERATIONS = 10.0
@@ -43,15 +48,17 @@ KNOWN = 3
 LONG_SECONDS = 1800.0  # three times torch's default timeout of a collective with NCCL, and its default with gloo
 APART_SECONDS = 600.0  # torch's default timeout of a collective with NCCL
 GROWTH = 4.0
+BUSY_SHARE = 0.05  # of a processor; the threads of a rank that only waits use less
 SLOW = 1.5
 SLOW_SHARE = 0.1
+_NEVER: Mapping[int, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class Stall:
     """Where the rank is for which a job that hangs waits, as far as the nodes know that have been merged.
 
-    `even`: no rank is behind any other; all are in this phase of this iteration.
+    `even`: no rank is behind any other; all are in this phase of this iteration. `patient`: it is no hang yet.
     """
 
     iteration: int
@@ -61,11 +68,12 @@ class Stall:
     phase: WorkPhase
     position: int  # of its node
     even: bool
+    patient: bool = False
 
     @property
-    def order(self) -> tuple[int, bool, int, int, int, int]:
+    def order(self) -> tuple[int, bool, int, bool, int, int, int]:
         """The least is the culprit."""
-        return self.iteration, self.waits, self.edges, self.rank, self.phase, self.position
+        return self.iteration, self.waits, self.edges, not self.patient, self.rank, self.phase, self.position
 
     def who(self, node: str) -> str:
         """The culprit, for people: `node` is the name of its node."""
@@ -77,12 +85,24 @@ class Stall:
 @dataclass(frozen=True)
 class HangVerdict:
     """Whether the ranks of a node hang: `seconds` without progress, of `limit`, 0 if they are not judged. `stall` is
-    there if they do; `ranks` are those for which the others wait, empty if none is behind."""
+    there if the limit is exceeded; they hang unless it is patient. `ranks` are those for which the others wait, empty
+    if none is behind."""
 
     seconds: float = 0.0
     limit: float = 0.0
     stall: Stall | None = None
     ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Signs:
+    """What was seen of a rank's processes since they were looked at before: `busy`: the share of a processor that they
+    used; `blocked`: one waits for a device or a file system, and could not be killed either; `moved`: the Python stack
+    of the main thread has changed."""
+
+    busy: float = 0.0
+    blocked: bool = False
+    moved: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,6 +133,12 @@ def limit_of(ranks: Collection[RankProgress], apart: bool = False, hangs: int = 
     return max(limit, APART_SECONDS if apart else 0.0) * GROWTH**hangs
 
 
+def works(rank: RankProgress, signs: Signs) -> bool:
+    """Whether a rank is at work. Where others can keep it, using a processor shows nothing, because waits of a device
+    poll: there its stack has to move too."""
+    return signs.blocked or signs.busy >= BUSY_SHARE and (signs.moved or not rank.waits)
+
+
 def judge(
     ranks: Sequence[RankProgress],
     now: float,
@@ -122,10 +148,12 @@ def judge(
     stopped: Collection[int] = (),
     apart: bool = False,
     hangs: int = 0,
+    worked: Mapping[int, float] = _NEVER,
 ) -> HangVerdict:
     """Judge the ranks of the node at `position`. They are not judged until all have begun and once one has ended.
 
-    `watched_since`: nothing is known of the time before. `stopped`: ranks that a signal has stopped.
+    `watched_since`: nothing is known of the time before. `stopped`: ranks that a signal has stopped. `worked`: when
+    ranks were last seen at work.
     """
     if not ranks or len(ranks) < ranks[0].ranks_of_node or any(rank.phase is WorkPhase.ENDED for rank in ranks):
         return HangVerdict()
@@ -136,7 +164,13 @@ def judge(
     if not limit or seconds <= limit:
         return HangVerdict(seconds, limit)
     behind = culprits(ranks, stopped)
-    first = min((_stall(rank, position, bool(stopped)) for rank in behind or ranks), key=lambda stall: stall.order)
+    given = ranks[0].limit_seconds is not None
+    may = not stopped and not given and seconds <= LONG_SECONDS * GROWTH**hangs
+    stalls = []
+    for rank in behind or ranks:
+        at_work = rank.phase in PAST_UPDATE or rank.rank in worked and now - worked[rank.rank] <= limit
+        stalls.append(_stall(rank, position, bool(stopped), may and at_work))
+    first = min(stalls, key=lambda stall: (not stall.patient, stall.order))
     return HangVerdict(seconds, limit, replace(first, even=not behind), tuple(sorted(rank.rank for rank in behind)))
 
 
@@ -159,8 +193,9 @@ def culprits(ranks: Sequence[RankProgress], stopped: Collection[int] = ()) -> li
     return [] if len(found) == len(ranks) else found
 
 
-def _stall(rank: RankProgress, position: int, stopped: bool) -> Stall:
-    return Stall(rank.iteration, rank.waits and not stopped, rank.edges, rank.rank, rank.phase, position, False)
+def _stall(rank: RankProgress, position: int, stopped: bool, patient: bool) -> Stall:
+    waits = rank.waits and not stopped
+    return Stall(rank.iteration, waits, rank.edges, rank.rank, rank.phase, position, False, patient)
 
 
 def merged(stalls: Iterable[Stall | None]) -> Stall | None:

@@ -8,25 +8,33 @@ of all. If the SMPs do not know each other, each node decides for itself, with m
 Invariant: decides nothing itself; one hang is reported once per incarnation, after stacks have been written. What
 happened while this process did not run either (a suspended machine) is left out.
 
-In: segments, the tree. Out: `job.hung`, `rank.slowed` and `rank.recovered` events; the lost ranks for the agent.
+A job that may only be waiting for a rank at work is an alarm, from the node of that rank. Once no rank lives, as after
+an orderly end, a refusal or the end of ft-run, there is nothing to watch.
+
+In: segments, the tree. Out: `job.hung`, `job.waiting`, `job.advanced`, `rank.slowed` and `rank.recovered` events; the
+lost ranks, and WAITING_FILE, for the agent.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+from .. import files
 from ..events import Events, catalogue
 from ..snapshot.progress_words import RankProgress, read
 from ..snapshot.segment import Segment
-from . import stacks
-from .hang import HANG, HangVerdict, SlowRank, Stall, judge, slow_ranks
+from . import liveness, stacks
+from .hang import HANG, HangVerdict, SlowRank, Stall, culprits, judge, slow_ranks
+from .signs_of_work import SignsOfWork
 
 PAUSED_SECONDS = 5.0  # between two looks: this process did not run
 TOGETHER_SECONDS = 2.0  # on several nodes, from the announcement on: the first to restart ends the ranks of all
+_STACK_SECONDS = 2.0  # for that of a rank that goes on; less than PAUSED_SECONDS
+WAITING_FILE = "waiting.json"  # in the run directory
 _COMPARE_SECONDS = 2.0  # between two comparisons of ranks
 
 
@@ -53,6 +61,9 @@ class HangWatch:
         self._declared = -1  # the token whose hang was reported
         self._unwritten: tuple[int, list[str]] | None = None  # what is still to be declared
         self._due = 0.0  # and when (monotonic)
+        self._signs = SignsOfWork(run_dir)
+        self._waiting: tuple[int, int] | None = None  # the token and iteration in which the job was found waiting
+        self._waiting_since = 0.0
         self._hung_in = -1  # the iteration of the last hang
         self._hangs = 0  # that ended in it, in a row
         self.slow: tuple[SlowRank, ...] = ()
@@ -73,28 +84,49 @@ class HangWatch:
             self._since = now
         self._looked = now
         ranks, expected = self._read(token)
-        if not ranks or len(ranks) < expected:  # an incarnation is starting, or training is over
+        alive = any(liveness.started(self._owners[rank.rank][0]) == self._owners[rank.rank][1] for rank in ranks)
+        if not ranks or len(ranks) < expected or not alive:  # an incarnation is starting, or training is over
             self.verdict, self.slow = HangVerdict(), ()
             self._tree.report_stall(None)
             return
         position, nodes = self._tree.place()
         apart = not nodes and ranks[0].ranks > ranks[0].ranks_of_node
         hangs = self._hangs if self._hung_before(min(rank.iteration for rank in ranks)) else 0
-        self.verdict = judge(
-            ranks, now, position=position, watched_since=self._since, stopped=stopped, apart=apart, hangs=hangs
-        )
+        self.verdict = self._judge(ranks, now, position, stopped, apart, hangs)
         self._tree.report_stall(self.verdict.stall)
         if self._declared != token:
             self._due = now + (TOGETHER_SECONDS if nodes > 1 else 0.0)
-            if nodes > 1:
-                if (announced := self._tree.announced_stall()) is not None:
-                    self._hung(token, *announced, ranks)
-            elif self.verdict.stall is not None:
-                self._hung(token, self.verdict.stall, self._run_dir.name, ranks)
+            own = (self.verdict.stall, self._run_dir.name) if self.verdict.stall else None
+            found = self._tree.announced_stall() if nodes > 1 else own
+            if found is not None and not found[0].patient:
+                self._hung(token, *found, ranks)
+            elif found is not None and found[0].position == position:
+                self._found_waiting(token, *found)
+            elif self.verdict.stall is None:
+                self._advanced(token, ranks)
         self._declare_unwritten(token)
         if now - self._compared >= _COMPARE_SECONDS:
             self._compared = now
             self._compare(ranks)
+
+    def _judge(
+        self, ranks: list[RankProgress], now: float, position: int, stopped: Collection[int], apart: bool, hangs: int
+    ) -> HangVerdict:
+        """The verdict. Looks for signs of work from half of the limit on, where they count."""
+
+        def verdict() -> HangVerdict:
+            return judge(
+                ranks, now, position=position, watched_since=self._since, stopped=stopped, apart=apart, hangs=hangs,
+                worked=self._signs.worked,
+            )  # fmt: skip
+
+        found = verdict()
+        if 2 * found.seconds <= found.limit:
+            self._signs.forget()
+        elif ranks[0].limit_seconds is None:
+            self._signs.look(culprits(ranks, stopped) or ranks, self._owners)
+            found = verdict()
+        return found
 
     def _read(self, token: int) -> tuple[list[RankProgress], int]:
         """The words of the ranks whose trainers live, and how many such ranks there are."""
@@ -125,6 +157,35 @@ class HangWatch:
             limit_seconds=round(self.verdict.limit, 1), stacks=where, reason=f"{who}; {idle}",
         )  # fmt: skip
         self._unwritten = token, [f"{HANG}{who} ({idle})"]
+
+    def _found_waiting(self, token: int, stall: Stall, node: str) -> None:
+        """Give an alarm, once for an iteration, with the stack of the rank that is waited for."""
+        if self._waiting == (token, stall.iteration):
+            return
+        self._waiting, self._waiting_since = (token, stall.iteration), time.monotonic()
+        where, place = "", ""
+        with suppress(OSError, KeyError):
+            folder = stacks.dump(self._run_dir, token, {stall.rank: self._owners[stall.rank]}, _STACK_SECONDS)
+            where, place = str(folder), stacks.place(folder / f"rank{stall.rank}.txt")
+        seconds = round(self.verdict.seconds, 1)
+        reason = f"no iteration was completed for {seconds:g} s; waiting for {stall.who(node)}"
+        reason += f"; its stack stands in {place} ({where})" if place else ""
+        self._events.emit(
+            catalogue.JOB_WAITING, about=stall.rank, iteration=stall.iteration, phase=stall.phase.name.lower(),
+            seconds=seconds, stacks=where, reason=reason,
+        )  # fmt: skip
+        with suppress(OSError):
+            words = catalogue.JOB_WAITING.sentence(f"node {self._run_dir.name}", reason)
+            files.write_json(self._run_dir / WAITING_FILE, {"token": token, "words": words})
+
+    def _advanced(self, token: int, ranks: list[RankProgress]) -> None:
+        """End the alarm that the job waits."""
+        if self._waiting is not None and self._waiting[0] == token:
+            self._events.emit(
+                catalogue.JOB_ADVANCED, iteration=max(rank.iteration for rank in ranks),
+                seconds=round(time.monotonic() - self._waiting_since, 1),
+            )  # fmt: skip
+        self._waiting = None
 
     def _hung_before(self, iteration: int) -> bool:
         """Whether the last hang was there: in the same iteration, or one next to it, between which ranks wait."""

@@ -12,13 +12,14 @@ rank without stacks gets a file that says why.
     <run directory>/hangs/TOKEN/rankR.txt     stacks by incarnation and rank, of the last KEPT hangs
 
 In: run directory, processes by rank. Out: `listen` in a rank; in the SMP `dump`, which returns the folder of stacks,
-and `forget` at its end.
+`of_ranks` and `place`, for ranks that go on, and `forget` at its end.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -84,6 +85,33 @@ def dump(run_dir: Path, token: int, processes: Processes, seconds: float = SECON
     for rank in _answered(run_dir, sizes, processes, deadline):
         _write(folder, rank, _answer(_own(run_dir, rank), sizes[rank]))
     return folder
+
+
+def of_ranks(run_dir: Path, processes: Processes, seconds: float) -> dict[int, str]:
+    """The stacks of the main threads of ranks that go on, which write them themselves; '' for one that does not."""
+    deadline = time.monotonic() + seconds
+    asked = {rank: _ask(run_dir, rank, *process) for rank, process in processes.items()}
+    sizes = {rank: before for rank, before in asked.items() if isinstance(before, int)}
+    found = dict.fromkeys(processes, "")
+    for rank in _answered(run_dir, sizes, processes, deadline):
+        found[rank] = _main_thread(_answer(_own(run_dir, rank), sizes[rank]))
+    return found
+
+
+def place(path: Path) -> str:
+    """Where the main thread stands, of the stacks in a file of `dump`, for people; '' if it has none."""
+    with suppress(OSError):
+        lines = [line.strip() for line in _main_thread(path.read_text(errors="replace")).splitlines()]
+        return lines[0] if lines else ""
+    return ""
+
+
+def _main_thread(text: str) -> str:
+    """The frames of the main thread, the innermost first: of py-spy's, which names it, or of faulthandler, the last."""
+    threads = re.split(r"^(?=(?:Current thread|Thread) )", text, flags=re.MULTILINE)[1:]
+    named = [thread for thread in threads if '"MainThread"' in thread.split("\n", 1)[0]]
+    main = (named or threads or ["\n"])[-1]
+    return "\n".join(line for line in main.splitlines()[1:] if line.startswith(" "))
 
 
 def _write(folder: Path, rank: int, text: str) -> None:

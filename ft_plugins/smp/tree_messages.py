@@ -5,7 +5,7 @@ Invariant: bounded, and parsed completely before use. No message has an answer o
     up     {"do": "summary", "covered": bitmap, "begun": n, "versions": seven, "lost": [...], "stall": stall}
            | {"do": "leave"}
     down   {"do": "announce", "exchange": version, "committed": version, "lost": [...], "stall": stall}
-    stall  null | [iteration, waits, edges, rank, phase, position, even]
+    stall  null | [iteration, waits, edges, rank, phase, position, even, patient]
 
 In, out: `Summary`, `Announcement`; messages of `protocol`, maps of plain values.
 """
@@ -30,7 +30,7 @@ from .standstill import Behind, Lack
 MESSAGE_LIMIT = 1 << 14  # bytes of a message: a bitmap of all nodes, and the lost positions
 _BITMAP = 1 << 13  # bytes: 65,536 nodes
 
-_NUMBERS = 7  # of a stall
+_NUMBERS = 8  # of a stall
 
 
 def _stall(value: Any) -> Stall | None:
@@ -40,10 +40,10 @@ def _stall(value: Any) -> Stall | None:
     numbers = value if isinstance(value, (list, tuple)) else ()
     if len(numbers) != _NUMBERS or not all(type(one) is int and 0 <= one < 1 << 32 for one in numbers):
         raise Unfit(f"expected {_NUMBERS} numbers")
-    iteration, waits, edges, rank, phase, position, even = numbers
-    if phase not in list(WorkPhase) or max(waits, even) > 1:
+    iteration, waits, edges, rank, phase, position, even, patient = numbers
+    if phase not in list(WorkPhase) or max(waits, even, patient) > 1:
         raise Unfit(f"unknown phase {phase}")
-    return Stall(iteration, bool(waits), edges, rank, WorkPhase(phase), position, bool(even))
+    return Stall(iteration, bool(waits), edges, rank, WorkPhase(phase), position, bool(even), bool(patient))
 
 
 def _behind(value: Any) -> Behind | None:
@@ -136,6 +136,7 @@ def _packed(stall: Stall | None) -> list[int] | None:
         return None
     return [
         stall.iteration, int(stall.waits), stall.edges, stall.rank, int(stall.phase), stall.position, int(stall.even),
+        int(stall.patient),
     ]  # fmt: skip
 
 

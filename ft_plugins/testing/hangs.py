@@ -32,7 +32,7 @@ _LONG = 10**6  # seconds
 _CATASTROPHE = re.compile("(a*)*b"), "a" * 400  # a match that would take longer than the universe, in C, with the GIL
 WAYS = (
     "sleep-forward", "sleep-loader", "stop-backward", "spin-forward", "spin-with-lock", "deadlock", "slow-evaluation",
-    "slow-first", "slow-save", "straggle",
+    "slow-first", "slow-save", "slow-upload", "straggle",
 )  # fmt: skip
 
 
@@ -123,12 +123,19 @@ def main(argv: list[str]) -> None:
                 for _ in range(2):
                     model.module(inputs)
                     time.sleep(options.seconds)
+        if due("slow-upload"):
+            _upload(options.seconds)
         if options.how == "slow-save" and step == options.at and rank == 0:
             torch.save(_Slow(options.seconds), os.devnull)
     state = [tensor.detach().numpy().tobytes() for tensor in model.state_dict().values()]
     state += [tensor.numpy().tobytes() for one in optimizer.state.values() for tensor in one.values()]
     write(options.journal, {"rank": rank, "ended": xxhash.xxh3_64_hexdigest(b"".join(state))})
     dist.destroy_process_group()
+
+
+def _upload(seconds: float) -> None:
+    """What the package does not see."""
+    time.sleep(seconds)
 
 
 class _Slow:

@@ -22,13 +22,13 @@ def run(
     torch_server: ForkServer, jobs: Callable[..., JobSpec], tmp_path: Path
 ) -> Callable[..., tuple[RunningJob, list[dict[str, Any]]]]:
     def start(
-        *words: str, restarts: int, hang_seconds: str = HANG_SECONDS, flags: tuple[str, ...] = ()
+        *words: str, restarts: int, hang_seconds: str = HANG_SECONDS, flags: tuple[str, ...] = (), bound: float = BOUND
     ) -> tuple[RunningJob, list[dict[str, Any]]]:
         journal = tmp_path / "journal"
         given = ("--reft", "--ftp-hang-seconds", hang_seconds, *flags)
         argv = ("--journal", str(journal), *words)
         job = torch_server.start(jobs(entry="ft_plugins.testing.hangs:main", argv=argv, flags=given, nproc=2))
-        outcome = job.wait(BOUND)
+        outcome = job.wait(bound)
         assert outcome == {"status": "succeeded", "reason": "", "restarts": restarts}, job.tail()
         return job, entries(journal)
 
@@ -93,6 +93,26 @@ def test_a_job_that_is_slow_where_it_may_be_is_left_alone(
     job, found = run("--how", how, restarts=0)
     assert job.events(catalogue.JOB_HUNG.name) == []
     require_as_unfailed(run, unfailed, found, tmp_path)
+
+
+def test_by_default_a_rank_that_takes_more_than_a_minute_between_two_iterations_is_left_alone_with_an_alarm(
+    run: Any, unfailed: dict[int, str], tmp_path: Path
+) -> None:
+    job, found = run("--how", "slow-upload", "--seconds", "75", restarts=0, hang_seconds="auto", bound=300)
+    assert job.events(catalogue.JOB_HUNG.name) == []
+    [waiting] = [event.fields for event in job.events(catalogue.JOB_WAITING.name)]
+    assert (waiting["about"], waiting["iteration"], waiting["phase"]) == (1, 6, "after_update")
+    line = "waiting for rank 1 of node node0, after the update of iteration 6; its stack stands in "
+    assert line in waiting["reason"] and "in _upload" in waiting["reason"]
+    assert f"ft-run: job.waiting: node node0: {waiting['reason'].rstrip('.')}" in job.log.read_text()
+    require_as_unfailed(run, unfailed, found, tmp_path)
+
+
+def test_by_default_a_rank_that_sleeps_in_an_iteration_is_named_after_a_minute(run: Any) -> None:
+    job, found = run("--how", "sleep-forward", restarts=1, hang_seconds="auto", bound=300)
+    [hung] = [event.fields for event in job.events(catalogue.JOB_HUNG.name)]
+    assert (hung["about"], hung["phase"], hung["limit_seconds"]) == (1, "forward", 60.0)
+    assert job.events(catalogue.JOB_WAITING.name) == [] and len(ended(found)) == 2
 
 
 def run_on_two_nodes(

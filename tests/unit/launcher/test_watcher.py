@@ -110,6 +110,18 @@ def story(tmp_path: Path) -> Iterator[Story]:
         process.wait(WAIT)
 
 
+def test_that_a_job_may_only_be_waiting_is_printed_once_and_only_of_the_running_incarnation(
+    story: Story, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    story.watcher.say_waiting(3)
+    (tmp_path / "waiting.json").write_text('{"token": 3, "words": "job.waiting: node a: rank 0 uploads"}')
+    for token in (2, 3, 3):
+        story.watcher.say_waiting(token)
+    (tmp_path / "waiting.json").write_text('{"token": 3}')
+    story.watcher.say_waiting(3)
+    assert capsys.readouterr().err == "ft-run: job.waiting: node a: rank 0 uploads\n"
+
+
 def test_a_killed_smp_is_reported_and_replaced_by_one_that_knows_whom_to_watch(story: Story) -> None:
     first = story.watcher.start()
     assert story.next() == ("smp.started", {"pid": first})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from functools import reduce
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from ft_plugins.model.progress import WorkPhase
 from ft_plugins.smp import hang
 from ft_plugins.smp.agreement import Announcement, NodeReport, Summary, merge, summarize
-from ft_plugins.smp.hang import HangVerdict, Stall, culprits, judge, limit_of, merged, slow_ranks
+from ft_plugins.smp.hang import HangVerdict, Signs, Stall, culprits, judge, limit_of, merged, slow_ranks, works
 from ft_plugins.smp.tree_messages import from_child, from_parent, packed_announcement, packed_summary
 from ft_plugins.snapshot.progress_words import KEPT, RankProgress
 
@@ -167,11 +168,68 @@ def test_among_thousands_of_ranks_the_one_that_is_behind_is_named(count: int, da
     assert verdict.stall.rank == culprit and not verdict.stall.even
 
 
+# ---- ranks that may be at work ----
+
+
+@pytest.mark.parametrize(
+    ("phase", "signs", "at_work"),
+    [
+        (WorkPhase.FORWARD, Signs(busy=0.9), True),  # it computes alone, in one call perhaps
+        (WorkPhase.FORWARD, Signs(busy=0.01, moved=True), False),  # a thread that now and then does something
+        (WorkPhase.AFTER_FORWARD, Signs(busy=0.9), False),  # a collective may poll
+        (WorkPhase.AFTER_FORWARD, Signs(busy=0.9, moved=True), True),
+        (WorkPhase.DATA, Signs(blocked=True), True),  # a file system stalls
+        (WorkPhase.DATA, Signs(), False),
+    ],
+)
+def test_a_rank_is_at_work_by_its_processor_its_stack_or_its_device(
+    phase: WorkPhase, signs: Signs, at_work: bool
+) -> None:
+    assert works(replace(USUAL, phase=phase), signs) is at_work
+
+
+def stall_of(some: list[RankProgress], seconds: float, **more: Any) -> Stall | None:
+    return judge(some, NOW + seconds, **more).stall
+
+
+@pytest.mark.parametrize("phase", [WorkPhase.AFTER_UPDATE, WorkPhase.VERSION_POINT, WorkPhase.BETWEEN])
+def test_a_rank_past_its_update_is_waited_for_for_half_an_hour(phase: WorkPhase) -> None:
+    late, *others = ranks()
+    some = [replace(late, iteration=6, phase=phase), *others]
+    for seconds, patient in ((61.0, True), (hang.LONG_SECONDS, True), (hang.LONG_SECONDS + 1, False)):
+        stall = stall_of(some, seconds)
+        assert stall is not None and (stall.rank, stall.patient) == (0, patient), seconds
+    given = stall_of([replace(each, limit_seconds=5.0) for each in some], 6.0)
+    assert given is not None and not given.patient
+    held = stall_of(some, 61.0, stopped=[0])
+    assert held is not None and not held.patient
+
+
+def test_work_that_was_seen_counts_for_as_long_as_the_limit() -> None:
+    some = ranks(phase=WorkPhase.FORWARD)
+    for worked, patient in (({}, False), ({2: NOW + 40}, True), ({2: NOW + 400}, True)):
+        stall = stall_of(some, 450.0 if worked == {2: NOW + 400} else 100.0, worked=worked)
+        assert stall is not None and stall.patient is patient
+    gone = stall_of(some, 500.0, worked={2: NOW + 400})
+    assert gone is not None and not gone.patient
+
+
+def test_of_several_nodes_the_one_that_is_waited_for_decides_whether_to_wait() -> None:
+    uploads = Stall(20, True, 9, 0, WorkPhase.AFTER_UPDATE, 0, False, patient=True)
+    waits = Stall(21, True, 3, 1, WorkPhase.AFTER_FORWARD, 1, False)
+    stuck = Stall(20, False, 2, 1, WorkPhase.FORWARD, 1, False)
+    assert merged([uploads, waits]) == uploads
+    assert merged([uploads, stuck]) == stuck
+    moves = Stall(21, True, 3, 2, WorkPhase.AFTER_FORWARD, 2, False, patient=True)
+    assert merged([waits, moves]) == replace(moves, even=False), "of equals, the one at work"
+
+
 # ---- of all nodes ----
 
 STALLS = st.builds(
     Stall, st.integers(1, 3), st.booleans(), st.integers(0, 3), st.integers(0, 9),
     st.sampled_from([WorkPhase.DATA, WorkPhase.FORWARD, WorkPhase.AFTER_FORWARD]), st.integers(0, 3), st.booleans(),
+    st.booleans(),
 )  # fmt: skip
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,11 @@ import pytest
 
 from ft_plugins.events import Event, Events, catalogue
 from ft_plugins.model.progress import WorkPhase
-from ft_plugins.smp import hang, hang_watch, stacks
+from ft_plugins.smp import hang, hang_watch, liveness, stacks
 from ft_plugins.smp.hang import Stall
 from ft_plugins.smp.hang_watch import HangWatch
 from ft_plugins.snapshot import progress_words
-from ft_plugins.snapshot.progress_words import KEPT, ProgressFacts, ProgressWriter
+from ft_plugins.snapshot.progress_words import KEPT, ProgressFacts, ProgressWriter, RankProgress
 from ft_plugins.snapshot.segment import Segment, create
 from ft_plugins.snapshot.shape import Shape
 
@@ -51,6 +53,20 @@ class OneTree:
         return self.announced
 
 
+class Signs:
+    """The signs of work of a node's ranks: of those that the test calls busy."""
+
+    def __init__(self, node: Node) -> None:
+        self.node, self.worked, self.asked = node, dict[int, float](), list[int]()
+
+    def forget(self) -> None:
+        self.worked.clear()
+
+    def look(self, ranks: Iterable[RankProgress], processes: object) -> None:
+        self.asked = [rank.rank for rank in ranks]
+        self.worked.update({rank: self.node.clock.now for rank in self.asked if rank in self.node.busy})
+
+
 @dataclass
 class Node:
     """Two ranks, their words, and the watch."""
@@ -62,6 +78,8 @@ class Node:
     lost: list[tuple[int, list[str]]] = field(default_factory=list)
     segments: dict[int, Segment] = field(default_factory=dict)
     writers: list[ProgressWriter] = field(default_factory=list)
+    owner: tuple[int, int] = (os.getpid(), liveness.started(os.getpid()))  # of each rank's segment
+    busy: set[int] = field(default_factory=set)  # ranks that are seen at work
 
     def begin(self, token: int = TOKEN, seconds: float | None = 5.0, ranks: int = 2) -> None:
         self.writers = []
@@ -70,16 +88,18 @@ class Node:
             if rank not in self.segments:
                 create(path, Shape(1 << 12, 1 << 10, 1, 5, 3, 0, 0), rank, {})
                 self.segments[rank] = Segment(path)
-            self.segments[rank].owner = (1, 1)
+            self.segments[rank].owner = self.owner
             self.segments[rank].attached = True
             self.writers.append(ProgressWriter(path, ProgressFacts(token, seconds, 0, ranks, 2)))
 
     def watch(self) -> HangWatch:
         events = Events("node7")
         events.subscribe(self.events.append)
-        return HangWatch(
+        watch = HangWatch(
             self.folder, self.segments, self.tree, events, lambda token, lost: self.lost.append((token, lost))
         )
+        watch._signs = Signs(self)  # type: ignore[assignment]
+        return watch
 
     def iterate(self, first: int, last: int, seconds: tuple[float, float] = (0.5, 0.5)) -> None:
         for step in range(first, last + 1):
@@ -109,7 +129,8 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
     clock = Clock()
     monkeypatch.setattr(progress_words, "time", clock)
     monkeypatch.setattr(hang_watch, "time", clock)
-    monkeypatch.setattr(stacks, "dump", lambda run_dir, token, processes: run_dir / "hangs" / str(token))
+    monkeypatch.setattr(stacks, "dump", lambda run_dir, token, processes, seconds=0: run_dir / "hangs" / str(token))
+    monkeypatch.setattr(stacks, "place", lambda path: f"upload (train.py:{path.stem.removeprefix('rank')})")
     folder = tmp_path / "node7"
     folder.mkdir()
     node = Node(folder, clock, OneTree())
@@ -247,10 +268,126 @@ def test_a_node_that_cannot_ask_the_others_waits_longer(node: Node) -> None:
     node.begin(ranks=4, seconds=None)
     watch = node.watch()
     node.iterate(1, 8)
+    hang_in(node, 9)
     node.look(watch, hang.APART_SECONDS - 1)
     assert node.events == []
     node.look(watch, 3)
     assert len(node.named(catalogue.JOB_HUNG)) == 1
+
+
+# ---- ranks that may be at work ----
+
+
+def upload_after(node: Node, step: int) -> None:
+    """Rank 0 is past the update of `step`, in what the loop does there; rank 1 waits for it in the next iteration."""
+    node.iterate(step - 5, step - 1)
+    for writer in node.writers:
+        writer.begin(step)
+        writer.edge(WorkPhase.AFTER_UPDATE)
+    node.writers[1].end(step)
+    node.writers[1].begin(step + 1)
+    node.writers[1].edge(WorkPhase.AFTER_FORWARD)
+
+
+def test_a_rank_that_is_past_its_update_has_half_an_hour_and_after_a_minute_there_is_an_alarm(node: Node) -> None:
+    node.begin(seconds=None)
+    watch = node.watch()
+    upload_after(node, 20)
+    node.look(watch, hang.LEAST_SECONDS)
+    assert node.events == []
+    node.look(watch, 5)
+    [waiting] = node.named(catalogue.JOB_WAITING)
+    assert (waiting["about"], waiting["iteration"], waiting["phase"]) == (0, 20, "after_update")
+    where = "rank 0 of node node7, after the update of iteration 20; its stack stands in upload (train.py:0)"
+    assert f"for 61 s; waiting for {where}" in waiting["reason"]
+    written = json.loads((node.folder / hang_watch.WAITING_FILE).read_text())
+    assert written["token"] == TOKEN and where in written["words"] and written["words"].startswith("job.waiting: node ")
+    node.look(watch, 150)
+    assert node.lost == [] and len(node.events) == 1
+    node.writers[0].end(20)
+    node.look(watch, 2)
+    [advanced] = node.named(catalogue.JOB_ADVANCED)
+    assert 150 <= advanced["seconds"] < 160 and node.named(catalogue.JOB_HUNG) == []
+
+
+def test_a_rank_that_stays_past_its_update_for_half_an_hour_hangs(node: Node) -> None:
+    node.begin(seconds=None)
+    watch = node.watch()
+    upload_after(node, 20)
+    node.look(watch, hang.LONG_SECONDS)
+    assert node.lost == []
+    node.look(watch, 3)
+    assert "rank 0 of node node7, after the update of iteration 20" in node.lost[0][1][0]
+
+
+def test_a_limit_that_was_given_holds_between_iterations_too(node: Node) -> None:
+    node.begin(seconds=5.0)
+    watch = node.watch()
+    upload_after(node, 20)
+    node.look(watch, 7)
+    assert len(node.lost) == 1 and node.named(catalogue.JOB_WAITING) == []
+
+
+def test_a_rank_that_is_seen_at_work_in_an_iteration_is_waited_for_until_it_is_not_any_more(node: Node) -> None:
+    node.begin(seconds=None)
+    watch = node.watch()
+    node.iterate(1, 8)
+    hang_in(node, 9)
+    node.busy = {1}
+    node.look(watch, 300)
+    assert watch._signs.asked == [1], "only the rank that is waited for is looked at"  # type: ignore[attr-defined]
+    assert node.lost == [] and [fields["about"] for fields in node.named(catalogue.JOB_WAITING)] == [1]
+    node.busy = set()
+    node.look(watch, hang.LEAST_SECONDS - 2)
+    assert node.lost == []
+    node.look(watch, 5)
+    assert "rank 1 of node node7, in the forward of iteration 9" in node.lost[0][1][0]
+
+
+def test_a_rank_that_waits_does_not_give_time_to_the_one_it_waits_for(node: Node) -> None:
+    """Waits of a device poll: it uses a processor."""
+    node.begin(seconds=None)
+    watch = node.watch()
+    node.iterate(1, 8)
+    hang_in(node, 9)
+    node.busy = {0}
+    node.look(watch, hang.LEAST_SECONDS + 3)
+    assert len(node.lost) == 1 and node.named(catalogue.JOB_WAITING) == []
+
+
+def test_a_stopped_rank_is_not_at_work(node: Node) -> None:
+    node.begin(seconds=None)
+    watch = node.watch()
+    upload_after(node, 20)
+    node.look(watch, hang.LEAST_SECONDS + 3, stopped={0: 0.0})
+    assert len(node.lost) == 1
+
+
+def test_on_several_nodes_only_that_of_the_awaited_rank_gives_the_alarm(node: Node) -> None:
+    node.tree.nodes = 2
+    node.begin(ranks=4, seconds=None)
+    watch = node.watch()
+    upload_after(node, 20)
+    node.look(watch, hang.LEAST_SECONDS + 3)
+    assert node.tree.reported is not None and node.tree.reported.patient and node.events == []
+    node.tree.announced = replace(node.tree.reported, position=0), "node2"
+    node.look(watch, 3)
+    assert node.events == []
+    node.tree.announced = node.tree.reported, "node7"
+    node.look(watch, 3)
+    assert len(node.named(catalogue.JOB_WAITING)) == 1 and node.lost == []
+
+
+def test_where_no_rank_lives_any_more_nothing_hangs(node: Node) -> None:
+    """After an orderly end of a script that does not say so, a refusal, or the end of ft-run."""
+    node.begin()
+    watch = node.watch()
+    node.iterate(1, 4)
+    hang_in(node, 5)
+    for segment in node.segments.values():
+        segment.owner = (os.getpid(), 1)  # another process has that number now
+    node.look(watch, 100)
+    assert node.events == [] and node.lost == [] and watch.status()["hang_seconds"] == 0
 
 
 def seconds_of_hang(node: Node, watch: HangWatch, token: int, last: int) -> float:

@@ -125,6 +125,28 @@ def test_stacks_are_kept_as_they_come_while_another_rank_is_waited_for(start: St
     assert "did not answer" in (tmp_path / "hangs" / "3" / "rank0.txt").read_text()
 
 
+def test_a_rank_that_goes_on_shows_where_its_main_thread_stands(start: Start, tmp_path: Path) -> None:
+    other = "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
+    pid, began = start(0, other + SLEEPS)
+    process = {0: (pid, began)}
+    stack = stacks.of_ranks(tmp_path, process, SECONDS)[0]
+    innermost, *callers = stack.splitlines()
+    assert innermost.strip().endswith("in outer") and "<module>" in callers[-1]
+    assert stacks.of_ranks(tmp_path, process, SECONDS) == {0: stack}, "it has not moved"
+    folder = stacks.dump(tmp_path, 3, process, SECONDS)
+    assert stacks.place(folder / "rank0.txt") == innermost.strip() and liveness.started(pid) == began
+    assert stacks.of_ranks(tmp_path, {1: (pid, began)}, SECONDS) == {1: ""} and stacks.place(folder / "rank1.txt") == ""
+
+
+def test_of_stacks_by_py_spy_the_thread_that_it_calls_the_main_one_is_taken(tmp_path: Path) -> None:
+    path = tmp_path / "rank0.txt"
+    path.write_text(
+        'Process 7: python train.py\nPython v3.11.7\n\nThread 7 (idle): "MainThread"\n    upload (train.py:12)\n'
+        '    main (train.py:30)\nThread 8 (active): "capture"\n    run (threading.py:1)\n'
+    )
+    assert stacks.place(path) == "upload (train.py:12)"
+
+
 SPY = """#!/bin/sh
 if [ "$3" = "{fails}" ]; then exit 1; fi
 if [ "$3" = "{hangs}" ]; then exec sleep 600; fi

@@ -1,0 +1,99 @@
+"""Signs that a rank which completes nothing works all the same, of real processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ft_plugins.model.progress import WorkPhase
+from ft_plugins.smp import liveness, signs_of_work
+from ft_plugins.smp.signs_of_work import SignsOfWork
+from ft_plugins.snapshot.progress_words import RankProgress
+from ft_plugins.testing.job_control import wait_until
+
+LISTENS = "from pathlib import Path; from ft_plugins.smp import stacks; stacks.listen(Path({folder!r}), 0)\n"
+READY = "print(flush=True)\n"
+SLEEPS = READY + "import time; time.sleep(600)\n"
+SPINS = READY + "while True: pass\n"
+MOVES = READY + "def one():\n  sum(range(10**5))\ndef other():\n  sum(range(10**5))\nwhile True: one(); other()\n"
+CHILD_SPINS = "import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', 'while True: pass'])\n" + SLEEPS
+BOUND = 60.0
+
+Start = Callable[[str], tuple[int, int]]
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    started: list[subprocess.Popen[bytes]] = []
+    monkeypatch.setattr(signs_of_work, "LOOK_SECONDS", 0.2)
+
+    def start(what: str) -> tuple[int, int]:
+        script = LISTENS.format(folder=str(tmp_path)) + what
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        process = subprocess.Popen(
+            [sys.executable, "-c", script], stdout=subprocess.PIPE, env=environment, start_new_session=True
+        )
+        started.append(process)
+        assert process.stdout is not None
+        process.stdout.readline()
+        return process.pid, liveness.started(process.pid)
+
+    yield start
+    for process in started:
+        os.killpg(process.pid, 9)
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def rank(phase: WorkPhase) -> RankProgress:
+    return RankProgress(0, 7, 3, phase, 0.0, 0.0, 6, None, 0, 1, 1, False)
+
+
+def looks(tmp_path: Path, process: tuple[int, int], phase: WorkPhase) -> Callable[[], bool]:
+    """A look, and whether the rank has been seen at work."""
+    signs = SignsOfWork(tmp_path)
+
+    def look() -> bool:
+        signs.look([rank(phase)], {0: process})
+        return 0 in signs.worked
+
+    return look
+
+
+@pytest.mark.parametrize("what", [SPINS, CHILD_SPINS], ids=["spins", "its-child-spins"])
+def test_a_rank_that_works_alone_is_seen_by_the_processors_of_all_its_processes(
+    start: Start, tmp_path: Path, what: str
+) -> None:
+    wait_until(looks(tmp_path, start(what), WorkPhase.DATA), BOUND, lambda: "not seen")
+
+
+def test_in_a_collective_only_a_rank_whose_stack_moves_is_at_work(start: Start, tmp_path: Path) -> None:
+    wait_until(looks(tmp_path, start(MOVES), WorkPhase.AFTER_FORWARD), BOUND, lambda: "not seen")
+
+
+@pytest.mark.parametrize(
+    ("what", "phase"),
+    [(SLEEPS, WorkPhase.FORWARD), (SLEEPS, WorkPhase.AFTER_FORWARD), (SPINS, WorkPhase.AFTER_FORWARD)],
+)
+def test_a_rank_that_sleeps_and_one_that_polls_in_a_collective_are_not(
+    start: Start, tmp_path: Path, what: str, phase: WorkPhase
+) -> None:
+    process, looked = start(what), 0
+    signs = SignsOfWork(tmp_path)
+    while looked < 4:
+        before = signs._looked
+        signs.look([rank(phase)], {0: process})
+        looked += signs._looked != before
+    assert signs.worked == {} and liveness.started(process[0]) == process[1]
+
+
+def test_a_process_that_has_ended_shows_no_work(tmp_path: Path) -> None:
+    signs = SignsOfWork(tmp_path)
+    signs.look([rank(WorkPhase.FORWARD)], {0: (2**22 + 1, 1)})
+    assert signs.worked == {}
