@@ -24,7 +24,10 @@
 not restart after it.
 """
 
+import re
+
 EXIT_REFUSED = 78  # EX_CONFIG of sysexits.h
+_WORD, _MESSAGE = 300, 4000  # characters of a word and of a message that are shown
 
 
 class FtError(Exception):
@@ -37,7 +40,7 @@ class FtError(Exception):
     echo = False
 
     def __str__(self) -> str:
-        return printable(super().__str__())
+        return bounded(printable(super().__str__()))
 
 
 class ConfigError(FtError):
@@ -110,6 +113,18 @@ class UnsupportedError(FtError):
 
 class PatchError(FtError):
     """A patch of an upstream framework no longer applies."""
+
+
+def bounded(text: str) -> str:
+    """`text` without the middle of very long words, such as a path or an endpoint that it quotes, and of all of it."""
+    words = re.sub(rf"\S{{{_WORD},}}", lambda word: _cut(word[0], _WORD), text)
+    return _cut(words, _MESSAGE) if len(words) > _MESSAGE else words
+
+
+def _cut(text: str, length: int) -> str:
+    """Two thirds of `length` from the begin, and one third from the end, where a message says what to do."""
+    left = len(text) - length
+    return f"{text[: 2 * length // 3]}[... {left} more ...]{text[-(length // 3) :]}"
 
 
 def printable(text: str) -> str:

@@ -117,7 +117,7 @@ class Reft:
                 self._reports.not_exportable(names["problem"])
             index.stage(self._run_dir, self.plan.index(names))
         faults.reach("attach.before")
-        with naming_parameters(self._host, self._path), Client(self._run_dir) as client:
+        with naming_parameters(self._host, self._path, self._paths), Client(self._run_dir) as client:
             path = client.attach(
                 rank, self._token, self.plan.shape, fingerprint, fresh=fresh, world_size=self._collective.world_size,
                 storage=self.plan.storage,

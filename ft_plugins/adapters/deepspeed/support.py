@@ -85,7 +85,8 @@ def _of_optimizer(optimizer: Any) -> Iterator[str]:
         return
     for group in getattr(updating, "param_groups", ()):
         if group.get("momentum"):
-            yield f"{type(updating).__name__} with momentum creates its state only in its first step"
+            kind = type(updating).__name__
+            yield f"{kind} with momentum creates its state only in its first step (supported: momentum 0, or Adam)"
         if group.get("amsgrad"):
             yield "amsgrad"
     if getattr(optimizer, "torch_autocast_gradscaler", None) is not None:

@@ -83,6 +83,10 @@ class EngineHooks:
             context = launch_context()
             bound = signature.bind_partial(*args, **kwargs)
             known = resolve(configuration_argument(bound.arguments), context)  # before DeepSpeed acts on it
+            if known.capture is not None:  # before anything is built, if that is known by now
+                require_own_loop(callers())
+                if torch.distributed.is_initialized():
+                    require_several_ranks()
             build = replica_build(known, bound.arguments.get("model"))
             with nullcontext() if build is None else build.active():
                 built = original(*args, **kwargs)

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+REMEDY = "Drop the option, or run without protection"
 _WHOLE = "full_iteration"
 _ARGUMENTS = {
     "overlap_moe_expert_parallel_comm": "combined 1F1B bypasses the schedule",
@@ -41,6 +42,16 @@ def of_arguments(args: Any) -> Iterator[str]:
         yield "--dataloader-type external: its data position is unknown"
     if captures_iteration(args):
         yield f"{_graph_flag(args)} full_iteration: full-iteration CUDA graphs hide the iteration"
+    yield from _of_numbers(args)
+    yield from of_ddp(args)
+    yield from of_optimizer(args)
+    if getattr(args, "optimizer", None) == "sgd" and getattr(args, "sgd_momentum", 0.0):
+        yield with_momentum("--optimizer sgd", "--sgd-momentum 0")
+
+
+def with_momentum(optimizer: str, otherwise: str) -> str:
+    """Why SGD with momentum is not supported, and what is: `otherwise`, or Adam."""
+    return f"{optimizer} with momentum creates its state only in its first step (supported: {otherwise}, or Adam)"
 
 
 def of_model(config: Any) -> Iterator[str]:
@@ -49,6 +60,11 @@ def of_model(config: Any) -> Iterator[str]:
         yield "combined 1F1B (--overlap-moe-expert-parallel-comm) bypasses the schedule"
     if captures_iteration(config):
         yield f"full-iteration CUDA graphs ({_graph_flag(config)} full_iteration) hide the iteration"
+    yield from _of_numbers(config)
+
+
+def _of_numbers(config: Any) -> Iterator[str]:
+    """Unsupported options of precision and clipping, of arguments or a TransformerConfig."""
     for precision in ("fp8", "fp4"):
         if getattr(config, precision, None):
             yield f"{precision} parameters (--{precision}-format) keep scaling state outside of the optimizer"

@@ -35,7 +35,8 @@ def require_supported(chunks: Sequence[torch.nn.Module], optimizers: Sequence[An
     """Raises UnsupportedError that names every unsupported feature in use."""
     problems = [*_of_model(chunks), *(problem for optimizer in optimizers for problem in _of_optimizer(optimizer))]
     if problems:
-        raise UnsupportedError(f"rank {rank}: cannot protect this job: {'; '.join(dict.fromkeys(problems))}")
+        named = "; ".join(dict.fromkeys(problems))
+        raise UnsupportedError(f"rank {rank}: cannot protect this job: {named}. {refusals.REMEDY}")
 
 
 def _of_model(chunks: Sequence[torch.nn.Module]) -> Iterator[str]:
@@ -53,6 +54,6 @@ def _of_optimizer(optimizer: Any) -> Iterator[str]:
     yield from refusals.of_optimizer(optimizer.config)
     for group in optimizer.optimizer.param_groups:
         if group.get("momentum"):
-            yield f"{type(optimizer.optimizer).__name__} with momentum creates its state only in its first step"
+            yield refusals.with_momentum(type(optimizer.optimizer).__name__, "momentum 0")
         if group.get("amsgrad"):
             yield "amsgrad"

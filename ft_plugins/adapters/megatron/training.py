@@ -35,7 +35,7 @@ from ..forward_edges import follow_saving
 from ..script_hooks import replace_in_megatron as replace
 from .arguments import resolve
 from .data_identity import identity
-from .refusals import of_arguments
+from .refusals import REMEDY, of_arguments
 
 _COUNTERS = ("iteration", "consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
 
@@ -277,5 +277,5 @@ def require_followed(args: argparse.Namespace) -> None:
     problems = list(of_arguments(args))
     if problems:
         raise UnsupportedError(
-            f"cannot protect this job: {'; '.join(problems)}. Drop the option, or run without protection"
+            f"cannot protect this job: {'; '.join(problems)}. {REMEDY}"
         )

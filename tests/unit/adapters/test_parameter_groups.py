@@ -62,6 +62,8 @@ SPLITS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "swapped": lambda a, b, c: [[*b], [*a]],
     "moved": lambda a, b, c: [[a[0]], [a[1], *b]],
     "added": lambda a, b, c: [[*a], [*b, *c]],
+    "wider": lambda a, b, c: [[*a], [*b]],
+    "amsgrad": lambda a, b, c: [[*a], [*b]],
 }
 SAID = {
     "swapped": r"rank 0: parameter '1\.weight' is in group 0 now, was in group 1 \(3 more",
@@ -75,10 +77,12 @@ def _life(rank: int, world: int, run_dir: Any, token: int, kind: str, split: str
     """What the rank went on from, or how it was refused."""
     torch.manual_seed(3)
     layers = [torch.nn.Linear(3, 3) for _ in range(3)]
+    if split == "wider":
+        layers[1:] = [torch.nn.Linear(3, 4), torch.nn.Linear(4, 3)]
     model = torch.nn.Sequential(*layers)
     groups = SPLITS[split](*(list(layer.parameters()) for layer in layers))
     rates = [{"params": own, "lr": 0.1 / (1 + number)} for number, own in enumerate(groups)]
-    optimizer = OPTIMIZERS[kind](rates)
+    optimizer = OPTIMIZERS[kind](rates, **({"amsgrad": True} if split == "amsgrad" else {}))
     context = LaunchContext(None, run_dir, token, None, 0, 0, 1, 1, 0, 0)
     done = []
     try:
@@ -111,3 +115,20 @@ def test_groups_that_changed_are_refused_by_name_and_the_snapshot_stays(
         assert "build the groups with the same parameters in the same order" in said and "--ftp-resume fresh" in said
     [(done, _)] = ranks(_life, 1, node.run_dir, node.fence(), kind, "as before", 3)
     assert done[0] == 4
+
+
+@pytest.mark.parametrize(
+    ("split", "said"),
+    [
+        ("wider", r"rank 0: parameter '1\.bias' had 12 bytes of float32, and has 16, shape 4 of float32 \(\d+ more"),
+        ("amsgrad", r"rank 0: moment '0\.bias\S+' of shape 3 of float32 is new \(3 more tensors differ\)\. Therefore "),
+    ],
+)
+def test_a_tensor_that_differs_is_named_where_the_fingerprint_has_only_a_digest(
+    node: Node, ranks: Ranks, split: str, said: str
+) -> None:
+    node.start()
+    [(done, _)] = ranks(_life, 1, node.run_dir, node.fence(), "adamw", "as before", 3)
+    assert done == [1, 2, 3]
+    [(refusal, found)] = ranks(_life, 1, node.run_dir, node.fence(), "adamw", split, 3)
+    assert refusal is ResumeError and re.match(said, found) and "architecture: " in found, found
