@@ -125,6 +125,16 @@ def test_a_stranger_changes_and_learns_nothing(node: Rendezvous, tmp_path: Path,
     assert json.loads(before)["roster"]["round"] == 1
 
 
+def test_a_stranger_does_not_learn_whether_it_guessed_the_name_of_the_job(node: Rendezvous) -> None:
+    replies = []
+    for job in (JOB, "?" * len(JOB)):
+        hello = {"purpose": "rendezvous", "job": job, "node": "x", "nonce": bytes(32), "encrypt": False}
+        reply = heard(node, hello, {"proof": bytes(32)})
+        replies.append((len(reply), msgpack.unpackb(reply[4:]).keys()))
+    assert replies[0] == replies[1] and replies[0][1] == {"node", "nonce", "encrypt", "proof"}
+    goes_on(node)
+
+
 def test_a_peer_that_asks_and_does_not_read_costs_no_memory(node: Rendezvous) -> None:
     long = {**LEAD, "node": "x" * 900_000}
     process, before = psutil.Process(), psutil.Process().memory_info().rss
