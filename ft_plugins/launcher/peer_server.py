@@ -215,10 +215,12 @@ class PeerServer:
         self._selector.register(connection, selectors.EVENT_READ, peer)
 
     def _make_room(self, address: str) -> None:
-        """At the limit of unproven connections, drop the oldest one of `address`, or of the address with the most."""
+        """At the limit of unproven connections, or of all, drop the oldest unproven one of `address`, or of the address
+        with the most."""
         crowd = crowd_of(address)
         if self._crowds[crowd] < _OF_ONE_ADDRESS:
-            if len(self._unproven) < _UNPROVEN:
+            is_full = len(self._unproven) >= _UNPROVEN or len(self._selector.get_map()) >= self._places
+            if not is_full or not self._unproven:
                 return
             crowd = self._crowds.most_common(1)[0][0]
         oldest = next(each for each, peer in self._unproven.items() if peer.crowd == crowd)
