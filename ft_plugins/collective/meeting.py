@@ -43,6 +43,7 @@ _ENTRY_HEAD = 2 + IDENTITY  # bytes: port, host
 _ENTRY_LIMIT = _ENTRY_HEAD + 64  # bytes: and address
 _MOST_ON_NODE = 1 << 16  # ranks
 _PROOF_SECONDS = 15.0  # for the second proof of a rank that has sent the first
+_DOUBT_SECONDS = 3.0  # for the rank itself to come after one that failed its second proof
 _PAUSE_SECONDS = (0.02, 1.0)  # before a rank tries to connect again: first, longest
 _PURPOSE = "ranks"
 
@@ -113,17 +114,31 @@ def meet(meeting: RankMeeting) -> Met:
                 _read_entry(meeting, place.parent), nonce, door.me, place.parent, until,
                 lambda connection: _prove(connection, until, key, proving),
             ))  # fmt: skip
-        while len(links) < len(place.children) + (place.parent is not None):
-            connection, rank, channel = door.next(until, set(place.children) - links.keys())
+        suspects: dict[int, tuple[socket.socket, int, Channel, str]] = {}  # maybe strangers that have read the nonce
+        while missing := set(place.children) - links.keys():
+            in_doubt = missing <= suspects.keys()
             try:
-                admit(
-                    connection,
-                    rank,
-                    channel,
-                    _check(connection, min(until, time.monotonic() + _PROOF_SECONDS), key, proving),
-                )
+                late = min(until, time.monotonic() + _DOUBT_SECONDS) if in_doubt else until
+                connection, rank, channel = door.next(late, missing)
+            except ProtocolError:
+                if not in_doubt:
+                    raise
+                for rank in missing:
+                    admit(*suspects.pop(rank))
+                break
+            try:
+                proven = _check(connection, min(until, time.monotonic() + _PROOF_SECONDS), key, proving)
             except (OSError, ProtocolError):  # cut off: it tries again
                 connection.close()
+                continue
+            if isinstance(proven, Channel):
+                admit(connection, rank, channel, proven)
+            elif rank in suspects:
+                connection.close()
+            else:
+                suspects[rank] = connection, rank, channel, proven
+        for connection, *_ in suspects.values():
+            connection.close()
     return Met(place, links, key, refusals[0] if refusals else "", address)
 
 

@@ -29,7 +29,7 @@ from .node_messages import Message
 
 PURPOSE = "rendezvous"
 HEAD = 4  # bytes of the length before the content of a frame
-REFUSED: Message = {"refused": True}  # the only reply to a node of another job
+REFUSED: Message = {"refused": True}  # sealed: to a node of another job that knows the secret
 ASKED_AT_ONCE = 32
 ADMITTED: Message = {"let in": True}  # the first sealed frame: after it the connection is not dropped for others
 _RETRY_SECONDS = (0.02, 1.0)  # first and longest pause before reconnecting after a connection that ended before that
@@ -102,15 +102,15 @@ class PeerConnection:
         hello = protocol.pack(client.hello())
         self._socket.sendall(length_prefix(hello) + hello)
         challenge = protocol.unpack(self._read(self._announced(HANDSHAKE_LIMIT, until), until), proven=False)
-        if challenge == REFUSED:
-            raise ForeignError("it belongs to another job")
         try:
             answer, channel = client.answer(challenge)
         except ProtocolError as error:
             raise ForeignError(str(error)) from error
         proof = protocol.pack(answer)
         self._socket.sendall(length_prefix(proof) + proof)
-        if self._receive(channel, until) != ADMITTED:
+        if (reply := self._receive(channel, until)) == REFUSED:
+            raise ForeignError("it belongs to another job")
+        if reply != ADMITTED:
             raise ProtocolError("expected to be admitted, found another reply")
         return channel
 

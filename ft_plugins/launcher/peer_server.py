@@ -208,17 +208,19 @@ class PeerServer:
             return
         connection.setblocking(False)
         self._accepted += 1
-        server = ServerHandshake(self._credentials.secret, self._credentials.who)
+        server = ServerHandshake(self._credentials.secret, self._credentials.who, any_job=True)
         peer = _Peer(self._accepted, str(address), crowd_of(str(address)), server, time.monotonic())
         self._unproven[connection] = peer
         self._crowds[peer.crowd] += 1
         self._selector.register(connection, selectors.EVENT_READ, peer)
 
     def _make_room(self, address: str) -> None:
-        """At the limit of unproven connections, drop the oldest one of `address`, or of the address with the most."""
+        """At the limit of unproven connections, or of all, drop the oldest unproven one of `address`, or of the address
+        with the most."""
         crowd = crowd_of(address)
         if self._crowds[crowd] < _OF_ONE_ADDRESS:
-            if len(self._unproven) < _UNPROVEN:
+            is_full = len(self._unproven) >= _UNPROVEN or len(self._selector.get_map()) >= self._places
+            if not is_full or not self._unproven:
                 return
             crowd = self._crowds.most_common(1)[0][0]
         oldest = next(each for each, peer in self._unproven.items() if peer.crowd == crowd)
@@ -293,20 +295,19 @@ class PeerServer:
             else:
                 peer.reply(reply)
         elif peer.greeted:
-            peer.channel = peer.server.finish(protocol.unpack(frame, proven=False))
+            channel = peer.server.finish(protocol.unpack(frame, proven=False))
+            if peer.server.is_foreign:
+                body, tag = channel.sealer.seal(refusal := protocol.pack(REFUSED))
+                connection.send(b"".join((length_prefix(refusal), body, tag)))
+                raise ProtocolError("it belongs to another job")
+            peer.channel = channel
             self._leave_unproven(connection)
             self._proven[connection] = peer
             self._by_number[peer.number] = connection
             peer.used = time.monotonic()
             peer.reply(ADMITTED)
         else:
-            hello = protocol.unpack(frame, proven=False)
-            try:
-                challenge = protocol.pack(peer.server.challenge(hello))
-            except ProtocolError:
-                refusal = protocol.pack(REFUSED)
-                connection.send(length_prefix(refusal) + refusal)
-                raise
+            challenge = protocol.pack(peer.server.challenge(protocol.unpack(frame, proven=False)))
             peer.greeted = True
             peer.sending += length_prefix(challenge) + challenge
 

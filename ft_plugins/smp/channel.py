@@ -136,9 +136,12 @@ class ClientHandshake:
 class ServerHandshake:
     """The side that was connected to; one for each connection."""
 
-    def __init__(self, secret: bytes, me: Party) -> None:
+    def __init__(self, secret: bytes, me: Party, any_job: bool = False) -> None:
+        """`any_job`: a client of another job gets the same reply, so that a stranger learns no names; it has to prove
+        the secret, and the caller refuses it (`is_foreign`)."""
         self._secret = secret
         self._me = me
+        self._any_job = any_job
         self._nonce = secrets.token_bytes(_NONCE)
         self._client = Party("", "", "")
         self._keys: _Keys | None = None
@@ -152,11 +155,16 @@ class ServerHandshake:
         me = self._me
         client = Party(_name(hello, "purpose"), _name(hello, "job"), _name(hello, "node"), hello.get("encrypt") is True)
         for what, expected, actual in (("protocol", me.purpose, client.purpose), ("job", me.job, client.job)):
-            if expected != actual:
+            if expected != actual and not self._any_job:
                 raise ProtocolError(f"{what}: expected {expected!r}, found {actual!r:.100}")
         self._client = client
         self._keys = _derive(self._secret, client, me, _bytes(hello, "nonce"), self._nonce)
         return {"node": me.node, "nonce": self._nonce, "encrypt": me.encrypt, "proof": self._keys.server_proof}
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether the client is of another job or purpose."""
+        return (self._client.purpose, self._client.job) != (self._me.purpose, self._me.job)
 
     def finish(self, answer: dict[str, Any]) -> Channel:
         """The channel, once the client has proved that it knows the secret. Raises ProtocolError if not."""

@@ -41,6 +41,7 @@ _TO_RELEASE_FILE = "spares.json"  # in the run directory: endpoints of the spare
 _ASKED_TOKEN_FILE = "asked.json"  # in the run directory: this node's fencing token when it was asked as a spare
 _RETRY_SECONDS = 0.2  # between two calls to a spare whose SMP is being replaced
 _TOKEN, _ENDPOINTS = TypeAdapter(Count), TypeAdapter(tuple[HostPort, ...])
+_AHEAD = 1 << 20  # lineages, one for each restart, that a spare may have missed
 _RELEASE_TRIES, _RELEASE_PAUSE_SECONDS = 10, 3.0
 
 Endpoint = tuple[str, int]
@@ -84,6 +85,8 @@ class SpareServer:
         newest = max([smp.previous.lineage, *(segment.newest_lineage for segment in smp.segments.values())])
         if newest >= lineage or self._asked_token() != smp.token:
             return {"dropped": 0}  # it takes part in the job again, or was released already
+        if lineage - newest > _AHEAD:
+            raise ProtocolError(f"release: expected a lineage up to {newest + _AHEAD}, found {lineage}")
         ranks = sorted(smp.segments)
         smp.persister.release(ranks)
         for rank in ranks:

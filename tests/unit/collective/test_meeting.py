@@ -23,7 +23,7 @@ from ft_plugins.collective.switch import Switch
 from ft_plugins.errors import ConfigError, FtError, ProtocolError
 from ft_plugins.events import Events
 from ft_plugins.smp import own_address
-from ft_plugins.smp.channel import Channel, Opener, Sealer
+from ft_plugins.smp.channel import Channel, Opener, Party, Sealer
 from ft_plugins.smp.own_address import IDENTITY, UNKNOWN
 
 SECRET = b"sixteen bytes or more"
@@ -216,6 +216,26 @@ def test_ranks_that_differ_in_encryption_say_so() -> None:
         "rank 0: rank 1 differs in --ftp-encrypt; give all nodes the same",
         "rank 1: rank 0 differs in --ftp-encrypt; give all nodes the same",
     ]
+
+
+def test_a_stranger_that_has_read_the_nonce_in_the_store_takes_no_ranks_place() -> None:
+    store = HashStore()
+    strangers: list[Any] = []
+
+    def work(rank: int) -> Any:
+        if rank == 1:
+            nonce = bytes(store.get("ft_plugins/ranks/0/tree"))[: module.NONCE]
+            where = "127.0.0.1", int.from_bytes(store.get("ft_plugins/ranks/0/0")[:2], "big")
+            me, proving = (module.Door("127.0.0.1", nonce, "0", 1, Events()).me, Party("ranks", "0", "1"))
+            until = time.monotonic() + SECONDS
+            greet = lambda one: module._prove(one, until, b"no key of this job", proving)  # noqa: E731
+            strangers.append(module.dial(where, nonce, me, 0, until, greet))
+            assert "has another secret" in strangers[0][-1]
+        return meet(meeting(rank, 2, store))
+
+    met = together(2, work)
+    assert [sorted(one.links) for one in met] == [[1], [0]] and not any(one.refusal for one in met)
+    strangers[0][0].close()
 
 
 def test_strangers_at_the_port_of_a_rank_keep_no_rank_out() -> None:

@@ -21,7 +21,8 @@ import psutil
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousParameters, RendezvousTimeoutError
 
-from ft_plugins.launcher import plugin, round_join
+from ft_plugins.launcher import job_secret, peer_client, peer_server, plugin, round_join
+from ft_plugins.launcher.peer_client import Credentials
 from ft_plugins.launcher.rendezvous import Rendezvous
 from ft_plugins.testing.ports import free_port
 
@@ -159,6 +160,16 @@ def test_a_stranger_changes_and_learns_nothing(node: Rendezvous, tmp_path: Path,
     assert json.loads(before)["roster"]["round"] == 1
 
 
+def test_a_stranger_does_not_learn_whether_it_guessed_the_name_of_the_job(node: Rendezvous) -> None:
+    replies = []
+    for job in (JOB, "?" * len(JOB)):
+        hello = {"purpose": "rendezvous", "job": job, "node": "x", "nonce": bytes(32), "encrypt": False}
+        reply = heard(node, hello, {"proof": bytes(32)})
+        replies.append((len(reply), msgpack.unpackb(reply[4:]).keys()))
+    assert replies[0] == replies[1] and replies[0][1] == {"node", "nonce", "encrypt", "proof"}
+    goes_on(node)
+
+
 def test_a_peer_that_asks_and_does_not_read_costs_no_memory(node: Rendezvous) -> None:
     long = {**LEAD, "node": "x" * 900_000}
     process, before = psutil.Process(), psutil.Process().memory_info().rss
@@ -176,6 +187,26 @@ def test_a_peer_that_asks_and_does_not_read_costs_no_memory(node: Rendezvous) ->
             time.sleep(0.05)
     assert most - before < 32 << 20, f"{(most - before) >> 20} MiB"
     goes_on(node)
+
+
+def test_silent_connections_of_many_addresses_take_all_places_and_keep_no_node_out(
+    node: Rendezvous, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_server, "_PROOF_SECONDS", 600.0)
+    server = node._node.server
+    server._places = 40
+    us = Credentials(job_secret.user_secret(), JOB, "x")
+    with contextlib.ExitStack() as stack:
+        for number in range(120):
+            one = stack.enter_context(socket.socket())
+            one.bind((f"127.0.1.{1 + number // 4}", 0))
+            one.connect(("127.0.0.1", server.port))
+        deadline = time.monotonic() + WAIT
+        while len(server._unproven) < 30:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert peer_client.ask(node._node.me.endpoint, {"do": "meet"}, WAIT, us)["node"] == "n"
+        goes_on(node)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -231,6 +232,14 @@ def test_it_is_released_when_a_version_of_the_current_size_is_committed_and_not_
     pair.outside = Smp(pair.folder, pair.job, "n2")
     assert pair.outside.ask("inventory")["released"] == 3, "its replacement knows it too"
     assert pair.outside.ask("status")["node_tier"]["released"] == 3
+
+
+def test_a_release_for_a_lineage_that_cannot_be_drops_nothing(pair: Job) -> None:
+    pair.spare()
+    wrong = pytest.raises(ProtocolError, match="expected a lineage up to 1048577, found 4611686018427387904")
+    with closing(pair.member.process._tier.peer(pair.where, SECONDS, "n2")) as peer, wrong:
+        peer.ask("release", lineage=1 << 62)
+    assert len(segments_of(pair.job, "n2")) == 2 and "spare.released" not in pair.outside.names()
 
 
 def test_a_spare_whose_smp_was_replaced_is_released_too(pair: Job) -> None:
