@@ -208,8 +208,8 @@ SEGMENTS_REMOVED = EventType(
     "the snapshots of this node: restart the job when convenient.",
     paths=Field("list", "removed files"), reason=_REASON,
 )  # fmt: skip
-SEGMENTS_REWRITTEN = EventType(
-    "segments.rewritten", NOTICE, "Files that had been removed from shared memory are there again.",
+SEGMENTS_RECOVERED = EventType(
+    "segments.recovered", NOTICE, "Files that had been removed from shared memory are there again.",
     ends=("segments.removed",), paths=Field("list", "files that are missing still"), reason=_REASON,
 )  # fmt: skip
 

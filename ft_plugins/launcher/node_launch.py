@@ -35,6 +35,7 @@ from ..events import Event, Events, catalogue, file_sink, log_sink
 from ..recovery.resize import sizes
 from ..smp import connections, leftovers
 from ..smp.ft_run_note import FtRunNote, Phase, write_note
+from ..snapshot import paths
 from . import plugin, refused_node, worker
 from .agent import ProgressAgent
 from .job_lock import JobLock
@@ -166,6 +167,12 @@ def _sweep_old(job: Job, events: Events) -> None:
         events.emit(catalogue.SWEEP_FAILED, reason=str(error))
         return
     if removed:
+        for name, node in sorted({paths.owner_of(path) for path in removed}):
+            print(
+                f"ft-run: removed from shared memory what job {name} had left there (node {node}): none of its "
+                "processes lives, and it did not want it to be kept for longer",
+                file=sys.stderr,
+            )
         events.emit(catalogue.SWEEP_COMPLETED, paths=[str(path) for path in removed])
 
 

@@ -57,7 +57,7 @@ class NodeFacts:
     the digest of the exchange plan when they were stored. `committed` is the newest committed version that it knows of,
     `completed` the iterations that ranks with segments here had completed, `lineage` the newest opened here.
     `released`: the lineage in which the job continued while this node was a spare; older versions are of no use.
-    `marks` are those of the versions in `slots`.
+    `marks` are those of the versions in `slots`; `damage` is a message on parity that is damaged.
     """
 
     slots: Mapping[int, frozenset[Version]]  # by rank
@@ -69,6 +69,7 @@ class NodeFacts:
     committed: Version | None = None
     released: int = 0
     marks: Mapping[Version, Mark] = field(default_factory=dict)
+    damage: str = ""
 
 
 def usable(

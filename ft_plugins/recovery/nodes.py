@@ -106,6 +106,7 @@ class SeenNodes:
                 Version(*inventory["committed"]) if inventory["committed"] else None,
                 inventory["released"],
                 read_marks(inventory["marks"]),
+                inventory["damage"],
             )
             for inventory in self.ask(lambda client: client.inventory())
         ]

@@ -173,7 +173,7 @@ def plan_recovery(
     gone = ()
     if exchange is not None:
         gone, excess = _too_much_lost(nodes, exchange, plan_digest)
-        reason = f"{reason}; {excess}" if excess else reason
+        reason = "; ".join(filter(None, [reason, excess, *(node.damage for node in nodes)]))
     state_lost = any(rank.damaged_slots or rank.lost for rank in facts)
     sealed = in_memory(facts, nodes)
     if sealed and first_capture_interrupted(facts, nodes):

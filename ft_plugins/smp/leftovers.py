@@ -1,7 +1,8 @@
 """Remove the shared memory of jobs that no live process owns: `ft-plugins sweep`, and the start of each job.
 
 Invariant: files of a job are removed only if neither its SMP, its ft-run nor a trainer lives, and none of them has been
-there for a given time.
+there for a given time. The system's clock may jump, so an age by it is bounded by one since boot, and nothing that is
+of the future is removed, unless any age will do.
 
 In: the folder of run directories. Out: the removed files.
 """
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
+from .. import files
 from ..errors import SegmentError
 from ..intake import Seconds, read_json
 from ..snapshot import paths
@@ -20,6 +22,30 @@ from ..snapshot import segment as segments
 from . import liveness
 
 _SECONDS = TypeAdapter(Seconds)
+_STAMP: TypeAdapter[tuple[str, float]] = TypeAdapter(tuple[str, float])
+
+
+def stamp(run_dir: Path) -> None:
+    """Record that the SMP of a run directory lives now. Raises OSError."""
+    files.write_json(run_dir / paths.STAMP_FILE, [_boot(), liveness.age(0)])
+
+
+def _since_stamp(run_dir: Path) -> float:
+    """Seconds since `stamp`; infinite if there was none since the machine was started."""
+    try:
+        boot, seconds = read_json(run_dir / paths.STAMP_FILE, _STAMP)
+        return liveness.age(0) - seconds if boot == _boot() else float("inf")
+    except (OSError, ValueError):
+        return float("inf")
+
+
+def _boot() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _age(last: float, bound: float = float("inf")) -> float:
+    """Seconds since `last` (since the epoch), at most `bound`; 0 if that is not known: it is of the future."""
+    return max(0.0, min(time.time() - last, bound))
 
 
 def _patience(run_dir: Path) -> float:
@@ -54,7 +80,8 @@ def sweep(
         if any(liveness.held(run_dir / lock) for lock in ("smp.lock", "lock")) or liveness.held(paths.lock_of(*name)):
             continue
         last = max(_touched(path) for path in [run_dir, *run_dir.iterdir()])
-        if time.time() - last < (max(older_than_seconds, _patience(run_dir)) if patient else older_than_seconds):
+        wanted = max(older_than_seconds, _patience(run_dir)) if patient else older_than_seconds
+        if _age(last, _since_stamp(run_dir)) < wanted:
             continue
         removed += paths.segments_of(*name)
         paths.remove(*name)
@@ -70,7 +97,7 @@ def _abandoned(job: str, node: str, seconds: float) -> bool:
     """Whether neither an SMP nor a trainer has used a job's segments for that long, nor is one being made. An SMP
     touches its lock file."""
     youngest = max((_touched(path) for path in paths.files_of(job, node)), default=0.0)
-    if liveness.held(paths.lock_of(job, node)) or time.time() - youngest < seconds:
+    if liveness.held(paths.lock_of(job, node)) or _age(youngest) < seconds:
         return False
     for path in paths.segments_of(job, node):
         try:
@@ -79,8 +106,8 @@ def _abandoned(job: str, node: str, seconds: float) -> bool:
             continue  # damaged, or of another version: no process uses it
         pid, began = segment.owner
         segment.close()
-        if began and liveness.started(pid) == began:
-            return False
+        if began and (liveness.started(pid) == began or _age(youngest, liveness.age(began)) < seconds):
+            return False  # it lives, or was started so lately that the system's clock is wrong
     return True
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from ..errors import BusyError
+from ..errors import BusyError, ConfigError
 from ..outside_values import read_bytes
 
 NOTICES = (signal.SIGUSR1, signal.SIGUSR2)  # of preemption; batch systems send them to all processes of a job
@@ -114,7 +114,7 @@ def _wait_gone(waiting: dict[int, int], timeout: float) -> list[int]:
 
 def held(lock: Path) -> bool:
     """Whether a live process holds the lock file `lock` of this user. The query never prevents another process from
-    taking it."""
+    taking it. Raises ConfigError if its file system has no locks."""
     try:
         descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:  # absent, or another user's, a folder, a link: not created by `acquire`
@@ -123,6 +123,8 @@ def held(lock: Path) -> bool:
         if os.fstat(descriptor).st_uid != os.getuid():
             return False
         state = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _WHOLE_FILE)
+    except OSError as error:
+        raise ConfigError(_without_locks(lock, error)) from error
     finally:
         os.close(descriptor)
     return int(struct.unpack_from("h", state)[0]) != fcntl.F_UNLCK
@@ -146,7 +148,8 @@ def pid_in(lock: Path) -> int:
 def acquire(lock: Path) -> int | None:
     """Take the lock file `lock` (created 0600) for the life of this process; None if another process holds it.
 
-    Raises BusyError if the file belongs to another user, or is not a lock file.
+    Raises BusyError if the file belongs to another user, or is not a lock file; ConfigError if its file system has no
+    locks.
     """
     while True:
         try:
@@ -161,6 +164,9 @@ def acquire(lock: Path) -> int | None:
         except BlockingIOError:
             os.close(descriptor)
             return None
+        except OSError as error:  # ENOLCK, EOPNOTSUPP, ENOSYS
+            os.close(descriptor)
+            raise ConfigError(_without_locks(lock, error)) from error
         if _is(lock, descriptor):
             break
         os.close(descriptor)  # its owner removed it meanwhile, so no other process would find this lock
@@ -171,6 +177,21 @@ def acquire(lock: Path) -> int | None:
 
 def _in_the_way(lock: Path, reason: str) -> str:
     return f"{lock} cannot be locked ({reason}); remove it, or give this job another name with --ftp-job"
+
+
+def _without_locks(lock: Path, error: OSError) -> str:
+    return (
+        f"{lock}: its file system ({_file_system(lock)}) cannot lock files ({error.strerror}); "
+        "point XDG_RUNTIME_DIR or TMPDIR to a folder on a local disk"
+    )
+
+
+def _file_system(path: Path) -> str:
+    """The type of the file system on which `path` is; 'unknown' if the kernel does not say."""
+    with suppress(OSError, ValueError):
+        mounts = [line.split()[1:3] for line in Path("/proc/self/mounts").read_text().splitlines()]
+        return max((len(at), kind) for at, kind in mounts if path.resolve().is_relative_to(at))[1]
+    return "unknown"
 
 
 def _is(path: Path, descriptor: int) -> bool:

@@ -171,9 +171,16 @@ class NodeTier:
         """What this node can provide: complete versions of each rank's slots, and of its parity."""
         with self._lock:
             parity = self.parity()
+            self._alarms.forget("parity")
+            reason = ""
+            if self._store is not None and self._store.damage:
+                reason = f"node {self._node}: {self._store.damage}"
+                self._events.emit(catalogue.SLOT_CORRUPTED, reason=reason)
+                self._alarms.say("parity", catalogue.SLOT_CORRUPTED, reason)
             return {
                 "slots": [[rank, _clean(segment)] for rank, segment in sorted(self._segments.items())],
                 "marks": marks_in(self._segments.values()),
+                "damage": reason,
                 "completed": [[rank, segment.completed] for rank, segment in sorted(self._segments.items())],
                 "lineage": max(
                     [self._released, self._previous.lineage, *(s.newest_lineage for s in self._segments.values())]

@@ -27,7 +27,7 @@ from ..snapshot import paths
 from ..snapshot import segment as segments
 from ..snapshot.segment import OWNER, Segment
 from ..snapshot.slots import voided_slots
-from . import adoption, job_file, liveness, protocol, requests, stacks
+from . import adoption, job_file, leftovers, liveness, protocol, requests, stacks
 from .alarms import Alarms
 from .checkpoint_schedule import REQUEST
 from .hang_watch import HangWatch
@@ -70,7 +70,7 @@ class SnapshotProcess:
         self._stopped: dict[int, float] = {}  # by rank of a stopped trainer: since when (monotonic)
         self._checked = time.monotonic()  # when it was last looked for them
         self._declared = -1  # the token under which trainers were declared lost
-        self._touched = self._files_checked = time.monotonic()
+        self._touched, self._files_checked = float("-inf"), time.monotonic()
         self._removed: list[str] = []  # files that were removed while their memory is used
         self._allocating: dict[int, threading.Lock] = {}  # by rank: one attach at a time, even of two incarnations
         self._segments, self._refused = adoption.adopt(job, node, events)
@@ -377,7 +377,7 @@ class SnapshotProcess:
             names = [path.name for path in sorted(removed)]
             if names != self._removed:
                 words = f"{len(names)} files were removed ({', '.join(names)}), and the SMP holds their memory"
-                kind = catalogue.SEGMENTS_REMOVED if names else catalogue.SEGMENTS_REWRITTEN
+                kind = catalogue.SEGMENTS_REMOVED if names else catalogue.SEGMENTS_RECOVERED
                 reason = words if names else "every segment has its file again"
                 self._events.emit(kind, paths=[str(path) for path in removed], reason=reason)
                 self._alarms.say("files", kind, reason)
@@ -399,11 +399,13 @@ class SnapshotProcess:
         self._history.look(self._segments.values(), self.token, tiers, always)
 
     def touch(self) -> None:
-        """Update the lock file's time now and then, so that a sweep knows when this SMP last lived."""
+        """Update the lock file's time and a stamp now and then, so that a sweep knows when this SMP last lived."""
         if time.monotonic() - self._touched >= _TOUCH_SECONDS:
             self._touched = time.monotonic()
-            with suppress(FileNotFoundError):
+            with suppress(OSError):
                 os.utime(paths.lock_of(self._job, self._node))
+            with suppress(OSError):
+                leftovers.stamp(self._run_dir)
 
     def finish_alone(self, reason: str, keep: bool = False) -> None:
         """`finish`, but not while a request is being carried out."""

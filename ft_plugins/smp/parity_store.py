@@ -290,7 +290,15 @@ class ParityStore:
         for slot in self._segment.slots():
             if slot.state is SlotState.CLEAN and slot.version == version:
                 return slot.index
-        raise SegmentError(f"parity of version {version} is not here; complete are {list(map(str, self.versions()))}")
+        complete = list(map(str, self.versions()))
+        why = f"cannot be read: {self.damage}" if self.damage else "is not here"
+        raise SegmentError(f"parity of version {version} {why}; complete are {complete}")
+
+    @property
+    def damage(self) -> str:
+        """A message on stored versions whose headers, digest tables or copies do not match their digests; ''."""
+        damaged = [f"slot {slot.index}" for slot in self._segment.slots() if slot.damaged]
+        return f"the parity in {', '.join(damaged)} is damaged, so the version there is not used" if damaged else ""
 
     def _verify(self, index: int, area: Area, at: int, nbytes: int) -> None:
         data, table, ranges = self._segment.data(index), self._segment.digests(index), self._segment.ranges
@@ -298,7 +306,7 @@ class ParityStore:
         for number in range(start // BUCKET, -(-(start + nbytes) // BUCKET)):
             offset, length = ranges[number]
             if xxhash.xxh3_64_intdigest(data[offset : offset + length].data) != int(table[number]):
-                raise SegmentError(f"parity bucket {number} of slot {index} does not match its digest")
+                raise SegmentError(f"parity is damaged: bucket {number} of slot {index} does not match its digest")
 
     def pause(self) -> None:
         """Stop receiving. When this returns, no frame is being XORed in; complete versions can be read."""

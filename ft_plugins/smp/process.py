@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import faults
-from ..errors import BusyError, FtError, ProtocolError
+from ..errors import BusyError, ConfigError, FtError, ProtocolError
 from ..events import Events, catalogue, file_sink
 from ..snapshot import paths
 from . import connections, liveness, protocol
@@ -231,7 +231,7 @@ def main(argv: list[str] | None = None) -> int:
             os._exit(0)  # another SMP was faster; the caller connects to that one
         _detach(options.run_dir)
         memory_lock = _lock_memory(options.job, options.node)
-    except BusyError as error:
+    except (BusyError, ConfigError) as error:
         print(error, file=sys.stderr, flush=True)
         os._exit(1)
     if memory_lock is None:

@@ -23,6 +23,7 @@ from .room import SHM
 _NAME = re.compile(r"ftp-(?P<job>[^@]+)@(?P<node>[^@]+)@(?P<uid>[0-9]+)(?P<rest>[^@]+)")
 _SEGMENT, _PREVIOUS = re.compile(r"-r(0|[1-9][0-9]{0,9})"), re.compile(r"-r[0-9]{1,10}of[0-9]{1,10}")
 _ANY = re.compile(r"(-r[0-9]{1,10}(of[0-9]{1,10})?|-parity)(\.new)?|\.lock")
+STAMP_FILE = "alive.json"  # in a run directory: when its SMP last lived, by a clock that does not jump
 PATIENCE_FILE = "orphan_seconds"  # in a run directory: how long segments outlive the job, in seconds
 
 
@@ -81,6 +82,12 @@ def jobs() -> list[tuple[str, str]]:
         if named and named["uid"] == str(os.getuid()) and _ANY.fullmatch(named["rest"]) and is_own(path):
             pairs.add((named["job"], named["node"]))
     return sorted(pairs)
+
+
+def owner_of(path: Path) -> tuple[str, str]:
+    """The (job, node) of one of these files."""
+    job, node, _ = path.name.removeprefix("ftp-").split("@", 2)
+    return job, node
 
 
 def is_own(path: Path) -> bool:

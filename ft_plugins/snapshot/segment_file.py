@@ -119,7 +119,7 @@ class SegmentFile:
 
     @property
     def linked(self) -> bool:
-        """Whether the path still names this memory. Whoever has mapped it keeps it, even if the file was removed."""
+        """Whether the path still names this memory, which is kept while it is mapped, even if the file was removed."""
         try:
             stat = os.stat(self.path)
         except OSError:

@@ -338,7 +338,7 @@ def test_files_removed_from_shared_memory_are_an_alarm_and_a_killed_rank_still_r
     found = story.restored(6)
     assert all(entry["restored"] >= before for entry in found[3:]), "not the beginning, and not an older version"
     assert not cleaned.events("slot.rebuilt"), "from its own memory"
-    _named(cleaned, "segments.rewritten", 1)
+    _named(cleaned, "segments.recovered", 1)
     (facts,) = facts_of([cleaned.spec.run_dir])
     assert facts["alarm"] is None or facts["alarm"]["name"] != "segments.removed"
     assert all((paths.SHM / path).exists() for path in names)

@@ -466,6 +466,16 @@ def test_more_than_parity_makes_up_for_is_said_with_the_ranks_and_the_code(
         choose_source(plan, "auto", 0)
 
 
+def test_parity_that_is_damaged_where_it_is_needed_is_called_damaged_when_recovery_refuses() -> None:
+    exchange, nodes = job("3 nodes", {})
+    damage = "node b: the parity in slot 0 is damaged, so the version there is not used"
+    nodes[0], nodes[1] = LOST, replace(nodes[1], parity=frozenset(), damage=damage)
+    plan = plan_recovery(facts_of(exchange, nodes), (), nodes, exchange, DIGEST)
+    assert plan.version is None and plan.reason.endswith(f"; {damage}")
+    with pytest.raises(ResumeError, match="node b: the parity in slot 0 is damaged"):
+        choose_source(plan, "auto", 0)
+
+
 @pytest.mark.parametrize("lost", [(), (0,), (3,), (1, 2), (0, 3)])
 def test_one_node_of_each_pair_is_decoded_from_the_other(lost: tuple[int, ...]) -> None:
     exchange, nodes = job("4 nodes in two pairs", {position: [7] for position in range(4)})

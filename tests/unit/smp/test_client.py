@@ -16,7 +16,7 @@ import pytest
 
 from ft_plugins.errors import BudgetError, BusyError, ProtectionError, ProtocolError
 from ft_plugins.smp import client as smp
-from ft_plugins.smp import liveness, protocol
+from ft_plugins.smp import leftovers, liveness, protocol
 from ft_plugins.smp.client import Client, ensure
 from ft_plugins.smp.leftovers import sweep
 from ft_plugins.smp.status import newest_common
@@ -252,6 +252,22 @@ def test_the_sweep_leaves_what_was_touched_lately(memory: Path, job: str, tmp_pa
     for entry in [*(tmp_path / job / "a").iterdir(), tmp_path / job / "a"]:
         os.utime(entry, (long_ago, long_ago))
     assert sweep(tmp_path, 3600) == [path]
+
+
+@pytest.mark.parametrize("gone", ["", "run directory"])
+@pytest.mark.parametrize("days", [1, -1])
+def test_a_clock_that_has_jumped_makes_nothing_old(
+    memory: Path, job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, days: int, gone: str
+) -> None:
+    path = abandoned(tmp_path / gone, job, "a")
+    trainer = Segment(path)
+    trainer.owner = (1 << 22, liveness.started(os.getpid()))  # it has died
+    trainer.close()
+    leftovers.stamp(tmp_path / gone / job / "a")
+    true = time.time
+    monkeypatch.setattr(time, "time", lambda: true() + days * 86400)
+    assert leftovers.sweep(tmp_path, 3600) == [] and path.exists()
+    assert leftovers.sweep(tmp_path, 0) == [path], "of any age"
 
 
 @pytest.mark.parametrize("name", ["smp.lock", "lock"])

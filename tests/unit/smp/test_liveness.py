@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import signal
 import stat
@@ -14,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from ft_plugins.errors import BusyError
+from ft_plugins.errors import BusyError, ConfigError
 from ft_plugins.smp import liveness
 
 
@@ -174,3 +176,24 @@ def test_a_lock_file_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     with pytest.raises(BusyError, match=r"lock cannot be locked \(.*symbolic links"):
         liveness.acquire(tmp_path / "lock")
     assert not (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.parametrize("error", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_file_system_without_locks_is_named_in_one_line_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    lock = tmp_path / "lock"
+    lock.touch(0o600)
+
+    def refused(*_: object) -> None:
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(fcntl, "fcntl", refused)
+    before = os.listdir("/proc/self/fd")
+    for use in (liveness.acquire, liveness.held):
+        with pytest.raises(ConfigError) as raised:
+            use(lock)
+        line = str(raised.value)
+        assert "\n" not in line and line.startswith(f"{lock}: its file system (") and os.strerror(error) in line
+        assert "(unknown)" not in line and "XDG_RUNTIME_DIR or TMPDIR to a folder on a local disk" in line
+    assert os.listdir("/proc/self/fd") == before, "no descriptor stays open"

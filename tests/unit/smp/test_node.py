@@ -443,6 +443,24 @@ def test_corrupt_bytes_are_never_sent_nor_loaded(cluster: Callable[..., Cluster]
     assert all(slot.state is not SlotState.CLEAN for slot in fresh.segments[0].slots())
 
 
+def test_parity_that_is_damaged_is_an_alarm_when_a_recovery_asks_for_it(cluster: Callable[..., Cluster]) -> None:
+    job = cluster(2)
+    job.protect()
+    job.train(1, 1)
+    node = job.nodes[1]
+    node.tier.suspend()
+    store = Segment(parity_path_of(job.job, node.name))
+    (index,) = [slot.index for slot in store.slots() if slot.state is SlotState.CLEAN]
+    store.digests(index)[0] ^= np.uint64(1)
+    assert node.tier.inventory()["parity"] == []
+    (event,) = [event for event in node.seen if event.name == "slot.corrupted"]
+    assert event.fields["reason"].startswith(f"node n1: the parity in slot {index} is damaged")
+    assert event.fields["reason"] in json.loads((node.run_dir / protocol.ALARM).read_text())["parity"]
+    store.digests(index)[0] ^= np.uint64(1)
+    assert node.tier.inventory()["parity"] == [(1, 1)] and not (node.run_dir / protocol.ALARM).exists()
+    store.close()
+
+
 def test_strangers_get_no_answer(cluster: Callable[..., Cluster]) -> None:
     job = cluster(2)
     job.protect()

@@ -699,7 +699,7 @@ def test_a_flipped_byte_is_never_handed_out(make: Callable[..., ParityStore], jo
                 struck = low // BUCKET <= at // BUCKET <= (high - 1) // BUCKET
                 read[struck] += 1
                 if struck:
-                    with pytest.raises(SegmentError, match="does not match its digest"):
+                    with pytest.raises(SegmentError, match="parity is damaged: bucket .* does not match its digest"):
                         store.read(V1, key, start, nbytes)
                 else:
                     assert (store.read(V1, key, start, nbytes) == sources.parity[key][start : start + nbytes]).all()
@@ -709,7 +709,7 @@ def test_a_flipped_byte_is_never_handed_out(make: Callable[..., ParityStore], jo
     sources.check(store)
 
 
-def test_a_flipped_byte_of_copies_or_digests_makes_the_version_one_that_is_not_here(
+def test_a_flipped_byte_of_copies_or_digests_makes_the_version_one_that_is_not_used_and_is_called_damaged(
     make: Callable[..., ParityStore], job: str
 ) -> None:
     store, sources = make(RAIM5), Sources(RAIM5, V1)
@@ -717,8 +717,13 @@ def test_a_flipped_byte_of_copies_or_digests_makes_the_version_one_that_is_not_h
     segment = raw(job)
     small = segment._area(0, segment.shape.table_room, segment.shape.small_nbytes)
     for place in (small[40:41], segment.digests(0).view(np.uint8)[5:6]):
+        assert store.damage == ""
         place ^= 1
-        incomplete(store, sources)
+        assert V1 not in store.versions()
+        assert store.damage == "the parity in slot 0 is damaged, so the version there is not used"
+        for read in (lambda: store.read(V1, next(iter(sources.parity)), 0, 1), lambda: store.copy(V1, 0)):
+            with pytest.raises(SegmentError, match="cannot be read: the parity in slot 0 is damaged"):
+                read()
         place ^= 1
         sources.check(store)
     del small, place

@@ -325,7 +325,7 @@ def test_a_segment_whose_file_was_removed_is_an_alarm_and_the_next_rank_finds_wh
     again = Segment(path)
     assert again.completed == 9 and again.small(1) == b"small" and (again.data(1) == 1).all()
     assert not any(slot.pins for slot in again.slots()), "the checkpoint that is being written is of the old memory"
-    wait_until(lambda: bool(node.events("segments.rewritten")), 20, lambda: "the alarm stays")
+    wait_until(lambda: bool(node.events("segments.recovered")), 20, lambda: "the alarm stays")
     held.close()
     again.close()
 
