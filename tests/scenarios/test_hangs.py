@@ -116,24 +116,29 @@ def test_by_default_a_rank_that_sleeps_in_an_iteration_is_named_after_a_minute(r
 
 
 def run_on_two_nodes(
-    server: ForkServer, jobs: Callable[..., JobSpec], folder: Path, how: str, *flags: str
+    server: ForkServer,
+    jobs: Callable[..., JobSpec],
+    folder: Path,
+    how: str,
+    *words: str,
+    hang_seconds: str = HANG_SECONDS,
 ) -> tuple[list[RunningJob], list[dict[str, Any]]]:
     """Start a rank on each of two nodes, which protect each other, and wait for both."""
     secret, journal = folder / "secret", folder / "journal"
     secret.write_text("secret of an emulated job")
     secret.chmod(0o600)
     endpoint, running = f"localhost:{free_port()}", list[RunningJob]()
-    given = ("--reft", "--ftp-hang-seconds", HANG_SECONDS, "--ftp-secret-file", str(secret), *flags)
+    given = ("--reft", "--ftp-hang-seconds", hang_seconds, "--ftp-secret-file", str(secret))
     for node in ("node0", "node1"):
         spec = jobs(
-            entry="ft_plugins.testing.hangs:main", argv=("--journal", str(journal), "--how", how), nnodes=2, node=node,
-            endpoint=endpoint, flags=(*given, "--ftp-node-name", node),
+            entry="ft_plugins.testing.hangs:main", argv=("--journal", str(journal), "--how", how, *words), nnodes=2,
+            node=node, endpoint=endpoint, flags=(*given, "--ftp-node-name", node),
         )  # fmt: skip
         running.append(server.start(spec))
         if node == "node0":  # agents are sorted by address and pid: the first one started has rank 0
             wait_for(spec.run_dir / "events.jsonl", lambda lines: any(e["name"] == "smp.started" for e in lines), BOUND)
     for job in running:
-        assert job.wait(BOUND)["status"] == "succeeded", job.tail()
+        assert job.wait(2 * BOUND)["status"] == "succeeded", job.tail()
     return running, entries(journal)
 
 
@@ -150,6 +155,17 @@ def test_on_two_nodes_both_name_the_rank_of_one_and_go_on(
     named = "rank 1 of node node1, in the forward of iteration 6"
     assert any(named in job.log.read_text() for job in running)
     assert {entry["from"] for entry in found if entry.get("restart")} <= {5, 6}
+    require_as_unfailed(run, unfailed, found, tmp_path)
+
+
+def test_on_two_nodes_the_one_whose_rank_is_waited_for_between_two_iterations_gives_the_alarm(
+    torch_server: ForkServer, jobs: Callable[..., JobSpec], run: Any, unfailed: dict[int, str], tmp_path: Path
+) -> None:
+    words = ("slow-upload", "--seconds", "75")
+    running, found = run_on_two_nodes(torch_server, jobs, tmp_path, *words, hang_seconds="auto")
+    assert [job.events(catalogue.JOB_HUNG.name) for job in running] == [[], []]
+    other, own = [[event.fields["about"] for event in job.events(catalogue.JOB_WAITING.name)] for job in running]
+    assert other == [] and own == [1]
     require_as_unfailed(run, unfailed, found, tmp_path)
 
 

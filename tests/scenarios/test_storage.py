@@ -403,12 +403,17 @@ def require_written_while_ranks_train(jobs: list[RunningJob]) -> int:
     return int(first)
 
 
+@pytest.mark.parametrize("smp_too", [False, True], ids=["ft-run", "all-processes"])
 def test_ranks_that_hold_the_signal_are_not_waited_for_and_what_they_seal_meanwhile_is_left_in_storage(
-    torch_server: ForkServer, jobs: Spec, tmp_path: Path
+    torch_server: ForkServer, jobs: Spec, tmp_path: Path, smp_too: bool
 ) -> None:
+    """Batch systems send it to all processes of the job."""
     spec = fills(jobs, tmp_path, 1_000_000, *ON_REQUEST, "--ftp-grace-seconds", "600", **HOLD)
     job = torch_server.start(spec)
     wait_for(spec.run_dir / "events.jsonl", lambda found: captured(found, 20, 2), BOUND)
+    if smp_too:
+        with Client(spec.run_dir) as client:
+            os.kill(client.status()["pid"], signal.SIGTERM)
     first = require_written_while_ranks_train([job])
     with Client(spec.run_dir) as client:
         newest = newest_common(client.status())
