@@ -83,7 +83,7 @@ def plan(argv: Sequence[str], uid: int, folder: str, host: str) -> Plan:
     if config.systems and options.no_python:
         raise ConfigError("--no-python: hooks need Python in each rank; give the Python script itself")
     if not (options.module or options.no_python) and not os.path.exists(os.path.join(folder, options.training_script)):
-        raise ConfigError(f"script {options.training_script}: no such file in {folder}")
+        raise ConfigError(f"script {options.training_script}: no such file in {folder}; give its path, or -m MODULE")
     if config.systems:
         _require_replaceable(options)
     id_given = "" if options.standalone else options.rdzv_id

@@ -176,7 +176,7 @@ def test_without_a_temporary_folder_there_is_one_line_with_what_to_do(
     monkeypatch.setattr(tempfile, "tempdir", absent)
     assert command.main(["--reft", str(folder / "train.py")]) == 78
     [line] = capsys.readouterr().err.splitlines()
-    assert "No such file" in line and "set TMPDIR to a folder" in line
+    assert "No such file" in line and "set TMPDIR, or --log-dir, to a folder" in line
 
 
 SEVERAL = ("--reft", "--nnodes", "2")
