@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from ..smp.ft_run_note import FtRunNote, Phase
+from ..smp.ft_run_note import FtRunNote, FtRunPhase
 
 _NOTHING = "nothing to do"
 
@@ -69,7 +69,7 @@ def job_state(facts: JobFacts) -> JobState:
 
 def _running(facts: JobFacts) -> JobState:
     note = facts.note
-    phase = note.phase if note else Phase.STARTING
+    phase = note.phase if note else FtRunPhase.STARTING
     if not facts.smp_answers:
         why = "the SMP gives no answer" if facts.smp_hangs else "the SMP is gone"
         return JobState(State.UNPROTECTED, f"ft-run is running, but {why}; ft-run replaces it")
@@ -85,10 +85,10 @@ def _running(facts: JobFacts) -> JobState:
             "same command again"
         )
         return JobState(State.HUNG, headline, remedy)
-    if note and phase is Phase.WAITING:
+    if note and phase is FtRunPhase.WAITING:
         remedy = "start the missing nodes with the same command; the job's log has it"
         return JobState(State.WAITING, f"{note.reason}, for {span_text(facts.now - note.time)} so far", remedy)
-    if note and phase in (Phase.SPARE, Phase.LEAVING):
+    if note and phase in (FtRunPhase.SPARE, FtRunPhase.LEAVING):
         return JobState(State.WAITING, note.reason)
     if facts.failed:
         return JobState(State.STARTING, "a training process has died: the ranks start again")
@@ -98,7 +98,7 @@ def _running(facts: JobFacts) -> JobState:
 
 
 def _gone(facts: JobFacts) -> JobState:
-    note = facts.note if facts.note and facts.note.phase is Phase.ENDED else None
+    note = facts.note if facts.note and facts.note.phase is FtRunPhase.ENDED else None
     kept = "; ".join(_kept(facts))
     if note is None:
         who = "ft-run" if facts.note else "the launcher"

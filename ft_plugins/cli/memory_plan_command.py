@@ -70,12 +70,12 @@ class MemoryOptions:
         if self.dp < 1 and ranks % (self.tp * self.pp):
             raise ConfigError(
                 f"--nodes: {self.nodes} nodes of {self.ranks_per_node} ranks cannot be divided by tp x pp = "
-                f"{self.tp * self.pp}"
+                f"{self.tp * self.pp}; choose a number of nodes that can"
             )
         if self.nodes > 0 and -(-ranks // self.ranks_per_node) != self.nodes:
             raise ConfigError(
                 f"--nodes: tp x pp x dp = {ranks} ranks need {-(-ranks // self.ranks_per_node)} nodes of "
-                f"{self.ranks_per_node}, found {self.nodes}"
+                f"{self.ranks_per_node}, found {self.nodes}; give one of --dp and --nodes"
             )
         return ranks // (self.tp * self.pp)
 
@@ -86,13 +86,13 @@ def require_consistent(names: Sequence[str], flags: Sequence[str]) -> None:
         alone = [_flag(name) for name in names if name in OWN]
         if alone or flags:
             what = ", ".join(alone) or f"{flags[0]!r}"
-            raise ConfigError(f"{what}: no effect without --memory")
+            raise ConfigError(f"{what}: no effect without --memory; add it, or drop {what}")
         return
     others = [_flag(name) for name in names if name not in (*OWN, *SHARED)]
     if others:
         raise ConfigError(
-            f"--memory plans host memory alone: {', '.join(others)}: no effect; flags of the job go after '--', such "
-            "as -- --reft-redundancy raim6"
+            f"--memory plans host memory alone: {', '.join(others)}: no effect; drop them; flags of the job go after "
+            "'--', such as -- --reft-redundancy raim6"
         )
     if "parameters" not in names:
         raise ConfigError("--parameters: missing; give the number of parameters of the model, such as 7e9")

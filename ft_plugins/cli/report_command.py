@@ -39,7 +39,7 @@ def _events(job: str | None, files: list[Path]) -> list[Event]:
     if files:
         missing = [str(path) for path in files if not path.is_file()]
         if missing:
-            raise ConfigError(f"--events {missing[0]}: no such file")
+            raise ConfigError(f"--events {missing[0]}: no such file; give the events.jsonl of a run directory")
         return [event for path in files for event in read(path)]
     folders = run_directories(job, None)
     names = sorted({folder.parent.name for folder in folders})

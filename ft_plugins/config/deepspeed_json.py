@@ -106,7 +106,7 @@ def _parse(text: str, place: str) -> Any:
             value = _as_hjson(text, unique)
             if value is None:
                 where = f"line {error.lineno}, column {error.colno}"
-                raise ConfigError(f"{place}: {where}: not JSON ({error.msg})") from error
+                raise ConfigError(f"{place}: {where}: not JSON ({error.msg}); remove the error there") from error
             require_shallow(value)
             return value
     except Unfit as error:

@@ -36,7 +36,7 @@ from torch.distributed.elastic.rendezvous import RendezvousStoreInfo
 from ..config import worker_environment
 from ..errors import ConfigError, ProtectionError
 from ..events import Events, catalogue, say
-from ..smp.ft_run_note import FtRunNote, Phase, write_note
+from ..smp.ft_run_note import FtRunNote, FtRunPhase, write_note
 from . import endpoint, job_secret, standby_pool, worker_failures
 from .agent_channel import AgentChannel
 from .endpoint import Endpoint
@@ -125,14 +125,14 @@ class ProgressAgent(LocalElasticAgent):
             worker_failures.signal_group(pid, signal.SIGKILL)
         self._exits.wait_for_all(min(_KILLED_SECONDS, stop.left))
 
-    def _note(self, phase: Phase, reason: str = "") -> None:
+    def _note(self, phase: FtRunPhase, reason: str = "") -> None:
         """Leave what this ft-run does in the run directory."""
         if self._job:
             write_note(self._job.run_dir, FtRunNote(phase, reason))
 
     def _exit_barrier(self) -> None:
         """torch's, which mistakes a lost node for a finished one; with our rendezvous, its own wait."""
-        self._note(Phase.LEAVING, "the ranks of this node have ended; ft-run waits for those of other nodes")
+        self._note(FtRunPhase.LEAVING, "the ranks of this node have ended; ft-run waits for those of other nodes")
         handler = self._worker_group.spec.rdzv_handler
         if not isinstance(handler, Rendezvous):
             super()._exit_barrier()
@@ -174,9 +174,9 @@ class ProgressAgent(LocalElasticAgent):
             handler.opened = self._has_opened()
             handler.trained = bool(self._watcher and self._watcher.begun())
             handler.workers = spec.local_world_size
-        self._note(Phase.WAITING, "waiting for the nodes of the job")
+        self._note(FtRunPhase.WAITING, "waiting for the nodes of the job")
         super()._rendezvous(worker_group)
-        self._note(Phase.STARTING)
+        self._note(FtRunPhase.STARTING)
         if isinstance(handler, Rendezvous):
             return
         group: Any = worker_group  # torch annotates fields that it fills in later as None

@@ -16,6 +16,7 @@ import os
 import re
 import socket
 import sys
+import tempfile
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
@@ -82,7 +83,7 @@ def plan(argv: Sequence[str], uid: int, folder: str, host: str) -> Plan:
     if config.systems and options.no_python:
         raise ConfigError("--no-python: hooks need Python in each rank; give the Python script itself")
     if not (options.module or options.no_python) and not os.path.exists(os.path.join(folder, options.training_script)):
-        raise ConfigError(f"script {options.training_script}: no such file in {folder}")
+        raise ConfigError(f"script {options.training_script}: no such file in {folder}; give its path, or -m MODULE")
     if config.systems:
         _require_replaceable(options)
     id_given = "" if options.standalone else options.rdzv_id
@@ -194,29 +195,54 @@ def _raise_for(outcome: Outcome, name: str) -> None:
     outcome.raise_for_failure(name)
 
 
+def _where(plan: Plan) -> str:
+    """For the last line of a protected job: its node, and the file that says what happened. Raises ConfigError."""
+    if not plan.protected:
+        return ""
+    return f" (node {plan.node}; what happened is in {run_directory(plan.job, plan.node) / 'events.jsonl'})"
+
+
+def _require_temporary_folder(log_dir: str | None) -> None:
+    """Raises ConfigError if torch could not make a folder for what ranks report."""
+    if log_dir and not os.path.isdir(log_dir):
+        return  # torch makes it
+    try:
+        with tempfile.TemporaryDirectory(dir=log_dir):
+            return
+    except OSError as error:
+        raise ConfigError(
+            f"no folder for what ranks report can be made ({error.strerror or error}); set TMPDIR, or --log-dir, to a "
+            "folder that this user may write to and that has room"
+        ) from error
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The console script."""
+    where = ""
     try:
         planned = plan(sys.argv[1:] if argv is None else argv, os.getuid(), os.getcwd(), socket.gethostname())
+        _require_temporary_folder(planned.torch.log_dir)
+        where = _where(planned)
         outcome = execute(planned)
     except FtError as error:
-        print(f"ft-run: {error}", file=sys.stderr)
+        print(f"ft-run: {error}{where}", file=sys.stderr)
         return EXIT_REFUSED
     except SignalException as error:
         with suppress(SignalException, OSError):
             _raise(error)
-        print(f"ft-run: ended by {error.sigval.name}; give the same command again to resume", file=sys.stderr)
+        how = f"ended by {error.sigval.name}; give the same command again to resume"
+        print(f"ft-run: {how}{where}", file=sys.stderr)
         return 128 + error.sigval
     if outcome.status == "succeeded":
         return 0
     try:
         _raise_for(outcome, planned.torch.training_script)
     except FtError as error:
-        print(error, file=sys.stderr)
+        print(f"{error}{where}", file=sys.stderr)
         return EXIT_REFUSED
     except ChildFailedError as error:
         print(error, file=sys.stderr)
-    print(f"ft-run: {outcome.reason}", file=sys.stderr)
+    print(f"ft-run: {outcome.reason}{where}", file=sys.stderr)
     return outcome.exit_status
 
 

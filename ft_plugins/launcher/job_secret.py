@@ -33,7 +33,8 @@ def user_secret() -> bytes:
             with contextlib.suppress(FileExistsError):  # another process was first: use its secret
                 os.link(building, path)
         except OSError as error:
-            raise ConfigError(f"{path}: the secret cannot be written ({error.strerror})") from error
+            reason = f"the secret cannot be written ({error.strerror}); give --ftp-secret-file"
+            raise ConfigError(f"{path}: {reason}") from error
         finally:
             building.unlink(missing_ok=True)
     return read_secret(path)

@@ -34,7 +34,7 @@ from ..errors import EXIT_REFUSED, ConfigError, FtError, ProtectionError
 from ..events import Event, Events, catalogue, file_sink, log_sink
 from ..recovery.resize import sizes
 from ..smp import connections, leftovers
-from ..smp.ft_run_note import FtRunNote, Phase, write_note
+from ..smp.ft_run_note import FtRunNote, FtRunPhase, write_note
 from ..snapshot import paths
 from . import plugin, refused_node, worker
 from .agent import ProgressAgent
@@ -97,7 +97,7 @@ def launch(
             try:
                 lock = stack.enter_context(JobLock(run_dir))
                 stack.push(lambda kind, error, trace: write_note(run_dir, ending(outcome, error)))
-                write_note(run_dir, FtRunNote(Phase.STARTING))
+                write_note(run_dir, FtRunNote(FtRunPhase.STARTING))
                 events.subscribe(file_sink(run_dir / "events.jsonl"))
                 events.subscribe(log_sink("ft-run: "))
                 _sweep_old(job, events)
@@ -143,12 +143,12 @@ def ending(outcome: Outcome | None, error: BaseException | None) -> FtRunNote:
     """How ft-run ends that has this outcome, or raises this error."""
     match error:
         case None if outcome is not None:
-            return FtRunNote(Phase.ENDED, outcome.reason, outcome.status, outcome.exit_status)
+            return FtRunNote(FtRunPhase.ENDED, outcome.reason, outcome.status, outcome.exit_status)
         case SignalException():
-            return FtRunNote(Phase.ENDED, f"by {error.sigval.name}", "signalled", 128 + error.sigval)
+            return FtRunNote(FtRunPhase.ENDED, f"by {error.sigval.name}", "signalled", 128 + error.sigval)
         case FtError():
-            return FtRunNote(Phase.ENDED, str(error), "refused", EXIT_REFUSED)
-    return FtRunNote(Phase.ENDED, f"{type(error).__name__}: {error}", "failed", 1)
+            return FtRunNote(FtRunPhase.ENDED, str(error), "refused", EXIT_REFUSED)
+    return FtRunNote(FtRunPhase.ENDED, f"{type(error).__name__}: {error}", "failed", 1)
 
 
 def _report_refusal(config: LaunchConfig, job: Job, error: FtError, serves: bool) -> None:

@@ -25,8 +25,7 @@ from torch.distributed.elastic.rendezvous.api import (
 from ..errors import ConfigError, ProtocolError
 from ..events import say
 from ..intake import parsed
-from ..smp import ft_run_note
-from ..smp.ft_run_note import FtRunNote
+from ..smp.ft_run_note import FtRunNote, FtRunPhase, write_note
 from . import round_store
 from .endpoint import Endpoint
 from .local_node import LocalNode
@@ -177,17 +176,17 @@ class RoundJoin:
         """Report an incomplete round for which this node is not chosen, if it is time to."""
         view, settings = self._last_view, self._node.settings
         if self.is_spare:
-            self._note(FtRunNote(ft_run_note.Phase.SPARE, "this node is a spare: every place in the job is taken"))
+            self._note(FtRunNote(FtRunPhase.SPARE, "this node is a spare: every place in the job is taken"))
         if self._wait_report and view and view.phase is not Phase.COMPLETE and view.rank is None:
             if words := awaited(settings.rules, view.waiting, view.missing):
-                self._note(FtRunNote(ft_run_note.Phase.WAITING, words))
+                self._note(FtRunNote(FtRunPhase.WAITING, words))
             self._wait_report.update(view.waiting, view.missing, leads, self._deadline)
 
     def _note(self, note: FtRunNote) -> None:
         """Leave in the run directory what this node waits for, once."""
         if self._node.settings.run_dir and note.reason != self._noted:
             self._noted = note.reason
-            ft_run_note.write_note(self._node.settings.run_dir, note)
+            write_note(self._node.settings.run_dir, note)
 
     def _report_refused(self, refused: str) -> None:
         if refused and refused != self._refused:

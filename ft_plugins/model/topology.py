@@ -90,7 +90,7 @@ class Topology:
         if self.world_size % expert:
             raise TopologyError(
                 f"{self.world_size} ranks are not divisible by etp={self.expert_tp} x ep={self.ep} x pp={self.pp} "
-                f"= {expert} for the experts"
+                f"= {expert} for the experts; choose sizes whose product divides the number of ranks"
             )
         if self.pp == 1:
             return

@@ -23,7 +23,7 @@ NOTE_FILE = "ft-run.json"
 _REASON = 2000  # characters
 
 
-class Phase(str, Enum):
+class FtRunPhase(str, Enum):
     """What ft-run does."""
 
     STARTING = "starting"  # its ranks start, or train
@@ -38,7 +38,7 @@ class FtRunNote:
     """`time`: since when, in seconds since the epoch. `reason`: what it waits for, or why it ended. `status` and
     `exit_status`: how it ended."""
 
-    phase: Phase
+    phase: FtRunPhase
     reason: str = ""
     status: str = ""
     exit_status: int = 0
@@ -56,7 +56,7 @@ def read_note(run_dir: Path) -> FtRunNote | None:
     try:
         value = json_value(read_bytes(run_dir / NOTE_FILE))
         note = FtRunNote(
-            Phase(value["phase"]), value["reason"], value["status"], value["exit_status"], float(value["time"])
+            FtRunPhase(value["phase"]), value["reason"], value["status"], value["exit_status"], float(value["time"])
         )
     except (OSError, ValueError, TypeError, KeyError):
         return None

@@ -318,7 +318,8 @@ def test_what_no_restart_can_cure_is_one_line_and_no_restart(job: Job) -> None:
     )
     run = job.start("--nproc-per-node", "1", script="refused.py")
     assert run.end() == 78
-    assert run.output == "ft_plugins: rank 0: dp 3 does not divide 8 ranks; choose another\n"
+    assert run.output.startswith("ft_plugins: rank 0: dp 3 does not divide 8 ranks; choose another (node ")
+    assert run.output.count("\n") == 1 and run.output.endswith("/events.jsonl)\n")
     assert job.events("workers.restarted") == []
     assert [event.fields["status"] for event in job.events("job.ended")] == ["refused"]
 

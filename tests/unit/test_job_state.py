@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from ft_plugins.cli.job_state import JobFacts, State, job_state
-from ft_plugins.smp.ft_run_note import NOTE_FILE, FtRunNote, Phase, read_note, write_note
+from ft_plugins.smp.ft_run_note import NOTE_FILE, FtRunNote, FtRunPhase, read_note, write_note
 
 NOW = 10_000.0
-RUNS = JobFacts("j", NOW, launched=True, note=FtRunNote(Phase.STARTING, time=NOW - 90))
+RUNS = JobFacts("j", NOW, launched=True, note=FtRunNote(FtRunPhase.STARTING, time=NOW - 90))
 GONE = replace(RUNS, launched=False, smp_answers=False)
 KEPT = replace(GONE, smp_answers=True, holds=True, newest=41, kept_seconds=1770.0)
 AGAIN = "give the same command again to resume from memory, or drop it: ft-plugins end j"
@@ -21,7 +21,7 @@ FROM_THE_BEGINNING = (
 
 
 def ended(status: str, exit_status: int, reason: str = "") -> FtRunNote:
-    return FtRunNote(Phase.ENDED, reason, status, exit_status, NOW - 30)
+    return FtRunNote(FtRunPhase.ENDED, reason, status, exit_status, NOW - 30)
 
 
 @pytest.mark.parametrize(
@@ -35,11 +35,11 @@ def ended(status: str, exit_status: int, reason: str = "") -> FtRunNote:
         ),
         (replace(RUNS, trains=True), State.TRAINING, "all ranks of this node train", "nothing to do"),
         (
-            replace(RUNS, note=FtRunNote(Phase.WAITING, "waiting for 1 more of 2 nodes", time=NOW - 90)),
+            replace(RUNS, note=FtRunNote(FtRunPhase.WAITING, "waiting for 1 more of 2 nodes", time=NOW - 90)),
             State.WAITING, "waiting for 1 more of 2 nodes, for 90 s so far",
             "start the missing nodes with the same command; the job's log has it",
         ),
-        (replace(RUNS, note=FtRunNote(Phase.SPARE, "a spare")), State.WAITING, "a spare", "nothing to do"),
+        (replace(RUNS, note=FtRunNote(FtRunPhase.SPARE, "a spare")), State.WAITING, "a spare", "nothing to do"),
         (
             replace(RUNS, trains=True, failed=True, stopped=(3,)),
             State.HUNG, "rank 3 is stopped by a signal; the others wait",
@@ -121,7 +121,7 @@ def test_each_state_says_what_is_known_and_what_to_do(
 
 
 def test_a_note_is_read_as_it_was_written_and_a_damaged_one_is_none(tmp_path: Path) -> None:
-    note = FtRunNote(Phase.ENDED, "by SIGTERM", "signalled", 143, 12.5)
+    note = FtRunNote(FtRunPhase.ENDED, "by SIGTERM", "signalled", 143, 12.5)
     write_note(tmp_path, note)
     assert read_note(tmp_path) == note
     for content in ("", "[]", '{"phase": "soon"}', (tmp_path / NOTE_FILE).read_text().replace("143", '"143"')):

@@ -74,7 +74,10 @@ class DeepSpeedStepping(Recompute[DeepSpeedReplay]):
         an update. Raises UnsupportedError for an optimizer without a learning rate."""
         group_rates = rates(state.inner(self.engine.optimizer))
         if not group_rates:
-            raise UnsupportedError(f"rank {self.rank}: the optimizer has no learning rate (param_groups[...]['lr'])")
+            raise UnsupportedError(
+                f"rank {self.rank}: the optimizer has no learning rate: give its param_groups an 'lr', or remove the "
+                "block ft_plugins from the DeepSpeed configuration"
+            )
         return max(group_rates)
 
     def gradients(self) -> Mapping[str, torch.Tensor]:

@@ -96,7 +96,10 @@ class EngineHooks:
             if not config.systems:
                 return built
             if self.loop is not None:
-                raise UnsupportedError("deepspeed.initialize was called twice: a second engine cannot be protected")
+                raise UnsupportedError(
+                    "deepspeed.initialize was called twice, and a second engine cannot be protected: build one engine, "
+                    "or remove the block ft_plugins from the DeepSpeed configuration"
+                )
             leave: Leave = _no_cleanup
             if config.capture is not None:  # else no memory outlives the job
                 require_own_loop(callers())

@@ -61,7 +61,7 @@ class TrainingHooks:
             require_followed(module.get_args())
             built = original(*args, **kwargs)
             if self.loop is not None:
-                raise UnsupportedError("setup_model_and_optimizer was called twice; only one model can be protected")
+                raise UnsupportedError("setup_model_and_optimizer was called twice; build one model, or drop --reft")
             self.loop = MegatronLoop(module, *built)
             self.loop.resume()
             return built

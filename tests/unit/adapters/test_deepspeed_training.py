@@ -14,7 +14,7 @@ pytest.importorskip("deepspeed")
 from ft_plugins.adapters.deepspeed import training  # noqa: E402
 from ft_plugins.adapters.deepspeed.training import DeepSpeedLoop, EngineHooks  # noqa: E402
 from ft_plugins.config import Config  # noqa: E402
-from ft_plugins.errors import ResumeError  # noqa: E402
+from ft_plugins.errors import ResumeError, UnsupportedError  # noqa: E402
 
 
 def test_a_rank_leaves_once_with_whether_it_ended_in_order() -> None:
@@ -79,3 +79,15 @@ def test_a_rank_that_joined_leaves_if_protection_does_not_start(where: str, monk
     with pytest.raises(ResumeError):
         EngineHooks(join)._initializing(lambda config=None: (engine,))(config=settings)
     assert left == [False]
+
+
+def test_a_job_that_cannot_be_protected_is_refused_before_its_engine_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(modules: Any) -> None:
+        raise UnsupportedError("the loop of another library")
+
+    built: list[str] = []
+    monkeypatch.setattr(training, "require_own_loop", refuse)
+    monkeypatch.setattr(training, "launch_context", lambda: SimpleNamespace(config=Config(), run_dir=None))
+    with pytest.raises(UnsupportedError, match="another library"):
+        EngineHooks()._initializing(lambda config=None: built.append("engine"))(config={"ft_plugins": {"reft": {}}})
+    assert built == []

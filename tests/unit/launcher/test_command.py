@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from ft_plugins.config import run_directory
 from ft_plugins.errors import ConfigError
 from ft_plugins.launcher import command
 from ft_plugins.launcher.command import Plan
@@ -106,6 +108,11 @@ def test_a_bad_flag_is_one_line_and_a_status(folder: Path, capsys: pytest.Captur
     assert len(errors) == 1 and "did you mean --reft-interval?" in errors[0]
 
 
+def where() -> str:
+    """The end of a protected job's last line."""
+    return f" (node a; what happened is in {run_directory('j', 'a') / 'events.jsonl'})"
+
+
 def failed(rank: int, message: str) -> ProcessFailure:
     failure = ProcessFailure(local_rank=rank, pid=1, exitcode=1, error_file="")
     failure.message = message
@@ -134,8 +141,9 @@ def test_how_the_job_ended_is_the_status_and_at_most_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(command, "execute", lambda planned: outcome)
-    assert command.main(["--reft", str(folder / "train.py")]) == code
-    assert capsys.readouterr().err.splitlines() == lines
+    words = ["--reft", "--ftp-job", "j", "--ftp-node-name", "a", str(folder / "train.py")]
+    assert command.main(words) == code
+    assert capsys.readouterr().err.splitlines() == [line + where() for line in lines]
 
 
 def test_a_job_that_was_stopped_ends_with_torchs_report_and_our_line(
@@ -143,10 +151,11 @@ def test_a_job_that_was_stopped_ends_with_torchs_report_and_our_line(
 ) -> None:
     outcome = Outcome("stuck", "stopped: iteration 7 ...: rank 3 ...", failures={3: failed(3, "loss is infinite")})
     monkeypatch.setattr(command, "execute", lambda planned: outcome)
-    assert command.main(["--reft", str(folder / "train.py")]) == 1
+    words = ["--reft", "--ftp-job", "j", "--ftp-node-name", "a", str(folder / "train.py")]
+    assert command.main(words) == 1
     shown = capsys.readouterr().err
     assert "train.py FAILED" in shown and "loss is infinite" in shown
-    assert shown.splitlines()[-1] == "ft-run: stopped: iteration 7 ...: rank 3 ..."
+    assert shown.splitlines()[-1] == f"ft-run: stopped: iteration 7 ...: rank 3 ...{where()}"
 
 
 def test_a_signal_is_told_by_the_status_as_a_shell_does(
@@ -157,11 +166,22 @@ def test_a_signal_is_told_by_the_status_as_a_shell_does(
 
     monkeypatch.setattr(command, "execute", execute)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "error.json"))
-    assert command.main(["--reft", str(folder / "train.py")]) == 128 + signal.SIGTERM
-    assert capsys.readouterr().err == "ft-run: ended by SIGTERM; give the same command again to resume\n"
+    words = ["--reft", "--ftp-job", "j", "--ftp-node-name", "a", str(folder / "train.py")]
+    assert command.main(words) == 128 + signal.SIGTERM
+    assert capsys.readouterr().err == f"ft-run: ended by SIGTERM; give the same command again to resume{where()}\n"
     written = json.loads((folder / "error.json").read_text())["message"]  # as torchrun writes it
     assert written["message"] == "SignalException: Process 7 got signal: 15"
     assert "in execute" in written["extraInfo"]["py_callstack"] and written["extraInfo"]["timestamp"].isdigit()
+
+
+def test_without_a_temporary_folder_there_is_one_line_with_what_to_do(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    absent = str(folder / "absent")
+    monkeypatch.setattr(tempfile, "tempdir", absent)
+    assert command.main(["--reft", str(folder / "train.py")]) == 78
+    [line] = capsys.readouterr().err.splitlines()
+    assert "No such file" in line and "set TMPDIR, or --log-dir, to a folder" in line
 
 
 SEVERAL = ("--reft", "--nnodes", "2")
