@@ -34,8 +34,10 @@ from ..errors import ConfigError, FtError, ProtectionError
 from ..events import Event, Events, catalogue, file_sink, log_sink
 from ..recovery.resize import sizes
 from ..smp import connections, leftovers
+from ..smp.own_address import own_address
 from . import plugin, worker
 from .agent import ProgressAgent
+from .endpoint import Endpoint, address_towards
 from .job_lock import JobLock
 from .rendezvous import Rendezvous
 from .rendezvous_settings import BACKEND
@@ -248,6 +250,12 @@ def _rendezvous_defaults(job: Job) -> dict[str, Any]:
     return settings | ({"wait_seconds": job.config.capture.wait_seconds} if job.config.capture else {})
 
 
+def _towards(config: LaunchConfig) -> str | None:
+    """The address at which other nodes reach this one, if its command names another; no name has to resolve to it."""
+    places = [Endpoint.read(part) for part in config.rdzv_endpoint.split(",") if part.strip()]
+    return address_towards(places) if places and config.max_nodes > 1 else None
+
+
 def _specify(
     config: LaunchConfig, entrypoint: Callable[..., Any] | str, args: Sequence[Any], job: Job | None, bounded: bool
 ) -> tuple[RendezvousHandler, WorkerSpec]:
@@ -256,13 +264,16 @@ def _specify(
     if config.rdzv_backend == BACKEND:
         rendezvous_registry.handler_registry.register(BACKEND, plugin.create)  # even if entry points are not installed
         defaults = _rendezvous_defaults(job) if job else {}
+    local = config.local_addr
+    if job and job.config.interface and not local and config.max_nodes > 1:
+        local = own_address(job.config.interface, "")
     parameters = RendezvousParameters(
         backend=config.rdzv_backend,
         endpoint=config.rdzv_endpoint,
         run_id=config.run_id,
         min_nodes=config.min_nodes,
         max_nodes=config.max_nodes,
-        local_addr=config.local_addr,
+        local_addr=local,
         **(defaults | config.rdzv_configs),
     )
     master_addr, master_port = _get_addr_and_port(parameters)
@@ -277,5 +288,6 @@ def _specify(
         "max_restarts": config.max_restarts if bounded else _UNBOUNDED,
         "master_addr": master_addr,
         "master_port": master_port,
+        "local_addr": local or _towards(config),
     }
     return handler, WorkerSpec(**options)

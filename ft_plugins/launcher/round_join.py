@@ -171,8 +171,9 @@ class RoundJoin:
     def _report(self, leads: bool) -> None:
         """Report an incomplete round for which this node is not chosen, if it is time to."""
         view = self._last_view
-        if self._wait_report and view and view.phase is not Phase.COMPLETE and view.rank is None:
-            self._wait_report.update(view.waiting, view.missing, leads, self._deadline)
+        leader = self._node.link.leader
+        if self._wait_report and leader and view and view.phase is not Phase.COMPLETE and view.rank is None:
+            self._wait_report.update(view.waiting, view.missing, leads, self._deadline, leader.endpoint)
 
     def _remember(self, first: RosterPage | None) -> None:
         """Store the roster whose first page has arrived."""
