@@ -357,7 +357,7 @@ def _unreachable(meeting: RankMeeting, rank: int, address: str, elsewhere: int) 
         f"rank {meeting.rank}: rank {rank} has the address {address}, which only its own host reaches, and rank "
         f"{elsewhere} runs on another host or in another network namespace; give --ftp-interface with a device or "
         f"address of the node of rank {rank} that others reach, or a host of the job in MASTER_ADDR (with ft-run: "
-        "--rdzv-endpoint) that is not loopback there"
+        "--rdzv-endpoint) that is not loopback there; gloo needs the device too, as GLOO_SOCKET_IFNAME"
     )
 
 

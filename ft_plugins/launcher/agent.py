@@ -159,7 +159,9 @@ class ProgressAgent(LocalElasticAgent):
             except DistError as error:
                 if not left or not isinstance(worker_group.spec.rdzv_handler, Rendezvous):
                     raise
-                self._events.emit(catalogue.ROUND_LOST, reason=f"{type(error).__name__}: {error}")
+                reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"  # torch's has a stack of C++
+                self._events.emit(catalogue.ROUND_LOST, reason=reason)
+                say(f"the round was lost before workers had started: {reason}", alarm=True, who="ft-run: ")
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """torch's, then a store for this incarnation alone, because torch keeps one for the agent's life.

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from ..errors import ConfigError
 from ..intake import shown
+from ..smp.own_address import only_local, own_address
 
 DEFAULT_PORT = 29400  # torch's, for an endpoint without one
 LOOPBACK = "127.0.0.1"
@@ -52,8 +53,8 @@ NodeAnswers = Callable[[Endpoint, float], bool]  # whether a node answers at an 
 def open_port(
     endpoints: Sequence[Endpoint], address: str | None, loopback_only: bool, node_answers: NodeAnswers
 ) -> tuple[socket.socket, str]:
-    """A socket that listens on the first endpoint of this machine that is free, else on a free port of `address`, and
-    the host by which others reach it. Raises ConfigError."""
+    """A socket that listens on the first endpoint of this machine that is free, else on `address` at the first
+    endpoint's port if that is free, else at another one; and the host by which others reach it. Raises ConfigError."""
     for endpoint in endpoints:
         if emulated_apart(endpoint.host, address):
             continue
@@ -62,7 +63,21 @@ def open_port(
     if loopback_only or not any(endpoint.port for endpoint in endpoints):  # no other machine is expected
         host = address if address and is_literal(address) and is_loopback(address) else LOOPBACK
         return _listen_on(host), host
-    return listen_anywhere(address), address or socket.getfqdn()
+    host = address or address_towards(endpoints)
+    with contextlib.suppress(OSError, UnicodeError):  # taken, or a name that is not this machine's
+        return _listen(address or "", next(each.port for each in endpoints if each.port)), host
+    return listen_anywhere(address), host
+
+
+def address_towards(endpoints: Sequence[Endpoint]) -> str:
+    """The address of this machine on the way to the first endpoint that is not itself, to which no name has to resolve;
+    its name if there is no such way."""
+    for place in endpoints:
+        with contextlib.suppress(ConfigError, UnicodeError):
+            own = own_address(None, place.host)
+            if is_loopback(place.host) or not only_local(own):  # else the name of this machine, as only it reads it
+                return own
+    return socket.getfqdn()
 
 
 def listen_as(

@@ -35,9 +35,11 @@ from ..events import Event, Events, catalogue, file_sink, log_sink
 from ..recovery.resize import sizes
 from ..smp import connections, leftovers
 from ..smp.ft_run_note import FtRunNote, FtRunPhase, write_note
+from ..smp.own_address import own_address
 from ..snapshot import paths
 from . import plugin, refused_node, worker
 from .agent import ProgressAgent
+from .endpoint import Endpoint, address_towards
 from .job_lock import JobLock
 from .rendezvous import Rendezvous
 from .rendezvous_settings import BACKEND, RendezvousSettings
@@ -292,15 +294,24 @@ def _rendezvous_defaults(job: Job) -> dict[str, Any]:
     return settings | ({"wait_seconds": job.config.capture.wait_seconds} if job.config.capture else {})
 
 
+def _towards(config: LaunchConfig) -> str | None:
+    """The address at which other nodes reach this one, if its command names another; no name has to resolve to it."""
+    places = [Endpoint.read(part) for part in config.rdzv_endpoint.split(",") if part.strip()]
+    return address_towards(places) if places and config.max_nodes > 1 else None
+
+
 def _parameters(config: LaunchConfig, job: Job | None) -> RendezvousParameters:
     defaults = _rendezvous_defaults(job) if job and config.rdzv_backend == BACKEND else {}
+    local = config.local_addr
+    if job and job.config.interface and not local and config.max_nodes > 1:
+        local = own_address(job.config.interface, "")
     return RendezvousParameters(
         backend=config.rdzv_backend,
         endpoint=config.rdzv_endpoint,
         run_id=config.run_id,
         min_nodes=config.min_nodes,
         max_nodes=config.max_nodes,
-        local_addr=config.local_addr,
+        local_addr=local,
         **(defaults | config.rdzv_configs),
     )
 
@@ -324,5 +335,6 @@ def _specify(
         "max_restarts": config.max_restarts if bounded else _UNBOUNDED,
         "master_addr": master_addr,
         "master_port": master_port,
+        "local_addr": local or _towards(config),
     }
     return handler, WorkerSpec(**options)

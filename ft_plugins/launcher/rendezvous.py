@@ -5,9 +5,9 @@ the others elect another one (`leader_search`), and each reports the rounds it r
 each of its nodes was heard from just before, and never with fewer nodes than allowed: nodes that cannot reach each
 other never split one job in two, provided the smallest size is more than half of the nodes.
 
-Every node listens on a port: the first of --rdzv-endpoint that is its own and free, else any. Nodes authenticate with
-the job's secret; without one only this machine can reach them. Every wait is bounded, except a spare's for a vacant
-rank.
+Every node listens on a port: the first of --rdzv-endpoint that is its own and free, else the port of the first one,
+else any. Nodes authenticate with the job's secret; without one only this machine can reach them. Every wait is bounded,
+except a spare's for a vacant rank.
 
 In: `RendezvousSettings`. Out: torch's `RendezvousInfo` for each round: a rank, and a new store, served by the node of
 rank 0 on the address of its port; `nodes.json` in the run directory, from which a restarted node knows the others.
@@ -24,6 +24,7 @@ from torch.distributed import PrefixStore, Store
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from ..errors import ProtocolError
+from ..events import catalogue, say
 from . import peer_client, round_store
 from .endpoint import Endpoint
 from .field_types import reason_text
@@ -33,6 +34,7 @@ from .rendezvous_settings import BACKEND, RendezvousSettings
 from .restarts import Status
 from .round_join import LOOK_SECONDS, RoundJoin, pause
 from .round_machine import Phase
+from .wait_report import REPEAT_SECONDS
 
 _STORE_SECONDS = 60.0  # maximum for one operation on a round's store; as torch's `read_timeout`
 _LEAST_STORE_SECONDS = 15.0
@@ -60,7 +62,7 @@ class Rendezvous(RendezvousHandler):
         self.events = self._node.events
         self._round, self._size = 0, 0  # in which this node takes part
         self._store: Store | None = None  # of this round; the node of rank 0 serves it as long as this refers to it
-        self._next_look = 0.0  # monotonic
+        self._next_look = self._next_report = 0.0  # monotonic
         self._waiting = 0
         self._is_shut = False
 
@@ -98,11 +100,27 @@ class Rendezvous(RendezvousHandler):
         while True:
             leader = self._join.find_leader()
             try:
-                return self._enter(self._join.take_part(leader))
+                view = self._join.take_part(leader)
+                try:
+                    return self._enter(view)
+                except ConnectionError as error:
+                    self._report_lost(view.round, error)
+                    raise
             except (ConnectionError, ProtocolError) as error:
                 self._node.search.unreached[leader.endpoint] = f"node {leader.node} led, then: {error}"
                 self._node.link.close()
                 pause()
+
+    def _report_lost(self, number: int, error: ConnectionError) -> None:
+        """Report that this node does not reach the store of a round, not every time."""
+        if time.monotonic() >= self._next_report:
+            self._next_report = time.monotonic() + REPEAT_SECONDS
+            reason = (
+                f"round {number} was lost: {error}; if it repeats, start the node that serves this store with "
+                "--local-addr or --ftp-interface: an address of it that the others reach"
+            )
+            self.events.emit(catalogue.ROUND_LOST, reason=reason)
+            say(reason, alarm=True, who="ft-run: ")
 
     def _enter(self, view: RoundView) -> RendezvousInfo:
         """Begin a complete round. Raises ConnectionError if its store is lost already."""

@@ -19,6 +19,11 @@ from ..errors import EXIT_REFUSED
 from ..smp.hang import HANG
 
 RESTORES_OF_ONE_VERSION = 3
+_GLOO_ON_LOOPBACK = re.compile(r"gloo.*(connect|refused|timed out).*\b127\.\d+\.\d+\.\d+", re.IGNORECASE | re.DOTALL)
+_GLOO_HINT = (
+    "gloo chose a loopback address, which no other host reaches: on several hosts set GLOO_SOCKET_IFNAME to the device "
+    "between them"
+)
 _LONGEST_ERROR = 300  # characters of an error in a line
 _SECONDARY = (signal.SIGABRT, signal.SIGTERM)  # from a watchdog that saw a dead peer, from a shutdown
 
@@ -51,7 +56,8 @@ class WorkerFailure:
         who = f"rank {self.rank} (pid {self.pid}, node {node})" if node else f"rank {self.rank}"
         how = f"was ended by {self.signal}" if self.exitcode < 0 else f"exited with status {self.exitcode}"
         first = self.message.splitlines()[0][:_LONGEST_ERROR] if self.message else ""
-        return f"{who} {how}" + (f": {first}" if first else "")
+        hint = f"; {_GLOO_HINT}" if _GLOO_ON_LOOPBACK.search(self.message) else ""
+        return f"{who} {how}" + (f": {first}" if first else "") + hint
 
     @property
     def error(self) -> str:

@@ -177,10 +177,11 @@ class RoundJoin:
         view, settings = self._last_view, self._node.settings
         if self.is_spare:
             self._note(FtRunNote(FtRunPhase.SPARE, "this node is a spare: every place in the job is taken"))
-        if self._wait_report and view and view.phase is not Phase.COMPLETE and view.rank is None:
+        leader = self._node.link.leader
+        if self._wait_report and leader and view and view.phase is not Phase.COMPLETE and view.rank is None:
             if words := awaited(settings.rules, view.waiting, view.missing):
                 self._note(FtRunNote(FtRunPhase.WAITING, words))
-            self._wait_report.update(view.waiting, view.missing, leads, self._deadline)
+            self._wait_report.update(view.waiting, view.missing, leads, self._deadline, leader.endpoint)
 
     def _note(self, note: FtRunNote) -> None:
         """Leave in the run directory what this node waits for, once."""

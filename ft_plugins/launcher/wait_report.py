@@ -16,9 +16,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..events import say
+from .endpoint import Endpoint
 from .rounds import Rules
 
 REPEAT_SECONDS = 30.0
+_ENDPOINT = ("--rdzv-endpoint", "--rdzv_endpoint")
 _OF_ONE_NODE = ("--ftp-node-name", "--ftp-failure-domain", "--node-rank", "--node_rank", "--local-addr", "--local_addr")
 
 
@@ -33,6 +35,20 @@ def command(argv: Sequence[str] | None = None) -> str:
             shared.append(word)
         skip = not skip and word in _OF_ONE_NODE
     return shlex.join(shared)
+
+
+def reaching(command: str, living: str) -> str:
+    """`command` with the endpoint `living` before those that it names, if it does not name that one. Pure."""
+    words = shlex.split(command)
+    for at, word in enumerate(words[:-1]):
+        flag, joined, value = word.partition("=")
+        if flag in _ENDPOINT:
+            given = value if joined else words[at + 1]
+            if living not in (str(Endpoint.read(part)) for part in given.split(",") if part.strip()):
+                given = f"{living},{given}"
+            words[at : at + 2] = [f"{flag}={given}", words[at + 1]] if joined else [flag, given]
+            break
+    return shlex.join(words)
 
 
 def awaited(rules: Rules, waiting: int, missing: Sequence[str]) -> str:
@@ -71,15 +87,16 @@ class WaitReport:
         self._command = command
         self._trouble = trouble
 
-    def update(self, waiting: int, missing: Sequence[str], leads: bool, deadline: float) -> None:
-        """Report if it is time to. `leads`: this node is the leader. `deadline`: when it gives up (monotonic)."""
+    def update(self, waiting: int, missing: Sequence[str], leads: bool, deadline: float, living: str) -> None:
+        """Report if it is time to. `leads`: this node is the leader. `deadline`: when it gives up (monotonic).
+        `living`: the endpoint of the leader, at which another node finds the job."""
         now = time.monotonic()
         if now < self._next:
             return
         if needed := awaited(self._rules, waiting, missing):
             self._next = now + REPEAT_SECONDS if leads else float("inf")
             seconds = max(0.0, deadline - now)
-            start = f"to start one, in {os.getcwd()}: {self._command}"
+            start = f"to start one, in {os.getcwd()}: {reaching(self._command, living)}"
             line = f"{needed} (for another {seconds:.0f} s at most); {start}"
             if trouble := self._trouble():
                 line = f"{trouble}; {line}"

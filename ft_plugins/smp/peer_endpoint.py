@@ -1,7 +1,7 @@
 """Where this node's SMP listens for those of other nodes, and how it connects to theirs: address, secret, encryption.
 
 Invariant: it is recorded in the run directory, so an SMP that replaces this one listens at the same address and, unless
-another process has the port now, at the same port: nobody asked for that one, so a taken one is no error.
+another process has it now, at the same port: the kernel chose that one, so it is no error if it is taken.
 
 In: an address and a secret file from a trainer, or the record. Out: a `wire.Server`; connections and readers.
 """

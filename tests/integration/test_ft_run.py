@@ -74,14 +74,18 @@ numbers = itertools.count()
 class FtRun:
     """One ft-run, its output of all ranks read as it comes; with `shell`, `process` is its parent, a shell.
 
-    `terminal`, a descriptor, becomes the controlling terminal of a session that the shell leads, as of a login.
+    `terminal`, a descriptor, becomes the controlling terminal of a session that the shell leads, as of a login. `host`
+    is the name of the host, if not that of this machine.
     """
 
     def __init__(
-        self, folder: Path, *words: str, shell: bool = False, terminal: int | None = None, **environment: str
-    ) -> None:
+        self, folder: Path, *words: str, shell: bool = False, terminal: int | None = None, host: str = "",
+        **environment: str,
+    ) -> None:  # fmt: skip
         self.output = ""
         command = [sys.executable, "-m", "ft_plugins.launcher.command", *words]
+        if host:
+            command = ["unshare", "--uts", "sh", "-c", f"hostname {host} && exec {shlex.join(command)}"]
         self.process = subprocess.Popen(
             ["bash", "-c", f"{shlex.join(command)}; exit $?"] if shell else command,
             cwd=folder,
@@ -282,6 +286,23 @@ def test_two_nodes_on_one_machine_start_again_together(job: Job) -> None:
     for node in nodes:
         assert [event.fields["restart"] for event in job.events("workers.restarted", node)] == [1]
         assert not liveness.held(job.run_dir(node) / "smp.lock")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="names a host in a namespace of its own")
+def test_nodes_whose_host_names_resolve_nowhere_find_each_other_by_one_endpoint(job: Job) -> None:
+    secret = job.folder / "secret"
+    secret.write_text("what the nodes of this job know")
+    secret.chmod(0o600)
+    words = ("--nnodes", "2", "--nproc-per-node", "1", "--ftp-secret-file", str(secret))
+    words += ("--rdzv-endpoint", f"127.0.0.1:{free_port()}")
+    listed = job.start(*words, node="z", host="job-1")
+    deadline = time.monotonic() + WAIT
+    while not job.events("job.started", "z"):
+        assert time.monotonic() < deadline, listed.output
+        time.sleep(0.05)
+    first = job.start(*words, node="a", host="job-0")  # of rank 0, by its name: it serves the stores
+    assert [first.end(), listed.end()] == [0, 0], first.output + listed.output
+    assert LAST_LINE.search(first.output) or LAST_LINE.search(listed.output), first.output + listed.output
 
 
 def test_a_job_of_which_all_was_killed_resumes_although_a_stranger_has_the_port_of_an_smp(

@@ -787,6 +787,75 @@ def test_a_store_that_accepts_and_never_answers_is_given_up_in_time() -> None:
         round_store.connect(Endpoint("127.0.0.1", free_port()), bound, 1)
 
 
+def test_after_both_nodes_of_the_endpoints_are_lost_another_one_finds_the_job_at_the_same_port(
+    start: Start, tmp_path: Path
+) -> None:
+    secret = write_secret(tmp_path / "secret", "what the nodes of this job know")
+    common: dict[str, Any] = {"nodes": "2:2", "endpoints": "1,2", "secret_file": secret, "last_call_timeout": 0}
+    a, b = start(1, "a", **common), start(2, "b", **common)
+    join(a, b)
+    c = start(3, "c", **common)
+    a.kill()
+    b.tell("begin")
+    assert {c.tell("begin").hear()["rank"], b.hear()["rank"]} == {0, 1}
+    b.kill()
+    c.tell("begin")
+    d = start(4, "d", **{**common, "endpoints": "3,1,2"})
+    assert {d.tell("begin").hear()["rank"], c.hear()["rank"]} == {0, 1}
+    assert c.ask("me").endpoint == f"127.0.0.3:{c.port}"
+
+
+UNKNOWN = "job-0.unknown.invalid"  # the name of a host that resolves nowhere
+
+
+def two_of_one_endpoint(tmp_path: Path) -> list[Rendezvous]:
+    """Node z at the endpoint, and a, at none, which gets rank 0 by its name and serves the store."""
+    secret = write_secret(tmp_path / "secret", "what the nodes of this job know")
+    endpoint = f"127.0.0.1:{free_port()}"
+    common: dict[str, Any] = {"secret_file": secret, "detect_seconds": SILENCE, "join_timeout": WAIT}
+    of = [RendezvousParameters("ft_plugins", endpoint, "j", 2, 2, node_name=name, **common) for name in "za"]
+    return [Rendezvous(RendezvousSettings.read(each)) for each in of]
+
+
+def test_a_node_of_no_endpoint_whose_name_resolves_nowhere_is_reached_by_its_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "getfqdn", lambda: UNKNOWN)
+    nodes = two_of_one_endpoint(tmp_path)
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda node: node.next_rendezvous(), nodes))
+    assert [info.rank for info in found] == [1, 0]
+    assert {info.bootstrap_store_info.master_addr for info in found} == {"127.0.0.1"}
+    for node in nodes:
+        node.shutdown()
+
+
+def test_a_round_whose_store_cannot_be_reached_is_printed_with_the_reason_and_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(place: Endpoint, bound: timedelta, reach: float) -> Any:  # called by the node that serves no store
+        raise ConnectionError(f"the store at {place} was lost: Name or service not known")
+
+    nodes = two_of_one_endpoint(tmp_path)
+    happened: list[str] = []
+    nodes[0].events.subscribe(lambda event: happened.append(event.name))
+    reported = threading.Event()
+    monkeypatch.setattr(round_store, "connect", fail)
+    monkeypatch.setattr(rendezvous, "say", lambda words, **how: (print(words), reported.set()))
+    with ThreadPoolExecutor(2) as pool:
+        tries = [pool.submit(node.next_rendezvous) for node in nodes]
+        assert reported.wait(WAIT)
+        for node in nodes:
+            node._node.service.close("the test is over", False)
+        for each in tries:
+            each.exception(WAIT)
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.startswith("round 1 was lost: the store at 127.0.0.1:") and "--local-addr or --ftp-interface" in line
+    assert happened.count("round.lost") == 1
+    for node in nodes:
+        node.shutdown()
+
+
 # ---- the agent ----
 
 

@@ -36,6 +36,9 @@ def test_the_line_at_a_failure_says_who_failed_where_and_what_comes_now() -> Non
     assert len(failure(3, 1, "x" * 5000).line("b")) < 400
     assert LostPeers(("node b", "node c")).line() == "node b, node c stopped responding"
     assert LostPeers((f"{HANG}rank 1 of node b",)).line() == "hang of rank 1 of node b"
+    refused = "RuntimeError: Gloo connectFullMesh failed: Connection refused, remote=[127.0.1.1]:31424"
+    assert "set GLOO_SOCKET_IFNAME" in failure(3, 1, refused).line()
+    assert "GLOO" not in failure(3, 1, refused.replace("127.0.1.1", "10.0.0.1")).line()
     restart = Verdict(True, "failed", "")
     assert "resume from memory (iteration 410 is" in restart.what_comes(410, None)
     assert "nothing in memory" in restart.what_comes(None, None)

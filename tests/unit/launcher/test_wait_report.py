@@ -7,7 +7,7 @@ import os
 import pytest
 
 from ft_plugins.launcher.rounds import Rules
-from ft_plugins.launcher.wait_report import WaitReport, awaited, command
+from ft_plugins.launcher.wait_report import WaitReport, awaited, command, reaching
 
 
 @pytest.mark.parametrize(
@@ -37,6 +37,19 @@ def test_the_command_is_the_one_given_here_without_what_is_this_nodes_own() -> N
     assert command(["/opt/bin/torchrun", "--node-rank", "0", "train.py"]) == "torchrun train.py"
 
 
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ("--rdzv-endpoint a:29400,b:29400", "--rdzv-endpoint 10.0.0.3:29400,a:29400,b:29400"),
+        ("--rdzv_endpoint=a,b", "--rdzv_endpoint=10.0.0.3:29400,a,b"),
+        ("--rdzv-endpoint a:1,10.0.0.3", "--rdzv-endpoint a:1,10.0.0.3"),
+        ("--nproc-per-node 2", "--nproc-per-node 2"),
+    ],
+)
+def test_the_command_names_a_node_that_lives(given: str, found: str) -> None:
+    assert reaching(f"ft-run --nnodes 2 {given} train.py", "10.0.0.3:29400") == f"ft-run --nnodes 2 {found} train.py"
+
+
 def test_the_lead_says_it_every_thirty_seconds_and_the_others_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -46,7 +59,7 @@ def test_the_lead_says_it_every_thirty_seconds_and_the_others_once(
     said: dict[str, list[float]] = {"lead": [], "other": []}
     for _ in range(950):
         for name, each in (("lead", lead), ("other", other)):
-            each.update(1, ["b"], name == "lead", 400.0)
+            each.update(1, ["b"], name == "lead", 400.0, "c:29400")
             if text := capsys.readouterr().err:
                 said[name].append(round(now[0] - 100.0))
                 left = f"for another {400.0 - now[0]:.0f} s at most"
@@ -57,5 +70,5 @@ def test_the_lead_says_it_every_thirty_seconds_and_the_others_once(
 
 
 def test_why_others_may_not_find_this_node_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
-    WaitReport(Rules(2, 2), 0.0, "ft-run train.py", lambda: "port 29400 is taken").update(1, [], True, 1e9)
+    WaitReport(Rules(2, 2), 0.0, "ft-run train.py", lambda: "port 29400 is taken").update(1, [], True, 1e9, "a:1")
     assert capsys.readouterr().err.startswith("ft-run: port 29400 is taken; waiting for 1 more of 2 nodes (for")
