@@ -335,6 +335,6 @@ def _specify(
         "max_restarts": config.max_restarts if bounded else _UNBOUNDED,
         "master_addr": master_addr,
         "master_port": master_port,
-        "local_addr": local or _towards(config),
+        "local_addr": parameters.local_addr or _towards(config),
     }
     return handler, WorkerSpec(**options)
