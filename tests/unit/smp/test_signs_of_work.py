@@ -12,7 +12,7 @@ import pytest
 
 from ft_plugins.model.progress import WorkPhase
 from ft_plugins.smp import liveness, signs_of_work
-from ft_plugins.smp.signs_of_work import SignsOfWork
+from ft_plugins.smp.signs_of_work import SignsOfWork, _of_tree, _processes
 from ft_plugins.snapshot.progress_words import RankProgress
 from ft_plugins.testing.job_control import wait_until
 
@@ -85,6 +85,13 @@ def test_a_rank_that_sleeps_and_one_that_polls_in_a_collective_are_not(
     start: Start, tmp_path: Path, what: str, phase: WorkPhase
 ) -> None:
     process, looked = start(what), 0
+
+    def used() -> float:
+        return _of_tree(_processes(), process[0])[0]
+
+    if what is SPINS:  # it is past the line that printed
+        began = used()
+        wait_until(lambda: used() > began + 0.2, BOUND, lambda: f"{used() - began} s of a processor")
     signs = SignsOfWork(tmp_path)
     while looked < 4:
         before = signs._looked
