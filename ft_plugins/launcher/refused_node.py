@@ -29,7 +29,7 @@ from .round_join import pause
 def report(settings: RendezvousSettings, reason: str, serves: bool) -> None:
     """Report it to the leader, once there is one. `serves`: no other process of this node takes part."""
     given = [str(each) for each in settings.endpoints if each.port]
-    say(f"{reason} (telling the other nodes of job '{settings.run}')", alarm=True, who="ft-run: ")
+    say(f"{reason} (this is being reported to the other nodes of job '{settings.run}')", alarm=True, who="ft-run: ")
     if _reach_leader(settings, given, reason) or not serves or not settings.rules.is_fixed:
         return
     with contextlib.suppress(FtError, OSError), contextlib.closing(LocalNode(settings)) as node:
