@@ -43,7 +43,7 @@ from .resize.transition import ResizeTransition
 from .status import described, signal_of
 
 _TOKEN = TypeAdapter(Count)
-_PATHS = TypeAdapter(list[str])
+_PATHS = TypeAdapter(list[Path])
 _REMOVED = "removed.json"  # in the run directory: files that were removed while their memory is used
 KILL_SECONDS = 20.0  # for killed trainers to be gone; a process in uninterruptible sleep may take longer
 _TOUCH_SECONDS = 30.0
@@ -112,7 +112,7 @@ class SnapshotProcess:
 
     def _removed_before(self) -> list[Path]:
         try:
-            return list(map(Path, read_json(self._run_dir / _REMOVED, _PATHS)))
+            return read_json(self._run_dir / _REMOVED, _PATHS)
         except (OSError, ValueError):
             return []
 
