@@ -43,6 +43,8 @@ from .resize.transition import ResizeTransition
 from .status import described, signal_of
 
 _TOKEN = TypeAdapter(Count)
+_PATHS = TypeAdapter(list[Path])
+_REMOVED = "removed.json"  # in the run directory: files that were removed while their memory is used
 KILL_SECONDS = 20.0  # for killed trainers to be gone; a process in uninterruptible sleep may take longer
 _TOUCH_SECONDS = 30.0
 _FILES_SECONDS = 1.0  # between two looks whether files in shared memory are still there
@@ -72,6 +74,7 @@ class SnapshotProcess:
         self._declared = -1  # the token under which trainers were declared lost
         self._touched, self._files_checked = float("-inf"), time.monotonic()
         self._removed: list[str] = []  # files that were removed while their memory is used
+        self._orphaned = self._removed_before()  # those whose memory a previous SMP held, which has died
         self._allocating: dict[int, threading.Lock] = {}  # by rank: one attach at a time, even of two incarnations
         self._segments, self._refused = adoption.adopt(job, node, events)
         self.token = max([self.token, *(segment.token for segment in self._segments.values())])
@@ -107,6 +110,12 @@ class SnapshotProcess:
         except (OSError, ValueError) as error:
             self._events.emit(catalogue.FILE_REJECTED, path=str(self._token_path), reason=str(error))
             return int(time.time())
+
+    def _removed_before(self) -> list[Path]:
+        try:
+            return read_json(self._run_dir / _REMOVED, _PATHS)
+        except (OSError, ValueError):
+            return []
 
     def answer(self, message: dict[str, Any]) -> dict[str, Any]:
         """Carry out one request. Errors of this package and of the operating system become refusals."""
@@ -371,17 +380,23 @@ class SnapshotProcess:
             self._files_checked = time.monotonic()
             removed = [segment.path for segment in self._segments.values() if not segment.linked]
             removed += self._tier.removed_files()
+            orphaned = [path for path in self._orphaned if not path.exists()]
+            removed += orphaned
             if self._segments and not paths.lock_of(self._job, self._node).exists():
                 with suppress(FtError, OSError):  # another user's; there is another look
                     liveness.acquire(paths.lock_of(self._job, self._node))
             names = [path.name for path in sorted(removed)]
             if names != self._removed:
-                words = f"{len(names)} files were removed ({', '.join(names)}), and the SMP holds their memory"
+                held = "the SMP holds their memory"
+                fate = "the SMP that held their memory died: restart the job" if orphaned else held
+                words = f"{len(names)} files were removed ({', '.join(names)}), and {fate}"
                 kind = catalogue.SEGMENTS_REMOVED if names else catalogue.SEGMENTS_RECOVERED
                 reason = words if names else "every segment has its file again"
                 self._events.emit(kind, paths=[str(path) for path in removed], reason=reason)
                 self._alarms.say("files", kind, reason)
                 self._removed = names
+                with suppress(OSError):  # for an SMP that takes this one's place
+                    files.write_json(self._run_dir / _REMOVED, [str(path) for path in removed])
         finally:
             self._lock.release()
 
@@ -427,8 +442,14 @@ class SnapshotProcess:
                 segment.close()
             self._segments.clear()
             stacks.forget(self._run_dir)
+<<<<<<< HEAD
             removed = 0 if keep else paths.remove(self._job, self._node)
             self._history.close()
+=======
+            (self._run_dir / _REMOVED).unlink(missing_ok=True)
+            removed = paths.remove(self._job, self._node)
+            self._history.forget()
+>>>>>>> wt-smp
             self._events.emit(catalogue.SMP_ENDED, reason=reason, segments=removed)
         finally:
             self.ended.set()

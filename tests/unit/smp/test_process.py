@@ -330,6 +330,19 @@ def test_a_segment_whose_file_was_removed_is_an_alarm_and_the_next_rank_finds_wh
     again.close()
 
 
+def test_an_smp_that_dies_with_the_memory_of_removed_files_is_an_alarm_of_the_next_one(node: Node) -> None:
+    node.start()
+    attach(node)
+    node.segment(0).unlink()
+    wait_until(lambda: bool(node.events("segments.removed")), 20, lambda: "no alarm")
+    node.kill()
+    node.start()
+    wait_until(lambda: len(node.events("segments.removed")) == 2, 20, lambda: "no second alarm")
+    assert "the SMP that held their memory died: restart the job" in node.events("segments.removed")[1].fields["reason"]
+    attach(node)
+    wait_until(lambda: bool(node.events("segments.recovered")), 20, lambda: "the alarm stays")
+
+
 @pytest.mark.parametrize("kept", ["both", "segments only", "file only"])
 def test_the_token_never_goes_back(node: Node, kept: str) -> None:
     node.start()
