@@ -442,14 +442,9 @@ class SnapshotProcess:
                 segment.close()
             self._segments.clear()
             stacks.forget(self._run_dir)
-<<<<<<< HEAD
+            (self._run_dir / _REMOVED).unlink(missing_ok=True)
             removed = 0 if keep else paths.remove(self._job, self._node)
             self._history.close()
-=======
-            (self._run_dir / _REMOVED).unlink(missing_ok=True)
-            removed = paths.remove(self._job, self._node)
-            self._history.forget()
->>>>>>> wt-smp
             self._events.emit(catalogue.SMP_ENDED, reason=reason, segments=removed)
         finally:
             self.ended.set()
