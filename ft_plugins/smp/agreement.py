@@ -11,9 +11,9 @@ outdated report can delay a commit, never cause one: what must hold for all node
 The next version to exchange is announced before any rank starts capturing it, so every SMP is waiting when its ranks
 seal it. An SMP that missed it reports that, and a later one is announced. If ranks were past the version when it was
 announced, the next one is announced further ahead, by half of the iterations since the committed one: however long
-reports take, after a few attempts a version is announced in time. Without a committed one it is twice of those by which
-it was late; the first announcement of all is a guess: ranks may continue from any iteration of the framework's own
-checkpoint. After a recovery the restored
+reports take, after a few attempts a version is announced in time. Without a committed one it is FURTHER at most, or
+twice of those by which it was late; the first announcement of all is a guess: ranks may continue from any iteration of
+the framework's own checkpoint. After a recovery the restored
 version is exchanged first, because its redundancy was lost.
 
 In: `NodeReport`s, the incarnation's facts. Out: `Summary`, `ExchangeDecision`.
@@ -29,6 +29,7 @@ from .hang import Stall
 from .hang import merged as merged_stall
 from .standstill import Behind
 
+FURTHER = 64  # iterations: where ranks begin is not known, so half of those since then may be very many
 LOST_LIMIT = 64  # positions in one summary; more are reported after these have been dealt with
 
 
@@ -168,7 +169,7 @@ def _next(epoch: ExchangeEpoch, committed: Version | None, summary: Summary) -> 
         if since is not None:
             begun += (begun - since.iteration) // 2
         elif missed.lineage == epoch.lineage and missed.iteration > epoch.interval:  # else it was a guess
-            begun += 2 * (begun - missed.iteration)
+            begun += max(2 * (begun - missed.iteration), min(begun // 2, FURTHER))
     return Version(epoch.lineage, (begun // epoch.interval + 1) * epoch.interval)
 
 

@@ -871,7 +871,9 @@ def agent_of(handler: Any, happened: list[str], workers: int = 1, job: Job | Non
     spec = WorkerSpec("default", workers, handler, entrypoint="true", max_restarts=3, monitor_interval=0.01)
     events = Events()
     events.subscribe(lambda event: happened.append(event.name))
-    return ProgressAgent(spec, job=job, watcher=None, events=events, bounded=True, logs_specs=DefaultLogsSpecs())
+    return ProgressAgent(
+        spec, job=job, watcher=None, events=events, bounded=True, stop=None, logs_specs=DefaultLogsSpecs()
+    )
 
 
 def forge(store: Any) -> None:

@@ -230,7 +230,7 @@ def decided_from_all(
         if since is not None:
             begun += (begun - since.iteration) // 2
         elif missed.lineage == epoch.lineage and missed.iteration > epoch.interval:
-            begun += 2 * (begun - missed.iteration)
+            begun += max(2 * (begun - missed.iteration), min(begun // 2, 64))
     return ExchangeDecision(v((begun // epoch.interval + 1) * epoch.interval, epoch.lineage), committed)
 
 
