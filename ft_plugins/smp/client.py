@@ -74,7 +74,8 @@ class Client(LocalConnection):
 
     def endpoint(self, address: str, secret_file: str, encrypt: bool = False) -> tuple[str, int]:
         """Have the SMP listen for other nodes' SMPs on `address`; returns host and port. Raises ConfigError."""
-        reply = self._ask("endpoint", address=address, secret_file=secret_file, encrypt=encrypt)
+        whole = os.path.abspath(secret_file)  # the SMP runs in another folder
+        reply = self._ask("endpoint", address=address, secret_file=whole, encrypt=encrypt)
         return str(reply["host"]), int(reply["port"])
 
     def inventory(self) -> dict[str, Any]:

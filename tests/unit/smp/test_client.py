@@ -81,6 +81,23 @@ def test_an_smp_that_comes_while_one_waits_is_found(tmp_path: Path) -> None:
     assert found == [{"ok": True, "pid": 5}]
 
 
+def test_a_secret_is_named_by_its_whole_path_because_the_smp_runs_in_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def reply(connection: socket.socket) -> None:
+        asked.append(protocol.receive(connection))
+        protocol.send(connection, {"ok": True, "host": "127.0.0.1", "port": 7})
+
+    monkeypatch.chdir(tmp_path)
+    serving = serve(tmp_path, reply)
+    with Client(tmp_path, timeout=20) as client:
+        assert client.endpoint("127.0.0.1", "job.secret") == ("127.0.0.1", 7)
+    serving.join(20)
+    assert asked[0]["secret_file"] == str(tmp_path / "job.secret")
+
+
 def test_a_stopped_smp_is_an_error_within_the_time_given(node: Any) -> None:
     pid = node.start()
     os.kill(pid, signal.SIGSTOP)
