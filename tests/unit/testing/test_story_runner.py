@@ -41,6 +41,7 @@ class Told:
     node: str
     outcome: dict[str, Any] = field(default_factory=lambda: {"status": "succeeded", "reason": ""})
     written: list[Event] = field(default_factory=list)
+    ended: bool = True
 
     def __post_init__(self) -> None:
         self.spec = SimpleNamespace(name="j", node=self.node)
