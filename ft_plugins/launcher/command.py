@@ -238,7 +238,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _raise_for(outcome, planned.torch.training_script)
     except FtError as error:
-        print(f"{error}{where}", file=sys.stderr)
+        who = "" if str(error).startswith("ft_plugins: ") else "ft-run: "
+        print(f"{who}{error}{where}", file=sys.stderr)
         return EXIT_REFUSED
     except ChildFailedError as error:
         print(error, file=sys.stderr)

@@ -205,8 +205,8 @@ class LeaderSearch:
             unanswered = text in self.unreached or text == self._me.endpoint
             if unanswered and (who := port_holder.others_at(Endpoint.read(text))):
                 return (
-                    f"--rdzv-endpoint {text}: {who} listens there and is not a node of this job that answers; end it, "
-                    "or choose another port on all nodes"
+                    f"--rdzv-endpoint {text}: {who} listens there and is not a node of this job that answers; end it "
+                    "and give this command again, or choose another port on all nodes"
                 )
         return ""
 

@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from torch.distributed import DistError
@@ -44,7 +44,7 @@ from .job_lock import JobLock
 from .rendezvous import Rendezvous
 from .rendezvous_settings import BACKEND, RendezvousSettings
 from .restarts import Status
-from .signals import SignalStop, notices, report_missed
+from .signals import SignalStop, end_by_signals, notices, report_missed
 from .watcher import Job, Watcher
 
 _UNBOUNDED = 1_000_000_000  # restarts that torch's counter allows if progress decides
@@ -96,7 +96,9 @@ def launch(
         watcher = None
         if job:
             lock, run_dir = None, job.run_dir
+            end_by_signals(config.signals_to_handle)
             try:
+                _parameters(config, job)  # refuses an interface that is not there
                 lock = stack.enter_context(JobLock(run_dir))
                 stack.push(lambda kind, error, trace: write_note(run_dir, ending(outcome, error)))
                 write_note(run_dir, FtRunNote(FtRunPhase.STARTING))
@@ -157,7 +159,8 @@ def _report_refusal(config: LaunchConfig, job: Job, error: FtError, serves: bool
     """Report to the other nodes, if there are any, that this one does not come. See `refused_node.report`."""
     if config.rdzv_backend == BACKEND and config.max_nodes > 1:
         with suppress(FtError, OSError):
-            refused_node.report(RendezvousSettings.read(_parameters(config, job)), str(error), serves)
+            reachable = replace(job, config=job.config.model_copy(update={"interface": None}))
+            refused_node.report(RendezvousSettings.read(_parameters(config, reachable)), str(error), serves)
 
 
 def _sweep_old(job: Job, events: Events) -> None:

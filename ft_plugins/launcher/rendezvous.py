@@ -170,6 +170,8 @@ class Rendezvous(RendezvousHandler):
                 return 0, ""
             node = link.leader.node if link.leader else "?"
             return 1, f"the leader, node {node}, has not answered for {link.silent_seconds:.1f} s: {error}"
+        if self._node.service.status not in (None, "succeeded"):
+            return 1, f"the job is over: {self._node.service.closed}"
         if view is None:
             return self._waiting, self.waiting_reason
         if view.phase is Phase.COMPLETE and view.round == self._round:

@@ -19,7 +19,9 @@ from ..errors import EXIT_REFUSED
 from ..smp.hang import HANG
 
 RESTORES_OF_ONE_VERSION = 3
-_GLOO_ON_LOOPBACK = re.compile(r"gloo.*(connect|refused|timed out).*\b127\.\d+\.\d+\.\d+", re.IGNORECASE | re.DOTALL)
+_GLOO_ON_LOOPBACK = re.compile(  # a connection that was never made, not one that ended
+    r"gloo.*(connectFullMesh|connecting|refused|timed out).*\b127\.\d+\.\d+\.\d+", re.IGNORECASE | re.DOTALL
+)
 _GLOO_HINT = (
     "gloo chose a loopback address, which no other host reaches: on several hosts set GLOO_SOCKET_IFNAME to the device "
     "between them"

@@ -67,7 +67,11 @@ class RoundJoin:
         self.is_spare, self._acknowledged, self._last_view, self._noted = False, 0, None, ""
         self._extend_deadline()
         settings = self._node.settings
-        self._wait_report = WaitReport(settings.rules, settings.silence, settings.command, self._node.search.taken)
+        self._wait_report = WaitReport(settings.rules, settings.silence, settings.command, self._trouble)
+
+    def _trouble(self) -> str:
+        """Why other nodes may not come, if that is known; ''."""
+        return self._node.search.other_job() or self._node.search.taken()
 
     def _extend_deadline(self) -> None:
         self._deadline = time.monotonic() + self._node.settings.join + self._node.settings.rules.wait
@@ -253,7 +257,7 @@ class RoundJoin:
             missing = incomplete(settings.rules, view.round, view.waiting, view.names)
         else:
             missing = node.search.no_node()
-        trouble = node.search.other_job() or node.search.taken()
+        trouble = self._trouble()
         return (
             f"node {node.me.node}, job '{node.me.run}': no round was complete within "
             f"{settings.join + settings.rules.wait:g} s: {missing}" + (f"; {trouble}" if trouble else "")

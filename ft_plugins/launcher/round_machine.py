@@ -305,9 +305,16 @@ class RoundMachine:
         self._enough_since = now if self._enough_since is None else self._enough_since
         waited = now - self._enough_since
         if rounds.size_of(self._rules, turnout, waited):
-            turnout = replace(turnout, expected=self._expects_any(turnout.last, now))
+            late = self._starts_again(turnout) and waited < self._rules.last_call
+            turnout = replace(turnout, expected=late or self._expects_any(turnout.last, now))
         if size := rounds.size_of(self._rules, turnout, waited):
             self._propose(size)
+
+    def _starts_again(self, turnout: rounds.Turnout) -> bool:
+        """Whether all nodes of a job are being started again, of which some are not here yet: a spare that comes first
+        must not take the place of one that holds state."""
+        begun = bool(self._members) or any(each.opened for each in self._waiting)
+        return not begun and turnout.back + len(self._refused) < turnout.last_size
 
     def _expects_any(self, last: int, now: float) -> bool:
         """Whether a node of the last round that does not wait yet is alive; not known of a round of other leaders that

@@ -14,6 +14,7 @@ In: signals, the watcher of the node's SMP. Out: checkpoints; lines for people; 
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -21,6 +22,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Protocol
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from ..errors import ProtectionError
 from ..events import Events, catalogue, say
@@ -110,6 +113,21 @@ class SignalStop:
         return outcome
 
 
+def end_by_signals(taken: str) -> None:
+    """Have ft-run end in order by the signals `taken`, names, also before torch's agent, which handles them as this
+    does, has started workers. Notices of preemption are ignored until they are handled. For the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for name in taken.split(","):
+        if number := getattr(signal, name.strip(), None):
+            signal.signal(number, _end)
+    liveness.ignore_notices()
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    raise SignalException(f"Process {os.getpid()} got signal: {number}", signal.Signals(number))
+
+
 @contextmanager
 def notices(writer: Writer, taken: str) -> Iterator[None]:
     """Meanwhile write a checkpoint at each notice of preemption, one at a time. `taken`: names of signals that end the
@@ -142,10 +160,10 @@ def _answer(writer: Writer, name: str, busy: threading.Lock) -> None:
         case "done":
             said = f"iteration {outcome['iteration']} is in {outcome['path']}"
         case "off":
-            said = "nothing is written to storage, because the job has no --reft-checkpoint-dir"
+            said = "nothing is written to storage: the job has no --reft-checkpoint-dir, or its ranks have not begun"
         case "nothing":
             said = "nothing is written to storage, because there is no version in memory yet"
         case _:
             said = f"the newest snapshot is not in storage: {missed(outcome)}"
     busy.release()
-    say(f"{name}: {said}; training continues", alarm=True, who="ft-run: ")
+    say(f"{name}: {said}", alarm=True, who="ft-run: ")

@@ -305,6 +305,20 @@ def test_nodes_whose_host_names_resolve_nowhere_find_each_other_by_one_endpoint(
     assert LAST_LINE.search(first.output) or LAST_LINE.search(listed.output), first.output + listed.output
 
 
+def test_a_node_that_waits_for_others_ends_by_sigterm_as_one_that_trains(job: Job) -> None:
+    secret = job.folder / "secret"
+    secret.write_text("what the nodes of this job know")
+    secret.chmod(0o600)
+    words = ("--nnodes", "2", "--nproc-per-node", "1", "--ftp-secret-file", str(secret))
+    run = job.start(*words, "--rdzv-endpoint", f"127.0.0.1:{free_port()}")
+    run.read_until("waiting for 1 more of 2 nodes")
+    run.process.send_signal(signal.SIGUSR1)  # nothing to write yet, and no reason to end
+    run.process.send_signal(signal.SIGTERM)
+    assert run.end() == 128 + signal.SIGTERM
+    assert "ft-run: ended by SIGTERM; give the same command again to resume" in run.output
+    assert json.loads((job.run_dir() / "ft-run.json").read_text())["status"] == "signalled"
+
+
 def test_a_job_of_which_all_was_killed_resumes_although_a_stranger_has_the_port_of_an_smp(
     job: Job, tmp_path: Path
 ) -> None:

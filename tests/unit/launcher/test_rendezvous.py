@@ -867,6 +867,17 @@ def alone() -> Iterator[Rendezvous]:
     found.shutdown()
 
 
+def test_a_job_that_is_over_while_ranks_run_starts_no_rank_again_and_says_why(alone: Rendezvous) -> None:
+    alone.next_rendezvous()
+    assert alone.num_nodes_waiting() == 0
+    alone._node.service.close("node b reports that rank 1 exited with status 78", "refused")
+    deadline = time.monotonic() + WAIT
+    while not alone.num_nodes_waiting():  # it looks from time to time
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert alone.waiting_reason.startswith("the job is over: node b reports that rank 1 exited with status 78")
+
+
 def agent_of(handler: Any, happened: list[str], workers: int = 1, job: Job | None = None) -> ProgressAgent:
     spec = WorkerSpec("default", workers, handler, entrypoint="true", max_restarts=3, monitor_interval=0.01)
     events = Events()

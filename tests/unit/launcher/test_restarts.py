@@ -39,6 +39,8 @@ def test_the_line_at_a_failure_says_who_failed_where_and_what_comes_now() -> Non
     refused = "RuntimeError: Gloo connectFullMesh failed: Connection refused, remote=[127.0.1.1]:31424"
     assert "set GLOO_SOCKET_IFNAME" in failure(3, 1, refused).line()
     assert "GLOO" not in failure(3, 1, refused.replace("127.0.1.1", "10.0.0.1")).line()
+    ended = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5534"
+    assert "GLOO" not in failure(3, 1, ended).line(), "it was there: a rank has ended"
     restart = Verdict(True, "failed", "")
     assert "resume from memory (iteration 410 is" in restart.what_comes(410, None)
     assert "nothing in memory" in restart.what_comes(None, None)

@@ -133,8 +133,11 @@ class Model:
             self.enough_since = None
             return
         self.enough_since = self.now if self.enough_since is None else self.enough_since
-        turnout = replace(rounds.Turnout.of(candidates), expected=self.expected(candidates))
-        if size := rounds.size_of(self.rules, turnout, self.now - self.enough_since):
+        waited, turnout = self.now - self.enough_since, rounds.Turnout.of(candidates)
+        begun = bool(self.members) or any(each.opened for each in self.waiting.values())
+        late = not begun and turnout.back < turnout.last_size and waited < self.rules.last_call
+        turnout = replace(turnout, expected=late or self.expected(candidates))
+        if size := rounds.size_of(self.rules, turnout, waited):
             assigned = rounds.ranks(candidates, size)
             tokens = {each.node: each.token for each in self.waiting.values()}
             self.round, self.ranks = self.last_round() + 1, {tokens[node]: rank for node, rank in assigned.items()}

@@ -299,6 +299,23 @@ def test_a_survivor_that_returns_late_finds_its_place_though_spares_wait() -> No
     assert rounds.gathering.waiting == ["x", "y"]
 
 
+def test_a_spare_that_comes_early_when_a_whole_job_starts_again_leaves_the_place_to_the_node_that_holds_state() -> None:
+    def started_again() -> Rounds:
+        rounds = Rounds(Rules(3, 3, wait=60, last_call=30))
+        rounds.come("b", "c", "x", b=Seat(4, 1, 3), c=Seat(4, 2, 3))
+        rounds.pass_by(20)
+        assert rounds.gathering.phase is Phase.OPEN, "a may be started a little later"
+        return rounds
+
+    rounds = started_again()
+    rounds.come("a", a=Seat(4, 0, 3))
+    rounds.pass_by(1)
+    assert rounds.members == ["a", "b", "c"]
+    rounds = started_again()
+    rounds.pass_by(12)
+    assert rounds.members == ["x", "b", "c"], "it does not come"
+
+
 def test_a_spare_takes_the_place_of_the_lost_node_alone_and_that_of_a_living_one_only_after_the_wait() -> None:
     rounds = with_spares("x", "y")
     rounds.silent = {"a/1"}

@@ -152,7 +152,10 @@ def test_at_the_end_in_order_only_what_is_missing_is_told(events: Events, capsys
     ("outcome", "said"),
     [
         (stored(7), "iteration 7 is in /ck/v1-7"),
-        ({"state": "off"}, "nothing is written to storage, because the job has no --reft-checkpoint-dir"),
+        (
+            {"state": "off"},
+            "nothing is written to storage: the job has no --reft-checkpoint-dir, or its ranks have not begun",
+        ),
         ({"state": "nothing"}, "nothing is written to storage, because there is no version in memory yet"),
         ({"state": "failed", "reason": "No space left"}, "the newest snapshot is not in storage: No space left"),
         (None, "the newest snapshot is not in storage: there is no SMP"),
@@ -167,7 +170,7 @@ def test_a_notice_of_preemption_writes_a_checkpoint_and_says_where(
         os.kill(os.getpid(), number)
         assert watcher.answered.acquire(timeout=WAIT)
         wait_for_threads()
-    assert capfd.readouterr().err == f"ft-run: {number.name}: {said}; training continues\n"
+    assert capfd.readouterr().err == f"ft-run: {number.name}: {said}\n"
     assert watcher.asked == [(REQUEST, False)] and signal.getsignal(number) == before
 
 
