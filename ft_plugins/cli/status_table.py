@@ -43,10 +43,10 @@ def _head(facts: Facts) -> str:
 
 def _lines(facts: Facts) -> Iterator[tuple[str, str]]:
     """Label and words of each line."""
-    yield "now", facts["headline"]
-    yield "to do", facts["remedy"]
     if alarm := facts["alarm"]:
         yield "last alarm", f"{alarm['time']}: {alarm['text']}"
+    yield "now", facts["headline"]
+    yield "to do", facts["remedy"]
     if facts["iteration"] or facts["smp_answers"]:
         yield "training", "; ".join(_training(facts))
     if facts["slow"]:
