@@ -289,6 +289,12 @@ def test_one_wrong_summary_with_the_secret_stops_no_commit_and_its_sender_is_nam
     story.end()
 
 
+def printed(story: Job, *words: str) -> list[int]:
+    """How often each `protection.<word>` was printed on all nodes."""
+    said = "".join(running.tail(1000) for running in story.nodes.values())
+    return [said.count(f"ft_plugins: protection.{word}: node ") for word in words]
+
+
 def test_commits_that_stand_still_are_an_alarm_with_the_node_until_the_next_commit(job: Callable[..., Job]) -> None:
     """One node sends no more while its ranks train on and its SMP answers; then its SMP is replaced."""
     story = job()
@@ -309,8 +315,10 @@ def test_commits_that_stand_still_are_an_alarm_with_the_node_until_the_next_comm
             _named(running, "protection.resumed", 1)
         (facts,) = facts_of([running.spec.run_dir])
         assert facts["alarm"] is None or facts["alarm"]["name"] != "protection.stalled"
-    said = "".join(running.tail(1000) for running in story.nodes.values())
-    assert [said.count(f"ft_plugins: protection.{word}: node ") for word in ("stalled", "resumed")] == [1, 1]
+    deadline = time.monotonic() + BOUND
+    while (said := printed(story, "stalled", "resumed")) != [1, 1]:  # a trainer prints it after its next iteration
+        assert said <= [1, 1] and time.monotonic() < deadline, said
+        time.sleep(0.1)
     story.end()
 
 
