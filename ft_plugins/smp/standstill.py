@@ -23,14 +23,16 @@ class Lack(IntEnum):
     """What a version lacks to be committed, the cause before its effects."""
 
     REPORT = 0  # the reports of a node cannot be right, and are not used
-    SNAPSHOT = 1  # a node's ranks have not sealed it
-    TRANSFER = 2  # what a node sends of it has not arrived at another one
-    PARTS = 3  # what a node is to store of it is not complete
+    AHEAD = 1  # it was announced for an iteration that is far ahead of a node's ranks
+    SNAPSHOT = 2  # a node's ranks have not sealed it
+    TRANSFER = 3  # what a node sends of it has not arrived at another one
+    PARTS = 4  # what a node is to store of it is not complete
 
 
 @dataclass(frozen=True, order=True)
 class Behind:
-    """What the version that is exchanged lacks, at the node of a position; `target` is the receiver of a TRANSFER."""
+    """What the version that is exchanged lacks, at the node of a position; `target` is the receiver of a TRANSFER, and
+    with AHEAD the number of iterations."""
 
     lack: Lack
     position: int
@@ -42,6 +44,8 @@ class Behind:
         match self.lack:
             case Lack.REPORT:
                 return f"node {node} reports what cannot be, see report.rejected"
+            case Lack.AHEAD:
+                return f"the version that was announced is {self.target} iterations ahead of the ranks of node {node}"
             case Lack.SNAPSHOT:
                 return f"node {node} has not captured the version that is due"
             case Lack.TRANSFER:
