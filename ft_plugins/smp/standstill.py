@@ -57,7 +57,7 @@ class Behind:
 @dataclass(frozen=True)
 class Standing:
     """The pace of commits on one node: `waits` iterations captured since the last one, `seconds` ago. `usual` is the
-    longest of the recent distances in iterations, 0 if none was committed in this incarnation."""
+    longest of the recent distances in iterations, 0 if no new one was committed in this incarnation."""
 
     waits: int = 0
     seconds: float = 0.0
@@ -73,7 +73,7 @@ class Standing:
 
     def words(self, behind: str) -> str:
         """For people: for how long, what is waited for (`behind`, '' if that is not known), what it means."""
-        usual = f"usually one in {self.usual}" if self.usual else "none was committed since the last start"
+        usual = f"usually one in {self.usual}" if self.usual else "no new one was committed since the last start"
         return (
             f"no version was committed for {self.waits} iterations and {self.seconds:.0f} s, {usual}: "
             f"{behind or 'it is not known which node is waited for'}. A node lost now costs these iterations"
