@@ -204,19 +204,20 @@ class SnapshotProcess:
         with self._allocating.setdefault(rank, threading.Lock()):
             with self._lock:
                 segment, lost = self._existing(rank, path, request)
+            old = None
             if segment is None:  # without the lock: allocating takes seconds, and a node's ranks do it concurrently
                 path.unlink(missing_ok=True)
                 segments.create(path, request.shape, rank, request.fingerprint, request.world_size, lost=lost)
                 segment = Segment(path)
             elif not segment.linked:  # no trainer writes to it: they are fenced
                 old, segment = segment, segments.write_again(segment)
-                self._segments[rank] = segment
-                old.close()
             with self._lock:
                 if self.ended.is_set():
                     path.unlink(missing_ok=True)
                     raise FencedError(f"rank {rank}: the SMP of node {self._node} has ended meanwhile")
                 self._segments[rank] = segment  # before the token is checked: the next incarnation finds it
+                if old is not None:
+                    old.close()
                 self._require_current(request)  # a fence may have passed meanwhile
                 segment.token = self.token
                 segment.owner = (request.pid, liveness.started(request.pid))
@@ -442,7 +443,8 @@ class SnapshotProcess:
                 segment.close()
             self._segments.clear()
             stacks.forget(self._run_dir)
-            (self._run_dir / _REMOVED).unlink(missing_ok=True)
+            with suppress(OSError):
+                (self._run_dir / _REMOVED).unlink(missing_ok=True)
             removed = 0 if keep else paths.remove(self._job, self._node)
             self._history.close()
             self._events.emit(catalogue.SMP_ENDED, reason=reason, segments=removed)

@@ -330,6 +330,34 @@ def test_a_segment_whose_file_was_removed_is_an_alarm_and_the_next_rank_finds_wh
     again.close()
 
 
+def test_a_segment_that_is_written_again_replaces_the_old_one_while_nobody_goes_through_them(
+    job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon = SnapshotProcess(tmp_path, job, "n", Events())
+    path = Path(daemon.answer(ATTACH)["path"])
+    path.unlink()
+    real, locked = Segment.close, []
+
+    def close(segment: Segment) -> None:
+        locked.append(daemon._lock.locked())
+        real(segment)
+
+    monkeypatch.setattr(Segment, "close", close)
+    try:
+        assert daemon.answer(ATTACH)["ok"] and path.exists()
+        assert locked == [True]
+    finally:
+        daemon.finish_alone("test")
+
+
+def test_a_record_of_removed_files_that_cannot_be_removed_keeps_no_segment(job: str, tmp_path: Path) -> None:
+    daemon = SnapshotProcess(tmp_path, job, "n", Events())
+    path = Path(daemon.answer(ATTACH)["path"])
+    (tmp_path / "removed.json").mkdir()
+    daemon.finish_alone("test")
+    assert not path.exists()
+
+
 def test_an_smp_that_dies_with_the_memory_of_removed_files_is_an_alarm_of_the_next_one(node: Node) -> None:
     node.start()
     attach(node)
