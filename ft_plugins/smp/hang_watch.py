@@ -179,12 +179,13 @@ class HangWatch:
             files.write_json(self._run_dir / WAITING_FILE, {"token": token, "words": words})
 
     def _advanced(self, token: int, ranks: list[RankProgress]) -> None:
-        """End the alarm that the job waits."""
-        if self._waiting is not None and self._waiting[0] == token:
-            self._events.emit(
-                catalogue.JOB_ADVANCED, iteration=max(rank.iteration for rank in ranks),
-                seconds=round(time.monotonic() - self._waiting_since, 1),
-            )  # fmt: skip
+        """End the alarm that the job waits; that of an incarnation that has ended once ranks complete iterations."""
+        if self._waiting is None or (self._waiting[0] != token and not any(rank.computed for rank in ranks)):
+            return
+        self._events.emit(
+            catalogue.JOB_ADVANCED, iteration=max(rank.iteration for rank in ranks),
+            seconds=round(time.monotonic() - self._waiting_since, 1),
+        )  # fmt: skip
         self._waiting = None
 
     def _hung_before(self, iteration: int) -> bool:

@@ -310,6 +310,22 @@ def test_a_rank_that_is_past_its_update_has_half_an_hour_and_after_a_minute_ther
     assert 150 <= advanced["seconds"] < 160 and node.named(catalogue.JOB_HUNG) == []
 
 
+def test_the_alarm_of_an_incarnation_that_was_ended_ends_with_the_iterations_of_the_next_one(node: Node) -> None:
+    node.begin(seconds=None)
+    watch = node.watch()
+    upload_after(node, 20)
+    node.look(watch, hang.LEAST_SECONDS + 5)
+    assert len(node.named(catalogue.JOB_WAITING)) == 1
+    node.begin(TOKEN + 1, seconds=None)
+    for writer in node.writers:
+        writer.begin(19)
+    node.look(watch, 2, TOKEN + 1)
+    assert node.named(catalogue.JOB_ADVANCED) == [], "none is completed"
+    node.iterate(19, 20)
+    node.look(watch, 2, TOKEN + 1)
+    assert [each["iteration"] for each in node.named(catalogue.JOB_ADVANCED)] == [20]
+
+
 def test_a_rank_that_stays_past_its_update_for_half_an_hour_hangs(node: Node) -> None:
     node.begin(seconds=None)
     watch = node.watch()

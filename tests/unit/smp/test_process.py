@@ -367,7 +367,8 @@ def test_an_smp_that_dies_with_the_memory_of_removed_files_is_an_alarm_of_the_ne
     node.kill()
     node.start()
     wait_until(lambda: len(node.events("segments.removed")) == 2, 20, lambda: "no second alarm")
-    assert "the SMP that held their memory died: what they held is lost" in node.events("segments.removed")[1].fields["reason"]
+    reason = node.events("segments.removed")[1].fields["reason"]
+    assert "the SMP that held their memory died: what they held is lost" in reason
     attach(node)
     wait_until(lambda: bool(node.events("segments.recovered")), 20, lambda: "the alarm stays")
 
