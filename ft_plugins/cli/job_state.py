@@ -51,6 +51,7 @@ class JobFacts:
     restarts: int = 0
     idle_seconds: float = 0.0  # without a completed iteration
     hang_seconds: float = 0.0  # after which that is a hang; 0: unknown
+    waits_for: str = ""  # the rank that may be at work for longer than that
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,10 @@ def _running(facts: JobFacts) -> JobState:
         remedy = "continue the process (kill -CONT); otherwise ft-run soon takes it for lost and starts all ranks again"
         return JobState(State.HUNG, f"{ranks} stopped by a signal; the others wait", remedy)
     if 0 < facts.hang_seconds < facts.idle_seconds:
+        if facts.waits_for:
+            headline = f"no iteration was completed for {facts.idle_seconds:.0f} s; {facts.waits_for}, may be at work: "
+            remedy = "read its stack, see job.waiting; if it hangs, end the job and give the same command again"
+            return JobState(State.WAITING, f"{headline}nothing is killed for half an hour", remedy)
         headline = f"no iteration was completed for {facts.idle_seconds:.0f} s; {facts.hang_seconds:.0f} s are a hang"
         remedy = (
             "ft-run writes the stacks of all ranks and starts them again; without ft-run: end the ranks and give the "

@@ -95,6 +95,7 @@ def _facts(run_dir: Path) -> Facts:
             restarts=history["restarts"],
             idle_seconds=progress.get("no_progress_seconds", 0.0),
             hang_seconds=progress.get("hang_seconds", 0.0),
+            waits_for=progress.get("waits_for", ""),
         )
     )
     return {

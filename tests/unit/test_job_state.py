@@ -52,6 +52,13 @@ def ended(status: str, exit_status: int, reason: str = "") -> FtRunNote:
             "same command again",
         ),
         (
+            replace(RUNS, trains=True, idle_seconds=61.0, hang_seconds=60.0, waits_for="rank 0 of node n, in a phase"),
+            State.WAITING,
+            "no iteration was completed for 61 s; rank 0 of node n, in a phase, may be at work: nothing is killed for "
+            "half an hour",
+            "read its stack, see job.waiting; if it hangs, end the job and give the same command again",
+        ),
+        (
             replace(RUNS, smp_answers=False, smp_hangs=True),
             State.UNPROTECTED,
             "ft-run is running, but the SMP gives no answer; ft-run replaces it", "nothing to do",
