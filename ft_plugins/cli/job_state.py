@@ -51,6 +51,7 @@ class JobFacts:
     restarts: int = 0
     idle_seconds: float = 0.0  # without a completed iteration
     hang_seconds: float = 0.0  # after which that is a hang; 0: unknown
+    alarm: bool = False  # one stands
     waits_for: str = ""  # the rank that may be at work for longer than that
 
 
@@ -71,7 +72,8 @@ def job_state(facts: JobFacts) -> JobState:
 def _running(facts: JobFacts) -> JobState:
     note = facts.note
     phase = note.phase if note else FtRunPhase.STARTING
-    if not facts.smp_answers:
+    starts = note is not None and phase in (FtRunPhase.STARTING, FtRunPhase.WAITING) and not facts.alarm
+    if not facts.smp_answers and (facts.smp_hangs or not starts):  # the loss of an SMP is an alarm at once
         why = "the SMP gives no answer" if facts.smp_hangs else "the SMP is gone"
         return JobState(State.UNPROTECTED, f"ft-run is running, but {why}; ft-run replaces it")
     if facts.stopped:

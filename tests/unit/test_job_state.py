@@ -63,6 +63,16 @@ def ended(status: str, exit_status: int, reason: str = "") -> FtRunNote:
             State.UNPROTECTED,
             "ft-run is running, but the SMP gives no answer; ft-run replaces it", "nothing to do",
         ),
+        (replace(RUNS, smp_answers=False), State.STARTING, "the ranks start", "nothing to do"),
+        (
+            replace(RUNS, smp_answers=False, note=FtRunNote(FtRunPhase.WAITING, "waiting for nodes", time=NOW - 5)),
+            State.WAITING, "waiting for nodes, for 5 s so far",
+            "start the missing nodes with the same command; the job's log has it",
+        ),
+        (
+            replace(RUNS, smp_answers=False, alarm=True),
+            State.UNPROTECTED, "ft-run is running, but the SMP is gone; ft-run replaces it", "nothing to do",
+        ),
         (
             replace(GONE, note=ended("succeeded", 0)),
             State.ENDED, "30 s ago, succeeded, exit status 0", "nothing to do",
