@@ -32,7 +32,7 @@ class Pace:
 
     def __init__(self, interval: int, last: Version | None, restored: Version | None = None) -> None:
         """`interval`: minimum number of iterations between two exchanged versions; `last` is committed already.
-        `restored`: by this incarnation, which commits it first: that is no measure of how often it commits."""
+        `restored`: by this incarnation, which commits it first, however often it commits later."""
         self.pacers: dict[int, GatePacer] = {}  # of this node's ranks, if copies are sent in bubbles
         self._interval = interval
         self._last = last
