@@ -51,6 +51,8 @@ class JobFacts:
     restarts: int = 0
     idle_seconds: float = 0.0  # without a completed iteration
     hang_seconds: float = 0.0  # after which that is a hang; 0: unknown
+    alarm: bool = False  # one stands
+    waits_for: str = ""  # the rank that may be at work for longer than that
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,8 @@ def job_state(facts: JobFacts) -> JobState:
 def _running(facts: JobFacts) -> JobState:
     note = facts.note
     phase = note.phase if note else FtRunPhase.STARTING
-    if not facts.smp_answers:
+    starts = note is not None and phase in (FtRunPhase.STARTING, FtRunPhase.WAITING) and not facts.alarm
+    if not facts.smp_answers and (facts.smp_hangs or not starts):  # the loss of an SMP is an alarm at once
         why = "the SMP gives no answer" if facts.smp_hangs else "the SMP is gone"
         return JobState(State.UNPROTECTED, f"ft-run is running, but {why}; ft-run replaces it")
     if facts.stopped:
@@ -79,6 +82,10 @@ def _running(facts: JobFacts) -> JobState:
         remedy = "continue the process (kill -CONT); otherwise ft-run soon takes it for lost and starts all ranks again"
         return JobState(State.HUNG, f"{ranks} stopped by a signal; the others wait", remedy)
     if 0 < facts.hang_seconds < facts.idle_seconds:
+        if facts.waits_for:
+            headline = f"no iteration was completed for {facts.idle_seconds:.0f} s; {facts.waits_for}, may be at work: "
+            remedy = "read its stack, see job.waiting; if it hangs, end the job and give the same command again"
+            return JobState(State.WAITING, f"{headline}nothing is killed for half an hour", remedy)
         headline = f"no iteration was completed for {facts.idle_seconds:.0f} s; {facts.hang_seconds:.0f} s are a hang"
         remedy = (
             "ft-run writes the stacks of all ranks and starts them again; without ft-run: end the ranks and give the "

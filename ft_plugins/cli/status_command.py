@@ -30,7 +30,8 @@ states:
   REFUSED      ft-run has ended because a restart cannot help
   STARTING     the ranks start, or start again after a failure
   TRAINING     all ranks of this node train
-  WAITING      ft-run waits: for nodes, for a place, or for nodes to end
+  WAITING      ft-run waits: for nodes, for a place, or for nodes to end; or
+               the ranks, for one that may be at work
   HUNG         no rank gets on, or one is stopped by a signal
   ORPHANED     ft-run is gone without a word; its memory is kept for a while
   UNPROTECTED  ft-run is running, and the SMP, which owns the snapshots, is not

@@ -77,7 +77,7 @@ def _facts(run_dir: Path) -> Facts:
     nodes = len(tier.get("nodes", ()))
     newest = _newest(reply, history["tiers"]) if reply else history["tiers"]
     launched = ft_run_alive or reply.get("watched_lives", False)
-    progress = reply.get("progress", {})
+    progress, alarm = reply.get("progress", {}), _alarm(run_dir)
     state = job_state(
         JobFacts(
             job=run_dir.parent.name,
@@ -95,6 +95,8 @@ def _facts(run_dir: Path) -> Facts:
             restarts=history["restarts"],
             idle_seconds=progress.get("no_progress_seconds", 0.0),
             hang_seconds=progress.get("hang_seconds", 0.0),
+            alarm=alarm is not None,
+            waits_for=progress.get("waits_for", ""),
         )
     )
     return {
@@ -123,7 +125,7 @@ def _facts(run_dir: Path) -> Facts:
         "newest": newest,
         "protection": _protection(tier) if nodes else None,
         "storage": {key: reply["storage"][key] for key in ("path", "failed", "kept")} if reply.get("storage") else None,
-        "alarm": _alarm(run_dir),
+        "alarm": alarm,
         "details": reply or None,
     }
 

@@ -55,7 +55,8 @@ def _lines(facts: Facts) -> Iterator[tuple[str, str]]:
     if facts["smp_answers"]:
         newest = facts["newest"]
         yield "in memory", f"{_version(newest['process'], 'none yet')}; {_bytes(facts['memory_bytes'])} claimed"
-        yield "other nodes", _on_nodes(newest["node"], facts["protection"])
+        if facts["protection"] or facts["ranks"]:  # a spare has nothing to lose
+            yield "other nodes", _on_nodes(newest["node"], facts["protection"])
         yield "storage", _in_storage(newest["storage"], facts["storage"])
     yield "processes", _processes(facts)
     if facts["smp_error"]:
@@ -69,12 +70,12 @@ def _training(facts: Facts) -> Iterator[str]:
     else:
         yield "no iteration is completed yet"
     yield _count(facts["restarts"], "restart")
+    before = facts["downtime_seconds"] - (facts["down_for_seconds"] or 0.0)
     if facts["down_for_seconds"] is not None and facts["ft_run_alive"]:
-        before = facts["downtime_seconds"] - facts["down_for_seconds"] >= 1.0
-        total = f", in total {span_text(facts['downtime_seconds'])}" if before else ""
+        total = f", in total {span_text(facts['downtime_seconds'])}" if before >= 1.0 else ""
         yield f"down for {span_text(facts['down_for_seconds'])}{total}"
-    elif facts["downtime_seconds"]:
-        yield f"was down for {span_text(facts['downtime_seconds'])} in total"
+    elif before >= 0.05:  # what is rounded; the time since the end of a job is no downtime
+        yield f"was down for {span_text(before)} in total"
 
 
 def _version(newest: Mapping[str, Any] | None, absent: str) -> str:

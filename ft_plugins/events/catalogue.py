@@ -202,10 +202,10 @@ SEGMENT_CORRUPTED = EventType(
 )  # fmt: skip
 SEGMENTS_REMOVED = EventType(
     "segments.removed", ALARM,
-    "Files of the running job were removed from shared memory; its SMP still holds their memory.",
-    "Find out what removes them: a cleaning script, or systemd at a logout (RemoveIPC=no in logind.conf). At the next "
-    "restart of the ranks the files are written again and nothing is lost, but before that the death of the SMP loses "
-    "the snapshots of this node: restart the job when convenient.",
+    "Files of the running job were removed from shared memory.",
+    "Find out what removes them: a cleaning script, or systemd at a logout (RemoveIPC=no in logind.conf). Files whose "
+    "memory the SMP holds are written again at the next restart of the ranks; if the SMP dies before that, what they "
+    "held is lost at it, as the reason then says. Other nodes and storage may have it still. Restart the job soon.",
     paths=Field("list", "removed files"), reason=_REASON,
 )  # fmt: skip
 SEGMENTS_RECOVERED = EventType(

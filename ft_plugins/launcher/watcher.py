@@ -111,7 +111,8 @@ class Watcher:
 
     def newest(self) -> int | None:
         """The newest iteration of which all ranks of this node have a snapshot. Raises ProtectionError."""
-        version = self._request("status", lambda client: newest_common(client.status()))
+        status = self._request("status", lambda client: client.status())
+        version = None if status.get("missing") else newest_common(status)
         return version.iteration if version else None
 
     def begun(self) -> bool:
@@ -127,7 +128,8 @@ class Watcher:
         """The versions that all ranks of this node hold, and complete checkpoints. Raises ProtectionError."""
         status = self._request("status", lambda client: client.status())
         marks = marks_in(status)
-        found = [HeldVersion(each.iteration, "memory", marks.get(each) is Mark.CERTIFIED) for each in common(status)]
+        versions = [] if status.get("missing") else common(status)  # ranks without a segment hold nothing
+        found = [HeldVersion(each.iteration, "memory", marks.get(each) is Mark.CERTIFIED) for each in versions]
         if folder := status["storage"].get("path"):
             with suppress(OSError, TimeoutError):
                 stored = within(_LOOK_SECONDS, lambda: checkpoint.listing(Path(folder)))

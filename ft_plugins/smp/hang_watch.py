@@ -68,12 +68,14 @@ class HangWatch:
         self._hangs = 0  # that ended in it, in a row
         self.slow: tuple[SlowRank, ...] = ()
         self.verdict = HangVerdict()
+        self._waits_for = ""  # a rank that may be at work, for people
 
     def status(self) -> dict[str, Any]:
         """For people."""
         return {
             "no_progress_seconds": round(self.verdict.seconds, 1),
             "hang_seconds": round(self.verdict.limit, 1),
+            "waits_for": self._waits_for,
             "slow": [[one.rank, round(one.factor, 2)] for one in self.slow],
         }
 
@@ -86,7 +88,7 @@ class HangWatch:
         ranks, expected = self._read(token)
         alive = any(liveness.started(self._owners[rank.rank][0]) == self._owners[rank.rank][1] for rank in ranks)
         if not ranks or len(ranks) < expected or not alive:  # an incarnation is starting, or training is over
-            self.verdict, self.slow = HangVerdict(), ()
+            self.verdict, self.slow, self._waits_for = HangVerdict(), (), ""
             self._tree.report_stall(None)
             return
         position, nodes = self._tree.place()
@@ -94,10 +96,13 @@ class HangWatch:
         hangs = self._hangs if self._hung_before(min(rank.iteration for rank in ranks)) else 0
         self.verdict = self._judge(ranks, now, position, stopped, apart, hangs)
         self._tree.report_stall(self.verdict.stall)
+        self._waits_for = ""
         if self._declared != token:
             self._due = now + (TOGETHER_SECONDS if nodes > 1 else 0.0)
             own = (self.verdict.stall, self._run_dir.name) if self.verdict.stall else None
             found = self._tree.announced_stall() if nodes > 1 else own
+            known = (found or own) if own else None
+            self._waits_for = known[0].who(known[1]) if known and known[0].patient else ""
             if found is not None and not found[0].patient:
                 self._hung(token, *found, ranks)
             elif found is not None and found[0].position == position:
@@ -179,12 +184,13 @@ class HangWatch:
             files.write_json(self._run_dir / WAITING_FILE, {"token": token, "words": words})
 
     def _advanced(self, token: int, ranks: list[RankProgress]) -> None:
-        """End the alarm that the job waits."""
-        if self._waiting is not None and self._waiting[0] == token:
-            self._events.emit(
-                catalogue.JOB_ADVANCED, iteration=max(rank.iteration for rank in ranks),
-                seconds=round(time.monotonic() - self._waiting_since, 1),
-            )  # fmt: skip
+        """End the alarm that the job waits; that of an incarnation that has ended once ranks complete iterations."""
+        if self._waiting is None or (self._waiting[0] != token and not any(rank.done for rank in ranks)):
+            return
+        self._events.emit(
+            catalogue.JOB_ADVANCED, iteration=max(rank.iteration for rank in ranks),
+            seconds=round(time.monotonic() - self._waiting_since, 1),
+        )  # fmt: skip
         self._waiting = None
 
     def _hung_before(self, iteration: int) -> bool:

@@ -70,7 +70,7 @@ class NodeDriver:
         self.protection = protection
         self.plan = protection.plan()
         self.store = store
-        self.pace = Pace(protection.interval, pinned.committed)
+        self.pace = Pace(protection.interval, pinned.committed, protection.base)
         self._pinned = pinned
         self._segments = segments
         self._connect = connect

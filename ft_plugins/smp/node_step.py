@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from ..events import EventType, catalogue
 from ..snapshot.slots import Mark, Version
-from .agreement import ExchangeDecision, ExchangeEpoch, NodeReport
+from .agreement import FURTHER, ExchangeDecision, ExchangeEpoch, NodeReport
 from .standstill import Behind, Lack, Standing
 
 
@@ -226,7 +226,7 @@ def _report(state: NodeState, seen: Observation) -> tuple[NodeState, tuple[Actio
     exchange = sending or state.decision.exchange
     behind = None
     if exchange is not None and encoded != exchange and seen.standing.seconds > seen.standing.detect_seconds:
-        behind = _behind(state.position, seen, missed == exchange)
+        behind = _behind(state, seen, exchange, missed == exchange)
     report = NodeReport(seen.begun, exchange, missed, encoded, seen.committed, state.late, behind=behind)
     state = replace(state, committed=seen.committed, sending=sending, missed=missed)
     if seen.standing.still and not state.still:
@@ -237,8 +237,15 @@ def _report(state: NodeState, seen: Observation) -> tuple[NodeState, tuple[Actio
     return state, (*alarms, SendReport(report))
 
 
-def _behind(position: int, seen: Observation, missed: bool) -> Behind:
-    """What the exchange lacks at this node, or because of it."""
+def _behind(state: NodeState, seen: Observation, exchange: Version, missed: bool) -> Behind:
+    """What the exchange lacks at this node, or because of it. What is announced is the next version that is due, or
+    further ahead (`agreement.decide`): by half of the iterations since the committed one, or by FURTHER."""
+    position, epoch = state.position, state.epoch
+    if seen.sending is None and exchange.lineage == epoch.lineage:
+        since = max((one for one in (seen.committed, epoch.base) if one is not None), default=None)
+        further = FURTHER if since is None else max(seen.begun - since.iteration, 0) // 2
+        if (ahead := exchange.iteration - seen.begun) > further + 2 * epoch.interval:
+            return Behind(Lack.AHEAD, position, ahead)
     if seen.sending is None or missed:
         return Behind(Lack.SNAPSHOT, position)
     if seen.target is not None:

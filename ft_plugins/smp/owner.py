@@ -73,12 +73,14 @@ class SnapshotProcess:
         self._checked = time.monotonic()  # when it was last looked for them
         self._declared = -1  # the token under which trainers were declared lost
         self._touched, self._files_checked = float("-inf"), time.monotonic()
-        self._removed: list[str] = []  # files that were removed while their memory is used
-        self._orphaned = self._removed_before()  # those whose memory a previous SMP held, which has died
+        self._orphaned = self._removed_before()  # removed files whose memory a previous SMP held, which has died
+        # files that were removed while their memory is used, as was said last; None: what a previous SMP said stands
+        self._removed: list[str] | None = None if self._orphaned else []
         self._allocating: dict[int, threading.Lock] = {}  # by rank: one attach at a time, even of two incarnations
         self._segments, self._refused = adoption.adopt(job, node, events)
         self.token = max([self.token, *(segment.token for segment in self._segments.values())])
         self.adopted = len(self._segments)
+        self._adopted_token = self.token  # of the incarnation whose memory it is
         self._history = JobHistory(run_dir, continues=self.adopted > 0)
         self._previous = PreviousSegments(job, node)
         self._alarms = Alarms(run_dir)
@@ -148,6 +150,7 @@ class SnapshotProcess:
             "kept_seconds": None if self.kept_until is None else max(0.0, self.kept_until - time.monotonic()),
             "stopped": sorted(self._stopped),
             "signal": signal_of(self._segments.values(), tier, trainers_work=not self._stopped).value,
+            "missing": [str(path) for path in self._orphaned if not path.exists()],
             "refused": [path for path in self._refused if Path(path).exists()],
             "previous_sizes": {str(size): sorted(ranks) for size, ranks in self._previous.by_size().items() if ranks},
             "node_tier": tier,
@@ -204,19 +207,20 @@ class SnapshotProcess:
         with self._allocating.setdefault(rank, threading.Lock()):
             with self._lock:
                 segment, lost = self._existing(rank, path, request)
+            old = None
             if segment is None:  # without the lock: allocating takes seconds, and a node's ranks do it concurrently
                 path.unlink(missing_ok=True)
                 segments.create(path, request.shape, rank, request.fingerprint, request.world_size, lost=lost)
                 segment = Segment(path)
             elif not segment.linked:  # no trainer writes to it: they are fenced
                 old, segment = segment, segments.write_again(segment)
-                self._segments[rank] = segment
-                old.close()
             with self._lock:
                 if self.ended.is_set():
                     path.unlink(missing_ok=True)
                     raise FencedError(f"rank {rank}: the SMP of node {self._node} has ended meanwhile")
                 self._segments[rank] = segment  # before the token is checked: the next incarnation finds it
+                if old is not None:
+                    old.close()
                 self._require_current(request)  # a fence may have passed meanwhile
                 segment.token = self.token
                 segment.owner = (request.pid, liveness.started(request.pid))
@@ -380,18 +384,21 @@ class SnapshotProcess:
             self._files_checked = time.monotonic()
             removed = [segment.path for segment in self._segments.values() if not segment.linked]
             removed += self._tier.removed_files()
+            attached = [segment for segment in self._segments.values() if segment.attached]
+            if attached and all(segment.lineage_token > self._adopted_token for segment in attached):
+                self._orphaned = []  # the ranks have started again, from what there is
             orphaned = [path for path in self._orphaned if not path.exists()]
-            removed += orphaned
             if self._segments and not paths.lock_of(self._job, self._node).exists():
                 with suppress(FtError, OSError):  # another user's; there is another look
                     liveness.acquire(paths.lock_of(self._job, self._node))
+            held = "the SMP holds their memory"
+            died = "the SMP that held their memory died: what they held is lost at the next restart, so restart the job"
+            words = " ".join(_removal(each, fate) for each, fate in ((removed, held), (orphaned, died)) if each)
+            removed += orphaned
             names = [path.name for path in sorted(removed)]
             if names != self._removed:
-                held = "the SMP holds their memory"
-                fate = "the SMP that held their memory died: restart the job" if orphaned else held
-                words = f"{len(names)} files were removed ({', '.join(names)}), and {fate}"
                 kind = catalogue.SEGMENTS_REMOVED if names else catalogue.SEGMENTS_RECOVERED
-                reason = words if names else "every segment has its file again"
+                reason = words or "every segment has its file again, or the ranks have started without it"
                 self._events.emit(kind, paths=[str(path) for path in removed], reason=reason)
                 self._alarms.say("files", kind, reason)
                 self._removed = names
@@ -442,12 +449,18 @@ class SnapshotProcess:
                 segment.close()
             self._segments.clear()
             stacks.forget(self._run_dir)
-            (self._run_dir / _REMOVED).unlink(missing_ok=True)
+            with suppress(OSError):
+                (self._run_dir / _REMOVED).unlink(missing_ok=True)
             removed = 0 if keep else paths.remove(self._job, self._node)
             self._history.close()
             self._events.emit(catalogue.SMP_ENDED, reason=reason, segments=removed)
         finally:
             self.ended.set()
+
+
+def _removal(removed: list[Path], fate: str) -> str:
+    names = ", ".join(path.name for path in sorted(removed))
+    return f"{len(removed)} files were removed ({names}), and {fate}."
 
 
 def _as_refusal(name: str, message: dict[str, Any], error: OSError) -> FtError:

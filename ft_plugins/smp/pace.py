@@ -30,16 +30,18 @@ _REPROFILING = 16  # extra iterations, in which copies may wait for another prof
 class Pace:
     """The pace of one node, for one incarnation. Call under the tier's lock."""
 
-    def __init__(self, interval: int, last: Version | None) -> None:
-        """`interval`: minimum number of iterations between two exchanged versions; `last` is committed already."""
+    def __init__(self, interval: int, last: Version | None, restored: Version | None = None) -> None:
+        """`interval`: minimum number of iterations between two exchanged versions; `last` is committed already.
+        `restored`: by this incarnation, which commits it first, however often it commits later."""
         self.pacers: dict[int, GatePacer] = {}  # of this node's ranks, if copies are sent in bubbles
         self._interval = interval
         self._last = last
+        self._restored = restored
         self._base = last  # the version from which `waits` counts
         self._distances: deque[int] = deque(maxlen=_IN_A_ROW)
         self._sums = deque([(0, 0)], maxlen=_RECENT + 1)  # bytes in bubbles, and all bytes, at each commit
         self.waits = 0  # iterations captured since the last commit
-        self.usual = 0  # the longest of the recent distances; 0 before the first commit
+        self.usual = 0  # the longest of the recent distances; 0 before the first commit of a new version
         self.rarer = False
 
     def committed(self, version: Version) -> bool:
@@ -48,6 +50,8 @@ class Pace:
         self._last = self._base = version
         waits, self.waits = self.waits, 0
         self._sums.append(self._sent())
+        if version == self._restored:
+            return False
         if before is not None and before.lineage == version.lineage:
             self._distances.append(version.iteration - before.iteration)
         self.usual = max(self._distances, default=max(waits, 1))

@@ -18,27 +18,33 @@ from ..snapshot.slots import Version
 from .agreement import Announcement, ExchangeDecision, ExchangeEpoch, Summary
 from .standstill import Behind, Lack
 
-AHEAD = 4096  # iterations by which ranks may be ahead of this node's: two synchronisations of local SGD are less apart
+# iterations by which a neighbour's report may be newer than this node's own, at equal progress: an SMP looks at its
+# ranks every 0.05 s, ten times as rarely under load, and the shortest iterations take 2 ms. Ranks themselves are one
+# interval apart at most, also under local SGD. A wrong number below the bound holds commits up for that long.
+AHEAD = 256
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What can be true. `begun` and `named` are iterations of `lineage`: of what ranks have begun, and of a version
-    that was announced, which may be further ahead."""
+    """What can be true. `begun`, `named` and `committed` are iterations of `lineage`: of what ranks have begun, of a
+    version that was announced, which may be further ahead, and of one that is committed."""
 
     lineage: int
     base: Version | None
     begun: int
     named: int
+    committed: int
 
     @classmethod
     def of(cls, epoch: ExchangeEpoch, begun: int, committed: Version | None) -> Bounds:
         """By the newest iteration that this node's ranks have begun, and the committed version as it is known here."""
         start = epoch.base.iteration if epoch.base else 0
-        most = max(begun, start) + AHEAD + epoch.interval
+        least = max(begun, start)
+        most = least + AHEAD + epoch.interval
         since = committed.iteration if committed is not None and committed.lineage == epoch.lineage else start
         # `agreement.decide` announces a version that was missed again by half of the iterations since the committed one
-        return cls(epoch.lineage, epoch.base, most, most + (most - min(since, most)) // 2 + epoch.interval)
+        named = most + (most - min(since, most)) // 2 + epoch.interval
+        return cls(epoch.lineage, epoch.base, most, named, least)
 
     def summary(self, position: int, summary: Summary) -> tuple[Summary, str]:
         """A child's summary as it can be used, and why it cannot be used whole; ''."""
@@ -70,9 +76,10 @@ class Bounds:
         return ""
 
     def _excess_committed(self, *versions: Version | None) -> str:
-        """What was committed before the last recovery counts until a newer version is committed."""
+        """What was committed before the last recovery counts until a newer version is committed. A version is
+        committed once every node has reported that it has sent it: this one too, so its ranks have begun it."""
         own = [version for version in versions if version is not None and version.lineage >= self.lineage]
-        return self._excess(*(("committed", version, self.begun) for version in own))
+        return self._excess(*(("committed", version, self.committed) for version in own))
 
     def _expected(self, most: int) -> str:
         return f"expected lineage {self.lineage} and at most iteration {most}, by what the ranks here have begun"

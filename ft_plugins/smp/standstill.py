@@ -23,14 +23,16 @@ class Lack(IntEnum):
     """What a version lacks to be committed, the cause before its effects."""
 
     REPORT = 0  # the reports of a node cannot be right, and are not used
-    SNAPSHOT = 1  # a node's ranks have not sealed it
-    TRANSFER = 2  # what a node sends of it has not arrived at another one
-    PARTS = 3  # what a node is to store of it is not complete
+    AHEAD = 1  # it was announced for an iteration that is far ahead of a node's ranks
+    SNAPSHOT = 2  # a node's ranks have not sealed it
+    TRANSFER = 3  # what a node sends of it has not arrived at another one
+    PARTS = 4  # what a node is to store of it is not complete
 
 
 @dataclass(frozen=True, order=True)
 class Behind:
-    """What the version that is exchanged lacks, at the node of a position; `target` is the receiver of a TRANSFER."""
+    """What the version that is exchanged lacks, at the node of a position; `target` is the receiver of a TRANSFER, and
+    with AHEAD the number of iterations."""
 
     lack: Lack
     position: int
@@ -42,6 +44,8 @@ class Behind:
         match self.lack:
             case Lack.REPORT:
                 return f"node {node} reports what cannot be, see report.rejected"
+            case Lack.AHEAD:
+                return f"the version that was announced is {self.target} iterations ahead of the ranks of node {node}"
             case Lack.SNAPSHOT:
                 return f"node {node} has not captured the version that is due"
             case Lack.TRANSFER:
@@ -53,7 +57,7 @@ class Behind:
 @dataclass(frozen=True)
 class Standing:
     """The pace of commits on one node: `waits` iterations captured since the last one, `seconds` ago. `usual` is the
-    longest of the recent distances in iterations, 0 if none was committed in this incarnation."""
+    longest of the recent distances in iterations, 0 if no new one was committed in this incarnation."""
 
     waits: int = 0
     seconds: float = 0.0
@@ -69,7 +73,7 @@ class Standing:
 
     def words(self, behind: str) -> str:
         """For people: for how long, what is waited for (`behind`, '' if that is not known), what it means."""
-        usual = f"usually one in {self.usual}" if self.usual else "none was committed since the last start"
+        usual = f"usually one in {self.usual}" if self.usual else "no new one was committed since the last start"
         return (
             f"no version was committed for {self.waits} iterations and {self.seconds:.0f} s, {usual}: "
             f"{behind or 'it is not known which node is waited for'}. A node lost now costs these iterations"

@@ -10,6 +10,7 @@ In: bytes, files of the kernel. Out: nothing, or a BudgetError.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -48,8 +49,21 @@ def check_room(nbytes: int, claim: str, mount: Path = SHM, smaller: str = "", sp
             needed, free, total = sizes_text(least, limit.free, limit.nbytes)
             raise BudgetError(
                 f"{claim} needs {needed} of host memory, but {limit.where} has only {free} free, of {total}: "
-                f"{limit.remedy}; or {_STALE}" + (f"; or claim less: {smaller}" if smaller else "")
+                f"{limit.remedy}; {_removed(mount)}or {_STALE}" + (f"; or claim less: {smaller}" if smaller else "")
             )
+
+
+def _removed(mount: Path) -> str:
+    """Who holds memory of files of jobs that were removed from `mount`, and what frees it, for people; ''."""
+    name, found = re.compile(rf"{re.escape(str(mount))}/ftp-([^@\n]+)@.* \(deleted\)$", re.MULTILINE), set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):  # it has ended, or is another user's
+            found |= {(int(maps.parent.name), job) for job in name.findall(maps.read_text(errors="replace"))}
+    return "".join(
+        f"or 'ft-plugins end {job}', which drops its snapshots: files of job {job} were removed, and their memory is "
+        f"held by the process with pid {pid}; "
+        for pid, job in sorted(found)
+    )
 
 
 def memory_limits(mount: Path = SHM) -> Iterator[MemoryLimit]:

@@ -249,6 +249,12 @@ def test_a_paragraph_of_status_fits_a_terminal_of_80_columns_and_says_everything
     assert len(status_table.text_of([FACTS], 0).splitlines()) == 11, "a pipe gets whole lines"
     first = status_table.text_of([FACTS | {"downtime_seconds": 61.4}], 80)
     assert "11 restarts; down for 61 s\n" in first
+    over = FACTS | {"ft_run_alive": False, "state": "ENDED"}
+    assert "11 restarts; was down for 65.7 min in total\n" in status_table.text_of([over], 0), "it does not grow"
+    assert "11 restarts\n" in status_table.text_of([over | {"downtime_seconds": 61.0}], 80)
+    spare = FACTS | {"protection": None, "ranks": 0}
+    assert "other nodes" not in status_table.text_of([spare], 80)
+    assert "no: a lost node is not survived" in status_table.text_of([spare | {"ranks": 2}], 80)
 
 
 def test_the_help_of_status_explains_each_state_in_80_columns(ft_plugins: Command) -> None:

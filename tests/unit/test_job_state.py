@@ -52,9 +52,26 @@ def ended(status: str, exit_status: int, reason: str = "") -> FtRunNote:
             "same command again",
         ),
         (
+            replace(RUNS, trains=True, idle_seconds=61.0, hang_seconds=60.0, waits_for="rank 0 of node n, in a phase"),
+            State.WAITING,
+            "no iteration was completed for 61 s; rank 0 of node n, in a phase, may be at work: nothing is killed for "
+            "half an hour",
+            "read its stack, see job.waiting; if it hangs, end the job and give the same command again",
+        ),
+        (
             replace(RUNS, smp_answers=False, smp_hangs=True),
             State.UNPROTECTED,
             "ft-run is running, but the SMP gives no answer; ft-run replaces it", "nothing to do",
+        ),
+        (replace(RUNS, smp_answers=False), State.STARTING, "the ranks start", "nothing to do"),
+        (
+            replace(RUNS, smp_answers=False, note=FtRunNote(FtRunPhase.WAITING, "waiting for nodes", time=NOW - 5)),
+            State.WAITING, "waiting for nodes, for 5 s so far",
+            "start the missing nodes with the same command; the job's log has it",
+        ),
+        (
+            replace(RUNS, smp_answers=False, alarm=True),
+            State.UNPROTECTED, "ft-run is running, but the SMP is gone; ft-run replaces it", "nothing to do",
         ),
         (
             replace(GONE, note=ended("succeeded", 0)),

@@ -39,6 +39,7 @@ class Snapshots:
         self.slots = [{"state": "CLEAN", "lineage": 1, "iteration": 4}]
         self.previous_sizes: dict[str, list[int]] = {}
         self.released = 0
+        self.missing: list[str] = []
 
     def ensure(self, run_dir: Path, job: str, node: str, orphan: float, faults: str, timeout: float, watch: int) -> int:
         assert watch == os.getpid()
@@ -73,7 +74,7 @@ class Snapshots:
     def status(self) -> dict[str, Any]:
         return {
             "refused": [], "previous_sizes": self.previous_sizes, "node_tier": {"released": self.released},
-            "segments": [{"attached": True, "slots": self.slots}],
+            "segments": [{"attached": True, "slots": self.slots}], "storage": {}, "missing": self.missing,
         }  # fmt: skip
 
     def end(self) -> None:
@@ -167,6 +168,13 @@ def test_a_request_waits_for_the_new_smp(story: Story) -> None:
     assert story.watcher.fence() == 1
     assert story.watcher.newest() == 4
     assert len(story.smp.started) == 2
+
+
+def test_nothing_is_promised_from_memory_while_ranks_have_lost_theirs(story: Story) -> None:
+    story.watcher.start()
+    assert story.watcher.newest() == 4 and [each.iteration for each in story.watcher.held()] == [4]
+    story.smp.missing = ["/dev/shm/segment of rank 1"]
+    assert story.watcher.newest() is None and story.watcher.held() == []
 
 
 def test_a_request_is_tried_again_when_the_smp_hangs_up_but_not_when_it_cannot_fence(story: Story) -> None:

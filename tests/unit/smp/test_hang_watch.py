@@ -296,6 +296,7 @@ def test_a_rank_that_is_past_its_update_has_half_an_hour_and_after_a_minute_ther
     node.look(watch, hang.LEAST_SECONDS)
     assert node.events == []
     node.look(watch, 5)
+    assert watch.status()["waits_for"] == "rank 0 of node node7, after the update of iteration 20"
     [waiting] = node.named(catalogue.JOB_WAITING)
     assert (waiting["about"], waiting["iteration"], waiting["phase"]) == (0, 20, "after_update")
     where = "rank 0 of node node7, after the update of iteration 20; its stack stands in upload (train.py:0)"
@@ -308,6 +309,23 @@ def test_a_rank_that_is_past_its_update_has_half_an_hour_and_after_a_minute_ther
     node.look(watch, 2)
     [advanced] = node.named(catalogue.JOB_ADVANCED)
     assert 150 <= advanced["seconds"] < 160 and node.named(catalogue.JOB_HUNG) == []
+    assert watch.status()["waits_for"] == ""
+
+
+def test_the_alarm_of_an_incarnation_that_was_ended_ends_with_the_iterations_of_the_next_one(node: Node) -> None:
+    node.begin(seconds=None)
+    watch = node.watch()
+    upload_after(node, 20)
+    node.look(watch, hang.LEAST_SECONDS + 5)
+    assert len(node.named(catalogue.JOB_WAITING)) == 1
+    node.begin(TOKEN + 1, seconds=None)
+    for writer in node.writers:
+        writer.begin(19)
+    node.look(watch, 2, TOKEN + 1)
+    assert node.named(catalogue.JOB_ADVANCED) == [], "none is completed"
+    node.iterate(19, 20)
+    node.look(watch, 2, TOKEN + 1)
+    assert [each["iteration"] for each in node.named(catalogue.JOB_ADVANCED)] == [20]
 
 
 def test_a_rank_that_stays_past_its_update_for_half_an_hour_hangs(node: Node) -> None:
@@ -318,6 +336,7 @@ def test_a_rank_that_stays_past_its_update_for_half_an_hour_hangs(node: Node) ->
     assert node.lost == []
     node.look(watch, 3)
     assert "rank 0 of node node7, after the update of iteration 20" in node.lost[0][1][0]
+    assert watch.status()["waits_for"] == ""
 
 
 def test_a_limit_that_was_given_holds_between_iterations_too(node: Node) -> None:

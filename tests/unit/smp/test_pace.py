@@ -42,6 +42,21 @@ def test_the_distance_is_between_the_last_two_that_counted_in_one_lineage() -> N
     assert Pace(1, None).iterations is None
 
 
+@pytest.mark.parametrize("last", [Version(1, 90), Version(1, 100)])
+def test_a_restored_version_that_is_committed_again_does_not_say_how_often_this_incarnation_commits(
+    last: Version,
+) -> None:
+    restored = Version(1, 100)
+    pace = Pace(1, last, restored)
+    assert not pace.committed(restored) and (pace.usual, pace.iterations) == (0, None)
+    pace.captured(Version(2, 101))
+    pace.captured(Version(2, 151))
+    pace.committed(Version(2, 140))
+    assert pace.usual == 50 and pace.iterations is None
+    pace.committed(Version(2, 210))
+    assert pace.usual == 70
+
+
 def test_rarer_is_said_once_when_it_lasts_and_taken_back_when_it_is_over() -> None:
     pace, at = paced(2), 0
     told = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import select
@@ -330,6 +331,34 @@ def test_a_segment_whose_file_was_removed_is_an_alarm_and_the_next_rank_finds_wh
     again.close()
 
 
+def test_a_segment_that_is_written_again_replaces_the_old_one_while_nobody_goes_through_them(
+    job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon = SnapshotProcess(tmp_path, job, "n", Events())
+    path = Path(daemon.answer(ATTACH)["path"])
+    path.unlink()
+    real, locked = Segment.close, []
+
+    def close(segment: Segment) -> None:
+        locked.append(daemon._lock.locked())
+        real(segment)
+
+    monkeypatch.setattr(Segment, "close", close)
+    try:
+        assert daemon.answer(ATTACH)["ok"] and path.exists()
+        assert locked == [True]
+    finally:
+        daemon.finish_alone("test")
+
+
+def test_a_record_of_removed_files_that_cannot_be_removed_keeps_no_segment(job: str, tmp_path: Path) -> None:
+    daemon = SnapshotProcess(tmp_path, job, "n", Events())
+    path = Path(daemon.answer(ATTACH)["path"])
+    (tmp_path / "removed.json").mkdir()
+    daemon.finish_alone("test")
+    assert not path.exists()
+
+
 def test_an_smp_that_dies_with_the_memory_of_removed_files_is_an_alarm_of_the_next_one(node: Node) -> None:
     node.start()
     attach(node)
@@ -338,9 +367,44 @@ def test_an_smp_that_dies_with_the_memory_of_removed_files_is_an_alarm_of_the_ne
     node.kill()
     node.start()
     wait_until(lambda: len(node.events("segments.removed")) == 2, 20, lambda: "no second alarm")
-    assert "the SMP that held their memory died: restart the job" in node.events("segments.removed")[1].fields["reason"]
+    reason = node.events("segments.removed")[1].fields["reason"]
+    assert "the SMP that held their memory died: what they held is lost" in reason
     attach(node)
     wait_until(lambda: bool(node.events("segments.recovered")), 20, lambda: "the alarm stays")
+
+
+def test_the_alarm_of_lost_memory_ends_when_the_ranks_have_started_without_it(job: str, tmp_path: Path) -> None:
+    """Given two removed files, one of a rank that does not come back to this node, and another held by this SMP."""
+    SnapshotProcess(tmp_path, job, "n", Events()).answer(ATTACH)
+    gone = paths.path_of(job, "n", 1)
+    (tmp_path / "removed.json").write_text(json.dumps([str(gone)]))
+    said: list[Event] = []
+    events = Events()
+    events.subscribe(said.append)
+    daemon = SnapshotProcess(tmp_path, job, "n", events)
+
+    def look() -> tuple[str, str]:
+        daemon._files_checked = float("-inf")
+        daemon.check_files()
+        return said[-1].name, said[-1].fields.get("reason", "")
+
+    try:
+        paths.path_of(job, "n", 0).unlink()
+        assert look() == (
+            "segments.removed",
+            f"1 files were removed ({paths.path_of(job, 'n', 0).name}), and the SMP holds their memory. "
+            f"1 files were removed ({gone.name}), and the SMP that held their memory died: what they held is lost at "
+            "the next restart, so restart the job.",
+        )
+        assert daemon.answer({"do": "status"})["missing"] == [str(gone)]
+        token = daemon.answer({"do": "fence"})["token"]
+        assert daemon.answer({**ATTACH, "token": token})["ok"]
+        assert look()[0] == "segments.removed", "nothing is restored yet"
+        assert daemon.answer({**RESTORE, "token": token, "base": None})["ok"]
+        assert look()[0] == "segments.recovered" and daemon.answer({"do": "status"})["missing"] == []
+        assert json.loads((tmp_path / "removed.json").read_text()) == []
+    finally:
+        daemon.finish_alone("test")
 
 
 @pytest.mark.parametrize("kept", ["both", "segments only", "file only"])

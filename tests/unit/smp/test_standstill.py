@@ -69,6 +69,7 @@ def test_commits_stand_still_after_many_times_the_usual_distance_and_some_detect
     ("behind", "words"),
     [
         (Behind(Lack.REPORT, 1), "node b reports what cannot be"),
+        (Behind(Lack.AHEAD, 1, 300), "the version that was announced is 300 iterations ahead of the ranks of node b"),
         (Behind(Lack.SNAPSHOT, 2), "node c has not captured the version that is due"),
         (Behind(Lack.TRANSFER, 1, 2), "what node b sends does not arrive at node c"),
         (Behind(Lack.PARTS, 0), "node a lacks parts of what others send"),
@@ -100,6 +101,15 @@ def test_a_report_says_what_the_exchange_lacks_only_once_it_takes_long() -> None
     assert behind_of(state, observed(late, sending=v(20))) == Behind(Lack.PARTS, 1)
     assert behind_of(state, observed(late, sending=v(20), complete=True)) is None
     assert behind_of(state, observed(late, sending=v(20), target=0, corrupt=True)) == Behind(Lack.SNAPSHOT, 1)
+
+
+def test_a_version_that_is_announced_far_ahead_is_not_said_to_be_missing_at_the_node_that_waits_for_it() -> None:
+    def lack(announced: int) -> Behind | None:
+        state = NodeState(RESTORED, 1, False, ExchangeDecision(v(announced)))
+        return behind_of(state, ReportDue(Observation(200, standing=Standing(0, DETECT + 1, 1, 1, DETECT))))
+
+    assert lack(258) == Behind(Lack.SNAPSHOT, 1), "missed versions are followed by one half as far ahead again"
+    assert lack(500) == Behind(Lack.AHEAD, 1, 300)
 
 
 def test_merged_reports_name_the_first_cause() -> None:
@@ -150,6 +160,9 @@ def bounds(begun: int = 200, committed: Version | None = None, epoch: ExchangeEp
         {"newest_encoded": v(10**6)},
         {"least_encoded": v(200, 3)},
         {"newest_committed": v(10**6)},
+        {"newest_committed": v(204)},  # this node has not begun it, so it has not sent it
+        {"exchange": v(1200)},
+        {"begun": 800},
         {"newest_committed": v(1, 3)},
         {"least_committed": v(10**6)},
     ],

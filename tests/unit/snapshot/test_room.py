@@ -6,6 +6,7 @@ The kernel's files are written down here as versions 1 and 2 have them, whole ma
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import re
 from pathlib import Path
@@ -59,6 +60,19 @@ def refused(nbytes: int, file: Path, limit: int, used: int) -> None:
     assert f"group of {file} has only" in message and "docker: --memory" in message
     assert message.endswith("'ft-plugins sweep'; or claim less: --reft-redundancy none")
     check_room(limit - used, "what is left")
+
+
+def test_who_holds_memory_of_files_that_were_removed_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "ftp-big@n@0-r0"
+    file.write_bytes(bytes(4096))
+    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 4096, prot=mmap.PROT_READ):
+        for removed in (False, True):
+            if removed:
+                file.unlink()
+            with pytest.raises(BudgetError) as error:
+                check_room(1 << 60, "rank 3", tmp_path)
+            holder = f"of job big were removed, and their memory is held by the process with pid {os.getpid()}; "
+            assert (holder in str(error.value) and "'ft-plugins end big'" in str(error.value)) == removed
 
 
 def test_a_limit_of_version_2_is_named_with_what_is_left_of_it(kernel: Path) -> None:
