@@ -47,7 +47,12 @@ def from_arguments(arguments: Sequence[str], folder: Path) -> Config:
 
 
 def from_file(path: Path) -> Config:
-    """The configuration in a file. Raises ConfigError, naming the file, and line and column of a syntax error."""
+    """The configuration in a file. Raises what `settings_in` raises, and ConfigError."""
+    return _config_in(settings_in(path), str(path))
+
+
+def settings_in(path: Path) -> Any:
+    """What a file holds. Raises ConfigError, naming the file, and line and column of a syntax error."""
     try:
         text = read_bytes(path, _LIMIT).decode()
     except OSError as error:
@@ -56,7 +61,7 @@ def from_file(path: Path) -> Config:
         raise _unreadable(path, str(error)) from error
     except ValueError as error:
         raise _unreadable(path, "it is not text") from error
-    return _config_in(_parse(text, str(path)), str(path))
+    return _parse(text, str(path))
 
 
 def from_mapping(config: Mapping[str, Any]) -> Config:

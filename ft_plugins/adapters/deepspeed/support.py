@@ -5,7 +5,7 @@ In: an engine. Out: one phrase per unsupported feature."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,11 @@ _WRAPPERS = (
 )
 _OPTIMIZERS = ("Adam", "AdamW", "FusedAdam", "SGD")
 _OFFLOAD_NOWHERE = ("none", None)
+_SWITCHES = {
+    "curriculum_learning": "curriculum learning",
+    "progressive_layer_drop": "progressive layer drop",
+    "eigenvalue": "eigenvalues",
+}
 _OWN_SCALER = "torch_autocast in fp16 scales gradients by its own scaler"
 
 
@@ -27,9 +32,25 @@ def require_supported(engine: Any, rank: int) -> None:
     """Raises UnsupportedError that names every unsupported feature in use."""
     problems = [*_of_engine(engine), *_of_zero(engine), *_of_optimizer(engine.optimizer), *_of_curricula(engine)]
     problems += _of_compression(engine)
+    _refuse(problems, f"rank {rank}: ")
+
+
+def require_supported_settings(settings: Mapping[str, Any], optimizer: Any) -> None:
+    """The same before an engine is built, by what its settings say and the script's own `optimizer`, if there is one:
+    what is missed here is found in the engine. Raises UnsupportedError."""
+    problems = list(_of_settings(settings))
+    if isinstance(optimizer, torch.optim.Optimizer):
+        problems += _of_optimizer(optimizer)
+    elif optimizer is None:
+        given = _at(settings, "optimizer")
+        problems += _of_group(str(_at(given, "type")), _at(given, "params"))
+    _refuse(problems, "")
+
+
+def _refuse(problems: list[str], who: str) -> None:
     if problems:
         raise UnsupportedError(
-            f"rank {rank}: cannot protect this job: {'; '.join(dict.fromkeys(problems))}. "
+            f"{who}cannot protect this job: {'; '.join(dict.fromkeys(problems))}. "
             "Drop the option, or remove the block ft_plugins from the DeepSpeed configuration"
         )
 
@@ -56,10 +77,7 @@ def _of_zero(engine: Any) -> Iterator[str]:
     zero = getattr(engine._config, "zero_config", None)
     for name in ("offload_optimizer", "offload_param"):
         device = getattr(getattr(zero, name, None), "device", None)
-        where = getattr(device, "value", device)
-        if where not in _OFFLOAD_NOWHERE:
-            to = "NVMe: its state is in files" if where == "nvme" else f"{where}: an update runs in several pieces"
-            yield f"zero_optimization.{name} to {to}"
+        yield from _of_offload(name, getattr(device, "value", device))
     if getattr(engine, "zenflow", None):
         yield "ZenFlow (zero_optimization.zenflow) updates after the step"
     if _asked(engine, "zero_hpz_partition_size", 1) > 1:
@@ -84,13 +102,40 @@ def _of_optimizer(optimizer: Any) -> Iterator[str]:
         yield f"the optimizer {type(updating).__name__}; supported: {', '.join(_OPTIMIZERS)}"
         return
     for group in getattr(updating, "param_groups", ()):
-        if group.get("momentum"):
-            kind = type(updating).__name__
-            yield f"{kind} with momentum creates its state only in its first step (supported: momentum 0, or Adam)"
-        if group.get("amsgrad"):
-            yield "amsgrad"
+        yield from _of_group(type(updating).__name__, group)
     if getattr(optimizer, "torch_autocast_gradscaler", None) is not None:
         yield _OWN_SCALER
+
+
+def _of_group(kind: str, group: Any) -> Iterator[str]:
+    """Of one of the optimizer's groups, or of its settings."""
+    if _at(group, "momentum"):
+        yield f"{kind} with momentum creates its state only in its first step (supported: momentum 0, or Adam)"
+    if _at(group, "amsgrad"):
+        yield "amsgrad"
+
+
+def _of_offload(name: str, where: Any) -> Iterator[str]:
+    if where not in _OFFLOAD_NOWHERE:
+        to = "NVMe: its state is in files" if where == "nvme" else f"{where}: an update runs in several pieces"
+        yield f"zero_optimization.{name} to {to}"
+
+
+def _of_settings(settings: Mapping[str, Any]) -> Iterator[str]:
+    for name in ("offload_optimizer", "offload_param"):
+        yield from _of_offload(name, _at(settings, "zero_optimization", name, "device"))
+    for name, words in _SWITCHES.items():
+        if _at(settings, name, "enabled") is True:
+            yield f"{words} ({name}) keeps its own counters"
+    if _at(settings, "compile", "deepcompile") is True:
+        yield "DeepCompile replaces the step (compile.deepcompile)"
+
+
+def _at(settings: Any, *path: str) -> Any:
+    """The setting at a path; None if there is none."""
+    for name in path:
+        settings = settings.get(name) if isinstance(settings, Mapping) else None
+    return settings
 
 
 def _of_curricula(engine: Any) -> Iterator[str]:

@@ -41,6 +41,7 @@ from .configuration import (
     require_own_loop,
     require_several_ranks,
     resolve,
+    settings_of,
 )
 from .continuing import NOTICE, CounterReads, at_its_own_start
 from .position import Positions
@@ -80,11 +81,15 @@ class EngineHooks:
 
         @functools.wraps(original)
         def initialize(*args: Any, **kwargs: Any) -> Any:
+            from .support import require_supported_settings  # imports DeepSpeed, which is imported by now
+
             context = launch_context()
             bound = signature.bind_partial(*args, **kwargs)
-            known = resolve(configuration_argument(bound.arguments), context)  # before DeepSpeed acts on it
+            given = configuration_argument(bound.arguments)
+            known = resolve(given, context)  # before DeepSpeed acts on it
             if known.capture is not None:  # before anything is built, if that is known by now
                 require_own_loop(callers())
+                require_supported_settings(settings_of(given), bound.arguments.get("optimizer"))
                 if torch.distributed.is_initialized():
                     require_several_ranks()
             build = replica_build(known, bound.arguments.get("model"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -91,3 +92,32 @@ def test_a_job_that_cannot_be_protected_is_refused_before_its_engine_is_built(mo
     with pytest.raises(UnsupportedError, match="another library"):
         EngineHooks()._initializing(lambda config=None: built.append("engine"))(config={"ft_plugins": {"reft": {}}})
     assert built == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "optimizer", "named"),
+    [
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, None, "offload_optimizer to cpu"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, None, "offload_param to NVMe"),
+        ({"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}, None, "SGD with momentum"),
+        ({}, torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1, momentum=0.9), "SGD with momentum"),
+        ({"curriculum_learning": {"enabled": True}}, None, "curriculum learning (curriculum_learning)"),
+        ({"compile": {"deepcompile": True}}, None, "DeepCompile"),
+    ],
+)
+def test_settings_that_cannot_be_protected_are_refused_before_an_engine_is_built(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], optimizer: Any, named: str
+) -> None:
+    built: list[str] = []
+    monkeypatch.setattr(training, "launch_context", lambda: SimpleNamespace(config=Config(), run_dir=None))
+
+    def initialize(config: Any = None, optimizer: Any = None) -> None:
+        built.append("engine")
+
+    with pytest.raises(UnsupportedError, match=re.escape(named) + ".*Drop the option, or remove the block"):
+        EngineHooks()._initializing(initialize)(config={"ft_plugins": {"reft": {}}, **settings}, optimizer=optimizer)
+    assert built == []
+    harmless = {"offload_optimizer": {"device": "none"}}
+    with pytest.raises(TypeError):  # it goes on to what this function does not return
+        EngineHooks()._initializing(initialize)(config={"ft_plugins": {"reft": {}}, "zero_optimization": harmless})
+    assert built == ["engine"]
