@@ -94,7 +94,7 @@ def test_a_process_that_has_the_port_of_the_endpoint_is_named_at_once(
         stranger.communicate(timeout=WAIT)
     [line] = capsys.readouterr().err.splitlines()
     named = f"ft-run: --rdzv-endpoint {endpoint}: process {stranger.pid} ({sys.executable} -c "
-    assert line.startswith(named) and "end it, or choose another port on all nodes (this node goes on" in line
+    assert line.startswith(named) and "or choose another port on all nodes (this node goes on" in line
 
 
 def call(node: Rendezvous) -> socket.socket:

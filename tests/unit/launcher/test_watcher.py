@@ -31,6 +31,7 @@ class Snapshots:
 
     def __init__(self) -> None:
         self.started: list[subprocess.Popen[bytes]] = []
+        self.killed: list[subprocess.Popen[bytes]] = []
         self.refusals = 0  # how many starts fail first
         self.watched: list[tuple[int, int]] = []  # (SMP, watched pid)
         self.tokens = 0
@@ -46,7 +47,7 @@ class Snapshots:
         if self.refusals:
             self.refusals -= 1
             raise ProtectionError("no memory")
-        if not self.started or self.started[-1].poll() is not None:
+        if not self.started or self.started[-1] in self.killed or self.started[-1].poll() is not None:
             self.started.append(subprocess.Popen(["sleep", "600"]))
         return self.started[-1].pid
 
@@ -81,6 +82,7 @@ class Snapshots:
         self.kill()
 
     def kill(self) -> None:
+        self.killed.append(self.started[-1])  # while another thread waits for it, `poll` does not see that it has ended
         self.started[-1].kill()
         self.started[-1].wait(WAIT)
 
