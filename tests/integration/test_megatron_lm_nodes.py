@@ -40,7 +40,6 @@ CASES = (
         "parity",
         (*HARDEST, "--use-tp-pp-dp-mapping"),
         ("--reft", "--reft-interval", "1", "--reft-redundancy", "raim5"),
-        True,
     ),
     Protection("bubbles", ("--bf16", "--use-distributed-optimizer"), ("--baft",), 60),
 )
