@@ -39,7 +39,6 @@ HARDEST = (
     *("--num-layers-per-virtual-pipeline-stage", "1"),
 )
 EDIT = ("--sync-policy", "edit", "--sync-tau", "2", "--sync-warmup", "1", "--sync-penalty-warmup", "1")
-DREAMDDP = ("--sync-policy", "dreamddp", "--sync-h", "2", "--sync-warmup", "1")
 SKIPPING = ("--iterations-to-skip", "2")  # the third: counted from 0; fp32, no distributed optimizer, 1F1B
 
 
@@ -66,7 +65,6 @@ CASES = (
     Case("overlapped-interleaved", HARDEST, "iteration.forward", 6),  # Megatron's own save has 4, memory 5
     Case("skipped-iteration", SKIPPING, "update.middle", 4),  # what is restored is the skipped one's version point
     Case("edit", EDIT, "iteration.forward", 6),  # replicas are synchronised after 2, 4, 6
-    Case("dreamddp", DREAMDDP, "iteration.forward", 6),  # in the middle of a period
 )
 
 

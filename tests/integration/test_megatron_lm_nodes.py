@@ -68,7 +68,8 @@ def test_a_lost_node_is_replaced_and_the_run_ends_in_the_checkpoint_of_an_unfail
     assert sorted(rank for rank, _ in restored) == list(range(8))
     (iteration,) = {iteration for _, iteration in restored}
     assert LOST_FROM <= iteration < case.iterations
-    assert differences(final_state(unfailed, case.iterations), final_state(saved, case.iterations)) == []
+    differing = differences(final_state(unfailed, case.iterations), final_state(saved, case.iterations))
+    assert [each for each in differing if "/args/local_rank:" not in each] == [], "that alone is a fact of the node"
 
 
 def lose_a_node(words: Sequence[object], folder: Path, case: Protection) -> tuple[Event, ...]:
