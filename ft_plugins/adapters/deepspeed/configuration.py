@@ -66,17 +66,22 @@ def configuration_argument(arguments: Mapping[str, Any]) -> Any:
     return getattr(arguments.get("args"), "deepspeed_config", None)
 
 
+def _file(configuration: Any) -> Path | None:
+    """The file that a configuration names, if it does."""
+    if isinstance(configuration, str) and (Path(configuration).exists() or configuration.endswith(".json")):
+        return Path(configuration)
+    return None
+
+
 def settings_of(configuration: Any) -> Mapping[str, Any]:
     """The settings in a configuration; {} for an encoded one: the engine's own is read later. Raises ConfigError."""
-    if isinstance(configuration, str) and (Path(configuration).exists() or configuration.endswith(".json")):
-        configuration = deepspeed_json.settings_in(Path(configuration))
+    if file := _file(configuration):
+        configuration = deepspeed_json.settings_in(file)
     return configuration if isinstance(configuration, Mapping) else {}
 
 
 def resolve(configuration: Any, context: LaunchContext) -> Config:
     """Merge the configurations of ft-run and of the block. Raises ConfigError if they differ."""
-    if isinstance(configuration, str) and (Path(configuration).exists() or configuration.endswith(".json")):
-        block = deepspeed_json.from_file(Path(configuration))
-    else:
-        block = deepspeed_json.from_mapping(settings_of(configuration))
+    file = _file(configuration)
+    block = deepspeed_json.from_file(file) if file else deepspeed_json.from_mapping(settings_of(configuration))
     return merge(context.config or Config(), block, ("ft-run", "the DeepSpeed configuration"))

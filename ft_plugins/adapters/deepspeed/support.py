@@ -20,10 +20,10 @@ _WRAPPERS = (
 )
 _OPTIMIZERS = ("Adam", "AdamW", "FusedAdam", "SGD")
 _OFFLOAD_NOWHERE = ("none", None)
-_SWITCHES = {
-    "curriculum_learning": "curriculum learning",
-    "progressive_layer_drop": "progressive layer drop",
-    "eigenvalue": "eigenvalues",
+_SWITCHES = {  # by setting: what it is, and the engine's method that tells whether it is on
+    "curriculum_learning": ("curriculum learning", "curriculum_enabled_legacy"),
+    "progressive_layer_drop": ("progressive layer drop", "pld_enabled"),
+    "eigenvalue": ("eigenvalues", "eigenvalue_enabled"),
 }
 _OWN_SCALER = "torch_autocast in fp16 scales gradients by its own scaler"
 
@@ -124,7 +124,7 @@ def _of_offload(name: str, where: Any) -> Iterator[str]:
 def _of_settings(settings: Mapping[str, Any]) -> Iterator[str]:
     for name in ("offload_optimizer", "offload_param"):
         yield from _of_offload(name, _at(settings, "zero_optimization", name, "device"))
-    for name, words in _SWITCHES.items():
+    for name, (words, _) in _SWITCHES.items():
         if _at(settings, name, "enabled") is True:
             yield f"{words} ({name}) keeps its own counters"
     if _at(settings, "compile", "deepcompile") is True:
@@ -143,9 +143,7 @@ def _of_curricula(engine: Any) -> Iterator[str]:
     features = {
         "random_ltd_enabled": "random-LTD (data_efficiency.data_routing)",
         "curriculum_learning_enabled": "curriculum learning (data_efficiency.data_sampling)",
-        "curriculum_enabled_legacy": "curriculum learning (curriculum_learning)",
-        "pld_enabled": "progressive layer drop (progressive_layer_drop)",
-        "eigenvalue_enabled": "eigenvalues (eigenvalue)",
+        **{method: f"{words} ({name})" for name, (words, method) in _SWITCHES.items()},
     }
     for name, words in features.items():
         if _asked(engine, name, False):
