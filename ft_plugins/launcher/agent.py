@@ -322,8 +322,9 @@ class ProgressAgent(LocalElasticAgent):
             worker_group.spec.max_restarts += 1
             handler = worker_group.spec.rdzv_handler
             reason = handler.waiting_reason if isinstance(handler, Rendezvous) else "nodes wait for the next round"
+            next_step = "end too" if handler.is_closed() else "restart too"
             self._lives.append(Life(LostPeers((reason,))))
-            self._events.emit(catalogue.ROUND_ENDED, reason=f"{reason}; the workers of this node restart too")
+            self._events.emit(catalogue.ROUND_ENDED, reason=f"{reason}; the workers of this node {next_step}")
         super()._restart_workers(worker_group)
 
     def _stop_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:

@@ -392,7 +392,10 @@ class SnapshotProcess:
                 with suppress(FtError, OSError):  # another user's; there is another look
                     liveness.acquire(paths.lock_of(self._job, self._node))
             held = "the SMP holds their memory"
-            died = "the SMP that held their memory died: what they held is lost at the next restart, so restart the job"
+            died = (
+                "the SMP that held their memory died: what they held is lost at the next restart; if you can, have the "
+                "framework save a checkpoint before it"
+            )
             words = " ".join(_removal(each, fate) for each, fate in ((removed, held), (orphaned, died)) if each)
             removed += orphaned
             names = [path.name for path in sorted(removed)]

@@ -394,7 +394,7 @@ def test_the_alarm_of_lost_memory_ends_when_the_ranks_have_started_without_it(jo
             "segments.removed",
             f"1 files were removed ({paths.path_of(job, 'n', 0).name}), and the SMP holds their memory. "
             f"1 files were removed ({gone.name}), and the SMP that held their memory died: what they held is lost at "
-            "the next restart, so restart the job.",
+            "the next restart; if you can, have the framework save a checkpoint before it.",
         )
         assert daemon.answer({"do": "status"})["missing"] == [str(gone)]
         token = daemon.answer({"do": "fence"})["token"]
