@@ -572,6 +572,14 @@ REPLICAS_SYNCHRONISED = EventType(
     iterations=Field("list", "those of each replica since the last synchronisation (a_edit)", optional=True),
     nonfinite=Field("dict", "ranks whose parameters were infinite or NaN, by module"),
 )  # fmt: skip
+REPLICAS_RESTARTED = EventType(
+    "replicas.restarted", ALARM,
+    "All replicas of local SGD start from the framework's own checkpoint, which holds one of them.",
+    "If that checkpoint was saved without local SGD, nothing was lost. Otherwise training goes on, but not as it would "
+    "have without the restart: only a snapshot holds every replica. Take them more often (a smaller --sync-tau, or "
+    "--reft-versions every) and keep them in storage (--reft-checkpoint-dir).", once=True, iteration=_ITERATION,
+    reason=_REASON,
+)  # fmt: skip
 LAYERS_AVERAGED = EventType(
     "layers.averaged", ROUTINE, "The layers of one iteration were averaged over the replicas (dreamddp).",
     iteration=_ITERATION, layers=Field("list", "those layers"),

@@ -70,6 +70,14 @@ def continued(place: ReplicaPlace, taken_over: Sequence[Mapping[str, Any]]) -> d
     return {**taken_over[0], "statistics": statistics, PLACE: [place.position, before.count]}
 
 
+def restarted(replicas: int, completed: int) -> str:
+    """What `replicas` replicas lost that start from a checkpoint of the framework's own, of iteration `completed`."""
+    return (
+        f"the checkpoint of iteration {completed} holds one replica: all {replicas} start from its parameters and its "
+        "optimizer's state; what the others had of their own, anchors, outer momentum and statistics of norms are lost"
+    )
+
+
 def described(place: ReplicaPlace, before: ReplicaPlace, momentum: bool) -> str:
     """A message on a resumed job's replicas; '' if there is nothing to say. `momentum`: whether the outer optimizer
     has one."""

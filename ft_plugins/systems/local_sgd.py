@@ -209,6 +209,9 @@ class LocalSgd:
         states, self._updated = self._synchronisation.states, completed
         if state is None:
             require_replicas(self._members, self._host.rank, self._host.framework)
+            if completed > self._policy.warmup:
+                lost = inheritance.restarted(self._place.count, completed)
+                self._events.emit(catalogue.REPLICAS_RESTARTED, iteration=completed, reason=lost)
         else:
             self._number = state["number"]
             for name in states.keys() & state["statistics"].keys():

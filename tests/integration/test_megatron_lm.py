@@ -39,6 +39,7 @@ HARDEST = (
     *("--num-layers-per-virtual-pipeline-stage", "1"),
 )
 EDIT = ("--sync-policy", "edit", "--sync-tau", "2", "--sync-warmup", "1", "--sync-penalty-warmup", "1")
+DREAMDDP = ("--sync-policy", "dreamddp", "--sync-h", "2", "--sync-warmup", "1")
 SKIPPING = ("--iterations-to-skip", "2")  # the third: counted from 0; fp32, no distributed optimizer, 1F1B
 
 
@@ -59,12 +60,14 @@ class Case:
     options: tuple[str, ...]
     point: str
     iteration: int
+    protected: tuple[str, ...] = ("--reft", "--reft-interval", "1")
 
 
 CASES = (
     Case("overlapped-interleaved", HARDEST, "iteration.forward", 6),  # Megatron's own save has 4, memory 5
     Case("skipped-iteration", SKIPPING, "update.middle", 4),  # what is restored is the skipped one's version point
     Case("edit", EDIT, "iteration.forward", 6),  # replicas are synchronised after 2, 4, 6
+    Case("dreamddp", DREAMDDP, "iteration.forward", 6, ("--reft", "--reft-versions", "every")),  # half the layers each
 )
 
 
@@ -94,7 +97,7 @@ def test_a_killed_run_ends_in_the_state_of_an_unfailed_one(
 
     killed = ft_run(
         *(script, tmp_path, "--save", tmp_path, "--load", tmp_path),
-        *("--reft", "--reft-interval", 1, "--ftp-faults", kill, "--ftp-orphan-seconds", 30),
+        *(*case.protected, "--ftp-faults", kill, "--ftp-orphan-seconds", 30),
         job=f"killed-{case.name}",
     )
 
@@ -106,6 +109,25 @@ def test_a_killed_run_ends_in_the_state_of_an_unfailed_one(
     sealed, older = ("process", case.iteration - 1), ("process", case.iteration - 2)
     assert versions in ({sealed}, {older}), versions
     assert differences(final_state(unfailed.saved), final_state(tmp_path)) == []
+
+
+def test_a_restart_from_megatrons_own_checkpoint_says_which_replicas_it_lost(
+    checkout: Path, corpus: Path, tmp_path: Path
+) -> None:
+    """Replicas are synchronised every 128 iterations, so memory holds no version when rank 3 is killed in 6."""
+    killed = ft_run(
+        *([checkout / "pretrain_gpt.py", *JOB, *DREAMDDP, "--data-path", corpus], tmp_path),
+        *("--save", tmp_path, "--load", tmp_path, "--reft", "--ftp-orphan-seconds", 30),
+        *("--ftp-faults", "iteration.forward@iteration=6,rank=3,restart=0:kill"),
+        job="killed-early",
+    )
+    assert killed.status == 0, killed.output[-4000:]
+    assert {(e.fields["tier"], e.fields["iteration"]) for e in killed.events("state.restored")} == {("storage", 4)}
+    resets = killed.events("replicas.restarted")
+    assert sorted(event.rank for event in resets) == list(range(8))
+    assert {event.fields["iteration"] for event in resets} == {4}
+    line = "the checkpoint of iteration 4 holds one replica: all 2 start from its parameters"
+    assert killed.output.count(line) == 1, killed.output[-4000:]
 
 
 def test_another_seed_ends_in_another_state(script: list[object], unfailed: MegatronLmRun, tmp_path: Path) -> None:

@@ -173,6 +173,21 @@ def test_replicas_equal_their_simulation_in_one_process_bit_for_bit(ranks: Ranks
     assert [event["iteration"] for event in found[0]["events"]] == [6, 9, 12]
 
 
+@pytest.mark.parametrize(("loaded", "resets"), [(0, []), (4, []), (5, [5])])
+def test_a_checkpoint_that_holds_one_of_several_replicas_is_named(ranks: Ranks, loaded: int, resets: list[int]) -> None:
+    """Up to the end of the warm-up replicas are equal: one is all of them."""
+    for events in ranks(_resets, 2, loaded):
+        assert [event["iteration"] for event in events] == resets
+        assert all("holds one replica: all 2 start" in event["reason"] for event in events)
+
+
+def _resets(rank: int, world: int, loaded: int) -> list[dict[str, Any]]:
+    one = Incarnation(rank, world, {"sync": {"policy": "edit", "tau": 3, "warmup": 4}}, None, 0)
+    one.session.resume(loaded)
+    one.session.shutdown()
+    return [event.fields for event in one.events if event.name == "replicas.restarted"]
+
+
 def test_four_replicas_are_combined_in_rank_order(ranks: Ranks) -> None:
     found = ranks(_life, 4, {"sync": {"policy": "diloco", "tau": 2}}, 6)
     require_equal(found, simulated(4, 6, diloco, 2))
