@@ -60,8 +60,8 @@ from typing import Any
 from figures import line
 from ft_plugins.bubbles.bubble_plan import BubblePlan, plan_bubbles
 from ft_plugins.bubbles.filling import Granularity, Transfer
-from ft_plugins.bubbles.messages import traffic
-from ft_plugins.bubbles.pacing import least_bytes
+from ft_plugins.bubbles.gate.pacing import least_bytes
+from ft_plugins.bubbles.timeline.messages import traffic
 from ft_plugins.bubbles.windows import SHORTEST_SECONDS, Reserve
 from ft_plugins.events import catalogue
 from ft_plugins.model.timeline import Kind, Profile, Timeline, busy_share

@@ -26,11 +26,11 @@ import numpy as np
 import torch
 
 from figures import ProcessorUse, line
-from ft_plugins.adapters import observed_inputs
-from ft_plugins.adapters.torch_loop import TorchHost
+from ft_plugins.adapters.data import observed_inputs
+from ft_plugins.adapters.torch.torch_loop import TorchHost
 from ft_plugins.events import Events
-from ft_plugins.snapshot.ledger import Ledger
-from ft_plugins.snapshot.shape import LEDGER_ROOM
+from ft_plugins.snapshot.segment.ledger import Ledger
+from ft_plugins.snapshot.segment.shape import LEDGER_ROOM
 from ft_plugins.systems.iteration_ledger import IterationLedger, learning_rate_of
 from ft_plugins.testing.stopping import raising_signals
 

@@ -48,7 +48,7 @@ from pathlib import Path
 from baselines import loopback
 from figures import line
 from ft_plugins.events import Event, catalogue
-from ft_plugins.snapshot.paths import parity_path_of, segments_of
+from ft_plugins.snapshot.segment.paths import parity_path_of, segments_of
 from ft_plugins.testing import fills
 from ft_plugins.testing.emulated_nodes import EmulatedHost, destroy, network
 from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob

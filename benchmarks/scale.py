@@ -32,7 +32,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from figures import ProcessorUse, line
-from ft_plugins.smp import tree as smp_tree
+from ft_plugins.smp.tree import tree as smp_tree
 from ft_plugins.testing.stopping import raising_signals
 from workloads import plan_scale, rank_scale, rendezvous_scale, scale_pictures, tree_scale
 

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from figures import line
-from ft_plugins.bubbles.messages import traffic
+from ft_plugins.bubbles.timeline.messages import traffic
 from ft_plugins.planner import fitting
 from ft_plugins.planner.goodput import ProtectionKind, table
 from ft_plugins.planner.pipeline import Pipeline, PipelineSchedule

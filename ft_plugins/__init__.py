@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .adapters.fsdp import FsdpHost
-    from .adapters.torch_loop import TorchHost
+    from .adapters.torch.fsdp import FsdpHost
+    from .adapters.torch.torch_loop import TorchHost
     from .session import Session, attach
 
 __version__ = "0.1.0"
@@ -20,11 +20,11 @@ __all__ = ["FsdpHost", "Session", "TorchHost", "attach"]
 def __getattr__(name: str) -> Any:
     """Import torch only when it is needed; the SMP and the command line do not need it."""
     if name == "FsdpHost":
-        from .adapters import fsdp
+        from .adapters.torch import fsdp
 
         return fsdp.FsdpHost
     if name == "TorchHost":
-        from .adapters import torch_loop
+        from .adapters.torch import torch_loop
 
         return torch_loop.TorchHost
     if name in __all__:

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from .adapters import deepspeed as _adapter
-from .adapters.script_hooks import follow_end, on_import
-from .adapters.undeclared_search import ignore
+from .adapters.script.script_hooks import follow_end, on_import
+from .adapters.script.undeclared_search import ignore
 from .config import launch_context
 from .errors import ConfigError, FtError
 from .launcher.external_launch import join

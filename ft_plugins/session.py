@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
-from . import fault_points, faults
+from .base import fault_points, faults
 from .config import Config, LaunchContext, launch_context
 from .errors import ConfigError, FencedError, FtError, LoopError, ProtectionError, ResumeError, StateChangedError
 from .events import Events, catalogue, file_sink, log_sink, say
@@ -25,12 +25,12 @@ from .model.host import Checking, Host
 from .model.observation import ObservedHost
 from .model.progress import FollowedHost, WorkPhase
 from .model.timeline import SenderFacts
-from .systems.carried import CarryingHost
-from .systems.claim import LossRecord, claim_memory, join_ranks, require_arguments, require_one_job
 from .systems.disconnection import Disconnection
 from .systems.followed import ProgressReport
 from .systems.iteration_ledger import IterationLedger, learning_rate_of
-from .systems.reft import DEGRADED, PeerDegraded, Reft
+from .systems.reft.carried import CarryingHost
+from .systems.reft.claim import LossRecord, claim_memory, join_ranks, require_arguments, require_one_job
+from .systems.reft.reft import DEGRADED, PeerDegraded, Reft
 from .systems.start_record import StartRecord
 from .systems.synchronizer import Synchronizer, synchronizer_of
 from .systems.transcript import Transcript

@@ -4,8 +4,8 @@ Invariant: nothing changes if there is a CUDA device. Every change is a declared
 checked versions, reason); if one no longer applies, importing its module raises PatchError. Applying twice has no
 further effect. The adapters decide whether a job runs on the CPU.
 
-In: two functions that register import hooks (adapters.script_hooks), so that modules are patched right after they
-execute and before any other module imports names from them. Out: upstream modules that run on the CPU."""
+In: two functions that register import hooks (adapters.script.script_hooks), so that modules are patched right after
+they execute and before any other module imports names from them. Out: upstream modules that run on the CPU."""
 
 from __future__ import annotations
 

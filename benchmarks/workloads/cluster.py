@@ -35,7 +35,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ft_plugins.bubbles.timeline_values import unpack
+from ft_plugins.bubbles.timeline.timeline_values import unpack
 from ft_plugins.errors import FtError
 from ft_plugins.events import Event, catalogue, read
 from ft_plugins.model.timeline import Profile

@@ -35,7 +35,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ft_plugins.bubbles.timeline_values import pack
+from ft_plugins.bubbles.timeline.timeline_values import pack
 from ft_plugins.config import launch_context
 from ft_plugins.model.host import Edges
 from ft_plugins.model.timeline import Kind

@@ -21,10 +21,10 @@ import msgpack
 
 from ft_plugins.bubbles.bubble_plan import plan_bubbles
 from ft_plugins.bubbles.filling import transfers_of
-from ft_plugins.bubbles.messages import traffic
-from ft_plugins.bubbles.timeline_exchange import RankSummary
-from ft_plugins.bubbles.timeline_readers import TimelineReaders
-from ft_plugins.bubbles.timeline_values import Packed, pack
+from ft_plugins.bubbles.timeline.messages import traffic
+from ft_plugins.bubbles.timeline.timeline_exchange import RankSummary
+from ft_plugins.bubbles.timeline.timeline_readers import TimelineReaders
+from ft_plugins.bubbles.timeline.timeline_values import Packed, pack
 from ft_plugins.bubbles.windows import Reserve
 from ft_plugins.model.timeline import Profile, SenderFacts, Timeline
 from ft_plugins.model.topology import Topology
@@ -44,16 +44,16 @@ from ft_plugins.redundancy.exchange_plan import ExchangePlan, plan_exchange
 from ft_plugins.redundancy.grouping import redundancy_groups
 from ft_plugins.redundancy.in_order import copies_possible, parity_possible
 from ft_plugins.redundancy.neighbour import pipelines, plan_copies_and_parity, plan_neighbours
-from ft_plugins.smp import job_file
-from ft_plugins.smp.frames import decoded
-from ft_plugins.smp.protection import Protection
-from ft_plugins.smp.requests import local
-from ft_plugins.snapshot import manifest
-from ft_plugins.snapshot.double import replica_extents, with_parity
-from ft_plugins.snapshot.layout import Layout
-from ft_plugins.snapshot.shape import Shape
-from ft_plugins.snapshot.slots import Slot, SlotState, Version
-from ft_plugins.systems.reft_reports import budget_table
+from ft_plugins.smp.exchange.frames import decoded
+from ft_plugins.smp.serve import job_file
+from ft_plugins.smp.serve.requests import local
+from ft_plugins.smp.tree.protection import Protection
+from ft_plugins.snapshot.capture import manifest
+from ft_plugins.snapshot.capture.double import replica_extents, with_parity
+from ft_plugins.snapshot.capture.layout import Layout
+from ft_plugins.snapshot.segment.shape import Shape
+from ft_plugins.snapshot.segment.slots import Slot, SlotState, Version
+from ft_plugins.systems.reft.reft_reports import budget_table
 from workloads.scaled_job import BUCKET, ScaledJob, topology_of
 
 MICROBATCHES = 64

@@ -23,12 +23,12 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ft_plugins.adapters.torch_loop import TorchHost
-from ft_plugins.adapters.torch_reduction import module_of, modules_of
+from ft_plugins.adapters.torch.torch_loop import TorchHost
+from ft_plugins.adapters.torch.torch_reduction import module_of, modules_of
 from ft_plugins.config import Config, launch_context
 from ft_plugins.events import catalogue, read
 from ft_plugins.session import attach
-from ft_plugins.sync.layer_profile import LayerProfile, LayerTimes, write_profile
+from ft_plugins.sync.layers.layer_profile import LayerProfile, LayerTimes, write_profile
 from ft_plugins.testing.gang import gang
 from workloads.learners import Learner, learner
 from workloads.quality_runs import RANKS, QualityOutcome, QualityRun, QualityScale, SynchronisationRecord

@@ -27,16 +27,16 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from ft_plugins.intake import parsed
+from ft_plugins.base.intake import parsed
 from ft_plugins.launcher import job_secret
-from ft_plugins.launcher.held_looks import longest_hold
-from ft_plugins.launcher.node_messages import Message
-from ft_plugins.launcher.peer_client import ADMITTED, HEAD, PURPOSE, length_prefix
-from ft_plugins.launcher.roster import Roster, RosterPage, assembled
-from ft_plugins.launcher.waiting_nodes import Application
-from ft_plugins.smp import connections, protocol
-from ft_plugins.smp.channel import HANDSHAKE_LIMIT, TAG, Channel, ClientHandshake, Party
-from ft_plugins.smp.protocol import FRAME_LIMIT
+from ft_plugins.launcher.rendezvous.peer_client import ADMITTED, HEAD, PURPOSE, length_prefix
+from ft_plugins.launcher.rounds.held_looks import longest_hold
+from ft_plugins.launcher.rounds.node_messages import Message
+from ft_plugins.launcher.rounds.roster import Roster, RosterPage, assembled
+from ft_plugins.launcher.rounds.waiting_nodes import Application
+from ft_plugins.transport import connections, protocol
+from ft_plugins.transport.channel import HANDSHAKE_LIMIT, TAG, Channel, ClientHandshake, Party
+from ft_plugins.transport.protocol import FRAME_LIMIT
 
 SILENCE = 10.0  # seconds without a message after which a node is lost: the default
 NAME_LENGTH = 48  # characters of a node's name: the longest

@@ -33,7 +33,7 @@ import psutil
 
 from ft_plugins.events import Event, catalogue
 from ft_plugins.report.recovery_phases import PHASES, RecoveryPhases, recovery_phases
-from ft_plugins.smp import liveness
+from ft_plugins.smp.watch import liveness
 from ft_plugins.testing import quickstart
 from ft_plugins.testing.driver import DrivenJob
 

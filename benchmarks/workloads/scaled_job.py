@@ -22,11 +22,11 @@ from ft_plugins.model.topology import Topology
 from ft_plugins.redundancy.exchange_plan import positions
 from ft_plugins.redundancy.grouping import redundancy_groups
 from ft_plugins.redundancy.sections import Extent
-from ft_plugins.snapshot import manifest
-from ft_plugins.snapshot.double import ReplicaShare, replica_extents, replica_shares
-from ft_plugins.snapshot.layout import Layout, ReplicaStream, plan_layout
-from ft_plugins.snapshot.manifest import Manifest, TensorRange
-from ft_plugins.snapshot.shape import PAGE, Shape
+from ft_plugins.snapshot.capture import manifest
+from ft_plugins.snapshot.capture.double import ReplicaShare, replica_extents, replica_shares
+from ft_plugins.snapshot.capture.layout import Layout, ReplicaStream, plan_layout
+from ft_plugins.snapshot.capture.manifest import Manifest, TensorRange
+from ft_plugins.snapshot.segment.shape import PAGE, Shape
 
 SHAPES = {"tp8 pp16": (8, 16), "tp4 pp4": (4, 4), "tp1 pp4": (1, 4)}
 RANKS = (64, 512, 4096, 16384)
@@ -131,7 +131,7 @@ class ScaledJob:
 
     @cached_property
     def replica_shares(self) -> tuple[tuple[ReplicaShare, ...], ...]:
-        """By rank, its shares of its replica sets, as `snapshot.double.replica_shares` returns them."""
+        """By rank, its shares of its replica sets, as `snapshot.capture.double.replica_shares` returns them."""
         by_rank: list[list[ReplicaShare]] = [[] for _ in range(self.topology.world_size)]
         done = set()
         for sample in self._samples.values():
@@ -148,7 +148,7 @@ class ScaledJob:
         return replica_extents(self.replica_shares)
 
     def manifest(self, rank: int) -> Manifest:
-        """What `snapshot.manifest.manifest_of` returns for the layout of a rank, without making that layout."""
+        """What `snapshot.capture.manifest.manifest_of` returns for the layout of a rank, without making that layout."""
         at, sample = self.topology.coords(rank), self._sample(rank)
         rows, offset = list[TensorRange](), 0
         for stream in _replicated(sample):

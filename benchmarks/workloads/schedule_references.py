@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations, combinations_with_replacement, product
 
-from ft_plugins.sync.layer_profile import LayerProfile
-from ft_plugins.sync.layers_schedule import LayerSchedule, require_period
+from ft_plugins.sync.layers.layer_profile import LayerProfile
+from ft_plugins.sync.layers.layers_schedule import LayerSchedule, require_period
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ft_plugins import TorchHost
 from ft_plugins.config import Config
 from ft_plugins.session import attach
-from ft_plugins.sync.synchronisation import Synchronisation
+from ft_plugins.sync.rounds.synchronisation import Synchronisation
 from ft_plugins.testing.emulated_nodes import EmulatedHost
 from workloads.emulated_rank import Sleeper, StageSpec
 from workloads.local_blocks import LaneSpan, StepLog

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ft_plugins.adapters.plain import PlainHost
+from ft_plugins.adapters.torch.plain import PlainHost
 from ft_plugins.config import Config, launch_context
 from ft_plugins.events import catalogue, read
 from ft_plugins.model.inventory import Role

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from ft_plugins.adapters.plain import PlainHost
+from ft_plugins.adapters.torch.plain import PlainHost
 from ft_plugins.config import Config, launch_context
 from ft_plugins.errors import FtError
 from ft_plugins.events import Event, read

@@ -22,12 +22,13 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
 
-from ft_plugins.smp import connections, protocol, tree
-from ft_plugins.smp.agreement import ExchangeEpoch, NodeReport
-from ft_plugins.smp.channel import ClientHandshake, Party, ServerHandshake
-from ft_plugins.smp.tree_loop import Connected, TreeLoop, TreeMember
-from ft_plugins.smp.tree_state import TreeState
-from ft_plugins.snapshot.slots import Version
+from ft_plugins.smp.tree import tree
+from ft_plugins.smp.tree.agreement import ExchangeEpoch, NodeReport
+from ft_plugins.smp.tree.tree_loop import Connected, TreeLoop, TreeMember
+from ft_plugins.smp.tree.tree_state import TreeState
+from ft_plugins.snapshot.segment.slots import Version
+from ft_plugins.transport import connections, protocol
+from ft_plugins.transport.channel import ClientHandshake, Party, ServerHandshake
 
 DETECT_SECONDS = 10.0  # the default of --ftp-detect-seconds
 # Every iteration is exchanged. It takes a second, less than in most jobs, or as long as all nodes together need on one

@@ -19,12 +19,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ..base.files import sync_folder
 from ..errors import ConfigError, StorageError, UnsupportedError
-from ..files import sync_folder
-from ..snapshot.checkpoint_reader import CheckpointReader
-from ..sync.inheritance import ReplicaPlace
-from ..systems.carried import carried_by
-from ..systems.local_sgd import LocalSgd
+from ..snapshot.checkpoint.checkpoint_reader import CheckpointReader
+from ..sync.rounds.inheritance import ReplicaPlace
+from ..systems.local_sgd.local_sgd import LocalSgd
+from ..systems.reft.carried import carried_by
 
 _FORMATS = {  # by `framework` of the host's names
     "deepspeed": "ft_plugins.adapters.deepspeed.export",

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ..model.progress import ProgressReceiver, WorkPhase
-from .script_hooks import REPLACED
+from .script.script_hooks import REPLACED
 
 _CHECKPOINTS = "torch.distributed.checkpoint"
 _saving_now = [False]  # in the thread that trains

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from ..errors import UnsupportedError
-from .loaders import generator_states, set_generator_states
+from .data.loaders import generator_states, set_generator_states
 
 Group = Mapping[str, Any]
 State = dict[str, Any]

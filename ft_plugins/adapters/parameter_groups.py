@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 
-from ..outside_values import shown
+from ..base.outside_values import shown
 
 Groups = Mapping[str, list[str]]  # the names of the parameters, by the title of their group
 

@@ -26,7 +26,7 @@ from math import ceil
 from ..errors import ConfigError
 from ..model.timeline import Bubble, Timeline, gc_paused
 from .filling import Grant, Grants, Granularity, Transfer, offers
-from .messages import Traffic
+from .timeline.messages import Traffic
 from .windows import Reserve
 
 MOST_ITERATIONS = 100  # per version; a sender that needs more is treated as without bubbles

@@ -19,8 +19,8 @@ from ..errors import ConfigError
 from ..model.timeline import Bubble, SenderFacts, Timeline
 from ..redundancy.neighbour import NeighbourCopy
 from .layers import LayerPart, fill
-from .messages import Traffic, without_messages
 from .share import share
+from .timeline.messages import Traffic, without_messages
 from .windows import Reserve, Windows, shared
 
 _NO_FACTS: Mapping[int, SenderFacts] = MappingProxyType({})

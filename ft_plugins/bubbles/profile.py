@@ -34,10 +34,10 @@ import msgpack
 
 from ..errors import FtError
 from ..model.timeline import Misses, Profile, SenderFacts, Timeline, median, reduce_work, reductions, strays
-from .gate import edge_tolerance
-from .record import Recorder
-from .timeline_exchange import GatherResult, Gathers, RankSummary, Readers, TimelineExchange
-from .timeline_values import Packed, pack
+from .gate.gate import edge_tolerance
+from .timeline.record import Recorder
+from .timeline.timeline_exchange import GatherResult, Gathers, RankSummary, Readers, TimelineExchange
+from .timeline.timeline_values import Packed, pack
 
 _ATTEMPTS = 3  # to get a recording from every rank
 _NUMBER = 8  # bytes

@@ -21,8 +21,9 @@ from rich.console import Console
 
 from ..config import Config, run_root
 from ..errors import ConfigError, FtError
-from ..smp import client as smp
-from ..smp import leftovers, liveness
+from ..smp.serve import client as smp
+from ..smp.serve import leftovers
+from ..smp.watch import liveness
 from . import key_tables, report_command, status_command
 from .plan_command import plan
 from .rehearse_command import rehearse

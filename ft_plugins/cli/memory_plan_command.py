@@ -14,9 +14,9 @@ from enum import Enum
 from ..config import Config
 from ..errors import ConfigError
 from ..planner.survival import columns, demand
-from ..snapshot.room import SHM, SPARE, MemoryLimit, memory_limits, sizes_text
-from ..systems.dry_claim import DryClaim, DryJob, NodeClaim, block_of, plan_claim
-from ..systems.memory_advice import smaller_claims
+from ..snapshot.segment.room import SHM, SPARE, MemoryLimit, memory_limits, sizes_text
+from ..systems.reft.dry_claim import DryClaim, DryJob, NodeClaim, block_of, plan_claim
+from ..systems.reft.memory_advice import smaller_claims
 
 OWN = (
     "memory parameters precision bytes_per_parameter replicated tp pp dp ranks_per_node order node_memory_gib"

@@ -23,7 +23,7 @@ from ..planner.outlook import PipelineOutlook, PlannedPipeline, plan_pipeline
 from ..planner.pipeline import PipelineSchedule
 from ..planner.recommendation import recommend, terms
 from ..planner.survival import Cluster, Scheme, plan_survival
-from ..systems.dry_claim import ORDER
+from ..systems.reft.dry_claim import ORDER
 from . import memory_plan_command, sync_plan_command
 from .memory_plan_command import MemoryOptions, Precision
 

@@ -15,17 +15,17 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+from ..base.run_directories import run_root
 from ..errors import FtError
 from ..events import standing_alarm
-from ..run_directories import run_root
-from ..smp import liveness
-from ..smp.ft_run_note import read_note
-from ..smp.job_history import History, read_history
-from ..smp.local_connection import LocalConnection
-from ..smp.pace import pace_text
-from ..smp.status import Signal, holds_nothing, marks_in, newest_common, progress_of
-from ..snapshot import paths
-from ..snapshot.slots import Mark
+from ..smp.exchange.pace import pace_text
+from ..smp.serve.local_connection import LocalConnection
+from ..smp.serve.status import Signal, holds_nothing, marks_in, newest_common, progress_of
+from ..smp.watch import liveness
+from ..smp.watch.ft_run_note import read_note
+from ..smp.watch.job_history import History, read_history
+from ..snapshot.segment import paths
+from ..snapshot.segment.slots import Mark
 from .job_state import JobFacts, job_state
 
 ASK_SECONDS = 5.0  # timeout for an SMP's answer; a live one answers within milliseconds

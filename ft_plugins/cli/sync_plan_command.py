@@ -47,7 +47,7 @@ def plan_policies(
 ) -> None:  # fmt: skip
     """Print, and draw to `output`. `drawing` raises failures to draw as FtError. Raises FtError."""
     from ..planner.sync_plan import plan_sync
-    from ..sync.layer_profile import read_profile
+    from ..sync.layers.layer_profile import read_profile
 
     outlook = plan_sync(read_profile(path), link_mbps, _period(sync_h))
     if output is not None:

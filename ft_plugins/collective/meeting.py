@@ -8,8 +8,8 @@ nothing else.
 Rank 0 writes what all ranks have to know: the nonce, how many ranks a node has, and its host. A rank with others below
 it writes where it listens, and its host. A rank reads the entry of rank 0 and that of the rank above it, and writes one
 at most. If addresses depend on a name, the first ranks of the first two nodes write theirs too, for a node whose own
-one is loopback: see `smp.own_address`. A loopback address is refused by the first rank that knows of another host: each
-compares its own with the host of rank 0, and that of the rank above it with its own host.
+one is loopback: see `transport.own_address`. A loopback address is refused by the first rank that knows of another
+host: each compares its own with the host of rank 0, and that of the rank above it with its own host.
 
 In: the store, the rank's place, the secret. Out: a link to each neighbour, the nonce, what is wrong with a secret.
 """
@@ -30,11 +30,11 @@ from typing import Any, TypeVar
 
 from ..errors import ConfigError, ProtocolError
 from ..events import Events
-from ..smp import protocol
-from ..smp.channel import HANDSHAKE_LIMIT, Channel, ClientHandshake, Party, ServerHandshake
-from ..smp.connections import RejectedConnections
-from ..smp.own_address import IDENTITY, host_identity, known_apart, only_local, towards_peer
-from ..smp.unproven import Unproven
+from ..transport import protocol
+from ..transport.channel import HANDSHAKE_LIMIT, Channel, ClientHandshake, Party, ServerHandshake
+from ..transport.connections import RejectedConnections
+from ..transport.own_address import IDENTITY, host_identity, known_apart, only_local, towards_peer
+from ..transport.unproven import Unproven
 from .rank_links import Link
 from .rank_tree import RankPlace, place_of
 

@@ -1,7 +1,7 @@
 """A connection to a neighbour in the tree of ranks: frames in authenticated units, without blocking.
 
-Invariant: a frame arrives whole, in order and as it was sent (`smp.channel`). Memory is allocated for what has arrived,
-not for what was announced.
+Invariant: a frame arrives whole, in order and as it was sent (`transport.channel`). Memory is allocated for what has
+arrived, not for what was announced.
 
     frame = unit (kind, number, bytes of the body) | units of the body
     unit  = length (4 bytes) | bytes | tag
@@ -19,8 +19,8 @@ from collections import deque
 from collections.abc import Iterator
 
 from ..errors import ProtocolError
-from ..smp.channel import TAG, Channel
-from ..smp.wire import keep_alive
+from ..transport.channel import TAG, Channel
+from ..transport.wire import keep_alive
 from .operations import Buffer, FrameKind, RankFrame
 
 UNIT = 1 << 20  # bytes that have one tag: larger ones would not be faster

@@ -24,7 +24,7 @@ from .. import errors
 from ..config import LaunchContext, launch_context
 from ..errors import ConfigError, FtError, ProtocolError
 from ..events import Events
-from ..smp.own_address import depends_on_name, own_address
+from ..transport.own_address import depends_on_name, own_address
 from .meeting import Door, RankMeeting, meet
 from .operations import FrameKind, failed, failure, framed, payloads
 from .switch import Call, LostNeighbour, Switch

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from torch.distributed import DistStoreError, Store
 
-from ..intake import within
+from ..base.intake import within
 
 _GRACE_SECONDS = 2.0  # for torch's own timeout, with its own message
 

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import ProtocolError
-from ..smp.channel import TAG, Channel
+from ..transport.channel import TAG, Channel
 from .meeting import Door, dial
 from .rank_links import UNIT
 

@@ -15,7 +15,7 @@ secrets are in a file that only its owner can read.
     launch_context   the environment of a worker
 """
 
-from ..run_directories import run_directory, run_root
+from ..base.run_directories import run_directory, run_root
 from . import deepspeed_json, misspelt
 from .blocks import BaftConfig, PaftConfig, ReftConfig, SystemConfig
 from .keys import Key

@@ -13,9 +13,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, field_validator
 from pydantic_core import PydanticCustomError
 
-from .. import fault_points, faults
+from ..base import fault_points, faults
+from ..base.run_directories import NAME_PATTERN
 from ..errors import ConfigError
-from ..run_directories import NAME_PATTERN
 from .keys import LARGEST
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from .. import fault_points, faults
+from ..base import fault_points, faults
+from ..base.fault_points import Needs
 from ..errors import ConfigError
-from ..fault_points import Needs
 from .keys import Key, KeyPath
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..base.intake import DEPTH, SHOWN, Unfit, json_value, read_bytes, require_shallow, shown
 from ..errors import ConfigError
-from ..intake import DEPTH, SHOWN, Unfit, json_value, read_bytes, require_shallow, shown
 from .schema import Config, keys, protects
 
 BLOCK = "ft_plugins"

@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
+from ..base.intake import shown
 from ..errors import ConfigError
-from ..intake import shown
 
 LARGEST = 10**9  # value of any number: iterations, MiB, seconds (30 years, more than a thread can wait)
 _FINITE = ConfigDict(allow_inf_nan=False)

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..base.intake import json_value, shown
 from ..errors import ConfigError
-from ..intake import json_value, shown
 from .schema import Config
 
 _OURS = ("FTP_CONFIG", "FTP_RUN_DIR", "FTP_TOKEN", "FTP_AGENT_PID")

@@ -17,9 +17,9 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, PrivateAttr, StringConstraints, ValidationError
 
+from ..base.intake import Unfit, require_shallow
+from ..base.run_directories import NAME_RULE
 from ..errors import ConfigError
-from ..intake import Unfit, require_shallow
-from ..run_directories import NAME_RULE
 from . import checks, sources
 from .blocks import BaftConfig, Block, Faults, Name, NonEmptyText, PaftConfig, ReftConfig, more
 from .keys import Key, KeyPath, derive

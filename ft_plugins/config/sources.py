@@ -14,8 +14,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ..base.intake import SHOWN, shown
 from ..errors import ConfigError
-from ..intake import SHOWN, shown
 from .keys import Key, KeyPath
 
 Values = dict[KeyPath, Any]

@@ -2,7 +2,7 @@
 
 import warnings
 
-from .. import stamps as stamps  # first: a rank begins here
+from ..base import stamps as stamps  # first: a rank begins here
 
 # torch imports pynvml where another package has brought it, which warns on every start, to users who cannot act on it
 warnings.filterwarnings("ignore", message="The pynvml package is deprecated", category=FutureWarning)

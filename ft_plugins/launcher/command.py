@@ -27,13 +27,13 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.run import config_from_args, get_args_parser, parse_min_max_nnodes
 
+from ..base.intake import shown
 from ..config import Config, add_flags, deepspeed_json, keys, merge, misspelt, protects, run_directory
 from ..errors import EXIT_REFUSED, ConfigError, FtError
-from ..intake import shown
 from . import job_identity
+from .agent.watcher import Job
 from .node_launch import Outcome, launch
-from .rendezvous_settings import BACKEND
-from .watcher import Job
+from .rendezvous.rendezvous_settings import BACKEND
 
 _WORKER = "ft_plugins.launcher.worker"
 _STATIC = "static"  # ranks and addresses are given by the user: no node can be replaced

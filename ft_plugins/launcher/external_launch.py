@@ -25,8 +25,8 @@ from ..collective import Collective
 from ..config import Config, LaunchContext, run_directory
 from ..errors import ConfigError, ProtectionError
 from ..events import Events
-from ..smp import client as smp
-from ..systems.claim import join_ranks
+from ..smp.serve import client as smp
+from ..systems.reft.claim import join_ranks
 from . import job_identity
 
 _CALL_SECONDS = 30.0

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from ..errors import BusyError
-from ..smp import liveness
+from ..smp.watch import liveness
 
 _PATIENCE_SECONDS = 1.0  # for a live owner, which may have just been killed
 _DEAD_PATIENCE_SECONDS = 5.0  # for processes that a dead owner forked

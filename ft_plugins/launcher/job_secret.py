@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ..config import run_root
 from ..errors import ConfigError
-from ..smp.wire import read_secret
+from ..transport.wire import read_secret
 
 
 def load_secret(file: str | Path | None) -> bytes:

@@ -33,19 +33,21 @@ from ..config import Config
 from ..errors import EXIT_REFUSED, ConfigError, FtError, ProtectionError
 from ..events import Event, Events, catalogue, file_sink, log_sink
 from ..recovery.resize import sizes
-from ..smp import connections, leftovers
-from ..smp.ft_run_note import FtRunNote, FtRunPhase, write_note
-from ..smp.own_address import own_address
-from ..snapshot import paths
-from . import plugin, refused_node, worker
-from .agent import ProgressAgent
-from .endpoint import Endpoint, address_towards
+from ..smp.serve import leftovers
+from ..smp.watch.ft_run_note import FtRunNote, FtRunPhase, write_note
+from ..snapshot.segment import paths
+from ..transport import connections
+from ..transport.own_address import own_address
+from . import plugin, worker
+from .agent.agent import ProgressAgent
+from .agent.restarts import Status
+from .agent.signals import SignalStop, end_by_signals, notices, report_missed
+from .agent.watcher import Job, Watcher
 from .job_lock import JobLock
-from .rendezvous import Rendezvous
-from .rendezvous_settings import BACKEND, RendezvousSettings
-from .restarts import Status
-from .signals import SignalStop, end_by_signals, notices, report_missed
-from .watcher import Job, Watcher
+from .rendezvous import refused_node
+from .rendezvous.endpoint import Endpoint, address_towards
+from .rendezvous.rendezvous import Rendezvous
+from .rendezvous.rendezvous_settings import BACKEND, RendezvousSettings
 
 _UNBOUNDED = 1_000_000_000  # restarts that torch's counter allows if progress decides
 

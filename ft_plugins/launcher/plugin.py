@@ -22,7 +22,7 @@ def torchrun_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
 
 def create(parameters: RendezvousParameters) -> RendezvousHandler:
     """A handler that listens on this node's port. Raises ConfigError."""
-    from .rendezvous import Rendezvous
-    from .rendezvous_settings import RendezvousSettings
+    from .rendezvous.rendezvous import Rendezvous
+    from .rendezvous.rendezvous_settings import RendezvousSettings
 
     return Rendezvous(RendezvousSettings.read(parameters))

@@ -27,10 +27,10 @@ from typing import NoReturn, ParamSpec, TypeVar
 import torch.distributed
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from .. import faults, files, stamps
+from ..base import faults, files, stamps
 from ..config import LaunchContext, launch_context
 from ..errors import EXIT_REFUSED, FtError, ProtocolError, ReplicaError
-from ..smp import liveness
+from ..smp.watch import liveness
 from . import hooks
 from .binding import bind_to_agent
 from .start_collection import collect_seldom

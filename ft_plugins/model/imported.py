@@ -19,8 +19,8 @@ from typing import Annotated
 
 from pydantic import Field, TypeAdapter
 
-from .. import files
-from ..intake import Count, Text, read_json
+from ..base import files
+from ..base.intake import Count, Text, read_json
 
 AFTER_ITERATIONS = 3  # of an incarnation: by then a rank has imported what an iteration and a capture need
 _NAMES, _CHARACTERS, _BYTES = 50_000, 256, 16 << 20

@@ -5,7 +5,7 @@ tensors, and is equal on every restart of the same job. Items are ordered by nam
 same byte stream at the same places. Small state (counters, scheduler, RNG, data position) is not an item: every rank
 copies it whole at the version point.
 
-In: what an adapter knows. Out: `Inventory`, read by snapshot.layout, recovery and the golden comparison.
+In: what an adapter knows. Out: `Inventory`, read by snapshot.capture.layout, recovery and the golden comparison.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ A rank has two addresses. Dense layers (attention, MLP, embeddings) are laid out
 etp, ep, edp, pp, with etp the expert tensor parallel size (default tp) and edp = world size / (etp ep pp). Both give a
 rank the same pipeline stage.
 
-In: parallel sizes, Megatron's order string. Out: `Topology`, read by adapters (replica sets), snapshot.layout (sharding
-groups) and all code that places bytes on nodes.
+In: parallel sizes, Megatron's order string. Out: `Topology`, read by adapters (replica sets), snapshot.capture.layout
+(sharding groups) and all code that places bytes on nodes.
 """
 
 from __future__ import annotations

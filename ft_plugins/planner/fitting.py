@@ -30,7 +30,7 @@ from typing import Protocol
 
 from ..bubbles.bubble_plan import BubblePlan, plan_bubbles
 from ..bubbles.filling import Granularity, Transfer
-from ..bubbles.messages import Traffic
+from ..bubbles.timeline.messages import Traffic
 from ..bubbles.windows import Reserve
 from ..model.timeline import Timeline, bubbles, busy_share
 from ..redundancy.neighbour import partner

@@ -29,9 +29,9 @@ from itertools import groupby, pairwise
 from typing import Any
 
 from ..errors import ConfigError
-from ..sync.layer_profile import NANO, LayerProfile
-from ..sync.layers_filling import fill, interval_in_effect
-from ..sync.layers_schedule import (
+from ..sync.layers.layer_profile import NANO, LayerProfile
+from ..sync.layers.layers_filling import fill, interval_in_effect
+from ..sync.layers.layers_schedule import (
     TOLERANCE,
     LayerSchedule,
     choose_period,
@@ -43,7 +43,7 @@ from ..sync.layers_schedule import (
     unavoidable_ns,
     unhidden_period_ns,
 )
-from ..sync.layers_spread import spread_layers
+from ..sync.layers.layers_spread import spread_layers
 from .survival import columns
 
 PAYS = 0.02

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..redundancy.node_kinds import runs, shortened
-from ..snapshot.slots import Mark, Slot, SlotState, Version, marks_of
+from ..snapshot.segment.slots import Mark, Slot, SlotState, Version, marks_of
 
 
 @dataclass(frozen=True)

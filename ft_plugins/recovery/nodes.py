@@ -22,13 +22,13 @@ from ..collective import Collective
 from ..collective.spreading import spread
 from ..errors import BudgetError, FencedError, FtError, ProtocolError
 from ..redundancy.exchange_plan import ExchangePlan, positions
-from ..smp import job_file
-from ..smp.client import Client
-from ..smp.job_file import ProtectionReference
-from ..smp.protection import Protection
-from ..snapshot.double import ReplicaShare, replica_extents
-from ..snapshot.shape import Shape
-from ..snapshot.slots import Mark, Version
+from ..smp.serve import job_file
+from ..smp.serve.client import Client
+from ..smp.serve.job_file import ProtectionReference
+from ..smp.tree.protection import Protection
+from ..snapshot.capture.double import ReplicaShare, replica_extents
+from ..snapshot.segment.shape import Shape
+from ..snapshot.segment.slots import Mark, Version
 from .facts import NodeFacts
 from .recovery_plan import RecoveryPlan, Way, newest_committed
 
@@ -219,7 +219,7 @@ class LinkedNodes(SeenNodes):
 @dataclass(frozen=True)
 class RankLayout:
     """What the plan of protection takes from one rank: the shape of its segment, and its part in each replica set
-    (snapshot.double)."""
+    (snapshot.capture.double)."""
 
     shape: Shape
     replicated: Sequence[ReplicaShare]
@@ -263,7 +263,7 @@ class JobNodes(LinkedNodes):
         replicated: Sequence[ReplicaShare],
         config: NodeTierConfig,
     ) -> None:
-        """`replicated`: this rank's part in each replica set (snapshot.double).
+        """`replicated`: this rank's part in each replica set (snapshot.capture.double).
 
         Raises ConfigError (secret, interface), ProtocolError, on all ranks.
         """

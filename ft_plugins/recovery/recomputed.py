@@ -22,7 +22,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from ..snapshot.ledger import LedgerEntry, LedgerPart
+from ..snapshot.segment.ledger import LedgerEntry, LedgerPart
 
 _INPUTS = (LedgerPart.FIRST_READ, LedgerPart.INPUT)
 _OUTCOMES = (LedgerPart.LOSS, LedgerPart.NORM)

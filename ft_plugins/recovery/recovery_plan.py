@@ -24,7 +24,7 @@ from enum import Enum
 
 from ..redundancy.exchange_plan import ExchangePlan
 from ..redundancy.node_kinds import shortened
-from ..snapshot.slots import Mark, Version, recovery_order
+from ..snapshot.segment.slots import Mark, Version, recovery_order
 from .facts import (
     NodeFacts,
     RankFacts,

@@ -18,14 +18,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .. import faults
+from ..base import faults
 from ..collective import Collective
 from ..errors import CorruptHeaderError, CorruptSlotError, FtError, ProtocolError, SegmentError
 from ..redundancy.exchange_plan import ExchangePlan
-from ..snapshot.copiers import flat_bytes
-from ..snapshot.layout import Layout, ReplicaStream
-from ..snapshot.segment import COMPLETED, Segment
-from ..snapshot.slots import Mark, Slot, SlotState, Version
+from ..snapshot.capture.copiers import flat_bytes
+from ..snapshot.capture.layout import Layout, ReplicaStream
+from ..snapshot.segment.segment import COMPLETED, Segment
+from ..snapshot.segment.slots import Mark, Slot, SlotState, Version
 from .facts import NodeFacts, RankFacts
 from .recovery_plan import RecoveryPlan, Way, plan_recovery
 

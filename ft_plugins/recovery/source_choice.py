@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from ..errors import ResumeError
 from ..redundancy.node_kinds import shortened
-from ..snapshot.slots import Mark
+from ..snapshot.segment.slots import Mark
 from .recovery_plan import RecoveryPlan
 
 

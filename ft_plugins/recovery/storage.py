@@ -21,15 +21,16 @@ from typing import Any
 
 import msgpack
 
+from ..base.intake import changes, shown, within
 from ..collective import Collective
 from ..errors import ResumeError, StorageError, printable
 from ..events import EventType, catalogue
-from ..intake import changes, shown, within
 from ..model.host import resizable
-from ..snapshot import checkpoint, persist, retention
-from ..snapshot.checkpoint import Origin
-from ..snapshot.segment import Segment
-from ..snapshot.slots import Mark, Version
+from ..snapshot.capture import retention
+from ..snapshot.checkpoint import checkpoint, persist
+from ..snapshot.checkpoint.checkpoint import Origin
+from ..snapshot.segment.segment import Segment
+from ..snapshot.segment.slots import Mark, Version
 from .recovery_plan import RecoveryPlan
 from .source_choice import choose_source, is_doubted, iteration_bound, nothing_older, require_older
 

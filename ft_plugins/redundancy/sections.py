@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from ..intake import Count
+from ..base.intake import Count
 from .parity import Placement, cut, place_parity
 
 LOCAL_LOSSES = 1  # losses that local parity covers; RAIM6 always uses the exchange

@@ -19,8 +19,8 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from ..bubbles.pacing import LIMITS
-from ..bubbles.timeline_values import Row
+from ..bubbles.gate.pacing import LIMITS
+from ..bubbles.timeline.timeline_values import Row
 from ..events import Event, catalogue
 
 _BYTE_FIELDS = ("in_bubbles", "late", "by_rate")

@@ -19,7 +19,7 @@ from typing import Any
 
 from matplotlib.patches import Patch, Rectangle
 
-from ..bubbles.timeline_values import Row, Window
+from ..bubbles.timeline.timeline_values import Row, Window
 from ..events import catalogue
 from ..model.timeline import Kind
 from .bubble_use import BubbleUse

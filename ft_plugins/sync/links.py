@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from .noise import Table
+from .averaging.noise import Table
 
 Ranks = tuple[int, ...]
 

@@ -6,10 +6,10 @@
 Placement is that of redundancy.neighbour; sending, commit and recovery are REFT's. This module decides only when to
 send.
 
-Until there is a plan no gate is opened and copies are rate-limited (bubbles.gate), so the first or restored version is
-protected early. While iterations are recorded for a profile, copies are held on all ranks, because they would slow down
-the pipeline that is measured. That delays protection by the recorded iterations, `profile_iterations`, and by three in
-which the ranks exchange the results.
+Until there is a plan no gate is opened and copies are rate-limited (bubbles.gate.gate), so the first or restored
+version is protected early. While iterations are recorded for a profile, copies are held on all ranks, because they
+would slow down the pipeline that is measured. That delays protection by the recorded iterations, `profile_iterations`,
+and by three in which the ranks exchange the results.
 
 Planning is in the step path. If the ranks of a stage fill whole nodes, two or three nodes share links, and a large job
 is planned as fast as a small one; otherwise as many nodes as a stage has may be linked.
@@ -31,10 +31,10 @@ from dataclasses import replace
 
 from ..bubbles.bubble_plan import BubblePlan, SenderPlan, plan_bubbles
 from ..bubbles.filling import Grant, Granularity, transfers_of
-from ..bubbles.gate import STEADY, Gate, Gatekeeper, edge_tolerance
-from ..bubbles.messages import Traffic, traffic
-from ..bubbles.pacing import least_bytes
-from ..bubbles.timeline_readers import TimelineReaders
+from ..bubbles.gate.gate import STEADY, Gate, Gatekeeper, edge_tolerance
+from ..bubbles.gate.pacing import least_bytes
+from ..bubbles.timeline.messages import Traffic, traffic
+from ..bubbles.timeline.timeline_readers import TimelineReaders
 from ..bubbles.windows import SHORTEST_SECONDS, Reserve
 from ..config import BaftConfig
 from ..events import Events, catalogue

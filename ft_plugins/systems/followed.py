@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..bubbles.record import EdgeFanout
+from ..bubbles.timeline.record import EdgeFanout
 from ..config import Config, LaunchContext
 from ..errors import UnsupportedError
 from ..events import Events, catalogue
 from ..model.host import Edges, Host
 from ..model.progress import ProgressEdges
-from ..smp import stacks
-from ..snapshot.paths import path_of
-from ..snapshot.progress_words import NoProgress, ProgressFacts, ProgressWriter
+from ..smp.watch import stacks
+from ..snapshot.segment.paths import path_of
+from ..snapshot.segment.progress_words import NoProgress, ProgressFacts, ProgressWriter
 
 
 class ProgressReport:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import torch
 
-from ..corruption import Corruption
+from ..base.corruption import Corruption
 from ..errors import ConfigError
 from ..events import Events, catalogue
 from ..model.host import Host, ReplicaOperations

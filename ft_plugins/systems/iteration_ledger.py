@@ -20,8 +20,8 @@ from ..errors import LoopError, UnsupportedError
 from ..events import Events, catalogue, say
 from ..model.host import Host, ReplicaOperations
 from ..recovery.recomputed import LoopDifference, judge
-from ..snapshot.ledger import Ledger, LedgerEntry, LedgerPart, digest_of
-from ..snapshot.small_digests import drawn, small_digests
+from ..snapshot.capture.small_digests import drawn, small_digests
+from ..snapshot.segment.ledger import Ledger, LedgerEntry, LedgerPart, digest_of
 
 _READ = {LedgerPart.FIRST_READ, LedgerPart.INPUT}  # never a consequence of what differed before
 _KEPT_BITS = 0xFFFFFFFF  # of a digest

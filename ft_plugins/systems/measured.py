@@ -17,12 +17,12 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from ..bubbles.bubble_plan import BubblePlan
-from ..bubbles.clock import clock_of
-from ..bubbles.gate import Gate
+from ..bubbles.gate.gate import Gate
 from ..bubbles.profile import Profiler, Profiling, ProfilingPhase
-from ..bubbles.record import EdgeFanout, Recorder
-from ..bubbles.timeline_exchange import Gathers
-from ..bubbles.timeline_values import shown
+from ..bubbles.timeline.clock import clock_of
+from ..bubbles.timeline.record import EdgeFanout, Recorder
+from ..bubbles.timeline.timeline_exchange import Gathers
+from ..bubbles.timeline.timeline_values import shown
 from ..config import BaftConfig
 from ..events import Events, catalogue, say
 from ..model.host import Edges, Host

@@ -1,7 +1,7 @@
 """PAFT: average replicas as often as noise requires, and compare them.
 
     after_update      start digests and averages, as the policy decides
-    before_update     fence: verdict -> repair (sync.verdicts); averages become live (sync.turns)
+    before_update     fence: verdict -> repair (sync.audit.verdicts); averages become live (sync.layers.turns)
     iteration_begin   fence of the verdict alone, with audit_at forward
 
 What is started runs on one thread, in one order on all ranks, behind the next forward and backward; training waits only
@@ -31,18 +31,18 @@ from ..errors import ReplicaError, UnsupportedError
 from ..events import Events, catalogue
 from ..model.host import Host, ReplicaOperations
 from ..model.inventory import Inventory, Item
-from ..snapshot.slots import Mark
-from ..sync.aggregate import Aggregate, describe_cost, require_enough
-from ..sync.audit import OnCorruption, promise
-from ..sync.averager import Averaging
+from ..snapshot.segment.slots import Mark
+from ..sync.audit.audit import OnCorruption, promise
+from ..sync.audit.compare import Auditing
+from ..sync.audit.verdicts import Verdicts
+from ..sync.averaging.aggregate import Aggregate, describe_cost, require_enough
+from ..sync.averaging.averager import Averaging
+from ..sync.averaging.policy import Label, PaftPolicy, Replicas
+from ..sync.averaging.schedule import schedule_of
 from ..sync.background import Background
 from ..sync.buckets import plan_buckets, require_replicas
-from ..sync.compare import Auditing
+from ..sync.layers.turns import SyncTurns
 from ..sync.links import Links
-from ..sync.policy import Label, PaftPolicy, Replicas
-from ..sync.schedule import schedule_of
-from ..sync.turns import SyncTurns
-from ..sync.verdicts import Verdicts
 from .injection import FaultInjector
 
 

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .. import intake, stamps
+from ..base import intake, stamps
+from ..base.intake import Count, Seconds
 from ..config import LaunchContext
 from ..events import Events, catalogue
-from ..intake import Count, Seconds
 
 _FILE = "starts"
 

@@ -28,7 +28,7 @@ from ..errors import ConfigError
 from ..events import Events
 from ..model.host import Host
 from ..model.inventory import Item
-from ..snapshot.slots import Mark
+from ..snapshot.segment.slots import Mark
 
 
 class Synchronizer(Protocol):
@@ -124,7 +124,7 @@ def synchronizer_of(host: Host, config: Config, events: Events, folder: Path | N
     """The configured synchronizer, not connected yet; `folder`: of files about this run. Raises ConfigError,
     UnsupportedError."""
     if config.sync is not None:
-        from .local_sgd import LocalSgd  # each imports much that ranks without it do not need
+        from .local_sgd.local_sgd import LocalSgd  # each imports much that ranks without it do not need
 
         every = config.capture is not None and config.capture.versions == "every"
         return LocalSgd(host, config.sync, events, every, folder)

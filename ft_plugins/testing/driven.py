@@ -21,9 +21,9 @@ from typing import Any
 from ..config import run_directory
 from ..errors import FtError
 from ..events import Event, Events, EventType, catalogue, file_sink, read
-from ..smp import liveness
-from ..smp.client import Client
-from ..snapshot import paths
+from ..smp.serve.client import Client
+from ..smp.watch import liveness
+from ..snapshot.segment import paths
 
 _END_SECONDS = 20.0  # for ft-run to end its workers after SIGTERM
 _GONE_SECONDS = 10.0  # for killed processes to disappear

@@ -17,8 +17,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..smp import liveness
-from ..snapshot import paths
+from ..smp.watch import liveness
+from ..snapshot.segment import paths
 from .forkserver import RunningJob
 
 _SUBNET = "10.77.0"

@@ -19,10 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import faults, session
-from ..adapters.plain import PlainHost
+from .. import session
+from ..adapters.torch.plain import PlainHost
+from ..base import faults
 from ..config import launch_context
-from ..smp.client import Client
+from ..smp.serve.client import Client
 
 
 def check(tensors: Mapping[str, torch.Tensor], iteration: int) -> list[str]:

@@ -33,10 +33,10 @@ from typing import Any
 
 import psutil
 
-from .. import files
+from ..base import files
 from ..config import Config, run_directory
 from ..events import Event, read
-from ..smp import protocol
+from ..transport import protocol
 
 _END_SECONDS = 300.0  # for the server to end by itself, which takes long on a busy machine
 _FORK_SECONDS = 60.0  # to fork all ranks of one incarnation
@@ -255,8 +255,8 @@ def _run(spec: JobSpec) -> dict[str, Any]:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
+    from ..launcher.agent.watcher import Job
     from ..launcher.node_launch import launch
-    from ..launcher.watcher import Job
 
     config, rest = Config.from_flags(spec.flags)
     if rest:

@@ -17,7 +17,7 @@ from .forkserver import JobSpec
 ITERATIONS = 9
 EXAMPLE = Path(__file__).resolve().parents[2] / "launch" / "examples" / "fsdp_loop.py"
 PRELOAD = (
-    *(str(EXAMPLE), "ft_plugins.adapters.fsdp", "ft_plugins.session", "ft_plugins.launcher.node_launch"),
+    *(str(EXAMPLE), "ft_plugins.adapters.torch.fsdp", "ft_plugins.session", "ft_plugins.launcher.node_launch"),
     "torch._dynamo",  # which each rank would import otherwise, with its first optimizer, in most of a second
 )
 _MODEL = ("--layers", "2", "--hidden", "16", "--heads", "2", "--sequence", "16", "--eval-at", "4")

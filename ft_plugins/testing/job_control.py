@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from ..events import catalogue, recent_of
-from ..smp.client import Client
-from ..snapshot import paths
+from ..smp.serve.client import Client
+from ..snapshot.segment import paths
 from .forkserver import ForkServer, JobSpec, RunningJob
 
 BOUND = 90  # seconds

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ..bubbles.profile import Profiling
-from ..bubbles.timeline_values import pack, unpack
+from ..bubbles.timeline.timeline_values import pack, unpack
 from ..config import Config, launch_context
 from ..model.timeline import Profile
 from ..session import Session, attach

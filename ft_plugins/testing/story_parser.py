@@ -12,7 +12,7 @@ keyword and a phrase:
                                                                     10 iterations
     flags  --reft-redundancy raim6                                  flags of ft_plugins
     store  every 3 iterations                                       checkpoints, in a folder shared by all nodes
-    fault  n2 persist.file@rank=5,iteration=6:stop                  a fault point (`ft_plugins.faults`) of one node
+    fault  n2 persist.file@rank=5,iteration=6:stop                  a fault point (`ft_plugins.base.faults`) of one node
     runs   with all configurations                                  run only with all test configurations (marker
                                                                     all_configurations)
 
@@ -55,7 +55,7 @@ import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from .. import faults
+from ..base import faults
 from ..errors import ConfigError, FtError
 from .story import (
     EVERY,

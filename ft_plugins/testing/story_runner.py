@@ -18,10 +18,10 @@ from safetensors.numpy import load_file
 
 from ..config import Config
 from ..events import Event, catalogue
-from ..smp import liveness
-from ..snapshot import checkpoint
-from ..snapshot.checkpoint import Origin
-from ..snapshot.slots import Mark, Version
+from ..smp.watch import liveness
+from ..snapshot.checkpoint import checkpoint
+from ..snapshot.checkpoint.checkpoint import Origin
+from ..snapshot.segment.slots import Mark, Version
 from . import deepspeed_runs, megatron_runs
 from .deepspeed_runs import DeepSpeedRun
 from .emulated_nodes import EmulatedHost, destroy, freeze

@@ -25,8 +25,8 @@ from gpt_job import Job
 from megatron.core import parallel_state
 
 import ft_plugins
-from ft_plugins import faults
 from ft_plugins.adapters.megatron.core import MegatronCoreHost
+from ft_plugins.base import faults
 from ft_plugins.config import Config, LaunchContext, launch_context, merge
 from ft_plugins.errors import EXIT_REFUSED, FtError
 from ft_plugins.model.digest import state_digest, tensor_digest

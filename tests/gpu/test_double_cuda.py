@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from ft_plugins.model.inventory import Inventory, Item, Role
-from ft_plugins.snapshot.capture import Capture
-from ft_plugins.snapshot.double import with_parity
-from ft_plugins.snapshot.layout import plan_layout
-from ft_plugins.snapshot.paths import path_of, remove
-from ft_plugins.snapshot.segment import Segment, create
-from ft_plugins.snapshot.shape import Shape
-from ft_plugins.snapshot.slots import Version
+from ft_plugins.snapshot.capture.capture import Capture
+from ft_plugins.snapshot.capture.double import with_parity
+from ft_plugins.snapshot.capture.layout import plan_layout
+from ft_plugins.snapshot.segment.paths import path_of, remove
+from ft_plugins.snapshot.segment.segment import Segment, create
+from ft_plugins.snapshot.segment.shape import Shape
+from ft_plugins.snapshot.segment.slots import Version
 
 pytestmark = pytest.mark.gpu
 

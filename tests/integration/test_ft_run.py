@@ -26,9 +26,9 @@ from ft_plugins import events
 from ft_plugins.config import run_directory
 from ft_plugins.events import Event
 from ft_plugins.report.recovery_phases import recovery_phases
-from ft_plugins.smp import liveness
-from ft_plugins.smp.client import Client
-from ft_plugins.snapshot import paths
+from ft_plugins.smp.serve.client import Client
+from ft_plugins.smp.watch import liveness
+from ft_plugins.snapshot.segment import paths
 from ft_plugins.testing.ports import free_port
 
 WAIT = 240.0  # a start imports torch in every rank
@@ -38,7 +38,7 @@ import os, sys
 import torch, torch.distributed as dist
 import ft_plugins
 from ft_plugins import faults
-from ft_plugins.adapters.plain import PlainHost
+from ft_plugins.adapters.torch.plain import PlainHost
 from ft_plugins.config import launch_context
 
 assert sys.argv[1:] == ["--lr", "1"], sys.argv

@@ -14,7 +14,7 @@ import pytest
 
 from ft_plugins.errors import EXIT_REFUSED
 from ft_plugins.events import Event, read
-from ft_plugins.smp.leftovers import sweep
+from ft_plugins.smp.serve.leftovers import sweep
 
 POISONED, LAST = 6, 14  # the iteration that poisons the state; the last one
 BOUND = 400.0  # seconds for a run; its waits are shorter

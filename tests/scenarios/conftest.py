@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from ft_plugins.errors import FtError
-from ft_plugins.smp import liveness
-from ft_plugins.smp.client import Client
+from ft_plugins.smp.serve.client import Client
+from ft_plugins.smp.watch import liveness
 from ft_plugins.testing import deepspeed_runs, fsdp_runs, megatron_runs
 from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
 from ft_plugins.testing.multinode import DETECT, HANG, has_flag

@@ -23,8 +23,8 @@ import megatron_gpt  # noqa: E402
 from gpt_job import Job  # noqa: E402
 from megatron.core import dist_checkpointing, parallel_state  # noqa: E402
 
-from ft_plugins import faults  # noqa: E402
 from ft_plugins.adapters.megatron.replay import restore_rng, rng_state  # noqa: E402
+from ft_plugins.base import faults  # noqa: E402
 from ft_plugins.config import Config, launch_context  # noqa: E402
 
 # `fully_reshardable` of core 0.16 loses elements at the end of a padded buffer (it says so), as small models have them

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ft_plugins.session import Session
-from ft_plugins.snapshot import codec
+from ft_plugins.snapshot.capture import codec
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "launch" / "examples"
 CARRIED = "ft_plugins.local_sgd"

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from ft_plugins.snapshot.paths import path_of
-from ft_plugins.snapshot.segment import Segment
-from ft_plugins.snapshot.slots import SlotState
+from ft_plugins.snapshot.segment.paths import path_of
+from ft_plugins.snapshot.segment.segment import Segment
+from ft_plugins.snapshot.segment.slots import SlotState
 from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
 from ft_plugins.testing.job_control import Entry, entries, wait_for, wait_until_stopped
 from ft_plugins.testing.megatron_runs import EXAMPLE
@@ -191,7 +191,7 @@ def test_a_second_job_of_the_same_name_is_refused_and_the_first_one_ends_undistu
 def test_without_an_smp_required_protection_is_refused_and_a_job_without_it_trains_on() -> None:
     program = (
         "import sys, torch; from ft_plugins import session; from ft_plugins.config import Config;"
-        "from ft_plugins.adapters.plain import PlainHost; host = PlainHost({'a': torch.zeros(4)});"
+        "from ft_plugins.adapters.torch.plain import PlainHost; host = PlainHost({'a': torch.zeros(4)});"
         "protection = session.attach(host, Config.from_flags(sys.argv[1:])[0]); print(protection.resume());"
         "[protection.iteration_end(step) for step in (1, 2)]; protection.shutdown()"
     )

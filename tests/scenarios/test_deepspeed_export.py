@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from ft_plugins.snapshot import checkpoint
+from ft_plugins.snapshot.checkpoint import checkpoint
 from ft_plugins.testing.deepspeed_runs import DeepSpeedConfiguration, DeepSpeedRun
 from ft_plugins.testing.forkserver import ForkServer, JobSpec
 from ft_plugins.testing.golden import explain, losses, state_differences

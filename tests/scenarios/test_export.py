@@ -18,8 +18,8 @@ import pytest
 import xxhash
 
 from ft_plugins.model.topology import Topology
-from ft_plugins.snapshot import checkpoint, persist
-from ft_plugins.snapshot.checkpoint_reader import CheckpointReader
+from ft_plugins.snapshot.checkpoint import checkpoint, persist
+from ft_plugins.snapshot.checkpoint.checkpoint_reader import CheckpointReader
 from ft_plugins.testing.forkserver import ForkServer, JobSpec
 from ft_plugins.testing.golden import explain, tree_differences
 from ft_plugins.testing.megatron_runs import ITERATIONS, RANKS, MegatronConfiguration, MegatronRun

@@ -21,7 +21,7 @@ import pytest
 from ft_plugins.collective.rank_tree import place_of
 from ft_plugins.events import Event, catalogue
 from ft_plugins.redundancy.grouping import redundancy_groups
-from ft_plugins.snapshot.paths import SHM
+from ft_plugins.snapshot.segment.paths import SHM
 from ft_plugins.testing.emulated_nodes import EmulatedHost, network
 from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
 from ft_plugins.testing.fsdp_runs import EXAMPLE, FsdpRun
@@ -133,8 +133,8 @@ def neighbours(rank: int) -> set[int]:
 def is_inner(position: int) -> bool:
     """Whether a node other than the root connects others with the rest, in the trees of ranks and of SMPs."""
     below = any(child not in ranks_at(position) for child in place_of(position * PER_NODE, RANKS, PER_NODE).children)
-    if find_spec("ft_plugins.smp.tree") is not None:
-        below = below and bool(import_module("ft_plugins.smp.tree").children_of(position, NODES))
+    if find_spec("ft_plugins.smp.tree.tree") is not None:
+        below = below and bool(import_module("ft_plugins.smp.tree.tree").children_of(position, NODES))
     return position > 0 and below
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ft_plugins.smp.client import Client
-from ft_plugins.snapshot.paths import parity_path_of, path_of, segments_of
+from ft_plugins.smp.serve.client import Client
+from ft_plugins.snapshot.segment.paths import parity_path_of, path_of, segments_of
 from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
 from ft_plugins.testing.job_control import wait_for, wait_until_stopped
 from ft_plugins.testing.ports import free_port

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from ft_plugins.smp.client import Client
+from ft_plugins.smp.serve.client import Client
 from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
 from ft_plugins.testing.job_control import Entry, entries, wait_for
 

@@ -19,8 +19,8 @@ import pytest
 
 from ft_plugins.cli.status_facts import facts_of
 from ft_plugins.cli.status_table import text_of
-from ft_plugins.smp import liveness
-from ft_plugins.snapshot import paths
+from ft_plugins.smp.watch import liveness
+from ft_plugins.snapshot.segment import paths
 from ft_plugins.testing.emulated_nodes import EmulatedHost, destroy, network
 from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
 from ft_plugins.testing.job_control import Entry, entries, wait_for, wait_until_stopped

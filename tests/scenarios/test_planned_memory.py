@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from ft_plugins.config import Config
-from ft_plugins.snapshot.paths import parity_path_of, segments_of
-from ft_plugins.snapshot.shape import PAGE
-from ft_plugins.systems.dry_claim import DryJob, plan_claim
+from ft_plugins.snapshot.segment.paths import parity_path_of, segments_of
+from ft_plugins.snapshot.segment.shape import PAGE
+from ft_plugins.systems.reft.dry_claim import DryJob, plan_claim
 from ft_plugins.testing.forkserver import ForkServer, JobSpec
 from ft_plugins.testing.job_control import wait_for
 from ft_plugins.testing.ports import free_port

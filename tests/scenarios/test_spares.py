@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ft_plugins.snapshot.paths import previous_segments_of, segments_of
+from ft_plugins.snapshot.segment.paths import previous_segments_of, segments_of
 from ft_plugins.testing.emulated_nodes import EmulatedHost, network
 from ft_plugins.testing.forkserver import ForkServer, RunningJob
 from ft_plugins.testing.golden import assert_identical

@@ -20,8 +20,8 @@ import psutil
 import pytest
 
 from ft_plugins.events import Event, read
-from ft_plugins.smp import liveness
-from ft_plugins.smp.client import Client
+from ft_plugins.smp.serve.client import Client
+from ft_plugins.smp.watch import liveness
 from ft_plugins.testing import megatron_runs
 from ft_plugins.testing.deepspeed_runs import EXAMPLE as DEEPSPEED
 from ft_plugins.testing.deepspeed_runs import DeepSpeedConfiguration, DeepSpeedRun
@@ -87,7 +87,7 @@ class Command:
             assert not self.events("standby.refused"), self.events("standby.refused")
             time.sleep(0.1)
         self.seen |= set(psutil.Process(self.process.pid).children(recursive=True))
-        return [each for each in self.seen if "ft_plugins.launcher.standby" in each.cmdline()]
+        return [each for each in self.seen if "ft_plugins.launcher.preload.standby" in each.cmdline()]
 
     def left(self) -> list[psutil.Process]:
         """Of the processes that were there: those that still are, the SMP apart."""

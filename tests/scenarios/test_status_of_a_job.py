@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ft_plugins.cli import status_table
 from ft_plugins.cli.status_facts import Facts, facts_of, is_over
-from ft_plugins.smp.client import Client
+from ft_plugins.smp.serve.client import Client
 from ft_plugins.testing.forkserver import ForkServer, JobSpec
 from ft_plugins.testing.ports import free_port
 

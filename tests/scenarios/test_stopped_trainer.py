@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 
 from ft_plugins.config import Config, run_directory, worker_environment
-from ft_plugins.smp.client import Client, ensure
-from ft_plugins.snapshot.paths import path_of
-from ft_plugins.snapshot.segment import Segment
-from ft_plugins.snapshot.slots import SlotState, Version
+from ft_plugins.smp.serve.client import Client, ensure
+from ft_plugins.snapshot.segment.paths import path_of
+from ft_plugins.snapshot.segment.segment import Segment
+from ft_plugins.snapshot.segment.slots import SlotState, Version
 from ft_plugins.testing.forkserver import ForkServer, JobSpec
 from ft_plugins.testing.job_control import entries, wait_for, wait_until_stopped
 

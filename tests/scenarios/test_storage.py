@@ -19,10 +19,10 @@ from typing import Any
 
 import pytest
 
-from ft_plugins.smp import liveness
-from ft_plugins.smp.client import Client
-from ft_plugins.smp.status import common, newest_common
-from ft_plugins.snapshot import checkpoint
+from ft_plugins.smp.serve.client import Client
+from ft_plugins.smp.serve.status import common, newest_common
+from ft_plugins.smp.watch import liveness
+from ft_plugins.snapshot.checkpoint import checkpoint
 from ft_plugins.testing.fills import main as fill
 from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
 from ft_plugins.testing.job_control import (

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ft_plugins.snapshot.paths import path_of
+from ft_plugins.snapshot.segment.paths import path_of
 from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
 from ft_plugins.testing.golden import explain, loss_differences, state_differences
 from ft_plugins.testing.job_control import wait_for, wait_until_stopped

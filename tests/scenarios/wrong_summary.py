@@ -6,12 +6,12 @@ import json
 import sys
 from pathlib import Path
 
-from ft_plugins.smp.agreement import Summary
-from ft_plugins.smp.channel import Party
-from ft_plugins.smp.tree_link import TreeLink
-from ft_plugins.smp.tree_messages import packed_summary
-from ft_plugins.smp.wire import PURPOSE, Peer
-from ft_plugins.snapshot.slots import Version
+from ft_plugins.smp.tree.agreement import Summary
+from ft_plugins.smp.tree.tree_link import TreeLink
+from ft_plugins.smp.tree.tree_messages import packed_summary
+from ft_plugins.snapshot.segment.slots import Version
+from ft_plugins.transport.channel import Party
+from ft_plugins.transport.wire import PURPOSE, Peer
 
 SECONDS = 30.0
 

@@ -23,13 +23,13 @@ import pytest
 import torch
 from hypothesis import settings
 
-from ft_plugins import faults
+from ft_plugins.base import faults
 from ft_plugins.events import Event, read
-from ft_plugins.smp import liveness
-from ft_plugins.smp.client import Client, ensure
-from ft_plugins.snapshot import header, segment, segment_file, slot_header
-from ft_plugins.snapshot.paths import path_of
-from ft_plugins.snapshot.room import SHM
+from ft_plugins.smp.serve.client import Client, ensure
+from ft_plugins.smp.watch import liveness
+from ft_plugins.snapshot.segment import header, segment, segment_file, slot_header
+from ft_plugins.snapshot.segment.paths import path_of
+from ft_plugins.snapshot.segment.room import SHM
 
 _HEADER_FILES = {module.__file__ for module in (header, segment, segment_file, slot_header)}
 _numbers = itertools.count()

@@ -24,14 +24,14 @@ from ft_plugins.cli import status_command, status_facts, status_table
 from ft_plugins.cli.job_state import State
 from ft_plugins.config import Config, keys, run_directory
 from ft_plugins.events import Events, catalogue, file_sink
-from ft_plugins.smp import client as smp
-from ft_plugins.smp import liveness
-from ft_plugins.snapshot import paths
-from ft_plugins.snapshot.paths import path_of
-from ft_plugins.snapshot.retention import Storage
-from ft_plugins.snapshot.segment import Segment
-from ft_plugins.snapshot.shape import Shape
-from ft_plugins.snapshot.slots import Version
+from ft_plugins.smp.serve import client as smp
+from ft_plugins.smp.watch import liveness
+from ft_plugins.snapshot.capture.retention import Storage
+from ft_plugins.snapshot.segment import paths
+from ft_plugins.snapshot.segment.paths import path_of
+from ft_plugins.snapshot.segment.segment import Segment
+from ft_plugins.snapshot.segment.shape import Shape
+from ft_plugins.snapshot.segment.slots import Version
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 CONFIGURATION, OPERATING = DOCS / "configuration.md", DOCS / "operating.md"

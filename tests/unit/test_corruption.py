@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ft_plugins import faults
-from ft_plugins.corruption import Action, Corruption, Strike
+from ft_plugins.base import faults
+from ft_plugins.base.corruption import Action, Corruption, Strike
 from ft_plugins.errors import ConfigError
 
 POINT = "update.gradients"

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 import ft_plugins
-from ft_plugins import corruption, fault_points, faults
-from ft_plugins.adapters.plain import PlainHost
+from ft_plugins.adapters.torch.plain import PlainHost
+from ft_plugins.base import corruption, fault_points, faults
+from ft_plugins.base.fault_points import OF_HOSTS, POINTS
 from ft_plugins.config import Config, launch_context
 from ft_plugins.errors import ConfigError
-from ft_plugins.fault_points import OF_HOSTS, POINTS
 from ft_plugins.session import attach
-from ft_plugins.smp import requests
+from ft_plugins.smp.serve import requests
 
 SOURCE = Path(ft_plugins.__file__).parent
 
@@ -146,7 +146,7 @@ def test_a_fault_at_a_point_that_this_host_does_not_reach_is_refused_when_it_att
 
 def test_the_points_of_hosts_are_listed_and_each_adapter_names_those_that_its_source_reaches() -> None:
     assert set(OF_HOSTS) <= set(POINTS)
-    for adapter in ("megatron/core.py", "deepspeed/core.py", "torch_loop.py"):
+    for adapter in ("megatron/core.py", "deepspeed/core.py", "torch/torch_loop.py"):
         path = SOURCE / "adapters" / adapter
         source = ast.parse(path.read_text())
         named = next(

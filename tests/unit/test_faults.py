@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_plugins import faults
+from ft_plugins.base import faults
+from ft_plugins.base.faults import Fault, parse, reach
 from ft_plugins.errors import ConfigError
-from ft_plugins.faults import Fault, parse, reach
 
 words = st.text("abcdefghijklmnopqrstuvwxyz0123456789._-", min_size=1)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ft_plugins import files
+from ft_plugins.base import files
 
 
 def test_a_file_is_replaced_whole_for_its_owner_alone_and_no_link_is_followed(tmp_path: Path) -> None:

@@ -15,10 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from ft_plugins import cli, faults, intake
+from ft_plugins import cli
+from ft_plugins.base import faults, intake
 from ft_plugins.config import Config, deepspeed_json, launch_context, worker_environment
 from ft_plugins.errors import ConfigError, FtError
-from ft_plugins.launcher.endpoint import Endpoint
+from ft_plugins.launcher.rendezvous.endpoint import Endpoint
 from ft_plugins.testing.hostile import altered, damaged, nested
 
 BLOCK = {

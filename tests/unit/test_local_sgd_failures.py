@@ -15,11 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ft_plugins import faults
+from ft_plugins.base import faults
 from ft_plugins.config import Config
 from ft_plugins.errors import ConfigError, ProtocolError
 from ft_plugins.model.inventory import Inventory
-from ft_plugins.sync.late_peers import PeerWait
+from ft_plugins.sync.rounds.late_peers import PeerWait
 
 Ranks = Callable[..., list[Any]]
 _spec = importlib.util.spec_from_file_location("local_sessions", Path(__file__).parent / "test_session_local_sgd.py")

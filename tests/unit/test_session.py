@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from ft_plugins.adapters.plain import PlainHost
+from ft_plugins.adapters.torch.plain import PlainHost
 from ft_plugins.config import Config, LaunchContext
 from ft_plugins.errors import FtError
 from ft_plugins.session import Session, attach
-from ft_plugins.snapshot.segment import Segment
+from ft_plugins.snapshot.segment.segment import Segment
 from ft_plugins.systems import disconnection
 
 Node = Any  # the fixture's class lives in conftest
@@ -382,7 +382,7 @@ def test_an_orderly_end_leaves_the_segment_without_an_owner(node: Node, live: Ca
 def test_an_smp_that_is_gone_at_the_end_does_not_fail_a_training_that_is_done(
     node: Node, live: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ft_plugins.systems import reft
+    from ft_plugins.systems.reft import reft
 
     update = Loop.run
 

@@ -16,13 +16,13 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ft_plugins.adapters.torch_loop import TorchHost
+from ft_plugins.adapters.torch.torch_loop import TorchHost
 from ft_plugins.config import Config, LaunchContext
 from ft_plugins.errors import ConfigError, StateChangedError, UnsupportedError
 from ft_plugins.session import attach
-from ft_plugins.sync.layer_profile import read_profile
-from ft_plugins.sync.layers_schedule import equal_number
-from ft_plugins.sync.synchronisation import Synchronisation
+from ft_plugins.sync.layers.layer_profile import read_profile
+from ft_plugins.sync.layers.layers_schedule import equal_number
+from ft_plugins.sync.rounds.synchronisation import Synchronisation
 
 Ranks = Callable[..., list[Any]]
 Node = Any  # the fixture's class lives in conftest

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ft_plugins.adapters.torch_loop import TorchHost
+from ft_plugins.adapters.torch.torch_loop import TorchHost
 from ft_plugins.config import Config, LaunchContext
 from ft_plugins.errors import FtError
 from ft_plugins.session import attach

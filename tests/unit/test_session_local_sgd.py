@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from ft_plugins.adapters.plain import PlainHost
+from ft_plugins.adapters.torch.plain import PlainHost
 from ft_plugins.config import Config, LaunchContext
 from ft_plugins.errors import ConfigError, UnsupportedError
 from ft_plugins.session import Session, attach

@@ -15,7 +15,7 @@ import torch
 import xxhash
 from torch.nn.parallel import DistributedDataParallel
 
-from ft_plugins.adapters.torch_loop import TorchHost
+from ft_plugins.adapters.torch.torch_loop import TorchHost
 from ft_plugins.config import Config, LaunchContext
 from ft_plugins.errors import StateChangedError
 from ft_plugins.session import attach

@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from ft_plugins.adapters.plain import PlainHost
+from ft_plugins.adapters.torch.plain import PlainHost
 from ft_plugins.config import Config, LaunchContext
 from ft_plugins.errors import ConfigError, ReplicaError
 from ft_plugins.model.inventory import Item, Role
 from ft_plugins.session import Session, attach
-from ft_plugins.smp.client import Client
-from ft_plugins.smp.status import marks_in, newest_common
-from ft_plugins.snapshot.paths import remove
-from ft_plugins.snapshot.slots import SLOTS, Mark, Version
-from ft_plugins.systems.carried import CarryingHost
+from ft_plugins.smp.serve.client import Client
+from ft_plugins.smp.serve.status import marks_in, newest_common
+from ft_plugins.snapshot.segment.paths import remove
+from ft_plugins.snapshot.segment.slots import SLOTS, Mark, Version
+from ft_plugins.systems.reft.carried import CarryingHost
 
 Ranks = Callable[..., list[Any]]
 Node = Any  # the fixture's class lives in conftest

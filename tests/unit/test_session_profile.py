@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from ft_plugins.adapters.plain import PlainHost
-from ft_plugins.bubbles.gate import GATE_BYTES, Gate
+from ft_plugins.adapters.torch.plain import PlainHost
+from ft_plugins.bubbles.gate.gate import GATE_BYTES, Gate
 from ft_plugins.bubbles.profile import Profiling
-from ft_plugins.bubbles.record import EdgeFanout, Recorder
-from ft_plugins.bubbles.timeline_values import Row
+from ft_plugins.bubbles.timeline.record import EdgeFanout, Recorder
+from ft_plugins.bubbles.timeline.timeline_values import Row
 from ft_plugins.config import BaftConfig, Config, LaunchContext
 from ft_plugins.errors import UnsupportedError
 from ft_plugins.events import Events, read

@@ -12,7 +12,7 @@ from types import ModuleType
 from ... import events
 from ...config import LaunchContext
 from ...patches import apply_deepspeed_cpu, deepspeed_patches, untested
-from ..script_hooks import on_import
+from ..script.script_hooks import on_import
 from .training import EngineHooks, Join
 
 

@@ -24,20 +24,20 @@ import deepspeed
 import torch
 import xxhash
 
-from ... import faults
+from ...base import faults
 from ...errors import InventoryError, ResumeError, TopologyError, UnsupportedError
 from ...events import say
 from ...model.host import Edges, Hooks
 from ...model.observation import Observer
 from ...model.progress import ProgressReceiver
 from ...model.topology import Topology
-from ...snapshot import codec
+from ...snapshot.capture import codec
+from ..data.observed_inputs import ObservedForwards, digest_of_inputs, plain_number
 from ..forward_edges import follow_forwards, follow_saving
 from ..host_parts import StateItem, StateItems, groups, restore_groups
-from ..observed_inputs import ObservedForwards, digest_of_inputs, plain_number
 from ..parameter_groups import numbered, packed, regrouped
-from ..undeclared import Undeclared
-from ..undeclared_search import Given, UndeclaredSearch
+from ..script.undeclared import Undeclared
+from ..script.undeclared_search import Given, UndeclaredSearch
 from . import naming, state
 from .position import Positions
 from .read_ahead import ReadPace, unproven

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from ..loaders import LoaderEpoch, LoaderPass, StartedSampler, begin_after, is_sampled, set_generator_states
+from ..data.loaders import LoaderEpoch, LoaderPass, StartedSampler, begin_after, is_sampled, set_generator_states
 
 EPOCH = "__ft_epoch__"  # attribute in which DeepSpeed's loaders keep their epoch
 

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from ...errors import StorageError, UnsupportedError
-from ...snapshot.checkpoint_reader import CheckpointReader
-from ...snapshot.index import Index
-from ..values import TAG, find_class, from_plain
+from ...snapshot.checkpoint.checkpoint_reader import CheckpointReader
+from ...snapshot.checkpoint.index import Index
+from ..script.values import TAG, find_class, from_plain
 
 _PACKAGES = ("deepspeed",)
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")

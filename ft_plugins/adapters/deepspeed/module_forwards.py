@@ -24,7 +24,7 @@ import torch
 from ...errors import UnsupportedError
 from ...model.reduction import ModuleEdges
 from ..module_edges import follow_places
-from ..torch_reduction import module_of, parameters_at
+from ..torch.torch_reduction import module_of, parameters_at
 
 REST = ""
 _TIED = "tied_modules"

@@ -24,8 +24,8 @@ import torch
 
 from ...errors import UnsupportedError
 from ..host_parts import StateItem
-from ..script_hooks import replaced
-from ..values import TAG, Unknown, to_plain
+from ..script.script_hooks import replaced
+from ..script.values import TAG, Unknown, to_plain
 from . import state
 
 FRAMEWORK = "deepspeed"

@@ -27,7 +27,7 @@ from typing import Any
 
 from ...errors import ResumeError
 from ...events import say
-from ..loaders import (
+from ..data.loaders import (
     LoaderEpoch,
     LoaderPass,
     Passes,
@@ -38,7 +38,7 @@ from ..loaders import (
     set_generator_states,
     set_source_generators,
 )
-from ..script_hooks import replace_in_deepspeed as replace
+from ..script.script_hooks import replace_in_deepspeed as replace
 from .data_sources import (
     EPOCH,
     epoch_of,

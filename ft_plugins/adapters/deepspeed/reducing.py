@@ -34,8 +34,8 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from ...errors import UnsupportedError
 from ...model.inventory import Inventory, Role
 from ...model.reduction import ModuleEdges, ReducedOver
-from ..script_hooks import replace_in_deepspeed as replace
-from ..script_hooks import replaced
+from ..script.script_hooks import replace_in_deepspeed as replace
+from ..script.script_hooks import replaced
 from .module_forwards import follow_edges, follow_forwards, in_forward_order, module_in
 from .shard_groups import ShardGroups, divide
 

@@ -26,7 +26,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ...errors import ConfigError, UnsupportedError
-from ..script_hooks import replaced
+from ..script.script_hooks import replaced
 
 _SHARDING_GROUP = "_get_sequence_data_parallel_group"
 _REMEMBERED = "_ft_plugins_shard_groups"  # attribute of an engine that was built over replicas

@@ -24,7 +24,7 @@ import torch
 from ...errors import UnsupportedError
 from ...model.host import Edges
 from ...model.timeline import Kind
-from ..script_hooks import replace_in_deepspeed as replace
+from ..script.script_hooks import replace_in_deepspeed as replace
 from ..update_spans import wrap_span, wrap_update
 
 _COUNTED = {"ForwardPass": Kind.FORWARD, "BackwardPass": Kind.BACKWARD}

@@ -24,7 +24,7 @@ import torch
 from ...errors import UnsupportedError
 from ...model.inventory import Inventory, Role
 from ...model.topology import Topology
-from ...snapshot import codec
+from ...snapshot.capture import codec
 from ..host_parts import UPDATE, Recompute, StateItem, state_item
 from . import state
 from .replay import DeepSpeedReplay

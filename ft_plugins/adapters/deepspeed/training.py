@@ -33,7 +33,7 @@ from ...errors import ResumeError, UnsupportedError
 from ...events import say
 from ...session import Session, attach
 from ..rng import numbers_drawn
-from ..script_hooks import replace_in_deepspeed as replace
+from ..script.script_hooks import replace_in_deepspeed as replace
 from .configuration import (
     callers,
     configuration_argument,

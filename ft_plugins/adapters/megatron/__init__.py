@@ -15,7 +15,7 @@ import torch
 from ... import events
 from ...config import LaunchContext
 from ...patches import apply_cpu, is_applied, untested
-from ..script_hooks import load_below, on_import
+from ..script.script_hooks import load_below, on_import
 from . import device
 
 

@@ -3,8 +3,8 @@
 Flags: `--help` shows ours. ft-run removes them from the command line before the script sees it, so the namespace
 normally holds None for each. If the script gets them in another way, both sources must agree.
 
-Arguments: converted to JSON values and back with their types (`adapters.values`). Arguments of types that Megatron-LM's
-own load would not accept are left out and listed.
+Arguments: converted to JSON values and back with their types (`adapters.script.values`). Arguments of types that
+Megatron-LM's own load would not accept are left out and listed.
 
 In: `megatron.training.arguments` right after its import; a namespace. Out: the module with an extended parser; a
 configuration; JSON values.
@@ -19,8 +19,8 @@ from types import ModuleType
 from typing import Any
 
 from ...config import Config, LaunchContext, add_flags, merge
-from .. import values as coded
-from ..script_hooks import replace_in_megatron as replace
+from ..script import values as coded
+from ..script.script_hooks import replace_in_megatron as replace
 
 
 def extend(module: ModuleType) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import StorageError
-from ...snapshot.index import Index
+from ...snapshot.checkpoint.index import Index
 
 
 @dataclass(frozen=True)

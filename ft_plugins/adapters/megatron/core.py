@@ -34,15 +34,15 @@ from megatron.core.num_microbatches_calculator import (
 )
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from ... import faults
+from ...base import faults
 from ...errors import ResumeError, TopologyError
 from ...model.host import Edges, Hooks
 from ...model.observation import Observer
 from ...model.progress import ProgressReceiver
 from ...model.topology import Topology
+from ..data.observed_inputs import ObservedForwards, plain_number
 from ..forward_edges import follow_forwards
 from ..host_parts import groups, restore_groups
-from ..observed_inputs import ObservedForwards, plain_number
 from ..parameter_groups import merged, numbered, packed, regrouped
 from . import instances, naming, state
 from .reducing import MegatronReduction

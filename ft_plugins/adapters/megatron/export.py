@@ -24,9 +24,9 @@ import torch
 
 from ...errors import StorageError, UnsupportedError
 from ...model.topology import Topology
-from ...snapshot import codec
-from ...snapshot.checkpoint_reader import CheckpointReader
-from ...snapshot.index import Index
+from ...snapshot.capture import codec
+from ...snapshot.checkpoint.checkpoint_reader import CheckpointReader
+from ...snapshot.checkpoint.index import Index
 from .arguments import arguments_from_plain
 from .assembly import Assembly, TensorBlock, assemble
 

@@ -32,7 +32,7 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from megatron.core.utils import unwrap_model
 
 from ...errors import UnsupportedError
-from ...snapshot import codec
+from ...snapshot.capture import codec
 from . import state
 from .arguments import arguments_to_plain
 from .state import Replicas

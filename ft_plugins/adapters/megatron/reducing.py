@@ -39,7 +39,7 @@ from ...model.inventory import Role
 from ...model.reduction import ModuleEdges, ReducedOver
 from ..host_parts import StateItems
 from ..module_edges import follow_places
-from ..script_hooks import is_within
+from ..script.script_hooks import is_within
 from . import forward_modules, instances, refusals
 
 _PARAMETERS = (Role.PARAMETER, Role.MAIN_PARAMETER)

@@ -25,8 +25,8 @@ from megatron.core.pipeline_parallel import p2p_communication, schedules
 from ...errors import UnsupportedError
 from ...model.host import Edges
 from ...model.timeline import Kind
-from ..script_hooks import REPLACED, is_within
-from ..script_hooks import replace_in_megatron as replace
+from ..script.script_hooks import REPLACED, is_within
+from ..script.script_hooks import replace_in_megatron as replace
 from ..update_spans import wrap_span, wrap_update
 
 _MODEL, _CONFIG = 2, 6  # places of these arguments of forward_step

@@ -26,7 +26,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from ...errors import UnsupportedError
 from ...model.inventory import Inventory
-from ...snapshot import codec
+from ...snapshot.capture import codec
 from ..host_parts import Recompute, StateItem, groups
 from . import state
 from .replay import MegatronReplay

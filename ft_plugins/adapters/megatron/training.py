@@ -32,7 +32,7 @@ from ...errors import ResumeError, UnsupportedError
 from ...model.topology import Topology
 from ...session import Session, attach
 from ..forward_edges import follow_saving
-from ..script_hooks import replace_in_megatron as replace
+from ..script.script_hooks import replace_in_megatron as replace
 from .arguments import resolve
 from .data_identity import identity
 from .refusals import REMEDY, of_arguments

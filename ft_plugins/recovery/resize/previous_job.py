@@ -24,9 +24,9 @@ import msgpack
 from ...collective import Collective
 from ...errors import FtError, ResumeError
 from ...model.host import resizable
-from ...snapshot.paths import previous_path_of
-from ...snapshot.segment import Segment
-from ...snapshot.slots import SlotState, Version
+from ...snapshot.segment.paths import previous_path_of
+from ...snapshot.segment.segment import Segment
+from ...snapshot.segment.slots import SlotState, Version
 from ..nodes import Endpoint, SeenNodes, Spare
 from ..recovery_plan import RecoveryPlan, Way
 from .previous_size import (

@@ -15,11 +15,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...intake import parsed
+from ...base.intake import parsed
 from ...redundancy.exchange_plan import ExchangePlan
-from ...smp.job_file import ProtectionReference
-from ...smp.protection import Protection
-from ...snapshot.slots import Mark, Slot, SlotState, Version
+from ...smp.serve.job_file import ProtectionReference
+from ...smp.tree.protection import Protection
+from ...snapshot.segment.slots import Mark, Slot, SlotState, Version
 from ..facts import NodeFacts, RankFacts
 from ..nodes import read_marks
 from ..recovery_plan import RecoveryPlan, Way, plan_recovery

@@ -18,15 +18,15 @@ import msgpack
 import numpy as np
 import xxhash
 
-from ... import faults
+from ...base import faults
 from ...collective import Collective
 from ...collective.spreading import spread
 from ...errors import SegmentError
-from ...snapshot import codec, manifest
-from ...snapshot.claims import slot_to_rebuild
-from ...snapshot.manifest import Manifest
-from ...snapshot.segment import NOT_COMPUTED, Segment
-from ...snapshot.slots import Mark, SlotState, Version
+from ...snapshot.capture import codec, manifest
+from ...snapshot.capture.manifest import Manifest
+from ...snapshot.segment.claims import slot_to_rebuild
+from ...snapshot.segment.segment import NOT_COMPUTED, Segment
+from ...snapshot.segment.slots import Mark, SlotState, Version
 from .previous_job import open_previous
 from .previous_size import Coordinates, ResizePlan
 from .pull import Bytes, PullRange, pull

@@ -10,8 +10,8 @@ the data-parallel size may differ: a rank restores from ranks at its own place i
     other state that each rank has of its own is refused, unless it is known whose this rank takes over
 
 Under local SGD replicas differ, so several wholes have one name. `inherited` are the ranks of the replica whose own
-state this rank takes over (`sync.inheritance`). What they have whole is taken from them alone; the rest, which all
-replicas share out, from all ranks.
+state this rank takes over (`sync.rounds.inheritance`). What they have whole is taken from them alone; the rest, which
+all replicas share out, from all ranks.
 
 In: the manifests of the previous ranks at one place, the manifest of the current rank. Out: `Move`s.
 """
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from ...errors import ResumeError
 from ...model.inventory import Role
-from ...snapshot.manifest import OWN, Manifest, TensorRange
+from ...snapshot.capture.manifest import OWN, Manifest, TensorRange
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field, TypeAdapter
 
-from ... import files
+from ...base import files
+from ...base.intake import Count, read_json
 from ...errors import TopologyError
-from ...intake import Count, read_json
 from ...model.topology import Topology
 
 FILE = "sizes.json"  # in the run directory, read by the rendezvous

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ...events import Events
-from ...snapshot.segment import Segment
-from ..node import NodeTier
-from ..persister import Persister
+from ...snapshot.segment.segment import Segment
+from ..storage.persister import Persister
+from ..tree.node import NodeTier
 from .previous_segments import PreviousSegments
 from .previous_storage import PreviousStorage
 

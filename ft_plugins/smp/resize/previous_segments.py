@@ -17,12 +17,13 @@ from dataclasses import replace
 from typing import Any
 
 from ...errors import SegmentError
-from ...snapshot import manifest, paths
-from ...snapshot import segment as segments
-from ...snapshot.paths import path_of, previous_path_of
-from ...snapshot.segment import Segment
-from ...snapshot.shape import Shape
-from ...snapshot.slots import SlotState, Version
+from ...snapshot.capture import manifest
+from ...snapshot.segment import paths
+from ...snapshot.segment import segment as segments
+from ...snapshot.segment.paths import path_of, previous_path_of
+from ...snapshot.segment.segment import Segment
+from ...snapshot.segment.shape import Shape
+from ...snapshot.segment.slots import SlotState, Version
 
 
 class PreviousSegments:

@@ -17,10 +17,10 @@ from typing import Any
 
 from ...errors import FtError
 from ...events import Events, catalogue
-from ...snapshot.retention import Storage
-from ...snapshot.slots import SlotState
-from ..alarms import Alarms
-from ..persister import Persister
+from ...snapshot.capture.retention import Storage
+from ...snapshot.segment.slots import SlotState
+from ..storage.persister import Persister
+from ..watch.alarms import Alarms
 from .previous_segments import PreviousSegments
 
 

@@ -25,16 +25,17 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from ... import files
+from ...base import files
+from ...base.intake import Count, parsed, read_json
 from ...errors import FtError, ProtocolError
 from ...events import Events, catalogue
-from ...intake import Count, parsed, read_json
-from ...snapshot.segment import Segment
-from .. import job_file, liveness
-from ..job_file import ProtectionReference
-from ..node import NodeTier
-from ..requests import HostPort, ReleaseSpare, SpareState
-from ..wire import Peer
+from ...snapshot.segment.segment import Segment
+from ...transport.wire import Peer
+from ..serve import job_file
+from ..serve.job_file import ProtectionReference
+from ..serve.requests import HostPort, ReleaseSpare, SpareState
+from ..tree.node import NodeTier
+from ..watch import liveness
 from .context import ResizeContext
 
 _TO_RELEASE_FILE = "spares.json"  # in the run directory: endpoints of the spares that this node has to release

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...events import catalogue
-from ...snapshot.slots import SlotState, Version
+from ...snapshot.segment.slots import SlotState, Version
 from .context import ResizeContext
 from .spares import SpareClient
 

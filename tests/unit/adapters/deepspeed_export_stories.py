@@ -22,8 +22,8 @@ from deepspeed.pipe import LayerSpec, PipelineModule  # noqa: E402
 
 from ft_plugins.adapters.deepspeed.core import DeepSpeedHost  # noqa: E402
 from ft_plugins.adapters.deepspeed.export import export  # noqa: E402
-from ft_plugins.snapshot import codec  # noqa: E402
-from ft_plugins.snapshot.index import describe, parse  # noqa: E402
+from ft_plugins.snapshot.capture import codec  # noqa: E402
+from ft_plugins.snapshot.checkpoint.index import describe, parse  # noqa: E402
 
 MODES: dict[str, dict[str, Any]] = {
     "fp32 zero0": {"stage": 0, "bf16": False},

@@ -21,7 +21,7 @@ from ft_plugins.model.digest import state_digest
 from ft_plugins.model.inventory import Role
 from ft_plugins.model.reduction import ReducedOver
 from ft_plugins.model.topology import Topology
-from ft_plugins.snapshot import codec
+from ft_plugins.snapshot.capture import codec
 from ft_plugins.testing.gang import gang
 
 ALL, LOCAL = ReducedOver.ALL, ReducedOver.LOCAL

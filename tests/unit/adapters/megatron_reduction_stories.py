@@ -10,7 +10,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron_gangs import BF16, INTERLEAVED, OVERLAPPED, SHARDED, GangJob, differing, gang_job, large, shards, sum_over
 from torch.distributed import get_process_group_ranks
 
-from ft_plugins import faults
+from ft_plugins.base import faults
 from ft_plugins.model.digest import state_digest
 from ft_plugins.model.reduction import ReducedOver, ReductionControl
 from ft_plugins.model.timeline import Kind

@@ -24,17 +24,17 @@ from megatron.core import num_microbatches_calculator as calculator
 from megatron.core import parallel_state
 from megatron.core.optimizer.optimizer import FP32Optimizer
 
-from ft_plugins import faults
 from ft_plugins.adapters import host_parts
 from ft_plugins.adapters.megatron import state
 from ft_plugins.adapters.megatron.core import MegatronCoreHost
 from ft_plugins.adapters.megatron.support import require_supported
+from ft_plugins.base import faults
 from ft_plugins.config import launch_context
 from ft_plugins.errors import FtError, InventoryError, ResumeError, TopologyError, UnsupportedError
 from ft_plugins.model.digest import state_digest
 from ft_plugins.model.inventory import IterationSpan, Role
 from ft_plugins.model.topology import Topology
-from ft_plugins.snapshot import codec
+from ft_plugins.snapshot.capture import codec
 from ft_plugins.testing.ports import free_port
 
 SMALL = ["--layers", "2", "--hidden", "16", "--heads", "2", "--sequence", "16", "--global-batch", "4", "--warmup", "1"]

@@ -18,7 +18,7 @@ from megatron.core.utils import unwrap_model
 from megatron_stories import SHARDED_BF16, job, tell, trained
 
 from ft_plugins.adapters.megatron.assembly import assemble
-from ft_plugins.snapshot.index import Index
+from ft_plugins.snapshot.checkpoint.index import Index
 
 FLAGS: tuple[list[str], ...] = ([], ["--bf16"], SHARDED_BF16, ["--distributed-optimizer"])
 

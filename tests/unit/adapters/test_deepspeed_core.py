@@ -12,7 +12,7 @@ pytest.importorskip("deepspeed")
 
 from ft_plugins.adapters.deepspeed.core import DeepSpeedHost, require_encodable_scheduler  # noqa: E402
 from ft_plugins.errors import ResumeError, UnsupportedError  # noqa: E402
-from ft_plugins.snapshot import codec  # noqa: E402
+from ft_plugins.snapshot.capture import codec  # noqa: E402
 
 
 def optimizer() -> torch.optim.Optimizer:

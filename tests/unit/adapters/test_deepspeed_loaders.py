@@ -18,10 +18,10 @@ pytest.importorskip("deepspeed")
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler  # noqa: E402
 from torch.utils.data.distributed import DistributedSampler  # noqa: E402
 
+from ft_plugins.adapters.data.loaders import LoaderPass, generator_states, set_generator_states  # noqa: E402
 from ft_plugins.adapters.deepspeed.position import Positions  # noqa: E402
-from ft_plugins.adapters.loaders import LoaderPass, generator_states, set_generator_states  # noqa: E402
 from ft_plugins.errors import ResumeError  # noqa: E402
-from ft_plugins.snapshot import codec  # noqa: E402
+from ft_plugins.snapshot.capture import codec  # noqa: E402
 
 BATCHES = 5  # of an epoch
 

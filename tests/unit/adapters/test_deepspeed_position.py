@@ -14,10 +14,10 @@ pytest.importorskip("deepspeed")
 from deepspeed.runtime import dataloader  # noqa: E402
 from torch.utils.data import DataLoader, RandomSampler  # noqa: E402
 
+from ft_plugins.adapters.data.loaders import generator_states, set_generator_states
 from ft_plugins.adapters.deepspeed.position import Positions  # noqa: E402
-from ft_plugins.adapters.loaders import generator_states, set_generator_states
 from ft_plugins.errors import ResumeError  # noqa: E402
-from ft_plugins.snapshot import codec  # noqa: E402
+from ft_plugins.snapshot.capture import codec  # noqa: E402
 
 
 class Numbers(torch.utils.data.Dataset):

@@ -19,12 +19,7 @@ from edge_log import EdgeLog, backward, forward  # noqa: E402
 
 from ft_plugins.adapters.deepspeed import configuration, module_forwards, reducing, training  # noqa: E402
 from ft_plugins.adapters.deepspeed.reducing import DeepSpeedReduction, require_local_gradients  # noqa: E402
-from ft_plugins.adapters.deepspeed.shard_groups import (  # noqa: E402
-    ShardGroups,
-    counterparts,
-    replicas_of,
-    require_divisible,
-)
+from ft_plugins.adapters.deepspeed.shard_groups import ShardGroups, counterparts, replicas_of, require_divisible
 from ft_plugins.config import Config  # noqa: E402
 from ft_plugins.errors import ConfigError, UnsupportedError  # noqa: E402
 from ft_plugins.model.reduction import ReducedOver  # noqa: E402

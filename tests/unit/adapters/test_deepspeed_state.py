@@ -22,7 +22,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler  # 
 from ft_plugins.adapters.deepspeed import state  # noqa: E402
 from ft_plugins.adapters.deepspeed.state import _of_flat  # noqa: E402
 from ft_plugins.errors import ResumeError  # noqa: E402
-from ft_plugins.snapshot import codec  # noqa: E402
+from ft_plugins.snapshot.capture import codec  # noqa: E402
 
 
 @settings(deadline=None)

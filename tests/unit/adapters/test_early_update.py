@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from ft_plugins.adapters.early_update import EarlyUpdate, early_refusal
+from ft_plugins.adapters.torch.early_update import EarlyUpdate, early_refusal
 from ft_plugins.errors import StateChangedError
 
 OPTIMIZERS = {

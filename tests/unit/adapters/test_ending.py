@@ -10,7 +10,7 @@ import pytest
 
 _FOLLOW = """
 import atexit, sys
-from ft_plugins.adapters.script_hooks import follow_end
+from ft_plugins.adapters.script.script_hooks import follow_end
 def follow():
     orderly = follow_end(sys._getframe())
     atexit.register(lambda: print(orderly()))

@@ -18,7 +18,7 @@ from ft_plugins.adapters import export_command as export
 from ft_plugins.adapters.megatron.arguments import arguments_from_plain, arguments_to_plain
 from ft_plugins.adapters.megatron.assembly import assemble
 from ft_plugins.errors import ConfigError, StorageError
-from ft_plugins.snapshot.index import Index
+from ft_plugins.snapshot.checkpoint.index import Index
 
 # ---- assembly ----
 

@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import ft_plugins
-from ft_plugins.adapters.fsdp import FsdpHost
-from ft_plugins.adapters.fsdp_layout import ShardLayout, placed
-from ft_plugins.adapters.torch_loop import TorchHost
+from ft_plugins.adapters.torch.fsdp import FsdpHost
+from ft_plugins.adapters.torch.fsdp_layout import ShardLayout, placed
+from ft_plugins.adapters.torch.torch_loop import TorchHost
 from ft_plugins.config import Config, LaunchContext
 from ft_plugins.errors import ConfigError, FtError, InventoryError, StateChangedError, UnsupportedError
 from ft_plugins.model.digest import readable, state_digest

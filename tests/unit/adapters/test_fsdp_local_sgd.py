@@ -22,13 +22,14 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from ft_plugins.adapters.fsdp import FsdpHost
 from ft_plugins.adapters.host_parts import local_part
+from ft_plugins.adapters.torch.fsdp import FsdpHost
 from ft_plugins.config import Config, LaunchContext
 from ft_plugins.errors import ConfigError, FtError, UnsupportedError
 from ft_plugins.session import attach
-from ft_plugins.sync import layers_job, synchronisation
-from ft_plugins.systems import layered, local_sgd
+from ft_plugins.sync.layers import layers_job
+from ft_plugins.sync.rounds import synchronisation
+from ft_plugins.systems.local_sgd import layered, local_sgd
 from ft_plugins.testing.gang import gang
 
 WORLD, TAU, STEPS = 4, 2, 7  # three synchronisations, and an iteration behind the last one

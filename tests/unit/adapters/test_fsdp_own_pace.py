@@ -12,8 +12,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from ft_plugins.adapters.fsdp import FsdpHost
 from ft_plugins.adapters.host_parts import local_part
+from ft_plugins.adapters.torch.fsdp import FsdpHost
 from ft_plugins.config import Config
 from ft_plugins.session import attach
 from ft_plugins.testing.gang import gang

@@ -20,8 +20,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 sys.path.insert(0, str(Path(__file__).parent))
 from edge_log import EdgeLog, backward, forward  # noqa: E402
 
-from ft_plugins.adapters import fsdp  # noqa: E402
-from ft_plugins.adapters.fsdp import FsdpHost  # noqa: E402
+from ft_plugins.adapters.torch import fsdp  # noqa: E402
+from ft_plugins.adapters.torch.fsdp import FsdpHost  # noqa: E402
 from ft_plugins.config import Config, LaunchContext  # noqa: E402
 from ft_plugins.errors import ConfigError, UnsupportedError  # noqa: E402
 from ft_plugins.model.reduction import ReducedOver, ReductionControl  # noqa: E402

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ft_plugins.adapters.loader_order import PassNumbers
+from ft_plugins.adapters.data.loader_order import PassNumbers
 from ft_plugins.errors import ResumeError
-from ft_plugins.snapshot import codec
+from ft_plugins.snapshot.capture import codec
 
 
 def passes(path: str, before: list[int], after: list[int]) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
-from ft_plugins.adapters.torch_loop import TorchHost
+from ft_plugins.adapters.torch.torch_loop import TorchHost
 from ft_plugins.errors import ConfigError, ResumeError, StateChangedError
 from ft_plugins.model.digest import readable
 from ft_plugins.session import Session

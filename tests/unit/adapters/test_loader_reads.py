@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ft_plugins.adapters.loader_reads import LoopReads
+from ft_plugins.adapters.data.loader_reads import LoopReads
 from ft_plugins.errors import ConfigError
 
 

@@ -14,7 +14,7 @@ from ft_plugins.adapters.megatron import data_identity
 from ft_plugins.adapters.megatron.arguments import extend, resolve
 from ft_plugins.adapters.megatron.data_identity import describe, identity
 from ft_plugins.adapters.megatron.training import TrainingHooks, topology
-from ft_plugins.adapters.script_hooks import replace_in_megatron as replace
+from ft_plugins.adapters.script.script_hooks import replace_in_megatron as replace
 from ft_plugins.config import Config, LaunchContext
 from ft_plugins.errors import ConfigError, UnsupportedError
 

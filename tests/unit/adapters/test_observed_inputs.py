@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from ft_plugins.adapters.observed_inputs import (
+from ft_plugins.adapters.data.observed_inputs import (
     SAMPLED,
     ObservedForwards,
     digest_of_gradients,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from ft_plugins.adapters.torch_loop import TorchHost
+from ft_plugins.adapters.torch.torch_loop import TorchHost
 from ft_plugins.config import Config, LaunchContext
 from ft_plugins.errors import ConfigError, FtError, InventoryError, ResumeError, StateChangedError, UnsupportedError
 from ft_plugins.model.digest import readable

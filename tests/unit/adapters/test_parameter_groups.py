@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ft_plugins.adapters.parameter_groups import merged, numbered, packed, regrouped
-from ft_plugins.adapters.torch_loop import TorchHost
+from ft_plugins.adapters.torch.torch_loop import TorchHost
 from ft_plugins.config import Config, LaunchContext
 from ft_plugins.errors import FtError, ResumeError
 from ft_plugins.session import attach

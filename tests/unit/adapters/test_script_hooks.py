@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from ft_plugins.adapters.script_hooks import PostImportFinder, load_below, on_import
+from ft_plugins.adapters.script.script_hooks import PostImportFinder, load_below, on_import
 from ft_plugins.launcher.hooks import FirstImport
 
 

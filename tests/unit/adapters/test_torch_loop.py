@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 import ft_plugins
-from ft_plugins.adapters.plain import PlainHost
-from ft_plugins.adapters.torch_loop import TorchHost
+from ft_plugins.adapters.torch.plain import PlainHost
+from ft_plugins.adapters.torch.torch_loop import TorchHost
 from ft_plugins.config import Config, LaunchContext
 from ft_plugins.errors import (
     ConfigError,
@@ -28,7 +28,7 @@ from ft_plugins.errors import (
 )
 from ft_plugins.model.digest import readable, state_digest
 from ft_plugins.session import Session, attach
-from ft_plugins.snapshot import codec
+from ft_plugins.snapshot.capture import codec
 
 Node = Any  # the fixture's class lives in tests/unit/conftest.py
 Ranks = Callable[..., list[Any]]

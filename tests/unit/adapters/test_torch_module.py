@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ft_plugins.adapters.torch_loop import TorchHost
+from ft_plugins.adapters.torch.torch_loop import TorchHost
 from ft_plugins.errors import InventoryError, StateChangedError
 from tests.unit.adapters.torch_small import Small, handed_over, network, session_of, take_over
 

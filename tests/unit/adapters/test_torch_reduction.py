@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 sys.path.insert(0, str(Path(__file__).parent))
 from edge_log import EdgeLog, backward, forward  # noqa: E402
 
-from ft_plugins.adapters.torch_loop import TorchHost  # noqa: E402
-from ft_plugins.adapters.torch_reduction import called_paths, module_of, modules_of, outermost  # noqa: E402
+from ft_plugins.adapters.torch.torch_loop import TorchHost  # noqa: E402
+from ft_plugins.adapters.torch.torch_reduction import called_paths, module_of, modules_of, outermost  # noqa: E402
 from ft_plugins.errors import UnsupportedError  # noqa: E402
 from ft_plugins.model.reduction import ReducedOver, ReductionControl  # noqa: E402
 from ft_plugins.testing.gang import gang  # noqa: E402

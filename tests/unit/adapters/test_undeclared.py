@@ -13,9 +13,9 @@ import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
-from ft_plugins.adapters.script_names import Name, named
-from ft_plugins.adapters.script_state import Marks, Returned, storage_of, tensors_in
-from ft_plugins.adapters.undeclared import DeclaredState, Undeclared, sorted_out, tensors_to_mark, undeclared
+from ft_plugins.adapters.script.script_names import Name, named
+from ft_plugins.adapters.script.script_state import Marks, Returned, storage_of, tensors_in
+from ft_plugins.adapters.script.undeclared import DeclaredState, Undeclared, sorted_out, tensors_to_mark, undeclared
 
 
 def network() -> torch.nn.Sequential:

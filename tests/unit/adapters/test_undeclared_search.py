@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.optim.swa_utils import AveragedModel
 
-from ft_plugins.adapters import undeclared_search
+from ft_plugins.adapters.script import undeclared_search
 from ft_plugins.errors import StateChangedError
 from tests.unit.adapters.torch_small import Small
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from ft_plugins.adapters.torch_loop import TorchHost
+from ft_plugins.adapters.torch.torch_loop import TorchHost
 from ft_plugins.config import Config, LaunchContext
 from ft_plugins.session import Session, attach
-from ft_plugins.snapshot import codec
+from ft_plugins.snapshot.capture import codec
 
 
 def session_of(host: TorchHost) -> Session:

@@ -11,7 +11,7 @@ import pytest
 
 from dreamddp import ColumnResult, over_columns
 from ft_plugins.config import Config
-from ft_plugins.sync.layer_profile import NANO, LayerProfile, LayerTimes, write_profile
+from ft_plugins.sync.layers.layer_profile import NANO, LayerProfile, LayerTimes, write_profile
 from workloads.dreamddp_scenarios import (
     COMPARED,
     DREAMDDP,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ft_plugins.snapshot.double import replica_shares
-from ft_plugins.snapshot.manifest import manifest_of
+from ft_plugins.snapshot.capture.double import replica_shares
+from ft_plugins.snapshot.capture.manifest import manifest_of
 from workloads.plan_scale import PlanFigure, plan_figures
 from workloads.scaled_job import SHAPES, ScaledJob, topology_of
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ft_plugins.bubbles.gate import GATE_BYTES
+from ft_plugins.bubbles.gate.gate import GATE_BYTES
 
 _fork = multiprocessing.get_context("fork")
 WAIT_SECONDS = 30.0  # for anything that takes milliseconds

@@ -10,8 +10,8 @@ import time
 import numpy as np
 import pytest
 
-from ft_plugins.bubbles import futex
-from ft_plugins.bubbles.futex import POLL_SECONDS, FutexWord
+from ft_plugins.bubbles.gate import futex
+from ft_plugins.bubbles.gate.futex import POLL_SECONDS, FutexWord
 
 LONG = 20.0  # seconds: nobody waits for so long
 

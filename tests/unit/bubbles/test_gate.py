@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from ft_plugins.bubbles.bubble_plan import SenderPlan
 from ft_plugins.bubbles.filling import Grant, Transfer
-from ft_plugins.bubbles.gate import GATE_BYTES, Gate, Gatekeeper, Opening
+from ft_plugins.bubbles.gate.gate import GATE_BYTES, Gate, Gatekeeper, Opening
 from ft_plugins.bubbles.windows import WINDOWS
 from ft_plugins.model.timeline import Kind
-from ft_plugins.snapshot.segment import Segment, create
-from ft_plugins.snapshot.shape import Shape
+from ft_plugins.snapshot.segment.segment import Segment, create
+from ft_plugins.snapshot.segment.shape import Shape
 
 Trainer = Callable[[Callable[[Connection], None]], AbstractContextManager[tuple[Callable[[], object], int]]]
 WAIT_SECONDS = 30.0  # for anything that takes milliseconds

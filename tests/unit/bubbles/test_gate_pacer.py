@@ -21,9 +21,9 @@ import pytest
 
 from ft_plugins.bubbles.bubble_plan import LARGEST_RATE_DUTY
 from ft_plugins.bubbles.filling import Grant
-from ft_plugins.bubbles.gate import GATE_BYTES, STEADY, Gate
-from ft_plugins.bubbles.gate_pacer import GatePacer
-from ft_plugins.bubbles.pacing import (
+from ft_plugins.bubbles.gate.gate import GATE_BYTES, STEADY, Gate
+from ft_plugins.bubbles.gate.gate_pacer import GatePacer
+from ft_plugins.bubbles.gate.pacing import (
     LIMITS,
     AskFallback,
     GateSight,

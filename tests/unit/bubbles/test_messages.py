@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from ft_plugins.bubbles.messages import Traffic, traffic, without_messages
+from ft_plugins.bubbles.timeline.messages import Traffic, traffic, without_messages
 from ft_plugins.bubbles.windows import Reserve
 from ft_plugins.model.timeline import Kind, Span, Timeline, bubbles
 from ft_plugins.planner.pipeline import Pipeline, PipelineSchedule

@@ -10,9 +10,9 @@ from itertools import pairwise
 import msgpack
 import pytest
 
-from ft_plugins.bubbles.gate import edge_tolerance
+from ft_plugins.bubbles.gate.gate import edge_tolerance
 from ft_plugins.bubbles.profile import TRANSITIONS, Profiler, Profiling, ProfilingPhase
-from ft_plugins.bubbles.timeline_values import Packed, pack, unpack
+from ft_plugins.bubbles.timeline.timeline_values import Packed, pack, unpack
 from ft_plugins.model.timeline import Kind, Profile, SenderFacts, Span, Timeline
 
 SETTINGS = Profiling(warmup=2, iterations=3, watch_every=1, ask_every=4, tolerance=0.1, misses=3)

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_plugins.bubbles.profile import Profiler, Profiling, ProfilingPhase
-from ft_plugins.bubbles.timeline_exchange import RankSummary, TimelineExchange
-from ft_plugins.bubbles.timeline_readers import TimelineReaders, receivers, sources
+from ft_plugins.bubbles.timeline.timeline_exchange import RankSummary, TimelineExchange
+from ft_plugins.bubbles.timeline.timeline_readers import TimelineReaders, receivers, sources
 from ft_plugins.collective import Collective
 from ft_plugins.errors import ConfigError, FtError, ProtocolError
 from ft_plugins.model.timeline import Kind, Profile, SenderFacts, Span, Timeline

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ft_plugins.bubbles.bubble_plan import SenderPlan
 from ft_plugins.bubbles.filling import Grant, Transfer
-from ft_plugins.bubbles.timeline_values import MOST, Row, Window, shown
+from ft_plugins.bubbles.timeline.timeline_values import MOST, Row, Window, shown
 from ft_plugins.model.timeline import Kind, Span, Timeline, bubbles
 
 PASSES = (Kind.FORWARD, Kind.BACKWARD)

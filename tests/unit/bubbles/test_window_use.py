@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_plugins.bubbles.window_use import CUT, REGROWTH, Shortened
+from ft_plugins.bubbles.gate.window_use import CUT, REGROWTH, Shortened
 
 WINDOW, OTHER = (3, 0), (3, 1)
 

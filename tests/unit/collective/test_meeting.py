@@ -22,9 +22,9 @@ from ft_plugins.collective.rank_links import UNIT, Link
 from ft_plugins.collective.switch import Switch
 from ft_plugins.errors import ConfigError, FtError, ProtocolError
 from ft_plugins.events import Events
-from ft_plugins.smp import own_address
-from ft_plugins.smp.channel import Channel, Opener, Party, Sealer
-from ft_plugins.smp.own_address import IDENTITY, UNKNOWN
+from ft_plugins.transport import own_address
+from ft_plugins.transport.channel import Channel, Opener, Party, Sealer
+from ft_plugins.transport.own_address import IDENTITY, UNKNOWN
 
 SECRET = b"sixteen bytes or more"
 TREE = bytes(module.NONCE) + (1).to_bytes(4, "big") + UNKNOWN  # what rank 0 writes

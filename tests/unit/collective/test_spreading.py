@@ -15,9 +15,9 @@ from ft_plugins.collective import Collective, Transfers
 from ft_plugins.collective.spreading import rounds_of, spread
 from ft_plugins.errors import FtError
 from ft_plugins.recovery.nodes import SeenNodes
-from ft_plugins.smp import job_file
-from ft_plugins.smp.protection import Protection
-from ft_plugins.snapshot.shape import Shape
+from ft_plugins.smp.serve import job_file
+from ft_plugins.smp.tree.protection import Protection
+from ft_plugins.snapshot.segment.shape import Shape
 
 Ranks = Callable[..., list[Any]]
 NODES = ("a", "a", "b", "c", "d")  # of each rank

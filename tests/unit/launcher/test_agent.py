@@ -23,17 +23,17 @@ from torch.distributed.launcher.api import LaunchConfig
 from ft_plugins import events
 from ft_plugins.config import Config, launch_context, run_directory
 from ft_plugins.errors import BudgetError, BusyError, ConfigError
+from ft_plugins.launcher.agent.watcher import Job
 from ft_plugins.launcher.node_launch import Outcome, launch
-from ft_plugins.launcher.watcher import Job
-from ft_plugins.smp import liveness
-from ft_plugins.smp.client import Client
-from ft_plugins.smp.status import newest_common
-from ft_plugins.snapshot import paths
-from ft_plugins.snapshot import segment as segments
-from ft_plugins.snapshot.paths import path_of
-from ft_plugins.snapshot.segment import Segment
-from ft_plugins.snapshot.shape import Shape
-from ft_plugins.snapshot.slots import Version, choose
+from ft_plugins.smp.serve.client import Client
+from ft_plugins.smp.serve.status import newest_common
+from ft_plugins.smp.watch import liveness
+from ft_plugins.snapshot.segment import paths
+from ft_plugins.snapshot.segment import segment as segments
+from ft_plugins.snapshot.segment.paths import path_of
+from ft_plugins.snapshot.segment.segment import Segment
+from ft_plugins.snapshot.segment.shape import Shape
+from ft_plugins.snapshot.segment.slots import Version, choose
 
 WAIT = 90.0
 SHAPE = Shape(nbytes=4096, small_nbytes=64, buckets=1, layout=1)

@@ -9,7 +9,7 @@ import pytest
 from torch.distributed import DistError, HashStore, PrefixStore, Store
 
 from ft_plugins.errors import ConfigError
-from ft_plugins.launcher.agent_channel import AgentChannel
+from ft_plugins.launcher.agent.agent_channel import AgentChannel
 
 SECRET = b"sixteen bytes or more"
 SHORT = timedelta(seconds=0.2)

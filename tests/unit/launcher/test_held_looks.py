@@ -10,20 +10,20 @@ from typing import Any
 
 import pytest
 
+from ft_plugins.base.intake import parsed
 from ft_plugins.errors import ProtocolError
 from ft_plugins.events import Events
-from ft_plugins.intake import parsed
-from ft_plugins.launcher import endpoint
-from ft_plugins.launcher.field_types import MOST_NODES
-from ft_plugins.launcher.held_looks import longest_hold
-from ft_plugins.launcher.local_node import LeaderLink
-from ft_plugins.launcher.node_messages import Admission, Leader, Message, RoundView
-from ft_plugins.launcher.node_service import NodeIdentity, NodeService
-from ft_plugins.launcher.peer_client import Credentials, PeerConnection
-from ft_plugins.launcher.peer_server import PeerServer
-from ft_plugins.launcher.roster import PAGE, Place, Roster
-from ft_plugins.launcher.round_machine import Phase
-from ft_plugins.launcher.rounds import Rules
+from ft_plugins.launcher.rendezvous import endpoint
+from ft_plugins.launcher.rendezvous.local_node import LeaderLink
+from ft_plugins.launcher.rendezvous.peer_client import Credentials, PeerConnection
+from ft_plugins.launcher.rendezvous.peer_server import PeerServer
+from ft_plugins.launcher.rounds.field_types import MOST_NODES
+from ft_plugins.launcher.rounds.held_looks import longest_hold
+from ft_plugins.launcher.rounds.node_messages import Admission, Leader, Message, RoundView
+from ft_plugins.launcher.rounds.node_service import NodeIdentity, NodeService
+from ft_plugins.launcher.rounds.roster import PAGE, Place, Roster
+from ft_plugins.launcher.rounds.round_machine import Phase
+from ft_plugins.launcher.rounds.rounds import Rules
 
 WAIT = 60.0
 SILENCE = 8.0
@@ -47,7 +47,7 @@ class Lead:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, nodes: int = 3) -> None:
         self.now = 1000.0
-        monkeypatch.setattr("ft_plugins.launcher.node_service.time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr("ft_plugins.launcher.rounds.node_service.time", SimpleNamespace(monotonic=lambda: self.now))
         self.service = NodeService(NodeIdentity("job", "a", "t-a", "127.0.0.1:1"), Rules(nodes, nodes), SILENCE)
         leader = Leader("a", "t-a", "127.0.0.1:1", 1)
         self.service.answer({"do": "elect", "lead": vars(leader)})

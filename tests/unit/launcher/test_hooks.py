@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ft_plugins.adapters.script_hooks import on_import
+from ft_plugins.adapters.script.script_hooks import on_import
 from ft_plugins.launcher.hooks import FirstImport
 
 

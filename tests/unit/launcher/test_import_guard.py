@@ -11,7 +11,7 @@ import pytest
 CODE = """
 import os, shutil, socket, sys, tempfile
 from pathlib import Path
-from ft_plugins.launcher.import_guard import ImportGuard
+from ft_plugins.launcher.preload.import_guard import ImportGuard
 guard = ImportGuard()
 job, temporary = Path(sys.argv[1]) / "job", Path(sys.argv[1]) / "temporary"
 guard._temporary = [temporary]

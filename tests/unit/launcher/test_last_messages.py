@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ft_plugins.launcher.last_messages import LastMessages
+from ft_plugins.launcher.rounds.last_messages import LastMessages
 
 SILENCE = 10.0
 STEPS = st.tuples(

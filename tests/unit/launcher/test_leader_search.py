@@ -12,16 +12,16 @@ import pytest
 
 from ft_plugins.errors import ProtocolError
 from ft_plugins.events import Events
-from ft_plugins.launcher import endpoint
-from ft_plugins.launcher.leader_search import _AT_ONCE, LeaderSearch
-from ft_plugins.launcher.node_messages import Leader
-from ft_plugins.launcher.node_service import NodeIdentity, NodeService
-from ft_plugins.launcher.peer_client import ASKED_AT_ONCE, Credentials
-from ft_plugins.launcher.peer_server import PeerServer
-from ft_plugins.launcher.roster_file import RosterFile
-from ft_plugins.launcher.round_join import search_pauses
-from ft_plugins.launcher.round_machine import Place, Roster
-from ft_plugins.launcher.rounds import Rules
+from ft_plugins.launcher.rendezvous import endpoint
+from ft_plugins.launcher.rendezvous.leader_search import _AT_ONCE, LeaderSearch
+from ft_plugins.launcher.rendezvous.peer_client import ASKED_AT_ONCE, Credentials
+from ft_plugins.launcher.rendezvous.peer_server import PeerServer
+from ft_plugins.launcher.rendezvous.round_join import search_pauses
+from ft_plugins.launcher.rounds.node_messages import Leader
+from ft_plugins.launcher.rounds.node_service import NodeIdentity, NodeService
+from ft_plugins.launcher.rounds.roster_file import RosterFile
+from ft_plugins.launcher.rounds.round_machine import Place, Roster
+from ft_plugins.launcher.rounds.rounds import Rules
 
 REACH = 5.0
 SECRET = b"sixteen bytes or more"

@@ -7,8 +7,8 @@ from types import ModuleType
 
 import pytest
 
-from ft_plugins.launcher import noted_times
-from ft_plugins.launcher.noted_times import ImportTimes
+from ft_plugins.launcher.preload import noted_times
+from ft_plugins.launcher.preload.noted_times import ImportTimes
 
 
 def test_a_time_of_the_imports_is_moved_and_any_other_number_stays(monkeypatch: pytest.MonkeyPatch) -> None:

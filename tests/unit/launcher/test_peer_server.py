@@ -16,12 +16,18 @@ import pytest
 
 from ft_plugins.errors import ConfigError
 from ft_plugins.events import Event, Events
-from ft_plugins.launcher import endpoint, peer_client
-from ft_plugins.launcher.endpoint import Endpoint
-from ft_plugins.launcher.peer_client import Credentials, ForeignError, PeerConnection
-from ft_plugins.launcher.peer_server import _OF_ONE_ADDRESS, _PROOF_SECONDS, _SHORT_SECONDS, _UNREAD_SECONDS, PeerServer
-from ft_plugins.smp.channel import Channel
+from ft_plugins.launcher.rendezvous import endpoint, peer_client
+from ft_plugins.launcher.rendezvous.endpoint import Endpoint
+from ft_plugins.launcher.rendezvous.peer_client import Credentials, ForeignError, PeerConnection
+from ft_plugins.launcher.rendezvous.peer_server import (
+    _OF_ONE_ADDRESS,
+    _PROOF_SECONDS,
+    _SHORT_SECONDS,
+    _UNREAD_SECONDS,
+    PeerServer,
+)
 from ft_plugins.testing.ports import free_port
+from ft_plugins.transport.channel import Channel
 
 WAIT = 60.0
 US = Credentials(b"sixteen bytes or more", "job", "n")
@@ -178,7 +184,7 @@ def test_a_connection_that_is_reset_before_its_proof_is_counted(echo: Running) -
 def test_one_more_than_there_may_be_closes_the_oldest_of_the_address_with_the_most(
     echo: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ft_plugins.launcher.peer_server._UNPROVEN", 4)
+    monkeypatch.setattr("ft_plugins.launcher.rendezvous.peer_server._UNPROVEN", 4)
     with contextlib.ExitStack() as stack:
 
         def call(host: str) -> socket.socket:

@@ -12,8 +12,8 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from ft_plugins.config import run_root
 from ft_plugins.errors import ConfigError
-from ft_plugins.launcher.endpoint import Endpoint
-from ft_plugins.launcher.rendezvous_settings import RendezvousSettings
+from ft_plugins.launcher.rendezvous.endpoint import Endpoint
+from ft_plugins.launcher.rendezvous.rendezvous_settings import RendezvousSettings
 
 
 @pytest.mark.parametrize(

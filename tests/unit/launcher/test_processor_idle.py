@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ft_plugins.launcher import processor_idle
-from ft_plugins.launcher.processor_idle import IdleProcessors
+from ft_plugins.launcher.preload import processor_idle
+from ft_plugins.launcher.preload.processor_idle import IdleProcessors
 
 
 def written(folder: Path, busy: tuple[int, int], idle: tuple[int, int], used: float = 0.0) -> None:

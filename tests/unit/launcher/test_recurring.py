@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
-from ft_plugins.launcher.recurring import LIVES, NEAR, HeldVersion, Life, Recurrence, advice, recurring
-from ft_plugins.launcher.restarts import LostPeers, WorkerFailure, judge
+from ft_plugins.launcher.agent.recurring import LIVES, NEAR, HeldVersion, Life, Recurrence, advice, recurring
+from ft_plugins.launcher.agent.restarts import LostPeers, WorkerFailure, judge
 
 NAN = "RuntimeError: loss is NaN at iteration {}"
 

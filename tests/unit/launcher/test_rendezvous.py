@@ -35,24 +35,26 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.launcher.api import LaunchConfig
 
+from ft_plugins.base.intake import within
 from ft_plugins.config import Config
 from ft_plugins.events import Events
-from ft_plugins.intake import within
-from ft_plugins.launcher import job_secret, peer_client, plugin, rendezvous, round_join, round_store
-from ft_plugins.launcher.agent import ProgressAgent
-from ft_plugins.launcher.endpoint import Endpoint
-from ft_plugins.launcher.field_types import MOST_NODES
+from ft_plugins.launcher import job_secret, plugin
+from ft_plugins.launcher.agent.agent import ProgressAgent
+from ft_plugins.launcher.agent.watcher import Job
 from ft_plugins.launcher.node_launch import _specify
-from ft_plugins.launcher.node_service import NodeService
-from ft_plugins.launcher.peer_client import Credentials
-from ft_plugins.launcher.rendezvous import Rendezvous
-from ft_plugins.launcher.rendezvous_settings import BACKEND, RendezvousSettings
-from ft_plugins.launcher.roster_file import RosterFile
-from ft_plugins.launcher.round_machine import Place, Roster
-from ft_plugins.launcher.wait_report import command
-from ft_plugins.launcher.watcher import Job
-from ft_plugins.smp import protocol
+from ft_plugins.launcher.rendezvous import peer_client, rendezvous, round_join
+from ft_plugins.launcher.rendezvous.endpoint import Endpoint
+from ft_plugins.launcher.rendezvous.peer_client import Credentials
+from ft_plugins.launcher.rendezvous.rendezvous import Rendezvous
+from ft_plugins.launcher.rendezvous.rendezvous_settings import BACKEND, RendezvousSettings
+from ft_plugins.launcher.rendezvous.wait_report import command
+from ft_plugins.launcher.rounds import round_store
+from ft_plugins.launcher.rounds.field_types import MOST_NODES
+from ft_plugins.launcher.rounds.node_service import NodeService
+from ft_plugins.launcher.rounds.roster_file import RosterFile
+from ft_plugins.launcher.rounds.round_machine import Place, Roster
 from ft_plugins.testing.ports import free_port
+from ft_plugins.transport import protocol
 
 WAIT = 60.0
 SILENCE = 2.0  # seconds; more than a process is kept waiting for a core here

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ft_plugins.errors import EXIT_REFUSED
-from ft_plugins.launcher.restarts import (
+from ft_plugins.launcher.agent.restarts import (
     RESTORES_OF_ONE_VERSION,
     LostPeers,
     Verdict,
@@ -18,7 +18,7 @@ from ft_plugins.launcher.restarts import (
     restores_so_far,
     root_cause,
 )
-from ft_plugins.smp.hang import HANG
+from ft_plugins.smp.watch.hang import HANG
 
 
 def failure(rank: int, exitcode: int = 1, message: str = "RuntimeError: boom", time: float = 10.0) -> WorkerFailure:

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ft_plugins.base.intake import parsed
 from ft_plugins.errors import ProtocolError
-from ft_plugins.intake import parsed
-from ft_plugins.launcher.field_types import MOST_NODES
-from ft_plugins.launcher.roster import MOST_PAGES, PAGE, Place, Roster, RosterPage, RosterPages, assembled
-from ft_plugins.smp import protocol
+from ft_plugins.launcher.rounds.field_types import MOST_NODES
+from ft_plugins.launcher.rounds.roster import MOST_PAGES, PAGE, Place, Roster, RosterPage, RosterPages, assembled
+from ft_plugins.transport import protocol
 
 PLACES = st.builds(
     Place, st.sampled_from([f"n{number}" for number in range(6)]), st.sampled_from(["h:1", "i:2", "j:3"])

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ft_plugins.launcher import rounds
-from ft_plugins.launcher.node_messages import Leader
-from ft_plugins.launcher.node_service import NodeIdentity, NodeService
-from ft_plugins.launcher.round_machine import Application, Phase, Place, Roster, RoundMachine
-from ft_plugins.launcher.rounds import Candidate, Rules, Seat
-from ft_plugins.smp import protocol
+from ft_plugins.launcher.rounds import rounds
+from ft_plugins.launcher.rounds.node_messages import Leader
+from ft_plugins.launcher.rounds.node_service import NodeIdentity, NodeService
+from ft_plugins.launcher.rounds.round_machine import Application, Phase, Place, Roster, RoundMachine
+from ft_plugins.launcher.rounds.rounds import Candidate, Rules, Seat
+from ft_plugins.transport import protocol
 
 SILENCE = 10.0
 
@@ -322,7 +322,7 @@ class Lead:
         self.count = count
         self.now = 1000.0
         self.clock = SimpleNamespace(monotonic=lambda: self.now)
-        monkeypatch.setattr("ft_plugins.launcher.node_service.time", self.clock)
+        monkeypatch.setattr("ft_plugins.launcher.rounds.node_service.time", self.clock)
         self.service = NodeService(NodeIdentity("job", "n0", "t0", "h:1"), Rules(count, count, wait=1e6), SILENCE)
         leader = Leader("n0", "t0", "h:1", 1)
         assert self.service.answer({"do": "elect", "lead": vars(leader)})["granted"]
@@ -385,7 +385,7 @@ def test_what_a_lead_does_while_nodes_wait_costs_the_same_for_few_and_for_many(m
     few, many = (Lead(count, monkeypatch) for count in (16, 1024))
     found = []
     for lead in (few, many):
-        monkeypatch.setattr("ft_plugins.launcher.node_service.time", lead.clock)
+        monkeypatch.setattr("ft_plugins.launcher.rounds.node_service.time", lead.clock)
         lead.run_one_round()
         assert (view := lead.look(1, known=1)) is not None and view["begun"], view
         lead.lose_one()

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_plugins.errors import ConfigError
-from ft_plugins.launcher.round_machine import Application, Phase, Place, Roster, RoundMachine
-from ft_plugins.launcher.rounds import Candidate, Rules, Seat, Turnout, natural, ranks, size_of
+from ft_plugins.launcher.rounds.round_machine import Application, Phase, Place, Roster, RoundMachine
+from ft_plugins.launcher.rounds.rounds import Candidate, Rules, Seat, Turnout, natural, ranks, size_of
 
 SILENCE = 10.0
 

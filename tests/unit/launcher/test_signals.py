@@ -12,9 +12,9 @@ import pytest
 
 from ft_plugins.errors import ProtectionError
 from ft_plugins.events import Event, Events
+from ft_plugins.launcher.agent.signals import SignalStop, notices
 from ft_plugins.launcher.node_launch import _write_due
-from ft_plugins.launcher.signals import SignalStop, notices
-from ft_plugins.smp.client import REQUEST, STOP
+from ft_plugins.smp.serve.client import REQUEST, STOP
 
 WAIT = 60.0
 Outcome = dict[str, Any] | None

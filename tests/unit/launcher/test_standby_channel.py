@@ -13,8 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from ft_plugins.launcher import standby_channel
-from ft_plugins.launcher.standby_channel import StandbyChannel
+from ft_plugins.launcher.preload import standby_channel
+from ft_plugins.launcher.preload.standby_channel import StandbyChannel
 
 Ends = tuple[StandbyChannel, StandbyChannel, socket.socket]
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ft_plugins.launcher import standby_plan
+from ft_plugins.launcher.preload import standby_plan
 from ft_plugins.model.imported import Imported, digests
 
 START = {"RANK": "3", "OMP_NUM_THREADS": "1", "HOME": "/h"}
@@ -63,7 +63,7 @@ def test_a_variable_that_the_script_sets_before_a_later_import_reads_it() -> Non
 
 
 def test_another_version_or_a_package_that_the_running_rank_has_not_imported() -> None:
-    assert standby_plan.modules_refusal(RUNNING, ("3.12", "2.6"), ["model.part", "json", "ft_plugins.faults"]) == ""
+    assert standby_plan.modules_refusal(RUNNING, ("3.12", "2.6"), ["model.part", "json", "ft_plugins.base.files"]) == ""
     assert "version" in standby_plan.modules_refusal(RUNNING, ("3.12", "2.7"), [])
     names = ["a", "b.c", "d", "e", "f"]
     assert standby_plan.modules_refusal(RUNNING, ("3.12", "2.6"), names).endswith("has not: a, b, d, e and 1 more")

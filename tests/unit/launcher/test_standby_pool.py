@@ -20,8 +20,8 @@ from torch.distributed.elastic.multiprocessing import api as torch_processes
 
 from ft_plugins.config import Config, worker_environment
 from ft_plugins.events import Event, Events
-from ft_plugins.launcher import standby_plan, standby_pool
-from ft_plugins.launcher.standby_pool import StandbyPool
+from ft_plugins.launcher.preload import standby_plan, standby_pool
+from ft_plugins.launcher.preload.standby_pool import StandbyPool
 from ft_plugins.model import imported
 
 WAIT = 120.0

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from ft_plugins.launcher.standby_channel import StandbyChannel
-from ft_plugins.launcher.standby_process import StandbyProcess
+from ft_plugins.launcher.preload.standby_channel import StandbyChannel
+from ft_plugins.launcher.preload.standby_process import StandbyProcess
 
 WAIT = 20.0
 

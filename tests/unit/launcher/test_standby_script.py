@@ -6,7 +6,7 @@ import ast
 
 import pytest
 
-from ft_plugins.launcher.standby_script import beginning
+from ft_plugins.launcher.preload.standby_script import beginning
 
 
 def executed(source: str) -> list[str]:

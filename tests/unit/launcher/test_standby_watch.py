@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-HEAD = "import os, socket, sys\nfrom ft_plugins.launcher.standby_watch import EnvironmentWatch, connected\n"
+HEAD = "import os, socket, sys\nfrom ft_plugins.launcher.preload.standby_watch import EnvironmentWatch, connected\n"
 
 
 def printed(code: str, *words: str, **environment: str) -> str:

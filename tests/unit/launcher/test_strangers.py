@@ -21,9 +21,10 @@ import psutil
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousParameters, RendezvousTimeoutError
 
-from ft_plugins.launcher import job_secret, peer_client, peer_server, plugin, round_join
-from ft_plugins.launcher.peer_client import Credentials
-from ft_plugins.launcher.rendezvous import Rendezvous
+from ft_plugins.launcher import job_secret, plugin
+from ft_plugins.launcher.rendezvous import peer_client, peer_server, round_join
+from ft_plugins.launcher.rendezvous.peer_client import Credentials
+from ft_plugins.launcher.rendezvous.rendezvous import Rendezvous
 from ft_plugins.testing.ports import free_port
 
 WAIT = 20.0

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from ft_plugins.launcher.rounds import Rules
-from ft_plugins.launcher.wait_report import WaitReport, awaited, command, reaching
+from ft_plugins.launcher.rendezvous.wait_report import WaitReport, awaited, command, reaching
+from ft_plugins.launcher.rounds.rounds import Rules
 
 
 @pytest.mark.parametrize(

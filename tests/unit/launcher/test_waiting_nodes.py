@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ft_plugins.launcher.roster import Place, Roster
-from ft_plugins.launcher.rounds import Candidate, Seat, Turnout, natural
-from ft_plugins.launcher.waiting_nodes import Application, WaitingNodes
+from ft_plugins.launcher.rounds.roster import Place, Roster
+from ft_plugins.launcher.rounds.rounds import Candidate, Seat, Turnout, natural
+from ft_plugins.launcher.rounds.waiting_nodes import Application, WaitingNodes
 
 NAMES = ["n1", "n2", "n10", "m", "a9", "z"]
 SEATS = st.none() | st.builds(lambda round, rank: Seat(round, rank, 6), st.integers(1, 4), st.integers(0, 5))

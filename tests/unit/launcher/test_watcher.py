@@ -20,14 +20,14 @@ import pytest
 from ft_plugins.config import Config
 from ft_plugins.errors import BusyError, FencedError, ProtectionError, ProtocolError
 from ft_plugins.events import Event, Events
-from ft_plugins.launcher.watcher import Job, Watcher
-from ft_plugins.smp import liveness
+from ft_plugins.launcher.agent.watcher import Job, Watcher
+from ft_plugins.smp.watch import liveness
 
 WAIT = 20.0
 
 
 class Snapshots:
-    """Stands in for `smp.client`: `ensure` starts a process, `connect` answers as long as it lives."""
+    """Stands in for `smp.serve.client`: `ensure` starts a process, `connect` answers as long as it lives."""
 
     def __init__(self) -> None:
         self.started: list[subprocess.Popen[bytes]] = []

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from ft_plugins.adapters.plain import PlainHost
+from ft_plugins.adapters.torch.plain import PlainHost
 from ft_plugins.model.digest import readable, state_digest, tensor_digest
 
 

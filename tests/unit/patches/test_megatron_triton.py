@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ft_plugins.adapters.script_hooks import load_below
+from ft_plugins.adapters.script.script_hooks import load_below
 from ft_plugins.errors import UnsupportedError
 from ft_plugins.patches import megatron_triton
 from ft_plugins.patches.megatron_triton import needs_triton

@@ -21,8 +21,8 @@ from ft_plugins.planner.sync_plan import (
     plan_sync,
 )
 from ft_plugins.report.sync_pictures import draw_sync
-from ft_plugins.sync.layer_profile import LayerProfile, LayerTimes
-from ft_plugins.sync.layers_schedule import full_synchronisation, period_ns
+from ft_plugins.sync.layers.layer_profile import LayerProfile, LayerTimes
+from ft_plugins.sync.layers.layers_schedule import full_synchronisation, period_ns
 
 PLAIN, DREAMDDP, SPREAD, EDIT, FULL, ENP = ComparedPolicy
 

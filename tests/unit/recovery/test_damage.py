@@ -28,12 +28,12 @@ from ft_plugins.events import Event, Events
 from ft_plugins.recovery.recovery_plan import RecoveryPlan, plan_recovery
 from ft_plugins.recovery.restore import _facts, _read_facts, agree_on_version
 from ft_plugins.recovery.source_choice import choose_source
-from ft_plugins.smp.owner import SnapshotProcess
-from ft_plugins.snapshot.header import _RECORDS, MirroredRecord
-from ft_plugins.snapshot.paths import path_of, remove
-from ft_plugins.snapshot.segment import Segment
-from ft_plugins.snapshot.shape import PAGE, Shape
-from ft_plugins.snapshot.slots import SlotState, Version, voided_slots
+from ft_plugins.smp.serve.owner import SnapshotProcess
+from ft_plugins.snapshot.segment.header import _RECORDS, MirroredRecord
+from ft_plugins.snapshot.segment.paths import path_of, remove
+from ft_plugins.snapshot.segment.segment import Segment
+from ft_plugins.snapshot.segment.shape import PAGE, Shape
+from ft_plugins.snapshot.segment.slots import SlotState, Version, voided_slots
 
 RANKS = (0, 1, 2)
 SHAPE = Shape(nbytes=300, small_nbytes=100, buckets=3, layout=0xFEEDFACECAFEBEEF)

@@ -17,7 +17,7 @@ from ft_plugins.recovery.facts import NodeFacts, RankFacts, trust_of
 from ft_plugins.recovery.recovery_plan import Source, Way, newest_committed, plan_recovery
 from ft_plugins.recovery.source_choice import choose_source, iteration_bound
 from ft_plugins.redundancy.exchange_plan import ExchangePlan, plan_exchange
-from ft_plugins.snapshot.slots import SLOTS, Mark, Slot, SlotState, Version, voided_slots
+from ft_plugins.snapshot.segment.slots import SLOTS, Mark, Slot, SlotState, Version, voided_slots
 
 versions = st.builds(Version, st.integers(0, 2), st.integers(1, 5))
 

@@ -9,9 +9,9 @@ from typing import Any, cast
 import pytest
 
 from ft_plugins.recovery.nodes import JobNodes, NodeTierConfig
-from ft_plugins.smp.client import Client
-from ft_plugins.smp.protection import Protection
-from ft_plugins.snapshot.shape import Shape
+from ft_plugins.smp.serve.client import Client
+from ft_plugins.smp.tree.protection import Protection
+from ft_plugins.snapshot.segment.shape import Shape
 
 
 class Smp:

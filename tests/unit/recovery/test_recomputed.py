@@ -7,7 +7,7 @@ import math
 import pytest
 
 from ft_plugins.recovery.recomputed import judge
-from ft_plugins.snapshot.ledger import LedgerEntry, LedgerPart
+from ft_plugins.snapshot.segment.ledger import LedgerEntry, LedgerPart
 
 BEFORE = LedgerEntry(
     6,

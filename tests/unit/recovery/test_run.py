@@ -14,13 +14,13 @@ from ft_plugins.collective import transfers as module
 from ft_plugins.errors import CorruptSlotError
 from ft_plugins.model.inventory import Inventory, Item, IterationSpan, Role
 from ft_plugins.recovery.restore import agree_on_version, load_tensors
-from ft_plugins.snapshot.capture import Capture
-from ft_plugins.snapshot.copiers import flat_bytes
-from ft_plugins.snapshot.layout import plan_layout
-from ft_plugins.snapshot.paths import path_of, remove
-from ft_plugins.snapshot.segment import Segment, create
-from ft_plugins.snapshot.shape import Shape
-from ft_plugins.snapshot.slots import SlotState, Version
+from ft_plugins.snapshot.capture.capture import Capture
+from ft_plugins.snapshot.capture.copiers import flat_bytes
+from ft_plugins.snapshot.capture.layout import plan_layout
+from ft_plugins.snapshot.segment.paths import path_of, remove
+from ft_plugins.snapshot.segment.segment import Segment, create
+from ft_plugins.snapshot.segment.shape import Shape
+from ft_plugins.snapshot.segment.slots import SlotState, Version
 
 Ranks = Callable[..., list[Any]]
 EARLY = frozenset({IterationSpan.UPDATE, IterationSpan.FORWARD})

@@ -9,15 +9,15 @@ from types import SimpleNamespace
 
 import pytest
 
+from ft_plugins.base.intake import changes, within
 from ft_plugins.collective import Collective
 from ft_plugins.errors import ResumeError
-from ft_plugins.intake import changes, within
 from ft_plugins.recovery.recovery_plan import RecoveryPlan
 from ft_plugins.recovery.storage import StorageTier, with_storage
-from ft_plugins.snapshot import checkpoint, persist
-from ft_plugins.snapshot.checkpoint import Origin
-from ft_plugins.snapshot.retention import StoredCheckpoint
-from ft_plugins.snapshot.slots import Mark, Version
+from ft_plugins.snapshot.capture.retention import StoredCheckpoint
+from ft_plugins.snapshot.checkpoint import checkpoint, persist
+from ft_plugins.snapshot.checkpoint.checkpoint import Origin
+from ft_plugins.snapshot.segment.slots import Mark, Version
 
 S = Version(1, 40)
 MEMORY = RecoveryPlan(Version(2, 70), "process", 3, 71, 1, "newest that all ranks hold")

@@ -24,8 +24,17 @@ from ft_plugins.recovery.facts import NodeFacts, RankFacts
 from ft_plugins.recovery.recovery_plan import RecoveryPlan, Way, newest_committed, plan_recovery
 from ft_plugins.recovery.source_choice import choose_source
 from ft_plugins.redundancy.exchange_plan import plan_exchange
-from ft_plugins.smp.agreement import ExchangeDecision, ExchangeEpoch, NodeReport, decide, merge, summarize
-from ft_plugins.snapshot.slots import Pin, Slot, SlotState, Version, choose, pinnable_slot, slots_for, voided_slots
+from ft_plugins.smp.tree.agreement import ExchangeDecision, ExchangeEpoch, NodeReport, decide, merge, summarize
+from ft_plugins.snapshot.segment.slots import (
+    Pin,
+    Slot,
+    SlotState,
+    Version,
+    choose,
+    pinnable_slot,
+    slots_for,
+    voided_slots,
+)
 
 DIGEST = 77
 SHAPES = {  # nodes of the ranks, sharding groups, losses

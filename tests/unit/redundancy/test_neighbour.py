@@ -31,9 +31,9 @@ from ft_plugins.redundancy.neighbour import (
     plan_neighbours,
     why_unplaced,
 )
-from ft_plugins.smp.frames import Parity, decoded
-from ft_plugins.snapshot.layout import plan_layout
-from ft_plugins.snapshot.slots import Version
+from ft_plugins.smp.exchange.frames import Parity, decoded
+from ft_plugins.snapshot.capture.layout import plan_layout
+from ft_plugins.snapshot.segment.slots import Version
 
 PLANNING_CPU_SECONDS = 5  # 0.2 s are usual; the machine of the tests is slower at times, but not quadratic
 V = Version(1, 7)

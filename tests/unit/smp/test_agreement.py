@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ft_plugins.smp.agreement import (
+from ft_plugins.smp.tree.agreement import (
     LOST_LIMIT,
     ExchangeDecision,
     ExchangeEpoch,
@@ -27,7 +27,7 @@ from ft_plugins.smp.agreement import (
     merge,
     summarize,
 )
-from ft_plugins.smp.node_step import (
+from ft_plugins.smp.tree.node_step import (
     Announced,
     Committed,
     CommitVersion,
@@ -42,8 +42,8 @@ from ft_plugins.smp.node_step import (
     SwitchExchange,
     step,
 )
-from ft_plugins.snapshot.shape import PARITY_SLOTS
-from ft_plugins.snapshot.slots import (
+from ft_plugins.snapshot.segment.shape import PARITY_SLOTS
+from ft_plugins.snapshot.segment.slots import (
     SHARED,
     SLOTS,
     Pin,

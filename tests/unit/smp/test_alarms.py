@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ft_plugins.events import catalogue
-from ft_plugins.smp.alarms import REPEAT_SECONDS, Alarms, RepeatedFailure
-from ft_plugins.smp.protocol import ALARM
+from ft_plugins.smp.watch.alarms import REPEAT_SECONDS, Alarms, RepeatedFailure
+from ft_plugins.transport.protocol import ALARM
 
 FAILED, WORKS = catalogue.CHECKPOINT_FAILED, catalogue.CHECKPOINT_COMPLETED
 DIFFER = catalogue.REPLICA_MISMATCHED

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ft_plugins.errors import ProtocolError
-from ft_plugins.smp.channel import TAG, Channel, ClientHandshake, Party, ServerHandshake
+from ft_plugins.transport.channel import TAG, Channel, ClientHandshake, Party, ServerHandshake
 
 SECRET = b"sixteen bytes or more"
 CLIENT = Party("smp", "gpt", "a")

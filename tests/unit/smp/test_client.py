@@ -15,16 +15,18 @@ from typing import Any
 import pytest
 
 from ft_plugins.errors import BudgetError, BusyError, ProtectionError, ProtocolError
-from ft_plugins.smp import client as smp
-from ft_plugins.smp import leftovers, liveness, protocol
-from ft_plugins.smp.client import Client, ensure
-from ft_plugins.smp.leftovers import sweep
-from ft_plugins.smp.status import newest_common
-from ft_plugins.snapshot import paths
-from ft_plugins.snapshot.paths import lock_of, path_of
-from ft_plugins.snapshot.segment import Segment, create
-from ft_plugins.snapshot.shape import Shape
-from ft_plugins.snapshot.slots import Version
+from ft_plugins.smp.serve import client as smp
+from ft_plugins.smp.serve import leftovers
+from ft_plugins.smp.serve.client import Client, ensure
+from ft_plugins.smp.serve.leftovers import sweep
+from ft_plugins.smp.serve.status import newest_common
+from ft_plugins.smp.watch import liveness
+from ft_plugins.snapshot.segment import paths
+from ft_plugins.snapshot.segment.paths import lock_of, path_of
+from ft_plugins.snapshot.segment.segment import Segment, create
+from ft_plugins.snapshot.segment.shape import Shape
+from ft_plugins.snapshot.segment.slots import Version
+from ft_plugins.transport import protocol
 
 SHAPE = Shape(100, 100, 1, 1)
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from ft_plugins.events import Event, Events
-from ft_plugins.smp import connections
-from ft_plugins.smp.connections import EVERY_SECONDS, RejectedConnections
+from ft_plugins.transport import connections
+from ft_plugins.transport.connections import EVERY_SECONDS, RejectedConnections
 
 
 @pytest.fixture

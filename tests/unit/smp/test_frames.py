@@ -18,9 +18,9 @@ from ft_plugins.redundancy import blocked
 from ft_plugins.redundancy.exchange_plan import ExchangePlan, plan_exchange
 from ft_plugins.redundancy.field import power, times
 from ft_plugins.redundancy.sections import Extent
-from ft_plugins.smp import frames as module
-from ft_plugins.smp.frames import Data, Frame, Parity, copied, decoded
-from ft_plugins.snapshot.slots import Version
+from ft_plugins.smp.exchange import frames as module
+from ft_plugins.smp.exchange.frames import Data, Frame, Parity, copied, decoded
+from ft_plugins.snapshot.segment.slots import Version
 
 LIMIT = 300  # bytes of a frame here: small states have several
 VERSION = Version(3, 14)

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_plugins.model.progress import WorkPhase
-from ft_plugins.smp import hang
-from ft_plugins.smp.agreement import Announcement, NodeReport, Summary, merge, summarize
-from ft_plugins.smp.hang import HangVerdict, Signs, Stall, culprits, judge, limit_of, merged, slow_ranks, works
-from ft_plugins.smp.tree_messages import from_child, from_parent, packed_announcement, packed_summary
-from ft_plugins.snapshot.progress_words import KEPT, RankProgress
+from ft_plugins.smp.tree.agreement import Announcement, NodeReport, Summary, merge, summarize
+from ft_plugins.smp.tree.tree_messages import from_child, from_parent, packed_announcement, packed_summary
+from ft_plugins.smp.watch import hang
+from ft_plugins.smp.watch.hang import HangVerdict, Signs, Stall, culprits, judge, limit_of, merged, slow_ranks, works
+from ft_plugins.snapshot.segment.progress_words import KEPT, RankProgress
 
 NOW = 1000.0
 USUAL = RankProgress(

@@ -13,13 +13,13 @@ import pytest
 
 from ft_plugins.events import Event, Events, catalogue
 from ft_plugins.model.progress import WorkPhase
-from ft_plugins.smp import hang, hang_watch, liveness, stacks
-from ft_plugins.smp.hang import Stall
-from ft_plugins.smp.hang_watch import HangWatch
-from ft_plugins.snapshot import progress_words
-from ft_plugins.snapshot.progress_words import KEPT, ProgressFacts, ProgressWriter, RankProgress
-from ft_plugins.snapshot.segment import Segment, create
-from ft_plugins.snapshot.shape import Shape
+from ft_plugins.smp.watch import hang, hang_watch, liveness, stacks
+from ft_plugins.smp.watch.hang import Stall
+from ft_plugins.smp.watch.hang_watch import HangWatch
+from ft_plugins.snapshot.segment import progress_words
+from ft_plugins.snapshot.segment.progress_words import KEPT, ProgressFacts, ProgressWriter, RankProgress
+from ft_plugins.snapshot.segment.segment import Segment, create
+from ft_plugins.snapshot.segment.shape import Shape
 
 TOKEN = 3
 

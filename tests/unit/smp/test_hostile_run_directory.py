@@ -22,27 +22,30 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ft_plugins import faults, files
+from ft_plugins.base import faults, files
+from ft_plugins.base.intake import within
 from ft_plugins.config import Config
 from ft_plugins.errors import BusyError, ConfigError, FtError, SegmentError
 from ft_plugins.events import Event, Events, catalogue, file_sink
-from ft_plugins.intake import within
-from ft_plugins.launcher.watcher import Job, Watcher
+from ft_plugins.launcher.agent.watcher import Job, Watcher
 from ft_plugins.recovery.resize import sizes
-from ft_plugins.smp import client, job_file, leftovers, liveness
-from ft_plugins.smp.alarms import Alarms
-from ft_plugins.smp.checkpoints import Checkpoints
-from ft_plugins.smp.owner import SnapshotProcess
-from ft_plugins.smp.protection import Protection
-from ft_plugins.smp.requests import ReleaseSpare
-from ft_plugins.smp.wire import read_secret
-from ft_plugins.snapshot import checkpoint, paths, retention
-from ft_plugins.snapshot.checkpoint import Origin
-from ft_plugins.snapshot.retention import Storage, StoredCheckpoint
-from ft_plugins.snapshot.segment import Segment, create
-from ft_plugins.snapshot.shape import Shape
-from ft_plugins.snapshot.slots import Pin, Version, slots_for
+from ft_plugins.smp.serve import client, job_file, leftovers
+from ft_plugins.smp.serve.owner import SnapshotProcess
+from ft_plugins.smp.serve.requests import ReleaseSpare
+from ft_plugins.smp.storage.checkpoints import Checkpoints
+from ft_plugins.smp.tree.protection import Protection
+from ft_plugins.smp.watch import liveness
+from ft_plugins.smp.watch.alarms import Alarms
+from ft_plugins.snapshot.capture import retention
+from ft_plugins.snapshot.capture.retention import Storage, StoredCheckpoint
+from ft_plugins.snapshot.checkpoint import checkpoint
+from ft_plugins.snapshot.checkpoint.checkpoint import Origin
+from ft_plugins.snapshot.segment import paths
+from ft_plugins.snapshot.segment.segment import Segment, create
+from ft_plugins.snapshot.segment.shape import Shape
+from ft_plugins.snapshot.segment.slots import Pin, Version, slots_for
 from ft_plugins.testing.hostile import altered, damaged
+from ft_plugins.transport.wire import read_secret
 
 SHAPE = Shape(9000, 2000, 2, 3, slots_for(Pin.NODE, Pin.SOURCE))
 NODE = "n"
@@ -423,6 +426,6 @@ def test_an_smp_is_the_package_of_whoever_starts_it_though_it_is_not_installed(t
         [sys.executable, "-c", program], env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
     )
     command = found.stdout.splitlines()
-    assert command[2] == str((tmp_path / "ft_plugins" / "smp" / "isolated.py").resolve())
+    assert command[2] == str((tmp_path / "ft_plugins" / "smp" / "serve" / "isolated.py").resolve())
     helped = subprocess.run([*command, "--help"], cwd="/", env=environment, capture_output=True, text=True, check=True)
     assert "--run-dir" in helped.stdout

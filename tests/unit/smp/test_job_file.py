@@ -17,11 +17,11 @@ from ft_plugins.errors import ProtocolError
 from ft_plugins.model.topology import Topology
 from ft_plugins.redundancy.grouping import redundancy_groups
 from ft_plugins.redundancy.sections import Extent
-from ft_plugins.smp import job_file
-from ft_plugins.smp.client import Client
-from ft_plugins.smp.protection import Protection
-from ft_plugins.snapshot.shape import Shape
-from ft_plugins.snapshot.slots import Version
+from ft_plugins.smp.serve import job_file
+from ft_plugins.smp.serve.client import Client
+from ft_plugins.smp.tree.protection import Protection
+from ft_plugins.snapshot.segment.shape import Shape
+from ft_plugins.snapshot.segment.slots import Version
 
 V4 = Version(1, 4)
 LARGEST_MESSAGE = 4096  # bytes, where the bound is a million

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from ft_plugins.smp.job_history import HISTORY_FILE, NODE, PROCESS, History, JobHistory, Sight, read_history
-from ft_plugins.snapshot.segment import Segment
-from ft_plugins.snapshot.shape import Shape
-from ft_plugins.snapshot.slots import Version
+from ft_plugins.smp.watch.job_history import HISTORY_FILE, NODE, PROCESS, History, JobHistory, Sight, read_history
+from ft_plugins.snapshot.segment.segment import Segment
+from ft_plugins.snapshot.segment.shape import Shape
+from ft_plugins.snapshot.segment.slots import Version
 
 SHAPE = Shape(nbytes=100, small_nbytes=10, buckets=1, layout=1)
 SECONDS = 20.0

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from ft_plugins.errors import BusyError, ConfigError
-from ft_plugins.smp import liveness
+from ft_plugins.smp.watch import liveness
 
 
 @pytest.fixture

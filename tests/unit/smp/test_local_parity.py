@@ -20,20 +20,20 @@ import torch
 from ft_plugins.errors import ProtocolError
 from ft_plugins.events import Event, Events
 from ft_plugins.model.inventory import Inventory, Item, Role
-from ft_plugins.smp import protocol
-from ft_plugins.smp import replica_checks as checks
-from ft_plugins.smp.job_file import refer
-from ft_plugins.smp.node import NodeTier
-from ft_plugins.smp.protection import Protection
-from ft_plugins.smp.requests import RebuildSlot
+from ft_plugins.smp.exchange import replica_checks as checks
 from ft_plugins.smp.resize.previous_segments import PreviousSegments
-from ft_plugins.snapshot.capture import Capture
-from ft_plugins.snapshot.double import replica_extents, replica_shares, with_parity
-from ft_plugins.snapshot.layout import Layout, plan_layout
-from ft_plugins.snapshot.paths import path_of, remove
-from ft_plugins.snapshot.segment import Segment, create
-from ft_plugins.snapshot.shape import Shape
-from ft_plugins.snapshot.slots import SLOTS, Pin, SlotState, Version, slots_for
+from ft_plugins.smp.serve.job_file import refer
+from ft_plugins.smp.serve.requests import RebuildSlot
+from ft_plugins.smp.tree.node import NodeTier
+from ft_plugins.smp.tree.protection import Protection
+from ft_plugins.snapshot.capture.capture import Capture
+from ft_plugins.snapshot.capture.double import replica_extents, replica_shares, with_parity
+from ft_plugins.snapshot.capture.layout import Layout, plan_layout
+from ft_plugins.snapshot.segment.paths import path_of, remove
+from ft_plugins.snapshot.segment.segment import Segment, create
+from ft_plugins.snapshot.segment.shape import Shape
+from ft_plugins.snapshot.segment.slots import SLOTS, Pin, SlotState, Version, slots_for
+from ft_plugins.transport import protocol
 
 BUCKET = 64 << 10
 NODES = ("n0", "n0", "n1", "n2")  # of each rank

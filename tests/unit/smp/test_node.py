@@ -21,29 +21,29 @@ import numpy as np
 import pytest
 import xxhash
 
-from ft_plugins import files
+from ft_plugins.base import files
 from ft_plugins.bubbles.bubble_plan import LARGEST_RATE_DUTY
 from ft_plugins.bubbles.filling import Grant
-from ft_plugins.bubbles.gate import Gate
-from ft_plugins.bubbles.gate_pacer import GatePacer
+from ft_plugins.bubbles.gate.gate import Gate
+from ft_plugins.bubbles.gate.gate_pacer import GatePacer
 from ft_plugins.errors import ConfigError, FtError, ProtocolError, ResumeError
 from ft_plugins.events import Event, Events, catalogue
 from ft_plugins.model.pacer import Allowance
-from ft_plugins.smp import protocol
-from ft_plugins.smp.channel import Party
-from ft_plugins.smp.job_file import refer
-from ft_plugins.smp.node import NodeTier
-from ft_plugins.smp.node_driver import NodeDriver
-from ft_plugins.smp.protection import Protection
-from ft_plugins.smp.requests import RebuildSlot
+from ft_plugins.smp.exchange.traffic import RatePacer
 from ft_plugins.smp.resize.previous_segments import PreviousSegments
-from ft_plugins.smp.traffic import RatePacer
-from ft_plugins.smp.wire import PURPOSE, Peer
-from ft_plugins.snapshot import segment as segment_module
-from ft_plugins.snapshot.paths import parity_path_of, path_of, remove
-from ft_plugins.snapshot.segment import Segment, create
-from ft_plugins.snapshot.shape import Shape
-from ft_plugins.snapshot.slots import Pin, SlotState, Version, choose, slots_for
+from ft_plugins.smp.serve.job_file import refer
+from ft_plugins.smp.serve.requests import RebuildSlot
+from ft_plugins.smp.tree.node import NodeTier
+from ft_plugins.smp.tree.node_driver import NodeDriver
+from ft_plugins.smp.tree.protection import Protection
+from ft_plugins.snapshot.segment import segment as segment_module
+from ft_plugins.snapshot.segment.paths import parity_path_of, path_of, remove
+from ft_plugins.snapshot.segment.segment import Segment, create
+from ft_plugins.snapshot.segment.shape import Shape
+from ft_plugins.snapshot.segment.slots import Pin, SlotState, Version, choose, slots_for
+from ft_plugins.transport import protocol
+from ft_plugins.transport.channel import Party
+from ft_plugins.transport.wire import PURPOSE, Peer
 
 BUCKET = 100_000
 PER_NODE = 2

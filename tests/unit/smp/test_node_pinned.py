@@ -16,17 +16,17 @@ import pytest
 import xxhash
 
 from ft_plugins.events import Event, Events
-from ft_plugins.smp import node_step
-from ft_plugins.smp.agreement import ExchangeDecision, NodeReport
-from ft_plugins.smp.node import NodeTier
-from ft_plugins.smp.node_driver import NodeDriver
-from ft_plugins.smp.pinned import PinnedVersions
-from ft_plugins.smp.protection import Protection
 from ft_plugins.smp.resize.previous_segments import PreviousSegments
-from ft_plugins.snapshot.paths import path_of, remove
-from ft_plugins.snapshot.segment import Segment, create
-from ft_plugins.snapshot.shape import Shape
-from ft_plugins.snapshot.slots import SHARED, SLOTS, Mark, Pin, SlotState, Version, choose, slots_for
+from ft_plugins.smp.tree import node_step
+from ft_plugins.smp.tree.agreement import ExchangeDecision, NodeReport
+from ft_plugins.smp.tree.node import NodeTier
+from ft_plugins.smp.tree.node_driver import NodeDriver
+from ft_plugins.smp.tree.pinned import PinnedVersions
+from ft_plugins.smp.tree.protection import Protection
+from ft_plugins.snapshot.segment.paths import path_of, remove
+from ft_plugins.snapshot.segment.segment import Segment, create
+from ft_plugins.snapshot.segment.shape import Shape
+from ft_plugins.snapshot.segment.slots import SHARED, SLOTS, Mark, Pin, SlotState, Version, choose, slots_for
 
 NBYTES = 100_000
 SECONDS = 20

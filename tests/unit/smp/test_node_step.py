@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from ft_plugins.events import catalogue
-from ft_plugins.smp.agreement import ExchangeDecision, ExchangeEpoch, decide, summarize
-from ft_plugins.smp.node_step import (
+from ft_plugins.smp.tree.agreement import ExchangeDecision, ExchangeEpoch, decide, summarize
+from ft_plugins.smp.tree.node_step import (
     Action,
     Announced,
     Committed,
@@ -28,9 +28,9 @@ from ft_plugins.smp.node_step import (
     SwitchExchange,
     step,
 )
-from ft_plugins.smp.tree import children_of
-from ft_plugins.smp.tree_state import TreeState
-from ft_plugins.snapshot.slots import Mark, Version
+from ft_plugins.smp.tree.tree import children_of
+from ft_plugins.smp.tree.tree_state import TreeState
+from ft_plugins.snapshot.segment.slots import Mark, Version
 
 DETECT = 5.0
 

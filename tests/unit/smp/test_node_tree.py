@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from ft_plugins.errors import ProtocolError
-from ft_plugins.smp import tree
-from ft_plugins.smp.channel import Party
-from ft_plugins.smp.wire import PURPOSE, Peer
-from ft_plugins.snapshot.slots import Version
+from ft_plugins.smp.tree import tree
+from ft_plugins.snapshot.segment.slots import Version
+from ft_plugins.transport.channel import Party
+from ft_plugins.transport.wire import PURPOSE, Peer
 from tests.unit.smp.test_node import DETECT, PER_NODE, Cluster, Node, driver_of, wait
 
 GROUP = 8  # nodes
@@ -109,7 +109,7 @@ def test_a_version_is_committed_without_waiting_for_the_next_look_at_memory(
     cluster: Callable[[int], Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is looked for again and again is only what ranks write: that they have sealed."""
-    monkeypatch.setattr("ft_plugins.smp.node_driver.OBSERVE_SECONDS", 10.0)
+    monkeypatch.setattr("ft_plugins.smp.tree.node_driver.OBSERVE_SECONDS", 10.0)
     job = cluster(3)
     job.protection = replace(job.protection, detect_seconds=60.0)
     job.protect()

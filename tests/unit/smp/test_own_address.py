@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ft_plugins.errors import ConfigError
-from ft_plugins.smp import own_address as module
-from ft_plugins.smp.own_address import (
+from ft_plugins.transport import own_address as module
+from ft_plugins.transport.own_address import (
     IDENTITY,
     UNKNOWN,
     depends_on_name,

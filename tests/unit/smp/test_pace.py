@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ft_plugins.bubbles.gate import GATE_BYTES, Gate
-from ft_plugins.bubbles.gate_pacer import GatePacer
-from ft_plugins.smp.pace import Pace, pace_text
-from ft_plugins.snapshot.slots import Version
+from ft_plugins.bubbles.gate.gate import GATE_BYTES, Gate
+from ft_plugins.bubbles.gate.gate_pacer import GatePacer
+from ft_plugins.smp.exchange.pace import Pace, pace_text
+from ft_plugins.snapshot.segment.slots import Version
 
 FIRST = Version(1, 0)
 

@@ -20,16 +20,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ft_plugins import faults
+from ft_plugins.base import faults
 from ft_plugins.errors import ProtocolError, SegmentError
 from ft_plugins.redundancy import kernels
 from ft_plugins.redundancy.exchange_plan import ExchangePlan, plan_exchange
-from ft_plugins.smp import parity_store as module
-from ft_plugins.smp.parity_store import ParityStore, shape_of
-from ft_plugins.snapshot.paths import parity_path_of, remove
-from ft_plugins.snapshot.segment import Segment, create
-from ft_plugins.snapshot.shape import Shape
-from ft_plugins.snapshot.slots import SlotState, Version
+from ft_plugins.smp.exchange import parity_store as module
+from ft_plugins.smp.exchange.parity_store import ParityStore, shape_of
+from ft_plugins.snapshot.segment.paths import parity_path_of, remove
+from ft_plugins.snapshot.segment.segment import Segment, create
+from ft_plugins.snapshot.segment.shape import Shape
+from ft_plugins.snapshot.segment.slots import SlotState, Version
 
 Bytes = npt.NDArray[np.uint8]
 Key = tuple[int, int, int]

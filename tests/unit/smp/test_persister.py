@@ -19,23 +19,25 @@ import numpy as np
 import pytest
 import xxhash
 
-from ft_plugins import faults
+from ft_plugins.base import faults
 from ft_plugins.errors import ProtocolError
 from ft_plugins.events import Event, Events, catalogue, file_sink, read
-from ft_plugins.smp import liveness, persister, requests
-from ft_plugins.smp.checkpoint_schedule import REQUEST
-from ft_plugins.smp.client import ensure
-from ft_plugins.smp.notices import Notices
-from ft_plugins.smp.persister import Persister
-from ft_plugins.smp.protocol import ALARM
-from ft_plugins.snapshot import checkpoint, persist
-from ft_plugins.snapshot import segment as segments
-from ft_plugins.snapshot.checkpoint import Origin
-from ft_plugins.snapshot.digested_json import write_digested
-from ft_plugins.snapshot.retention import NodeOffer, Storage
-from ft_plugins.snapshot.segment import Segment
-from ft_plugins.snapshot.shape import Shape
-from ft_plugins.snapshot.slots import Mark, Pin, Version, slots_for
+from ft_plugins.smp.serve import requests
+from ft_plugins.smp.serve.client import ensure
+from ft_plugins.smp.storage import persister
+from ft_plugins.smp.storage.checkpoint_schedule import REQUEST
+from ft_plugins.smp.storage.notices import Notices
+from ft_plugins.smp.storage.persister import Persister
+from ft_plugins.smp.watch import liveness
+from ft_plugins.snapshot.capture.retention import NodeOffer, Storage
+from ft_plugins.snapshot.checkpoint import checkpoint, persist
+from ft_plugins.snapshot.checkpoint.checkpoint import Origin
+from ft_plugins.snapshot.checkpoint.digested_json import write_digested
+from ft_plugins.snapshot.segment import segment as segments
+from ft_plugins.snapshot.segment.segment import Segment
+from ft_plugins.snapshot.segment.shape import Shape
+from ft_plugins.snapshot.segment.slots import Mark, Pin, Version, slots_for
+from ft_plugins.transport.protocol import ALARM
 
 SHAPE = Shape(nbytes=1 << 16, small_nbytes=100, buckets=2, layout=5, slots=slots_for(Pin.STORAGE))
 RANGES = [(0, 1 << 15), (1 << 15, 1 << 15)]
@@ -507,7 +509,7 @@ def test_a_checkpoint_that_cannot_be_kept_says_so_and_is_there(
     def full(folder: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder / "keep"))
 
-    monkeypatch.setattr("ft_plugins.snapshot.checkpoint.keep", full)
+    monkeypatch.setattr("ft_plugins.snapshot.checkpoint.checkpoint.keep", full)
     node = host()
     node.told(storage)
     node.capture(7)

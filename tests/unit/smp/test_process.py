@@ -28,16 +28,18 @@ import xxhash
 
 from ft_plugins.errors import BudgetError, FencedError, FtError, ProtocolError, ResumeError, SegmentError
 from ft_plugins.events import Event, Events
-from ft_plugins.smp import job_file, liveness, process, protocol
-from ft_plugins.smp.client import Client, ensure
-from ft_plugins.smp.process import SnapshotProcess
-from ft_plugins.smp.protection import Protection
-from ft_plugins.snapshot import paths
-from ft_plugins.snapshot import segment as segments
-from ft_plugins.snapshot.segment import Segment
-from ft_plugins.snapshot.shape import Shape
-from ft_plugins.snapshot.slots import Pin, SlotState, Version
+from ft_plugins.smp.serve import job_file, process
+from ft_plugins.smp.serve.client import Client, ensure
+from ft_plugins.smp.serve.process import SnapshotProcess
+from ft_plugins.smp.tree.protection import Protection
+from ft_plugins.smp.watch import liveness
+from ft_plugins.snapshot.segment import paths
+from ft_plugins.snapshot.segment import segment as segments
+from ft_plugins.snapshot.segment.segment import Segment
+from ft_plugins.snapshot.segment.shape import Shape
+from ft_plugins.snapshot.segment.slots import Pin, SlotState, Version
 from ft_plugins.testing.job_control import wait_until
+from ft_plugins.transport import protocol
 
 SHAPE = Shape(nbytes=1000, small_nbytes=200, buckets=1, layout=77)
 FINGERPRINT = {"layers": 4, "seed": 1, "data": {"path": "/d", "size": 9}}
@@ -868,7 +870,7 @@ def test_an_orphan_whose_run_directory_is_gone_ends_at_once_and_another_smp_adop
 
 
 def test_one_that_nobody_ever_watched_ends_too(node: Node) -> None:
-    command = [sys.executable, "-m", "ft_plugins.smp.process", "--orphan-seconds", "0", "--job", node.job]
+    command = [sys.executable, "-m", "ft_plugins.smp.serve.process", "--orphan-seconds", "0", "--job", node.job]
     subprocess.run([*command, "--node", node.name, "--run-dir", str(node.run_dir)], check=True, timeout=SECONDS)
     assert ended(int((node.run_dir / "smp.lock").read_text()), SECONDS)
     assert node.events("smp.ended")[-1].fields["reason"] == "orphaned for 0 s"

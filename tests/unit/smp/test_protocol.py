@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ft_plugins import errors
 from ft_plugins.errors import BudgetError, FencedError, ProtocolError
-from ft_plugins.smp import protocol
+from ft_plugins.transport import protocol
 
 Pair = tuple[socket.socket, socket.socket]
 

@@ -24,16 +24,17 @@ from ft_plugins.errors import CorruptSlotError, FtError, ProtocolError, ResumeEr
 from ft_plugins.redundancy import kernels
 from ft_plugins.redundancy.exchange_plan import plan_exchange
 from ft_plugins.redundancy.field import power, times
-from ft_plugins.smp import channel, protocol, rebuild
-from ft_plugins.smp.authenticated import PAYLOAD_LIMIT, AuthenticatedConnection
-from ft_plugins.smp.channel import TAG, Party
-from ft_plugins.smp.frames import Data, Frame, Parity, Part
-from ft_plugins.smp.readers import PipelinedPeer
-from ft_plugins.smp.wire import Peer
-from ft_plugins.snapshot.paths import path_of, remove
-from ft_plugins.snapshot.segment import NOT_COMPUTED, Segment, create
-from ft_plugins.snapshot.shape import Shape
-from ft_plugins.snapshot.slots import SlotState, Version
+from ft_plugins.smp.exchange import rebuild
+from ft_plugins.smp.exchange.frames import Data, Frame, Parity, Part
+from ft_plugins.smp.exchange.readers import PipelinedPeer
+from ft_plugins.snapshot.segment.paths import path_of, remove
+from ft_plugins.snapshot.segment.segment import NOT_COMPUTED, Segment, create
+from ft_plugins.snapshot.segment.shape import Shape
+from ft_plugins.snapshot.segment.slots import SlotState, Version
+from ft_plugins.transport import channel, protocol
+from ft_plugins.transport.authenticated import PAYLOAD_LIMIT, AuthenticatedConnection
+from ft_plugins.transport.channel import TAG, Party
+from ft_plugins.transport.wire import Peer
 
 NBYTES = 7 * PAYLOAD_LIMIT + 12_345
 BUCKET = 3_000_000  # straddles frames

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from ft_plugins.errors import FtError, ProtocolError
-from ft_plugins.smp import requests
-from ft_plugins.smp.job_file import refer
-from ft_plugins.smp.protection import Protection
-from ft_plugins.snapshot.shape import Shape
+from ft_plugins.smp.serve import requests
+from ft_plugins.smp.serve.job_file import refer
+from ft_plugins.smp.tree.protection import Protection
+from ft_plugins.snapshot.segment.shape import Shape
 
 SHAPE = Shape(100_000, 1000, 1, 77, 5)
 PROTECTION = Protection(

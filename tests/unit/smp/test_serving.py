@@ -14,10 +14,10 @@ import pytest
 
 from ft_plugins.errors import ProtocolError
 from ft_plugins.events import Event, Events
-from ft_plugins.smp.channel import Channel, Party
-from ft_plugins.smp.serving import Serving
-from ft_plugins.smp.tree_link import TreeLink
-from ft_plugins.smp.wire import Handover, Peer, Server
+from ft_plugins.smp.tree.tree_link import TreeLink
+from ft_plugins.transport.channel import Channel, Party
+from ft_plugins.transport.serving import Serving
+from ft_plugins.transport.wire import Handover, Peer, Server
 
 SECONDS = 20.0
 SECRET = b"a secret of this test"

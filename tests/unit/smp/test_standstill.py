@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ft_plugins.smp.agreement import (
+from ft_plugins.smp.tree.agreement import (
     Announcement,
     ExchangeDecision,
     ExchangeEpoch,
@@ -15,7 +15,7 @@ from ft_plugins.smp.agreement import (
     merge,
     summarize,
 )
-from ft_plugins.smp.node_step import (
+from ft_plugins.smp.tree.node_step import (
     Announced,
     Committed,
     EndStandstill,
@@ -26,10 +26,10 @@ from ft_plugins.smp.node_step import (
     SendReport,
     step,
 )
-from ft_plugins.smp.report_bounds import AHEAD, Bounds
-from ft_plugins.smp.standstill import Behind, Lack, Standing
-from ft_plugins.smp.tree_state import TreeState
-from ft_plugins.snapshot.slots import Version
+from ft_plugins.smp.tree.report_bounds import AHEAD, Bounds
+from ft_plugins.smp.tree.standstill import Behind, Lack, Standing
+from ft_plugins.smp.tree.tree_state import TreeState
+from ft_plugins.snapshot.segment.slots import Version
 
 NODES = ("a", "b", "c")
 DETECT = 10.0

@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 
 from ft_plugins.events import Events
-from ft_plugins.smp import liveness, owner
-from ft_plugins.smp.owner import SnapshotProcess
-from ft_plugins.smp.status import Signal, progress_of, signal
-from ft_plugins.snapshot.segment import Segment
-from ft_plugins.snapshot.shape import Shape
-from ft_plugins.snapshot.slots import Version
+from ft_plugins.smp.serve import owner
+from ft_plugins.smp.serve.owner import SnapshotProcess
+from ft_plugins.smp.serve.status import Signal, progress_of, signal
+from ft_plugins.smp.watch import liveness
+from ft_plugins.snapshot.segment.segment import Segment
+from ft_plugins.snapshot.segment.shape import Shape
+from ft_plugins.snapshot.segment.slots import Version
 
 SHAPE = Shape(nbytes=100, small_nbytes=10, buckets=1, layout=1)
 

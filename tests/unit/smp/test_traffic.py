@@ -8,8 +8,8 @@ import threading
 import pytest
 
 from ft_plugins.recovery.nodes import links_of
-from ft_plugins.smp import traffic
-from ft_plugins.smp.authenticated import PAYLOAD_LIMIT
+from ft_plugins.smp.exchange import traffic
+from ft_plugins.transport.authenticated import PAYLOAD_LIMIT
 
 
 def _niceness() -> int:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ft_plugins.smp.tree import ARITY, candidates, children_of, depth_of, parent_of
+from ft_plugins.smp.tree.tree import ARITY, candidates, children_of, depth_of, parent_of
 
 
 @pytest.mark.parametrize(("nodes", "depth"), [(1, 0), (2, 1), (9, 1), (10, 2), (73, 2), (74, 3), (2048, 4)])

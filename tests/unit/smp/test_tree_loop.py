@@ -14,16 +14,17 @@ from typing import cast
 import pytest
 
 from ft_plugins.events import Events
-from ft_plugins.smp import protocol, tree_state
-from ft_plugins.smp.agreement import ExchangeDecision, ExchangeEpoch, NodeReport
-from ft_plugins.smp.channel import Channel, ClientHandshake, Party, ServerHandshake
-from ft_plugins.smp.protection import Protection
-from ft_plugins.smp.tree_loop import Connected, TreeLoop, TreeMember
-from ft_plugins.smp.tree_messages import MESSAGE_LIMIT
-from ft_plugins.smp.tree_peers import TreePeers
-from ft_plugins.smp.tree_state import TreeState
-from ft_plugins.smp.wire import Peer
-from ft_plugins.snapshot.slots import Version
+from ft_plugins.smp.tree import tree_state
+from ft_plugins.smp.tree.agreement import ExchangeDecision, ExchangeEpoch, NodeReport
+from ft_plugins.smp.tree.protection import Protection
+from ft_plugins.smp.tree.tree_loop import Connected, TreeLoop, TreeMember
+from ft_plugins.smp.tree.tree_messages import MESSAGE_LIMIT
+from ft_plugins.smp.tree.tree_peers import TreePeers
+from ft_plugins.smp.tree.tree_state import TreeState
+from ft_plugins.snapshot.segment.slots import Version
+from ft_plugins.transport import protocol
+from ft_plugins.transport.channel import Channel, ClientHandshake, Party, ServerHandshake
+from ft_plugins.transport.wire import Peer
 
 SECRET = b"a secret of this test"
 SECONDS = 20.0

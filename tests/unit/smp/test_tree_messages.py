@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ft_plugins.errors import ProtocolError
-from ft_plugins.smp import protocol
-from ft_plugins.smp.agreement import LOST_LIMIT, Announcement, ExchangeDecision, Summary
-from ft_plugins.smp.tree_messages import (
+from ft_plugins.smp.tree.agreement import LOST_LIMIT, Announcement, ExchangeDecision, Summary
+from ft_plugins.smp.tree.tree_messages import (
     LEAVE,
     MESSAGE_LIMIT,
     from_child,
@@ -19,7 +18,8 @@ from ft_plugins.smp.tree_messages import (
     packed_announcement,
     packed_summary,
 )
-from ft_plugins.snapshot.slots import Version
+from ft_plugins.snapshot.segment.slots import Version
+from ft_plugins.transport import protocol
 
 numbers = st.integers(0, 2**63 - 1)
 versions = st.none() | st.builds(Version, numbers, numbers)

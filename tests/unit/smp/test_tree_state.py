@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_plugins.errors import ProtocolError
-from ft_plugins.smp import tree
-from ft_plugins.smp.agreement import Announcement, ExchangeDecision, ExchangeEpoch, NodeReport, Summary, summarize
-from ft_plugins.smp.tree_state import TreeState
-from ft_plugins.snapshot.slots import Version
+from ft_plugins.smp.tree import tree
+from ft_plugins.smp.tree.agreement import Announcement, ExchangeDecision, ExchangeEpoch, NodeReport, Summary, summarize
+from ft_plugins.smp.tree.tree_state import TreeState
+from ft_plugins.snapshot.segment.slots import Version
 from tests.unit.smp.tree_network import DETECT, LATENCY, Network
 
 PERIOD = TreeState(ExchangeEpoch(1, None, 2, 1), 1, DETECT, 0.0).heartbeat_seconds

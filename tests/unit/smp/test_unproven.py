@@ -22,9 +22,9 @@ import msgpack
 import pytest
 
 from ft_plugins.events import Event, Events
-from ft_plugins.smp import channel, connections, unproven
-from ft_plugins.smp.channel import Party
-from ft_plugins.smp.wire import Peer, Server
+from ft_plugins.transport import channel, connections, unproven
+from ft_plugins.transport.channel import Party
+from ft_plugins.transport.wire import Peer, Server
 
 SECRET = b"a secret of 32 bytes, all random"
 HERE, THERE = Party("smp", "a-job", "here"), Party("smp", "a-job", "there")

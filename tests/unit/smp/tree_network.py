@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from ft_plugins.smp.agreement import Announcement, ExchangeEpoch, NodeReport, Summary
-from ft_plugins.smp.tree_state import TreeState
-from ft_plugins.snapshot.slots import Version
+from ft_plugins.smp.tree.agreement import Announcement, ExchangeEpoch, NodeReport, Summary
+from ft_plugins.smp.tree.tree_state import TreeState
+from ft_plugins.snapshot.segment.slots import Version
 
 DETECT = 10.0
 REPORT_SECONDS = 0.5  # between two reports of a driver

@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 import torch
 
-from ft_plugins import faults
+from ft_plugins.base import faults
 from ft_plugins.errors import CorruptSlotError, FencedError, InventoryError, SegmentError, StateChangedError
 from ft_plugins.model.inventory import Inventory, Item, IterationSpan, Role
-from ft_plugins.snapshot.capture import Capture, Commit
-from ft_plugins.snapshot.copiers import HostCopier, flat_bytes
-from ft_plugins.snapshot.layout import Layout, plan_layout
-from ft_plugins.snapshot.segment import Segment, create
-from ft_plugins.snapshot.shape import Shape
-from ft_plugins.snapshot.slots import Pin, SlotState, Version
+from ft_plugins.snapshot.capture.capture import Capture, Commit
+from ft_plugins.snapshot.capture.copiers import HostCopier, flat_bytes
+from ft_plugins.snapshot.capture.layout import Layout, plan_layout
+from ft_plugins.snapshot.segment.segment import Segment, create
+from ft_plugins.snapshot.segment.shape import Shape
+from ft_plugins.snapshot.segment.slots import Pin, SlotState, Version
 
 BUCKET = 256
 SECONDS = 20  # bound of every wait

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_plugins.errors import SegmentError
-from ft_plugins.snapshot.slots import (
+from ft_plugins.snapshot.segment.slots import (
     SLOTS,
     Mark,
     Pin,

@@ -15,15 +15,16 @@ from hypothesis import strategies as st
 
 from ft_plugins.errors import StorageError
 from ft_plugins.model.inventory import Inventory, Item, Role
-from ft_plugins.snapshot import checkpoint, codec, index, manifest, persist
-from ft_plugins.snapshot import segment as segments
-from ft_plugins.snapshot.checkpoint import Origin
-from ft_plugins.snapshot.checkpoint_reader import CheckpointReader
-from ft_plugins.snapshot.digested_json import read_digested, write_digested
-from ft_plugins.snapshot.layout import plan_layout
-from ft_plugins.snapshot.segment import Segment
-from ft_plugins.snapshot.shape import Shape
-from ft_plugins.snapshot.slots import Pin, Version, slots_for
+from ft_plugins.snapshot.capture import codec, manifest
+from ft_plugins.snapshot.capture.layout import plan_layout
+from ft_plugins.snapshot.checkpoint import checkpoint, index, persist
+from ft_plugins.snapshot.checkpoint.checkpoint import Origin
+from ft_plugins.snapshot.checkpoint.checkpoint_reader import CheckpointReader
+from ft_plugins.snapshot.checkpoint.digested_json import read_digested, write_digested
+from ft_plugins.snapshot.segment import segment as segments
+from ft_plugins.snapshot.segment.segment import Segment
+from ft_plugins.snapshot.segment.shape import Shape
+from ft_plugins.snapshot.segment.slots import Pin, Version, slots_for
 
 V, TOKEN = Version(1, 6), 3
 

@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_plugins.errors import BudgetError, FencedError, SegmentError
-from ft_plugins.snapshot import claims, segment_file
-from ft_plugins.snapshot.claims import SlotClaims, slot_to_rebuild
-from ft_plugins.snapshot.segment import Segment, create
-from ft_plugins.snapshot.segment_file import slot_start
-from ft_plugins.snapshot.shape import PAGE, Shape
-from ft_plugins.snapshot.slots import (
+from ft_plugins.snapshot.segment import claims, segment_file
+from ft_plugins.snapshot.segment.claims import SlotClaims, slot_to_rebuild
+from ft_plugins.snapshot.segment.segment import Segment, create
+from ft_plugins.snapshot.segment.segment_file import slot_start
+from ft_plugins.snapshot.segment.shape import PAGE, Shape
+from ft_plugins.snapshot.segment.slots import (
     FIRST,
     SHARED,
     SLOTS,
@@ -489,7 +489,7 @@ def test_a_version_that_others_have_is_restored_without_overwriting_one_that_is_
     def refuse(*args: object) -> None:
         raise BudgetError("no room")
 
-    monkeypatch.setattr("ft_plugins.snapshot.claims.check_room", refuse)
+    monkeypatch.setattr("ft_plugins.snapshot.segment.claims.check_room", refuse)
     assert slot_to_rebuild(segment) == 0 and segment.claimed == (0, 1, 2), "the oldest has to go"
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from ft_plugins.errors import InventoryError, ProtocolError
-from ft_plugins.snapshot.codec import decode, encode
+from ft_plugins.snapshot.capture.codec import decode, encode
 
 
 class Colour(enum.Enum):

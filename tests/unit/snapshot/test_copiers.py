@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ft_plugins.errors import InventoryError
-from ft_plugins.snapshot.copiers import HostCopier, copier_for, flat_bytes
+from ft_plugins.snapshot.capture.copiers import HostCopier, copier_for, flat_bytes
 
 
 def memory(tensor: torch.Tensor) -> bytes:

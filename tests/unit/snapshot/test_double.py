@@ -17,20 +17,20 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ft_plugins import faults
+from ft_plugins.base import faults
 from ft_plugins.errors import FencedError, InventoryError
 from ft_plugins.model.inventory import Inventory, Item, IterationSpan, Role
 from ft_plugins.redundancy.exchange_plan import ExchangePlan, plan_exchange
 from ft_plugins.redundancy.sections import Encoding, Extent
-from ft_plugins.snapshot.capture import Capture
-from ft_plugins.snapshot.checkpoint import Origin
-from ft_plugins.snapshot.double import replica_extents, replica_shares, with_parity
-from ft_plugins.snapshot.layout import Layout, plan_layout
-from ft_plugins.snapshot.paths import path_of, remove
-from ft_plugins.snapshot.persist import read_rank, write_rank
-from ft_plugins.snapshot.segment import Segment, create
-from ft_plugins.snapshot.shape import Shape
-from ft_plugins.snapshot.slots import Pin, SlotState, Version, voided_slots
+from ft_plugins.snapshot.capture.capture import Capture
+from ft_plugins.snapshot.capture.double import replica_extents, replica_shares, with_parity
+from ft_plugins.snapshot.capture.layout import Layout, plan_layout
+from ft_plugins.snapshot.checkpoint.checkpoint import Origin
+from ft_plugins.snapshot.checkpoint.persist import read_rank, write_rank
+from ft_plugins.snapshot.segment.paths import path_of, remove
+from ft_plugins.snapshot.segment.segment import Segment, create
+from ft_plugins.snapshot.segment.shape import Shape
+from ft_plugins.snapshot.segment.slots import Pin, SlotState, Version, voided_slots
 
 BUCKET = 1024
 LATE, EARLY = frozenset({IterationSpan.UPDATE}), frozenset({IterationSpan.UPDATE, IterationSpan.FORWARD})

@@ -20,22 +20,23 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ft_plugins import intake
+from ft_plugins.base import intake
 from ft_plugins.collective import Collective
 from ft_plugins.errors import FtError, InventoryError, ProtocolError, SegmentError, StorageError
 from ft_plugins.events.declaration import EventType
 from ft_plugins.recovery.recovery_plan import RecoveryPlan
 from ft_plugins.recovery.storage import StorageTier
-from ft_plugins.smp.notices import Notices
-from ft_plugins.snapshot import checkpoint, codec, index, manifest, persist, retention
-from ft_plugins.snapshot import segment as segments
-from ft_plugins.snapshot.checkpoint import Origin
-from ft_plugins.snapshot.checkpoint_reader import CheckpointReader
-from ft_plugins.snapshot.digested_json import read_digested, write_digested
-from ft_plugins.snapshot.manifest import Manifest, TensorRange
-from ft_plugins.snapshot.segment import Segment
-from ft_plugins.snapshot.shape import Shape
-from ft_plugins.snapshot.slots import Mark, Pin, Version, slots_for
+from ft_plugins.smp.storage.notices import Notices
+from ft_plugins.snapshot.capture import codec, manifest, retention
+from ft_plugins.snapshot.capture.manifest import Manifest, TensorRange
+from ft_plugins.snapshot.checkpoint import checkpoint, index, persist
+from ft_plugins.snapshot.checkpoint.checkpoint import Origin
+from ft_plugins.snapshot.checkpoint.checkpoint_reader import CheckpointReader
+from ft_plugins.snapshot.checkpoint.digested_json import read_digested, write_digested
+from ft_plugins.snapshot.segment import segment as segments
+from ft_plugins.snapshot.segment.segment import Segment
+from ft_plugins.snapshot.segment.shape import Shape
+from ft_plugins.snapshot.segment.slots import Mark, Pin, Version, slots_for
 from ft_plugins.testing.hostile import altered, damaged
 
 V, TOKEN = Version(2, 300), 9

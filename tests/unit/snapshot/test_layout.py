@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_plugins.model.inventory import Inventory, Item, IterationSpan, Role
-from ft_plugins.snapshot.layout import ALIGNMENT, Layout, cut, layer_bytes, layout_digest, plan_layout, shares
+from ft_plugins.snapshot.capture.layout import ALIGNMENT, Layout, cut, layer_bytes, layout_digest, plan_layout, shares
 
 SIZES = st.integers(0, 5) | st.integers(0, 300) | st.integers(0, 5000)
 

@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_plugins.snapshot.ledger import FIRST_KEPT, KEPT, Ledger, LedgerEntry, LedgerPart
-from ft_plugins.snapshot.shape import LEDGER_ROOM
+from ft_plugins.snapshot.segment.ledger import FIRST_KEPT, KEPT, Ledger, LedgerEntry, LedgerPart
+from ft_plugins.snapshot.segment.shape import LEDGER_ROOM
 
 DIGESTS = [part for part in LedgerPart if not part.is_number]
 NUMBERS = [part for part in LedgerPart if part.is_number]

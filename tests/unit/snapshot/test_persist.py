@@ -18,14 +18,14 @@ import pytest
 import xxhash
 from safetensors import safe_open
 
-from ft_plugins import faults
+from ft_plugins.base import faults
 from ft_plugins.errors import BudgetError, CorruptSlotError, FencedError, ResumeError, StorageError
-from ft_plugins.snapshot import checkpoint, persist
-from ft_plugins.snapshot import segment as segments
-from ft_plugins.snapshot.checkpoint import Origin
-from ft_plugins.snapshot.segment import Segment
-from ft_plugins.snapshot.shape import Shape
-from ft_plugins.snapshot.slots import Mark, Pin, SlotState, Version, slots_for
+from ft_plugins.snapshot.checkpoint import checkpoint, persist
+from ft_plugins.snapshot.checkpoint.checkpoint import Origin
+from ft_plugins.snapshot.segment import segment as segments
+from ft_plugins.snapshot.segment.segment import Segment
+from ft_plugins.snapshot.segment.shape import Shape
+from ft_plugins.snapshot.segment.slots import Mark, Pin, SlotState, Version, slots_for
 
 V = Version(2, 300)
 ORIGIN = Origin("job", 2, {"layers": 4, "seed": 1})
@@ -168,7 +168,7 @@ def test_a_checkpoint_is_read_although_all_slots_that_have_memory_are_pinned(
         def refuse(*args: object) -> None:
             raise BudgetError("no room")
 
-        monkeypatch.setattr("ft_plugins.snapshot.claims.check_room", refuse)
+        monkeypatch.setattr("ft_plugins.snapshot.segment.claims.check_room", refuse)
     index = persist.read_rank(folder, target, V, TOKEN)
     assert bytes_of(target, index) == bytes_of(source, 0)
     assert index == (1 if lacking else 2), "without memory the version has to go that was being sent"

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ft_plugins.bubbles.gate import GATE_BYTES
+from ft_plugins.bubbles.gate.gate import GATE_BYTES
 from ft_plugins.model.progress import LONG, ProgressEdges, WorkPhase
 from ft_plugins.model.timeline import Kind
-from ft_plugins.snapshot import header, progress_words
-from ft_plugins.snapshot.progress_words import KEPT, NoProgress, ProgressFacts, ProgressWriter, RankProgress
-from ft_plugins.snapshot.segment import Segment, create
-from ft_plugins.snapshot.shape import Shape
+from ft_plugins.snapshot.segment import header, progress_words
+from ft_plugins.snapshot.segment.progress_words import KEPT, NoProgress, ProgressFacts, ProgressWriter, RankProgress
+from ft_plugins.snapshot.segment.segment import Segment, create
+from ft_plugins.snapshot.segment.shape import Shape
 
 FACTS = ProgressFacts(token=3, limit_seconds=None, stage=2, ranks=16, ranks_of_node=8)
 SECOND = 10**9

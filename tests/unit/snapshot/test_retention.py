@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_plugins.snapshot.retention import (
+from ft_plugins.snapshot.capture.retention import (
     NodeOffer,
     Storage,
     StoredCheckpoint,
@@ -19,7 +19,7 @@ from ft_plugins.snapshot.retention import (
     next_turn,
     surplus,
 )
-from ft_plugins.snapshot.slots import Mark, Version
+from ft_plugins.snapshot.segment.slots import Mark, Version
 
 STORAGE = Storage("/ck", interval=100, every=1, keep=2, world_size=4)
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from ft_plugins.errors import BudgetError
-from ft_plugins.snapshot import room
-from ft_plugins.snapshot.room import check_room, sizes_text
+from ft_plugins.snapshot.segment import room
+from ft_plugins.snapshot.segment.room import check_room, sizes_text
 
 MIB = 1 << 20
 

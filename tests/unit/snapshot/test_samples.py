@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ft_plugins.snapshot.samples import digest_of, sample_of
+from ft_plugins.snapshot.capture.samples import digest_of, sample_of
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 255, 1023, 1024, 1025, 1279, 4096, 1_000_003])

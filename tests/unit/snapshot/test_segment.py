@@ -17,11 +17,11 @@ import pytest
 import xxhash
 
 from ft_plugins.errors import BudgetError, CorruptHeaderError, CorruptSlotError, SegmentError
-from ft_plugins.snapshot.paths import path_of, remove, segments_of
-from ft_plugins.snapshot.segment import Segment, create, marks_in
-from ft_plugins.snapshot.shape import PAGE, Shape
-from ft_plugins.snapshot.slot_header import STATES
-from ft_plugins.snapshot.slots import SLOTS, Mark, Pin, SlotState, Version, choose, slots_for
+from ft_plugins.snapshot.segment.paths import path_of, remove, segments_of
+from ft_plugins.snapshot.segment.segment import Segment, create, marks_in
+from ft_plugins.snapshot.segment.shape import PAGE, Shape
+from ft_plugins.snapshot.segment.slot_header import STATES
+from ft_plugins.snapshot.segment.slots import SLOTS, Mark, Pin, SlotState, Version, choose, slots_for
 
 SHAPE = Shape(nbytes=300, small_nbytes=100, buckets=3, layout=0xFEEDFACECAFEBEEF)
 BUCKETS = [(0, 128), (128, 128), (256, 44)]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ft_plugins.errors import ConfigError
-from ft_plugins.sync.aggregate import Aggregate, aggregate, cost, require_enough
+from ft_plugins.sync.averaging.aggregate import Aggregate, aggregate, cost, require_enough
 
 NAN, INF = float("nan"), float("inf")
 KINDS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ft_plugins.model.inventory import Role
-from ft_plugins.sync.audit import Audit, Offences, OnCorruption, Remedy, ScalarCopy, judge, promise, remedy
+from ft_plugins.sync.audit.audit import Audit, Offences, OnCorruption, Remedy, ScalarCopy, judge, promise, remedy
 from ft_plugins.sync.buckets import ItemPiece, ReplicaBucket
 
 REPAIR, AVERAGE, ROLLBACK = OnCorruption

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ft_plugins.errors import ResumeError
-from ft_plugins.sync.inheritance import ReplicaPlace, continued, described, inherited
+from ft_plugins.sync.rounds.inheritance import ReplicaPlace, continued, described, inherited
 
 
 def carried(position: int, count: int, **statistics: Any) -> dict[str, Any]:

@@ -10,16 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ft_plugins.sync import layers_filling
-from ft_plugins.sync.layer_profile import LayerProfile, LayerTimes
-from ft_plugins.sync.layers_filling import fill, fill_late, interval_in_effect
-from ft_plugins.sync.layers_schedule import (
-    LayerSchedule,
-    equal_number,
-    iteration_ns,
-    period_ns,
-    plan_layers,
-)
+from ft_plugins.sync.layers import layers_filling
+from ft_plugins.sync.layers.layer_profile import LayerProfile, LayerTimes
+from ft_plugins.sync.layers.layers_filling import fill, fill_late, interval_in_effect
+from ft_plugins.sync.layers.layers_schedule import LayerSchedule, equal_number, iteration_ns, period_ns, plan_layers
 
 
 def profile_of(*times: tuple[int, int, int], unit: int = 1) -> LayerProfile:

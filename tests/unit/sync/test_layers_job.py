@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ft_plugins.errors import ConfigError
-from ft_plugins.sync.layer_profile import LayerProfile, LayerTimes
-from ft_plugins.sync.layers_job import (
+from ft_plugins.sync.layers.layer_profile import LayerProfile, LayerTimes
+from ft_plugins.sync.layers.layers_job import (
     JobLayers,
     JobSchedule,
     costed,
@@ -20,7 +20,7 @@ from ft_plugins.sync.layers_job import (
     planned_schedule,
     profile_of,
 )
-from ft_plugins.sync.layers_measured import ModuleSamples, over_ranks, over_replicas, row_of, times_of
+from ft_plugins.sync.layers.layers_measured import ModuleSamples, over_ranks, over_replicas, row_of, times_of
 
 GPT = job_layers([0, 0, 1, 1], [("embedding", "layer 1", "layer 2")] * 2 + [("layer 3", "head", "embedding")] * 2)
 

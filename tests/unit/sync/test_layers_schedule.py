@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_plugins.errors import ConfigError
-from ft_plugins.sync.layer_profile import MOST_LAYERS, MOST_SECONDS, LayerProfile, LayerTimes
-from ft_plugins.sync.layers_schedule import (
+from ft_plugins.sync.layers.layer_profile import MOST_LAYERS, MOST_SECONDS, LayerProfile, LayerTimes
+from ft_plugins.sync.layers.layers_schedule import (
     LayerSchedule,
     choose_period,
     equal_number,

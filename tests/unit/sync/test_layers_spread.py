@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_plugins.errors import ConfigError
-from ft_plugins.sync import layers_spread
-from ft_plugins.sync.layer_profile import LayerProfile, LayerTimes
-from ft_plugins.sync.layers_filling import fill, interval_in_effect
-from ft_plugins.sync.layers_schedule import exposed_ns, iteration_ns, least_exposed_ns, plan_layers
-from ft_plugins.sync.layers_spread import spread_layers
+from ft_plugins.sync.layers import layers_spread
+from ft_plugins.sync.layers.layer_profile import LayerProfile, LayerTimes
+from ft_plugins.sync.layers.layers_filling import fill, interval_in_effect
+from ft_plugins.sync.layers.layers_schedule import exposed_ns, iteration_ns, least_exposed_ns, plan_layers
+from ft_plugins.sync.layers.layers_spread import spread_layers
 from workloads.schedule_references import partitions
 
 

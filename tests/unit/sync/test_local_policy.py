@@ -9,7 +9,7 @@ import pytest
 from ft_plugins.config import Config, SyncConfig
 from ft_plugins.errors import ConfigError
 from ft_plugins.model.reduction import ReducedOver
-from ft_plugins.sync.local_policy import AppliedAt, chosen_apply, policy_of
+from ft_plugins.sync.rounds.local_policy import AppliedAt, chosen_apply, policy_of
 
 
 def test_a_warm_up_is_data_parallelism_and_every_multiple_of_tau_after_it_a_synchronisation() -> None:

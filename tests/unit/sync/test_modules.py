@@ -10,7 +10,7 @@ import pytest
 from ft_plugins.errors import ConfigError, UnsupportedError
 from ft_plugins.model.inventory import Inventory, Item, IterationSpan, Role
 from ft_plugins.model.topology import Topology
-from ft_plugins.sync.modules import (
+from ft_plugins.sync.rounds.modules import (
     plan_groups,
     plan_modules,
     require_replicas,

@@ -9,8 +9,7 @@ import pytest
 
 from ft_plugins.errors import ConfigError
 from ft_plugins.model.inventory import Role
-from ft_plugins.sync.buckets import ReplicaBucket
-from ft_plugins.sync.noise import (
+from ft_plugins.sync.averaging.noise import (
     FIELDS,
     NoiseMeasurement,
     NoisePart,
@@ -20,6 +19,7 @@ from ft_plugins.sync.noise import (
     part_of,
     weight_of,
 )
+from ft_plugins.sync.buckets import ReplicaBucket
 
 SIGMA = 0.03
 DIMENSION = 20_000  # the variance of a sum of so many squares is 2/d of its square: 1 % here

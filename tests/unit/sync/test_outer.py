@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_plugins.errors import ConfigError
-from ft_plugins.sync.outer import OuterRules, outer_step
+from ft_plugins.sync.rounds.outer import OuterRules, outer_step
 
 PLAIN = OuterRules(lr=1.0, momentum=0.0)
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ft_plugins.sync.own_pace import Timekeeper, WorkDone, next_period
+from ft_plugins.sync.rounds.own_pace import Timekeeper, WorkDone, next_period
 
 
 @dataclass

@@ -16,7 +16,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ft_plugins.errors import ConfigError
-from ft_plugins.sync.penalty import (
+from ft_plugins.sync.rounds.penalty import (
     EPSILON,
     NO_PENALTY,
     RESOLUTION,

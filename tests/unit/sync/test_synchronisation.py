@@ -13,12 +13,12 @@ import torch.distributed as dist
 
 from ft_plugins.errors import InventoryError
 from ft_plugins.model.inventory import Inventory, Item, Role
-from ft_plugins.sync import synchronisation
 from ft_plugins.sync.links import Links
-from ft_plugins.sync.modules import plan_groups, plan_modules
-from ft_plugins.sync.outer import OuterRules
-from ft_plugins.sync.penalty import PenaltyRules
-from ft_plugins.sync.synchronisation import Synchronisation, SynchronisationRules
+from ft_plugins.sync.rounds import synchronisation
+from ft_plugins.sync.rounds.modules import plan_groups, plan_modules
+from ft_plugins.sync.rounds.outer import OuterRules
+from ft_plugins.sync.rounds.penalty import PenaltyRules
+from ft_plugins.sync.rounds.synchronisation import Synchronisation, SynchronisationRules
 from ft_plugins.testing.gang import gang
 
 SYNC = ((0, 2), (1, 3), (0, 2), (1, 3))  # replicas: ranks 0 and 1, ranks 2 and 3

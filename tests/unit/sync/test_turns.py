@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from ft_plugins.events import Events
-from ft_plugins.sync.averager import Averaging
+from ft_plugins.sync.averaging.averager import Averaging
+from ft_plugins.sync.averaging.noise import NoisePart
+from ft_plugins.sync.averaging.policy import PaftPolicy
+from ft_plugins.sync.averaging.schedule import NoiseDriven, Periodic, SyncSchedule, Turn
 from ft_plugins.sync.background import Background
+from ft_plugins.sync.layers.turns import SyncTurns
 from ft_plugins.sync.links import Links
-from ft_plugins.sync.noise import NoisePart
-from ft_plugins.sync.policy import PaftPolicy
-from ft_plugins.sync.schedule import NoiseDriven, Periodic, SyncSchedule, Turn
-from ft_plugins.sync.turns import SyncTurns
 
 SIGNAL = [0.0, 0.0, 4.0, 0.0, 0]
 

@@ -11,11 +11,11 @@ import torch
 
 from ft_plugins.events import Event, Events
 from ft_plugins.model.inventory import Role
-from ft_plugins.sync.audit import Audit, OnCorruption, judge, remedy
+from ft_plugins.sync.audit.audit import Audit, OnCorruption, judge, remedy
+from ft_plugins.sync.audit.compare import Auditing, AuditOutcome
+from ft_plugins.sync.audit.verdicts import Verdicts
 from ft_plugins.sync.background import Background
 from ft_plugins.sync.buckets import ItemPiece, ReplicaBucket
-from ft_plugins.sync.compare import Auditing, AuditOutcome
-from ft_plugins.sync.verdicts import Verdicts
 
 EVERYONE, EXPERTS = (0, 1, 2, 3, 4, 5), (1, 3, 5)  # replica sets: those of the dense part, and of one expert
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import xxhash
 
 from ft_plugins.adapters.module_edges import EdgeReporter
-from ft_plugins.adapters.plain import PlainHost
+from ft_plugins.adapters.torch.plain import PlainHost
 from ft_plugins.model.inventory import Role
 from ft_plugins.model.reduction import ModuleEdges, ReducedOver
 

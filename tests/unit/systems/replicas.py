@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from ft_plugins import faults
-from ft_plugins.adapters.plain import PlainHost
+from ft_plugins.adapters.torch.plain import PlainHost
+from ft_plugins.base import faults
 from ft_plugins.collective import Collective
 from ft_plugins.config import PaftConfig
 from ft_plugins.events import Event, Events

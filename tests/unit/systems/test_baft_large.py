@@ -11,11 +11,11 @@ import pytest
 
 from ft_plugins.bubbles.bubble_plan import plan_bubbles
 from ft_plugins.bubbles.filling import transfers_of
-from ft_plugins.bubbles.gate import GATE_BYTES, Gate
-from ft_plugins.bubbles.messages import traffic
-from ft_plugins.bubbles.pacing import least_bytes
-from ft_plugins.bubbles.timeline_readers import TimelineReaders
-from ft_plugins.bubbles.timeline_values import Packed, pack
+from ft_plugins.bubbles.gate.gate import GATE_BYTES, Gate
+from ft_plugins.bubbles.gate.pacing import least_bytes
+from ft_plugins.bubbles.timeline.messages import traffic
+from ft_plugins.bubbles.timeline.timeline_readers import TimelineReaders
+from ft_plugins.bubbles.timeline.timeline_values import Packed, pack
 from ft_plugins.bubbles.windows import SHORTEST_SECONDS, Reserve
 from ft_plugins.config import BaftConfig
 from ft_plugins.events import Events

@@ -15,10 +15,10 @@ import pytest
 from ft_plugins.config import Config, launch_context
 from ft_plugins.errors import ConfigError
 from ft_plugins.events import Events
-from ft_plugins.snapshot.layout import Layout
-from ft_plugins.snapshot.shape import Shape
-from ft_plugins.systems import claim
-from ft_plugins.systems.claim import join_ranks, require_one_job
+from ft_plugins.snapshot.capture.layout import Layout
+from ft_plugins.snapshot.segment.shape import Shape
+from ft_plugins.systems.reft import claim
+from ft_plugins.systems.reft.claim import join_ranks, require_one_job
 
 
 class Ranks:

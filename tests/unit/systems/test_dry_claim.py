@@ -9,10 +9,10 @@ import pytest
 
 from ft_plugins.config import Config
 from ft_plugins.errors import ConfigError
-from ft_plugins.snapshot.shape import PAGE
-from ft_plugins.snapshot.slots import FIRST, SLOTS, Pin, slots_for
-from ft_plugins.systems import dry_claim
-from ft_plugins.systems.dry_claim import DryJob, NodeClaim, block_of, plan_claim
+from ft_plugins.snapshot.segment.shape import PAGE
+from ft_plugins.snapshot.segment.slots import FIRST, SLOTS, Pin, slots_for
+from ft_plugins.systems.reft import dry_claim
+from ft_plugins.systems.reft.dry_claim import DryJob, NodeClaim, block_of, plan_claim
 
 GIB = 1 << 30
 JOB = DryJob(parameters=1 << 27, bytes_each=12, tp=2, pp=2, dp=8, ranks_per_node=8, order="tp-cp-ep-pp-dp")

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from ft_plugins.smp import job_file
-from ft_plugins.smp.job_file import PROTECTION_FILE, RecordedDomains, read_domains
-from ft_plugins.smp.protection import Protection
-from ft_plugins.snapshot.shape import Shape
-from ft_plugins.systems.failure_domains import differences, kept, without_own
+from ft_plugins.smp.serve import job_file
+from ft_plugins.smp.serve.job_file import PROTECTION_FILE, RecordedDomains, read_domains
+from ft_plugins.smp.tree.protection import Protection
+from ft_plugins.snapshot.segment.shape import Shape
+from ft_plugins.systems.reft.failure_domains import differences, kept, without_own
 
 NODES = ("a", "a", "b", "c")  # of each rank
 

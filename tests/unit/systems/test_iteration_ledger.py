@@ -10,8 +10,8 @@ import torch
 
 from ft_plugins.errors import LoopError
 from ft_plugins.events import Event, Events
-from ft_plugins.snapshot.ledger import Ledger, LedgerPart
-from ft_plugins.snapshot.shape import LEDGER_ROOM
+from ft_plugins.snapshot.segment.ledger import Ledger, LedgerPart
+from ft_plugins.snapshot.segment.shape import LEDGER_ROOM
 from ft_plugins.systems.iteration_ledger import IterationLedger
 
 RATE = 0.5

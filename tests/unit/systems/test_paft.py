@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from ft_plugins import faults
-from ft_plugins.adapters.plain import PlainHost
+from ft_plugins.adapters.torch.plain import PlainHost
+from ft_plugins.base import faults
 from ft_plugins.config import PaftConfig
 from ft_plugins.errors import ConfigError, ReplicaError, UnsupportedError
 from ft_plugins.events import Events

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from ft_plugins import faults
+from ft_plugins.base import faults
 from ft_plugins.config import PaftConfig
 from ft_plugins.errors import ConfigError, UnsupportedError
 from ft_plugins.events import Events

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ft_plugins import faults
+from ft_plugins.base import faults
 from ft_plugins.config import PaftConfig
 from ft_plugins.errors import ReplicaError
 from ft_plugins.model.inventory import Inventory

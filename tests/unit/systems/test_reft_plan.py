@@ -9,7 +9,7 @@ import pytest
 
 from ft_plugins.errors import InventoryError
 from ft_plugins.model.inventory import Inventory, Item, Role
-from ft_plugins.systems.reft_plan import check_replicas
+from ft_plugins.systems.reft.reft_plan import check_replicas
 
 ALL = tuple(range(64))
 

@@ -11,8 +11,8 @@ from ft_plugins.redundancy.exchange_plan import plan_exchange, positions
 from ft_plugins.redundancy.grouping import redundancy_groups
 from ft_plugins.redundancy.neighbour import pipelines, plan_neighbours
 from ft_plugins.redundancy.node_kinds import node_label, node_lines
-from ft_plugins.snapshot.shape import Shape
-from ft_plugins.systems.reft_reports import budget_table
+from ft_plugins.snapshot.segment.shape import Shape
+from ft_plugins.systems.reft.reft_reports import budget_table
 
 SHARE = Shape(nbytes=100_000, small_nbytes=4096, buckets=1, layout="a", slots=3)
 LARGER = Shape(nbytes=300_000, small_nbytes=4096, buckets=1, layout="b", slots=5, parity_nbytes=50_000)

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from ft_plugins.errors import BudgetError
-from ft_plugins.snapshot.segment import Segment, create
-from ft_plugins.snapshot.shape import PAGE, Shape
-from ft_plugins.snapshot.slots import FIRST, SLOTS, Pin, slots_for
-from ft_plugins.systems import reft
-from ft_plugins.systems.reft import Reft
+from ft_plugins.snapshot.segment.segment import Segment, create
+from ft_plugins.snapshot.segment.shape import PAGE, Shape
+from ft_plugins.snapshot.segment.slots import FIRST, SLOTS, Pin, slots_for
+from ft_plugins.systems.reft import reft
+from ft_plugins.systems.reft.reft import Reft
 
 SHAPE = Shape(20 * PAGE, 100, 1, 7, slots_for(Pin.NODE, Pin.SOURCE), free=SLOTS, first=FIRST)
 RANKS = 8

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ft_plugins import stamps
+from ft_plugins.base import stamps
 from ft_plugins.config import LaunchContext
 from ft_plugins.events import Event, Events
 from ft_plugins.systems.start_record import RankStart, StartRecord, last_of

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ft_plugins.sync.late_peers import PeerWait
-from ft_plugins.sync.local_policy import AppliedAt
-from ft_plugins.sync.modules import GroupPlan
-from ft_plugins.systems.under_way import SynchronisationUnderWay
+from ft_plugins.sync.rounds.late_peers import PeerWait
+from ft_plugins.sync.rounds.local_policy import AppliedAt
+from ft_plugins.sync.rounds.modules import GroupPlan
+from ft_plugins.systems.local_sgd.under_way import SynchronisationUnderWay
 
 
 @pytest.mark.parametrize(

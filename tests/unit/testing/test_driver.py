@@ -14,11 +14,11 @@ import pytest
 from rich.console import Console
 
 from ft_plugins.report.comparison import RunRecord, compare_runs
-from ft_plugins.smp import liveness
-from ft_plugins.smp.client import Client
-from ft_plugins.smp.status import newest_common
-from ft_plugins.snapshot.paths import segments_of
-from ft_plugins.snapshot.slots import Version
+from ft_plugins.smp.serve.client import Client
+from ft_plugins.smp.serve.status import newest_common
+from ft_plugins.smp.watch import liveness
+from ft_plugins.snapshot.segment.paths import segments_of
+from ft_plugins.snapshot.segment.slots import Version
 from ft_plugins.testing.display import LineDisplay, display_on
 from ft_plugins.testing.driven import GrowingLines
 from ft_plugins.testing.driver import NODE, DriveError, DrivenJob, DrivePhase, Progress
@@ -31,10 +31,10 @@ SCRIPT = """
     import torch
     import torch.distributed as dist
     from ft_plugins import session
-    from ft_plugins.adapters.plain import PlainHost
+    from ft_plugins.adapters.torch.plain import PlainHost
     from ft_plugins.config import launch_context
     from ft_plugins.testing.job_control import wait_until
-    from ft_plugins.smp.client import Client
+    from ft_plugins.smp.serve.client import Client
 
     losses, iterations, waits_at, fails_at = sys.argv[1], *map(int, sys.argv[2:])
     context = launch_context()

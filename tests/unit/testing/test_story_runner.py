@@ -13,12 +13,12 @@ import pytest
 import xxhash
 
 from ft_plugins.events import Event
-from ft_plugins.snapshot import checkpoint, persist
-from ft_plugins.snapshot import segment as segments
-from ft_plugins.snapshot.checkpoint import Origin
-from ft_plugins.snapshot.segment import Segment
-from ft_plugins.snapshot.shape import Shape
-from ft_plugins.snapshot.slots import Pin, Version, slots_for
+from ft_plugins.snapshot.checkpoint import checkpoint, persist
+from ft_plugins.snapshot.checkpoint.checkpoint import Origin
+from ft_plugins.snapshot.segment import segment as segments
+from ft_plugins.snapshot.segment.segment import Segment
+from ft_plugins.snapshot.segment.shape import Shape
+from ft_plugins.snapshot.segment.slots import Pin, Version, slots_for
 from ft_plugins.testing import story, story_runner
 from ft_plugins.testing.emulated_nodes import EmulatedHost
 from ft_plugins.testing.story_parser import parse

@@ -14,10 +14,10 @@ from ft_plugins.recovery import nodes as job_nodes
 from ft_plugins.recovery.nodes import LinkedNodes, NodeTierConfig, Spare
 from ft_plugins.recovery.recovery_plan import RecoveryPlan
 from ft_plugins.recovery.resize.previous_job import PreviousJob
-from ft_plugins.smp.job_file import ProtectionReference, refer
-from ft_plugins.smp.protection import Protection
-from ft_plugins.snapshot.shape import Shape
-from ft_plugins.snapshot.slots import Version
+from ft_plugins.smp.serve.job_file import ProtectionReference, refer
+from ft_plugins.smp.tree.protection import Protection
+from ft_plugins.snapshot.segment.shape import Shape
+from ft_plugins.snapshot.segment.slots import Version
 
 V4 = Version(1, 4)
 WHERE = ("10.0.0.2", 700)

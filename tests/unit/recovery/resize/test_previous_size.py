@@ -20,10 +20,10 @@ from ft_plugins.recovery.resize.previous_size import (
     plan_previous_size,
     read_previous_sizes,
 )
-from ft_plugins.smp.job_file import ProtectionReference, refer
-from ft_plugins.smp.protection import Protection
-from ft_plugins.snapshot.shape import Shape
-from ft_plugins.snapshot.slots import Mark, Version
+from ft_plugins.smp.serve.job_file import ProtectionReference, refer
+from ft_plugins.smp.tree.protection import Protection
+from ft_plugins.snapshot.segment.shape import Shape
+from ft_plugins.snapshot.segment.slots import Mark, Version
 
 V3, V4, V5 = Version(1, 3), Version(1, 4), Version(1, 5)
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from ft_plugins.errors import ResumeError, SegmentError
 from ft_plugins.model.inventory import Inventory, Item, IterationSpan, Role
 from ft_plugins.recovery.resize.reshard import plan_moves
-from ft_plugins.snapshot import manifest
-from ft_plugins.snapshot.layout import Layout, plan_layout
-from ft_plugins.snapshot.manifest import OWN, REPLICATED, Manifest, manifest_of
+from ft_plugins.snapshot.capture import manifest
+from ft_plugins.snapshot.capture.layout import Layout, plan_layout
+from ft_plugins.snapshot.capture.manifest import OWN, REPLICATED, Manifest, manifest_of
 
 WIDTH = 4  # bytes of an element
 Tensors = dict[str, np.ndarray]

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ft_plugins.launcher.roster_file import RosterFile
-from ft_plugins.launcher.rounds import Rules
+from ft_plugins.launcher.rounds.roster_file import RosterFile
+from ft_plugins.launcher.rounds.rounds import Rules
 from ft_plugins.model.topology import Topology
 from ft_plugins.recovery.resize import sizes
 from ft_plugins.recovery.resize.sizes import SizeReport, admissible

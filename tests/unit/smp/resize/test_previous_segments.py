@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 
 from ft_plugins.events import Events
-from ft_plugins.smp.frames import Data
-from ft_plugins.smp.owner import SnapshotProcess
-from ft_plugins.smp.readers import LocalReader
+from ft_plugins.smp.exchange.frames import Data
+from ft_plugins.smp.exchange.readers import LocalReader
 from ft_plugins.smp.resize.previous_segments import PreviousSegments
-from ft_plugins.snapshot import manifest
-from ft_plugins.snapshot.manifest import Manifest
-from ft_plugins.snapshot.paths import jobs, path_of, previous_path_of, previous_segments_of, remove, segments_of
-from ft_plugins.snapshot.room import SHM
-from ft_plugins.snapshot.segment import Segment, create
-from ft_plugins.snapshot.shape import PAGE, Shape
-from ft_plugins.snapshot.slots import SlotState, Version
+from ft_plugins.smp.serve.owner import SnapshotProcess
+from ft_plugins.snapshot.capture import manifest
+from ft_plugins.snapshot.capture.manifest import Manifest
+from ft_plugins.snapshot.segment.paths import jobs, path_of, previous_path_of, previous_segments_of, remove, segments_of
+from ft_plugins.snapshot.segment.room import SHM
+from ft_plugins.snapshot.segment.segment import Segment, create
+from ft_plugins.snapshot.segment.shape import PAGE, Shape
+from ft_plugins.snapshot.segment.slots import SlotState, Version
 
 SHAPE = Shape(nbytes=9000, small_nbytes=1000, buckets=1, layout=3)
 NODE = "n0"

@@ -18,16 +18,16 @@ import pytest
 import xxhash
 
 from ft_plugins.events import Event, Events
-from ft_plugins.smp import liveness
-from ft_plugins.smp.client import ensure
 from ft_plugins.smp.resize.previous_segments import PreviousSegments
 from ft_plugins.smp.resize.previous_storage import PreviousStorage
-from ft_plugins.snapshot import checkpoint, persist
-from ft_plugins.snapshot.paths import path_of, previous_path_of, previous_segments_of, remove
-from ft_plugins.snapshot.retention import Storage
-from ft_plugins.snapshot.segment import Segment, create
-from ft_plugins.snapshot.shape import Shape
-from ft_plugins.snapshot.slots import Pin, Version, slots_for
+from ft_plugins.smp.serve.client import ensure
+from ft_plugins.smp.watch import liveness
+from ft_plugins.snapshot.capture.retention import Storage
+from ft_plugins.snapshot.checkpoint import checkpoint, persist
+from ft_plugins.snapshot.segment.paths import path_of, previous_path_of, previous_segments_of, remove
+from ft_plugins.snapshot.segment.segment import Segment, create
+from ft_plugins.snapshot.segment.shape import Shape
+from ft_plugins.snapshot.segment.slots import Pin, Version, slots_for
 
 SHAPE = Shape(nbytes=1 << 16, small_nbytes=100, buckets=2, layout=5, slots=slots_for(Pin.STORAGE))
 RANGES = [(0, 1 << 15), (1 << 15, 1 << 15)]

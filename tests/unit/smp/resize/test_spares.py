@@ -13,17 +13,18 @@ import numpy as np
 import pytest
 import xxhash
 
+from ft_plugins.base.intake import parsed
 from ft_plugins.errors import FtError, ProtocolError
 from ft_plugins.events import Event, Events
-from ft_plugins.intake import parsed
-from ft_plugins.smp import job_file, liveness
-from ft_plugins.smp.job_file import ProtectionReference
-from ft_plugins.smp.owner import SnapshotProcess
-from ft_plugins.smp.protection import Protection
 from ft_plugins.smp.resize import spares
-from ft_plugins.snapshot import manifest
-from ft_plugins.snapshot.manifest import Manifest
-from ft_plugins.snapshot.paths import (
+from ft_plugins.smp.serve import job_file
+from ft_plugins.smp.serve.job_file import ProtectionReference
+from ft_plugins.smp.serve.owner import SnapshotProcess
+from ft_plugins.smp.tree.protection import Protection
+from ft_plugins.smp.watch import liveness
+from ft_plugins.snapshot.capture import manifest
+from ft_plugins.snapshot.capture.manifest import Manifest
+from ft_plugins.snapshot.segment.paths import (
     parity_path_of,
     path_of,
     previous_path_of,
@@ -31,9 +32,9 @@ from ft_plugins.snapshot.paths import (
     remove,
     segments_of,
 )
-from ft_plugins.snapshot.segment import Segment, create
-from ft_plugins.snapshot.shape import Shape
-from ft_plugins.snapshot.slots import Pin, SlotState, Version, slots_for
+from ft_plugins.snapshot.segment.segment import Segment, create
+from ft_plugins.snapshot.segment.shape import Shape
+from ft_plugins.snapshot.segment.slots import Pin, SlotState, Version, slots_for
 
 RANGES = ((0, 50_000), (50_000, 40_000))
 SHAPE = Shape(90_000, 2000, len(RANGES), 3, slots_for(Pin.NODE, Pin.SOURCE))

@@ -1,0 +1,1 @@
+"""The position in the data, of loops that read it through loaders."""

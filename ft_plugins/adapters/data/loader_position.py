@@ -1,0 +1,338 @@
+"""The data position of a plain torch loop: read at the version point, set after a restore.
+
+Invariant: after the position and the generators are restored, the next batch is the one that would have come next. A
+batch must be read in the iteration that trains on it (`loader_reads`); otherwise the position at the version point is
+not that of training, and ConfigError is raised.
+
+    own state   an object with `state_dict` and `load_state_dict`: torchdata's StatefulDataLoader, a custom sampler
+    loader      a torch DataLoader: the generators at the begin of the pass, and the number of batches read. After a
+                restore the first pass skips these; nothing is loaded twice
+
+With both go the sampler's epoch, and what samplers and data keep in attributes (`loader_values`) and in generators of
+their own.
+
+In: what the loop reads from. Out: plain values, and back.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from torch.utils.data import DataLoader
+
+from ...errors import ConfigError, ResumeError
+from .loader_order import PassNumbers, hook_iteration, require_repeatable, watch_draws
+from .loader_reads import LoopReads
+from .loader_values import LoaderValues
+from .loaders import (
+    LoaderEpoch,
+    LoaderPass,
+    Passes,
+    generator_states,
+    is_sampled,
+    is_stateful,
+    parts,
+    sampler_epoch,
+    set_epoch,
+    set_generator_states,
+    set_source_generators,
+)
+
+_NEW_PASS = (StopIteration, NameError, AttributeError, TypeError)  # handled where a loop lacks an iterator
+_OVER = (
+    "the job resumed after the last batch of a pass over the loader, so that the pass that was begun now has no more: "
+    "begin the next one where it ends (`try: batch = next(batches)`, `except StopIteration: batches = iter(loader)`), "
+    "or loop over the loader"
+)
+
+
+class DataPosition(Protocol):
+    """The position in the training data."""
+
+    def read(self) -> Any:
+        """The position, as values for the codec. Raises StateChangedError."""
+        ...
+
+    def write(self, saved: Any) -> None:
+        """Return to a saved position. Raises ResumeError."""
+        ...
+
+    def require_read(self) -> None:
+        """Called before an update. Raises ConfigError if the iteration did not read what the position is of."""
+        ...
+
+
+def position_of(source: Any, iteration: Callable[[], int], trains: Callable[[], bool]) -> DataPosition:
+    """The position of `source`, or of the several in a list. `iteration()` is 0 before the first; `trains()` says
+    whether the model is in training mode.
+
+    Raises ConfigError if the position of `source` cannot be determined.
+    """
+    reads = LoopReads(iteration, trains)
+    if isinstance(source, list | tuple):
+        return SeveralPositions([_position_of(one, reads) for one in source], reads)
+    return _position_of(source, reads)
+
+
+def _position_of(source: Any, reads: LoopReads) -> FollowedSource:
+    kind = type(source).__name__
+    if is_stateful(source):
+        if isinstance(source, DataLoader):
+            require_repeatable(source)
+        return OwnState(source, reads)
+    if not isinstance(source, DataLoader):
+        raise ConfigError(
+            f"sampler: a {kind} has no state_dict and load_state_dict; pass the torch DataLoader that draws from it, "
+            "or save the position in get_state and set_state"
+        )
+    if not is_sampled(source):
+        raise ConfigError(
+            f"sampler: the position of a {kind} over an IterableDataset is unknown; pass torchdata's "
+            "StatefulDataLoader, or save the position in get_state and set_state"
+        )
+    inside = [type(part).__name__ for _, part in parts(source) if is_stateful(part)]
+    if inside:
+        raise ConfigError(
+            f"sampler: the {kind} draws from a {inside[0]}, which keeps its own position: pass that one"
+            + (" (without worker processes, which read ahead)" if source.num_workers else "")
+        )
+    return LoaderPosition(source, reads)
+
+
+class FollowedSource:
+    """A source whose passes and reads are observed: the parts of a position that all kinds have."""
+
+    def __init__(self, source: Any, reads: LoopReads) -> None:
+        self._source, self._reads = source, reads
+        self._passes = Passes(self._reading, self._finished)
+        self._current: Callable[[], LoaderPass | None] = lambda: None
+        self._pending: Mapping[str, Any] | None = None  # restored position at which the next pass begins
+        self._over: Callable[[], LoaderPass | None] = lambda: None  # the restored pass, if all of it was read
+        self._unplaced: Callable[[], LoaderPass | None] = lambda: None  # begun before a restore, to begin again
+        self._values = LoaderValues(source if isinstance(source, DataLoader) else None)
+        self._began: dict[str, bytes] = {}  # values that had changed when the pass began
+        self._numbers = PassNumbers()
+        self._ended = True  # no pass is under way, or the last one was read to its end
+        self._hooked = hook_iteration(source, self._begin)
+        reads.within.append(lambda: self._passes.inside)
+        if isinstance(source, DataLoader):
+            reads.required = True
+            reads.observe_others()
+
+    # ---- a pass ----
+
+    def _begin(self, source: Any, original: Callable[[Any], Any]) -> Any:
+        if self._passes.inside:  # as a part of itself
+            return original(source)
+        saved, self._pending = self._pending, None
+        if saved is not None and saved["pass"]["over"] and isinstance(sys.exc_info()[1], _NEW_PASS):
+            saved = None  # the script lacks an iterator where one had ended
+            self._discard()
+        self._reads.required = True
+        if saved is None:
+            self._begin_anew()
+        else:
+            self._require_continued(saved)
+        before, present = generator_states(self._source), self._values.changed()  # also what the loop has set since
+        begun = LoaderPass(source, original, self._passes)
+        self._current = weakref.ref(begun)
+        if saved is not None:
+            self._continue(begun, saved, made_before=False)
+            set_generator_states(before, self._source)
+            self._values.put(present)
+        return begun
+
+    def _begin_anew(self) -> None:
+        self._ended = False
+        self._numbers.begin(self._values.numbers())
+        self._began = self._values.changed()
+        self._reads.boundary()
+
+    def _require_continued(self, saved: Mapping[str, Any]) -> None:
+        epoch, captured = sampler_epoch(self._source), saved["epoch"]
+        if epoch != captured:
+            raise ResumeError(
+                f"the sampler's epoch was set to {epoch}, but epoch {captured} was captured: start the loop over "
+                "epochs at `sampler.epoch`, which is restored before the first iteration"
+            )
+        self._numbers.require_restored(self._values.numbers(), saved["numbers"]["now"])
+
+    def _reading(self, source: LoaderPass) -> None:
+        self._reads.reading(source)
+        if source is not self._current():
+            raise ConfigError(
+                "a batch was read from a pass over the training data after another pass had begun, so that the data "
+                "position of training is unknown; give evaluation a loader of its own"
+            )
+        if source is self._unplaced():
+            self._unplaced = lambda: None
+            self._begin_anew()
+            source.begin()
+
+    def _finished(self, source: LoaderPass, was_read: bool) -> None:
+        self._reads.boundary()
+        self._ended = True
+        over, self._over = self._over(), lambda: None
+        if source is over:
+            raise StopIteration(_OVER)
+
+    # ---- the position ----
+
+    def require_read(self) -> None:
+        current = self._current()
+        if current is not None and current.ended:
+            self._reads.boundary()
+        self._reads.require()
+
+    def read(self) -> Any:
+        if self._pending is not None:
+            return dict(self._pending)
+        first = not self._reads.iteration()  # only the size is asked for
+        values = self._values.changed()
+        return {
+            "kind": type(self).__name__,
+            "epoch": sampler_epoch(self._source),
+            "own": generator_states(self._source)["own"],
+            "usual": self._reads.usual,
+            "values": {"began": self._began, "now": values, "reserve": bytes(2 * self._values.size() * first)},
+            "numbers": {**self._numbers.plain(), "now": self._values.numbers(), "built": self._values.built()},
+            **self._place(first),
+        }
+
+    def _place(self, first: bool) -> dict[str, Any]:
+        """The position itself: 'pass' is None if none is under way."""
+        raise NotImplementedError
+
+    def write(self, saved: Any) -> None:
+        if not isinstance(saved, Mapping) or saved.get("kind") != type(self).__name__:
+            raise ResumeError(
+                f"a {type(self._source).__name__} was given as sampler, but another kind of one was captured: resume "
+                "with the loader of the captured job, or start with --ftp-resume fresh"
+            )
+        self._values.require_built(saved["numbers"]["built"])
+        if saved["epoch"] is not None:
+            set_epoch(self._source, saved["epoch"])
+        set_source_generators(self._source, saved["own"])
+        self._values.put(saved["values"]["now"])
+        self._numbers = PassNumbers.restored(saved["numbers"])
+        self._reads.usual = saved["usual"]
+        self._began = dict(saved["values"]["began"])
+        self._load(saved)
+        current = self._current()
+        if saved["pass"] is None:
+            if current is not None:
+                self._unplaced = weakref.ref(current)
+        elif current is not None:
+            self._continue(current, saved, made_before=True)
+        elif self._hooked:
+            self._pending = saved
+
+    def _continue(self, begun: LoaderPass, saved: Mapping[str, Any], made_before: bool) -> None:
+        self._move(begun, saved, made_before)
+        if saved["pass"]["over"]:
+            self._over = weakref.ref(begun)
+
+    def _load(self, saved: Mapping[str, Any]) -> None:
+        """Take over a state that the source keeps itself."""
+
+    def _discard(self) -> None:
+        """Forget a state that the source would use in the next pass."""
+
+    def _move(self, begun: LoaderPass, saved: Mapping[str, Any], made_before: bool) -> None:
+        """Continue the captured pass. `made_before`: `begun` was made before the restore."""
+        raise NotImplementedError
+
+    def _as_it_began(self, saved: Mapping[str, Any], begin: Callable[[], object]) -> None:
+        """Call `begin` with the values with which the captured pass began, and return to the captured ones."""
+        self._values.put(saved["values"]["began"])
+        begin()
+        set_source_generators(self._source, saved["own"])
+        self._values.put(saved["values"]["now"])
+
+
+class OwnState(FollowedSource):
+    """The position of an object that keeps it itself.
+
+    A StatefulDataLoader uses a loaded state in the next `iter`. Its `state_dict` makes it use that at once, before the
+    generators are restored.
+    """
+
+    def _place(self, first: bool) -> dict[str, Any]:
+        before = generator_states(self._source)
+        unused = isinstance(self._source, DataLoader) and getattr(self._source, "_iterator", None) is None
+        state = self._source.state_dict()
+        if first and unused:  # `state_dict` has begun a pass
+            self._source.load_state_dict(state)
+            set_generator_states(before, self._source)
+        current = self._current()
+        if current is None or current.finished:
+            return {"state": state, "pass": None, "dropped": not self._ended}
+        return {"state": state, "pass": {"read": current.epoch.read, "over": current.ended}, "dropped": False}
+
+    def _load(self, saved: Mapping[str, Any]) -> None:
+        source, used_at_once = self._source, isinstance(self._source, DataLoader)
+
+        def load() -> None:
+            source.load_state_dict(saved["state"])
+            if used_at_once:
+                source.state_dict()
+
+        self._as_it_began(saved, load)
+        if saved["dropped"]:
+            self._discard()
+
+    def _discard(self) -> None:
+        if isinstance(self._source, DataLoader):
+            with self._passes.within():
+                iter(self._source)
+
+    def _move(self, begun: LoaderPass, saved: Mapping[str, Any], made_before: bool) -> None:
+        if made_before and isinstance(self._source, DataLoader):
+            begun.begin()
+        begun.epoch.read = saved["pass"]["read"]
+
+
+class LoaderPosition(FollowedSource):
+    """The position of a torch DataLoader with a sampler. Makes this one loader iterate by `LoaderPass`es."""
+
+    def __init__(self, source: Any, reads: LoopReads) -> None:
+        super().__init__(source, reads)
+        watch_draws(source)
+
+    def _place(self, first: bool) -> dict[str, Any]:
+        current = self._current()
+        if current is None or current.finished:
+            return {"pass": None}
+        at = current.epoch
+        place = {"began": at.began, "first": at.first, "read": at.read, "again": at.reused_workers}
+        return {"pass": {**place, "over": current.ended}}
+
+    def _move(self, begun: LoaderPass, saved: Mapping[str, Any], made_before: bool) -> None:
+        at = saved["pass"]
+        epoch = LoaderEpoch(at["began"], at["first"], at["read"], at["again"])
+        self._as_it_began(saved, lambda: begun.skip_to(epoch))
+
+
+class SeveralPositions:
+    """The positions of several loaders, of which an iteration reads at least one."""
+
+    def __init__(self, positions: Sequence[FollowedSource], reads: LoopReads) -> None:
+        self._positions, self._reads = positions, reads
+
+    def read(self) -> Any:
+        return [one.read() for one in self._positions]
+
+    def write(self, saved: Any) -> None:
+        if not isinstance(saved, list) or len(saved) != len(self._positions):
+            raise ResumeError(
+                f"{len(self._positions)} loaders were given as sampler, but the captured job had another number: "
+                "resume with the loaders of the captured job, or start with --ftp-resume fresh"
+            )
+        for one, position in zip(self._positions, saved, strict=True):
+            one.write(position)
+
+    def require_read(self) -> None:
+        self._positions[0].require_read()

@@ -1,0 +1,1 @@
+"""State that a script keeps itself."""

@@ -1,0 +1,184 @@
+"""Search a script for undeclared training state, once, at its first version point; then watch what seemed frozen.
+
+Invariant: one pass over the objects of the process (0.2 s for a million), another one when training begins, and a third
+one only if something was found, after a garbage collection, so that what is dropped is not named. Trained state is an
+error before the version is captured. Frozen tensors are compared at every later version point; a device is not waited
+for there. Objects of every host of the process are declared.
+
+In: what a host was given, what `get_state` returned. Out: StateChangedError, or one line on rank 0.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from ...errors import StateChangedError
+from ...events import say
+from ..data.loaders import parts
+from .script_names import named, namespaces
+from .script_state import Marks, Returned, storage_of, tensors_in
+from .undeclared import DeclaredState, Sort, Undeclared, sorted_out, tensors_to_mark, undeclared
+
+_DEPTH = 3  # of the attributes of declared objects
+_searches: weakref.WeakSet[UndeclaredSearch] = weakref.WeakSet()
+_ignored: list[Any] = []
+
+
+def ignore(*objects: Any) -> None:
+    """Have all searches ignore objects of the script: a restart need not restore them."""
+    _ignored.extend(objects)
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a host captures or ignores: objects, further tensors, and the tensors that are trained."""
+
+    objects: tuple[Any, ...]
+    tensors: tuple[torch.Tensor, ...]
+    trained: tuple[torch.Tensor, ...]
+    follows_loaders: bool = False
+
+
+@dataclass(frozen=True)
+class _Frozen:
+    """Tensors that may not change, and what they belong to."""
+
+    found: str
+    tensors: tuple[weakref.ref[torch.Tensor], ...]
+
+
+class UndeclaredSearch:
+    """The search of one host. `remedy` says what to do about trained state; `place` begins every error; `speaks` is
+    whether this rank prints the line."""
+
+    def __init__(
+        self, given: Callable[[], Given], remedy: Callable[[list[Undeclared]], str], place: str, speaks: bool
+    ) -> None:
+        self._given, self._remedy, self._place, self._speaks = given, remedy, place, speaks
+        self._marks = Marks()
+        self._frozen: list[_Frozen] | None = None  # None: not searched yet
+        _searches.add(self)
+
+    def begin(self) -> None:
+        """Training begins: remember the contents of what could be trained."""
+        names = named(namespaces())
+        self._marks.mark(tensors_to_mark(_live(names.values()), names, self._declared(set())))
+
+    def check(self, iteration: int, returned: Any = None, *functions: Callable[..., Any]) -> None:
+        """The version point, with what `get_state` returned; `functions` are `get_state` and `set_state`. Raises
+        StateChangedError."""
+        if self._frozen is not None:
+            for one in self._frozen:
+                tensors = [tensor for ref in one.tensors if (tensor := ref()) is not None]
+                if any(self._marks.changed(tensor, devices=False) for tensor in tensors):
+                    raise StateChangedError(
+                        f"{self._place}: iteration {iteration}: {one.found} has changed, but belongs to nothing that "
+                        f"is captured, and a restart would lose that: {self._remedy([])}"
+                    )
+            return
+        state = Returned(returned, *functions)
+        found = self._search(state)
+        if any(one.name is None for one in found):
+            found.clear()  # refers to what may be garbage
+            gc.collect()
+            found = self._search(state)
+        if trained := [one for one in found if one.why]:
+            raise StateChangedError(
+                f"{self._place}: iteration {iteration}: the script has training state that belongs to nothing that is "
+                f"captured, and a restart would lose it: {'; '.join(map(str, trained))}: {self._remedy(trained)}"
+            )
+        if found and self._speaks:
+            say(
+                f"not captured, because nothing that is captured refers to it: {'; '.join(map(str, found))}; "
+                f"if training depends on it: {self._remedy([])}"
+            )
+        self._frozen = [self._watched(one) for one in found]
+
+    def _watched(self, found: Undeclared) -> _Frozen:
+        tensors = list(tensors_in(found.value)) if _has_tensors(found.value) else []
+        self._marks.mark(tensors)
+        return _Frozen(found.who, tuple(weakref.ref(one) for one in tensors))
+
+    def _search(self, returned: Returned) -> list[Undeclared]:
+        names = named(namespaces())
+        live = _live(names.values())
+        return undeclared(live, names, self._declared(returned.storages), returned, self._marks)
+
+    def _declared(self, storages: set[int]) -> DeclaredState:
+        given = [search._given() for search in _searches]
+        contents = list(_contents(chain(_ignored, *(one.objects for one in given))))
+        held = (tensors_in(one) for one in contents if isinstance(one, torch.nn.Module | torch.optim.Optimizer))
+        listed = (one for one in contents if isinstance(one, torch.Tensor))
+        tensors = {
+            id(one): one
+            for one in chain(listed, *held, *(one.tensors for one in given), *(one.trained for one in given))
+        }
+        return DeclaredState(
+            frozenset(map(id, contents)) | tensors.keys(),
+            frozenset(storages.union(map(storage_of, tensors.values()))) - {0},
+            Counter(one.shape for one in self._given().trained),
+            any(one.follows_loaders for one in given),
+        )
+
+
+def _live(names: Iterable[Any]) -> Mapping[Sort, list[Any]]:
+    return sorted_out(chain(gc.get_objects(), [one.value for one in names]))
+
+
+def _has_tensors(value: Any) -> bool:
+    return not isinstance(value, DataLoader | torch.Generator)
+
+
+def _contents(objects: Iterable[Any], depth: int = _DEPTH) -> Iterator[Any]:
+    """The objects, and what their attributes hold, containers included. Of a loader: its samplers and generators, not
+    its data set, which may keep state of its own."""
+    pending, seen = [(one, depth) for one in objects], set[int]()
+    while pending:
+        one, left = pending.pop()
+        if id(one) in seen or isinstance(one, str | bytes | int | float | type | type(None)):
+            continue
+        seen.add(id(one))
+        yield one
+        if isinstance(one, DataLoader):
+            inside = [part for _, part in parts(one)]
+            pending += [(part, 0) for each in inside for part in (each, getattr(each, "generator", None))]
+        elif isinstance(one, Mapping):
+            pending += [(part, left) for part in list(one.values())]
+        elif isinstance(one, list | tuple):
+            pending += [(part, left) for part in one]
+        elif left and not isinstance(one, torch.nn.Module | torch.Tensor):
+            pending += [(part, left - 1) for part in list(getattr(one, "__dict__", {}).values())]
+
+
+def lines_to_add(host: str, lost: list[Undeclared]) -> str:
+    """What to write in an own loop about `lost` state; about any, if it is empty."""
+    known = [one for one in lost if one.name is not None and hasattr(one.value, "load_state_dict")]
+    names = {_key(one.name.expression): one for one in known if one.name is not None}
+    gets = [f"{key!r}: {_saved(one)}" for key, one in names.items()]
+    sets = [f"{one.expression}.load_state_dict(state[{key!r}])" for key, one in names.items()]
+    ways = "return its state from get_state and take it back in set_state"
+    if gets:
+        back = sets[0] if len(sets) == 1 else f"({', '.join(sets)})"
+        more = "" if len(known) == len(lost) else " (and the others' tensors)"
+        ways = f"add {host}(..., get_state=lambda: {{{', '.join(gets)}}}, set_state=lambda state: {back}){more}"
+    ignored = ", ".join(one.expression for one in lost) or "..."
+    return f"{ways}; or, if a restart need not restore it, {host}(..., ignored=[{ignored}])"
+
+
+def _key(expression: str) -> str:
+    return re.sub(r"\W+", "_", expression).strip("_")
+
+
+def _saved(one: Undeclared) -> str:
+    states = f"{one.expression}.state_dict()"
+    return f"dict({states})" if isinstance(one.value, torch.nn.Module) else states

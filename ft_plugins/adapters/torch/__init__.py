@@ -1,0 +1,1 @@
+"""Loops of plain torch, with DistributedDataParallel or FSDP2."""

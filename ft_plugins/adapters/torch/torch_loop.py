@@ -1,0 +1,415 @@
+"""The host for a training loop of plain torch: one process, or data-parallel replicas in torch.distributed.
+
+    host = ft_plugins.TorchHost(model, optimizer, scheduler, loader)
+    session = ft_plugins.attach(host)                     # under `ft-run ... --reft`
+    for step in session.iterations(1000):                 # resumes: the rest of 1000 iterations
+        inputs, targets = next(batches)
+        loss_of(model(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+
+Invariant: the whole training state is captured, or an error names what cannot be: parameters, buffers, which of them
+are trained, modes and extra state of modules, all tensors and numbers of the optimizer, groups, scheduler, data
+position, random number generators. The optimizer's state is created when the host is built, as the first update would
+create it (`optimizer_state`). A tensor added, removed or replaced later raises StateChangedError at the next version
+point, trained state of the script that the host was not given at the first one (`undeclared`).
+
+    parameters, optimizer's tensors     change in an iteration's one update, or right after it; equal on all replicas
+    parameters that it does not update  may change at any time, but equally on all replicas
+    buffers                             may change at any time; may differ between ranks
+    gradients                           not captured; must be zeroed between two iterations
+    numbers, 0-dimensional tensors      small state ('step', learning rates)
+
+Of several optimizers (`optimizers`) the iteration's update begins with the first step of any of them, and ends with the
+loop's body.
+
+In: model, optimizers, schedulers, data loader, functions for other state. Out: a `model.host.Host`.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch.nn.parallel import DistributedDataParallel
+
+from ...base import faults
+from ...config import launch_context
+from ...errors import ConfigError, ResumeError, StateChangedError
+from ...events import say
+from ...model.host import Hooks
+from ...model.inventory import Inventory, Item, Role
+from ...model.observation import Observer
+from ...model.progress import ProgressReceiver
+from ...model.reduction import ReductionControl
+from ...snapshot.capture import codec
+from ..data.loader_position import DataPosition, position_of
+from ..data.observed_inputs import ObservedForwards, digest_of_gradients
+from ..forward_edges import follow_forwards, follow_saving
+from ..host_parts import ANYWHERE, UPDATE, local_part
+from ..optimizers import Optimizers, scheduler_of
+from ..parameter_groups import packed, regrouped
+from ..script.undeclared_search import Given, UndeclaredSearch, lines_to_add
+from .early_update import EarlyUpdate, early_refusal
+from .plain import PlainHost
+from .torch_module import (
+    missing_scheduler,
+    notices,
+    read_modes,
+    require_encodable,
+    require_encodable_caller,
+    require_equal_replicas,
+    require_known_parameters,
+    require_module,
+    require_whole_parameters,
+    write_modes,
+)
+from .torch_reduction import DdpReduction, ReducingHost
+from .torch_watch import ChangeWatch, changed_since, identity, set_zero_gradients, with_gradient
+
+_CONTAINERS = (torch.nn.ModuleDict, torch.nn.ModuleList)
+
+
+class TorchHost(PlainHost, ReducingHost):
+    """A model and its optimizer, with all state that training depends on. All ranks of the job build it together.
+
+    `optimizer` and `scheduler` may be a sequence or dict of several, over one module that holds all their parameters.
+    `sampler` gives the data position: the torch DataLoader of the training data (also with a DistributedSampler, whose
+    `epoch` is restored before the first iteration), anything with `state_dict` and `load_state_dict`, or a list of
+    several. `get_state`
+    and `set_state` carry any other state, as plain values and tensors: a GradScaler's `state_dict`, counters.
+    `fingerprint` is what must be equal, in addition to architecture and optimizer, for a snapshot to belong to this job
+    (seed, data, batch size). `ignored` are objects with state of their own that a restart need not restore.
+    """
+
+    fault_points = {"update.begin": (), "update.end": ()}
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer],
+        scheduler: Any = None,
+        sampler: Any = None,
+        *,
+        get_state: Callable[[], Any] = dict,
+        set_state: Callable[[Any], None] = lambda state: None,
+        fingerprint: Mapping[str, Any] | None = None,
+        ignored: Iterable[Any] = (),
+    ) -> None:
+        """Creates the optimizer's state. Raises ConfigError, InventoryError or UnsupportedError."""
+        require_module(model)
+        self._model = model
+        self._parallels = [one for one in model.modules() if isinstance(one, DistributedDataParallel)]
+        self._parallel = model if isinstance(model, DistributedDataParallel) else None
+        self._module: torch.nn.Module = model if self._parallel is None else self._parallel.module
+        self._optimizers, self._scheduler = Optimizers(optimizer), scheduler_of(scheduler)
+        self._caller_state, self._ignored = (get_state, set_state), tuple(ignored)
+        self._source = sampler
+        self._hooks: Hooks | None = None
+        self._observer: Observer | None = None
+        self._searched = False  # for schedulers that were not given
+        self._updated = 0  # the iteration of the newest update
+        self._stepping: torch.optim.Optimizer | None = None  # the optimizer that began it
+        self._early: EarlyUpdate | None = None
+        self._known: dict[str, tuple[Role, torch.Tensor]] = {}
+        context = launch_context()
+        started = dist.is_initialized()
+        rank = dist.get_rank() if started else context.rank
+        self.rank = rank
+        self._require_parameters(f"rank {rank}")
+        require_known_parameters(self._module, self._optimizers, f"rank {rank}")
+        self._require_scheduler()
+        require_encodable(self._module, f"rank {rank}")
+        self._optimizers.create_state()
+        self._known = dict(self._present())
+        updated = {id(one) for group in self._optimizers.param_groups for one in group["params"]}
+        self._background = {
+            name
+            for name, (role, tensor) in self._known.items()
+            if role is Role.MOMENT or (role is Role.PARAMETER and id(tensor) in updated)
+        }
+        self._watch = ChangeWatch(
+            {name: self._known[name][1] for name in self._background},
+            dict(self._module.named_parameters()),
+            f"rank {rank}",
+        )
+        self._identities = {name: identity(tensor) for name, (_, tensor) in self._known.items()}
+        self._groups = self._optimizers.members()
+        self._packed_groups = packed(self._optimizers.named_groups(self._names()))
+        self._used = self._optimizers.used(self._names())
+        self._position: DataPosition | None = None
+        if sampler is not None:
+            self._position = position_of(sampler, lambda: self._iteration, lambda: self._module.training)
+        super().__init__(
+            {name: local_part(tensor).detach() for name, (_, tensor) in self._known.items()},
+            rank=rank,
+            world_size=dist.get_world_size() if started else context.world_size,
+            replicated=True,
+            fingerprint={"architecture": self._architecture(), **(fingerprint or {})},
+            get_state=self._values,
+            set_state=self._set_values,
+            learning_rate=lambda: max(float(group["lr"]) for group in self._optimizers.param_groups),
+            gradients=self._live_gradients,
+        )
+        if started:
+            shared = {name: one for name, one in self._known.items() if one[0] is not Role.BUFFER}
+            self._require_equal({name: (local_part(one[1]), self._placed(*one)[0][0]) for name, one in shared.items()})
+        remedy = functools.partial(lines_to_add, type(self).__name__)
+        self._undeclared = UndeclaredSearch(self._given, remedy, f"rank {rank}", rank == 0 and not context.restart)
+        self._say()
+
+    # ---- facts ----
+
+    def inventory(self) -> Inventory:
+        """One item per tensor."""
+        return Inventory.of(self.rank, (self._item(name, *one) for name, one in self._known.items()))
+
+    def _item(self, name: str, role: Role, tensor: torch.Tensor) -> Item:
+        replicas, piece = self._placed(role, tensor)
+        tensor = local_part(tensor)
+        dtype, nbytes = str(tensor.dtype).removeprefix("torch."), tensor.numel() * tensor.element_size()
+        spans = UPDATE if name in self._background else ANYWHERE
+        return Item(name, dtype, tuple(tensor.shape), nbytes, role, replicas, changed_by=spans, piece=piece)
+
+    def _placed(self, role: Role, tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, int, int] | None]:
+        """The ranks that hold replicas of an item, and its piece of the whole tensor."""
+        return (self.rank,) if role is Role.BUFFER else self._replicas, None
+
+    def admits(self, replicas: int) -> bool:
+        """Only the present number: the data position depends on how the data is divided."""
+        return replicas == self._world_size
+
+    def _names(self) -> dict[torch.Tensor, str]:
+        return {parameter: name for name, parameter in self._module.named_parameters()}
+
+    def _present(self) -> Iterator[tuple[str, tuple[Role, torch.Tensor]]]:
+        """Name, role and tensor of every present item. The order of the optimizer's groups does not matter."""
+        names = self._names()
+        for parameter, name in names.items():
+            yield name, (Role.PARAMETER, parameter)
+        for name, moment in self._optimizers.moments(names):
+            yield name, (Role.MOMENT, moment)
+        for name, buffer in self._module.named_buffers():
+            yield name, (Role.BUFFER, buffer)
+
+    def _architecture(self) -> str:
+        shapes = [(name, str(one.dtype), tuple(one.shape)) for name, (_, one) in self._known.items()]
+        return f"{self._optimizers.kinds} {xxhash.xxh3_64_hexdigest(repr(shapes).encode())}"
+
+    # ---- checks ----
+
+    def _require_parameters(self, place: str) -> None:
+        """Raises UnsupportedError for parameters that are sharded."""
+        require_whole_parameters(self._module, place)
+
+    def _require_equal(self, replicas: Mapping[str, tuple[torch.Tensor, int]]) -> None:
+        require_equal_replicas(self.rank, replicas, type(self).__name__)
+
+    def _require_unchanged(self) -> None:
+        """Raises StateChangedError if tensors were added, removed or replaced since the host was built."""
+        present = {name: identity(tensor) for name, (_, tensor) in self._present()}
+        if present != self._identities or self._optimizers.members() != self._groups:
+            place = f"rank {self.rank}: iteration {self._iteration}"
+            raise changed_since(self._identities, present, place, type(self).__name__)
+
+    def _given(self) -> Given:
+        """What this host captures or ignores."""
+        gradients = [one.grad for one in self._module.parameters() if one.grad is not None]
+        objects = self._model, *self._optimizers, self._scheduler, self._source, self._ignored
+        trained = [self._known[name][1] for name in self._background if self._known[name][0] is Role.PARAMETER]
+        return Given(objects, (*gradients, *(one for _, one in self._known.values())), tuple(trained))
+
+    def _require_scheduler(self) -> None:
+        """Raises StateChangedError if a torch scheduler that the host was not given sets the learning rate."""
+        search, self._searched = self._iteration > 0 and not self._searched, self._iteration > 0
+        if missing := missing_scheduler(list(self._optimizers), self._scheduler, search):
+            raise StateChangedError(f"rank {self.rank}: {missing}")
+
+    def _say(self) -> None:
+        if self.rank == 0 and not launch_context().restart:
+            unpositioned = self._position is None and self._caller_state[0] is dict
+            for notice in notices(self._module, self._parallels, self._world_size, unpositioned):
+                say(notice)
+
+    # ---- small state ----
+
+    def small_state(self) -> dict[str, Any]:
+        """Raises StateChangedError."""
+        if self._early is not None:
+            self._early.require_ended()
+        self._require_unchanged()
+        self._require_scheduler()
+        if self._iteration > 0:  # before the first iteration only the size is needed
+            self._watch.mark(self._iteration)
+        small = super().small_state()
+        if self._iteration == 0:
+            require_encodable_caller(small["caller"]["caller"], f"rank {self.rank}")
+        else:
+            self._undeclared.check(self._iteration, small["caller"]["caller"], *self._caller_state)
+        return small
+
+    def regrouped(self, small: Mapping[str, Any]) -> str:
+        return regrouped(small["caller"].get("members"), self._packed_groups)
+
+    def _values(self) -> dict[str, Any]:
+        return {
+            **self._optimizers.values(self._names()),
+            "members": self._packed_groups,
+            "modes": read_modes(self._module),
+            "graded": with_gradient(dict(self._module.named_parameters())),
+            "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
+            "position": None if self._position is None else self._position.read(),
+            "caller": self._caller_state[0](),
+        }
+
+    def _set_values(self, saved: Mapping[str, Any]) -> None:
+        if (saved["scheduler"] is None) != (self._scheduler is None):
+            raise ResumeError(
+                f"rank {self.rank}: only one of this job and the captured job has a learning rate scheduler: resume "
+                "with the scheduler of the captured job, or start with --ftp-resume fresh"
+            )
+        if (saved["position"] is None) != (self._position is None):
+            raise ResumeError(
+                f"rank {self.rank}: only one of this job and the captured job passed TorchHost a sampler: resume "
+                "with the sampler of the captured job, or start with --ftp-resume fresh"
+            )
+        if self._scheduler is not None:
+            self._scheduler.load_state_dict(saved["scheduler"])
+        self._optimizers.restore(saved, self._names())
+        write_modes(self._module, saved["modes"])
+        set_zero_gradients(dict(self._module.named_parameters()), saved["graded"])
+        self._caller_state[1](saved["caller"])
+
+    def restore_position(self, small: Mapping[str, Any]) -> None:
+        if self._position is not None:
+            self._position.write(small["caller"]["position"])
+        super().restore_position(small)
+
+    def scalars(self) -> bytes:
+        """Parameter groups, and the numbers and 0-dimensional tensors of the optimizer's state."""
+        return codec.encode(self._optimizers.values(self._names()))
+
+    def restore_scalars(self, encoded: bytes) -> None:
+        self._optimizers.restore(codec.decode(encoded), self._names())
+
+    # ---- hooks ----
+
+    def install(self, hooks: Hooks) -> None:
+        """Call `hooks` around every update from now on, and reach the fault points."""
+        self._hooks = hooks
+        self._watch.install(list(self._optimizers), {name: tensor for name, (_, tensor) in self._known.items()})
+        self._undeclared.begin()
+        for optimizer in self._optimizers:
+            optimizer.register_step_pre_hook(lambda one, *args: self._before_step(one))
+            optimizer.register_step_post_hook(lambda *args: self._after_step(hooks))
+
+    def install_progress(self, progress: ProgressReceiver, spans: bool) -> None:
+        """Report forwards, and calls of torch's functions that save."""
+        called = self._called()
+        follow_forwards(called, progress)
+        within = [one.module for one in self._parallels]  # evaluations often call it
+        follow_forwards(within, progress, evaluations_only=True)
+        buffers = any(one.broadcast_buffers and next(one.buffers(), None) is not None for one in self._parallels)
+        if buffers or any(local_part(one) is not one for one in self._module.parameters()):
+            progress.shares_forward()
+        follow_saving(torch, ("save",), progress)
+        follow_saving(sys.modules.get("torch.distributed.checkpoint"), ("save", "async_save"), progress)
+
+    def install_observer(self, observer: Observer) -> None:
+        """Report what forwards of the model read; of a container's parts, if the loop calls those."""
+        self._observer = observer
+        within = [self._module, *(one.module for one in self._parallels)]
+        ObservedForwards(dict.fromkeys([*self._called(), *within]), observer)
+
+    def _called(self) -> list[torch.nn.Module]:
+        """The modules that the loop calls: the model, or those that it holds if it cannot be called."""
+        return list(self._model.children()) if isinstance(self._model, _CONTAINERS) else [self._model]
+
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._early is not None and self._early.begun:
+            self._early.before_step()
+        else:
+            self._begin_update(optimizer)
+
+    @property
+    def _iteration(self) -> int:
+        """The present iteration, 0 before the first."""
+        return 0 if self._hooks is None else self._hooks.iteration
+
+    def _begin_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """The fence, at the first step of an iteration."""
+        assert (hooks := self._hooks) is not None
+        again = hooks.iteration == self._updated
+        if again and hooks.iteration and self._optimizers.several:
+            self._watch.check_gradients(hooks.iteration, self._used[optimizer])
+            return
+        if again:
+            raise ConfigError(
+                f"rank {self.rank}: optimizer.step() was called outside of an iteration, or twice in iteration "
+                f"{hooks.iteration}: make one update in each iteration of `for step in session.iterations(...)`"
+            )
+        if self._position is not None:
+            self._position.require_read()
+        self._updated, self._stepping = hooks.iteration, optimizer
+        if self._observer is not None and self._early is None:  # else the backward has not ended
+            digest = digest_of_gradients(self._module)
+            if digest is not None:
+                self._observer.graded(digest)
+        hooks.before_update(hooks.iteration)
+        faults.reach("update.begin", iteration=hooks.iteration)
+
+    def before_fence(self, step: int) -> None:
+        used = self._used[self._stepping] if self._updated == step and self._stepping is not None else None
+        self._watch.check(step, used, more=self._optimizers.several)
+
+    def derive(self) -> None:
+        """Accept the written tensors, whose snapshot is complete; nothing is derived from them."""
+        self._watch.written()
+
+    def _after_step(self, hooks: Hooks) -> None:
+        if self._early is not None:
+            self._early.after_step()
+        faults.reach("update.end", iteration=hooks.iteration)
+        if not self._optimizers.several:  # of several any may step again: the update lasts until the body ends
+            hooks.after_update(hooks.iteration)
+
+    def _live_gradients(self) -> dict[str, torch.Tensor]:
+        return {name: local_part(one.grad) for one, name in self._names().items() if one.grad is not None}
+
+    # ---- local SGD, PAFT ----
+
+    def _make_control(self) -> ReductionControl:
+        names = [name for name, (role, _) in self._known.items() if role is Role.PARAMETER]
+        return DdpReduction(self.rank, self._world_size, self._module, self._parallel, names)
+
+    def modules(self) -> Mapping[str, str]:
+        self._optimizers.single("local SGD (--sync-policy) works")
+        return super().modules()
+
+    def copies(self) -> Inventory:
+        self._optimizers.single("--paft works")
+        return super().copies()
+
+    def learning_rate(self) -> float:
+        self._optimizers.single("--paft works")
+        return super().learning_rate()
+
+    def early_refusal(self) -> str:
+        return early_refusal(self._optimizers.single("--sync-order update_first works"))
+
+    def update_modules_early(self, wanted: Callable[[], Collection[str]], updated: Callable[[str], None]) -> None:
+        optimizer = self._optimizers.single("--sync-order update_first works")
+        parameters = dict(self._module.named_parameters())
+        members: dict[str, list[torch.nn.Parameter]] = {}
+        for name, module in self.modules().items():
+            members.setdefault(module, []).append(parameters[name])
+        self._early = EarlyUpdate(
+            self.rank, optimizer, members, lambda: self._begin_update(optimizer), lambda: self._iteration
+        )
+        self._early.install(wanted, updated)

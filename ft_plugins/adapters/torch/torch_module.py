@@ -1,0 +1,218 @@
+"""Read and restore the modes of a torch module, and check what `TorchHost` is given.
+
+Modes are what a module has in addition to tensors: which parameters are trained, which modules are in training mode,
+and what modules return from `get_extra_state`.
+
+In: a module, an optimizer, a scheduler. Out: plain values for the codec, and back; errors, and names of what is not
+captured.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgpack
+import torch
+import xxhash
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LRScheduler
+
+from ...config import Config, launch_context
+from ...errors import ConfigError, InventoryError, UnsupportedError
+from ...events import Events
+from ...snapshot.capture import codec
+from ...snapshot.capture.copiers import flat_bytes
+from ...systems.reft.claim import join_ranks
+from ..host_parts import local_part
+from ..optimizers import EXPECTED, Optimizers
+
+_SCHEDULED = ("_wrapped_by_lr_sched", "_with_counter")  # set on `step` by torch's schedulers; older ones the second
+_DEPTH = 3  # of the attributes searched for schedulers
+_COMMUTES = 2  # replicas whose sum does not depend on the order of the summands
+_BUCKETS = (
+    "DistributedDataParallel reorders its gradient buckets after its first iteration, also after a restore: on more "
+    "than 2 ranks the sums of that one iteration may differ in their last bits from those of a run without a failure; "
+    "DistributedDataParallel(..., find_unused_parameters=True) keeps the order"
+)
+_NO_POSITION = (
+    "no sampler was given, so that the data position is not captured: derive the batches from the iteration, or pass "
+    "TorchHost the loader"
+)
+_EQUAL = "wrap the model in DistributedDataParallel, or build it from the same seed on all ranks"
+
+
+def read_modes(module: torch.nn.Module) -> dict[str, Any]:
+    """The modes of `module`, as plain values."""
+    return {
+        "trained": [name for name, one in module.named_parameters() if one.requires_grad],
+        "training": [name for name, part in module.named_modules() if part.training],
+        "extra": {name: part.get_extra_state() for name, part in _with_extra_state(module)},
+    }
+
+
+def write_modes(module: torch.nn.Module, saved: Mapping[str, Any]) -> None:
+    """Set the modes of `module`."""
+    trained, training = set(saved["trained"]), set(saved["training"])
+    for name, one in module.named_parameters():
+        one.requires_grad_(name in trained)
+    for name, part in module.named_modules():
+        part.training = name in training
+    for name, part in _with_extra_state(module):
+        if name in saved["extra"]:
+            part.set_extra_state(saved["extra"][name])
+
+
+def require_encodable(module: torch.nn.Module, place: str) -> None:
+    """Raises InventoryError, naming the module whose extra state cannot be captured."""
+    for name, part in _with_extra_state(module):
+        try:
+            codec.encode(part.get_extra_state())
+        except InventoryError as error:
+            raise InventoryError(
+                f"{place}: the extra state of '{name}' ({type(part).__name__}) cannot be captured: {error}; return "
+                "plain values and tensors from get_extra_state"
+            ) from error
+
+
+def _with_extra_state(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    for name, part in module.named_modules():
+        if type(part).get_extra_state is not torch.nn.Module.get_extra_state:
+            yield name, part
+
+
+def stray_tensors(module: torch.nn.Module) -> list[str]:
+    """Names of tensors that are attributes of modules, but neither parameters nor buffers nor views of them."""
+    known = {local_part(one).untyped_storage().data_ptr() for one in (*module.parameters(), *module.buffers())}
+    return [
+        f"{name}.{key}" if name else key
+        for name, part in module.named_modules()
+        for key, value in vars(part).items()
+        if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() not in known
+    ]
+
+
+def notices(
+    module: torch.nn.Module, parallel: Sequence[DistributedDataParallel], replicas: int, unpositioned: bool
+) -> Iterator[str]:
+    """What the user of a loop has to know. `unpositioned`: the data position is not captured."""
+    if strays := stray_tensors(module):
+        yield (
+            f"'{strays[0]}' ({len(strays)} in all) is a tensor of a module, but neither parameter nor buffer, and is "
+            "not captured; if training depends on it, make it a buffer (register_buffer)"
+        )
+    if replicas > _COMMUTES and not all(one.find_unused_parameters for one in parallel):
+        yield _BUCKETS
+    if unpositioned:
+        yield _NO_POSITION
+
+
+def missing_scheduler(optimizers: Sequence[torch.optim.Optimizer], given: Any, search: bool) -> str:
+    """What is wrong if a torch scheduler of these optimizers is neither `given` nor contained in it; '' if none is.
+
+    `search`: also where `given` is one, which is slow: all objects of the process are visited.
+    """
+    marked = given is None and any(hasattr(one.step, mark) for one in optimizers for mark in _SCHEDULED)
+    other = _other_scheduler(optimizers, given) if search and not marked else None
+    if not marked and other is None:
+        return ""
+    kind, instead = "" if other is None else f" ({type(other).__name__})", "none" if given is None else "another one"
+    return (
+        f"a learning rate scheduler{kind} steps with this optimizer, but TorchHost was given {instead}, so its state "
+        "would be lost; pass it: TorchHost(model, optimizer, scheduler, ...); several in a list"
+    )
+
+
+def _other_scheduler(optimizers: Sequence[torch.optim.Optimizer], given: Any) -> LRScheduler | None:
+    known, ours = {id(one) for one in _contents(given, _DEPTH)}, {id(one) for one in optimizers}
+    for one in gc.get_objects():
+        if issubclass(type(one), LRScheduler) and id(getattr(one, "optimizer", None)) in ours and id(one) not in known:
+            return one  # type: ignore[no-any-return]
+    return None
+
+
+def _contents(value: Any, depth: int) -> Iterator[Any]:
+    yield value
+    if depth:
+        parts = value if isinstance(value, list | tuple) else getattr(value, "__dict__", {}).values()
+        for part in list(parts):
+            yield from _contents(part, depth - (not isinstance(part, list | tuple)))
+
+
+def require_module(model: Any) -> None:
+    """Raises ConfigError if the model that TorchHost was given is none."""
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(f"{EXPECTED}, found a {type(model).__name__} as the model: pass a torch.nn.Module")
+
+
+def require_encodable_caller(state: Any, place: str) -> None:
+    """Raises InventoryError, naming the value of `get_state` that cannot be captured."""
+    try:
+        codec.encode(state)
+    except InventoryError as error:
+        raise InventoryError(
+            f"{place}: what get_state returns cannot be captured: {error}; here 'state' is what get_state returns"
+        ) from error
+
+
+def require_whole_parameters(module: torch.nn.Module, place: str) -> None:
+    """Raises UnsupportedError for sharded parameters."""
+    require_no_fsdp1(module, place)
+    for name, one in module.named_parameters():
+        if local_part(one) is not one:
+            raise UnsupportedError(
+                f"{place}: parameters are sharded ({name}), but TorchHost supports replicas only: if fully_shard did "
+                "it, use ft_plugins.FsdpHost(model, optimizer, ..., mesh=mesh)"
+            )
+
+
+def require_no_fsdp1(module: torch.nn.Module, place: str) -> None:
+    """Raises UnsupportedError for a model with torch's older FSDP."""
+    if any(type(part).__name__ == "FullyShardedDataParallel" for part in module.modules()):
+        raise UnsupportedError(
+            f"{place}: parameters are sharded by FullyShardedDataParallel, which is not supported: use fully_shard "
+            "(FSDP2) with ft_plugins.FsdpHost, DistributedDataParallel, DeepSpeed or Megatron"
+        )
+
+
+def require_known_parameters(module: torch.nn.Module, optimizers: Optimizers, place: str) -> None:
+    """Raises InventoryError if `optimizers` update parameters that are not in `module`."""
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    for number, group in enumerate(optimizers.param_groups):
+        for parameter in group["params"]:
+            if parameter not in names:
+                raise InventoryError(
+                    f"{place}: group {number} of the optimizer updates a parameter of shape {tuple(parameter.shape)} "
+                    "that the model does not have: pass TorchHost a module that holds all of them "
+                    "(torch.nn.ModuleList([model, ...]))"
+                )
+
+
+def require_equal_replicas(
+    rank: int, replicas: Mapping[str, tuple[torch.Tensor, int]], host: str, remedy: str = _EQUAL
+) -> None:
+    """Raises InventoryError if the bytes of a tensor differ between ranks that hold replicas of it. A collective.
+
+    `replicas`: by name, this rank's tensor and the lowest rank that holds a replica of it. `host` and `remedy` are for
+    messages.
+    """
+    own = {name: (_digest(name, tensor), first) for name, (tensor, first) in replicas.items()}
+    context = launch_context()
+    with join_ranks(context.config or Config(), context, Events()) as collective:
+        gathered = [msgpack.unpackb(part) for part in collective.gather(msgpack.packb(own))]
+    for other, theirs in enumerate(gathered):
+        names = theirs.keys() | gathered[0].keys()
+        firsts = {name: theirs[name][1] if name in theirs else 0 for name in names}
+        differing = sorted(name for name in names if theirs.get(name) != gathered[firsts[name]].get(name))
+        if differing:
+            error = InventoryError(
+                f"rank {other}: '{differing[0]}' differs from rank {firsts[differing[0]]}'s ({len(differing)} of "
+                f"{len(theirs)} tensors do), but {host} needs equal replicas: {remedy}"
+            )
+            error.echo = rank != other
+            raise error
+
+
+def _digest(name: str, tensor: torch.Tensor) -> int:
+    return xxhash.xxh3_64_intdigest(flat_bytes(name, tensor).cpu().numpy().data)

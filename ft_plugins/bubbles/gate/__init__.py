@@ -1,0 +1,1 @@
+"""Let traffic through while training does not need the link."""

@@ -1,0 +1,220 @@
+"""The gate: words in shared memory by which a rank allows its SMP to send its copy, bubble by bubble.
+
+The trainer opens it at the begin of a bubble and closes it at the end. The SMP of its node reads it before each frame,
+and waits for it to open.
+
+    word   0        1        2           3        4       5 ..                                 29     30, 31, 32
+           closed | number | iteration | bubble | count | begin, deadline, bytes (8 windows) | seal | the rest
+                    `------------------ covered by the seal --------------------------------'
+
+The rest is `moved`, `planned` and `period`. The SMP writes `moved`, the trainer all others. `moved` changes when a
+frame begins to move and when it is through, so a trainer can see whether copies moved in a period of time. `planned`:
+iterations within which the bubbles carry all, 0 for no plan; `period`: nanoseconds of an iteration of the plan.
+
+Invariant: a read returns what one `open` wrote, or nothing: the seal, a digest written last, fits no mixture of two
+openings, in whatever order stores become visible. Closing is one store of 8 bytes: an opening is over when `closed`
+equals its number. A gate is closed until it is opened, and an open one ends by its deadlines even if its trainer dies:
+CLOCK_MONOTONIC is common to all processes of a machine. No locks; the trainer makes one system call per opening, to
+wake the waiters (bubbles.gate.futex).
+
+The gate is in the header page of the rank's segment, between words and fingerprint. Trainer and SMP map it anyway, so
+there is nothing more to create, find or clean up.
+
+In: grants of `bubble_plan`, spans as they begin and end. Out: `Opening`s, followed by `gate_pacer`.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from ...model.timeline import COMPUTE, Kind
+from ..bubble_plan import SenderPlan
+from ..filling import Grant
+from ..windows import WINDOWS
+from .futex import FutexWord
+
+_SEALED = struct.Struct(f"=4Q{3 * WINDOWS}Q")
+_CLOSED, _NUMBER, _SEAL = 0, 1, 1 + _SEALED.size // 8  # words
+_MOVED, _PLANNED, _PERIOD = _SEAL + 1, _SEAL + 2, _SEAL + 3
+GATE_BYTES = 8 * (_PERIOD + 1)
+_READS = 3  # attempts at a gate that is being written
+_NUMBERS = 1 << 63
+STEADY = _NUMBERS - 1  # instead of a bubble's number: a rate is granted, outside bubbles
+HELD = _NUMBERS - 2  # nothing is granted
+EDGE_TOLERANCE = 0.05  # of an iteration: a bubble that begins earlier or later than planned by more is not used
+EDGE_SECONDS = 0.25  # the least tolerance, for short iterations: a busy host may be late by that at any time
+
+Buffer = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Opening:
+    """One bubble, as its trainer opened it: (begin_ns, deadline_ns, bytes) of each window, by CLOCK_MONOTONIC."""
+
+    number: int
+    iteration: int
+    bubble: int
+    windows: tuple[tuple[int, int, int], ...]
+
+
+class Gate:
+    """The gate of one rank. Only its trainer opens and closes it, only its node's SMP counts moves; any process reads.
+    `buffer` has GATE_BYTES, aligned to 8."""
+
+    def __init__(self, buffer: Buffer) -> None:
+        self._words = buffer[:GATE_BYTES].view(np.uint64)
+        self._opened = FutexWord(self._words, _NUMBER)
+        self._bytes = memoryview(buffer[8 * _NUMBER : 8 * _SEAL])  # type: ignore[arg-type]
+
+    def open(self, grants: Sequence[Grant], iteration: int, now_ns: int) -> None:
+        """Open for a bubble that began at `now_ns`, with its `grants`, WINDOWS at most."""
+        number = (int(self._words[_NUMBER]) + 1) % _NUMBERS
+        flat = [
+            value
+            for grant in grants[:WINDOWS]
+            for value in (now_ns + int(grant.begin * 1e9), now_ns + int(grant.deadline * 1e9), grant.nbytes)
+        ]
+        bubble = grants[0].bubble if grants else 0
+        flat += [0] * (3 * WINDOWS - len(flat))
+        sealed = _SEALED.pack(number, iteration, bubble, min(len(grants), WINDOWS), *flat)
+        self._bytes[:] = sealed
+        self._words[_SEAL] = xxhash.xxh3_64_intdigest(sealed)
+        self._opened.wake()
+
+    def hold(self, seconds: float, now_ns: int) -> None:
+        """Allow nothing for `seconds` or until it is closed: an opening for 0 bytes."""
+        self.open((Grant(HELD, -1, 0.0, seconds, 0),), 0, now_ns)
+
+    def close(self) -> None:
+        """Close at the end of a bubble, or when a new trainer starts."""
+        self._words[_CLOSED] = self._words[_NUMBER]
+
+    @property
+    def openings(self) -> int:
+        """The number of openings so far."""
+        return int(self._words[_NUMBER])
+
+    def wait(self, seen: int, seconds: float) -> float:
+        """Wait until there may be more openings than `seen`; returns what is left to sleep, as `FutexWord.wait`."""
+        return self._opened.wait(seen, seconds)
+
+    @property
+    def moved(self) -> int:
+        """A number that changes when a frame begins to move, and when it is through."""
+        return int(self._words[_MOVED])
+
+    def count_move(self) -> None:
+        """Record that a frame begins to move, or is through."""
+        self._words[_MOVED] = (int(self._words[_MOVED]) + 1) % _NUMBERS
+
+    @property
+    def planned(self) -> int:
+        """Iterations within which the plan's bubbles carry all bytes; 0 without a plan."""
+        return int(self._words[_PLANNED])
+
+    @property
+    def period_ns(self) -> int:
+        """Nanoseconds of an iteration of the plan; 0 without a plan."""
+        return int(self._words[_PERIOD])
+
+    def plan(self, iterations: int, seconds: float) -> None:
+        """Publish the plan that opens the gate from now on: `planned`, and seconds of an iteration. 0, 0: no plan."""
+        self._words[_PLANNED], self._words[_PERIOD] = iterations, int(seconds * 1e9)
+
+    def read(self) -> Opening | None:
+        """The current opening, whatever its deadlines; None if the gate is closed."""
+        if self._words[_CLOSED] == self._words[_NUMBER]:  # the usual case, cheap
+            return None
+        for _ in range(_READS):
+            sealed = bytes(self._bytes)
+            if xxhash.xxh3_64_intdigest(sealed) == int(self._words[_SEAL]):
+                number, iteration, bubble, count, *flat = _SEALED.unpack(sealed)
+                if int(self._words[_CLOSED]) == number:  # read last: closed meanwhile
+                    return None
+                if int(self._words[_NUMBER]) != number:  # closed meanwhile, and another one opened
+                    continue
+                return Opening(number, iteration, bubble, tuple(zip(*[iter(flat[: 3 * count])] * 3, strict=True)))
+        return None
+
+
+def edge_tolerance(seconds: float) -> float:
+    """Seconds by which an edge may deviate from the plan in iterations of `seconds`: EDGE_TOLERANCE, or EDGE_SECONDS.
+    Beyond that a bubble is not used, so a profile that is off by more must be measured again."""
+    return max(EDGE_SECONDS, EDGE_TOLERANCE * seconds)
+
+
+class Gatekeeper:
+    """Opens and closes the gate of one trainer according to its plan. `begin` and `end` are `model.host.Edges`.
+
+    Spans are counted as in a timeline: one that begins inside another is part of it. A bubble ends when the next
+    compute span begins. `steady`: a grant at the begin of an iteration is for all of it, not for a bubble.
+
+    If a bubble begins more than `tolerance` seconds earlier or later in its iteration than planned, receiver and links
+    are busy with something else than planned: the gate is opened without a window, and closed. So the SMP sees that the
+    trainer is alive, and sends nothing.
+    """
+
+    def __init__(
+        self,
+        gate: Gate,
+        plan: SenderPlan,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+        steady: bool = False,
+        tolerance: float = math.inf,
+    ) -> None:
+        self._gate = gate
+        self._plan = plan
+        self._clock_ns = clock_ns
+        self._steady = steady
+        self._tolerance = tolerance
+        self._began_ns = 0  # begin of the iteration
+        self._span = -1  # the span that ended last; -1 before the first
+        self._depth = 0
+        self._iteration = 0
+        self._is_open = False
+        gate.close()
+
+    def iteration_begin(self, iteration: int) -> None:
+        """Begin `iteration` of a period, from 0; beyond the planned ones, bubbles are open for late bytes."""
+        self._iteration, self._span, self._depth, self._began_ns = iteration, -1, 0, self._clock_ns()
+        self._open()
+
+    def begin(self, kind: Kind, microbatch: int = -1, chunk: int = 0) -> None:
+        """Begin a span; a compute span ends the bubble before it."""
+        self._depth += 1
+        if self._depth == 1 and kind in COMPUTE and not self._steady:
+            self._close()
+
+    def end(self, kind: Kind, microbatch: int = -1, chunk: int = 0) -> None:
+        """End the span that began last; after a compute span a bubble may begin."""
+        self._depth -= 1
+        if self._depth == 0:
+            self._span += 1
+            if kind in COMPUTE:
+                self._open()
+
+    def iteration_end(self) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        if self._is_open:
+            self._gate.close()
+            self._is_open = False
+
+    def _open(self) -> None:
+        grants = self._plan.grants_after(self._iteration, self._span)
+        if grants:
+            now = self._clock_ns()
+            fits = abs((now - self._began_ns) / 1e9 - grants[0].edge) <= self._tolerance
+            self._gate.open(grants if fits else (), self._iteration, now)
+            self._is_open = True
+            if not fits:
+                self._close()

@@ -1,0 +1,326 @@
+"""Decide how many bytes one sender may send now, from what it has seen of its gate and of the link. Pure; no I/O.
+
+Inside the window of a bubble, never more than was planned for it, nor than is expected through by its deadline. Outside
+bubbles, only rate-limited sends: a granted rate (STEADY), sends before there is a plan, and a trickle of bytes that
+would otherwise never be sent. Nothing is sent while a gate is held.
+
+`decide` reads `PacingState` and changes nothing; `PacingState.observe`, `sent` and `ended` record what was seen and
+done. Times are nanoseconds of CLOCK_MONOTONIC unless a name says seconds.
+"""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from dataclasses import dataclass, field
+
+from ...model.pacer import NO_DEADLINE, Allowance
+from ..bubble_plan import LARGEST_RATE_DUTY
+from ..round_trips import RoundTrips
+from .gate import STEADY, Opening
+from .window_use import Fullness, Shortened, WindowKey
+
+
+@dataclass(frozen=True)
+class PacingLimits:
+    """The constants of pacing, in bytes and seconds. A duty is the part of the time in which frames are under way."""
+
+    # frames in bubbles
+    least_frame_bytes: int = 64 << 10  # a smaller frame is not worth its round trip: it waits for the next window
+    least_frame_seconds: float = 0.001  # a frame that takes the link this long is worth it, whatever its bytes
+    frame_seconds: float = 0.004  # longest frame: a message that ends a bubble early waits this long for it
+    slow_frame_bytes: int = 16 << 10  # up to this size a frame may take longer: shorter ones cost mostly processor
+    slow_frame_seconds: float = 0.016  # longest frame of up to slow_frame_bytes
+    margin: float = 0.75  # part of the time to the deadline for which a frame is sized, so that it ends in time
+    much_slower: float = 2.0  # a link this many times slower than planned has bubbles full of training's messages
+    slow_link_part: float = 0.25  # duty in windows of such a link, as a part of `rate_duty`
+    # outside bubbles: a trickle begins after starved_openings and starved_seconds without a frame
+    starved_openings: int = 8
+    starved_seconds: float = 5.0
+    trickle_duty: float = 0.01
+    least_rate_frame_bytes: int = 1 << 10  # shorter frames measure nothing but latency
+    # time without an opening after which nothing more is expected of the gate
+    patience_seconds: float = 60.0  # under a plan, at least
+    patience_iterations: int = 3  # under a plan, at least as many of its iterations: each opens the gate
+    unplanned_seconds: float = 1.0  # without a plan
+    idle_seconds: float = 1.0  # a sender that has not asked for so long had nothing to send
+    # waiting
+    poll_seconds: float = 0.002  # between looks at a gate that is open
+    opening_seconds: float = 0.02  # until a closed gate is looked at again, though no opening was signalled
+    # reporting
+    reported_bubbles: int = 32  # bubbles whose bytes are reported, the fullest ones
+
+
+LIMITS = PacingLimits()
+
+
+def least_bytes(bytes_per_second: float) -> int:
+    """Bytes that a window must carry, over a link of that speed, to be planned with."""
+    return min(LIMITS.least_frame_bytes, int(LIMITS.least_frame_seconds * bytes_per_second))
+
+
+@dataclass(frozen=True)
+class GateSight:
+    """What one look at the gate shows. `openings` is read first, so that an opening is never missed."""
+
+    openings: int  # so far
+    plan_iterations: int  # `Gate.planned`: iterations within which the plan's bubbles carry all; 0 without a plan
+    period_ns: int  # an iteration of the plan
+    opening: Opening | None  # the one that stands; None for a closed gate
+
+
+@dataclass(frozen=True)
+class SendNow:
+    """Send `nbytes`. `window_index`: the window of the opening whose bytes are used (0 for a STEADY grant); None for a
+    trickle frame. `duty`: part of the time to use from now on; the sender rests for the remainder."""
+
+    nbytes: int
+    deadline_ns: int = NO_DEADLINE
+    window_index: int | None = None
+    duty: float | None = None
+
+
+@dataclass(frozen=True)
+class AskFallback:
+    """Nothing is expected of the gate: the fallback pacer decides on `nbytes`."""
+
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class WaitFor:
+    """Look again after `seconds`; None: when the gate is opened."""
+
+    seconds: float | None
+
+
+Decision = SendNow | AskFallback | WaitFor
+
+
+@dataclass
+class PacingState:
+    """What one sender has seen of its gate and link. `start` makes the state before the first look."""
+
+    limits: PacingLimits
+    rate_duty: float  # part of the time for rate-limited sends: the rank's part of LARGEST_RATE_DUTY
+    has_fallback: bool  # whether another pacer decides where the gate is silent
+    first_openings: int  # openings counted before this sender started
+    open_seen_ns: int  # when the gate was last seen open or newly opened, or the sender was idle
+    openings_when_seen: int
+    fed_ns: int  # when the gate last allowed bytes, was held, or the sender was idle
+    openings_when_fed: int
+    asked_ns: int  # when the sender last asked or ended a frame
+    plan: tuple[int, int]  # (plan_iterations, period_ns) of the bubbles in `shortened` and `filled`
+    number: int | None = None  # the opening that was seen last
+    openings_when_silent: int | None = None  # when patience ended: the gate is silent until another opening
+    trickle_ns: int = 0  # no trickle frame before
+    rate_ns: int = 0  # no rate-limited frame before
+    rested_ns: int = 0  # no frame in a window before
+    window_duty: float = 1.0  # part of the time for frames in windows
+    rate_frame_bytes: int = 0  # of the next frame outside windows, from the time of the one before
+    halved_ns: int = 0  # when the round trips were last halved
+    fullness: Fullness = field(default_factory=Fullness)
+    trips: RoundTrips = field(default_factory=RoundTrips)
+    shortened: Shortened = field(default_factory=Shortened)
+    # deadline -> (window, begin), of the last opening and the one before
+    ends: ChainMap[int, tuple[WindowKey, int]] = field(default_factory=lambda: ChainMap({}, {}))
+    inside_bytes: int = 0  # through within a window of a bubble
+    late_bytes: int = 0  # through after the window, or after the gate was closed
+    rate_bytes: int = 0  # rate-limited
+    filled: dict[int, int] = field(default_factory=dict)  # bubble -> its part of `inside_bytes`, under `plan`
+
+    @classmethod
+    def start(
+        cls, limits: PacingLimits, sight: GateSight, now: int, has_fallback: bool = False,
+        rate_duty: float = LARGEST_RATE_DUTY,
+    ) -> PacingState:  # fmt: skip
+        """The state of a sender that has just been started."""
+        return cls(
+            limits, rate_duty, has_fallback, first_openings=sight.openings, open_seen_ns=now,
+            openings_when_seen=sight.openings, fed_ns=now, openings_when_fed=sight.openings, asked_ns=now,
+            plan=(sight.plan_iterations, sight.period_ns), rate_frame_bytes=limits.slow_frame_bytes,
+        )  # fmt: skip
+
+    def observe(self, sight: GateSight, asking_ns: int, now: int) -> None:
+        """Record one look by a sender that has been asking since `asking_ns`."""
+        if now - self.asked_ns > self.limits.idle_seconds * 1e9:  # it missed nothing, and begins to wait now
+            self.fed_ns, self.openings_when_fed, self.open_seen_ns = now, sight.openings, now
+        if sight.openings != self.openings_when_seen:
+            self.open_seen_ns, self.openings_when_seen = now, sight.openings
+        self.asked_ns = now
+        opening = sight.opening
+        if opening is not None and stands(opening, now):
+            self.open_seen_ns = now
+            if opening.number != self.number:
+                self._opened(opening, sight, asking_ns, now)
+            if not any(window[2] for window in opening.windows):  # held
+                self.fed_ns, self.openings_when_fed = now, sight.openings
+        impatient = now - self.open_seen_ns > self._patience_ns(sight)
+        if impatient and self.openings_when_silent != sight.openings and not self.is_unplanned(sight):
+            self.openings_when_silent = sight.openings
+
+    def is_unplanned(self, sight: GateSight) -> bool:
+        """Whether no plan is published and the gate was never open under this sender."""
+        return self.number is None and sight.openings == self.first_openings and not sight.plan_iterations
+
+    def follow(self, plan_iterations: int, period_ns: int) -> None:
+        """Forget the bubbles of a plan that was replaced."""
+        if self.plan != (plan_iterations, period_ns):
+            self.plan, self.shortened, self.filled = (plan_iterations, period_ns), Shortened(), {}
+
+    def sent(self, decision: SendNow, sight: GateSight, nbytes: int, now: int) -> None:
+        """Record that a decision about `nbytes` is carried out."""
+        if decision.duty is not None:
+            self.window_duty = decision.duty
+        if decision.window_index is not None:
+            self.fullness.take(decision.window_index, decision.nbytes, more=decision.nbytes < nbytes)
+            self.fed_ns, self.openings_when_fed = now, sight.openings
+        else:
+            self.trickle_ns = now + int(self.limits.idle_seconds * 1e9)  # until this frame is through
+
+    def ended(self, allowed: Allowance, opening: Opening | None, now: int) -> bool | None:
+        """Record that a frame is through, while `opening` stands; whether in its window, None outside windows."""
+        self.asked_ns = now
+        if allowed.deadline_ns == NO_DEADLINE:
+            self._ended_by_rate(allowed.nbytes, max(1, now - allowed.began_ns), now)
+            return None
+        known = bool(self.trips)  # the first frame on a slow link is late for another reason
+        took = now - allowed.began_ns
+        self.trips.add(allowed.nbytes, took)
+        self.rested_ns = now + _rest(took, self.window_duty)
+        in_opening = opening is not None and any(end == allowed.deadline_ns for _, end, _ in opening.windows)
+        inside = in_opening and now <= allowed.deadline_ns
+        if known and not inside and allowed.deadline_ns in self.ends:
+            window, begin = self.ends[allowed.deadline_ns]
+            self.shortened.late(window, allowed.deadline_ns - begin)
+        if inside and opening is not None:
+            self.inside_bytes += allowed.nbytes
+            self.filled[opening.bubble] = self.filled.get(opening.bubble, 0) + allowed.nbytes
+        else:
+            self.late_bytes += allowed.nbytes
+        return inside
+
+    def _ended_by_rate(self, nbytes: int, took: int, now: int) -> None:
+        self.rate_bytes += nbytes
+        pace, limits = nbytes / took * 1e9, self.limits
+        self.rate_frame_bytes = max(
+            limits.least_rate_frame_bytes,
+            min(limits.slow_frame_bytes, int(pace * limits.slow_frame_seconds)),
+            int(pace * limits.least_frame_seconds),
+        )
+        self.trickle_ns = now + _rest(took, limits.trickle_duty)
+        self.rate_ns = now + _rest(took, self.rate_duty)
+
+    def _opened(self, opening: Opening, sight: GateSight, asking_ns: int, now: int) -> None:
+        self.follow(sight.plan_iterations, sight.period_ns)
+        # If no frame was worth sending for a whole iteration, the link may have become faster. Once per iteration, not
+        # in each bubble that is too short for a frame.
+        if self.trips and self.plan[1] and now - max(self.fed_ns, self.halved_ns) > self.plan[1]:
+            self.trips.halve()
+            self.halved_ns = now
+        self.number = opening.number
+        self.fullness.opened(opening.windows, asking_ns, in_bubble=opening.bubble != STEADY)
+        self.ends = ChainMap({}, self.ends.maps[0])
+        for window_index, (begin, deadline, _) in enumerate(opening.windows):
+            self.ends[deadline] = (opening.bubble, window_index), begin
+            self.shortened.opened((opening.bubble, window_index), deadline - begin)
+
+    def _patience_ns(self, sight: GateSight) -> int:
+        patience = int(self.limits.patience_seconds * 1e9)
+        if sight.plan_iterations:
+            return max(patience, self.limits.patience_iterations * sight.period_ns)
+        return min(patience, int(self.limits.unplanned_seconds * 1e9))
+
+
+def stands(opening: Opening, now: int) -> bool:
+    """Whether any of its windows may still be used: one left open by a dead trainer ends by its deadlines."""
+    return any(now < deadline for _, deadline, _ in opening.windows)
+
+
+def decide(state: PacingState, sight: GateSight, nbytes: int, now: int) -> Decision:
+    """How many of `nbytes` may go now, after `sight` was observed."""
+    decision = _in_opening(state, sight.opening, nbytes, now)
+    if isinstance(decision, SendNow):
+        return decision
+    if _starved(state, sight, now):
+        return SendNow(min(nbytes, state.rate_frame_bytes))
+    if state.has_fallback and state.is_unplanned(sight):  # protect the first capture soon
+        return AskFallback(nbytes)
+    if state.has_fallback and state.openings_when_silent == sight.openings:
+        if (rest := state.rate_ns - now) > 0:
+            return WaitFor(min(rest / 1e9, 10 * state.limits.poll_seconds))
+        return AskFallback(min(nbytes, state.rate_frame_bytes))
+    return decision
+
+
+def _starved(state: PacingState, sight: GateSight, now: int) -> bool:
+    """Whether a trickle frame is due: the gate is opened, but no window allows a frame."""
+    return (
+        now - state.fed_ns > state.limits.starved_seconds * 1e9
+        and sight.openings - state.openings_when_fed >= state.limits.starved_openings
+        and now >= state.trickle_ns
+    )
+
+
+def _in_opening(state: PacingState, opening: Opening | None, nbytes: int, now: int) -> SendNow | WaitFor:
+    """What the current opening allows."""
+    if opening is None or not stands(opening, now):
+        return WaitFor(None)
+    if opening.bubble == STEADY:
+        return _by_rate(state, opening.windows[0], nbytes, now)
+    limits = state.limits
+    for window_index, (begin, deadline, window_bytes) in enumerate(opening.windows):
+        end = begin + state.shortened.used((opening.bubble, window_index), deadline - begin)
+        if now >= end:
+            continue
+        until = begin if now < begin else min(state.rested_ns, deadline)
+        if now < until:
+            return WaitFor(min((until - now) / 1e9, 10 * limits.poll_seconds))  # it may be closed before
+        rate = window_bytes / (deadline - begin)
+        room = min(state.fullness.left[window_index], _through(state, end - now, rate))
+        # A window that carries less than a worthwhile frame is used if half of its bytes get through; on a slow link
+        # smaller frames are worthwhile, or much of small windows would be lost.
+        half = (_through(state, end - begin, rate) + 1) // 2
+        if room > 0 and room >= min(nbytes, limits.least_frame_bytes, _worthwhile(state, rate), half):
+            slow = limits.much_slower * _pace(state, rate) < rate
+            duty = limits.slow_link_part * state.rate_duty if slow else 1.0
+            return SendNow(min(nbytes, room, _longest(state, rate)), deadline, window_index, duty)
+    return WaitFor(None)  # what remains of this opening is not worth a frame, and only shrinks
+
+
+def _by_rate(state: PacingState, window: tuple[int, int, int], nbytes: int, now: int) -> SendNow | WaitFor:
+    """Spread the bytes granted outside bubbles evenly over their time, without bursts."""
+    begin, deadline, window_bytes = window
+    left, least = state.fullness.left[0], min(state.limits.least_frame_bytes, state.rate_frame_bytes)
+    due = window_bytes * (now - begin) // (deadline - begin) + least - (window_bytes - left)
+    if now < state.rate_ns or now < begin or min(left, due) < max(1, min(nbytes, least, left)):
+        return WaitFor(state.limits.poll_seconds)
+    return SendNow(min(nbytes, left, due, state.rate_frame_bytes), NO_DEADLINE, 0)
+
+
+def _pace(state: PacingState, rate: float) -> float:
+    """Bytes per nanosecond: the planned `rate`, or less if recent frames were slower."""
+    return min(rate, 1 / state.trips.per_byte) if state.trips else rate
+
+
+def _longest(state: PacingState, rate: float) -> int:
+    """Most bytes of a frame in a window."""
+    pace, limits = _pace(state, rate) * 1e9, state.limits
+    slow = min(limits.slow_frame_bytes, int(pace * limits.slow_frame_seconds))
+    return max(1, int(pace * limits.frame_seconds), slow)
+
+
+def _through(state: PacingState, nanoseconds: float, rate: float) -> int:
+    """Bytes of one frame that gets through within `nanoseconds`, with a margin once the link is measured."""
+    planned = rate * nanoseconds
+    measured = state.trips.through(state.limits.margin * nanoseconds) if state.trips else planned
+    return int(min(planned, measured) + 1e-6)
+
+
+def _worthwhile(state: PacingState, rate: float) -> int:
+    """Bytes that take the link `least_frame_seconds`, or the latency of a frame if that is longer."""
+    return int(max(state.limits.least_frame_seconds * 1e9, state.trips.latency) * _pace(state, rate))
+
+
+def _rest(took: int, duty: float) -> int:
+    """Nanoseconds to rest after a frame of `took` nanoseconds, so that frames use `duty` of the time."""
+    return int(took * (1 / duty - 1))

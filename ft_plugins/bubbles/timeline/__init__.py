@@ -1,0 +1,1 @@
+"""When a rank was busy: recorded, exchanged between ranks."""

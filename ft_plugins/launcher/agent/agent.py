@@ -1,0 +1,447 @@
+"""The elastic agent of a node: torch's, with restarts bounded by progress and each incarnation fenced.
+
+Invariant: workers start only with a new fencing token, after every process with an older one has ended. The restart
+count that workers see grows by one with each restart. When a worker fails, the others hang in a collective that cannot
+complete, so they are killed at once.
+
+In: torch's specification of the workers, the job on this node, its watcher. Out: a `RunResult` that names the workers
+that failed on their own, a `Verdict`; `worker.failed`, `round.ended`, `workers.restarted` events; `FTP_*` for workers.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import socket
+import time
+from contextlib import nullcontext, suppress
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import DistError, PrefixStore, TCPStore
+from torch.distributed.elastic.agent.server.api import (
+    DEFAULT_ROLE,
+    RunResult,
+    Worker,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import PContext, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousStoreInfo
+
+from ...config import worker_environment
+from ...errors import ConfigError, ProtectionError
+from ...events import Events, catalogue, say
+from ...smp.watch.ft_run_note import FtRunNote, FtRunPhase, write_note
+from .. import job_secret
+from ..preload import standby_pool
+from ..rendezvous import endpoint
+from ..rendezvous.endpoint import Endpoint
+from ..rendezvous.rendezvous import Rendezvous
+from . import worker_failures
+from .agent_channel import AgentChannel
+from .recurring import Life, advice, recurring
+from .restarts import LostPeers, Verdict, WorkerFailure, judge, root_cause
+from .signals import SignalStop
+from .watcher import Job, Watcher
+from .worker_exits import WorkerExits
+
+_ENDED_PATIENCE = timedelta(seconds=10)  # after torch's barrier
+_KILLED_SECONDS = 5.0
+_ROUNDS_LOST = 5  # maximum in a row, each by a node that was lost just before workers started
+
+
+class _RoundEnded(Exception):
+    """The round ended while this node, whose workers had succeeded, waited for the others."""
+
+
+class ProgressAgent(LocalElasticAgent):
+    """torch's agent, bounded by a count if `bounded`, else by progress. `watcher` is None if nothing is protected,
+    `stop` if there is no job."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        *,
+        job: Job | None,
+        watcher: Watcher | None,
+        events: Events,
+        bounded: bool,
+        stop: SignalStop | None,
+        **torch_arguments: Any,
+    ) -> None:
+        super().__init__(spec, **torch_arguments)
+        self._interval, spec.monitor_interval = spec.monitor_interval, 0.0  # waited in `_monitor_workers`
+        self._exits = WorkerExits()  # of the running workers
+        self._job = job
+        self._watcher = watcher
+        self._events = events
+        self._bounded = bounded
+        self._stop = stop
+        self._store_of_workers: TCPStore | None = None  # on the node of group rank 0; serves until released
+        self._channel: AgentChannel | None = None  # to the other nodes, if the rendezvous is not ours
+        self._versions: list[int | None] = []  # the newest restorable iteration at each failure
+        self._lives: list[Life] = []  # how each incarnation under this ft-run ended
+        self._before: WorkerFailure | None = None  # the last failure, if it came before any version or iteration
+        self._first_token = 0  # the first one under this ft-run
+        self._token = 0  # of the running incarnation
+        self._opened = False  # a rank has opened a lineage under this ft-run
+        self._failed_at: float | None = None  # monotonic; of a failure before the restart that follows it
+        self._seen = self._ended = 0.0  # monotonic: why workers have to restart was seen; the old ones had ended
+        self._standbys = standby_pool.pool_of(job, spec, events)
+        self.verdict = Verdict(False, "failed", "")
+        self.restarts = 0
+        self.all_ended = True  # the workers of all nodes have ended; known once those here have succeeded
+
+    def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        """torch's, but workers start again for the next round if this one ends while the node waits for others."""
+        while True:
+            try:
+                result: RunResult = super()._invoke_run(role)
+                return result
+            except _RoundEnded:
+                reason = "another node failed or left after the workers of this node had succeeded; they start again"
+                self._events.emit(catalogue.ROUND_ENDED, reason=reason)
+                self._worker_group.spec.max_restarts += 1  # not counted, like any change of nodes
+            except SignalException as error:
+                if self._stop is not None:
+                    self._end_workers(self._stop, error.sigval)
+                raise
+
+    def _end_workers(self, stop: SignalStop, number: signal.Signals) -> None:
+        """Pass signal `number` on, kill what is left when the workers' part of the grace is over, or at another signal.
+        What is in memory is written meanwhile."""
+        stop.begin()
+        if self._pcontext is None:
+            return
+        context = self._pcontext
+        vars(context)["close"] = lambda *_, **__: type(context).close(context, signal.SIGKILL, 0)  # torch calls it next
+        with suppress(SignalException):
+            for pid in worker_failures.unreaped(context):
+                worker_failures.signal_group(pid, number)
+            self._exits.wait_for_all(stop.left_for_workers)
+        for pid in worker_failures.unreaped(context):
+            worker_failures.signal_group(pid, signal.SIGKILL)
+        self._exits.wait_for_all(min(_KILLED_SECONDS, stop.left))
+
+    def _note(self, phase: FtRunPhase, reason: str = "") -> None:
+        """Leave what this ft-run does in the run directory."""
+        if self._job:
+            write_note(self._job.run_dir, FtRunNote(phase, reason))
+
+    def _exit_barrier(self) -> None:
+        """torch's, which mistakes a lost node for a finished one; with our rendezvous, its own wait."""
+        self._note(FtRunPhase.LEAVING, "the ranks of this node have ended; ft-run waits for those of other nodes")
+        handler = self._worker_group.spec.rdzv_handler
+        if not isinstance(handler, Rendezvous):
+            super()._exit_barrier()
+            self.all_ended = self._all_have_ended()
+        elif not handler.wait_for_all(self._exit_barrier_timeout):
+            raise _RoundEnded
+
+    def _all_have_ended(self) -> bool:
+        """Whether the workers of all nodes have succeeded. torch waits for them, but does not report which came."""
+        if self._channel is None:
+            return True
+        try:
+            self._channel.publish("ended", b"1")
+            return None not in self._channel.read_all("ended", _ENDED_PATIENCE)
+        except DistError:
+            return False
+
+    def _initialize_workers(self, worker_group: WorkerGroup) -> None:
+        """torch's, repeated a few times if the round's store is lost before workers have started."""
+        for left in reversed(range(_ROUNDS_LOST)):
+            try:
+                super()._initialize_workers(worker_group)
+                return
+            except DistError as error:
+                if not left or not isinstance(worker_group.spec.rdzv_handler, Rendezvous):
+                    raise
+                reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"  # torch's has a stack of C++
+                self._events.emit(catalogue.ROUND_LOST, reason=reason)
+                say(f"the round was lost before workers had started: {reason}", alarm=True, who="ft-run: ")
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        """torch's, then a store for this incarnation alone, because torch keeps one for the agent's life.
+
+        In that one, restarted workers find what dead ones wrote: addresses and NCCL ids of processes that are gone
+        (observed; pytorch issue 135712). Our rendezvous has a new store each time, and so has one that leaves the store
+        to rank 0 of the workers.
+        """
+        spec = worker_group.spec
+        handler = spec.rdzv_handler
+        if isinstance(handler, Rendezvous):
+            handler.opened = self._has_opened()
+            handler.trained = bool(self._watcher and self._watcher.begun())
+            handler.workers = spec.local_world_size
+        self._note(FtRunPhase.WAITING, "waiting for the nodes of the job")
+        super()._rendezvous(worker_group)
+        self._note(FtRunPhase.STARTING)
+        if isinstance(handler, Rendezvous):
+            return
+        group: Any = worker_group  # torch annotates fields that it fills in later as None
+        if handler.use_agent_store:
+            store = self._serve_workers(spec, group)
+            group.master_addr, group.master_port = store.master_addr, store.master_port
+
+    def _assign_worker_ranks(
+        self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> list[Worker]:
+        """torch's ranks, in the order of the nodes. torch reads them from a store in which any process can write; here
+        they come from authenticated nodes, unless there is no job and so no secret."""
+        self._channel = None
+        handler = spec.rdzv_handler
+        if isinstance(handler, Rendezvous):
+            return _workers(spec, handler.first_rank, handler.all_workers)
+        if not self._job:
+            workers: list[Worker] = super()._assign_worker_ranks(store, group_rank, group_world_size, spec)
+            return workers
+        if group_world_size == 1:
+            return _workers(spec, 0, spec.local_world_size)
+        secret = job_secret.load_secret(self._job.config.secret_file)
+        self._channel = AgentChannel(
+            self._incarnation_store(store, spec), secret, handler.get_run_id(), group_rank, group_world_size
+        )
+        self._channel.publish("workers", str(spec.local_world_size).encode())
+        counts = [int(count) for count in self._read_all("workers")]
+        return _workers(spec, sum(counts[:group_rank]), sum(counts))
+
+    def _incarnation_store(self, store: Any, spec: WorkerSpec) -> PrefixStore:
+        """The part of torch's rendezvous store for this incarnation. A dynamic rendezvous prefixes its store by round;
+        a static one has only the restart count, which is equal on all nodes."""
+        static = spec.rdzv_handler.get_backend() == "static"
+        return PrefixStore(f"ft_plugins/{spec.max_restarts - self._remaining_restarts if static else 0}", store)
+
+    def _read_all(self, name: str) -> list[bytes]:
+        """The values that nodes published, by group rank. Raises ConfigError if one is not authentic."""
+        if self._channel is None:
+            raise RuntimeError("there are no other nodes")
+        values = self._channel.read_all(name)
+        if None in values:
+            raise ConfigError(
+                f"group rank {values.index(None)}: expected its value of '{name}', found one in the store of the "
+                "rendezvous that another process wrote; drop --rdzv-backend: the rendezvous of ft-run authenticates "
+                "nodes"
+            )
+        return [each for each in values if each is not None]
+
+    def _serve_workers(self, spec: WorkerSpec, group: Any) -> RendezvousStoreInfo:
+        """The store of this incarnation's workers, created on the node of group rank 0. It listens on the given address
+        only, if there is one, and on loopback for a single node."""
+        if group.group_rank:
+            if self._channel:
+                self._channel.publish("store", b"")
+                place = Endpoint.read(self._read_all("store")[0].decode())
+                return RendezvousStoreInfo(place.host, place.port)
+            address = spec.master_addr or spec.local_addr
+            return RendezvousStoreInfo.build(group.group_rank, self._incarnation_store(group.store, spec), address, 0)
+        alone = group.group_world_size == 1
+        address = endpoint.LOOPBACK if alone else spec.master_addr or spec.local_addr or socket.getfqdn()
+        listener = endpoint.listen_anywhere(address if endpoint.is_literal(address) else None)
+        port = int(listener.getsockname()[1])
+        self._store_of_workers = TCPStore(
+            address, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.detach()
+        )
+        if self._channel:
+            self._channel.publish("store", str(Endpoint(address, port)).encode())
+        elif not alone:
+            RendezvousStoreInfo.build(0, self._incarnation_store(group.store, spec), address, port)
+        return RendezvousStoreInfo(address, port)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        token = self._token = self._watcher.fence() if self._watcher else 0
+        self.restarts = worker_group.spec.max_restarts - self._remaining_restarts
+        if self._job:  # torch passes this process's environment on to workers
+            done = {"resume": "auto"} if self._resumed(token, worker_group) else {}  # the command's `resume` holds once
+            config = self._job.config.model_copy(update=done)
+            os.environ.update(worker_environment(config, self._job.run_dir, token, os.getpid()))
+        if self._channel:
+            self._channel.publish("trained", str(int(bool(self._watcher and self._watcher.begun()))).encode())
+        self._exits.close()
+        clock = time.monotonic()
+        with (
+            self._watcher.paused() if self._watcher else nullcontext(),
+            self._standbys.starting(token) if self._standbys else nullcontext(),
+        ):
+            started: dict[int, Any] = super()._start_workers(worker_group)
+        context = self._context()
+        self._exits = WorkerExits(context.pids().values())
+        vars(context)["close"] = functools.partial(worker_failures.close_at_once, context)  # of this object only
+        if self.restarts:
+            seconds = None if self._failed_at is None else round(time.monotonic() - self._failed_at, 3)
+            self._events.emit(
+                catalogue.WORKERS_RESTARTED, restart=self.restarts, token=token, seconds=seconds, clock=clock,
+                seen=self._seen, ended=self._ended,
+            )  # fmt: skip
+        self._failed_at = None
+        return started
+
+    def end_standbys(self) -> None:
+        """End the processes that wait for a restart, which does not come any more. Idempotent."""
+        if self._standbys:
+            self._standbys.end()
+
+    def _has_opened(self) -> bool:
+        """Whether a rank is known to have opened a lineage under this ft-run."""
+        if self._watcher and not self._opened and self._first_token:
+            self._opened = self._watcher.opened_since(self._first_token)
+        return self._opened
+
+    def _resumed(self, token: int, worker_group: WorkerGroup) -> bool:
+        """Whether the command's `resume` is done: a rank has opened a lineage under this ft-run, or under the job's
+        ft-run on another node. The answer is the same on all nodes."""
+        own = self._has_opened()
+        self._first_token = self._first_token or token
+        handler = worker_group.spec.rdzv_handler
+        if isinstance(handler, Rendezvous):
+            self._opened = own or handler.opened_anywhere
+        elif self._channel:
+            self._channel.publish("opened", b"1" if own else b"0")
+            if self._job and self._job.config.resume != "auto":
+                self._opened = b"1" in self._read_all("opened")
+        return self._opened
+
+    def _nothing_begun(self) -> bool:
+        """Whether it is certain that no node of the job had a version or a completed iteration when this incarnation
+        began. Raises ProtectionError."""
+        if self._watcher is None or self._watcher.begun():
+            return False
+        handler = self._worker_group.spec.rdzv_handler
+        if isinstance(handler, Rendezvous):
+            return not handler.trained_anywhere
+        try:
+            return self._channel is None or set(self._channel.read_all("trained", _ENDED_PATIENCE)) == {b"0"}
+        except DistError:
+            return False
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        if self._failed_at is None:  # another node failed or joined: not counted
+            self._seen = time.monotonic()
+            worker_group.spec.max_restarts += 1
+            handler = worker_group.spec.rdzv_handler
+            reason = handler.waiting_reason if isinstance(handler, Rendezvous) else "nodes wait for the next round"
+            next_step = "end too" if handler.is_closed() else "restart too"
+            self._lives.append(Life(LostPeers((reason,))))
+            self._events.emit(catalogue.ROUND_ENDED, reason=f"{reason}; the workers of this node {next_step}")
+        super()._restart_workers(worker_group)
+
+    def _stop_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:
+        self._shutdown(signal.SIGKILL)
+        self._ended = time.monotonic()
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """torch's look at the workers, which also separates those that failed from those that were killed for it. Comes
+        after the interval, or as soon as a worker has ended."""
+        self._exits.wait(self._interval)
+        seen = time.monotonic()
+        first = worker_failures.failed_workers(self._context())
+        result = self._end_after(first) if first else super()._monitor_workers(worker_group)
+        if self._watcher:
+            self._watcher.say_waiting(self._token)
+        if result.state == WorkerState.FAILED:
+            if not first:  # failed since our look: torch lists the ones that failed on their own first
+                result.failures = dict(list(result.failures.items())[:1])
+            self._failed_at = self._seen = seen
+            self._decide(result)
+        elif result.state == WorkerState.HEALTHY and self._watcher and (lost := self._watcher.lost(self._token)):
+            return self._restart_without(lost)
+        elif result.state == WorkerState.HEALTHY and self._standbys:
+            self._standbys.turn()
+        return result
+
+    def _restart_without(self, lost: list[str]) -> RunResult:
+        """Kill the workers here: without the lost nodes or ranks they hang in a collective, or soon will."""
+        self._failed_at = self._seen = time.monotonic()
+        for pid in self._context().pids().values():
+            worker_failures.signal_group(pid, signal.SIGKILL)
+        cause = LostPeers(tuple(lost))
+        next_step = self._give_verdict(cause)
+        self._events.emit(catalogue.WORKERS_KILLED, lost=lost, reason=f"{cause.line()}; {next_step}")
+        return RunResult(state=WorkerState.UNHEALTHY)
+
+    def _end_after(self, failed: dict[int, int]) -> RunResult:
+        """Kill the remaining workers and their children; the result lists the failures of `failed` only."""
+        context = self._context()
+        for pid in context.pids().values():
+            worker_failures.signal_group(pid, signal.SIGKILL)
+        self._exits.wait_for_all(_KILLED_SECONDS)  # torch's `close` looks for them in growing pauses
+        context.close(signal.SIGKILL)
+        failures = {}
+        for local_rank, exitcode in failed.items():
+            path = context.error_files.get(local_rank, "")
+            failures[self._worker_group.workers[local_rank].global_rank] = ProcessFailure(
+                local_rank, context.pids()[local_rank], exitcode, path if worker_failures.read_report(path) else ""
+            )
+        return RunResult(state=WorkerState.FAILED, failures=failures)
+
+    def _decide(self, result: RunResult) -> None:
+        """Report the failures, find the cause and decide."""
+        failures = [worker_failures.described(rank, failure) for rank, failure in result.failures.items()]
+        for failure in failures:
+            self._events.emit(
+                catalogue.WORKER_FAILED,
+                rank=failure.rank,
+                local_rank=failure.local_rank,
+                exitcode=failure.exitcode,
+                signal=failure.signal,
+                message=failure.message,
+            )
+        cause = root_cause(failures)
+        result.failures[cause.rank].timestamp = min(failure.timestamp for failure in result.failures.values())
+        result.failures = {cause.rank: result.failures.pop(cause.rank)} | result.failures  # torch reports the earliest
+        next_step = self._give_verdict(cause)
+        if self.verdict.restart:  # else ft-run ends with the reason
+            others = ", ".join(str(failure.rank) for failure in failures if failure is not cause)
+            also = f"; on their own failed too: {others}" if others else ""
+            node = self._job.node if self._job else socket.gethostname()
+            say(f"{cause.line(node)}{also}; {next_step}", alarm=True, who="ft-run: ")
+
+    def _give_verdict(self, cause: WorkerFailure | LostPeers) -> str:
+        """Decide, and set torch's restart counter accordingly. Returns what comes now, for people."""
+        before, self._before = self._before, None
+        try:
+            if not self._bounded and not (isinstance(cause, WorkerFailure) and cause.refused):
+                self._versions.append(self._watcher.newest() if self._watcher else None)
+                if isinstance(cause, WorkerFailure) and self._nothing_begun():
+                    self._before = cause
+            remaining = self._remaining_restarts if self._bounded else None
+            self.verdict = judge(cause, self._versions, remaining, before if self._before else None)
+            if self._watcher and not self._bounded:
+                self._stop_if_recurring(cause, self._watcher)
+        except ProtectionError as error:
+            self.verdict = Verdict(False, "failed", f"{cause.line()}; {error}")
+        if not self.verdict.restart:
+            self._remaining_restarts = 0
+        held = self._versions[-1] if self._versions else None
+        return self.verdict.what_comes(held, self._remaining_restarts - 1 if self._bounded else None)
+
+    def _stop_if_recurring(self, cause: WorkerFailure | LostPeers, watcher: Watcher) -> None:
+        """End a job that would be restarted only to fail again because of what it restores. Raises ProtectionError."""
+        progress = watcher.progress(self._token)
+        self._lives.append(Life(cause) if progress is None else Life(cause, *progress))
+        found = recurring(self._lives)
+        if found is not None and self.verdict.restart:
+            self.verdict = Verdict(False, "recurring", advice(found, watcher.held()))
+            self._events.emit(
+                catalogue.FAILURE_RECURRED, resumed=list(found.resumed), completed=list(found.completed),
+                reason=self.verdict.reason,
+            )  # fmt: skip
+
+    def _context(self) -> PContext:
+        if self._pcontext is None:
+            raise RuntimeError("the agent has not started its workers yet")
+        return self._pcontext
+
+
+def _workers(spec: WorkerSpec, first: int, total: int) -> list[Worker]:
+    """The workers of a node whose first one has global rank `first` of `total`; all have the same role."""
+    ranks = range(first, first + spec.local_world_size)
+    return [
+        Worker(local_rank=local, global_rank=rank, role_rank=rank, world_size=total, role_world_size=total)
+        for local, rank in enumerate(ranks)
+    ]

@@ -1,0 +1,1 @@
+"""Have ranks start again without importing everything again."""

@@ -1,0 +1,278 @@
+"""How this node gets into the next round: find the leader, apply, wait until the round begins.
+
+Invariant: the wait is bounded by `join_timeout` and `wait_seconds`, except a spare's for a vacant rank. The node of
+rank 0 serves the round's store before the round is complete.
+
+In: a `LocalNode`. Out: the view of a complete round in which this node has a rank, and the store if it serves it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from datetime import timedelta
+
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousGracefulExitError,
+    RendezvousTimeoutError,
+)
+
+from ...base.intake import parsed
+from ...errors import ConfigError, ProtocolError
+from ...events import say
+from ...smp.watch.ft_run_note import FtRunNote, FtRunPhase, write_note
+from ..rounds import round_store
+from ..rounds.node_messages import Admission, Leader, RoundView
+from ..rounds.roster import RosterPage
+from ..rounds.round_machine import Phase
+from ..rounds.waiting_nodes import Application
+from .endpoint import Endpoint
+from .local_node import LocalNode
+from .wait_report import REPEAT_SECONDS, WaitReport, awaited, incomplete
+
+LOOK_SECONDS = 0.1  # between two looks at an incomplete round, on the leader; between two checks, on other nodes
+_SEARCH_GROWTH, _LONGEST_SEARCH_PAUSE = 1.5, 1.0  # of the pauses between two searches of the leader
+_SEARCHES = 512  # a second, by all nodes together in the end
+_LEAST_PAUSE = 0.005  # of the leader between two looks, during which many nodes may send requests
+_TAKEN_SECONDS = 3.0  # of a search, before this node reports that another process has the port of an endpoint
+_MEET_SECONDS = 1.0  # between two searches of the leader for absent nodes
+
+
+class RoundJoin:
+    """This node's way into each round."""
+
+    def __init__(self, node: LocalNode, store_bound: timedelta) -> None:
+        self.is_spare = False
+        self.served_store: TCPStore | None = None  # of the next round, on the node of rank 0
+        self._node = node
+        self._store_bound = store_bound
+        self._opened = self._trained = False
+        self._workers = 0
+        self._acknowledged = 0  # a complete round that this node has acknowledged: the others rely on it
+        self._last_view: RoundView | None = None  # the leader's last reply about an incomplete round
+        self._deadline = 0.0  # monotonic; for the round to be complete
+        self._wait_report: WaitReport | None = None
+        self._noted = ""  # for what this node waits, in the run directory
+        self._warned = False  # of nodes of another job
+        self._refused = ""  # nodes that could not join, as reported last
+
+    def begin(self, opened: bool, trained: bool, workers: int) -> None:
+        """Start to wait for the next round; see `Application` for the arguments."""
+        self._opened, self._trained, self._workers = opened, trained, workers
+        self.is_spare, self._acknowledged, self._last_view, self._noted = False, 0, None, ""
+        self._extend_deadline()
+        settings = self._node.settings
+        self._wait_report = WaitReport(settings.rules, settings.silence, settings.command, self._trouble)
+
+    def _trouble(self) -> str:
+        """Why other nodes may not come, if that is known; ''."""
+        return self._node.search.other_job() or self._node.search.taken()
+
+    def _extend_deadline(self) -> None:
+        self._deadline = time.monotonic() + self._node.settings.join + self._node.settings.rules.wait
+
+    def find_leader(self) -> Leader:
+        """The leader; finally this node, if it is elected. Raises what `check` does, and ConfigError."""
+        began = time.monotonic()
+        patience = 2 * self._node.settings.silence
+        pauses = search_pauses(self._node.settings.rules.max_nodes)
+        due = _TAKEN_SECONDS
+        while True:
+            self.check()
+            searched = time.monotonic() - began
+            if leader := self._node.search.look(searched <= patience, self.check):
+                return leader
+            if searched > patience:
+                self._warn_of_other_job()
+            if searched > due:
+                due = searched + self._report_search(searched)
+            pause(next(pauses))
+
+    def _report_search(self, searched: float) -> float:
+        """Report where no node of the job answers; early only if another process of this machine listens there. Returns
+        in how many seconds to do so again."""
+        search, silence = self._node.search, self._node.settings.silence
+        reason = "" if search.foreign else search.taken() or (search.no_node() if searched > silence else "")
+        if not reason:
+            return silence
+        left = max(0.0, self._deadline - time.monotonic())
+        say(f"{reason} (this node goes on looking for {left:.0f} s at most)", alarm=True, who="ft-run: ")
+        return REPEAT_SECONDS
+
+    def _warn_of_other_job(self) -> None:
+        """Report once that a node of another job answers. Raises ConfigError without a secret: it is on this machine.
+
+        With a secret the search goes on, because refusing this node needs no proof: any process that takes over an
+        endpoint for a while can do it.
+        """
+        reason = self._node.search.other_job()
+        if reason and self._node.settings.loopback_only:
+            raise ConfigError(reason)
+        if reason and not self._warned:
+            self._warned = True
+            say(f"{reason} (this node goes on looking)", alarm=True, who="ft-run: ")
+
+    def take_part(self, leader: Leader) -> RoundView:
+        """Apply to `leader` and wait until the round begins. Raises ConnectionError if it no longer leads.
+
+        A node that has acknowledged a complete round does not apply again when the leader is back: others are in it.
+        """
+        node, link = self._node, self._node.link
+        leads = leader.token == node.me.token
+        link.follow(leader)
+        if not self._acknowledged:
+            self._apply()
+        seen = 0
+        try:
+            while True:
+                self.check()
+                if leads:
+                    node.search.meet_absent(_MEET_SECONDS, node.reach)
+                    if node.service.advance():
+                        node.server.look()
+                known = node.roster_file.roster
+                view = link.watch_patiently(self.check, known.round, LOOK_SECONDS, known)
+                if view is None:
+                    self._report(leads)
+                    if self.is_spare:
+                        self._extend_deadline()
+                    continue
+                self._remember(view.roster)
+                complete, chosen = view.phase is Phase.COMPLETE, view.rank is not None
+                self._acknowledged = view.round if chosen and complete else 0
+                if chosen and complete and view.begun:
+                    self._acknowledged = 0
+                    return view
+                if chosen and not complete and view.rank == 0 and not view.store:
+                    self.served_store = self.served_store or round_store.serve(
+                        node.listener, node.host, self._store_bound
+                    )
+                    link.ask_patiently(self.check, "serve", store=str(Endpoint(node.host, self.served_store.port)))
+                elif not (view.waits or chosen):
+                    raise ConnectionError("it no longer knew this node")
+                self.is_spare = complete and not chosen
+                if self.is_spare:
+                    self._extend_deadline()
+                self._last_view = view
+                self._report(leads)
+                self._report_refused(view.refused)
+                if view.changes == seen:
+                    seconds = node.rest if self.is_spare else LOOK_SECONDS
+                    if leads:
+                        time.sleep(_LEAST_PAUSE)
+                        node.service.wait_for_request(seconds - _LEAST_PAUSE)
+                    else:
+                        pause(seconds)
+                seen = view.changes
+        except (ConnectionError, ProtocolError):
+            raise  # there is no leader left to notify
+        except BaseException:
+            with contextlib.suppress(ConnectionError, ProtocolError):
+                link.ask("leave")
+            raise
+
+    def _report(self, leads: bool) -> None:
+        """Report an incomplete round for which this node is not chosen, if it is time to."""
+        view, settings = self._last_view, self._node.settings
+        if self.is_spare:
+            self._note(FtRunNote(FtRunPhase.SPARE, "this node is a spare: every place in the job is taken"))
+        leader = self._node.link.leader
+        if self._wait_report and leader and view and view.phase is not Phase.COMPLETE and view.rank is None:
+            if words := awaited(settings.rules, view.waiting, view.missing):
+                self._note(FtRunNote(FtRunPhase.WAITING, words))
+            self._wait_report.update(view.waiting, view.missing, leads, self._deadline, leader.endpoint)
+
+    def _note(self, note: FtRunNote) -> None:
+        """Leave in the run directory what this node waits for, once."""
+        if self._node.settings.run_dir and note.reason != self._noted:
+            self._noted = note.reason
+            write_note(self._node.settings.run_dir, note)
+
+    def _report_refused(self, refused: str) -> None:
+        if refused and refused != self._refused:
+            say(f"{refused} (mend that, or start another node in its place)", alarm=True, who="ft-run: ")
+        self._refused = refused
+
+    def _remember(self, first: RosterPage | None) -> None:
+        """Store the roster whose first page has arrived."""
+        file = self._node.roster_file
+        if first and (roster := self._node.link.read_roster(first, file.roster)):
+            file.remember(roster)
+
+    def _apply(self) -> None:
+        """Apply to the leader until it accepts. Raises ConfigError if another live node has this node's name."""
+        node, me, roster = self._node, self._node.me, self._node.roster_file.roster
+        application = Application(
+            node=me.node,
+            token=me.token,
+            endpoint=me.endpoint,
+            seat=roster.seat(me.node),
+            wanted=node.settings.wanted,
+            knows=roster.round,
+            opened=self._opened,
+            trained=self._trained,
+            workers=self._workers,
+        )
+        fields = asdict(application)
+        began = time.monotonic()
+        while True:
+            admission = parsed(
+                Admission, node.link.ask_patiently(self.check, "apply", application=fields, base=roster.digest)
+            )
+            if admission.accepted:
+                break
+            self.check()
+            if time.monotonic() - began > 2 * node.settings.silence:
+                raise ConfigError(
+                    f"node name '{me.node}': another live node of job '{me.run}' has this name; give this node another "
+                    "one (--ftp-node-name, or node_name in --rdzv-conf)"
+                )
+            pause()
+        self._remember(admission.roster)
+        self.served_store = None
+
+    def check(self) -> None:
+        """Note that this node is awake. Raises what ends the wait for a round."""
+        node, name, run = self._node, self._node.me.node, self._node.me.run
+        node.server.check()
+        node.service.wake()
+        if reason := node.service.closed:
+            if self.is_spare:
+                raise RendezvousGracefulExitError(f"node {name} was a spare of job '{run}', which is over: {reason}")
+            raise RendezvousClosedError(
+                f"node {name} cannot take part in job '{run}', which is over: {reason}; to go on, start it again on "
+                "all nodes"
+            )
+        if time.monotonic() > self._deadline:
+            raise RendezvousTimeoutError(self._timeout_reason())
+
+    def _timeout_reason(self) -> str:
+        node, settings, view = self._node, self._node.settings, self._last_view
+        if node.link.leader and view:
+            missing = incomplete(settings.rules, view.round, view.waiting, view.names)
+        else:
+            missing = node.search.no_node()
+        trouble = self._trouble()
+        return (
+            f"node {node.me.node}, job '{node.me.run}': no round was complete within "
+            f"{settings.join + settings.rules.wait:g} s: {missing}" + (f"; {trouble}" if trouble else "")
+        )
+
+
+def search_pauses(nodes: int) -> Iterator[float]:
+    """Seconds between two searches of the leader, where so many nodes may search it: longer and longer."""
+    longest = min(_LONGEST_SEARCH_PAUSE, max(LOOK_SECONDS, nodes / _SEARCHES))
+    seconds = LOOK_SECONDS
+    while True:
+        yield seconds
+        seconds = min(longest, seconds * _SEARCH_GROWTH)
+
+
+def pause(seconds: float = LOOK_SECONDS) -> None:
+    """Sleep for about `seconds`, at a random time."""
+    time.sleep(seconds * random.uniform(0.5, 1.0))

@@ -1,0 +1,103 @@
+"""Report in the job's log which nodes a round waits for, and what to do.
+
+Invariant: nothing is printed while a round completes as usual. After that the leader repeats the report; the other
+nodes, which may print elsewhere, report once.
+
+In: the leader's replies, the time. Out: lines, through `events.say`.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ...events import say
+from ..rounds.rounds import Rules
+from .endpoint import Endpoint
+
+REPEAT_SECONDS = 30.0
+_ENDPOINT = ("--rdzv-endpoint", "--rdzv_endpoint")
+_OF_ONE_NODE = ("--ftp-node-name", "--ftp-failure-domain", "--node-rank", "--node_rank", "--local-addr", "--local_addr")
+
+
+def command(argv: Sequence[str] | None = None) -> str:
+    """The command of this process, without the flags of this node alone."""
+    program, *words = sys.argv if argv is None else argv
+    name = Path(program).name
+    shared = ["ft-run"] if name == "command.py" else ["python", program] if name.endswith(".py") else [name]
+    skip = False
+    for word in words:
+        if not skip and word.partition("=")[0] not in _OF_ONE_NODE:
+            shared.append(word)
+        skip = not skip and word in _OF_ONE_NODE
+    return shlex.join(shared)
+
+
+def reaching(command: str, living: str) -> str:
+    """`command` with the endpoint `living` before those that it names, if it does not name that one. Pure."""
+    words = shlex.split(command)
+    for at, word in enumerate(words[:-1]):
+        flag, joined, value = word.partition("=")
+        if flag in _ENDPOINT:
+            given = value if joined else words[at + 1]
+            if living not in (str(Endpoint.read(part)) for part in given.split(",") if part.strip()):
+                given = f"{living},{given}"
+            words[at : at + 2] = [f"{flag}={given}", words[at + 1]] if joined else [flag, given]
+            break
+    return shlex.join(words)
+
+
+def awaited(rules: Rules, waiting: int, missing: Sequence[str]) -> str:
+    """What an incomplete round waits for; '' if it only waits for time to pass.
+
+    `waiting`: how many nodes wait. `missing`: names of nodes of the last round that do not.
+    """
+    if missing:
+        size = rules.fit(waiting)
+        otherwise = f"; otherwise it continues with {size}" if size else ""
+        names = ", ".join(name if name.isprintable() else ascii(name) for name in missing)
+        return f"waiting for {'a node' if len(missing) == 1 else 'nodes'} in the place of {names}{otherwise}"
+    least = min(rules.sizes, default=rules.min_nodes)
+    return f"waiting for {least - waiting} more of {least} nodes" if waiting < least else ""
+
+
+def incomplete(rules: Rules, number: int, waiting: int, names: Sequence[str]) -> str:
+    """What round `number` still needed when its time was over, and what to do."""
+    sizes = " or ".join(map(str, rules.sizes)) or f"{rules.min_nodes} to {rules.max_nodes}"
+    return (
+        f"round {number} expected {sizes} nodes, found {waiting} ({', '.join(names)}); start the missing ones with "
+        "the same command, or allow fewer with --nnodes"
+    )
+
+
+class WaitReport:
+    """One wait of one node for a round."""
+
+    def __init__(
+        self, rules: Rules, patience: float, command: str, trouble: Callable[[], str] = lambda: ""
+    ) -> None:
+        """`patience`: seconds before the first report. `command` starts another node. `trouble`: why others may not
+        find this one."""
+        self._rules = rules
+        self._next = time.monotonic() + patience
+        self._command = command
+        self._trouble = trouble
+
+    def update(self, waiting: int, missing: Sequence[str], leads: bool, deadline: float, living: str) -> None:
+        """Report if it is time to. `leads`: this node is the leader. `deadline`: when it gives up (monotonic).
+        `living`: the endpoint of the leader, at which another node finds the job."""
+        now = time.monotonic()
+        if now < self._next:
+            return
+        if needed := awaited(self._rules, waiting, missing):
+            self._next = now + REPEAT_SECONDS if leads else float("inf")
+            seconds = max(0.0, deadline - now)
+            start = f"to start one, in {os.getcwd()}: {reaching(self._command, living)}"
+            line = f"{needed} (for another {seconds:.0f} s at most); {start}"
+            if trouble := self._trouble():
+                line = f"{trouble}; {line}"
+            say(line, alarm=True, who="ft-run: ")

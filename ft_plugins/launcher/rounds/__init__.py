@@ -1,0 +1,1 @@
+"""The leader's side of the rendezvous: which nodes form a round."""

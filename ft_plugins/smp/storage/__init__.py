@@ -1,0 +1,1 @@
+"""Checkpoints: which version is written when, by which node."""

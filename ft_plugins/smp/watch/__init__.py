@@ -1,0 +1,1 @@
+"""Who is alive, who hangs, what is said about it."""

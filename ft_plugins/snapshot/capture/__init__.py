@@ -1,0 +1,1 @@
+"""What is captured of a rank, and how."""

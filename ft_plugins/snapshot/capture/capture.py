@@ -1,0 +1,350 @@
+"""Copy a rank's share to its segment, bucket by bucket, during the next iteration; fenced before the next update.
+
+Invariant: a slot receives the state at the version point. Items that anything but the update may change are copied
+before `start` returns, from copies that the caller kept if that point is past; the others by a thread that `wait` waits
+for before the update. If one of these was changed meanwhile, the version is not sealed (`samples`). The fencing token
+is checked before every bucket: a superseded incarnation writes at most the bucket it was in. The trainer writes
+directly into the SMP's slot; nothing is copied twice and no message is sent.
+
+Parity computed from own replicas (`encode`) comes last, from the same tensors, into a slot of its own, and only of the
+version that is exchanged next, as the SMP has recorded in the segment. It is sealed before the data: a sealed version
+without parity never gets any, and is not exchanged. The exception is the restored version, whose parity `add_parity`
+computes while the tensors still hold it.
+
+A slot that has no memory yet is claimed while the update runs, or else just before the capture (`claims`).
+
+Digests are computed from the bytes in the slot. A bucket that a superseded writer may still write to (the cursor of a
+slot found DIRTY at start) is digested from its source instead, so a late write is detected. The seal covers digests,
+version and small state as this process knows them, not as they are in shared memory.
+
+In: segment, layout, live tensors, token. Out: sealed slots; `Commit` per version.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import xxhash
+
+from ...base import faults
+from ...errors import BudgetError, CorruptSlotError, FencedError, InventoryError
+from ..segment.claims import SlotClaims
+from ..segment.segment import NOT_COMPUTED, Segment
+from ..segment.slots import SlotState, Version, choose_parity
+from .copiers import Copier, as_words, copier_for, flat_bytes
+from .encode import Encoder
+from .layout import CaptureBucket, Layout
+from .samples import CopySamples
+
+_Pieces = dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]]
+_Flat = Mapping[str, torch.Tensor]  # bytes by item
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A version that became CLEAN. Seconds from the version point to the seal."""
+
+    version: Version
+    slot: int
+    nbytes: int
+    seconds: float
+
+
+class Capture:
+    """Captures one rank's share, one version at a time. Owns a thread and the slot that it writes."""
+
+    def __init__(
+        self,
+        segment: Segment,
+        layout: Layout,
+        tensors: Callable[[], Mapping[str, torch.Tensor]],
+        token: int,
+        committed: Callable[[Commit], None] = lambda commit: None,
+        after_update: Callable[[], None] = lambda: None,
+        left_out: Callable[[Version], None] = lambda version: None,
+        claiming: Callable[[int], None] = lambda nbytes: None,
+        claimed: Callable[[BudgetError | None], None] = lambda refused: None,
+    ) -> None:
+        """`tensors` returns the live tensors by item name, at every version point: none may have moved.
+
+        The capture thread calls `committed` before the fence opens, so it must be quick, and `after_update` after each
+        `run_after_update`; that may be slow. `left_out` is called for a version for which no slot is free. `claiming`
+        is called before memory for another slot is claimed, and raises BudgetError if that must not be; `claimed`
+        afterwards, with the error if there was one. Raises InventoryError if tensors and layout do not agree.
+        """
+        self._segment = segment
+        self._layout = layout
+        self._token = token
+        self._committed = committed
+        self._after_update = after_update
+        self._left_out = left_out
+        self._claims = SlotClaims(segment, self._use, claiming, claimed, self._check_token)
+        self._next: Version | None = None  # captured after the update that runs
+        self._requested = False
+        self._requesting = threading.Lock()  # of the two around it, which change together
+        self._called = threading.Event()
+        self._called.set()
+        self._tensors = tensors
+        live = tensors()
+        names = {piece.item for bucket in layout.buckets for piece in bucket.pieces}
+        names |= {p.item for bucket in layout.parity for source in bucket.sources for p in source.pieces}
+        self._flat = {name: flat_bytes(name, live[name]) for name in names}
+        devices = {flat.device for flat in self._flat.values()}
+        if len({device for device in devices if device.type != "cpu"}) > 1:
+            raise InventoryError(f"rank {layout.rank}: state lies on several devices ({devices}); expected one")
+        self._copiers: dict[torch.device, Copier] = {device: copier_for(device) for device in devices}
+        for index in (*segment.claimed, *segment.shape.parity_indices):
+            self._use(index)
+        slots = range(segment.shape.slots)
+        self._pieces = [[self._plan_pieces(index, bucket, self._flat) for bucket in layout.buckets] for index in slots]
+        self._samples = CopySamples(layout.background, self._flat)
+        self._encoder = Encoder(segment, layout, self._flat, self._copiers)
+        # A writer that was stopped within a bucket may resume in it: these buckets are digested from their source.
+        self._suspect = {
+            (slot.index, segment.cursor(slot.index))
+            for slot in (*segment.slots(), *segment.parity_slots())
+            if slot.state is SlotState.DIRTY
+        }
+        count = len(layout.buckets) + len(layout.parity) + layout.source_digest_count
+        self._digests = np.full(count, NOT_COMPUTED, dtype=np.uint64)  # of the running capture
+        self._small = b""
+        self._pending: Callable[[], None] | None = None
+        self._failure: BaseException | None = None
+        self._work = threading.Semaphore(0)
+        self._idle = threading.Event()
+        self._idle.set()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="ftp-capture", daemon=True)
+        self._thread.start()
+        # a thread that is inside torch when the interpreter exits aborts the process
+        atexit.register(self.close)
+
+    def start(self, version: Version, small: bytes, kept: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Begin capturing `version`: synchronous items and small state now, the rest in the background.
+
+        `kept`: copies of synchronous items from the version point, where the live tensors may have changed since.
+        The version is left out if no slot is free. Raises the error of the previous capture, FencedError if superseded,
+        InventoryError if a tensor moved.
+        """
+        self.wait()
+        self._called.wait()
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+        started = time.perf_counter()
+        live = self._tensors()
+        for name, flat in self._flat.items():
+            if live[name].data_ptr() != flat.data_ptr():
+                raise InventoryError(
+                    f"rank {self._layout.rank}: item '{name}' has moved to other memory since the start; "
+                    "expected it in place"
+                )
+        self._check_token()
+        for copier in self._copiers.values():
+            copier.ready()
+        index = self._claims.slot_for(version)
+        if index is None:
+            self._left_out(version)
+            return
+        faults.reach("capture.begin", iteration=version.iteration, slot=index)
+        self._segment.dirty(index, version, self._token)
+        self._segment.write_small(index, small)
+        self._segment.digests(index)[:] = self._digests[:] = NOT_COMPUTED
+        self._small = small
+        sources = {**self._flat, **{name: flat_bytes(name, one) for name, one in kept.items()}} if kept else None
+        for number, bucket in enumerate(self._layout.synchronous):
+            self._copy(index, number, bucket, version, sources)
+        self._samples.take()
+        self._run_behind(lambda: self._committed(self._background(index, version, started)))
+
+    def add_parity(self, version: Version) -> None:
+        """Begin to compute the parity of the restored version, unless it is here. The live tensors must hold `version`
+        until the fence, which waits for this too. Raises what `start` raises."""
+        self.wait()
+        if self._layout.parity:
+            self._run_behind(lambda: self._restore_parity(version))
+
+    def _run_behind(self, work: Callable[[], None]) -> None:
+        """Have the capture thread do `work`, which the fence waits for."""
+        self._pending = work
+        self._idle.clear()
+        self._work.release()
+
+    def wait(self) -> float:
+        """The fence: wait until the running capture is sealed. Returns seconds waited; raises the capture's error,
+        StateChangedError if what it copied was changed meanwhile."""
+        started = time.perf_counter()
+        self._idle.wait()
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+        return time.perf_counter() - started
+
+    def run_after_update(self, following: Version | None = None) -> None:
+        """Claim what a capture of `following` will need, None if no capture follows this update, and call
+        `after_update`: on the capture thread, during the update and after. The next `start` waits for it."""
+        if not self._closing:
+            with self._requesting:
+                self._next = following
+                self._called.clear()
+                self._requested = True
+            self._work.release()
+
+    def close(self) -> None:
+        """End the thread after the running capture, and release tensors and pinned memory. Idempotent."""
+        atexit.unregister(self.close)
+        if self._closing:
+            return
+        self._closing = True
+        self._work.release()
+        self._thread.join()
+        for copier in self._copiers.values():
+            copier.close()
+        self._pieces.clear()
+        self._samples.close()
+        self._encoder.close()
+        self._flat.clear()
+
+    def _run(self) -> None:
+        while True:
+            self._work.acquire()
+            if self._pending is not None:
+                try:
+                    self._pending()
+                except BaseException as failure:  # raised at the fence, on the training thread
+                    self._failure = failure
+                finally:
+                    self._pending = None
+                    self._idle.set()
+            elif self._requested:
+                with self._requesting:
+                    self._requested, following = False, self._next
+                try:
+                    if following is not None:
+                        self._check_token()
+                        self._claims.make_room(following)
+                    self._after_update()
+                except BaseException as failure:
+                    self._failure = failure
+                finally:
+                    with self._requesting:
+                        if not self._requested:  # again meanwhile: the next `start` waits for that one too
+                            self._called.set()
+            elif self._closing:
+                return
+
+    def _background(self, index: int, version: Version, started: float) -> Commit:
+        offset = len(self._layout.synchronous)
+        for number, bucket in enumerate(self._layout.background):
+            self._copy(index, offset + number, bucket, version)
+            slot = None if (index, offset + number) in self._suspect else self._segment.data(index)
+            self._samples.require_unchanged(number, slot, self._layout.rank, version.iteration)
+        if self._layout.parity and self._segment.is_awaited(version):
+            self._encode(version)
+        self._check_token()
+        faults.reach("capture.seal.before", iteration=version.iteration, slot=index)
+        self._segment.set_cursor(index, None)
+        self._segment.pin_awaited(index, version)
+        self._segment.seal(index, version, self._token, self._small, self._digests)
+        faults.reach("capture.seal.after", iteration=version.iteration, slot=index)
+        return Commit(version, index, self._layout.nbytes, time.perf_counter() - started)
+
+    def _use(self, index: int) -> None:
+        """Prepare a slot, or a parity slot, to be copied to."""
+        area = self._segment.area_of(index)
+        for copier in self._copiers.values():
+            copier.use(area.ctypes.data, area.nbytes)
+
+    def _restore_parity(self, version: Version) -> None:
+        index = self._segment.parity_of(version)
+        if index is not None:
+            with contextlib.suppress(CorruptSlotError):
+                self._segment.verify(index)
+                return
+        for copier in self._copiers.values():
+            copier.ready()
+        self._encode(version)
+
+    def _encode(self, version: Version) -> None:
+        """Compute and seal the parity of `version`, with the digests of each bucket and of its sources. Nothing if both
+        parity slots are pinned: the version is missed."""
+        index = choose_parity(self._segment.parity_slots(), version)
+        if index is None:
+            return
+        first = len(self._layout.buckets)
+        at = first + len(self._layout.parity)  # where the digests of sources begin
+        table, digests = self._segment.digests(index), np.full_like(self._digests, NOT_COMPUTED)
+        self._check_token()
+        self._segment.dirty(index, version, self._token)
+        table[:] = digests
+        for number in range(len(self._layout.parity)):
+            self._segment.set_cursor(index, first + number)
+            self._check_token()
+            faults.reach("capture.bucket.begin", iteration=version.iteration, bucket=first + number, slot=index)
+            suspect = (index, first + number) in self._suspect
+            digest, checks = self._encoder.encode(index, number, private=suspect)
+            digests[first + number] = table[first + number] = digest
+            digests[at : at + len(checks)] = table[at : at + len(checks)] = checks
+            at += len(checks)
+            faults.reach("capture.bucket.end", iteration=version.iteration, bucket=first + number, slot=index)
+        self._check_token()
+        self._segment.set_cursor(index, None)
+        self._segment.seal(index, version, self._token, b"", digests)
+
+    def _copy(
+        self, index: int, number: int, bucket: CaptureBucket, version: Version, kept: _Flat | None = None
+    ) -> None:  # fmt: skip
+        """Copy and digest one bucket. `kept`: its sources, if they are not the live tensors."""
+        self._segment.set_cursor(index, number)  # first: a writer stopped after the check is in this bucket
+        self._check_token()
+        faults.reach("capture.bucket.begin", iteration=version.iteration, bucket=number, slot=index)
+        pieces = self._pieces[index][number] if kept is None else self._plan_pieces(index, bucket, kept)
+        for device, (destinations, sources) in pieces.items():
+            self._copiers[device].copy(destinations, sources)
+        if (index, number) in self._suspect:
+            digest = self._source_digest(bucket, self._flat if kept is None else kept)
+        else:
+            area = self._segment.data(index)[bucket.offset : bucket.offset + bucket.nbytes]
+            digest = xxhash.xxh3_64_intdigest(area.data)
+        self._digests[number] = self._segment.digests(index)[number] = digest
+        faults.reach("capture.bucket.end", iteration=version.iteration, bucket=number, slot=index)
+
+    def _plan_pieces(self, index: int, bucket: CaptureBucket, bytes_of: _Flat) -> _Pieces:
+        """The destinations in slot `index` and the sources of a bucket, as flat views, by device."""
+        target = torch.from_numpy(self._segment.data(index))
+        pieces: _Pieces = {}
+        for piece in bucket.pieces:
+            flat = bytes_of[piece.item]
+            destinations, sources = pieces.setdefault(flat.device, ([], []))
+            destination, source = as_words(
+                target[piece.offset : piece.offset + piece.nbytes],
+                flat[piece.item_offset : piece.item_offset + piece.nbytes],
+            )
+            destinations.append(destination)
+            sources.append(source)
+        return pieces
+
+    def _source_digest(self, bucket: CaptureBucket, bytes_of: _Flat) -> int:
+        """The digest of a bucket's bytes at their source; gaps between pieces are zeros."""
+        digest, at = xxhash.xxh3_64(), bucket.offset
+        for piece in bucket.pieces:
+            digest.update(bytes(piece.offset - at))
+            source = bytes_of[piece.item][piece.item_offset : piece.item_offset + piece.nbytes]
+            digest.update(source.cpu().numpy().data)
+            at = piece.offset + piece.nbytes
+        return digest.intdigest()
+
+    def _check_token(self) -> None:
+        current = self._segment.token
+        if current != self._token:
+            raise FencedError(
+                f"rank {self._layout.rank}: this incarnation (token {self._token}) was superseded (token {current}); "
+                "it may not write"
+            )

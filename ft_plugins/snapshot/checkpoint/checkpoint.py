@@ -1,0 +1,359 @@
+"""Manage a job's checkpoint folders in storage: name, list, complete and remove them, read and write their small files.
+
+Invariant: a checkpoint is complete when it has its manifest, which is written last, after every rank's file is durable.
+A file is renamed into place only when it is durable, so a writer that stops at any instruction leaves earlier
+checkpoints intact. Every small file carries its own digest and is size-limited and checked on reading. Files are
+accessible to their owner only (0600, folders 0700). Folders whose name is not a version's are neither read nor removed.
+
+    <dir>/<job>/v<lineage>-<iteration>/    with the suffix `.partial` until the manifest is written
+        rank-00003.safetensors             a rank's share: see `persist`
+        rank-00003.json                    its size, layout, digest over the file's header, digest table, small state
+        rank-00003.index.json              what the file holds, for an export: see `index`
+        manifest.json                      job, fingerprint, number of ranks
+        keep                               empty; if it exists, retention does not remove the checkpoint
+
+In: a job's folder in storage. Out: `StoredCheckpoint`, `RankRecord`, `CheckpointManifest`; complete or removed folders.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import xxhash
+from pydantic import ConfigDict, Field, TypeAdapter
+
+from ...base import faults, files
+from ...base.intake import FILE_LIMIT, Count, Text, Unfit, Word, json_value, open_regular, shown, typed
+from ...errors import StorageError
+from ...events import catalogue
+from ..capture.retention import StoredCheckpoint
+from ..segment.slots import Mark, Version
+from .digested_json import read_digested, write_digested
+
+FORMAT = "ft_plugins checkpoint 1"
+_PARTIAL = ".partial"
+_VOID = ".void"
+_KEEP = "keep"
+# Names as `folder_of` writes them. Numbers are below 10**15: iterations of a millisecond reach it in 30,000 years.
+_FOLDER = re.compile(
+    rf"v(?P<lineage>0|[1-9][0-9]{{0,14}})-(?P<iteration>0|[1-9][0-9]{{0,14}})(?P<partial>{re.escape(_PARTIAL)})?"
+)
+_LIKE_A_FOLDER = re.compile(r"v[^.]*-[^.]*(\.partial)?")
+_RECORD = re.compile(r"rank-([0-9]{5,10})\.json")
+_DATA = re.compile(r"rank-[0-9]{5,10}\.safetensors(\.new)?")
+HEAD_LIMIT = 64 << 20  # bytes of the header of a rank's file; a thousand buckets take 20 KB
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The job that a checkpoint belongs to; the same in all of its files."""
+
+    job: str
+    world_size: int
+    fingerprint: Mapping[str, Any]
+
+    @property
+    def digest(self) -> str:
+        """Digest of the fingerprint."""
+        return xxhash.xxh3_64_hexdigest(json.dumps(self.fingerprint, sort_keys=True).encode())
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """The content of `rank-N.json`. `seal` is the digest over the file's header, digest table and small state."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    rank: Count
+    lineage: Count
+    iteration: Count
+    world_size: Count
+    fingerprint: Text
+    nbytes: Count  # of the file
+    data_nbytes: Count  # of the share
+    buckets: Count
+    layout: Word
+    seal: Text
+    mark: Annotated[int, Field(strict=True, ge=min(Mark), le=max(Mark))] = Mark.NONE  # when the file was completed
+
+    @property
+    def version(self) -> Version:
+        return Version(self.lineage, self.iteration)
+
+
+@dataclass(frozen=True)
+class CheckpointManifest:
+    """The content of `manifest.json`. `certified`: True if the replicas are known to agree, False if they were captured
+    in parts and not compared yet, None if there is nothing to compare (no audits, or each replica is captured whole).
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    format: Text
+    job: Text
+    lineage: Count
+    iteration: Count
+    world_size: Count
+    fingerprint: dict[str, Any]
+    nbytes: Count  # of all ranks' files
+    certified: Annotated[bool, Field(strict=True)] | None = None
+
+
+_RECORD_OF, _MANIFEST_OF = TypeAdapter(RankRecord), TypeAdapter(CheckpointManifest)
+
+
+def folder_of(base: Path, version: Version) -> Path:
+    """The folder of the complete checkpoint of `version`."""
+    return base / f"v{version.lineage}-{version.iteration}"
+
+
+def partial_of(base: Path, version: Version) -> Path:
+    """The folder in which the checkpoint of `version` is built."""
+    return base / f"v{version.lineage}-{version.iteration}{_PARTIAL}"
+
+
+def data_file(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def record_file(rank: int) -> str:
+    return f"rank-{rank:05d}.json"
+
+
+def index_file(rank: int) -> str:
+    return f"rank-{rank:05d}.index.json"
+
+
+# ---- completing and removing ----
+
+
+def missing(folder: Path, origin: Origin, version: Version) -> list[int]:
+    """The ranks whose files are missing; if none are, those whose files belong to another version or job."""
+    named = {int(match[1]) for name in os.listdir(folder) if (match := _RECORD.fullmatch(name))}
+    absent = [rank for rank in range(origin.world_size) if rank not in named]
+    return absent or [rank for rank in range(origin.world_size) if not _belongs(folder, rank, origin, version)]
+
+
+def commit(
+    base: Path, version: Version, origin: Origin, *, audited: bool = False, mark: Mark = Mark.NONE, **facts: object
+) -> Path:
+    """Complete a checkpoint of which all ranks' files exist: write the manifest, then rename the folder. Returns it.
+
+    `audited`: the job compares replicas. `mark` is the version's current mark, in addition to those in the records.
+    Raises StorageError if replicas are mismatched on any rank: a checkpoint assembled from their parts would hide that.
+    """
+    building, final = partial_of(base, version), folder_of(base, version)
+    nbytes = sum((building / data_file(rank)).stat().st_size for rank in range(origin.world_size))
+    marks = {rank: read_record(building, rank).mark for rank in range(origin.world_size)}
+    mismatched = [rank for rank, recorded in marks.items() if recorded == Mark.MISMATCHED]
+    if mismatched or mark is Mark.MISMATCHED:
+        raise StorageError(mixture_reason(version, mismatched))
+    best = Mark(max([mark, *marks.values()]))
+    certified = True if best is Mark.CERTIFIED else False if audited and best is not Mark.DIVERGED else None
+    manifest = CheckpointManifest(
+        FORMAT, origin.job, version.lineage, version.iteration, origin.world_size, dict(origin.fingerprint), nbytes,
+        certified,
+    )  # fmt: skip
+    faults.reach("persist.manifest.before", iteration=version.iteration, **facts)
+    write_digested(building / "manifest.json", asdict(manifest))
+    faults.reach("persist.manifest.after", iteration=version.iteration, **facts)
+    return publish(building, final)
+
+
+def mixture_reason(version: Version, ranks: Sequence[int]) -> str:
+    """The message that a version cannot be a checkpoint because its replicas differ."""
+    which = f" on ranks {', '.join(map(str, ranks[:8]))}" if ranks else ""
+    return (
+        f"the replicas of version {version} differ{which}: it is a mixture of their parts and is never restored; the "
+        f"next version whose replicas agree is written (see the events '{catalogue.AUDIT_FAILED.name}')"
+    )
+
+
+def publish(building: Path, final: Path) -> Path:
+    """Durably rename a folder that has a durable manifest."""
+    os.rename(building, final)
+    files.sync_folder(final.parent)
+    return final
+
+
+def keep(folder: Path) -> None:
+    """Durably protect a complete checkpoint from retention. Raises OSError."""
+    with suppress(FileExistsError):  # any file of that name will do
+        os.close(os.open(folder / _KEEP, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    files.sync_folder(folder)
+
+
+def withdraw(folder: Path, ranks: list[int]) -> None:
+    """Remove the files of `ranks` from an unfinished checkpoint, and the folder once it is empty. A checkpoint with a
+    manifest stays. Never raises: what unavailable or read-only storage retains is stale, and `remove` deletes it later.
+    """
+    with suppress(OSError):
+        if (folder / "manifest.json").exists():
+            return
+        for rank in ranks:
+            for name in (record_file(rank), data_file(rank), index_file(rank)):
+                for path in (folder / name, folder / f"{name}.new"):
+                    path.unlink(missing_ok=True)
+        folder.rmdir()  # fails while files of other ranks are in it
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint, its manifest first. Raises OSError."""
+    if folder.is_symlink():  # the checkpoint itself is elsewhere and stays
+        folder.unlink()
+        return
+    (folder / "manifest.json").unlink(missing_ok=True)
+    shutil.rmtree(folder)
+
+
+def void(base: Path, after: int, lineage: int) -> list[str]:
+    """Rename the checkpoints in a job's folder that are newer than iteration `after` and of an older lineage than
+    `lineage`, so that no recovery finds them: v1-200 becomes v1-200.void. Returns the new names. Raises StorageError.
+
+    They are neither read nor removed by this package again.
+    """
+    voided = []
+    try:
+        for each in listing(base):
+            if each.version.iteration > after and each.version.lineage < lineage:
+                os.rename(base / each.name, base / f"{each.name}{_VOID}")
+                voided.append(f"{each.name}{_VOID}")
+        if voided:
+            files.sync_folder(base)
+    except OSError as error:
+        raise StorageError(f"{base}: newer checkpoints cannot be renamed ({error}); rename them yourself") from error
+    return voided
+
+
+# ---- reading ----
+
+
+def listing(base: Path, on_invalid: Callable[[str], None] = lambda name: None) -> tuple[StoredCheckpoint, ...]:
+    """Every checkpoint in a job's folder; () if the folder does not exist. Raises OSError.
+
+    A folder with a manifest is complete, whatever its name: its writer died before it could rename it. `on_invalid` is
+    called with each name that resembles a checkpoint's but is not a version's or not a folder's.
+    """
+    try:
+        names = sorted(os.listdir(base))
+    except FileNotFoundError:
+        return ()
+    stored: dict[Version, StoredCheckpoint] = {}
+    for name in names:
+        matched = _FOLDER.fullmatch(name)
+        if not (matched and (base / name).is_dir()):
+            if _LIKE_A_FOLDER.fullmatch(name):
+                on_invalid(name)
+            continue
+        version = Version(int(matched["lineage"]), int(matched["iteration"]))
+        each = _stored(base / name, version)
+        if version not in stored or each.complete:
+            stored[version] = each
+    return tuple(stored.values())
+
+
+def _stored(folder: Path, version: Version) -> StoredCheckpoint:
+    try:
+        manifest = read_manifest(folder)
+    except FileNotFoundError:
+        return StoredCheckpoint(version, folder.name, complete=False, fingerprint=_begun_by(folder))
+    except StorageError as error:
+        return StoredCheckpoint(version, folder.name, complete=True, problem=str(error))
+    if Version(manifest.lineage, manifest.iteration) != version:
+        problem = f"{folder}: its manifest is of another version"
+        return StoredCheckpoint(version, folder.name, complete=True, problem=problem)
+    digest = Origin(manifest.job, manifest.world_size, manifest.fingerprint).digest
+    kept = os.path.lexists(folder / _KEEP)
+    return StoredCheckpoint(version, folder.name, True, fingerprint=digest, certified=manifest.certified, kept=kept)
+
+
+def _begun_by(folder: Path) -> str:
+    """The digest of the fingerprint of the job that began a checkpoint, from the first file that has it; '' if none
+    does."""
+    with suppress(OSError):
+        names = sorted(os.listdir(folder))
+        for name in names:
+            if _RECORD.fullmatch(name):
+                with suppress(StorageError, FileNotFoundError):
+                    return _record(folder / name).fingerprint
+        for name in filter(_DATA.fullmatch, names):
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                with open(open_regular(folder / name), "rb") as file:
+                    head = file.read(min(FILE_LIMIT, int.from_bytes(file.read(8), "little")))
+                return str(json_value(head)["__metadata__"]["fingerprint"])
+    return ""
+
+
+def is_complete(folder: Path, origin: Origin) -> bool:
+    """Whether `folder` is a complete checkpoint of this job. Raises StorageError for one of another job, OSError."""
+    try:
+        manifest = read_manifest(folder)
+    except FileNotFoundError:
+        return False
+    if Origin(manifest.job, manifest.world_size, manifest.fingerprint).digest != origin.digest:
+        raise StorageError(f"{folder} is a checkpoint of another job; choose another folder")
+    return True
+
+
+def read_manifest(folder: Path) -> CheckpointManifest:
+    """Raises FileNotFoundError if there is none, StorageError if it is damaged or of another format version."""
+    path = folder / "manifest.json"
+    content = read_digested(path)
+    if content.get("format") != FORMAT:
+        raise StorageError(f"{folder}: expected format '{FORMAT}', found {shown(content.get('format'))}")
+    return _checked(path, _MANIFEST_OF, content)
+
+
+def read_record(folder: Path, rank: int) -> RankRecord:
+    """Raises StorageError if it is missing or damaged."""
+    try:
+        return _record(folder / record_file(rank))
+    except FileNotFoundError as error:
+        raise StorageError(f"{folder / record_file(rank)}: there is no such file; is the folder shared?") from error
+
+
+def _record(path: Path) -> RankRecord:
+    return _checked(path, _RECORD_OF, read_digested(path))
+
+
+def _belongs(folder: Path, rank: int, origin: Origin, version: Version) -> bool:
+    try:
+        record = read_record(folder, rank)
+        size = (folder / data_file(rank)).stat().st_size
+    except (StorageError, OSError):
+        return False
+    ours = (version, origin.world_size, origin.digest)
+    return (record.version, record.world_size, record.fingerprint) == ours and size == record.nbytes
+
+
+# ---- small files ----
+
+
+def make_job_folder(base: Path) -> None:
+    """Create the folder of a job's checkpoints if it does not exist, accessible to its owner only. Raises OSError."""
+    base.parent.mkdir(parents=True, exist_ok=True)
+    base.mkdir(mode=0o700, exist_ok=True)
+
+
+def make_folder(folder: Path) -> None:
+    """Create the folder of a checkpoint in the same way. Raises OSError."""
+    make_job_folder(folder.parent)
+    folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def _checked(path: Path, adapter: TypeAdapter[T], content: dict[str, Any]) -> T:
+    """`content` of `path` as the type of `adapter`. Raises StorageError."""
+    try:
+        return typed(adapter, content)
+    except Unfit as error:
+        raise StorageError(f"{path}: damaged, or written by another version of ft_plugins ({error})") from error

@@ -1,0 +1,1 @@
+"""The shared memory of a rank: slots, headers, ledger, progress."""

@@ -1,0 +1,272 @@
+"""The header page of a segment, with a digest for each group of its words.
+
+Invariant: a value that does not match its digest is not used, and damage to one group leaves the others valid. Any
+process may die between two stores; that leaves the old values or the new ones.
+
+    constants   sizes, rank, size of the job, fingerprint: one digest, written at creation. Damaged: the segment is lost
+    word        one store: the value in its low half, a digest of it in its high half
+    record      a few words that only the SMP writes: two copies, each with a number and a digest, written one after
+                the other. A reader takes the newest copy that matches, so damage to one copy does no harm
+    ranges      the digest of the bucket ranges in the next pages, written after them
+    short       not covered: one store of zero or one; anything but zero makes readers more careful
+    gate        not covered: see `bubbles.gate.gate`
+    progress    not covered: see `progress_words`
+
+In: a mapped page. Out: values, or None if they do not match their digests.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from ...errors import CorruptHeaderError, SegmentError
+from .shape import PAGE, Shape
+
+MAGIC = int.from_bytes(b"FTPSEG08", "little")
+GATE = 512  # offset in the page; zeros, as at creation, mean closed
+PROGRESS = 784  # offset in the page, after the gate and before the fingerprint; zeros, as at creation, mean no words
+_FINGERPRINT = 1024  # offset in the page: length, then JSON
+FINGERPRINT_ROOM = PAGE - _FINGERPRINT - 8
+_CONSTANTS = (  # the words after the magic
+    "nbytes", "small_nbytes", "buckets", "layout", "slots", "parity_nbytes", "checks", "free", "first", "rank",
+    "world_size",
+)  # fmt: skip
+_SEAL = 1 + len(_CONSTANTS)
+_COMPLETED, _RANGES, _AWAITED, _SHORT = _SEAL + 1, _SEAL + 2, _SEAL + 3, _SEAL + 4
+_RECORDS = _SEAL + 5
+_AGREED, _DOUBTED_FIRST, _DOUBTED_LAST = (GATE // 8 - place for place in (3, 2, 1))  # zeros, as at creation: none
+_LIMIT = 1 << 32  # values that share a word with their digest are smaller
+_READS = 8  # attempts: a reader may catch the writer first in one copy, then in the other
+
+Words = npt.NDArray[np.uint64]
+
+
+def guarded_word(value: int, seed: int) -> int:
+    """A word of `value` and its digest; `seed` identifies the word's place. Raises SegmentError beyond 32 bits."""
+    if not 0 <= value < _LIMIT:
+        raise SegmentError(f"{value} does not fit into a word of a segment; expected less than {_LIMIT}")
+    return value | xxhash.xxh32_intdigest(value.to_bytes(4, "little"), seed) << 32
+
+
+def checked_value(word: int, seed: int) -> int | None:
+    """The value of a word; None if it does not match its digest."""
+    value = word & (_LIMIT - 1)
+    return value if word == guarded_word(value, seed) else None
+
+
+@dataclass(frozen=True)
+class Constants:
+    """The constants of a segment. `world_size` is 0 if the number of ranks does not matter."""
+
+    shape: Shape
+    rank: int
+    world_size: int
+    fingerprint: bytes  # JSON
+
+    def write(self, page: Words) -> None:
+        """Fill the page of a new segment."""
+        values = {**vars(self.shape), "rank": self.rank, "world_size": self.world_size}
+        page[0] = MAGIC
+        page[1:_SEAL] = [values[name] for name in _CONSTANTS]
+        text = len(self.fingerprint).to_bytes(8, "little") + self.fingerprint
+        page.view(np.uint8)[_FINGERPRINT : _FINGERPRINT + len(text)] = np.frombuffer(text, dtype=np.uint8)
+        page[_SEAL] = _digest_of(page)
+
+
+def encoded(fingerprint: Mapping[str, Any], rank: int) -> bytes:
+    """Encode a fingerprint for the page. Raises SegmentError if it is too long."""
+    text = json.dumps(fingerprint, sort_keys=True).encode()
+    if len(text) > FINGERPRINT_ROOM:
+        raise SegmentError(f"rank {rank}: the job's fingerprint has {len(text)} bytes; at most {FINGERPRINT_ROOM} fit")
+    return text
+
+
+def constants_of(page: Words, path: object) -> Constants:
+    """The constants of a page. Raises CorruptHeaderError if they do not match their digest, SegmentError if the page is
+    not of a segment of this version."""
+    matches = int(page[_SEAL]) == _digest_of(page)
+    if int(page[0]) != MAGIC and not matches:
+        raise SegmentError(
+            f"segment {path} was written by another version of ft_plugins or is damaged; 'ft-plugins sweep' removes it"
+        )
+    if int(page[0]) != MAGIC or not matches:
+        raise CorruptHeaderError(f"segment {path}: its header does not match its digest; its content is lost")
+    values = dict(zip(_CONSTANTS, page[1:_SEAL].tolist(), strict=True))
+    rank, world_size = values.pop("rank"), values.pop("world_size")
+    return Constants(Shape(**values), rank, world_size, _text(page)[8:])
+
+
+def _text(page: Words) -> bytes:
+    """Length and JSON of the fingerprint."""
+    length = min(int(page[_FINGERPRINT // 8]), FINGERPRINT_ROOM)
+    return page.view(np.uint8)[_FINGERPRINT : _FINGERPRINT + 8 + length].tobytes()
+
+
+def _digest_of(page: Words) -> int:
+    digest = xxhash.xxh3_64(page[1:_SEAL].tobytes(), seed=MAGIC)
+    digest.update(_text(page))
+    return digest.intdigest()
+
+
+class MirroredRecord:
+    """Words that one process writes and any process reads: two copies, each of number, values, digest."""
+
+    def __init__(self, page: Words, first: int, values: int) -> None:
+        """A record of `values` values at word `first` of the page; it takes `room(values)` words."""
+        self._seed = first
+        self._copies = [page[first : first + values + 2], page[first + values + 2 : first + 2 * (values + 2)]]
+
+    @staticmethod
+    def room(values: int) -> int:
+        return 2 * (values + 2)
+
+    def read(self) -> tuple[int, ...] | None:
+        """The values; None if neither copy matches its digest."""
+        newest = self._newest()
+        return tuple(newest[1:-1]) if newest else None
+
+    def write(self, values: Sequence[int]) -> None:
+        """Replace the values, first in the copy that readers do not use, then in the other one."""
+        newest = self._newest()
+        number = (newest[0] + 1 if newest else 1) % (1 << 64)
+        words = np.array([number, *values], dtype=np.uint64)
+        for copy in self._copies if newest is None or newest != self._matching(0) else reversed(self._copies):
+            copy[:-1] = words
+            copy[-1] = self._seal(words)
+
+    def _newest(self) -> list[int] | None:
+        for _ in range(_READS):
+            matching = [copy for copy in map(self._matching, (0, 1)) if copy is not None]
+            if matching:
+                return max(matching)
+        return None
+
+    def _matching(self, place: int) -> list[int] | None:
+        words = self._copies[place].copy()  # a writer may be changing it
+        return words.tolist() if int(words[-1]) == self._seal(words[:-1]) else None
+
+    def _seal(self, words: Words) -> int:
+        return xxhash.xxh3_64_intdigest(words.tobytes(), seed=self._seed)
+
+
+@dataclass(frozen=True)
+class Incarnation:
+    """The incarnation that may write: its fencing token; pid and start time (clock ticks) of the trainer that attached
+    last, 0 for none; whether a trainer of the incarnation has attached, even if it has ended since."""
+
+    token: int = 0
+    owner_pid: int = 0
+    owner_started: int = 0
+    attached: int = 0
+
+
+@dataclass(frozen=True)
+class OpenedLineage:
+    """The newest lineage that was opened, 0 before the first; the token that opened it; whether it began without a
+    restored version (`from_nothing`), which voids all older versions. `voiding`: void versions may still be in their
+    slots. `lost`: this segment replaced a damaged one, and no lineage was opened since."""
+
+    lineage: int = 0
+    token: int = 0
+    from_nothing: int = 0
+    lost: int = 0
+    voiding: int = 0
+
+
+class Header:
+    """The header page of a mapped segment."""
+
+    def __init__(self, page: Words) -> None:
+        self._page = page
+        self._incarnation = MirroredRecord(page, _RECORDS, 4)
+        self._opened = MirroredRecord(page, _RECORDS + MirroredRecord.room(4), 5)
+
+    def begin(self, lost: bool) -> None:
+        """Write the initial values of everything that changes, into a page of zeros."""
+        self.incarnation = Incarnation()
+        self.opened = OpenedLineage(lost=int(lost))
+        self.completed = 0
+
+    @property
+    def incarnation(self) -> Incarnation | None:
+        values = self._incarnation.read()
+        return None if values is None else Incarnation(*values)
+
+    @incarnation.setter
+    def incarnation(self, value: Incarnation) -> None:
+        self._incarnation.write(tuple(vars(value).values()))
+
+    @property
+    def opened(self) -> OpenedLineage | None:
+        values = self._opened.read()
+        return None if values is None else OpenedLineage(*values)
+
+    @opened.setter
+    def opened(self, value: OpenedLineage) -> None:
+        self._opened.write(tuple(vars(value).values()))
+
+    @property
+    def completed(self) -> int | None:
+        return checked_value(int(self._page[_COMPLETED]), _COMPLETED)
+
+    @completed.setter
+    def completed(self, value: int) -> None:
+        self._page[_COMPLETED] = guarded_word(value, _COMPLETED)
+
+    @property
+    def agreed(self) -> int | None:
+        """See `Segment.agreed`."""
+        return checked_value(int(self._page[_AGREED]), _AGREED)
+
+    @agreed.setter
+    def agreed(self, value: int) -> None:
+        self._page[_AGREED] = guarded_word(value, _AGREED)
+
+    @property
+    def doubted(self) -> tuple[int, int] | None:
+        """See `Segment.doubted`."""
+        first, last = (checked_value(int(self._page[at]), at) for at in (_DOUBTED_FIRST, _DOUBTED_LAST))
+        return None if first is None or last is None else (first, last)
+
+    @doubted.setter
+    def doubted(self, value: tuple[int, int]) -> None:
+        for at, iteration in zip((_DOUBTED_FIRST, _DOUBTED_LAST), value, strict=True):
+            self._page[at] = guarded_word(iteration, at)
+
+    def await_version(self, lineage: int, iteration: int) -> None:
+        """Record, in one store, which version is exchanged next. The lineage is part of the digest."""
+        self._page[_AWAITED] = guarded_word(iteration, _seed_of(lineage))
+
+    def is_awaited(self, lineage: int, iteration: int) -> bool:
+        """Whether that version is recorded."""
+        return int(self._page[_AWAITED]) == guarded_word(iteration, _seed_of(lineage))
+
+    @property
+    def short(self) -> bool:
+        """Whether memory for another slot was lacking: anything but zero, as at creation, means yes."""
+        return bool(self._page[_SHORT])
+
+    @short.setter
+    def short(self, value: bool) -> None:
+        self._page[_SHORT] = int(value)
+
+    @property
+    def ranges(self) -> int:
+        """The digest of the bucket ranges."""
+        return int(self._page[_RANGES])
+
+    @ranges.setter
+    def ranges(self, value: int) -> None:
+        self._page[_RANGES] = value
+
+
+def _seed_of(lineage: int) -> int:
+    """The seed of the word that names a version of that lineage."""
+    return (_AWAITED + len(_CONSTANTS) * lineage) % _LIMIT

@@ -1,0 +1,1 @@
+"""Compare replicas, and decide what is done about those that differ (PAFT)."""

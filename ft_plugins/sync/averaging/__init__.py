@@ -1,0 +1,1 @@
+"""Average replicas, at intervals that follow their noise (PAFT)."""

@@ -1,0 +1,1 @@
+"""Which layers are averaged in which iteration (DreamDDP)."""

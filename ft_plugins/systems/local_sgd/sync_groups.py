@@ -1,0 +1,89 @@
+"""Create the process groups of local SGD: which ranks are synchronised with each other, which form a replica.
+
+Invariant: every rank of the job creates the same groups in the same order, and each group has `sync.timeout`.
+
+In: a host, its sync group and modules, the collective of the job. Out: `SyncGroups`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import msgpack
+import torch
+import torch.distributed as dist
+
+from ...collective import Collective
+from ...model.host import Host
+from ...sync.layers.layers_job import JobLayers, job_layers
+from ...sync.links import Links, Ranks
+from ...sync.rounds.late_peers import PeerWait
+from ...sync.rounds.modules import GroupPlan, JobGroups, plan_groups
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class SyncGroups:
+    """The groups of one rank. `peers`: links within the sync group; `replica`: within this copy of the model; both for
+    tensors on `device`. `stages`: the pipeline stage of each rank of the job."""
+
+    rank: int
+    job: JobGroups
+    plan: GroupPlan
+    stages: tuple[int, ...]
+    peers: Links
+    replica: Links
+    device: torch.device
+    wait: PeerWait
+
+    @property
+    def stage(self) -> int:
+        """The pipeline stage of this rank."""
+        return self.stages[self.rank]
+
+    def layers(self) -> JobLayers:
+        """The modules of this replica, by pipeline stage."""
+        ranks = self.plan.replica
+        return job_layers([self.stages[rank] for rank in ranks], [self.job.modules[rank] for rank in ranks])
+
+    def between_first_ranks(self) -> Links | None:
+        """Links on processors between the first ranks of all replicas; None on other ranks. A collective."""
+        first_ranks = tuple(ranks[0] for ranks in self.job.replicas)
+        group = self._on_processors([first_ranks])[first_ranks]
+        return Links(self.rank, {}, group, _CPU) if self.rank == self.plan.replica[0] else None
+
+    def within_replica(self) -> Links:
+        """Links on processors within this replica. A collective."""
+        made = self._on_processors([ranks for ranks in self.job.replicas if len(ranks) > 1])
+        return Links(self.rank, {}, made.get(self.plan.replica), _CPU)
+
+    def _on_processors(self, groups: Sequence[Ranks]) -> dict[Ranks, dist.ProcessGroup]:
+        timeout = timedelta(seconds=self.wait.seconds)
+        return {ranks: dist.new_group(list(ranks), timeout, backend="gloo") for ranks in groups}
+
+
+def connect_groups(
+    host: Host, members: Ranks, modules: Sequence[str], collective: Collective, timeout: float
+) -> SyncGroups:
+    """Every rank of the job calls. Raises UnsupportedError if sync groups differ in size."""
+    stage = host.topology().coords(host.rank).pp
+    parts = collective.gather(msgpack.packb([list(members), list(modules), stage]))
+    reports = [msgpack.unpackb(part) for part in parts]
+    with collective.agreement():
+        job = plan_groups([tuple(ranks) for ranks, _, _ in reports], [names for _, names, _ in reports])
+    plan = job.of(host.rank)
+    device = next((tensor.device for tensor in host.tensors().values()), _CPU)
+    made = {ranks: dist.new_group(list(ranks), timeout=timedelta(seconds=timeout)) for ranks in job.all()}
+    return SyncGroups(
+        rank=host.rank,
+        job=job,
+        plan=plan,
+        stages=tuple(stage for _, _, stage in reports),
+        peers=Links(host.rank, made, made.get(members), device),
+        replica=Links(host.rank, made, made.get(plan.replica), device),
+        device=device,
+        wait=PeerWait(host.rank, members, plan.replica, timeout),
+    )

@@ -1,0 +1,1 @@
+"""REFT on one rank: claim memory, capture, protect, recover."""

@@ -1,0 +1,307 @@
+"""REFT: capture each rank's share of the training state, at an interval, in shared memory that outlives training.
+
+    start       inventory -> layout -> segment (claimed from the SMP)         claim
+    recovery    agree on a version -> restore it -> open a new lineage        resume
+    iteration   version point -> capture behind the next iteration -> fence   iteration_end, before_update
+
+Invariant: training waits only at the fence, `before_update`; the step path sends no message.
+
+In: host, collective, the SMP's run directory. Out: versions in the segment; `resume` restores one of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...base import faults
+from ...bubbles.gate.gate import Gate
+from ...collective import Collective
+from ...config import Config
+from ...errors import BudgetError, ConfigError, FtError, ProtectionError
+from ...events import Events
+from ...model.host import Host
+from ...model.timeline import SenderFacts
+from ...recovery.recovery_plan import RecoveryPlan
+from ...recovery.source_choice import iteration_bound
+from ...smp.serve.client import Client
+from ...snapshot.capture.capture import Capture, Commit
+from ...snapshot.capture.layout import layer_bytes, plan_layout
+from ...snapshot.checkpoint import index
+from ...snapshot.segment import claims
+from ...snapshot.segment.ledger import digest_of
+from ...snapshot.segment.paths import path_of
+from ...snapshot.segment.room import SPARE, check_room, memory_bytes
+from ...snapshot.segment.segment import Segment
+from ...snapshot.segment.shape import Shape
+from ...snapshot.segment.slots import Mark, Version, captured_after
+from ..iteration_ledger import IterationLedger
+from .captured_groups import naming_parameters
+from .failure_domains import JobNodeNames
+from .reft_nodes import ReftNodes
+from .reft_plan import CapturePlan
+from .reft_recovery import ExchangeRole, ReftRecovery
+from .reft_reports import ReftReports
+
+UNJUDGED = (1 << 32) - 1  # `agreed` of a job that lost protection: what its framework saves then is all there is
+DEGRADED = "degraded"  # announced by a rank that can no longer capture
+_ASK_SECONDS = 1.0  # timeout of a request to the SMP by a rank that has lost protection
+
+
+class PeerDegraded(ProtectionError):
+    """Another rank can no longer capture, so this one stops too."""
+
+
+class Reft:
+    """REFT on one rank. From `claim` to `close` it has a mapped segment, from `resume` on a capture thread."""
+
+    def __init__(
+        self, host: Host, config: Config, collective: Collective, names: JobNodeNames, run_dir: Path, token: int,
+        events: Events, ledger: IterationLedger,
+    ) -> None:  # fmt: skip
+        """Raises ConfigError, TopologyError."""
+        if config.capture is None:
+            raise ConfigError("REFT is not on")
+        self._host, self._collective = host, collective
+        self._interval = config.capture.interval
+        self._audits = config.paft is not None and config.paft.mode == "audit"
+        self._run_dir, self._token = run_dir, token
+        self.nodes = ReftNodes(host, config, collective, names, run_dir, token, events)
+        layout = self.nodes.with_parity(plan_layout(host.inventory(), names.nodes, config.capture.bucket_mib << 20))
+        self.plan = CapturePlan(host, config, config.capture, layout, self.nodes.losses, collective.world_size)
+        self._reports = ReftReports(events, run_dir if self.nodes.leads else None)
+        self._recovery = ReftRecovery(
+            host, collective, self.plan, self.nodes, run_dir, token, self._reports, config.transcript_dir is not None
+        )  # fmt: skip
+        job, node = run_dir.parent.name, run_dir.name  # a run directory is job / node
+        self._path = path_of(job, node, host.rank)
+        here = [rank for rank, name in enumerate(names.nodes) if name == names.nodes[host.rank]]
+        self._paths = [path_of(job, node, rank) for rank in here]  # the segments of all ranks of this node
+        self._ledger = ledger
+        self._segment: Segment | None = None
+        self._capture: Capture | None = None
+        self._lineage = 0
+        self._base: Version | None = None  # the restored version
+        self.exchange = ExchangeRole()
+        self._small_bytes = 0  # of the newest version
+
+    # ---- start ----
+
+    @property
+    def claimed(self) -> bool:
+        """Whether this rank's segment exists, of this or an earlier incarnation."""
+        return self._path.exists()
+
+    @property
+    def claimed_slots(self) -> int:
+        """How many slots have memory."""
+        return len(self._mapped().claimed)
+
+    def find_previous_size(self, mode: str) -> None:
+        """Find state of this job at another data-parallel size: see `ReftNodes.find_previous_size`."""
+        self.nodes.find_previous_size(mode, self.plan.shape, self.plan.layout, self._reports.damage)
+
+    def claim(self, fresh: bool) -> Shape:
+        """Have the SMP create or find this rank's segment, and map every page of it.
+
+        Raises BudgetError, ResumeError, SegmentError, FencedError; ProtectionError if no SMP answers.
+        """
+        rank = self._host.rank
+        fingerprint = dict(self._host.fingerprint())
+        if self.plan.storage is not None:
+            if (names := self._host.names()) and names.get("problem"):
+                self._reports.not_exportable(names["problem"])
+            index.stage(self._run_dir, self.plan.index(names))
+        faults.reach("attach.before")
+        with naming_parameters(self._host, self._path, self._paths), Client(self._run_dir) as client:
+            path = client.attach(
+                rank, self._token, self.plan.shape, fingerprint, fresh=fresh, world_size=self._collective.world_size,
+                storage=self.plan.storage,
+            )  # fmt: skip
+        faults.reach("attach.after")
+        segment = self._segment = Segment(path, populate=True)
+        resident, claimed = segment.resident_bytes, segment.claimed_bytes
+        segment.ranges = self.plan.layout.ranges
+        if resident < claimed:
+            raise BudgetError(
+                f"rank {rank}: {claimed} bytes were claimed for {path}, but only {resident} are resident: another "
+                "process changed that file; remove it with 'ft-plugins end'"
+            )
+        self._reports.attached(self._token, segment.shape, claimed, resident)
+        return segment.shape  # an existing segment keeps its room for small state
+
+    # ---- recovery ----
+
+    def resume(self, mode: str, loaded: int) -> tuple[RecoveryPlan, dict[str, Any] | None]:
+        """Restore the newest version that all ranks can have, subject to `mode` (`--ftp-resume`) and `loaded`.
+        `loaded` is the iteration of the framework's own checkpoint, 0 for none. Every rank has opened the new lineage
+        before any captures. Returns the plan and the small state, None if nothing was restored. Raises ResumeError, on
+        all ranks and before any version becomes void.
+        """
+        started, segment = time.perf_counter(), self._mapped()
+        self._end_capture()  # called again, before any capture: the framework has loaded a checkpoint
+        recovered = self._recovery.run(segment, mode, loaded)
+        plan = recovered.plan
+        self.exchange = self._recovery.protect(recovered, first=not self._lineage)
+        faults.reach("restore.end")
+        self._lineage, self._base = plan.lineage, plan.version
+        again = plan.version is not None and iteration_bound(mode) is None  # else the user wants another course
+        ended = self._collective.gather(b"1" if segment.ledger.condemned else b"")
+        condemned = [rank for rank, ending in enumerate(ended) if ending]
+        self._ledger.open(segment.ledger, plan.version.iteration if again and plan.version else None, condemned)
+        if self._audits:
+            segment.agreed = plan.loaded if plan.version is None else plan.version.iteration
+        self._capture = Capture(
+            segment, self.plan.layout, self._host.tensors, self._token, self._sealed,
+            self._reports.print_alarms, self._reports.left_out, self._check_room, self._slot_claimed,
+        )  # fmt: skip
+        if plan.version is not None:  # exchanged first; the SMPs have settled by now which parity has to stay
+            self._capture.add_parity(plan.version)
+        self._reports.restored(
+            plan, seconds=time.perf_counter() - started, verify_seconds=recovered.verify_seconds,
+            load_seconds=recovered.load_seconds,
+        )  # fmt: skip
+        return plan, recovered.small
+
+    def _check_room(self, nbytes: int) -> None:
+        """Raises BudgetError if this node has no room for another slot of each of its ranks: most need one together.
+        What others of them have claimed already, a moment ago, is no longer needed."""
+        claim = f"rank {self._host.rank}: another slot for each of the {len(self._paths)} ranks of this node, with 1/"
+        claim += f"{SPARE} of its memory left for everything else,"
+        needed = max(nbytes, claims.missing(self._paths, len(self._mapped().claimed) + 1))
+        check_room(needed, claim, spare=memory_bytes() // SPARE)
+
+    def _sealed(self, commit: Commit) -> None:
+        """Called on the capture thread."""
+        digests = self._mapped().digests(commit.slot)[: len(self.plan.layout.buckets)]
+        self._ledger.sealed(commit.version.iteration, digest_of(digests.tobytes()))
+        self._reports.sealed(commit)
+
+    def _slot_claimed(self, refused: BudgetError | None) -> None:
+        segment = self._mapped()
+        self._reports.slot_claimed(len(segment.claimed), segment.claimed_bytes, refused)
+
+    # ---- hooks ----
+
+    def iteration_end(self, step: int, kept: Mapping[str, torch.Tensor] | None = None) -> None:
+        """The version point: start a capture at the interval. `kept`: copies of the items that changed since it, if it
+        is past. Raises PeerDegraded.
+
+        A rank whose capture failed announces that at its fence, before its update, and goes on when all ranks know it;
+        this rank needed the gradients of that rank for its own update. So the last version that all ranks hold is not
+        overwritten.
+        """
+        self.record_completed(step)
+        if self._collective.announced(DEGRADED):
+            raise PeerDegraded("another rank lost protection: the versions that all ranks hold stay, none is added")
+        if self._capture is not None and step % self._interval == 0:
+            state = self._host.small_state()
+            self._ledger.end(step, state)
+            small = self.plan.encoded(state)
+            self._small_bytes = len(small)
+            self._capture.start(Version(self._lineage, step), small, kept)
+        else:
+            self._ledger.end(step, None)
+
+    def before_update(self, step: int, following: int) -> float:
+        """The fence: the running capture is sealed when this returns. `following`: the version after this update, 0 if
+        there is none, or if that is not known yet. Returns the seconds waited."""
+        waited = self._capture.wait() if self._capture else 0.0
+        self._reports.record_wait(step, waited)
+        if self._capture is not None:
+            captured = following > 0 and following % self._interval == 0
+            self._capture.run_after_update(Version(self._lineage, following) if captured else None)
+        return waited
+
+    def wait_for_capture(self) -> None:
+        """An additional fence, before tensors are changed at another time: seal the running capture."""
+        if self._capture is not None:
+            self._capture.wait()
+
+    def record_completed(self, step: int) -> None:
+        """Record that iteration `step` is over, captured or not; a recovery counts the lost iterations from it."""
+        self._mapped().completed = step
+
+    def mark(self, step: int, mark: Mark) -> None:
+        """Record the verdict on the replicas of version `step`, if it was captured. Its capture is sealed.
+
+        The restored version keeps its mark: its replicas are identical because they were restored from the same parts.
+        """
+        if self._audits and mark is Mark.CERTIFIED:
+            self._mapped().agreed = step
+        if self._base is None or step > self._base.iteration:
+            self._mapped().mark(Version(self._lineage, step), mark)
+
+    def void(self, since: int) -> None:
+        """Discard the versions captured after iteration `since`, which hold a wrong replica. No capture is running.
+        A pinned version, which is being sent or written, is marked instead: it is never restored, and an incomplete
+        checkpoint of it is withdrawn. A complete checkpoint stays; its manifest says that it is not certified, and
+        certified ones are preferred.
+        """
+        segment = self._mapped()
+        if self._audits:  # what the framework has saved since is not used either
+            segment.doubt(since + 1, max(segment.completed, since + 1))
+        discarded, tainted = list[int](), list[int]()
+        for slot, version in captured_after(segment.slots(), self._lineage, since):
+            if slot.pins:
+                segment.mark(version, Mark.MISMATCHED)
+                tainted.append(version.iteration)
+            else:
+                segment.dirty(slot.index, None, self._token)
+                discarded.append(version.iteration)
+        self._reports.voided(since, discarded, tainted)
+
+    def close(self, *, in_order: bool) -> None:
+        """Seal the running capture and unmap the segment, which the SMP keeps. If protection was lost (not `in_order`)
+        it stays mapped, so that `record_completed` still works."""
+        try:
+            self.wait_for_capture()
+        finally:
+            self._end_capture()
+            self._ledger.close()
+            if self._segment is not None and self._audits and not in_order:
+                self._segment.agreed = UNJUDGED
+            if self._segment is not None and in_order:
+                self._segment.close()
+                self._segment = None
+            if self.plan.storage and not in_order:  # the SMP, if it is alive, writes the newest version
+                with contextlib.suppress(FtError), Client(self._run_dir, timeout=_ASK_SECONDS) as client:
+                    client.checkpoint("protection lost", 0.0)
+        self._reports.report_waits()
+        self._reports.print_alarms()
+        if in_order:
+            faults.reach("shutdown.before")
+            with Client(self._run_dir) as client:
+                client.shutdown(self._host.rank, self._token)
+            faults.reach("shutdown.after")
+
+    # ---- for BAFT ----
+
+    @property
+    def gate(self) -> Gate:
+        """The gate by which this rank lets its SMP send its copy."""
+        return Gate(self._mapped().gate)
+
+    @property
+    def sender_facts(self) -> SenderFacts:
+        """When a version is ready, and what this rank sends of it in addition to the slot's data: small state and
+        digest table, to each node that keeps them, and parity if there are copies too."""
+        layout, exchange = self.plan.layout, self.exchange
+        small = self._small_bytes + 8 * (len(layout.ranges) + layout.source_digest_count)
+        more = exchange.parity_bytes + exchange.holders * small
+        return SenderFacts(self._reports.capture_seconds, more, layers=layer_bytes(layout))
+
+    def _mapped(self) -> Segment:
+        if self._segment is None:
+            raise FtError(f"rank {self._host.rank}: REFT was used before `claim` or after `close`")
+        return self._segment
+
+    def _end_capture(self) -> None:
+        if self._capture is not None:
+            self._capture.close()
+            self._capture = None

@@ -1,0 +1,1 @@
+"""Everything on a socket: connections that are authenticated by the job's secret."""
