@@ -420,7 +420,7 @@ def test_an_smp_is_the_package_of_whoever_starts_it_though_it_is_not_installed(t
     import ft_plugins
 
     shutil.copytree(Path(ft_plugins.__file__).parent, tmp_path / "ft_plugins", ignore=shutil.ignore_patterns("*.pyc"))
-    program = "from ft_plugins.smp import isolated; print('\\n'.join(isolated.command()))"
+    program = "from ft_plugins.smp.serve import isolated; print('\\n'.join(isolated.command()))"
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     found = subprocess.run(
         [sys.executable, "-c", program], env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
