@@ -25,11 +25,11 @@ import pytest
 from ft_plugins import events
 from ft_plugins.config import run_directory
 from ft_plugins.events import Event
+from ft_plugins.rehearse.ports import free_port
 from ft_plugins.report.recovery_phases import recovery_phases
 from ft_plugins.smp.serve.client import Client
 from ft_plugins.smp.watch import liveness
 from ft_plugins.snapshot.segment import paths
-from ft_plugins.testing.ports import free_port
 
 WAIT = 240.0  # a start imports torch in every rank
 ITERATIONS = 6
