@@ -48,8 +48,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from ft_plugins.sync.layers.layer_profile import NANO, LayerProfile, write_profile
-from ft_plugins.testing.emulated_nodes import EmulatedHost, network
-from ft_plugins.testing.gang import gang
+from harness.emulated_nodes import EmulatedHost, network
+from harness.gang import gang
 from workloads import real_replica, sleeping_replica
 from workloads.dreamddp_scenarios import (
     COMPARED,

@@ -46,8 +46,8 @@ from dataclasses import dataclass, replace
 
 from ft_plugins.config import Config
 from ft_plugins.errors import ConfigError
-from ft_plugins.testing.emulated_nodes import EmulatedHost, network
-from ft_plugins.testing.gang import gang
+from harness.emulated_nodes import EmulatedHost, network
+from harness.gang import gang
 from workloads import sleeping_replica
 from workloads.local_blocks import PLAIN, PolicyFigure, StepLog, gains, stalls
 from workloads.local_bounds import LinkLoad, own_pace_gain, periodic_gain

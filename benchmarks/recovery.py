@@ -47,10 +47,10 @@ from pathlib import Path
 from baselines import loopback
 from ft_plugins.events import Event, catalogue
 from ft_plugins.snapshot.segment.paths import parity_path_of, segments_of
-from ft_plugins.testing import fills
-from ft_plugins.testing.emulated_nodes import EmulatedHost, destroy, network
-from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
-from ft_plugins.testing.job_control import entries, wait_for
+from harness import fills
+from harness.emulated_nodes import EmulatedHost, destroy, network
+from harness.forkserver import ForkServer, JobSpec, RunningJob
+from harness.job_control import entries, wait_for
 from workloads import restart_times
 from workloads.running import PROGRESS, Figures, arguments, run, say
 

@@ -25,8 +25,8 @@ import argparse
 import statistics
 import tempfile
 
-from ft_plugins.testing.emulated_nodes import network
-from ft_plugins.testing.gang import gang
+from harness.emulated_nodes import network
+from harness.gang import gang
 from workloads import sync_blocks, sync_cost
 from workloads.running import PROGRESS, Figures, arguments, run, say
 from workloads.sync_blocks import PLAIN, SyncCost

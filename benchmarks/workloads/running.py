@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ft_plugins.errors import FtError
-from ft_plugins.testing.emulated_nodes import network
-from ft_plugins.testing.stopping import raising_signals
+from ft_plugins.rehearse.stopping import raising_signals
+from harness.emulated_nodes import network
 
 Figures = dict[str, float | bool]
 Measure = Callable[[argparse.Namespace], Mapping[str, float | bool]]

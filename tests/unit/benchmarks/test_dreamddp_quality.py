@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dreamddp_quality import learner_figures
-from ft_plugins.testing.gang import gang
+from harness.gang import gang
 from workloads import real_replica
 from workloads.dreamddp_quality_runs import (
     COMPARED,

@@ -13,7 +13,7 @@ import pytest
 
 import all as every
 from ft_plugins.errors import FtError
-from ft_plugins.testing.emulated_nodes import EmulatedHost
+from harness.emulated_nodes import EmulatedHost
 from workloads import running
 from workloads.results import ROWS, headlines, page
 from workloads.running import Benchmark, arguments, last_line, run, seconds_left
