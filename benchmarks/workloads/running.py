@@ -132,7 +132,7 @@ def seconds_left(expected: float, steps: float, done: float, took: float, step: 
     """How long the rest takes. Pure.
 
     `expected`: seconds of all `steps` on two idle cores. Those that are `done` took `took` seconds; the present one
-    counts as `step` of them and began `since` seconds ago.
+    has the weight `step` and began `since` seconds ago.
     """
     each = took / done if done else expected / steps
     return max(each * step - since, 0.0) + each * max(steps - done - step, 0.0)
@@ -160,7 +160,7 @@ class Progress:
         self._steps = self._done + self._step + steps
 
     def step(self, what: str, weight: float = 1.0) -> None:
-        """The next step begins, which counts as `weight` of them."""
+        """The next step begins, which is `weight` of them."""
         self._done, self._step, self._what, self._since = self._done + self._step, weight, what, time.monotonic()
         self._show()
 
