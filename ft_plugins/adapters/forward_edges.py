@@ -11,7 +11,6 @@ In: modules, functions. Out: edges.
 
 from __future__ import annotations
 
-import functools
 import sys
 import threading
 from collections.abc import Callable, Iterable
@@ -20,10 +19,9 @@ from typing import Any
 import torch
 
 from ..model.progress import ProgressReceiver, WorkPhase
-from .script.script_hooks import REPLACED
+from .script.script_hooks import wrap
 
 _CHECKPOINTS = "torch.distributed.checkpoint"
-_saving_now = [False]  # in the thread that trains
 
 
 class _Hook:
@@ -60,33 +58,32 @@ def follow_forwards(
             module.register_forward_hook(_Hook(progress, WorkPhase.AFTER_FORWARD))
 
 
-def follow_saving(owner: Any, names: Iterable[str], progress: ProgressReceiver) -> None:
-    """Report calls of these functions of `owner`, as far as it has them, by this thread. One that is called by another
-    is a part of that one.
+class Saving:
+    """Reports saves by the thread that made it. One that is called by another is a part of that one."""
 
-    A script may have imported the functions of torch's distributed checkpoints by name, or import them later, so what
-    calls `torch.save` there is taken for one of them: it lasts until another edge, while the file reaches the disk.
-    """
-    for name in names:
-        original = getattr(owner, name, None)
-        if callable(original):
-            setattr(owner, name, _saving(original, progress, threading.get_ident()))
+    def __init__(self, progress: ProgressReceiver) -> None:
+        self._progress, self._thread, self._within = progress, threading.get_ident(), False
 
+    def follow(self, owner: Any, names: Iterable[str]) -> None:
+        """Report calls of these functions of `owner`, as far as it has them.
 
-def _saving(original: Callable[..., Any], progress: ProgressReceiver, trains: int) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def save(*args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != trains or _saving_now[0]:
+        A script may have imported the functions of torch's distributed checkpoints by name, or import them later, so
+        what calls `torch.save` there is taken for one of them: it lasts until another edge, while the file reaches the
+        disk.
+        """
+        for name in names:
+            if callable(getattr(owner, name, None)):
+                wrap(owner, name, self._save)
+
+    def _save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != self._thread or self._within:
             return original(*args, **kwargs)
-        _saving_now[0] = True
-        progress.edge(WorkPhase.SAVING)
+        self._within = True
+        self._progress.edge(WorkPhase.SAVING)
         try:
             return original(*args, **kwargs)
         finally:
-            _saving_now[0] = False
-            if not str(sys._getframe(1).f_globals.get("__name__")).startswith(_CHECKPOINTS):
-                progress.edge(WorkPhase.AFTER_UPDATE)
-
-    if getattr(original, REPLACED, False):
-        setattr(save, REPLACED, True)
-    return save
+            self._within = False
+            caller = sys._getframe(2).f_globals.get("__name__")  # 1 is the function that `wrap` has put there
+            if not str(caller).startswith(_CHECKPOINTS):
+                self._progress.edge(WorkPhase.AFTER_UPDATE)

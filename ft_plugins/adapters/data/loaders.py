@@ -335,9 +335,6 @@ class Passes:
         finally:
             self._depth -= 1
 
-    def _iterating(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def __iter__(loader: Any) -> Any:
-            self.shuffled += not self._depth and draws(loader)
-            return original(loader) if self._depth else LoaderPass(loader, original, self)
-
-        return __iter__
+    def _iterating(self, original: Callable[..., Any], loader: Any) -> Any:
+        self.shuffled += not self._depth and draws(loader)
+        return original(loader) if self._depth else LoaderPass(loader, original, self)

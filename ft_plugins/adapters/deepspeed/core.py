@@ -14,7 +14,6 @@ at the begin and end of an iteration; `before_update` and `after_update` are cal
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -33,9 +32,10 @@ from ...model.progress import ProgressReceiver
 from ...model.topology import Topology
 from ...snapshot.capture import codec
 from ..data.observed_inputs import ObservedForwards, digest_of_inputs, plain_number
-from ..forward_edges import follow_forwards, follow_saving
+from ..forward_edges import Saving, follow_forwards
 from ..host_parts import StateItem, StateItems, groups, restore_groups
 from ..parameter_groups import numbered, packed, regrouped
+from ..script.script_hooks import wrap
 from ..script.undeclared import Undeclared
 from ..script.undeclared_search import Given, UndeclaredSearch
 from . import naming, state
@@ -239,22 +239,19 @@ class DeepSpeedHost(DeepSpeedReduction, DeepSpeedStepping, StateItems):
         follow_forwards([self.engine.module], progress, evaluations_only=spans)
         if self.engine.zero_optimization_stage() == _STAGE3:
             progress.shares_forward()
-        follow_saving(self.engine, ("save_checkpoint", "save_16bit_model"), progress)
+        Saving(progress).follow(self.engine, ("save_checkpoint", "save_16bit_model"))
 
     def install_observer(self, observer: Observer) -> None:
         """Report what stages with data read, or forwards; the norm of the gradients, and a pipeline's loss."""
         engine = self.engine
 
-        def observed(name: str, report: Callable[[Any], None]) -> None:
-            original = getattr(engine, name)
-
-            @functools.wraps(original)
-            def call(*args: Any, **kwargs: Any) -> Any:
+        def observe(name: str, report: Callable[[Any], None]) -> None:
+            def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
                 outcome = original(*args, **kwargs)
                 report(outcome)
                 return outcome
 
-            setattr(engine, name, call)
+            wrap(engine, name, call)
 
         def read(batch: Any) -> None:
             digest = digest_of_inputs(batch) if engine.module.training else None
@@ -265,19 +262,18 @@ class DeepSpeedHost(DeepSpeedReduction, DeepSpeedStepping, StateItems):
             skipped = bool(getattr(engine.optimizer, "overflow", False))
             observer.computed(norm=math.inf if skipped else plain_number(engine.get_global_grad_norm()))
 
-        observed("_take_model_step", updated)
+        observe("_take_model_step", updated)
         if hasattr(engine, "train_batch"):
-            observed("_next_batch", read)
-            observed("train_batch", lambda loss: observer.computed(loss=plain_number(loss)))
+            observe("_next_batch", read)
+            observe("train_batch", lambda loss: observer.computed(loss=plain_number(loss)))
         else:
             ObservedForwards([engine.module], observer)
 
     def install(self, hooks: Hooks) -> None:
         """Call `hooks` around every update from now on, and reach the fault points."""
-        original = self.engine._take_model_step
         self._undeclared.begin()
 
-        def _take_model_step(*args: Any, **kwargs: Any) -> Any:
+        def take_model_step(original: Any, *args: Any, **kwargs: Any) -> Any:
             iteration = self.engine.global_steps + 1
             self.complete_reduction()
             hooks.before_update(iteration)
@@ -288,7 +284,7 @@ class DeepSpeedHost(DeepSpeedReduction, DeepSpeedStepping, StateItems):
             hooks.after_update(iteration)
             return outcome
 
-        self.engine._take_model_step = _take_model_step
+        wrap(self.engine, "_take_model_step", take_model_step)
         self._reach_inner_points()
 
     def _reach_inner_points(self) -> None:

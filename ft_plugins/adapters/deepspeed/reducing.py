@@ -22,7 +22,6 @@ In: an engine, its `ShardGroups`. Out: `model.reduction.ReductionControl`, for a
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -124,35 +123,23 @@ class DeepSpeedReduction:
 
     # DeepSpeed's methods
 
-    def _reducing(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def _reduce_non_expert_gradients(*args: Any, **kwargs: Any) -> Any:
-            if self._reduced_over is ReducedOver.ALL:
-                return original(*args, **kwargs)
-            if self._shards is not None and len(self._shards.inner) > 1:
-                with _data_parallel_group(self.engine, self._shards.inner_group):
-                    return original(*args, **kwargs)
-            return None
-
-        return _reduce_non_expert_gradients
-
-    def _clipping(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def clip_fp32_gradients() -> Any:
-            if self._reduced_over is ReducedOver.ALL or self._shards is None:
-                return original()
+    def _reducing(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._reduced_over is ReducedOver.ALL:
+            return original(*args, **kwargs)
+        if self._shards is not None and len(self._shards.inner) > 1:
             with _data_parallel_group(self.engine, self._shards.inner_group):
-                return original()
+                return original(*args, **kwargs)
+        return None
 
-        return clip_fp32_gradients
+    def _clipping(self, original: Callable[..., Any]) -> Any:
+        if self._reduced_over is ReducedOver.ALL or self._shards is None:
+            return original()
+        with _data_parallel_group(self.engine, self._shards.inner_group):
+            return original()
 
 
-def _leave_to_first_replica(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def _save_checkpoint(*args: Any, **kwargs: Any) -> None:
-        """Of another replica: with ZeRO-3 it would write the first one's files, too."""
-
-    return _save_checkpoint
+def _leave_to_first_replica(*args: Any, **kwargs: Any) -> None:
+    """`_save_checkpoint` of another replica: with ZeRO-3 it would write the first one's files, too."""
 
 
 @contextmanager

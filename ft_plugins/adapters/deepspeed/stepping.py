@@ -14,7 +14,6 @@ In: an engine. Out: `model.host.ReplicaOperations`, for a host that is a `StateI
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
@@ -26,6 +25,7 @@ from ...model.inventory import Inventory, Role
 from ...model.topology import Topology
 from ...snapshot.capture import codec
 from ..host_parts import UPDATE, Recompute, StateItem, state_item
+from ..script.script_hooks import wrap
 from . import state
 from .replay import DeepSpeedReplay
 
@@ -105,14 +105,12 @@ class DeepSpeedStepping(Recompute[DeepSpeedReplay]):
             )
         zero = type(optimizer).__name__ == "DeepSpeedZeroOptimizer"
         owner, name = (optimizer, "reduce_gradients") if zero else (engine, "buffered_allreduce_fallback")
-        original = getattr(owner, name)
 
-        @functools.wraps(original)
-        def reduce(*args: Any, **kwargs: Any) -> Any:
+        def reduce(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             call(engine.global_steps + 1, dict(self._unreduced()))
             return original(*args, **kwargs)
 
-        setattr(owner, name, reduce)
+        wrap(owner, name, reduce)
 
     def _unreduced(self) -> Iterator[tuple[str, torch.Tensor]]:
         optimizer = self.engine.optimizer

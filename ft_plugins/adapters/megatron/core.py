@@ -44,6 +44,7 @@ from ..data.observed_inputs import ObservedForwards, plain_number
 from ..forward_edges import follow_forwards
 from ..host_parts import groups, restore_groups
 from ..parameter_groups import merged, numbered, packed, regrouped
+from ..script.script_hooks import wrap
 from . import instances, naming, state
 from .reducing import MegatronReduction
 from .replay import restore_rng, rng_state
@@ -288,9 +289,8 @@ class MegatronCoreHost(MegatronStepping, MegatronReduction):
 
     def install(self, hooks: Hooks) -> None:
         """Call `hooks` around every update from now on, and reach the fault points."""
-        original = self.optimizer.step
 
-        def step(*args: Any, **kwargs: Any) -> Any:
+        def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             iteration = self._completed() + 1
             hooks.before_update(iteration)
             if faults.reach("update.begin", iteration=iteration) == "inf":
@@ -302,7 +302,7 @@ class MegatronCoreHost(MegatronStepping, MegatronReduction):
             hooks.after_update(iteration)
             return outcome
 
-        self.optimizer.step = step
+        wrap(self.optimizer, "step", step)
         self._install_fault_points()
 
     def install_progress(self, progress: ProgressReceiver, spans: bool) -> None:

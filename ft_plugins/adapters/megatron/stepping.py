@@ -16,7 +16,6 @@ In: the attributes of the host. Out: `model.host.ReplicaOperations`, for a host 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
@@ -28,6 +27,7 @@ from ...errors import UnsupportedError
 from ...model.inventory import Inventory
 from ...snapshot.capture import codec
 from ..host_parts import Recompute, StateItem, groups
+from ..script.script_hooks import wrap
 from . import state
 from .replay import MegatronReplay
 from .support import is_stub
@@ -102,15 +102,13 @@ class MegatronStepping(Recompute[MegatronReplay]):
                 f"rank {self.rank}: with --overlap-grad-reduce gradients are reduced during the backward, so that "
                 "nothing can be called before the reduction"
             )
-        original = first.finish_grad_sync  # called before those of the other chunks, after the backward of all
 
-        @functools.wraps(original)
-        def finish_grad_sync(*args: Any, **kwargs: Any) -> Any:
+        def finish_grad_sync(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             own = {name: p.main_grad for p, name in self._names.items() if hasattr(p, "main_grad")}
             call(self._completed() + 1, own)
             return original(*args, **kwargs)
 
-        first.finish_grad_sync = finish_grad_sync
+        wrap(first, "finish_grad_sync", finish_grad_sync)  # called before the other chunks', after the backward of all
 
     def _require_one_instance(self) -> None:
         if self._instances > 1:

@@ -51,7 +51,7 @@ from ...model.reduction import ReductionControl
 from ...snapshot.capture import codec
 from ..data.loader_position import DataPosition, position_of
 from ..data.observed_inputs import ObservedForwards, digest_of_gradients
-from ..forward_edges import follow_forwards, follow_saving
+from ..forward_edges import Saving, follow_forwards
 from ..host_parts import ANYWHERE, UPDATE, local_part
 from ..optimizers import Optimizers, scheduler_of
 from ..parameter_groups import packed, regrouped
@@ -318,8 +318,9 @@ class TorchHost(PlainHost, ReducingHost):
         buffers = any(one.broadcast_buffers and next(one.buffers(), None) is not None for one in self._parallels)
         if buffers or any(local_part(one) is not one for one in self._module.parameters()):
             progress.shares_forward()
-        follow_saving(torch, ("save",), progress)
-        follow_saving(sys.modules.get("torch.distributed.checkpoint"), ("save", "async_save"), progress)
+        saving = Saving(progress)
+        saving.follow(torch, ("save",))
+        saving.follow(sys.modules.get("torch.distributed.checkpoint"), ("save", "async_save"))
 
     def install_observer(self, observer: Observer) -> None:
         """Report what forwards of the model read; of a container's parts, if the loop calls those."""

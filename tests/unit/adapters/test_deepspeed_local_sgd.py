@@ -137,7 +137,7 @@ def _trained(rank: int, world: int, case: Case, folder: str) -> Any:
     hooks = EngineHooks()
     with pytest.MonkeyPatch.context() as patch:
         _break(patch, case.wrong)
-        engine = hooks._initializing(deepspeed.initialize)(model=model, optimizer=optimizer, config=config)[0]
+        engine = hooks.initialize(deepspeed.initialize, model=model, optimizer=optimizer, config=config)[0]
         assert hooks.loop is not None
         after = []
         for step in range(1, STEPS + 1):
@@ -377,8 +377,8 @@ def _refused(rank: int, world: int, pp: int, profile: str) -> dict[str, str]:
         config = {**reduced.configuration(reduced.Mode(0, "fp32", 1, True, pp=pp)), "ft_plugins": {"sync": sync}}
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with pytest.raises(FtError) as caught:
-            initialize = EngineHooks()._initializing(deepspeed.initialize)
-            engine = initialize(model=model, optimizer=optimizer, config=config)[0]
+            hooks = EngineHooks()
+            engine = hooks.initialize(deepspeed.initialize, model=model, optimizer=optimizer, config=config)[0]
             reduced.train_once(engine, reduced.batches(0, 1, torch.float32))
         found[message] = str(caught.value)
     return found

@@ -206,7 +206,7 @@ def test_only_with_local_sgd_deepspeed_builds_over_replicas(
     def initialize(model: Any = None, config: Any = None) -> Any:
         return (engine,)
 
-    training.EngineHooks()._initializing(initialize)(model=nn.Linear(1, 1), config=settings)
+    training.EngineHooks().initialize(initialize, model=nn.Linear(1, 1), config=settings)
     assert made == ([] if size is None else ["built", f"replicas of {size}"])
 
 
@@ -215,6 +215,5 @@ def test_local_sgd_that_is_known_only_from_an_encoded_configuration_is_refused(m
     monkeypatch.setattr(training, "launch_context", lambda: SimpleNamespace(config=Config(), run_dir=None))
     settings = {"ft_plugins": {"sync": {"shard_ranks": 2}}}
     engine = SimpleNamespace(_config=SimpleNamespace(_param_dict=settings))
-    initialize = training.EngineHooks()._initializing(lambda model=None, config=None: (engine,))
     with pytest.raises(ConfigError, match="pass a file or a dictionary"):
-        initialize(config="eyJmdF9wbHVnaW5zIjoge319")
+        training.EngineHooks().initialize(lambda model=None, config=None: (engine,), config="eyJmdF9wbHVnaW5zIjoge319")
