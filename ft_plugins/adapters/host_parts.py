@@ -33,15 +33,26 @@ class StateItem:
     read: Callable[[], torch.Tensor]
 
 
-class StateItems:
-    """The part of `model.host.Host` that follows from a rank's state items."""
+R = TypeVar("R")
+
+
+class FrameworkHost(Generic[R]):
+    """The part of a host that follows from a rank's state items, and from a replay of type R."""
 
     rank: int
     _topology: Topology
+    clips_together = ""
+    no_recompute_reason = "inputs of iterations are recorded only if replicas are compared or averaged"
+    _replay: R | None = None
 
     @cached_property
     def _state_items(self) -> list[StateItem]:
         """All items of this rank. Creates the optimizer's state if no update has done so yet."""
+        raise NotImplementedError
+
+    @cached_property
+    def _copies(self) -> list[StateItem]:
+        """What `copies` names. Raises UnsupportedError."""
         raise NotImplementedError
 
     def topology(self) -> Topology:
@@ -52,6 +63,29 @@ class StateItems:
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         return {one.item.name: one.read() for one in self._state_items}
+
+    def copies(self) -> Inventory:
+        return Inventory.of(self.rank, (one.item for one in self._copies))
+
+    def copy_tensors(self) -> Mapping[str, torch.Tensor]:
+        return {one.item.name: one.read() for one in self._copies}
+
+    @property
+    def recomputes(self) -> bool:
+        return self._replay is not None
+
+    def _start_replay(self, build: Callable[[], R]) -> None:
+        """Record iterations from now on with the replay that `build` returns, unless it raises UnsupportedError."""
+        try:
+            self._replay, self.no_recompute_reason = build(), ""
+        except UnsupportedError as error:
+            self.no_recompute_reason = str(error)
+
+    def _required_replay(self) -> R:
+        """Raises UnsupportedError if iterations are not recorded."""
+        if self._replay is None:
+            raise UnsupportedError(f"rank {self.rank}: gradients cannot be recomputed: {self.no_recompute_reason}")
+        return self._replay
 
 
 def state_item(
@@ -131,33 +165,3 @@ def own_copy(value: Any, like: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return value.clone().to(like.device if isinstance(like, torch.Tensor) else "cpu")
-
-
-R = TypeVar("R")
-
-
-class Recompute(Generic[R]):
-    """The part of a host's replica operations that recomputes an iteration by a replay of type R."""
-
-    rank: int
-    clips_together = ""
-    no_recompute_reason = "inputs of iterations are recorded only if replicas are compared or averaged"
-    _replay: R | None = None
-
-    @property
-    def recomputes(self) -> bool:
-        """Whether `recompute` can be called."""
-        return self._replay is not None
-
-    def _start_replay(self, build: Callable[[], R]) -> None:
-        """Record iterations from now on with the replay that `build` returns, unless it raises UnsupportedError."""
-        try:
-            self._replay, self.no_recompute_reason = build(), ""
-        except UnsupportedError as error:
-            self.no_recompute_reason = str(error)
-
-    def _required_replay(self) -> R:
-        """Raises UnsupportedError if iterations are not recorded."""
-        if self._replay is None:
-            raise UnsupportedError(f"rank {self.rank}: gradients cannot be recomputed: {self.no_recompute_reason}")
-        return self._replay

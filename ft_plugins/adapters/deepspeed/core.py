@@ -24,16 +24,15 @@ import torch
 import xxhash
 
 from ...base import faults
-from ...errors import InventoryError, ResumeError, TopologyError, UnsupportedError
+from ...errors import InventoryError, ResumeError, UnsupportedError
 from ...events import say
 from ...model.host import Edges, Hooks
 from ...model.observation import Observer
 from ...model.progress import ProgressReceiver
-from ...model.topology import Topology
 from ...snapshot.capture import codec
 from ..data.observed_inputs import ObservedForwards, digest_of_inputs, plain_number
 from ..forward_edges import Saving, follow_forwards
-from ..host_parts import StateItem, StateItems, groups, restore_groups
+from ..host_parts import groups, restore_groups
 from ..parameter_groups import numbered, packed, regrouped
 from ..script.script_hooks import wrap
 from ..script.undeclared import Undeclared
@@ -41,15 +40,13 @@ from ..script.undeclared_search import Given, UndeclaredSearch
 from . import naming, state
 from .position import Positions
 from .read_ahead import ReadPace, unproven
-from .reducing import DeepSpeedReduction
+from .reducing import SHARDED
 from .replay import restore_rng, rng_state
-from .shard_groups import ShardGroups, built_over
+from .shard_groups import ShardGroups
 from .stepping import DeepSpeedStepping, rates
-from .support import require_supported
 
 _STAGE3 = 3  # ZeRO stage
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
-_AXES = {"pipe": "pp", "data": "dp", "model": "tp"}
 _OWN_SCHEDULER = (
     "the learning rate changes, but deepspeed.initialize neither built nor received a scheduler: a restore sets the "
     "rate, but the script's own scheduler starts from the beginning; pass it to deepspeed.initialize(lr_scheduler=...)"
@@ -57,7 +54,7 @@ _OWN_SCHEDULER = (
 _SETTINGS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping", "zero_optimization_stage")
 
 
-class DeepSpeedHost(DeepSpeedReduction, DeepSpeedStepping, StateItems):
+class DeepSpeedHost(DeepSpeedStepping):
     """One rank of a DeepSpeed job. Raises UnsupportedError, TopologyError or InventoryError for what is not supported.
 
     Without `positions` the caller restores the data position. `shards`: the groups that the engine was built over;
@@ -68,20 +65,15 @@ class DeepSpeedHost(DeepSpeedReduction, DeepSpeedStepping, StateItems):
     _trains = False  # whether an update was made
 
     def __init__(self, engine: Any, positions: Positions | None = None, shards: ShardGroups | None = None) -> None:
+        super().__init__(engine, shards)
         self.framework = f"DeepSpeed {deepspeed.__version__}"
-        self.rank = torch.distributed.get_rank()
-        self.engine = engine
         self._positions = positions
-        self._shards = built_over(engine) if shards is None else shards
         self._rates: list[float] | None = None  # learning rates at the previous version point
         self._scheduler_reported = False
         self.restored = False  # whether the engine holds a restored version, whose data position comes next
         self._undeclared = UndeclaredSearch(self._given, lines_to_add, f"rank {self.rank}", self.rank == 0)
         self.silent = False  # whether iterations have updates without a forward in training mode
         self.pace: ReadPace | None = None  # of the last iteration, if its reads are followed
-        require_supported(engine, self.rank)
-        self._topology = topology(engine, self._shards)
-        self._require_deepspeeds_layout()
         require_encodable_scheduler(engine.lr_scheduler, self.rank)
 
     # facts
@@ -90,24 +82,6 @@ class DeepSpeedHost(DeepSpeedReduction, DeepSpeedStepping, StateItems):
         """Find the tensors again after DeepSpeed loaded a checkpoint, which replaces those of the optimizer."""
         self.__dict__.pop("_state_items", None)
         self.restored = False
-
-    @cached_property
-    def _state_items(self) -> list[StateItem]:
-        state.create_optimizer_state(self.engine.optimizer)
-        topology, sharers = self._topology, () if self._shards is None else self._shards.sync
-        replicas, first = topology.replicas(self.rank), topology.coords(self.rank).tp == 0
-        return state.state_items(self.engine, self.rank, replicas, first, sharers)
-
-    def _require_deepspeeds_layout(self) -> None:
-        """Raises TopologyError unless an item's replica set is the group over which DeepSpeed reduces gradients."""
-        group = tuple(sorted(torch.distributed.get_process_group_ranks(self.engine.seq_data_parallel_group)))
-        group = group if self._shards is None else self._shards.whole
-        expected = self._topology.replicas(self.rank)
-        if group != expected:
-            raise TopologyError(
-                f"rank {self.rank}: DeepSpeed's data-parallel group is {list(group)}, but with the rank order "
-                f"{self._topology.order} it would be {list(expected)}: this layout is not supported"
-            )
 
     def names(self) -> Mapping[str, Any]:
         """The files of DeepSpeed's own checkpoints, or why they cannot be described."""
@@ -172,6 +146,22 @@ class DeepSpeedHost(DeepSpeedReduction, DeepSpeedStepping, StateItems):
             self._scheduler_reported = True
             if self.rank == 0:
                 say(_OWN_SCHEDULER)
+
+    def scalars(self) -> bytes:
+        """Scalar state of optimizer, loss scaler and scheduler, and the number of skipped updates; no other counters.
+        b'' if masters are sharded: then there is no replica to copy from."""
+        if type(self.engine.optimizer).__name__ in SHARDED:
+            return b""
+        small = self.small_state()
+        values = {key: small[key] for key in ("groups", "scalars", "scaler", "scheduler")}
+        return codec.encode({**values, "skipped_steps": self.engine.skipped_steps})
+
+    def restore_scalars(self, encoded: bytes) -> None:
+        """Set them in place, as a restore does."""
+        if encoded:
+            values = codec.decode(encoded)
+            self._restore_optimizer(values)
+            self.engine.skipped_steps = values["skipped_steps"]
 
     def merged(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The small state of the first replica: optimizer scalars are equal on all, generators differ."""
@@ -301,22 +291,6 @@ class DeepSpeedHost(DeepSpeedReduction, DeepSpeedStepping, StateItems):
 
         self.engine.module.register_forward_pre_hook(first_forward)
         state.inner(self.engine.optimizer).register_step_post_hook(inner_stepped)
-
-
-def topology(engine: Any, shards: ShardGroups | None = None) -> Topology:
-    """The job's topology: that of a PipelineModule, else replicas of a model that may be sharded."""
-    grid = getattr(engine.module, "_topo", None)
-    if grid is None:
-        group = engine.seq_data_parallel_group
-        replicas = torch.distributed.get_world_size(group) if shards is None else len(shards.whole)
-        return Topology(tp=torch.distributed.get_world_size() // replicas, pp=1, dp=replicas)
-    axes = grid.get_axis_names()
-    unknown = [axis for axis in axes if axis not in _AXES and grid.get_dim(axis) > 1]
-    if unknown:
-        raise TopologyError(f"the PipelineModule's topology has an unknown axis '{unknown[0]}'; known: {list(_AXES)}")
-    sizes = {_AXES[axis]: grid.get_dim(axis) for axis in axes if axis in _AXES}
-    order = "-".join(_AXES[axis] for axis in reversed(axes) if axis in _AXES)  # DeepSpeed's last axis varies fastest
-    return Topology(tp=sizes.get("tp", 1), pp=sizes.get("pp", 1), dp=sizes.get("dp", 1), order=order)
 
 
 def require_encodable_scheduler(scheduler: Any, rank: int) -> None:

@@ -18,7 +18,7 @@ With the distributed optimizer `before_modules` is refused: what is synchronised
 reads, and the parameters gathered from them are complete only after the last one. They are synchronised behind an
 iteration and gathered once (`derive`). `follow_modules` is not: edges say when a layer computes, not what with.
 
-In: the attributes of the host. Out: `model.reduction.ReductionControl`.
+In: a rank. Out: `model.reduction.ReductionControl`.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from megatron.core.distributed import finalize_model_grads
 from ...errors import UnsupportedError
 from ...model.inventory import Role
 from ...model.reduction import ModuleEdges, ReducedOver
-from ..host_parts import StateItems
 from ..module_edges import follow_places
 from ..script.script_hooks import around, is_within
 from . import forward_modules, instances, refusals
+from .rank import MegatronRank
 
 _PARAMETERS = (Role.PARAMETER, Role.MAIN_PARAMETER)
 
@@ -131,13 +131,9 @@ class BucketReduction:
             bucket.gradient_scaling_factor = factor
 
 
-class MegatronReduction(StateItems):
+class MegatronReduction(MegatronRank):
     """The part of a Megatron host that implements `model.reduction.ReductionControl`."""
 
-    chunks: tuple[Any, ...]
-    optimizers: tuple[Any, ...]
-    _instances: int
-    _names: Mapping[torch.nn.Parameter, str]
     _reductions: tuple[BucketReduction, ...] | None = None  # None: not prepared
     _reduced_over = ReducedOver.ALL
     _tokens_over: Any = None  # the group whose tokens divide gradients under LOCAL

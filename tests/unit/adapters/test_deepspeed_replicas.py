@@ -105,7 +105,7 @@ def test_what_runs_no_hooks_has_no_edges() -> None:
 
 def control(**facts: Any) -> Any:
     """A host with an engine of these facts."""
-    host = DeepSpeedReduction()
+    host: Any = DeepSpeedReduction.__new__(DeepSpeedReduction)
     kind = facts.pop("kind", "SGD")
     host.rank, host._shards = 3, facts.pop("shards", None)
     usual = {
