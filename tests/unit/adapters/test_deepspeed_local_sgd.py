@@ -10,7 +10,6 @@ comparisons are bit for bit.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
 import tempfile
 from collections.abc import Callable, Sequence, Set
@@ -24,15 +23,8 @@ import torch
 
 pytest.importorskip("deepspeed")
 
-from ft_plugins.errors import FtError  # noqa: E402
-from ft_plugins.sync.rounds import synchronisation  # noqa: E402
-from ft_plugins.systems.local_sgd import local_sgd  # noqa: E402
 from ft_plugins.testing.gang import gang  # noqa: E402
-
-_spec = importlib.util.spec_from_file_location("reduced", Path(__file__).parent / "test_deepspeed_reduction.py")
-assert _spec is not None and _spec.loader is not None
-reduced = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(reduced)
+from tests.unit.adapters import test_deepspeed_reduction as reduced  # noqa: E402
 
 WORLD, REPLICAS, TAU, STEPS = 4, 2, 2, 7  # three synchronisations, and an iteration behind the last one
 EDIT, POST = {"policy": "edit", "penalty": False}, {"policy": "post_local_sgd"}
@@ -43,8 +35,8 @@ ALL = ({"0", "1", "2", "3", "4", "5"},)
 
 
 class Case(NamedTuple):
-    """A job of four ranks with two replicas. `turns`: the modules that DreamDDP averages in each iteration of a period.
-    `wrong`: what is broken on purpose."""
+    """A job of four ranks with two replicas. `turns`: the modules that DreamDDP averages in each iteration of a
+    period."""
 
     pp: int
     stage: int
@@ -52,7 +44,6 @@ class Case(NamedTuple):
     apply: str
     dtype: str = "fp32"
     accumulate: str = ""
-    wrong: str = ""
     turns: Sequence[Set[str]] = ()
 
     @property
@@ -103,12 +94,6 @@ LAYERED = {
     "zero3, dreamddp in each iteration": Case(0, 3, {**EVEN, "h": 1}, "", turns=ALL),
 }
 SETS = (CASES, MORE, LAYERED)
-WRONG = {
-    "divided by another size": Case(2, 0, EDIT, "forward", wrong="divided"),
-    "a parameter left out": Case(2, 0, EDIT, "forward", wrong="left out"),
-    "gradients over all replicas": Case(0, 2, EDIT, "wait", wrong="gradients"),
-    "gradients of a tied embedding skipped": Case(2, 0, EDIT, "forward", wrong="tied"),
-}
 
 
 # ---- the job ----
@@ -135,16 +120,13 @@ def _trained(rank: int, world: int, case: Case, folder: str) -> Any:
         path.write_text(json.dumps(config))
         config = str(path)
     hooks = EngineHooks()
-    with pytest.MonkeyPatch.context() as patch:
-        _break(patch, case.wrong)
-        engine = hooks.initialize(deepspeed.initialize, model=model, optimizer=optimizer, config=config)[0]
-        assert hooks.loop is not None
-        after = []
-        for step in range(1, STEPS + 1):
-            reduced.weight[0] = reduced.WEIGHTS[step % 2]
-            reduced.train_once(engine, reduced.batches(place, step, next(engine.module.parameters()).dtype))
-            after.append(reduced.parameters(engine))
-        hooks.finish()
+    engine = hooks.initialize(deepspeed.initialize, model=model, optimizer=optimizer, config=config)[0]
+    after = []
+    for step in range(1, STEPS + 1):
+        reduced.weight[0] = reduced.WEIGHTS[step % 2]
+        reduced.train_once(engine, reduced.batches(place, step, next(engine.module.parameters()).dtype))
+        after.append(reduced.parameters(engine))
+    hooks.finish()
     return after, reduced.parameters(engine)
 
 
@@ -152,20 +134,6 @@ def _seeded(mode: Any, stage: int, place: int) -> tuple[Any, torch.optim.Optimiz
     torch.manual_seed(7 + stage + 100 * place)
     model = reduced.layers(mode.pp)
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
-
-
-def _break(patch: pytest.MonkeyPatch, wrong: str) -> None:
-    aggregate, plan, over = synchronisation.aggregate, local_sgd.plan_modules, local_sgd.LocalSgdPolicy.reduced_over
-    if wrong == "divided":  # by the ranks of the job instead of the replicas
-        patch.setattr(synchronisation, "aggregate", lambda values, how: aggregate(values, how) * (REPLICAS / WORLD))
-    elif wrong == "left out":
-        patch.setattr(local_sgd, "plan_modules", lambda *given: plan(*given)[:-1])
-    elif wrong == "gradients":
-        patch.setattr(local_sgd.LocalSgdPolicy, "reduced_over", lambda policy, step: over(policy, 0))
-    elif wrong == "tied":
-        from deepspeed.pipe import PipelineModule
-
-        patch.setattr(PipelineModule, "get_tied_weights_and_groups", lambda module: [])
 
 
 # ---- the reference ----
@@ -289,16 +257,11 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Results
     @functools.cache
     def run(number: int) -> Results:
         cases = SETS[number]
-        found = by_case(trained, WORLD, cases | WRONG if cases is CASES else cases, folder)
+        found = by_case(trained, WORLD, cases, folder)
         expected = by_case(simulated, WORLD // REPLICAS, cases)
-        return {name: (one, expected[name if name in cases else right(name)]) for name, one in found.items()}
+        return {name: (one, expected[name]) for name, one in found.items()}
 
-    return lambda name: run(next((number for number, cases in enumerate(SETS) if name in cases), 0))
-
-
-def right(name: str) -> str:
-    """The case of which `name` is a wrong variant."""
-    return next(each for each, one in CASES.items() if one == WRONG[name]._replace(wrong=""))
+    return lambda name: run(next(number for number, cases in enumerate(SETS) if name in cases))
 
 
 def of_rank(expected: list[Any], rank: int, case: Case) -> Any:
@@ -328,68 +291,3 @@ def test_a_job_equals_its_replicas_simulated_one_after_another(results: Callable
     assert first_difference(found, expected, case) is None
     local = [after[TAU - 2] for after, _ in found]  # after the first iteration
     assert not reduced.equal(local[0], local[case.mode.inner]), "replicas have data of their own"
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_reduction_is_seen(results: Callable[[str], Results], name: str) -> None:
-    found, expected = results(name)[name]
-    difference = first_difference(found, expected, WRONG[name])
-    assert difference is not None and difference[0] <= TAU + 1, "at the first synchronisation at the latest"
-
-
-# ---- refusals ----
-
-
-class Unnumbered(torch.nn.Module):
-    """A model whose layers have no numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = torch.nn.Linear(6, 8), torch.nn.Linear(8, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(torch.tanh(self.first(x)))  # type: ignore[no-any-return]
-
-
-REFUSED: dict[str, tuple[int, dict[str, Any]]] = {  # by a part of the message: stages of the pipeline, and keys
-    "updates all layers together, after the whole backward; choose average_first": (
-        2,
-        {"h": 2, "order": "update_first"},
-    ),
-    "--sync-h 3: expected at most 2, because no pipeline stage has more than 2 layers": (2, {"h": 3}),
-    "profile of another model: expected 4 layers, found 2 layers; profile this model": (2, {"profile": "", "h": 2}),
-    "--sync-h 2: expected at most 1, because no pipeline stage has more than 1 layer that": (0, {"h": 2}),
-}
-
-
-def _refused(rank: int, world: int, pp: int, profile: str) -> dict[str, str]:
-    import deepspeed
-
-    from ft_plugins.adapters.deepspeed.training import EngineHooks
-
-    reduced.start(rank, world)
-    found = {}
-    for message, (stages, keys) in REFUSED.items():
-        if stages != pp:
-            continue
-        sync = {"policy": "dreamddp", **keys, **({"profile": profile} if "profile" in keys else {})}
-        model = reduced.layers(pp) if pp else Unnumbered()
-        config = {**reduced.configuration(reduced.Mode(0, "fp32", 1, True, pp=pp)), "ft_plugins": {"sync": sync}}
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with pytest.raises(FtError) as caught:
-            hooks = EngineHooks()
-            engine = hooks.initialize(deepspeed.initialize, model=model, optimizer=optimizer, config=config)[0]
-            reduced.train_once(engine, reduced.batches(0, 1, torch.float32))
-        found[message] = str(caught.value)
-    return found
-
-
-@pytest.mark.parametrize("pp", [2, pytest.param(0, marks=pytest.mark.all_configurations)])
-def test_layers_that_cannot_be_averaged_apart_are_refused_in_one_line(pp: int, tmp_path: Path) -> None:
-    path = tmp_path / "profile.json"
-    times = {"forward_seconds": 1.0, "backward_seconds": 5.0, "communication_seconds": 1.0, "bytes": 4}
-    layers = [{"name": name, **times} for name in ("1", "3")]
-    path.write_text(json.dumps({"version": 1, "replicas": 2, "layers": layers}))
-    for found in gang(_refused, WORLD if pp else 2, pp, str(path)):
-        assert len(found) == sum(stages == pp for stages, _ in REFUSED.values())
-        assert all(message in said and "\n" not in said for message, said in found.items()), found

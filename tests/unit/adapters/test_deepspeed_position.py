@@ -19,20 +19,7 @@ from ft_plugins.adapters.deepspeed.position import Positions  # noqa: E402
 from ft_plugins.adapters.script.script_hooks import around  # noqa: E402
 from ft_plugins.errors import ResumeError  # noqa: E402
 from ft_plugins.snapshot.capture import codec  # noqa: E402
-
-
-class Numbers(torch.utils.data.Dataset):
-    """0 to 19, that count how often they were loaded."""
-
-    def __init__(self) -> None:
-        self.loaded = 0
-
-    def __len__(self) -> int:
-        return 20
-
-    def __getitem__(self, index: int) -> int:
-        self.loaded += 1
-        return index
+from tests.unit.adapters.test_deepspeed_loaders import Numbers  # noqa: E402
 
 
 class Followed:

@@ -8,10 +8,8 @@ of its own if DeepSpeed did not broadcast those of the first one.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -22,13 +20,12 @@ from torch import nn
 
 pytest.importorskip("deepspeed")
 
-sys.path.insert(0, str(Path(__file__).parent))
-from edge_log import EdgeLog, backward, forward  # noqa: E402
 
 from ft_plugins.adapters.deepspeed import prepare  # noqa: E402
 from ft_plugins.adapters.deepspeed.shard_groups import ReplicaBuild  # noqa: E402
 from ft_plugins.model.reduction import ReducedOver, ReductionControl  # noqa: E402
 from ft_plugins.testing.gang import gang  # noqa: E402
+from tests.unit.adapters.edge_log import EdgeLog, backward, forward
 
 ALL, LOCAL = ReducedOver.ALL, ReducedOver.LOCAL
 STEPS, ACCUMULATED, MICRO = 4, 2, 3

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,15 +12,13 @@ from torch import nn
 
 pytest.importorskip("deepspeed")
 
-sys.path.insert(0, str(Path(__file__).parent))
-from edge_log import EdgeLog, backward, forward  # noqa: E402
-
 from ft_plugins.adapters.deepspeed import configuration, module_forwards, reducing, training  # noqa: E402
 from ft_plugins.adapters.deepspeed.reducing import DeepSpeedReduction, require_local_gradients  # noqa: E402
 from ft_plugins.adapters.deepspeed.shard_groups import ShardGroups, counterparts, replicas_of, require_divisible
 from ft_plugins.config import Config  # noqa: E402
 from ft_plugins.errors import ConfigError, UnsupportedError  # noqa: E402
 from ft_plugins.model.reduction import ReducedOver  # noqa: E402
+from tests.unit.adapters.edge_log import EdgeLog, backward, forward
 
 ALL, LOCAL = ReducedOver.ALL, ReducedOver.LOCAL
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-_spec = importlib.util.spec_from_file_location("gang_stories", Path(__file__).parent / "gang_stories.py")
-assert _spec is not None and _spec.loader is not None
-gang_stories = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(gang_stories)
+from tests.unit.adapters import gang_stories
 
 FILES = ("megatron_reduction_stories", "megatron_module_stories", "megatron_instance_stories")
 

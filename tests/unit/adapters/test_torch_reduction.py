@@ -5,9 +5,7 @@ Parameters, inputs and losses are small integers and ranks a power of 2, so that
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,14 +14,12 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-sys.path.insert(0, str(Path(__file__).parent))
-from edge_log import EdgeLog, backward, forward  # noqa: E402
-
-from ft_plugins.adapters.torch.torch_loop import TorchHost  # noqa: E402
-from ft_plugins.adapters.torch.torch_reduction import called_paths, module_of, modules_of, outermost  # noqa: E402
-from ft_plugins.errors import UnsupportedError  # noqa: E402
-from ft_plugins.model.reduction import ReducedOver, ReductionControl  # noqa: E402
-from ft_plugins.testing.gang import gang  # noqa: E402
+from ft_plugins.adapters.torch.torch_loop import TorchHost
+from ft_plugins.adapters.torch.torch_reduction import called_paths, module_of, modules_of, outermost
+from ft_plugins.errors import UnsupportedError
+from ft_plugins.model.reduction import ReducedOver, ReductionControl
+from ft_plugins.testing.gang import gang
+from tests.unit.adapters.edge_log import EdgeLog, backward, forward
 
 SECONDS = 60.0
 ALL, LOCAL = ReducedOver.ALL, ReducedOver.LOCAL
