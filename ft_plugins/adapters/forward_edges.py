@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -24,38 +24,43 @@ from .script.script_hooks import wrap
 _CHECKPOINTS = "torch.distributed.checkpoint"
 
 
-class _Hook:
-    """A hook at an edge of a forward: `trained` is the phase that begins there, None for none."""
+class Hook:
+    """A hook of a module that a copied or pickled one does not take along, and that torch.compile does not trace."""
 
-    def __init__(
-        self, progress: ProgressReceiver | None = None, trained: WorkPhase | None = None, evaluated: bool = False
-    ) -> None:
-        self._progress, self._trained, self._evaluated = progress, trained, evaluated
+    def __init__(self, call: Callable[..., None] | None = None) -> None:
+        self._call = call
 
     def __call__(self, *args: Any) -> None:
-        if torch.compiler.is_compiling() or self._progress is None:
-            return
-        if torch.is_grad_enabled():
-            if self._trained is not None:
-                self._progress.edge(self._trained)
-        elif self._evaluated:
-            self._progress.edge(WorkPhase.EVALUATION)
+        if self._call is not None and not torch.compiler.is_compiling():
+            self._call(*args)
 
-    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
-        return _Hook, ()
+    def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
+        return Hook, ()
+
+
+def with_hooks(modules: Iterable[torch.nn.Module]) -> Iterator[torch.nn.Module]:
+    """Those whose forwards call hooks."""
+    return (module for module in modules if not isinstance(module, torch.jit.ScriptModule))
 
 
 def follow_forwards(
     modules: Iterable[torch.nn.Module], progress: ProgressReceiver, evaluations_only: bool = False
 ) -> None:
     """Report each forward of `modules`. `evaluations_only`: others are reported already."""
-    for module in modules:
-        if isinstance(module, torch.jit.ScriptModule):  # its forward calls no hooks
-            continue
-        before = _Hook(progress, None if evaluations_only else WorkPhase.FORWARD, evaluated=True)
-        module.register_forward_pre_hook(before, prepend=True)
-        if not evaluations_only:
-            module.register_forward_hook(_Hook(progress, WorkPhase.AFTER_FORWARD))
+
+    def before(*args: Any) -> None:
+        if not torch.is_grad_enabled():
+            progress.edge(WorkPhase.EVALUATION)
+        elif not evaluations_only:
+            progress.edge(WorkPhase.FORWARD)
+
+    def after(*args: Any) -> None:
+        if torch.is_grad_enabled() and not evaluations_only:
+            progress.edge(WorkPhase.AFTER_FORWARD)
+
+    for module in with_hooks(modules):
+        module.register_forward_pre_hook(Hook(before), prepend=True)
+        module.register_forward_hook(Hook(after))
 
 
 class Saving:

@@ -9,13 +9,14 @@ reports of them; plain values, and back; the replay, or UnsupportedError.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 import torch
 
+from ..base import faults
 from ..errors import InventoryError, ResumeError, UnsupportedError
 from ..model.inventory import Inventory, Item, IterationSpan, Role
 from ..model.topology import Topology
@@ -109,6 +110,28 @@ def state_item(
     dtype, nbytes = str(tensor.dtype).removeprefix("torch."), tensor.numel() * tensor.element_size()
     shape = tuple(tensor.shape)
     return StateItem(Item(name, dtype, shape, nbytes, role, replicas, layer, changed_by, piece, in_norm), read)
+
+
+def reach_fault_points(
+    forwards: Iterable[torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer], iteration: Callable[[], int]
+) -> None:
+    """From now on reach the fault points before the first forward of each iteration, and after a step of `optimizers`.
+    `iteration`: the number of the one under way."""
+    reached = 0
+
+    def before_forward(module: torch.nn.Module, args: Any) -> None:
+        nonlocal reached
+        if module.training and reached != iteration():
+            reached = iteration()
+            faults.reach("iteration.forward", iteration=reached)
+
+    def after_step(*call: Any) -> None:
+        faults.reach("update.middle", iteration=iteration())
+
+    for module in forwards:
+        module.register_forward_pre_hook(before_forward)
+    for one in optimizers:
+        one.register_step_post_hook(after_step)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

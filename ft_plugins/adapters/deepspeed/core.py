@@ -20,7 +20,6 @@ from functools import cached_property
 from typing import Any
 
 import deepspeed
-import torch
 import xxhash
 
 from ...base import faults
@@ -32,7 +31,7 @@ from ...model.progress import ProgressReceiver
 from ...snapshot.capture import codec
 from ..data.observed_inputs import ObservedForwards, digest_of_inputs, plain_number
 from ..forward_edges import Saving, follow_forwards
-from ..host_parts import groups, restore_groups
+from ..host_parts import groups, reach_fault_points, restore_groups
 from ..parameter_groups import numbered, packed, regrouped
 from ..script.script_hooks import wrap
 from ..script.undeclared import Undeclared
@@ -275,22 +274,8 @@ class DeepSpeedHost(DeepSpeedStepping):
             return outcome
 
         wrap(self.engine, "_take_model_step", take_model_step)
-        self._reach_inner_points()
-
-    def _reach_inner_points(self) -> None:
-        last = [0]  # iteration that reached iteration.forward last
-
-        def first_forward(module: torch.nn.Module, args: Any) -> None:
-            iteration = self.engine.global_steps + 1
-            if module.training and last[0] != iteration:
-                last[0] = iteration
-                faults.reach("iteration.forward", iteration=iteration)
-
-        def inner_stepped(*args: Any) -> None:
-            faults.reach("update.middle", iteration=self.engine.global_steps + 1)
-
-        self.engine.module.register_forward_pre_hook(first_forward)
-        state.inner(self.engine.optimizer).register_step_post_hook(inner_stepped)
+        inner = state.inner(self.engine.optimizer)
+        reach_fault_points([self.engine.module], [inner], lambda: self.engine.global_steps + 1)
 
 
 def require_encodable_scheduler(scheduler: Any, rank: int) -> None:

@@ -42,7 +42,7 @@ from ...model.topology import Topology
 from ...snapshot.capture import codec
 from ..data.observed_inputs import ObservedForwards, plain_number
 from ..forward_edges import follow_forwards
-from ..host_parts import groups, restore_groups
+from ..host_parts import groups, reach_fault_points, restore_groups
 from ..parameter_groups import merged, numbered, packed, regrouped
 from ..script.script_hooks import wrap
 from . import state
@@ -257,7 +257,8 @@ class MegatronCoreHost(MegatronStepping, MegatronReduction):
             return outcome
 
         wrap(self.optimizer, "step", step)
-        self._install_fault_points()
+        inner = [optimizer.optimizer for optimizer in self.optimizers if not is_stub(optimizer)]
+        reach_fault_points(self.chunks, inner, lambda: self._completed() + 1)
 
     def install_progress(self, progress: ProgressReceiver, spans: bool) -> None:
         """Report forwards, unless they are spans, and evaluations."""
@@ -282,24 +283,6 @@ class MegatronCoreHost(MegatronStepping, MegatronReduction):
         self._skipping = False
         torch.distributed.barrier()
         hooks.after_update(iteration)
-
-    def _install_fault_points(self) -> None:
-        reached = [0]
-
-        def before_forward(chunk: torch.nn.Module, args: Any) -> None:
-            iteration = self._completed() + 1
-            if chunk.training and reached[0] != iteration:
-                reached[0] = iteration
-                faults.reach("iteration.forward", iteration=iteration)
-
-        def after_inner_step(*args: Any) -> None:
-            faults.reach("update.middle", iteration=self._completed() + 1)
-
-        for chunk in self.chunks:
-            chunk.register_forward_pre_hook(before_forward)
-        for optimizer in self.optimizers:
-            if not is_stub(optimizer):
-                optimizer.optimizer.register_step_post_hook(after_inner_step)
 
     def _set_infinite_gradient(self) -> None:
         """Make the gradient of the first parameter that this rank updates infinite.

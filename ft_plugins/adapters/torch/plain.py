@@ -9,12 +9,10 @@ In: tensors and two functions for small state. Out: a `model.host.Host`.
 
 from __future__ import annotations
 
-import random
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -22,6 +20,7 @@ from ...errors import InventoryError, UnsupportedError
 from ...model.host import Edges, Hooks
 from ...model.inventory import Inventory, Item, Role
 from ...model.topology import Topology
+from ..rng import process_state, set_process_state
 
 
 class PlainHost:
@@ -96,22 +95,14 @@ class PlainHost:
         return {"world_size": self._world_size, **self._fingerprint}
 
     def small_state(self) -> dict[str, Any]:
-        state: dict[str, Any] = {
-            "caller": self._get_state(),
-            "python": random.getstate(),
-            "numpy": np.random.get_state(),
-            "torch": torch.get_rng_state(),
-            "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
-        }
-        return state
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        return {"caller": self._get_state(), **process_state(), "cuda": cuda}
 
     def restore(self, small: Mapping[str, Any]) -> None:
         self._set_state(small["caller"])
 
     def restore_position(self, small: Mapping[str, Any]) -> None:
-        random.setstate(small["python"])
-        np.random.set_state(small["numpy"])
-        torch.set_rng_state(small["torch"])
+        set_process_state(small)
         if small["cuda"]:
             torch.cuda.set_rng_state_all(small["cuda"])
 

@@ -154,7 +154,7 @@ except UnsupportedError as error:
 
 def test_where_megatron_is_not_installed_that_is_said() -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=120)
-    assert "megatron-core is not installed here; pip install 'ft_plugins[megatron]'" in done.stdout, done.stderr
+    assert "megatron-core is not installed here: pip install 'ft_plugins[megatron]'" in done.stdout, done.stderr
 
 
 # ---- the target ----
