@@ -35,7 +35,7 @@ from ...model.inventory import Role
 from ...model.reduction import ModuleEdges, ReducedOver
 from ..script.script_hooks import replace_in_deepspeed as replace
 from ..script.script_hooks import replaced
-from .module_forwards import follow_edges, follow_forwards, in_forward_order, module_in
+from .module_forwards import calls_of, in_forward_order, module_in
 from .rank import DeepSpeedRank
 from .shard_groups import ShardGroups, divide
 
@@ -104,11 +104,11 @@ class DeepSpeedReduction(DeepSpeedRank):
                 f"rank {self.rank}: {type(optimizer).__name__} holds fp32 masters or shards, which no forward reads: "
                 "synchronise them behind an iteration (--sync-apply update or wait)"
             )
-        follow_forwards(self.engine.module, self.modules().values(), call)
+        calls_of(self.rank, self.engine.module, set(self.modules().values())).before_modules(call)
 
     def follow_modules(self, edges: ModuleEdges) -> None:
         """Report edges, whatever the optimizer holds. Raises UnsupportedError for a module without a forward."""
-        follow_edges(self.rank, self.engine.module, dict.fromkeys(self.modules().values()), edges)
+        calls_of(self.rank, self.engine.module, set(self.modules().values())).follow_modules(edges)
 
     def complete_reduction(self) -> None:
         """Average ZeRO's shards of the gradients over all replicas, if ALL is wanted. A collective of the sync group,
