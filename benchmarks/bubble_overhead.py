@@ -67,9 +67,9 @@ from ft_plugins.events import catalogue
 from ft_plugins.model.timeline import Kind, Profile, Timeline, busy_share
 from ft_plugins.model.topology import Topology
 from ft_plugins.redundancy.neighbour import pipelines, plan_neighbours
-from ft_plugins.testing.emulated_nodes import network
-from ft_plugins.testing.forkserver import ForkServer
-from ft_plugins.testing.stopping import raising_signals
+from ft_plugins.rehearse.stopping import raising_signals
+from harness.emulated_nodes import network
+from harness.forkserver import ForkServer
 from workloads import cluster
 from workloads.bubble_blocks import BLOCK, BubbleCost, commit_interval, compared, cost, rounds, sent_share
 from workloads.cluster import MESSAGE_BYTES, NODES, RANKS_OF_NODE, SCALE, ClusterOutcome, EmulatedJob

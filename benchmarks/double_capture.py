@@ -28,6 +28,7 @@ import torch
 
 from figures import line
 from ft_plugins.model.inventory import Inventory, Item, Role
+from ft_plugins.rehearse.stopping import raising_signals
 from ft_plugins.snapshot.capture.capture import Capture
 from ft_plugins.snapshot.capture.double import with_parity
 from ft_plugins.snapshot.capture.layout import Layout, plan_layout
@@ -35,7 +36,6 @@ from ft_plugins.snapshot.segment.paths import path_of, remove
 from ft_plugins.snapshot.segment.segment import Segment, create
 from ft_plugins.snapshot.segment.shape import Shape
 from ft_plugins.snapshot.segment.slots import Version
-from ft_plugins.testing.stopping import raising_signals
 from snapshot_stall import make_state
 
 NBYTES = 512 << 20

@@ -52,10 +52,10 @@ from pathlib import Path
 
 from figures import ProcessorUse, line
 from ft_plugins.errors import FtError
+from ft_plugins.rehearse.stopping import raising_signals
 from ft_plugins.sync.layers.layer_profile import NANO, LayerProfile, write_profile
-from ft_plugins.testing.emulated_nodes import EmulatedHost, network
-from ft_plugins.testing.gang import gang
-from ft_plugins.testing.stopping import raising_signals
+from harness.emulated_nodes import EmulatedHost, network
+from harness.gang import gang
 from workloads import real_replica, sleeping_replica
 from workloads.dreamddp_scenarios import (
     COMPARED,

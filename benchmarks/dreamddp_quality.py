@@ -31,7 +31,7 @@ from pathlib import Path
 
 from figures import line
 from ft_plugins.errors import FtError
-from ft_plugins.testing.stopping import raising_signals
+from ft_plugins.rehearse.stopping import raising_signals
 from local_sgd_quality import measure_runs
 from workloads.dreamddp_quality_runs import (
     COMPARED,

@@ -29,10 +29,10 @@ from figures import ProcessorUse, line
 from ft_plugins.adapters.data import observed_inputs
 from ft_plugins.adapters.torch.torch_loop import TorchHost
 from ft_plugins.events import Events
+from ft_plugins.rehearse.stopping import raising_signals
 from ft_plugins.snapshot.segment.ledger import Ledger
 from ft_plugins.snapshot.segment.shape import LEDGER_ROOM
 from ft_plugins.systems.iteration_ledger import IterationLedger, learning_rate_of
-from ft_plugins.testing.stopping import raising_signals
 
 LAYERS, HIDDEN, HEADS, BATCH, SEQUENCE, VOCABULARY = 12, 256, 4, 8, 512, 8192
 

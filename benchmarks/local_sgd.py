@@ -51,9 +51,9 @@ from pathlib import Path
 from figures import ProcessorUse, line
 from ft_plugins.config import Config
 from ft_plugins.errors import ConfigError, FtError
-from ft_plugins.testing.emulated_nodes import EmulatedHost, network
-from ft_plugins.testing.gang import gang
-from ft_plugins.testing.stopping import raising_signals
+from ft_plugins.rehearse.stopping import raising_signals
+from harness.emulated_nodes import EmulatedHost, network
+from harness.gang import gang
 from workloads import sleeping_replica
 from workloads.local_blocks import PLAIN, PolicyFigure, StepLog, gains, stalls
 from workloads.local_bounds import LinkLoad, own_pace_gain, periodic_gain

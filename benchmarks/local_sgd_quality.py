@@ -39,7 +39,7 @@ from pathlib import Path
 
 from figures import line
 from ft_plugins.errors import FtError
-from ft_plugins.testing.stopping import raising_signals
+from ft_plugins.rehearse.stopping import raising_signals
 from workloads import learners
 from workloads.quality_runs import (
     DILOCO,

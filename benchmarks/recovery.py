@@ -48,12 +48,12 @@ from pathlib import Path
 from baselines import loopback
 from figures import line
 from ft_plugins.events import Event, catalogue
+from ft_plugins.rehearse.stopping import raising_signals
 from ft_plugins.snapshot.segment.paths import parity_path_of, segments_of
-from ft_plugins.testing import fills
-from ft_plugins.testing.emulated_nodes import EmulatedHost, destroy, network
-from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
-from ft_plugins.testing.job_control import entries, wait_for
-from ft_plugins.testing.stopping import raising_signals
+from harness import fills
+from harness.emulated_nodes import EmulatedHost, destroy, network
+from harness.forkserver import ForkServer, JobSpec, RunningJob
+from harness.job_control import entries, wait_for
 from workloads import restart_times
 
 BOUND = 120.0  # seconds, for any wait

@@ -32,8 +32,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from figures import ProcessorUse, line
+from ft_plugins.rehearse.stopping import raising_signals
 from ft_plugins.smp.tree import tree as smp_tree
-from ft_plugins.testing.stopping import raising_signals
 from workloads import plan_scale, rank_scale, rendezvous_scale, scale_pictures, tree_scale
 
 SHAPES = ("tp8 pp16", "tp4 pp4", "tp1 pp4")

@@ -37,7 +37,7 @@ from pathlib import Path
 from figures import line
 from ft_plugins.errors import FtError
 from ft_plugins.events import catalogue
-from ft_plugins.testing.stopping import raising_signals
+from ft_plugins.rehearse.stopping import raising_signals
 from workloads import learners, sdc_checks
 from workloads.pictures import draw_learner
 from workloads.sdc_checks import SCALES, TheoryErrors

@@ -31,9 +31,9 @@ from pathlib import Path
 
 from figures import line
 from ft_plugins.errors import FtError
-from ft_plugins.testing.emulated_nodes import network
-from ft_plugins.testing.gang import gang
-from ft_plugins.testing.stopping import raising_signals
+from ft_plugins.rehearse.stopping import raising_signals
+from harness.emulated_nodes import network
+from harness.gang import gang
 from workloads import sync_blocks, sync_cost
 from workloads.sync_blocks import PLAIN, SyncCost
 from workloads.sync_cost import ADAPTIVE, SyncMeasurement, SyncPlan

@@ -28,22 +28,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import psutil
 
 from ft_plugins.events import Event, catalogue
+from ft_plugins.rehearse.driver import DrivenJob
 from ft_plugins.report.recovery_phases import PHASES, RecoveryPhases, recovery_phases
 from ft_plugins.smp.watch import liveness
-from ft_plugins.testing import quickstart
-from ft_plugins.testing.driver import DrivenJob
+from harness.forkserver import load
 
-RANKS = quickstart.RANKS
+quickstart: Any = load(str(Path(__file__).resolve().parents[2] / "launch" / "quickstart.py"))
+RANKS: int = quickstart.RANKS
 KILLED = 5  # rank
 BOUND = 300.0  # seconds, for any wait
 _SAVING = 0.05  # of the time, for checkpoints: what a user may accept
 ENDLESS = 100_000  # iterations
 _POLL_SECONDS = 0.05
-FRAMEWORKS = tuple(quickstart.FRAMEWORKS)
+FRAMEWORKS: tuple[str, ...] = tuple(quickstart.FRAMEWORKS)
 
 
 @dataclass(frozen=True)

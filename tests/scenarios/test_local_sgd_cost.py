@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ft_plugins.testing.emulated_nodes import network
+from harness.emulated_nodes import network
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 280.0  # a minute on two idle cores

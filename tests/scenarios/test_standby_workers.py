@@ -22,10 +22,10 @@ import pytest
 from ft_plugins.events import Event, read
 from ft_plugins.smp.serve.client import Client
 from ft_plugins.smp.watch import liveness
-from ft_plugins.testing import megatron_runs
-from ft_plugins.testing.deepspeed_runs import EXAMPLE as DEEPSPEED
-from ft_plugins.testing.deepspeed_runs import DeepSpeedConfiguration, DeepSpeedRun
-from ft_plugins.testing.golden import assert_identical
+from harness import megatron_runs
+from harness.deepspeed_runs import EXAMPLE as DEEPSPEED
+from harness.deepspeed_runs import DeepSpeedConfiguration, DeepSpeedRun
+from harness.golden import assert_identical
 
 BOUND = 280.0
 EXAMPLES = megatron_runs.EXAMPLE.parent

@@ -20,7 +20,7 @@ from megatron_simulated import Simulated, copied, whole
 
 from ft_plugins.config import Config, launch_context
 from ft_plugins.session import attach
-from ft_plugins.testing.gang import gang
+from harness.gang import gang
 
 STEPS, TAU, SAMPLES = 7, 2, 4  # three synchronisations, and an iteration behind the last one; samples an iteration
 POST = {"policy": "post_local_sgd", "tau": TAU}

@@ -23,7 +23,7 @@ import torch
 
 pytest.importorskip("deepspeed")
 
-from ft_plugins.testing.gang import gang  # noqa: E402
+from harness.gang import gang  # noqa: E402
 from tests.unit.adapters import test_deepspeed_reduction as reduced  # noqa: E402
 
 WORLD, REPLICAS, TAU, STEPS = 4, 2, 2, 7  # three synchronisations, and an iteration behind the last one

@@ -24,7 +24,7 @@ pytest.importorskip("deepspeed")
 from ft_plugins.adapters.deepspeed import prepare  # noqa: E402
 from ft_plugins.adapters.deepspeed.shard_groups import ReplicaBuild  # noqa: E402
 from ft_plugins.model.reduction import ReducedOver, ReductionControl  # noqa: E402
-from ft_plugins.testing.gang import gang  # noqa: E402
+from harness.gang import gang  # noqa: E402
 from tests.unit.adapters.edge_log import EdgeLog, backward, forward
 
 ALL, LOCAL = ReducedOver.ALL, ReducedOver.LOCAL

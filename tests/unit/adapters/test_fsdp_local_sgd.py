@@ -27,7 +27,7 @@ from ft_plugins.adapters.torch.fsdp import FsdpHost
 from ft_plugins.config import Config, LaunchContext
 from ft_plugins.session import attach
 from ft_plugins.sync.rounds import synchronisation
-from ft_plugins.testing.gang import gang
+from harness.gang import gang
 
 WORLD, TAU, STEPS = 4, 2, 7  # three synchronisations, and an iteration behind the last one
 SECONDS = 200.0

@@ -14,7 +14,7 @@ from ft_plugins.adapters.host_parts import local_part
 from ft_plugins.adapters.torch.fsdp import FsdpHost
 from ft_plugins.config import Config
 from ft_plugins.session import attach
-from ft_plugins.testing.gang import gang
+from harness.gang import gang
 from tests.unit.adapters import test_fsdp_local_sgd as fsdp
 
 LAST = 20

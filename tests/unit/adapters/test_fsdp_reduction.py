@@ -21,7 +21,7 @@ from ft_plugins.config import Config, LaunchContext
 from ft_plugins.errors import ConfigError, UnsupportedError
 from ft_plugins.model.reduction import ReducedOver, ReductionControl
 from ft_plugins.session import Session, attach
-from ft_plugins.testing.gang import gang
+from harness.gang import gang
 from tests.unit.adapters.edge_log import EdgeLog, backward, forward
 
 SECONDS = 100.0

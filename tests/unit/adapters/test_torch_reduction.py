@@ -18,7 +18,7 @@ from ft_plugins.adapters.torch.torch_loop import TorchHost
 from ft_plugins.adapters.torch.torch_reduction import called_paths, module_of, modules_of, outermost
 from ft_plugins.errors import UnsupportedError
 from ft_plugins.model.reduction import ReducedOver, ReductionControl
-from ft_plugins.testing.gang import gang
+from harness.gang import gang
 from tests.unit.adapters.edge_log import EdgeLog, backward, forward
 
 SECONDS = 60.0

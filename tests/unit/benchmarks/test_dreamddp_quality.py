@@ -12,7 +12,7 @@ import torch
 
 import dreamddp_quality
 from dreamddp_quality import learner_figures
-from ft_plugins.testing.gang import gang
+from harness.gang import gang
 from workloads import real_replica
 from workloads.dreamddp_quality_runs import (
     COMPARED,

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ft_plugins.testing.emulated_nodes import network
+from harness.emulated_nodes import network
 
 FOLDER = Path(__file__).parents[3] / "benchmarks"
 SECONDS = 1800.0  # a bound for a benchmark that hangs; each takes a minute or so
