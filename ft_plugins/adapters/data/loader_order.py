@@ -158,7 +158,6 @@ class PassNumbers:
                 )
 
     def plain(self) -> dict[str, Any]:
-        """Plain values, for the codec."""
         return {"last": self.last, "steps": self.steps, "irregular": self.irregular}
 
     @classmethod

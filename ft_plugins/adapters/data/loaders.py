@@ -119,7 +119,6 @@ def sampler_epoch(source: Any) -> int | None:
 
 
 def set_epoch(source: Any, epoch: int) -> None:
-    """Set the sampler's epoch, if it has one."""
     for _, part in parts(source):
         if callable(getattr(part, "set_epoch", None)) and isinstance(getattr(part, "epoch", None), int):
             part.set_epoch(epoch)
@@ -216,7 +215,6 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def is_stateful(source: Any) -> bool:
-    """Whether `source` saves and loads its own position."""
     return callable(getattr(source, "state_dict", None)) and callable(getattr(source, "load_state_dict", None))
 
 

@@ -87,7 +87,6 @@ class DeepSpeedHost(DeepSpeedStepping):
         return naming.described(self.engine, self._state_items, self._topology.replicas(self.rank))
 
     def fingerprint(self) -> Mapping[str, Any]:
-        """What must match for captured state to belong to this job; equal on all ranks."""
         engine, topology = self.engine, self._topology
         model, accumulated = engine.get_data_types()
         sharded = {} if self._shards is None else {"shard_ranks": len(self._shards.inner)}
@@ -156,7 +155,6 @@ class DeepSpeedHost(DeepSpeedStepping):
         return codec.encode({**values, "skipped_steps": self.engine.skipped_steps})
 
     def restore_scalars(self, encoded: bytes) -> None:
-        """Set them in place, as a restore does."""
         if encoded:
             values = codec.decode(encoded)
             self._restore_optimizer(values)
@@ -208,7 +206,6 @@ class DeepSpeedHost(DeepSpeedStepping):
         state.restore_scaler(optimizer, small["scaler"])
 
     def restore_position(self, small: Mapping[str, Any]) -> None:
-        """Set the data position, then the RNG."""
         if self._positions is not None:
             self._positions.write(small["position"])
         restore_rng(small["rng"])
@@ -218,7 +215,6 @@ class DeepSpeedHost(DeepSpeedStepping):
     # hooks
 
     def install_edges(self, edges: Edges) -> None:
-        """Call `edges` around the spans of a pipeline's schedule from now on."""
         from .spans import follow  # only if spans are needed
 
         follow(self.engine, edges, state.inner(self.engine.optimizer))
@@ -259,7 +255,6 @@ class DeepSpeedHost(DeepSpeedStepping):
             ObservedForwards([engine.module], observer)
 
     def install(self, hooks: Hooks) -> None:
-        """Call `hooks` around every update from now on, and reach the fault points."""
         self._undeclared.begin()
 
         def take_model_step(original: Any, *args: Any, **kwargs: Any) -> Any:

@@ -47,7 +47,6 @@ def in_forward_order(model: Any, modules: Iterable[str]) -> list[str]:
 
 
 def calls_of(rank: int, model: Any, modules: Collection[str]) -> ModuleCalls | PipelineCalls:
-    """The calls of these modules of `model`."""
     parameters = [name for name, _ in model.named_parameters() if module_in(model, name) in modules]
     if hasattr(model, "_layer_specs"):
         return PipelineCalls(rank, model, parameters)

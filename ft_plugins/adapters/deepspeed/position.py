@@ -206,7 +206,6 @@ class Positions:
         return isinstance(source, LoaderPass) and not source.ended
 
     def read(self) -> dict[str, Any]:
-        """The positions, for the codec."""
         return {**{role: self._state(role, source()) for role, source in self._sources.items()}, **self._pending}
 
     def write(self, saved: Mapping[str, Any]) -> None:

@@ -24,7 +24,6 @@ class DeepSpeedRank(FrameworkHost[DeepSpeedReplay]):
     """`shards`: the groups that the engine was built over; None: those that the engine remembers."""
 
     def __init__(self, engine: Any, shards: ShardGroups | None) -> None:
-        """Raises UnsupportedError, TopologyError."""
         self.rank, self.engine = torch.distributed.get_rank(), engine
         self._shards = built_over(engine) if shards is None else shards
         require_supported(engine, self.rank)

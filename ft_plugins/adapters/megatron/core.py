@@ -178,7 +178,6 @@ class MegatronCoreHost(MegatronStepping, MegatronReduction):
     # restore
 
     def restore(self, small: Mapping[str, Any]) -> None:
-        """A collective."""
         self._require_same_parts(small)
         for name, entry in self._counters.items():
             entry.write(small["counters"][name])
@@ -242,8 +241,6 @@ class MegatronCoreHost(MegatronStepping, MegatronReduction):
         follow(self.chunks, edges, self.optimizer, inner)
 
     def install(self, hooks: Hooks) -> None:
-        """Call `hooks` around every update from now on, and reach the fault points."""
-
         def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             iteration = self._completed() + 1
             hooks.before_update(iteration)

@@ -33,7 +33,6 @@ class MegatronRank(FrameworkHost[MegatronReplay]):
         completed: Callable[[], int],
         arguments: argparse.Namespace | None,
     ) -> None:
-        """Raises UnsupportedError, TopologyError."""
         self.rank = torch.distributed.get_rank()
         self.chunks, self.optimizer, self.optimizers = tuple(chunks), optimizer, flat(optimizer)
         self._topology, self._completed, self._arguments = topology, completed, arguments

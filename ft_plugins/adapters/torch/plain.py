@@ -67,11 +67,9 @@ class PlainHost:
         self.no_recompute_reason = "" if self.recomputes else "the host was built without `recompute`"
 
     def topology(self) -> Topology:
-        """Data parallelism only."""
         return Topology(tp=1, pp=1, dp=self._world_size)
 
     def inventory(self) -> Inventory:
-        """One item per tensor."""
         return Inventory.of(
             self.rank,
             (
@@ -140,11 +138,9 @@ class PlainHost:
         return bool(ours)
 
     def install_edges(self, edges: Edges) -> None:
-        """Raises UnsupportedError: the spans of the caller's loop are unknown."""
         raise UnsupportedError("a plain torch loop has no pipeline, so that its spans cannot be followed")
 
     def learning_rate(self) -> float:
-        """Raises UnsupportedError if the host was built without `learning_rate`."""
         if self._learning_rate is None:
             raise UnsupportedError("the learning rate of a plain torch loop is unknown: pass PlainHost `learning_rate`")
         return self._learning_rate()
@@ -153,7 +149,6 @@ class PlainHost:
         return self._gradients()
 
     def recompute(self, step: int) -> None:
-        """Raises UnsupportedError if the host was built without `recompute`."""
         if self._recompute is None:
             raise UnsupportedError("a plain torch loop cannot recompute gradients: pass PlainHost `recompute`")
         self._recompute(step)
@@ -179,7 +174,6 @@ class PlainHost:
         """Does nothing."""
 
     def before_reduction(self, call: Callable[[int, Mapping[str, torch.Tensor]], None]) -> None:
-        """Raises UnsupportedError: the reduction of the caller's loop is unknown."""
         raise UnsupportedError(
             "a plain torch loop reduces its gradients by itself, so that nothing can be called before the reduction"
         )

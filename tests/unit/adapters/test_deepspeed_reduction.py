@@ -7,6 +7,7 @@ of its own if DeepSpeed did not broadcast those of the first one.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -66,6 +67,7 @@ WIDE = {  # 8 ranks
     "pipeline, zero1, replicas of 2": Mode(1, "fp32", 2, False, pp=2),
     "pipeline, bf16 zero1, replicas of 2": Mode(1, "bf16", 2, True, "fp32", pp=2),
 }
+SETS = (PLAIN, PIPELINES, WIDE)
 MODES = PLAIN | PIPELINES | WIDE
 
 
@@ -232,25 +234,15 @@ class Jobs:
         return self._alone[name, None, replica][stage * mode.inner + at]
 
 
-@pytest.fixture(scope="module")
-def plain() -> Jobs:
-    return Jobs(PLAIN, 4)
-
-
-@pytest.fixture(scope="module")
-def pipelines() -> Jobs:
-    return Jobs(PIPELINES, 4)
-
-
-@pytest.fixture(scope="module")
-def wide() -> Jobs:
-    return Jobs(WIDE, 8)
+@functools.cache
+def ran(number: int) -> Jobs:
+    """The jobs of all modes of a set, each run once."""
+    return Jobs(SETS[number], 4 if number < 2 else 8)
 
 
 @pytest.fixture
-def trained(request: pytest.FixtureRequest, name: str) -> Jobs:
-    of: Jobs = request.getfixturevalue("plain" if name in PLAIN else "pipelines" if name in PIPELINES else "wide")
-    return of
+def trained(name: str) -> Jobs:
+    return ran(next(number for number, modes in enumerate(SETS) if name in modes))
 
 
 every = pytest.mark.parametrize(
