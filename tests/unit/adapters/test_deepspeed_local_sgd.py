@@ -1,10 +1,9 @@
 """Local SGD in a session on real DeepSpeed engines, against a simulation of its replicas one after another.
 
 The reference has no session: its ranks are those of one replica, and each holds an engine for every replica, built as
-a job of that replica alone. After an iteration that is a multiple of tau it combines them by its own formula: NumPy's
-mean, and torch's SGD as outer optimizer. Under DreamDDP it also takes means of some modules before an iteration, and
-writes them right before the update of each replica. With two replicas the mean does not depend on an order, so all
-comparisons are bit for bit.
+a job of that replica alone. After an iteration that is a multiple of tau it combines them (`local_sgd_reference`).
+Under DreamDDP it also takes means of some modules before an iteration, and writes them right before the update of each
+replica. With two replicas the mean does not depend on an order, so all comparisons are bit for bit.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 
@@ -25,6 +23,7 @@ pytest.importorskip("deepspeed")
 
 from harness.gang import gang  # noqa: E402
 from tests.unit.adapters import test_deepspeed_reduction as reduced  # noqa: E402
+from tests.unit.adapters.local_sgd_reference import Reference, mean_of  # noqa: E402
 
 WORLD, REPLICAS, TAU, STEPS = 4, 2, 2, 7  # three synchronisations, and an iteration behind the last one
 EDIT, POST = {"policy": "edit", "penalty": False}, {"policy": "post_local_sgd"}
@@ -164,9 +163,7 @@ class Simulated:
             host.install(SimpleNamespace(before_update=late, after_update=lambda step: None))
             self._engines.append(engine)
             self._hosts.append(host)
-        self._anchors = {name: torch.nn.Parameter(one.clone()) for name, one in self._synchronised(0).items()}
-        outer = {"lr": 0.8, "momentum": 0.85, "nesterov": True} if case.keys is EDIT else None
-        self._outer = None if outer is None else torch.optim.SGD(self._anchors.values(), **outer)
+        self._reference = Reference(case.keys, self._synchronised(0), {})
         self._pending: set[int] = set()
         self._averages, self._means = False, dict[str, torch.Tensor]()  # before the update of each replica
 
@@ -190,14 +187,15 @@ class Simulated:
             reduced.weight[0] = reduced.WEIGHTS[step % 2]
             due = self._case.turn(step)
             self._averages = bool(due)
-            self._means = {name: self._mean(name) for name in self._anchors if module_of(name) in due}
+            self._means = {name: self._mean(name) for name in self._reference.anchors if module_of(name) in due}
             for replica, engine in enumerate(self._engines):
                 if self._case.apply == "forward":
                     self._write(self._hosts[replica])
                 place = self._place + replica * self._case.mode.inner
                 reduced.train_once(engine, reduced.batches(place, step, next(engine.module.parameters()).dtype))
             if self._case.due(step):
-                self._combine()
+                self._reference.combine([self._synchronised(replica) for replica in range(REPLICAS)])
+                self._pending = set(range(REPLICAS))
             for replica, engine in enumerate(self._engines):
                 if self._case.apply in ("wait", ""):
                     self._write(self._hosts[replica])
@@ -207,27 +205,14 @@ class Simulated:
         return [(one, reduced.parameters(engine)) for one, engine in zip(after, self._engines, strict=True)]
 
     def _mean(self, name: str) -> torch.Tensor:
-        replicas = [self._synchronised(replica) for replica in range(REPLICAS)]
-        values = np.stack([one[name].detach().numpy().astype(np.float64) for one in replicas])
-        return torch.from_numpy(values.mean(0).astype(np.float32))
-
-    def _combine(self) -> None:
-        for name, anchor in self._anchors.items():
-            mean = self._mean(name)
-            if self._outer is None:
-                anchor.data.copy_(mean)
-            else:
-                anchor.grad = anchor.data - mean
-        if self._outer is not None:
-            self._outer.step()
-        self._pending = set(range(REPLICAS))
+        return mean_of([self._synchronised(replica)[name] for replica in range(REPLICAS)])
 
     def _write(self, host: Any) -> None:
         replica = self._hosts.index(host)
         if replica in self._pending:
             self._pending.remove(replica)
             for name, one in self._synchronised(replica).items():
-                one.copy_(self._anchors[name].detach())
+                one.copy_(self._reference.anchors[name].detach())
             host.derive()
 
 

@@ -8,7 +8,6 @@ of its own if DeepSpeed did not broadcast those of the first one.
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -22,10 +21,10 @@ from torch import nn
 pytest.importorskip("deepspeed")
 
 
-from ft_plugins.adapters.deepspeed import prepare  # noqa: E402
 from ft_plugins.adapters.deepspeed.shard_groups import ReplicaBuild  # noqa: E402
 from ft_plugins.model.reduction import ReducedOver, ReductionControl  # noqa: E402
 from harness.gang import gang  # noqa: E402
+from tests.unit.adapters import deepspeed_engines as engines  # noqa: E402
 from tests.unit.adapters.edge_log import EdgeLog, backward, forward
 
 ALL, LOCAL = ReducedOver.ALL, ReducedOver.LOCAL
@@ -118,14 +117,8 @@ def batches(place: int, step: int, dtype: torch.dtype) -> Iterator[Any]:
 
 
 def start(rank: int, world: int) -> None:
-    """Import and initialise DeepSpeed on this rank."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    prepare()
-    import deepspeed
-
-    deepspeed.init_distributed("gloo")
-    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True  # slow on a CPU, but the same code
+    """DeepSpeed on this rank, with fp16: slow on a CPU, but the same code."""
+    engines.start(rank, world).accelerator.get_accelerator().is_fp16_supported = lambda: True
 
 
 def jobs(rank: int, world: int, runs: list[tuple[str, ReducedOver | None, int]]) -> list[Any]:

@@ -2,9 +2,9 @@
 
 The reference has neither FSDP nor the package: whole models, one for each replica; the batches of a replica's ranks one
 after another, the mean of their gradients, torch's optimizer. After an iteration that is a multiple of tau it combines
-the replicas by formulas of its own: NumPy's mean, the penalty as in the paper, torch's SGD as outer optimizer. Under
-DreamDDP it also writes means of some modules right before each update, taken of what replicas had before any of them
-was updated. Compared are the parameters with which each iteration's gradients were computed, and those at the end.
+the replicas (`local_sgd_reference`). Under DreamDDP it also writes means of some modules right before each update,
+taken of what replicas had before any of them was updated. Compared are the parameters with which each iteration's
+gradients were computed, and those at the end.
 
 Sizes do not divide: shards are uneven, and one is empty.
 """
@@ -28,6 +28,7 @@ from ft_plugins.config import Config, LaunchContext
 from ft_plugins.session import attach
 from ft_plugins.sync.rounds import synchronisation
 from harness.gang import gang
+from tests.unit.adapters.local_sgd_reference import Reference, mean_of
 
 WORLD, TAU, STEPS = 4, 2, 7  # three synchronisations, and an iteration behind the last one
 SECONDS = 200.0
@@ -38,7 +39,6 @@ Verdict = tuple[int, str, str, int]  # iteration, what happened, module, replica
 POST = {"policy": "post_local_sgd"}
 DILOCO = {"policy": "diloco"}
 EDIT = {"policy": "edit", "penalty_warmup": 2, "alpha": 0.3, "threshold": 3.0, "clip": 0.04}
-OUTER = {"post_local_sgd": None, "dreamddp": None, "diloco": (0.7, 0.9), "edit": (0.8, 0.85)}  # rate and momentum
 EVEN = {"policy": "dreamddp", "h": 2, "schedule": "equal"}
 HALVES = ({"layers.2", "layers.1"}, {"layers.0", ""})  # of the modules, in the order of the backward
 
@@ -210,10 +210,6 @@ def simulated(rank: int, world: int, cases: list[Case]) -> list[Any]:
     return [Simulation(case).run() for case in cases]
 
 
-def flat(arrays: Arrays, names: list[str]) -> np.ndarray:
-    return np.concatenate([arrays[name].reshape(-1) for name in names])
-
-
 class Simulation:
     """All replicas in one process."""
 
@@ -223,7 +219,6 @@ class Simulation:
         self.models = [Net(case.tied) for _ in range(replicas)]
         self.optimizers = [optimizer_of(model, case.optimizer) for model in self.models]
         self.used: list[list[Arrays]] = [[] for _ in self.models]
-        self.statistics: dict[tuple[str, int], tuple[float, float, int]] = {}
         self.judged: list[Verdict] = []
         self.remember()
 
@@ -235,11 +230,8 @@ class Simulation:
 
     def remember(self) -> None:
         """The anchors, and the outer optimizer over them."""
-        self.anchors = {name: torch.nn.Parameter(one.detach().clone()) for name, one in self.parameters(0).items()}
-        outer = OUTER[self.case.keys["policy"]]
-        self.outer = None
-        if outer is not None:
-            self.outer = torch.optim.SGD(self.anchors.values(), lr=outer[0], momentum=outer[1], nesterov=True)
+        start = self.parameters(0)
+        self.reference = Reference(self.case.keys, start, {name: module_of(name) for name in start})
 
     def run(self) -> Any:
         case, pending = self.case, False
@@ -279,73 +271,27 @@ class Simulation:
 
     def average(self, modules: Set[str]) -> None:
         """All replicas get the means of these modules; no gradient changes."""
-        for name in [name for name in self.anchors if module_of(name) in modules]:
-            values = np.stack([self.arrays(replica)[name].astype(np.float64) for replica in range(self.size)])
-            mean = torch.from_numpy(values.mean(0).astype(np.float32))
-            for replica in range(self.size):
-                self.parameters(replica)[name].data.copy_(mean)
+        for name in [name for name in self.reference.anchors if module_of(name) in modules]:
+            same = [self.parameters(replica)[name] for replica in range(self.size)]
+            mean = mean_of(same)
+            for one in same:
+                one.data.copy_(mean)
 
     def combine(self, step: int) -> None:
-        """Move the anchors. A module that is rolled back is not stepped, so its anchors have no gradient."""
-        modules: dict[str, list[str]] = {}
-        for name in self.anchors:
-            modules.setdefault(module_of(name), []).append(name)
-        for module, names in modules.items():
-            anchor = flat({name: one.detach().numpy() for name, one in self.anchors.items()}, names)
-            values = np.stack([flat(self.arrays(replica), names) for replica in range(self.size)])
-            if "clip" in self.case.keys:
-                target = self.penalised(step, module, values.astype(np.float64), anchor.astype(np.float64))
-            else:
-                target = values.astype(np.float64).mean(0)
-            if target is None:
-                for name in names:
-                    self.anchors[name].grad = None
-                continue
-            parts = np.split(target.astype(np.float32), np.cumsum([self.anchors[name].numel() for name in names])[:-1])
-            for name, part in zip(names, parts, strict=True):
-                mean = torch.from_numpy(part.copy()).view_as(self.anchors[name])
-                if self.outer is None:
-                    self.anchors[name].data.copy_(mean)
-                else:
-                    self.anchors[name].grad = self.anchors[name].data - mean
-        if self.outer is not None:
-            self.outer.step()
+        left_out, clipped = self.reference.combine([self.parameters(replica) for replica in range(self.size)])
+        for module, those in left_out.items():
+            self.judged += [(step, "left out", module, replica) for replica in those]
+            self.judged += [(step, "rolled back", module, 0)] if len(those) == self.size else []
+        self.judged += [(step, "clipped", module, 0) for module in clipped]
 
     @property
     def size(self) -> int:
         return len(self.models)
 
-    def penalised(self, step: int, module: str, values: np.ndarray, anchor: np.ndarray) -> np.ndarray | None:
-        """EDiT's Algorithm 2; None if the module is rolled back."""
-        keys, changes = self.case.keys, values - anchor
-        norms = np.sqrt(np.square(changes).sum(1)).tolist()
-        known = [self.statistics.get((module, replica), (norm, 0.0, 0)) for replica, norm in enumerate(norms)]
-        sound = []
-        for replica, (mean, deviation, count) in enumerate(known):
-            if count >= keys["penalty_warmup"] and (norms[replica] - mean) / deviation > keys["threshold"]:
-                self.judged.append((step, "left out", module, replica))
-            else:
-                sound.append(replica)
-        for replica in sound or range(self.size):
-            mean, deviation, count = known[replica]
-            new = keys["alpha"] * norms[replica] + (1 - keys["alpha"]) * mean
-            variance = (1 - keys["alpha"]) * deviation**2 + keys["alpha"] * (norms[replica] - new) ** 2
-            self.statistics[module, replica] = (new, float(np.sqrt(variance)), count + 1)
-        if not sound:
-            self.judged.append((step, "rolled back", module, 0))
-            return None
-        powers = np.exp([-norms[replica] for replica in sound])
-        mean = anchor + (powers / powers.sum()) @ changes[sound]
-        change = mean.astype(np.float32) - anchor  # rounded as it is exchanged
-        factor = keys["clip"] / (np.sqrt(np.square(change).sum()) + 1e-6)
-        if factor < 1:
-            self.judged.append((step, "clipped", module, 0))
-        return anchor + min(1.0, factor) * change
-
     def write(self) -> None:
         for replica in range(self.size):
             for name, one in self.parameters(replica).items():
-                one.data.copy_(self.anchors[name].data)
+                one.data.copy_(self.reference.anchors[name].data)
 
 
 # ---- comparisons ----
