@@ -46,17 +46,17 @@ class FirstImport(importlib.abc.MetaPathFinder):
 
 
 @dataclass
-class Hooks:
+class FrameworkHooks:
     """What hooks use when they act, and the functions to call after an orderly end of the script."""
 
     context: LaunchContext
     endings: list[Callable[[], None]] = field(default_factory=list)
 
 
-def register(context: LaunchContext) -> Hooks:
+def register(context: LaunchContext) -> FrameworkHooks:
     """Prepare and hook the frameworks when the script imports them: Megatron if a system is on, DeepSpeed always,
     because its own configuration can switch one on."""
-    hooks = Hooks(context)
+    hooks = FrameworkHooks(context)
 
     def megatron() -> None:
         adapter: Any = importlib.import_module("ft_plugins.adapters.megatron")

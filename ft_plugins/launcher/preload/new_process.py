@@ -97,6 +97,7 @@ def become(environment: Mapping[str, str], written: Mapping[str, str | None], fo
     random.seed()
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
         numpy_random.seed()
+    importlib.import_module("torch").default_generator.seed()  # chosen at random in each process; no GPU has one yet
     multiprocessing.current_process().authkey = os.urandom(32)
     name_process(name)
     gc.enable()

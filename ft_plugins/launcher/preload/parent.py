@@ -15,6 +15,7 @@ import ctypes
 import hashlib
 import importlib.metadata
 import json
+import math
 import os
 import select
 import socket
@@ -34,11 +35,13 @@ from ...config import worker_environment
 from ...events import Events, catalogue, say
 from ...model import imported
 from ..agent.watcher import Job
-from . import messages, preloader, what_to_import
+from ..agent.worker_exits import WorkerExits
+from . import packets, preloader, what_to_import
 
 _WORKER = ("-u", "-m", "ft_plugins.launcher.worker")  # then [-m] script args...
-_READY_SECONDS = 600.0  # for all imports; without a preloader each rank does them
+_READY_SECONDS = 300.0  # for all imports; without a preloader each rank does them
 _FORK_SECONDS = 60.0
+_LOOK_SECONDS = 600.0  # between two looks at a rank
 _END_SECONDS = 10.0  # for the kernel to end a process
 _GET_SUBREAPER, _SET_SUBREAPER = 37, 36  # of prctl
 
@@ -66,19 +69,13 @@ class ForkedRank:
 
     def wait(self, timeout: float | None = None) -> int:
         """Raises TimeoutExpired."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
         while (status := self.poll()) is None:
-            if deadline is not None and time.monotonic() >= deadline:
-                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
-            with suppress(ProcessLookupError):
-                descriptor = os.pidfd_open(self.pid)
-                try:
-                    left = None if deadline is None else 1000 * max(0.0, deadline - time.monotonic())
-                    poller = select.poll()
-                    poller.register(descriptor, select.POLLIN)
-                    poller.poll(left)
-                finally:
-                    os.close(descriptor)
+            if time.monotonic() >= deadline:
+                raise subprocess.TimeoutExpired(str(self.pid), deadline)
+            exits = WorkerExits([self.pid])
+            exits.wait(max(0.0, min(_LOOK_SECONDS, deadline - time.monotonic())))
+            exits.close()
         return status
 
 
@@ -100,12 +97,12 @@ class PreloadedParent:
         """Start the preloader; never raises."""
         with self._guarded():
             self._left = dict(imported.read_record(self._record).left)
-            ours, theirs = messages.pair()
+            ours, theirs = packets.pair()
             environment = {name: value for name, value in os.environ.items() if not what_to_import.withheld(name)}
             config = worker_environment(self._job.config, self._job.run_dir, 0, 0)["FTP_CONFIG"]
             order = preloader.Order(theirs.fileno(), os.getpid(), self._count, str(self._record), config, self._left)
             environment |= {preloader.NVML: "1", preloader.VARIABLE: json.dumps(vars(order))}
-            outputs = [self._output(name) for name in ("preload.out", "preload.err")]
+            outputs = [self._output(name) for name in ("preload-out.log", "preload-err.log")]
             try:
                 self._process = subprocess.Popen(
                     self._command, env=environment, stdout=outputs[0], stderr=outputs[1],
@@ -176,12 +173,12 @@ class PreloadedParent:
         imported.write_to(self._record, imported.Imported(0, tuple(names), tuple(sorted(variables)), self._left))
         if set(names) - set(before.names) or variables - set(before.variables):
             self._ready = False
-            messages.send(self._end, {"again": True})
+            packets.send(self._end, {"again": True})
 
     def _hear(self, seconds: float) -> dict[str, Any]:
-        """The next message of the preloader, noted. Raises what `messages.receive` does."""
+        """The next message of the preloader, noted. Raises what `packets.receive` does."""
         assert self._end is not None
-        message, _ = messages.receive(self._end, seconds)
+        message, _ = packets.receive(self._end, seconds)
         if "ready" in message:
             self._ready = True
             self._events.emit(
@@ -215,7 +212,7 @@ class PreloadedParent:
         may_run, let_run = os.pipe()
         try:
             request = {"environment": dict(environment), "folder": os.getcwd()}
-            messages.send(self._end, {"fork": request}, [*outputs, may_run])
+            packets.send(self._end, {"fork": request}, [*outputs, may_run])
             pid = self._hear(_FORK_SECONDS).get("pid")
             if not isinstance(pid, int):
                 return None
@@ -233,8 +230,8 @@ class PreloadedParent:
             yield
         except SignalException:
             raise
-        except EOFError:
-            self._refuse(f"it has ended; see {self._job.run_dir / 'preload.err'}")
+        except (EOFError, ConnectionError):
+            self._refuse(f"it has ended; see {self._job.run_dir / 'preload-err.log'}")
         except Exception as error:
             self._refuse(f"{type(error).__name__}: {error}")
 

@@ -44,7 +44,7 @@ from ...events import say
 from ...model import imported
 from .. import hooks
 from ..binding import bind_to_agent
-from . import messages, new_process, what_to_import
+from . import new_process, packets, what_to_import
 from .environment_reads import EnvironmentReads
 from .what_to_import import ImportStatement
 
@@ -74,7 +74,7 @@ class _Refused(Exception):
     """Ranks cannot be forked from this process, nor from another one without a package."""
 
 
-def serve(words: list[str], place_folder: Any) -> hooks.Hooks:
+def serve(words: list[str], place_folder: Any) -> hooks.FrameworkHooks:
     """Import, and answer the agent. Returns in each rank, with the hooks that its script has already met."""
     order = TypeAdapter(Order).validate_json(os.environ.pop(VARIABLE))
     bind_to_agent(order.agent)
@@ -89,7 +89,7 @@ def serve(words: list[str], place_folder: Any) -> hooks.Hooks:
             place_folder(words[0])
         preloader.import_all()
         while True:
-            message, descriptors = messages.receive(end)
+            message, descriptors = packets.receive(end)
             if "fork" not in message:
                 preloader.import_all()
             elif preloader.answer(message["fork"], descriptors):
@@ -99,7 +99,7 @@ def serve(words: list[str], place_folder: Any) -> hooks.Hooks:
     except Exception as error:
         refused = str(error) if isinstance(error, _Refused) else f"{type(error).__name__}: {error}"
         with suppress(OSError):
-            messages.send(end, {"refused": refused[:2000]})
+            packets.send(end, {"refused": refused[:2000]})
         os._exit(0)
     try:
         preloader.take_over(message["fork"], descriptors)
@@ -140,17 +140,17 @@ class _Preloader:
         named: list[ImportStatement] = []
         with suppress(SyntaxError, ValueError):  # the rank says so
             variables |= what_to_import.variables_set(source)
-            named = what_to_import.statements(source, self._beside)
+            named = what_to_import.statements(source, self._adjacent)
         if unfit := what_to_import.read_when_loaded(variables):
             raise _Refused(f"the script sets {', '.join(unfit)}, which libraries read when they are loaded")
+        if not self._installed("torch"):
+            raise _Refused("torch is not in a folder of installed packages")
         sys.argv = [self._script, *self._arguments]
         before = dict(found)
         for statement in what_to_import.in_order(named, record.names, found, self._installed):
             known = not statement.names and statement.module in sys.modules
             if not known and (reason := self._import(statement, variables)):
                 found.setdefault(statement.package, reason)
-        if len(os.listdir("/proc/self/task")) > 1:
-            raise _Refused("modules leave threads running")
         if found != before:
             self._start_again(found)
         self._left = found
@@ -159,12 +159,12 @@ class _Preloader:
         gc.freeze()
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         size, seconds = pages * os.sysconf("SC_PAGE_SIZE"), round(time.monotonic() - self._monotonic, 3)
-        messages.send(self._end, {"ready": seconds, "modules": len(sys.modules), "bytes": size})
+        packets.send(self._end, {"ready": seconds, "modules": len(sys.modules), "bytes": size})
 
     def _import(self, statement: ImportStatement, variables: set[str]) -> str:
         """Import it; why its package must be left to the ranks, '' if it need not."""
         known, used = set(sys.modules), self._reads.used
-        threads = len(os.listdir("/proc/self/task"))
+        threads, descriptors = _threads(), _descriptors()
         try:
             with self._reads.watching():
                 module = importlib.import_module(statement.module)
@@ -177,14 +177,15 @@ class _Preloader:
             pass  # the script tries, and does without it
         except Exception as error:
             return f"its import fails: {type(error).__name__}: {error}"[:500]
-        if threads < len(os.listdir("/proc/self/task")) and _threads_in_fork() > 1:
+        if _threads() > threads and _threads(after_fork=True) > threads:
             return "it leaves a thread running"
-        if kept := _descriptors() - self._descriptors:
+        if kept := _descriptors() - descriptors:
             return f"it keeps {', '.join(sorted(kept))} open"
         used = {name for name in self._reads.used - used if name in variables or what_to_import.withheld(name)}
         if used:
             return f"it uses {', '.join(sorted(used))} of the environment when it is imported"
         if os.getcwd() != self._folder:
+            os.chdir(self._folder)
             return "it changes the working folder"
         for name in sys.modules.keys() - known:
             path = getattr(sys.modules[name], "__file__", None)
@@ -193,8 +194,8 @@ class _Preloader:
         return ""
 
     def _start_again(self, left: dict[str, str]) -> NoReturn:
-        """Begin anew without the packages in `left`."""
-        messages.send(self._end, {"left": left})
+        """Report the packages in `left`, and begin again without them."""
+        packets.send(self._end, {"left": left})
         if "torch" in left or self._order.starts + 1 >= _STARTS:
             raise _Refused(f"{(last := list(left)[-1])} cannot be imported ahead: {left[last]}")
         self._restart(left)
@@ -216,7 +217,7 @@ class _Preloader:
                     return _text(path)
         return ""
 
-    def _beside(self, package: str) -> str | None:
+    def _adjacent(self, package: str) -> str | None:
         """The text of a module next to the script."""
         path = Path(sys.path[0] or ".", f"{package}.py")
         return _text(path) if path.is_file() else None
@@ -237,18 +238,18 @@ class _Preloader:
         """Fork a rank, or say why not; whether this process is the rank."""
         environment: dict[str, str] = request["environment"]
         if changed := next((path for path, state in self._files.items() if self._has_changed(path, state)), ""):
-            messages.send(self._end, {"refused": f"{changed} has changed since it was imported", "again": True})
+            packets.send(self._end, {"refused": f"{changed} has changed since it was imported", "again": True})
             self._restart(self._left)
         names = self._environment.keys() | environment.keys()
         differs = {name for name in names if self._environment.get(name) != environment.get(name)}
         if wrong := sorted((differs - {NVML}) & self._reads.used):
-            messages.send(self._end, {"refused": f"the environment differs: {', '.join(wrong)}"})
-        elif (threads := len(os.listdir("/proc/self/task"))) > 1 or _descriptors(*descriptors) - self._descriptors:
-            messages.send(self._end, {"refused": f"it has {threads} threads, or keeps a descriptor open"})
+            packets.send(self._end, {"refused": f"the environment differs: {', '.join(wrong)}"})
+        elif (threads := _threads(after_fork=True)) > 1 or _descriptors(*descriptors) - self._descriptors:
+            packets.send(self._end, {"refused": f"it has {threads} threads, or keeps a descriptor open"})
         elif (pid := self._fork(descriptors[2])) is None:
             return True
         else:
-            messages.send(self._end, {"pid": pid})
+            packets.send(self._end, {"pid": pid})
         for descriptor in descriptors:
             os.close(descriptor)
         return False
@@ -298,12 +299,13 @@ class _Preloader:
         imported.found_by_modules(found | self._reads.written())
 
 
-def _threads_in_fork() -> int:
-    """Threads of this process after a fork: some libraries, such as OpenBLAS, end theirs before it."""
-    child = os.fork()
-    if not child:
-        os._exit(0)
-    os.waitpid(child, 0)
+def _threads(after_fork: bool = False) -> int:
+    """Threads of this process. Some libraries, such as OpenBLAS, end theirs before it forks, so that shows more."""
+    if after_fork and _threads() > 1:
+        child = os.fork()
+        if not child:
+            os._exit(0)
+        os.waitpid(child, 0)
     return len(os.listdir("/proc/self/task"))
 
 

@@ -50,15 +50,15 @@ def read_when_loaded(variables: Iterable[str]) -> list[str]:
     return sorted(name for name in variables if name.startswith(_READ_WHEN_LOADED))
 
 
-def statements(source: str, beside: Callable[[str], str | None]) -> list[ImportStatement]:
-    """The imports at the top level of a script, in order, and those of the modules `beside` it, whose text that
-    function gives: None for any other. Raises SyntaxError."""
+def statements(source: str, adjacent: Callable[[str], str | None]) -> list[ImportStatement]:
+    """The imports at the top level of a script, in order, and those of the modules next to it, whose text
+    `adjacent` gives: None for any other. Raises SyntaxError."""
     found: list[ImportStatement] = []
     read: set[str] = set()
 
     def follow(text: str) -> None:
         for statement in _imports(ast.parse(text).body):
-            if statement.package not in read and (inner := beside(statement.package)) is not None:
+            if statement.package not in read and (inner := adjacent(statement.package)) is not None:
                 read.add(statement.package)
                 follow(inner)
             found.append(statement)
