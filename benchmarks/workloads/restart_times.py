@@ -27,21 +27,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import psutil
 
+from ft_plugins.rehearse.driver import DrivenJob
 from ft_plugins.report.recovery_phases import PHASES, RecoveryPhases, recovery_phases
 from ft_plugins.smp.watch import liveness
-from ft_plugins.testing import quickstart
-from ft_plugins.testing.driver import DrivenJob
+from harness.forkserver import load
+from workloads.running import PROGRESS, say
 
-RANKS = quickstart.RANKS
+quickstart: Any = load(str(Path(__file__).resolve().parents[2] / "launch" / "quickstart.py"))
+RANKS: int = quickstart.RANKS
 KILLED = 5  # rank
 BOUND = 300.0  # seconds, for any wait
 _SAVING = 0.05  # of the time, for checkpoints: what a user may accept
 ENDLESS = 100_000  # iterations
 _POLL_SECONDS = 0.05
-FRAMEWORKS = tuple(quickstart.FRAMEWORKS)
+FRAMEWORKS: tuple[str, ...] = tuple(quickstart.FRAMEWORKS)
 
 
 @dataclass(frozen=True)
@@ -245,12 +248,14 @@ def measure(frameworks: Sequence[str], kills: int, every: int) -> dict[str, floa
     found: dict[str, float] = {}
     if frameworks:
         os.environ |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-        print(head())
+        say(head())
     for framework in frameworks:
         with tempfile.TemporaryDirectory(prefix="ft-", dir="/tmp") as folder:
+            PROGRESS.step(f"{framework} under ft-run", 3)
             ours = with_reft(framework, Path(folder, "ft-run"), places(kills, every))
+            PROGRESS.step(f"{framework} under torchrun", 7)
             theirs = with_own_checkpoints(framework, Path(folder, "torchrun"), places(kills, every), every)
-        print("\n".join(rows(framework, ours, theirs, every)), flush=True)
+        say("\n".join(rows(framework, ours, theirs, every)))
         found |= figures(framework, ours, theirs)
     ratios = [value for name, value in found.items() if name.endswith("_recovery_x")]
     return found | ({"recovery_x": min(ratios)} if ratios else {})

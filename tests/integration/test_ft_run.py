@@ -25,11 +25,11 @@ import pytest
 from ft_plugins import events
 from ft_plugins.config import run_directory
 from ft_plugins.events import Event
+from ft_plugins.rehearse.ports import free_port
 from ft_plugins.report.recovery_phases import recovery_phases
 from ft_plugins.smp.serve.client import Client
 from ft_plugins.smp.watch import liveness
 from ft_plugins.snapshot.segment import paths
-from ft_plugins.testing.ports import free_port
 
 WAIT = 240.0  # a start imports torch in every rank
 ITERATIONS = 6
@@ -37,7 +37,7 @@ TRAINER = f"""
 import os, sys
 import torch, torch.distributed as dist
 import ft_plugins
-from ft_plugins import faults
+from ft_plugins.base import faults
 from ft_plugins.adapters.torch.plain import PlainHost
 from ft_plugins.config import launch_context
 

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from ft_plugins.errors import EXIT_REFUSED
-from ft_plugins.testing.megatron_checkpoints import differences, read
-from ft_plugins.testing.megatron_lm import RUN_SECONDS, MegatronLmRun, ft_run
+from harness.megatron_checkpoints import differences, read
+from harness.megatron_lm import RUN_SECONDS, MegatronLmRun, ft_run
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from ft_plugins.testing import megatron_checkpoints
-from ft_plugins.testing.display import LineDisplay
-from ft_plugins.testing.megatron_lm import (
+from ft_plugins.rehearse.display import LineDisplay
+from ft_plugins.rehearse.rehearsal import plan_rehearsal, rehearse, report
+from harness import megatron_checkpoints
+from harness.megatron_lm import (
     SCRIPT,
     SETTINGS,
     Checkout,
@@ -26,7 +27,6 @@ from ft_plugins.testing.megatron_lm import (
     read_checkout,
     write_corpus,
 )
-from ft_plugins.testing.rehearsal import plan_rehearsal, rehearse, report
 
 pytestmark = pytest.mark.timeout(900)
 

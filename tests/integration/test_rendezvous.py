@@ -20,11 +20,11 @@ import pytest
 from ft_plugins.errors import EXIT_REFUSED
 from ft_plugins.launcher import job_secret
 from ft_plugins.launcher.rendezvous.peer_client import Credentials, ask
+from ft_plugins.rehearse.ports import free_port
 from ft_plugins.smp.watch import liveness
 from ft_plugins.snapshot.segment import paths
-from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
-from ft_plugins.testing.job_control import wait_for
-from ft_plugins.testing.ports import free_port
+from harness.forkserver import ForkServer, JobSpec, RunningJob
+from harness.job_control import wait_for
 
 BOUND = 120.0
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,9 +14,9 @@ import pytest
 from ft_plugins.errors import FtError
 from ft_plugins.smp.serve.client import Client
 from ft_plugins.smp.watch import liveness
-from ft_plugins.testing import deepspeed_runs, fsdp_runs, megatron_runs
-from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
-from ft_plugins.testing.multinode import DETECT, HANG, has_flag
+from harness import deepspeed_runs, fsdp_runs, megatron_runs
+from harness.forkserver import ForkServer, JobSpec, RunningJob
+from harness.multinode import DETECT, HANG, has_flag
 
 _GONE_SECONDS = 10.0  # for an SMP to end on request or after a signal
 SERVERS = frozenset({"torch_server", "fsdp_server", "megatron_server", "deepspeed_server"})
@@ -27,7 +27,7 @@ Start = Callable[..., RunningJob]
 def torch_server() -> Iterator[ForkServer]:
     """Jobs of plain torch."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    with ForkServer(["ft_plugins.testing.hangs", "ft_plugins.launcher.node_launch"]) as server:
+    with ForkServer(["harness.hangs", "ft_plugins.launcher.node_launch"]) as server:
         yield server
 
 

@@ -15,9 +15,9 @@ import pytest
 from ft_plugins.snapshot.segment.paths import path_of
 from ft_plugins.snapshot.segment.segment import Segment
 from ft_plugins.snapshot.segment.slots import SlotState
-from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
-from ft_plugins.testing.job_control import Entry, entries, wait_for, wait_until_stopped
-from ft_plugins.testing.megatron_runs import EXAMPLE
+from harness.forkserver import ForkServer, JobSpec, RunningJob
+from harness.job_control import Entry, entries, wait_for, wait_until_stopped
+from harness.megatron_runs import EXAMPLE
 
 Spec = Callable[..., JobSpec]
 BOUND = 90
@@ -25,7 +25,7 @@ BOUND = 90
 
 def fills(jobs: Spec, tmp_path: Path, *words: str, flags: tuple[str, ...] = ("--reft",), mib: int = 8) -> JobSpec:
     argv = ("--mib", str(mib), "--journal", str(tmp_path / "journal"), *words)
-    return jobs(entry="ft_plugins.testing.fills:main", argv=argv, flags=flags)
+    return jobs(entry="harness.fills:main", argv=argv, flags=flags)
 
 
 def left_behind(server: ForkServer, jobs: Spec, tmp_path: Path) -> JobSpec:

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from ft_plugins.testing.deepspeed_runs import ITERATIONS, DeepSpeedConfiguration, DeepSpeedRun
-from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
-from ft_plugins.testing.golden import assert_identical, loss_differences, losses, state_differences
+from harness.deepspeed_runs import ITERATIONS, DeepSpeedConfiguration, DeepSpeedRun
+from harness.forkserver import ForkServer, JobSpec, RunningJob
+from harness.golden import assert_identical, loss_differences, losses, state_differences
 
 Spec = Callable[..., JobSpec]
 BOUND = 240  # seconds for one run; ten times what it takes on an idle machine

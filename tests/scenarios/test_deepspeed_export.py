@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from ft_plugins.snapshot.checkpoint import checkpoint
-from ft_plugins.testing.deepspeed_runs import DeepSpeedConfiguration, DeepSpeedRun
-from ft_plugins.testing.forkserver import ForkServer, JobSpec
-from ft_plugins.testing.golden import explain, losses, state_differences
-from ft_plugins.testing.job_control import run_to_end
+from harness.deepspeed_runs import DeepSpeedConfiguration, DeepSpeedRun
+from harness.forkserver import ForkServer, JobSpec
+from harness.golden import explain, losses, state_differences
+from harness.job_control import run_to_end
 
 Spec = Callable[..., JobSpec]
 BEGUN, ITERATIONS = 3, 6  # an epoch of the script with loaders of its own has three

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from ft_plugins.testing.deepspeed_runs import DeepSpeedConfiguration, DeepSpeedRun
-from ft_plugins.testing.emulated_nodes import network
-from ft_plugins.testing.forkserver import ForkServer, JobSpec
-from ft_plugins.testing.golden import assert_identical
-from ft_plugins.testing.multinode import BOUND, MultiNodeJob
+from harness.deepspeed_runs import DeepSpeedConfiguration, DeepSpeedRun
+from harness.emulated_nodes import network
+from harness.forkserver import ForkServer, JobSpec
+from harness.golden import assert_identical
+from harness.multinode import BOUND, MultiNodeJob
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the extra [deepspeed]")
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from ft_plugins.testing.deepspeed_runs import DeepSpeedConfiguration, DeepSpeedRun
-from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
-from ft_plugins.testing.golden import assert_identical
-from ft_plugins.testing.job_control import lose_memory, run_to_end, stop_after, write_checkpoints
+from harness.deepspeed_runs import DeepSpeedConfiguration, DeepSpeedRun
+from harness.forkserver import ForkServer, JobSpec, RunningJob
+from harness.golden import assert_identical
+from harness.job_control import lose_memory, run_to_end, stop_after, write_checkpoints
 
 Spec = Callable[..., JobSpec]
 

@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
-from ft_plugins.testing.averagings import averagings, reached
-from ft_plugins.testing.deepspeed_runs import DeepSpeedConfiguration, DeepSpeedRun
-from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
-from ft_plugins.testing.fsdp_runs import FsdpRun
-from ft_plugins.testing.golden import assert_identical
-from ft_plugins.testing.megatron_runs import MegatronConfiguration, MegatronRun
-from ft_plugins.testing.multinode import ExampleRun
+from harness.averagings import averagings, reached
+from harness.deepspeed_runs import DeepSpeedConfiguration, DeepSpeedRun
+from harness.forkserver import ForkServer, JobSpec, RunningJob
+from harness.fsdp_runs import FsdpRun
+from harness.golden import assert_identical
+from harness.megatron_runs import MegatronConfiguration, MegatronRun
+from harness.multinode import ExampleRun
 
 Spec = Callable[..., JobSpec]
 _numbers = itertools.count()

@@ -20,9 +20,9 @@ import xxhash
 from ft_plugins.model.topology import Topology
 from ft_plugins.snapshot.checkpoint import checkpoint, persist
 from ft_plugins.snapshot.checkpoint.checkpoint_reader import CheckpointReader
-from ft_plugins.testing.forkserver import ForkServer, JobSpec
-from ft_plugins.testing.golden import explain, tree_differences
-from ft_plugins.testing.megatron_runs import ITERATIONS, RANKS, MegatronConfiguration, MegatronRun
+from harness.forkserver import ForkServer, JobSpec
+from harness.golden import explain, tree_differences
+from harness.megatron_runs import ITERATIONS, RANKS, MegatronConfiguration, MegatronRun
 
 Spec = Callable[..., JobSpec]
 BOUND = 240
@@ -90,7 +90,7 @@ def test_a_job_of_torch_alone_has_no_format_to_be_exported_to(
 ) -> None:
     flags = ("--reft", "--reft-checkpoint-dir", str(tmp_path / "ck"), "--reft-checkpoint-interval", "4")
     argv = ("--iterations", "4", "--mib", "1", "--journal", str(tmp_path / "journal"))
-    job = torch_server.start(jobs(entry="ft_plugins.testing.fills:main", argv=argv, flags=flags, nproc=2))
+    job = torch_server.start(jobs(entry="harness.fills:main", argv=argv, flags=flags, nproc=2))
     assert job.wait(BOUND)["status"] == "succeeded", job.tail()
     (folder,) = (tmp_path / "ck").glob("*/v1-4")
     line = refused(folder, tmp_path / "new")

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from ft_plugins.events import catalogue
-from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
-from ft_plugins.testing.job_control import entries, wait_for
-from ft_plugins.testing.ports import free_port
+from ft_plugins.rehearse.ports import free_port
+from harness.forkserver import ForkServer, JobSpec, RunningJob
+from harness.job_control import entries, wait_for
 
 BOUND = 90
 HANG_SECONDS = "2"
@@ -27,7 +27,7 @@ def run(
         journal = tmp_path / "journal"
         given = ("--reft", "--ftp-hang-seconds", hang_seconds, *flags)
         argv = ("--journal", str(journal), *words)
-        job = torch_server.start(jobs(entry="ft_plugins.testing.hangs:main", argv=argv, flags=given, nproc=2))
+        job = torch_server.start(jobs(entry="harness.hangs:main", argv=argv, flags=given, nproc=2))
         outcome = job.wait(bound)
         assert outcome == {"status": "succeeded", "reason": "", "restarts": restarts}, job.tail()
         return job, entries(journal)
@@ -131,7 +131,7 @@ def run_on_two_nodes(
     given = ("--reft", "--ftp-hang-seconds", hang_seconds, "--ftp-secret-file", str(secret))
     for node in ("node0", "node1"):
         spec = jobs(
-            entry="ft_plugins.testing.hangs:main", argv=("--journal", str(journal), "--how", how, *words), nnodes=2,
+            entry="harness.hangs:main", argv=("--journal", str(journal), "--how", how, *words), nnodes=2,
             node=node, endpoint=endpoint, flags=(*given, "--ftp-node-name", node),
         )  # fmt: skip
         running.append(server.start(spec))

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from ft_plugins.testing.deepspeed_runs import DeepSpeedConfiguration, DeepSpeedRun
-from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
-from ft_plugins.testing.golden import assert_identical
+from harness.deepspeed_runs import DeepSpeedConfiguration, DeepSpeedRun
+from harness.forkserver import ForkServer, JobSpec, RunningJob
+from harness.golden import assert_identical
 
 Spec = Callable[..., JobSpec]
 Golden = Callable[[str], tuple[DeepSpeedRun, dict[Any, Any]]]

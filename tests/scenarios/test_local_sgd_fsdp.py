@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from ft_plugins.testing.emulated_nodes import network
-from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
-from ft_plugins.testing.fsdp_runs import FsdpRun
-from ft_plugins.testing.golden import assert_identical
-from ft_plugins.testing.job_control import wait_until_stopped
-from ft_plugins.testing.multinode import BOUND, DETECT, MultiNodeJob, until
+from harness.emulated_nodes import network
+from harness.forkserver import ForkServer, JobSpec, RunningJob
+from harness.fsdp_runs import FsdpRun
+from harness.golden import assert_identical
+from harness.job_control import wait_until_stopped
+from harness.multinode import BOUND, DETECT, MultiNodeJob, until
 
 Spec = Callable[..., JobSpec]
 SECONDS = 200.0  # for one run; far more than it takes on an idle machine

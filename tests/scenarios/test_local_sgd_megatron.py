@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from ft_plugins.testing.forkserver import ForkServer, JobSpec
-from ft_plugins.testing.golden import explain, loss_differences, state_differences
-from ft_plugins.testing.megatron_runs import RANKS, MegatronConfiguration, MegatronRun
+from harness.forkserver import ForkServer, JobSpec
+from harness.golden import explain, loss_differences, state_differences
+from harness.megatron_runs import RANKS, MegatronConfiguration, MegatronRun
 
 Spec = Callable[..., JobSpec]
 BOUND = 240

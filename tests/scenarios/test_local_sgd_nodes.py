@@ -22,14 +22,14 @@ import pytest
 import torch
 
 from ft_plugins.model.digest import tensor_digest
-from ft_plugins.testing.averagings import averagings, reached
-from ft_plugins.testing.deepspeed_runs import DeepSpeedConfiguration, DeepSpeedRun
-from ft_plugins.testing.emulated_nodes import EmulatedHost, network
-from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
-from ft_plugins.testing.golden import assert_identical, explain, losses, state_differences
-from ft_plugins.testing.job_control import Entry, captured
-from ft_plugins.testing.megatron_runs import MegatronConfiguration, MegatronRun
-from ft_plugins.testing.multinode import ExampleRun, MultiNodeJob, until
+from harness.averagings import averagings, reached
+from harness.deepspeed_runs import DeepSpeedConfiguration, DeepSpeedRun
+from harness.emulated_nodes import EmulatedHost, network
+from harness.forkserver import ForkServer, JobSpec, RunningJob
+from harness.golden import assert_identical, explain, losses, state_differences
+from harness.job_control import Entry, captured
+from harness.megatron_runs import MegatronConfiguration, MegatronRun
+from harness.multinode import ExampleRun, MultiNodeJob, until
 
 Spec = Callable[..., JobSpec]
 _numbers = itertools.count()

@@ -22,12 +22,12 @@ from ft_plugins.collective.rank_tree import place_of
 from ft_plugins.events import Event, catalogue
 from ft_plugins.redundancy.grouping import redundancy_groups
 from ft_plugins.snapshot.segment.paths import SHM
-from ft_plugins.testing.emulated_nodes import EmulatedHost, network
-from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
-from ft_plugins.testing.fsdp_runs import EXAMPLE, FsdpRun
-from ft_plugins.testing.golden import assert_identical
-from ft_plugins.testing.job_control import Entry, wait_until_stopped
-from ft_plugins.testing.multinode import BOUND, DETECT, MultiNodeJob, Spec, until
+from harness.emulated_nodes import EmulatedHost, network
+from harness.forkserver import ForkServer, JobSpec, RunningJob
+from harness.fsdp_runs import EXAMPLE, FsdpRun
+from harness.golden import assert_identical
+from harness.job_control import Entry, wait_until_stopped
+from harness.multinode import BOUND, DETECT, MultiNodeJob, Spec, until
 
 SCRIPT = f"{Path(__file__).with_name('sharded_ranks.py')}:main"
 NODES, PER_NODE, GROUP = 16, 4, 4

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from ft_plugins.testing import megatron_runs
-from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
-from ft_plugins.testing.golden import explain, loss_differences, losses, state_differences
-from ft_plugins.testing.job_control import wait_for, wait_until_stopped
-from ft_plugins.testing.megatron_runs import (
+from harness import megatron_runs
+from harness.forkserver import ForkServer, JobSpec, RunningJob
+from harness.golden import explain, loss_differences, losses, state_differences
+from harness.job_control import wait_for, wait_until_stopped
+from harness.megatron_runs import (
     ALL,
     HARDEST,
     ITERATIONS,

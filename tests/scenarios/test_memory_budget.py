@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from ft_plugins.rehearse.ports import free_port
 from ft_plugins.smp.serve.client import Client
 from ft_plugins.snapshot.segment.paths import parity_path_of, path_of, segments_of
-from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
-from ft_plugins.testing.job_control import wait_for, wait_until_stopped
-from ft_plugins.testing.ports import free_port
+from harness.forkserver import ForkServer, JobSpec, RunningJob
+from harness.job_control import wait_for, wait_until_stopped
 
 MIB = 256
 
@@ -24,7 +24,7 @@ def test_three_slots_are_claimed_before_step_0_and_the_kernel_agrees(
 ) -> None:
     argv = ("--iterations", "12", "--mib", str(MIB), "--journal", str(tmp_path / "journal"))
     faults = "iteration.forward@iteration=1:stop;iteration.forward@iteration=9,restart=0:kill"
-    spec = jobs(entry="ft_plugins.testing.fills:main", argv=argv, flags=("--reft", "--ftp-faults", faults))
+    spec = jobs(entry="harness.fills:main", argv=argv, flags=("--reft", "--ftp-faults", faults))
     job = torch_server.start(spec)
     segment = path_of(spec.name, spec.node, 0)
     wait_for(spec.run_dir / "events.jsonl", lambda lines: any(e["name"] == "training.started" for e in lines), 60)
@@ -61,7 +61,7 @@ def start(
         name = f"n{index}"
         argv = ("--iterations", str(iterations), "--seconds", "0.2", "--mib", str(SHARE_MIB))
         spec = jobs(
-            entry="ft_plugins.testing.fills:main", argv=(*argv, "--journal", str(folder / name)),
+            entry="harness.fills:main", argv=(*argv, "--journal", str(folder / name)),
             flags=("--reft", "--ftp-node-name", name, "--ftp-secret-file", str(secret), *flags), node=name,
             nnodes=NODES, endpoint=endpoint, rendezvous="ft_plugins", address="127.0.0.1",
         )  # fmt: skip

@@ -21,13 +21,13 @@ from ft_plugins.cli.status_facts import facts_of
 from ft_plugins.cli.status_table import text_of
 from ft_plugins.smp.watch import liveness
 from ft_plugins.snapshot.segment import paths
-from ft_plugins.testing.emulated_nodes import EmulatedHost, destroy, network
-from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
-from ft_plugins.testing.job_control import Entry, entries, wait_for, wait_until_stopped
+from harness.emulated_nodes import EmulatedHost, destroy, network
+from harness.forkserver import ForkServer, JobSpec, RunningJob
+from harness.job_control import Entry, entries, wait_for, wait_until_stopped
 
 Spec = Callable[..., JobSpec]
 BOUND = 60
-ENTRY = "ft_plugins.testing.fills:main"
+ENTRY = "harness.fills:main"
 _ports = itertools.count(29500)
 
 

@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 
-from ft_plugins.testing.deepspeed_runs import DeepSpeedRun
-from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
-from ft_plugins.testing.golden import assert_identical, explain, loss_differences, losses, state_differences
-from ft_plugins.testing.megatron_runs import MegatronConfiguration, MegatronRun
-from ft_plugins.testing.multinode import ExampleRun
-from ft_plugins.testing.story import JobShape
-from ft_plugins.testing.story_runner import FRAMEWORKS
+from harness.deepspeed_runs import DeepSpeedRun
+from harness.forkserver import ForkServer, JobSpec, RunningJob
+from harness.golden import assert_identical, explain, loss_differences, losses, state_differences
+from harness.megatron_runs import MegatronConfiguration, MegatronRun
+from harness.multinode import ExampleRun
+from harness.story import JobShape
+from harness.story_runner import FRAMEWORKS
 
 Spec = Callable[..., JobSpec]
 BOUND = 280  # seconds for one run; far more than it takes on an idle machine

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from ft_plugins.testing.deepspeed_runs import DeepSpeedConfiguration, DeepSpeedRun
-from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
-from ft_plugins.testing.golden import assert_identical
+from harness.deepspeed_runs import DeepSpeedConfiguration, DeepSpeedRun
+from harness.forkserver import ForkServer, JobSpec, RunningJob
+from harness.golden import assert_identical
 
 Spec = Callable[..., JobSpec]
 BOUND = 280  # seconds for one run; far more than it takes on an idle machine

@@ -1,4 +1,4 @@
-"""What `ft-plugins plan --memory` prints is what a job of these sizes claims, by the kernel's figure."""
+"""What `ft-plugins plan memory` prints is what a job of these sizes claims, by the kernel's figure."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from ft_plugins.config import Config
+from ft_plugins.rehearse.ports import free_port
 from ft_plugins.snapshot.segment.paths import parity_path_of, segments_of
 from ft_plugins.snapshot.segment.shape import PAGE
 from ft_plugins.systems.reft.dry_claim import DryJob, plan_claim
-from ft_plugins.testing.forkserver import ForkServer, JobSpec
-from ft_plugins.testing.job_control import wait_for
-from ft_plugins.testing.ports import free_port
+from harness.forkserver import ForkServer, JobSpec
+from harness.job_control import wait_for
 
 NODES, RANKS, MIB, TENSORS = 2, 2, 8, 37
 
@@ -33,7 +33,7 @@ def test_a_job_claims_what_was_planned(
         argv = ("--iterations", "30", "--seconds", "0.2", "--mib", str(MIB), "--journal", str(tmp_path / name))
         own = ("--ftp-node-name", name, "--ftp-secret-file", str(secret))
         spec = jobs(
-            entry="ft_plugins.testing.fills:main", argv=(*argv, *(["--replicated"] if replicated else [])),
+            entry="harness.fills:main", argv=(*argv, *(["--replicated"] if replicated else [])),
             flags=(*flags, *own), node=name, nnodes=NODES, nproc=RANKS, endpoint=endpoint, rendezvous="ft_plugins",
             address="127.0.0.1",
         )  # fmt: skip

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from ft_plugins.model.timeline import Kind, Timeline
-from ft_plugins.testing.deepspeed_runs import DeepSpeedConfiguration
-from ft_plugins.testing.forkserver import ForkServer
-from ft_plugins.testing.golden import assert_identical
-from ft_plugins.testing.profiled import ProfiledRun
+from harness.deepspeed_runs import DeepSpeedConfiguration
+from harness.forkserver import ForkServer
+from harness.golden import assert_identical
+from harness.profiled import ProfiledRun
 
 BOUND = 240  # seconds for one run; ten times what it takes on an idle machine
 FORWARD = 0.06  # seconds, twice as much where more ranks compute at once; a backward takes two of it

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from ft_plugins.testing.emulated_nodes import EmulatedHost, network
-from ft_plugins.testing.forkserver import ForkServer, RunningJob
-from ft_plugins.testing.golden import assert_identical
-from ft_plugins.testing.megatron_runs import MegatronConfiguration, MegatronRun
-from ft_plugins.testing.multinode import BOUND, MultiNodeJob, Spec, until
+from harness.emulated_nodes import EmulatedHost, network
+from harness.forkserver import ForkServer, RunningJob
+from harness.golden import assert_identical
+from harness.megatron_runs import MegatronConfiguration, MegatronRun
+from harness.multinode import BOUND, MultiNodeJob, Spec, until
 
 REFERENCE = f"{Path(__file__).parent / 'framework_checkpoint.py'}:main"
 ARGV = ("--order", "tp-cp-ep-pp-dp")

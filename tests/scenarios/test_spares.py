@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from ft_plugins.snapshot.segment.paths import previous_segments_of, segments_of
-from ft_plugins.testing.emulated_nodes import EmulatedHost, network
-from ft_plugins.testing.forkserver import ForkServer, RunningJob
-from ft_plugins.testing.golden import assert_identical
-from ft_plugins.testing.job_control import wait_for
-from ft_plugins.testing.megatron_runs import MegatronConfiguration, MegatronRun
-from ft_plugins.testing.multinode import BOUND, MultiNodeJob, Spec
+from harness.emulated_nodes import EmulatedHost, network
+from harness.forkserver import ForkServer, RunningJob
+from harness.golden import assert_identical
+from harness.job_control import wait_for
+from harness.megatron_runs import MegatronConfiguration, MegatronRun
+from harness.multinode import BOUND, MultiNodeJob, Spec
 
 REFERENCE = f"{Path(__file__).parent / 'framework_checkpoint.py'}:main"
 ARGV = ("--order", "tp-cp-ep-pp-dp", "--global-batch", "24")

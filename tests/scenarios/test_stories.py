@@ -1,6 +1,6 @@
 """Every *.story file here is told, on emulated nodes: own agent, SMP, workers and network namespace each.
 
-What a story can say stands in `ft_plugins.testing.story_parser`.
+What a story can say stands in `harness.story_parser`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from ft_plugins.testing.emulated_nodes import EmulatedHost, network
-from ft_plugins.testing.multinode import ExampleRun, Spec
-from ft_plugins.testing.story import JobShape, Story
-from ft_plugins.testing.story_parser import read
-from ft_plugins.testing.story_runner import HOSTS, StoryRunner, golden_run
+from harness.emulated_nodes import EmulatedHost, network
+from harness.multinode import ExampleRun, Spec
+from harness.story import JobShape, Story
+from harness.story_parser import read
+from harness.story_runner import HOSTS, StoryRunner, golden_run
 
 STORIES = [read(path) for path in sorted(Path(__file__).parent.glob("*.story"))]
 

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from ft_plugins.rehearse.ports import free_port
 from ft_plugins.snapshot.segment.paths import path_of
-from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
-from ft_plugins.testing.golden import explain, loss_differences, state_differences
-from ft_plugins.testing.job_control import wait_for, wait_until_stopped
-from ft_plugins.testing.megatron_runs import RANKS, MegatronConfiguration, MegatronRun
-from ft_plugins.testing.ports import free_port
+from harness.forkserver import ForkServer, JobSpec, RunningJob
+from harness.golden import explain, loss_differences, state_differences
+from harness.job_control import wait_for, wait_until_stopped
+from harness.megatron_runs import RANKS, MegatronConfiguration, MegatronRun
 
 Spec = Callable[..., JobSpec]
 BOUND = 240

@@ -24,7 +24,7 @@ _OF_A_RANK = frozenset(
 _OF_A_RANK_PREFIXES = ("MASTER_", "TORCHELASTIC_", "FTP_")
 _READ_WHEN_LOADED = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_", "MALLOC_", "LD_", "TORCH_", "PYTORCH_")
 _OURS = "ft_plugins"
-_NOT_AHEAD = ("ft_plugins.deepspeed", "ft_plugins.launcher", "ft_plugins.testing")  # act when they are imported
+_NOT_AHEAD = ("ft_plugins.deepspeed", "ft_plugins.launcher")  # act when they are imported
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from ft_plugins.errors import FtError
 from ft_plugins.model.reduction import ReducedOver
 from ft_plugins.session import attach
 from ft_plugins.systems.local_sgd import local_sgd
-from ft_plugins.testing.gang import gang
+from harness.gang import gang
 
 STEPS, TAU, SAMPLES = 7, 2, 4  # three synchronisations, and an iteration behind the last one; samples an iteration
 POST = {"policy": "post_local_sgd", "tau": TAU}

@@ -14,7 +14,7 @@ from ft_plugins.base import faults
 from ft_plugins.model.digest import state_digest
 from ft_plugins.model.reduction import ReducedOver, ReductionControl
 from ft_plugins.model.timeline import Kind
-from ft_plugins.testing.gang import gang
+from harness.gang import gang
 
 ALL, LOCAL = ReducedOver.ALL, ReducedOver.LOCAL
 

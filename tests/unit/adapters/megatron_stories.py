@@ -34,8 +34,8 @@ from ft_plugins.errors import FtError, InventoryError, ResumeError, TopologyErro
 from ft_plugins.model.digest import state_digest
 from ft_plugins.model.inventory import IterationSpan, Role
 from ft_plugins.model.topology import Topology
+from ft_plugins.rehearse.ports import free_port
 from ft_plugins.snapshot.capture import codec
-from ft_plugins.testing.ports import free_port
 
 SMALL = ["--layers", "2", "--hidden", "16", "--heads", "2", "--sequence", "16", "--global-batch", "4", "--warmup", "1"]
 SHARDED_BF16 = ["--bf16", "--distributed-optimizer", "--loss-scale", "4"]

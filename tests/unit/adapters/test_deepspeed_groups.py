@@ -13,7 +13,7 @@ from torch import nn
 pytest.importorskip("deepspeed")
 
 from ft_plugins.adapters.deepspeed import prepare  # noqa: E402
-from ft_plugins.testing.gang import gang  # noqa: E402
+from harness.gang import gang  # noqa: E402
 
 SECONDS = 280
 MODES = {"zero0": (0, False), "zero1": (1, False), "zero3": (3, False), "bf16": (0, True), "bf16-zero2": (2, True)}

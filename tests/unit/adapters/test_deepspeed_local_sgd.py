@@ -27,7 +27,7 @@ pytest.importorskip("deepspeed")
 from ft_plugins.errors import FtError  # noqa: E402
 from ft_plugins.sync.rounds import synchronisation  # noqa: E402
 from ft_plugins.systems.local_sgd import local_sgd  # noqa: E402
-from ft_plugins.testing.gang import gang  # noqa: E402
+from harness.gang import gang  # noqa: E402
 
 _spec = importlib.util.spec_from_file_location("reduced", Path(__file__).parent / "test_deepspeed_reduction.py")
 assert _spec is not None and _spec.loader is not None

@@ -28,7 +28,7 @@ from edge_log import EdgeLog, backward, forward  # noqa: E402
 from ft_plugins.adapters.deepspeed import prepare  # noqa: E402
 from ft_plugins.adapters.deepspeed.shard_groups import ReplicaBuild  # noqa: E402
 from ft_plugins.model.reduction import ReducedOver, ReductionControl  # noqa: E402
-from ft_plugins.testing.gang import gang  # noqa: E402
+from harness.gang import gang  # noqa: E402
 
 ALL, LOCAL = ReducedOver.ALL, ReducedOver.LOCAL
 STEPS, ACCUMULATED, MICRO = 4, 2, 3

@@ -30,7 +30,7 @@ from ft_plugins.session import attach
 from ft_plugins.sync.layers import layers_job
 from ft_plugins.sync.rounds import synchronisation
 from ft_plugins.systems.local_sgd import layered, local_sgd
-from ft_plugins.testing.gang import gang
+from harness.gang import gang
 
 WORLD, TAU, STEPS = 4, 2, 7  # three synchronisations, and an iteration behind the last one
 SECONDS = 200.0

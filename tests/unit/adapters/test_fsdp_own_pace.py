@@ -16,7 +16,7 @@ from ft_plugins.adapters.host_parts import local_part
 from ft_plugins.adapters.torch.fsdp import FsdpHost
 from ft_plugins.config import Config
 from ft_plugins.session import attach
-from ft_plugins.testing.gang import gang
+from harness.gang import gang
 
 _spec = importlib.util.spec_from_file_location("fsdp_replicas", Path(__file__).parent / "test_fsdp_local_sgd.py")
 assert _spec is not None and _spec.loader is not None

@@ -26,7 +26,7 @@ from ft_plugins.config import Config, LaunchContext  # noqa: E402
 from ft_plugins.errors import ConfigError, UnsupportedError  # noqa: E402
 from ft_plugins.model.reduction import ReducedOver, ReductionControl  # noqa: E402
 from ft_plugins.session import Session, attach  # noqa: E402
-from ft_plugins.testing.gang import gang  # noqa: E402
+from harness.gang import gang  # noqa: E402
 
 SECONDS = 100.0
 ALL, LOCAL = ReducedOver.ALL, ReducedOver.LOCAL

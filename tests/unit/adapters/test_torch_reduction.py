@@ -23,7 +23,7 @@ from ft_plugins.adapters.torch.torch_loop import TorchHost  # noqa: E402
 from ft_plugins.adapters.torch.torch_reduction import called_paths, module_of, modules_of, outermost  # noqa: E402
 from ft_plugins.errors import UnsupportedError  # noqa: E402
 from ft_plugins.model.reduction import ReducedOver, ReductionControl  # noqa: E402
-from ft_plugins.testing.gang import gang  # noqa: E402
+from harness.gang import gang  # noqa: E402
 
 SECONDS = 60.0
 ALL, LOCAL = ReducedOver.ALL, ReducedOver.LOCAL
