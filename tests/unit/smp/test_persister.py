@@ -24,6 +24,7 @@ from ft_plugins.errors import ProtocolError
 from ft_plugins.events import Event, Events, catalogue, file_sink, read
 from ft_plugins.smp.serve import requests
 from ft_plugins.smp.serve.client import ensure
+from ft_plugins.smp.serve.context import NodeContext
 from ft_plugins.smp.storage import persister
 from ft_plugins.smp.storage.checkpoint_schedule import REQUEST
 from ft_plugins.smp.storage.notices import Notices
@@ -107,7 +108,7 @@ class Host:
         self.events_path = self.run_dir / "events.jsonl"
         events = Events(name)
         events.subscribe(file_sink(self.events_path))
-        self.persister = Persister(self.run_dir, job, name, events, patience)
+        self.persister = Persister(NodeContext.of(self.run_dir, job, name, events, {}), patience)
         self.ranks = {}
         for rank in ranks:
             path = self.run_dir / f"segment-r{rank}"  # a file for which nobody sweeps
@@ -265,7 +266,7 @@ def test_a_turn_that_was_overwritten_before_it_was_seen_is_made_up_for(
     assert complete(base) == ["v1-14"]
     node.persister.stop()  # long after, too
     node.capture(*range(15, 30))
-    later = Persister(node.run_dir, node.job, node.name, Events())
+    later = Persister(NodeContext.of(node.run_dir, node.job, node.name, Events(), {}))
     later.adopt({number: rank.path for number, rank in node.ranks.items()})
     until(lambda: complete(base) == ["v1-14", "v1-29"])
     later.stop()
@@ -504,7 +505,7 @@ def test_a_checkpoint_that_is_asked_for_to_be_kept_is_not_pruned_also_by_another
     node.wait("checkpoint.completed", 3)
     node.persister.stop()
 
-    again = Persister(node.run_dir, node.job, node.name, Events())
+    again = Persister(NodeContext.of(node.run_dir, node.job, node.name, Events(), {}))
     again.adopt({number: rank.path for number, rank in node.ranks.items()})
     node.capture(30)
     until(lambda: complete(base) == ["v1-10", "v1-11", "v1-30"], lambda: str(complete(base)))

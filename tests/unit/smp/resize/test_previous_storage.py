@@ -18,9 +18,9 @@ import pytest
 import xxhash
 
 from ft_plugins.events import Event, Events
-from ft_plugins.smp.resize.previous_segments import PreviousSegments
 from ft_plugins.smp.resize.previous_storage import PreviousStorage
 from ft_plugins.smp.serve.client import ensure
+from ft_plugins.smp.serve.context import NodeContext
 from ft_plugins.smp.watch import liveness
 from ft_plugins.snapshot.capture import manifest
 from ft_plugins.snapshot.capture.manifest import Manifest, TensorRange
@@ -151,11 +151,12 @@ class ResizedNode:
         create(path_of(job, name, rank), SHAPE, rank, FINGERPRINT, 2)
         segment = Segment(path_of(job, name, rank))
         capture(segment, *versions)
-        self.previous = PreviousSegments(job, name)
+        smp = NodeContext.of(self.run_dir, job, name, events, {})
+        self.previous = smp.previous
         self.previous.switch({rank: segment}, 4)
         self.path = previous_path_of(job, name, rank, 2)
         persister: Any = SimpleNamespace(storage=storage)
-        self.storage = PreviousStorage(self.run_dir, job, name, self.previous, persister, events)
+        self.storage = PreviousStorage(smp, persister)
 
 
 @pytest.fixture
