@@ -9,17 +9,16 @@ In: a `Story`, the fork server of its framework, hosts. Out: nothing, or an Asse
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import xxhash
-from safetensors.numpy import load_file
 
 from ft_plugins.config import Config
 from ft_plugins.events import Event, catalogue
 from ft_plugins.smp.watch import liveness
-from ft_plugins.snapshot.checkpoint import checkpoint
+from ft_plugins.snapshot.capture import manifest as captured
+from ft_plugins.snapshot.checkpoint import checkpoint, persist
 from ft_plugins.snapshot.checkpoint.checkpoint import Origin
 from ft_plugins.snapshot.segment.slots import Mark, Version
 
@@ -273,12 +272,12 @@ def assert_whole(folder: Path, ranks: int) -> None:
     assert not absent, f"{folder}: the files of ranks {absent} are missing or of another version"
     for rank in range(ranks):
         path = folder / checkpoint.data_file(rank)
-        with open(path, "rb") as file:
-            head = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        tensors = load_file(path)
-        for number, (offset, nbytes) in enumerate(json.loads(head["__metadata__"]["buckets"])):
-            digest = xxhash.xxh3_64_intdigest(tensors["data"][offset : offset + nbytes].tobytes())
-            assert digest == int(tensors["digests"][number]), f"{path}: bucket {number} does not match its digest"
+        head, digests, small = persist.read_head(path, checkpoint.read_record(folder, rank))
+        data = path.read_bytes()[len(head) + digests.nbytes :]
+        ranges = captured.read(captured.split(small)[0]).ranges
+        for number, ((offset, nbytes), digest) in enumerate(zip(ranges, digests, strict=False)):
+            found = xxhash.xxh3_64_intdigest(data[offset : offset + nbytes])
+            assert found == int(digest), f"{path}: bucket {number} does not match its digest"
 
 
 def megatron_run(
