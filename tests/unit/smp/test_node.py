@@ -475,16 +475,6 @@ def test_strangers_get_no_answer(cluster: Callable[..., Cluster]) -> None:
         job.nodes[0].tier.endpoint("127.0.0.2", str(job.secret))
 
 
-def test_what_is_encrypted_on_the_way_is_gathered_and_rebuilt_the_same(cluster: Callable[..., Cluster]) -> None:
-    job = cluster(3, encrypt=True)
-    job.protect()
-    job.train(1, 2)
-    (fresh,) = job.substitute(1)
-    for rank in job.ranks[1]:
-        job.rebuild(fresh, rank, Version(1, 2), (1,))
-        assert fresh.holds(rank, Version(1, 2))
-
-
 def test_another_secret_or_encryption_takes_effect_at_the_same_endpoint(cluster: Callable[..., Cluster]) -> None:
     job = cluster(2)
     tier, where = job.nodes[0].tier, job.nodes[0].endpoint
@@ -566,17 +556,6 @@ def test_with_parity_beside_copies_what_is_lost_with_its_copy_comes_from_parity(
     job.train(4, 4, lineage=2)
 
 
-def test_neighbours_that_are_lost_together_are_refused(cluster: Callable[..., Cluster]) -> None:
-    job = cluster(4)
-    job.protection = replace(job.protection, stages=((0, 2, 4, 6), (1, 3, 5, 7)))
-    job.protect()
-    job.train(1, 1)
-    fresh = job.substitute(0, 1)
-    with pytest.raises(ResumeError, match="lost"):
-        job.rebuild(fresh[1], 2, Version(1, 1), (0, 1))
-    assert not fresh[1].holds(2, Version(1, 1))
-
-
 def test_capture_finds_a_slot_however_long_a_copy_takes(cluster: Callable[..., Cluster]) -> None:
     job = cluster(2)
     job.protection = replace(job.protection, stages=((0, 2), (1, 3)))
@@ -654,37 +633,6 @@ def test_that_checkpoints_get_rarer_is_left_for_the_trainers_to_print_on_one_nod
     (alarm,) = json.loads(first.read_text()).values()
     assert re.match(r"exchange\.slowed: node n0: none in (2[6-9]|3\d) iterations, planned 1: ", alarm), alarm
     assert not second.exists() and job.nodes[0].tier.status()["rarer"]
-
-
-def test_that_a_lost_node_is_survived_again_after_a_recovery_is_left_for_one_trainer_to_print(
-    cluster: Callable[..., Cluster],
-) -> None:
-    job = cluster(2)
-    job.protect()
-    job.train(1, 1)
-    first, second = (node.run_dir / protocol.ALARM for node in job.nodes)
-    assert not first.exists(), "at a first start nothing was lost"
-    job.protect(2, Version(1, 1))
-    job.train(2, 3, lineage=2)
-    words = "iteration 2 is protected on all nodes: a lost node is survived again"
-    said = {"protection": f"protection.restored: node {first.parent.name}: {words}"}
-    assert json.loads(first.read_text()) == said, "the first one alone"
-    assert not second.exists()
-
-
-def test_a_disk_that_is_full_of_something_else_costs_an_alarm_and_no_node(
-    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = cluster(2)
-    job.protect()
-
-    def full(path: Path, value: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", str(path))
-
-    monkeypatch.setattr(files, "write_json", full)
-    job.nodes[0].tier._alarms.say("replicas", catalogue.REPLICA_MISMATCHED, "ranks 0 and 2")
-    job.train(1, 2)
-    assert not [event for node in job.nodes for event in node.seen if event.name in ("coordinator.lost", "node.lost")]
 
 
 def test_what_goes_by_a_rate_is_divided_among_ranks_by_what_they_send(cluster: Callable[..., Cluster]) -> None:
