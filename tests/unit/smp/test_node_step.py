@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
 
@@ -28,8 +28,6 @@ from ft_plugins.smp.tree.node_step import (
     SwitchExchange,
     step,
 )
-from ft_plugins.smp.tree.tree import children_of
-from ft_plugins.smp.tree.tree_state import TreeState
 from ft_plugins.snapshot.segment.slots import Mark, Version
 
 DETECT = 5.0
