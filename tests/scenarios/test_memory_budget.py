@@ -15,6 +15,7 @@ from ft_plugins.smp.serve.client import Client
 from ft_plugins.snapshot.segment.paths import parity_path_of, path_of, segments_of
 from harness.forkserver import ForkServer, JobSpec, RunningJob
 from harness.job_control import wait_for, wait_until_stopped
+from harness.jobs import write_secret
 
 MIB = 256
 
@@ -53,9 +54,7 @@ def start(
     server: ForkServer, jobs: Callable[..., JobSpec], folder: Path, iterations: int, *flags: str
 ) -> list[RunningJob]:
     """Start a rank on each of the nodes, which protect each other."""
-    secret = folder / "secret"
-    secret.write_text("what the nodes of this job know")
-    secret.chmod(0o600)
+    secret = write_secret(folder)
     endpoint, running = f"127.0.0.1:{free_port()}", list[RunningJob]()
     for index in range(NODES):
         name = f"n{index}"

@@ -24,6 +24,7 @@ from ft_plugins.snapshot.segment import paths
 from harness.emulated_nodes import EmulatedHost, destroy, network
 from harness.forkserver import ForkServer, JobSpec, RunningJob
 from harness.job_control import Entry, entries, wait_for, wait_until_stopped
+from harness.jobs import write_secret
 
 Spec = Callable[..., JobSpec]
 BOUND = 60
@@ -51,9 +52,7 @@ class Job:
         self.endpoint = ",".join(f"{place.address}:{port}" for place in places)
         self.argv = ("--iterations", "1000000", "--mib", "8", "--journal", str(self.journal), "--seconds", "0.05")
         self.argv += (*(("--replicated",) if replicated else ()), *more)
-        self.secret = folder / "secret"
-        self.secret.write_text("what the nodes of this job know")
-        self.secret.chmod(0o600)
+        self.secret = write_secret(folder)
         self.nodes: dict[str, RunningJob] = {}
         self.lost: list[RunningJob] = []
 

@@ -14,6 +14,7 @@ from ft_plugins.snapshot.segment.shape import PAGE
 from ft_plugins.systems.reft.dry_claim import DryJob, plan_claim
 from harness.forkserver import ForkServer, JobSpec
 from harness.job_control import wait_for
+from harness.jobs import write_secret
 
 NODES, RANKS, MIB, TENSORS = 2, 2, 8, 37
 
@@ -22,9 +23,7 @@ NODES, RANKS, MIB, TENSORS = 2, 2, 8, 37
 def test_a_job_claims_what_was_planned(
     torch_server: ForkServer, jobs: Callable[..., JobSpec], tmp_path: Path, replicated: bool
 ) -> None:
-    secret = tmp_path / "secret"
-    secret.write_text("what the nodes of this job know")
-    secret.chmod(0o600)
+    secret = write_secret(tmp_path)
     endpoint = f"127.0.0.1:{free_port()}"
     flags = ("--reft", "--reft-checkpoint-dir", str(tmp_path / "ck"), "--reft-checkpoint-interval", "0")
     running = []
