@@ -37,6 +37,7 @@ from ft_plugins.rehearse.driver import DrivenJob
 from ft_plugins.report.recovery_phases import PHASES, RecoveryPhases, recovery_phases
 from ft_plugins.smp.watch import liveness
 from harness.forkserver import load
+from workloads.running import PROGRESS, say
 
 quickstart: Any = load(str(Path(__file__).resolve().parents[2] / "launch" / "quickstart.py"))
 RANKS: int = quickstart.RANKS
@@ -270,12 +271,14 @@ def measure(frameworks: Sequence[str], kills: int, every: int) -> dict[str, floa
     found: dict[str, float] = {}
     if frameworks:
         os.environ |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-        print(head())
+        say(head())
     for framework in frameworks:
         with tempfile.TemporaryDirectory(prefix="ft-", dir="/tmp") as folder:
+            PROGRESS.step(f"{framework} under ft-run", 3)
             ours = with_reft(framework, Path(folder, "ft-run"), places(kills, every))
+            PROGRESS.step(f"{framework} under torchrun", 7)
             theirs = with_own_checkpoints(framework, Path(folder, "torchrun"), places(kills, every), every)
-        print("\n".join(rows(framework, ours, theirs, every)), flush=True)
+        say("\n".join(rows(framework, ours, theirs, every)))
         found |= figures(framework, ours, theirs)
     ratios = [value for name, value in found.items() if name.endswith("_recovery_x")]
     return found | ({"recovery_x": min(ratios)} if ratios else {})

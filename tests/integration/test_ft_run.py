@@ -38,7 +38,7 @@ TRAINER = f"""
 import os, sys
 import torch, torch.distributed as dist
 import ft_plugins
-from ft_plugins import faults
+from ft_plugins.base import faults
 from ft_plugins.adapters.torch.plain import PlainHost
 from ft_plugins.config import launch_context
 

@@ -1,4 +1,4 @@
-"""What `ft-plugins plan --memory` prints is what a job of these sizes claims, by the kernel's figure."""
+"""What `ft-plugins plan memory` prints is what a job of these sizes claims, by the kernel's figure."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ from .support import is_stub
 
 
 class MegatronStepping(Recompute[MegatronReplay]):
-    """The part of a Megatron host that implements `model.host.Steps`."""
+    """The part of a Megatron host that implements the calls of hooks of `model.host.Host`."""
 
     rank: int
     chunks: tuple[Any, ...]

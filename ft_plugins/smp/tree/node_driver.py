@@ -36,7 +36,7 @@ from ..exchange.traffic import RatePacer
 from ..watch.alarms import Alarms
 from ..watch.hang import Stall
 from . import node_step as steps
-from .agreement import NodeReport
+from .agreement import NodeReport, Sealing
 from .pinned import PinnedVersions
 from .protection import Protection
 from .standstill import Standing
@@ -253,7 +253,7 @@ class NodeDriver:
                 return False
             sealed = self._pinned.pin_sealed(version)
             self._feed(steps.SealChecked(sealed))
-            return sealed is False
+            return sealed is Sealing.PENDING
 
     def _commit(self, version: Version) -> steps.Event | None:
         if not self._pinned.commit(version):

@@ -68,7 +68,6 @@ class Reft:
         if config.capture is None:
             raise ConfigError("REFT is not on")
         self._host, self._collective = host, collective
-        self._interval = config.capture.interval
         self._audits = config.paft is not None and config.paft.mode == "audit"
         self._run_dir, self._token = run_dir, token
         self.nodes = ReftNodes(host, config, collective, names, run_dir, token, events)
@@ -199,7 +198,7 @@ class Reft:
         self.record_completed(step)
         if self._collective.announced(DEGRADED):
             raise PeerDegraded("another rank lost protection: the versions that all ranks hold stay, none is added")
-        if self._capture is not None and step % self._interval == 0:
+        if self._capture is not None and self.plan.schedule.captures(step):
             state = self._host.small_state()
             self._ledger.end(step, state)
             small = self.plan.encoded(state)
@@ -214,7 +213,7 @@ class Reft:
         waited = self._capture.wait() if self._capture else 0.0
         self._reports.record_wait(step, waited)
         if self._capture is not None:
-            captured = following > 0 and following % self._interval == 0
+            captured = self.plan.schedule.captures(following)
             self._capture.run_after_update(Version(self._lineage, following) if captured else None)
         return waited
 

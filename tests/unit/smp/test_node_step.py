@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from ft_plugins.events import catalogue
-from ft_plugins.smp.tree.agreement import ExchangeDecision, ExchangeEpoch, decide, summarize
+from ft_plugins.smp.tree.agreement import ExchangeDecision, ExchangeEpoch, Sealing, decide, summarize
 from ft_plugins.smp.tree.node_step import (
     Action,
     Announced,
@@ -61,14 +61,14 @@ def test_a_version_is_exchanged_once_its_ranks_have_sealed_it() -> None:
     decision = ExchangeDecision(v(4))
     state, actions = run(FRESH, Announced(decision))
     assert actions == [SwitchExchange(decision)] and state.awaited is None
-    state, actions = run(state, Switched(decision), SealChecked(False), SealChecked(False))
+    state, actions = run(state, Switched(decision), SealChecked(Sealing.PENDING), SealChecked(Sealing.PENDING))
     assert actions == [] and state.awaited == v(4)
-    state, actions = run(state, SealChecked(True), SealChecked(True))
+    state, actions = run(state, SealChecked(Sealing.DONE), SealChecked(Sealing.DONE))
     assert actions == [StartExchange(v(4))] and state.awaited is None
 
 
 def test_a_version_that_a_rank_has_passed_by_is_reported_as_missed_until_another_is_exchanged() -> None:
-    state, actions = run(FRESH, Switched(ExchangeDecision(v(4))), SealChecked(None))
+    state, actions = run(FRESH, Switched(ExchangeDecision(v(4))), SealChecked(Sealing.MISSED))
     assert actions == [] and state.awaited is None
     state, sent = reported(state, Observation(6))
     assert sent.report.missed == v(4)
@@ -261,7 +261,7 @@ class SimulatedJob:
         for node in self.nodes:
             node.captured += 1
             if node.state.awaited is not None and node.state.awaited.iteration <= node.captured:
-                node.feed(SealChecked(True))
+                node.feed(SealChecked(Sealing.DONE))
 
     def committed(self) -> set[Version | None]:
         return {node.state.committed for node in self.nodes if not node.down}
@@ -294,7 +294,7 @@ def test_after_a_recovery_of_4096_nodes_the_restored_version_is_committed_first(
     job.round()
     assert {node.state.awaited for node in job.nodes} == {v(10)}
     for node in job.nodes:
-        node.feed(SealChecked(True))
+        node.feed(SealChecked(Sealing.DONE))
     job.round()
     assert job.committed() == {v(10)}
     job.round()
@@ -330,7 +330,7 @@ def test_a_first_smp_that_is_replaced_while_ranks_capture_the_announced_version_
     job.round()
     assert job.decision.exchange == v(1) and {node.state.awaited for node in job.nodes} == {v(1)}
     for node in job.nodes:
-        node.feed(SealChecked(True))
+        node.feed(SealChecked(Sealing.DONE))
     job.round()
     assert job.committed() == {v(1)}
 

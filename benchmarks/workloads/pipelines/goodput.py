@@ -30,17 +30,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
 
-from ..errors import ConfigError
-from ..model.timeline import Timeline
-from ..redundancy.neighbour import partners
-from . import fitting
-from .group_survival import log_group_survival
-from .intervals import DAY, Costs, exchange_seconds, iterations, span, storage_rate, young
-from .survival import Cluster, Scheme, columns, demand, loss, lost_per_day, mean_rate
+from ft_plugins.errors import ConfigError
+from ft_plugins.model.timeline import Timeline
+from ft_plugins.planner.group_survival import log_group_survival
+from ft_plugins.planner.intervals import DAY, Costs, exchange_seconds, iterations, span, storage_rate, young
+from ft_plugins.planner.survival import Cluster, Scheme, columns, demand, loss, lost_per_day, mean_rate
+from ft_plugins.redundancy.neighbour import partners
+from workloads.pipelines import fitting
 
 GIB = float(1 << 30)
 GROWTH = (1, 4, 16, 64)  # factors on the number of pipelines
@@ -94,13 +93,6 @@ class GoodputPlan:
     def of(self, protection: ProtectionKind) -> Upkeep:
         """The costs of `protection`."""
         return next(one for one in self.upkeeps if one.protection is protection)
-
-    def block(self) -> dict[str, Any]:
-        """The plan as JSON."""
-        upkeeps = {
-            one.protection.value: {k: v for k, v in asdict(one).items() if k != "protection"} for one in self.upkeeps
-        }
-        return asdict(self) | {"upkeeps": upkeeps}
 
 
 def plan_goodput(

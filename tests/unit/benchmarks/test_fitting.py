@@ -12,11 +12,11 @@ from ft_plugins.bubbles.bubble_plan import plan_bubbles
 from ft_plugins.bubbles.filling import Granularity, transfers_of
 from ft_plugins.bubbles.windows import Reserve
 from ft_plugins.model.timeline import Kind, SenderFacts, Span, Timeline, bubbles
-from ft_plugins.planner import fitting
-from ft_plugins.planner.fitting import CopyPlacement
-from ft_plugins.planner.pipeline import Pipeline, PipelineSchedule
-from ft_plugins.planner.simulate import PipelineLink, Times, simulate
 from ft_plugins.redundancy.neighbour import plan_neighbours
+from workloads.pipelines import fitting
+from workloads.pipelines.fitting import CopyPlacement
+from workloads.pipelines.pipeline import Pipeline, PipelineSchedule
+from workloads.pipelines.simulate import PipelineLink, Times, simulate
 
 GRID = 20  # seconds of an iteration
 PLANNING_CPU_SECONDS = 5  # 0.4 s are usual; that it takes less than one is what benchmarks/simulate.py shows

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ft_plugins.model.timeline import Kind, Span, Timeline
-from ft_plugins.planner import fitting
-from ft_plugins.planner.fitting import CopyPlacement
+from workloads.pipelines import fitting
+from workloads.pipelines.fitting import CopyPlacement
 
 GRID = 20  # instants of an iteration
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from ..errors import ConfigError
+from ft_plugins.errors import ConfigError
 
 Messages = tuple[int, ...]
 

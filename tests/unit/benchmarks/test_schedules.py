@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 from ft_plugins.errors import ConfigError
 from ft_plugins.model.timeline import Kind
-from ft_plugins.planner.interleaved import schedule_table
-from ft_plugins.planner.pipeline import Compute, MessagePost, Operation, Pass, Pipeline, PipelineSchedule, Wait
-from ft_plugins.planner.schedules import program
-from ft_plugins.planner.simulate import PipelineLink, Times, simulate
+from workloads.pipelines.interleaved import schedule_table
+from workloads.pipelines.pipeline import Compute, MessagePost, Operation, Pass, Pipeline, PipelineSchedule, Wait
+from workloads.pipelines.schedules import program
+from workloads.pipelines.simulate import PipelineLink, Times, simulate
 
 ANSWER_SECONDS = 240  # the first answer waits for the imports of the frameworks
 Ask = Callable[..., list[list[Any]]]

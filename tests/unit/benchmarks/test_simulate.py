@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from ft_plugins.errors import ConfigError
 from ft_plugins.model.timeline import Kind, Span, Timeline
-from ft_plugins.planner import simulate as simulator
-from ft_plugins.planner.pipeline import Compute, MessagePost, Pass, Pipeline, PipelineSchedule
-from ft_plugins.planner.simulate import PipelineLink, Times, simulate
+from workloads.pipelines import simulate as simulator
+from workloads.pipelines.pipeline import Compute, MessagePost, Pass, Pipeline, PipelineSchedule
+from workloads.pipelines.simulate import PipelineLink, Times, simulate
 
 PASSES = (Kind.FORWARD, Kind.BACKWARD)
 BUSY = (*PASSES, Kind.REDUCE, Kind.UPDATE)

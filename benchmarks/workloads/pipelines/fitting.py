@@ -28,12 +28,12 @@ from enum import Enum
 from math import ceil
 from typing import Protocol
 
-from ..bubbles.bubble_plan import BubblePlan, plan_bubbles
-from ..bubbles.filling import Granularity, Transfer
-from ..bubbles.timeline.messages import Traffic
-from ..bubbles.windows import Reserve
-from ..model.timeline import Timeline, bubbles, busy_share
-from ..redundancy.neighbour import partner
+from ft_plugins.bubbles.bubble_plan import BubblePlan, plan_bubbles
+from ft_plugins.bubbles.filling import Granularity, Transfer
+from ft_plugins.bubbles.timeline.messages import Traffic
+from ft_plugins.bubbles.windows import Reserve
+from ft_plugins.model.timeline import Timeline, bubbles, busy_share
+from ft_plugins.redundancy.neighbour import partner
 
 
 class CopyPlacement(Enum):

@@ -23,10 +23,10 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
-from ..errors import ConfigError
-from ..model.timeline import Kind, Span, Timeline, gc_paused
-from .pipeline import Compute, MessagePost, Messages, Operation, Pass, Pipeline, PipelineSchedule
-from .schedules import program
+from ft_plugins.errors import ConfigError
+from ft_plugins.model.timeline import Kind, Span, Timeline, gc_paused
+from workloads.pipelines.pipeline import Compute, MessagePost, Messages, Operation, Pass, Pipeline, PipelineSchedule
+from workloads.pipelines.schedules import program
 
 NOT_YET = -1.0
 

@@ -1,5 +1,4 @@
-"""The part of `ft-plugins plan` about a pipeline: bubbles by schedule, how many iterations it takes to send a version
-in bubbles, goodput. Pure.
+"""One pipeline: bubbles by schedule, how many iterations it takes to send a version in bubbles, goodput. Pure.
 
 The unit of time is a forward pass of a rank through all of its chunks; a backward pass takes two units, one of them for
 weights. `Costs` has the length of an iteration in seconds.
@@ -10,19 +9,19 @@ In: sizes as given, `Cluster`, `Costs` or none. Out: `PipelineOutlook`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import partial
 from typing import Any
 
-from ..errors import ConfigError
-from ..model.timeline import Timeline
-from . import fitting, goodput
-from .fitting import CopyPlacement
-from .goodput import GoodputPlan, plan_goodput, plan_growth
-from .intervals import Costs
-from .pipeline import Pipeline, PipelineSchedule
-from .simulate import PipelineLink, Times, simulate
-from .survival import Cluster, columns, demand
+from ft_plugins.errors import ConfigError
+from ft_plugins.model.timeline import Timeline
+from ft_plugins.planner.intervals import Costs
+from ft_plugins.planner.survival import Cluster, columns, demand
+from workloads.pipelines import fitting, goodput
+from workloads.pipelines.fitting import CopyPlacement
+from workloads.pipelines.goodput import GoodputPlan, plan_goodput, plan_growth
+from workloads.pipelines.pipeline import Pipeline, PipelineSchedule
+from workloads.pipelines.simulate import PipelineLink, Times, simulate
 
 NEEDED = ("stages", "microbatches")
 RESTART_SECONDS = 600.0
@@ -93,17 +92,6 @@ class PipelineOutlook:
             lines.append(f"  iterations whose bubbles carry one version: {', '.join(by_placement)}")
             lines += ["", goodput.table(self.plans)]
         return "\n".join(lines)
-
-    def block(self) -> dict[str, Any]:
-        """The outlook as JSON."""
-        pipeline = asdict(self.planned.pipeline) | {"schedule": self.planned.pipeline.schedule.value}
-        return {
-            "pipeline": pipeline | {"message_passes": self.planned.message_passes},
-            "bubble_shares": {schedule.value: share for schedule, share in self.shares.items()},
-            "bubble_shares_by_stage": fitting.bubble_shares(self.timelines),
-            "iterations_per_version": {to.value: one for to, one in self.iterations.items()},
-            "goodput": [plan.block() for plan in self.plans],
-        }
 
 
 def plan_pipeline(planned: PlannedPipeline, cluster: Cluster, costs: Costs | None) -> PipelineOutlook:

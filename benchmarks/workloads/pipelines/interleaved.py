@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from .pipeline import Compute, MessagePost, Messages, Operation, Pass, Pipeline, Wait, post_blocking
+from workloads.pipelines.pipeline import Compute, MessagePost, Messages, Operation, Pass, Pipeline, Wait, post_blocking
 
 
 def schedule_table(pipeline: Pipeline) -> list[tuple[int, int]]:

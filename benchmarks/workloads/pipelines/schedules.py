@@ -22,8 +22,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .interleaved import Interleaved
-from .pipeline import Compute, MessagePost, Messages, Operation, Pass, Pipeline, PipelineSchedule, Wait, post_blocking
+from workloads.pipelines.interleaved import Interleaved
+from workloads.pipelines.pipeline import (
+    Compute,
+    MessagePost,
+    Messages,
+    Operation,
+    Pass,
+    Pipeline,
+    PipelineSchedule,
+    Wait,
+    post_blocking,
+)
 
 
 def program(pipeline: Pipeline, rank: int) -> list[Operation]:
