@@ -60,7 +60,6 @@ class Progress:
     loss: float | None
     attached: int
     seconds: float  # since the start
-    warm: bool = False  # standby workers have been prepared
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,6 @@ class DrivenJob:
         events = [entry for node in self._alive for entry in node.new_events()]
         if any(entry["name"] in DETECTION_EVENTS for entry in events):
             phase = DrivePhase.RESTARTING
-        warm = before.warm or any(entry["name"] == catalogue.STANDBYS_PREPARED.name for entry in events)
         losses = self._losses.new()
         for entry in losses:
             iteration, loss = entry["iteration"], entry["loss"]
@@ -151,7 +149,7 @@ class DrivenJob:
             self.ended = time.time()
             phase = DrivePhase.FAILED if failed else DrivePhase.DONE
         elapsed = (self.ended if ended or failed else time.time()) - self.began
-        self._progress = Progress(phase, iteration, loss, attached, elapsed, warm)
+        self._progress = Progress(phase, iteration, loss, attached, elapsed)
         for node, status in failed:
             raise DriveError(
                 f"ft-run ended with status {status} in iteration {iteration + 1}, expected 0; see {node.log}"

@@ -5,16 +5,15 @@ Each function that asserts raises an AssertionError that shows what was written 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import xxhash
-from safetensors.numpy import load_file
 
 from ft_plugins.events import catalogue
-from ft_plugins.snapshot.checkpoint import checkpoint
+from ft_plugins.snapshot.capture import manifest as captured
+from ft_plugins.snapshot.checkpoint import checkpoint, persist
 from ft_plugins.snapshot.checkpoint.checkpoint import Origin
 from ft_plugins.snapshot.segment.slots import Version
 
@@ -133,9 +132,9 @@ def assert_whole(folder: Path, ranks: int) -> None:
     assert not absent, f"{folder}: the files of ranks {absent} are missing or of another version"
     for rank in range(ranks):
         path = folder / checkpoint.data_file(rank)
-        with open(path, "rb") as file:
-            head = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        tensors = load_file(path)
-        for number, (offset, nbytes) in enumerate(json.loads(head["__metadata__"]["buckets"])):
-            digest = xxhash.xxh3_64_intdigest(tensors["data"][offset : offset + nbytes].tobytes())
-            assert digest == int(tensors["digests"][number]), f"{path}: bucket {number} does not match its digest"
+        head, digests, small = persist.read_head(path, checkpoint.read_record(folder, rank))
+        data = path.read_bytes()[len(head) + digests.nbytes :]
+        ranges = captured.read(captured.split(small)[0]).ranges
+        for number, ((offset, nbytes), digest) in enumerate(zip(ranges, digests, strict=False)):
+            found = xxhash.xxh3_64_intdigest(data[offset : offset + nbytes])
+            assert found == int(digest), f"{path}: bucket {number} does not match its digest"

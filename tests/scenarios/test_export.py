@@ -68,7 +68,6 @@ def test_what_cannot_be_exported_is_one_line_and_leaves_nothing(jobs: Jobs, tmp_
     for name, what, words in (
         ("flipped", checkpoint.data_file(3), "does not match the digest taken when it was captured"),
         ("absent", checkpoint.data_file(5), "cannot be read"),
-        ("unindexed", checkpoint.index_file(7), "was written without an index"),
     ):
         damaged = shutil.copytree(folder, tmp_path / name)
         path = damaged / what

@@ -13,6 +13,8 @@ import pytest
 import xxhash
 
 from ft_plugins.events import Event
+from ft_plugins.snapshot.capture import manifest
+from ft_plugins.snapshot.capture.manifest import Manifest, TensorRange
 from ft_plugins.snapshot.checkpoint import checkpoint, persist
 from ft_plugins.snapshot.checkpoint.checkpoint import Origin
 from ft_plugins.snapshot.segment import segment as segments
@@ -119,15 +121,18 @@ def write(tmp_path: Path) -> Callable[[Version], Path]:
     def written(version: Version) -> Path:
         for rank in range(RANKS):
             path = tmp_path / f"segment-{version.iteration}-{rank}"
-            segments.create(path, Shape(8000, 300, 1, 5, slots_for(Pin.STORAGE)), rank, dict(ORIGIN.fingerprint))
+            segments.create(path, Shape(8000, 1000, 1, 5, slots_for(Pin.STORAGE)), rank, dict(ORIGIN.fingerprint))
             segment = Segment(path)
             segment.ranges = [(0, 8000)]
             segment.dirty(0, version, 0)
-            segment.write_small(0, b"small")
+            held = TensorRange("t", "uint8", "parameter", "own", 8000, 0, 8000, 0, (8000,))
+            described = Manifest(rank, RANKS, (0, 0), ((0, 8000),), (held,))
+            small = manifest.join(manifest.write(described), b"small")
+            segment.write_small(0, small)
             segment.data(0)[:] = np.arange(8000, dtype=np.uint8) + rank
             digests = np.array([xxhash.xxh3_64_intdigest(segment.data(0).tobytes())], dtype=np.uint64)
             segment.digests(0)[:] = digests
-            segment.seal(0, version, 0, b"small", digests)
+            segment.seal(0, version, 0, small, digests)
             persist.write_rank(checkpoint.partial_of(tmp_path / "j", version), segment, version, ORIGIN)
             segment.close()
         return checkpoint.commit(tmp_path / "j", version, ORIGIN)

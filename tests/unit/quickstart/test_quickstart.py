@@ -100,14 +100,13 @@ class Script:
 
     log = Path("output.log")
 
-    def __init__(self, moments: list[tuple[DrivePhase, int]], warm_from: int = 0) -> None:
+    def __init__(self, moments: list[tuple[DrivePhase, int]]) -> None:
         self.moments, self.kills = moments, []  # type: ignore[var-annotated]
-        self.warm_from = warm_from  # iteration
         self.lost = 0
 
     def follow(self, seconds: float, patience: float) -> Progress:
         self.now, self.iteration = self.moments.pop(0)
-        return Progress(self.now, self.iteration, None, 8, 0.0, warm=0 < self.warm_from <= self.iteration)
+        return Progress(self.now, self.iteration, None, 8, 0.0)
 
     def kill(self, rank: int) -> int:
         self.kills.append((rank, self.now, self.iteration))
@@ -137,14 +136,6 @@ def test_one_process_is_killed_once_and_not_before_its_iteration_is_logged() -> 
     after = [(DrivePhase.RESTARTING, 5), (DrivePhase.TRAINING, 6), (DrivePhase.ENDING, 10), (DrivePhase.DONE, 10)]
     assert strikes([*before, (DrivePhase.TRAINING, 5), *after]) == [(3, DrivePhase.TRAINING, 5)]
     assert strikes([*before, (DrivePhase.TRAINING, 5), *after], kill=False) == []
-
-
-@pytest.mark.parametrize("warm_from, killed_at", [(2, 6), (7, 7), (0, 9), (11, 9)])
-def test_the_kill_waits_for_standby_workers_but_not_for_ever(warm_from: int, killed_at: int) -> None:
-    moments = [(DrivePhase.TRAINING, iteration) for iteration in range(1, 12)]
-    job = Script([*moments, (DrivePhase.DONE, 12)], warm_from)
-    follow(job, parse(["--quick"]), True, Silent())  # type: ignore[arg-type]
-    assert [iteration for _, _, iteration in job.kills] == [killed_at]
 
 
 def test_a_whole_node_is_killed_once(tmp_path: Path) -> None:

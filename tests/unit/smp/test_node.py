@@ -30,7 +30,7 @@ from ft_plugins.errors import ConfigError, FtError, ProtocolError, ResumeError
 from ft_plugins.events import Event, Events, catalogue
 from ft_plugins.model.pacer import Allowance
 from ft_plugins.smp.exchange.traffic import RatePacer
-from ft_plugins.smp.resize.previous_segments import PreviousSegments
+from ft_plugins.smp.serve.context import NodeContext
 from ft_plugins.smp.serve.job_file import refer
 from ft_plugins.smp.serve.requests import RebuildSlot
 from ft_plugins.smp.tree.node import NodeTier
@@ -79,8 +79,7 @@ class Node:
     def _start(self) -> NodeTier:
         events = Events(self.name)
         events.subscribe(self.seen.append)
-        previous = PreviousSegments(self.cluster.job, self.name)
-        return NodeTier(self.run_dir, self.cluster.job, self.name, self.segments, previous, events)
+        return NodeTier(NodeContext.of(self.run_dir, self.cluster.job, self.name, events, self.segments))
 
     def write(self, iteration: int, lineage: int = 1) -> None:
         """What a capture of each rank leaves."""

@@ -16,7 +16,7 @@ import pytest
 import xxhash
 
 from ft_plugins.events import Event, Events
-from ft_plugins.smp.resize.previous_segments import PreviousSegments
+from ft_plugins.smp.serve.context import NodeContext
 from ft_plugins.smp.tree import node_step
 from ft_plugins.smp.tree.agreement import ExchangeDecision, NodeReport
 from ft_plugins.smp.tree.node import NodeTier
@@ -53,8 +53,7 @@ class Node:
     def _start(self) -> NodeTier:
         events = Events(self.name)
         events.subscribe(self.seen.append)
-        previous = PreviousSegments(self.job, self.name)
-        return NodeTier(self.run_dir, self.job, self.name, {self.position: self.segment}, previous, events)
+        return NodeTier(NodeContext.of(self.run_dir, self.job, self.name, events, {self.position: self.segment}))
 
     def write(self, iteration: int, lineage: int = 1) -> None:
         """What a capture leaves."""
