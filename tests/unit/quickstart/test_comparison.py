@@ -12,19 +12,18 @@ import pytest
 from rich.console import Console
 
 from ft_plugins.events import Event, Events, catalogue, file_sink, read
-from ft_plugins.report.comparison import (
+from ft_plugins.rehearse.driver import Loss
+from quickstart_report.comparison import (
     EvidenceError,
-    Loss,
     RestoredVersion,
     RunComparison,
     RunRecord,
     compare_runs,
-    read_losses,
     sealed_by_all,
     stall,
 )
-from ft_plugins.report.comparison_text import table, verdict
-from ft_plugins.report.run_pictures import draw_comparison
+from quickstart_report.comparison_text import table, verdict
+from quickstart_report.run_pictures import draw_comparison
 
 RANKS = 4
 BEGAN, KILLED = 1000.0, 1038.2
@@ -252,13 +251,6 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
     draw_comparison(
         unfailed, unfailed, compare_runs(unfailed, unfailed), tmp_path / "other.png"
     )  # nobody was killed: drawn as well
-
-
-def test_losses_are_read_up_to_the_last_whole_line(tmp_path: Path) -> None:
-    path = tmp_path / "loss.jsonl"
-    assert read_losses(path) == ()
-    path.write_text('{"iteration": 1, "loss": 5.5, "time": 10.0, "extra": 1}\n{"iteration": 2, "lo')
-    assert read_losses(path) == (Loss(1, 5.5, 10.0),)
 
 
 def test_a_kill_written_by_another_process_is_read_with_its_rank(tmp_path: Path) -> None:

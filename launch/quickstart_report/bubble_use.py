@@ -19,9 +19,9 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from ..bubbles.gate.pacing import LIMITS
-from ..bubbles.timeline.timeline_values import Row
-from ..events import Event, catalogue
+from ft_plugins.bubbles.gate.pacing import LIMITS
+from ft_plugins.bubbles.timeline.timeline_values import Row
+from ft_plugins.events import Event, catalogue
 
 _BYTE_FIELDS = ("in_bubbles", "late", "by_rate")
 

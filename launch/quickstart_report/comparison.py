@@ -13,20 +13,17 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ..errors import FtError
-from ..events import Event, catalogue
-from .bubble_use import CopyTraffic, bubble_use
-from .recovery_phases import RecoveryPhases, recovery_phases
+from ft_plugins.errors import FtError
+from ft_plugins.events import Event, catalogue
+from ft_plugins.rehearse.driven import DETECTION_EVENTS
+from ft_plugins.rehearse.driver import Loss
+from ft_plugins.report.recovery_phases import RecoveryPhases, recovery_phases
 
-# the first of these shows when a launcher detected the failure
-DETECTION_EVENTS = (
-    *(catalogue.WORKER_FAILED.name, catalogue.NODE_LOST.name, catalogue.JOB_HUNG.name),
-    catalogue.WORKERS_RESTARTED.name,
-)
+from .bubble_use import CopyTraffic, bubble_use
+
 # training began without a restored version; the second event means that state was lost
 SCRATCH_EVENTS = (catalogue.TRAINING_STARTED.name, catalogue.STATE_LOST.name)
 MEMORY_TIERS = ("process", "node")  # the third tier is storage
@@ -34,15 +31,6 @@ MEMORY_TIERS = ("process", "node")  # the third tier is storage
 
 class EvidenceError(FtError):
     """The files of a run are missing or contradict each other, so no report is possible."""
-
-
-@dataclass(frozen=True)
-class Loss:
-    """One line of a loss log. `time` is seconds since the epoch, after the iteration."""
-
-    iteration: int
-    loss: float
-    time: float
 
 
 @dataclass(frozen=True)
@@ -118,15 +106,6 @@ class RunComparison:
         """The content of `report.json`."""
         phases = {} if self.phases is None else {"phases": self.phases.block()}
         return json.dumps({**asdict(self), **phases, "proven": self.proven}, indent=2)
-
-
-def read_losses(path: Path) -> tuple[Loss, ...]:
-    """The complete lines of a loss log, in order."""
-    if not path.exists():
-        return ()
-    lines = [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
-    entries = [json.loads(line) for line in lines]
-    return tuple(Loss(entry["iteration"], entry["loss"], entry["time"]) for entry in entries)
 
 
 def compare_runs(failed: RunRecord, unfailed: RunRecord, differing: Sequence[str] = ()) -> RunComparison:

@@ -10,8 +10,8 @@ import pytest
 
 from ft_plugins.bubbles.gate.pacing import LIMITS
 from ft_plugins.events import Event
-from ft_plugins.report.bubble_use import BubbleUse, bubble_use
-from ft_plugins.report.run_pictures import draw_bubbles, size
+from quickstart_report.bubble_use import BubbleUse, bubble_use
+from quickstart_report.run_pictures import draw_bubbles, size
 
 RANKS = range(4)
 MIB = 1 << 20

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable
 
 from rich.table import Table
 
+from ft_plugins.report.phase_table import WORDS
+
 from .bubble_use import CopyTraffic
 from .comparison import RunComparison
-from .phase_table import WORDS
 
 
 def table(report: RunComparison) -> Table:

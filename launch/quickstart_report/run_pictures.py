@@ -19,12 +19,14 @@ from typing import Any
 
 from matplotlib.patches import Patch, Rectangle
 
-from ..bubbles.timeline.timeline_values import Row, Window
-from ..events import catalogue
-from ..model.timeline import Kind
+from ft_plugins.bubbles.timeline.timeline_values import Row, Window
+from ft_plugins.events import catalogue
+from ft_plugins.model.timeline import Kind
+from ft_plugins.rehearse.driver import Loss
+from ft_plugins.report.canvas import MAX_RANKS, SPANS, new_figure
+
 from .bubble_use import BubbleUse
-from .canvas import MAX_RANKS, SPANS, new_figure
-from .comparison import Loss, RunComparison, RunRecord, sealed_by_all
+from .comparison import RunComparison, RunRecord, sealed_by_all
 
 UNFAILED, FAILED, FAILURE, SYNCHRONISED = "#7a8794", "#0b6fb8", "#c8322b", "#2f8f4e"
 IDLE, WINDOW, INK = "#e9edf1", "#d98e04", "#1c1f22"
