@@ -26,6 +26,8 @@ from ft_plugins.config import Config, keys, run_directory
 from ft_plugins.events import Events, catalogue, file_sink
 from ft_plugins.smp.serve import client as smp
 from ft_plugins.smp.watch import liveness
+from ft_plugins.snapshot.capture import manifest
+from ft_plugins.snapshot.capture.manifest import Manifest, TensorRange
 from ft_plugins.snapshot.capture.retention import Storage
 from ft_plugins.snapshot.segment import paths
 from ft_plugins.snapshot.segment.paths import path_of
@@ -414,7 +416,10 @@ def test_a_checkpoint_before_there_is_a_version_says_so_and_one_that_fails_says_
     mapped = Segment(path)
     mapped.ranges = [(0, 8192)]
     mapped.dirty(0, Version(1, 3), mapped.token)
-    mapped.seal(0, Version(1, 3), mapped.token, b"", np.array([5], dtype=np.uint64))
+    held = (TensorRange("weight", "uint8", "parameter", "own", 8192, 0, 8192, 0, (8192,)),)
+    small = manifest.join(manifest.write(Manifest(0, 1, (0, 0), ((0, 8192),), held)), b"")
+    mapped.write_small(0, small)
+    mapped.seal(0, Version(1, 3), mapped.token, small, np.array([5], dtype=np.uint64))
     assert "no version is in memory yet" in ft_plugins("checkpoint", "now", status=1), "a seal that does not fit"
     mapped.digests(0)[:] = 5
     line = ft_plugins("checkpoint", "now", "--seconds", "20", status=1)
