@@ -24,7 +24,8 @@ from ..errors import CorruptHeaderError, CorruptSlotError, FtError, ProtocolErro
 from ..redundancy.exchange_plan import ExchangePlan
 from ..snapshot.capture.copiers import flat_bytes
 from ..snapshot.capture.layout import Layout, ReplicaStream
-from ..snapshot.segment.segment import COMPLETED, Segment
+from ..snapshot.segment.header import COMPLETED
+from ..snapshot.segment.segment import Segment
 from ..snapshot.segment.slots import Mark, Slot, SlotState, Version
 from .facts import NodeFacts, RankFacts
 from .recovery_plan import RecoveryPlan, Way, plan_recovery
@@ -166,6 +167,8 @@ def _damage(segment: Segment) -> list[FtError]:
 
 
 def _facts(segment: Segment) -> bytes:
+    header = segment.header
+    opened = header.opened
     slots = [
         [
             slot.index,
@@ -173,13 +176,13 @@ def _facts(segment: Segment) -> bytes:
             slot.version.lineage if slot.version else None,
             slot.version.iteration if slot.version else None,
             int(slot.mark),
-            slot.damaged and not segment.voiding,  # else it would block a fresh start that was interrupted
+            slot.damaged and not opened.voiding,  # else it would block a fresh start that was interrupted
         ]
         for slot in segment.slots()
     ]
-    completed = None if COMPLETED in segment.damaged else segment.completed
-    facts = [segment.rank, slots, segment.lineage, completed, segment.from_nothing, segment.damaged, segment.lost]
-    facts += [segment.agreed, segment.doubted]
+    completed = None if COMPLETED in segment.damaged else header.completed
+    facts = [segment.rank, slots, opened.lineage, completed, opened.from_nothing, segment.damaged, opened.lost]
+    facts += [header.agreed, header.doubted]
     return bytes(msgpack.packb(facts))
 
 

@@ -361,7 +361,7 @@ def test_a_superseded_incarnation_ends_rather_than_going_on_unprotected(
 
     def run(self: Loop, session: Session, until: int) -> None:
         update(self, session, 2)
-        Segment(node.segment(0)).token = 99
+        Segment(node.segment(0)).header.token = 99
         update(self, session, until)
 
     monkeypatch.setattr(Loop, "run", run)
@@ -725,7 +725,7 @@ def _open_from_nothing(rank: int, world: int, node: Node, token: int) -> None:
     segment = Segment(node.segment(0))
     with node.client() as client:
         client.attach(0, token, segment.shape, segment.fingerprint, fresh=True)
-        client.open_lineage(0, token, segment.lineage + 1, None)
+        client.open_lineage(0, token, segment.header.opened.lineage + 1, None)
 
 
 def test_another_kind_of_number_in_the_same_bytes_is_another_state(node: Node, ranks: Ranks) -> None:

@@ -134,7 +134,7 @@ def refill(
     for version in [slot.version for slot in segment.slots() if slot.version is not None]:
         # versions that were certified at this size before are older: they must not be preferred to the restored one
         segment.mark(version, plan.mark if version == plan.now else Mark.NONE)
-    segment.completed = plan.completed
+    segment.header.completed = plan.completed
     collective.barrier()  # all ranks have their state: only then may the previous segments be removed
     return sum(move.nbytes for move in moves)
 

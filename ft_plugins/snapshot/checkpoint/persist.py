@@ -317,8 +317,8 @@ def _read_data(path: Path, start: int, segment: Segment, index: int, digests: An
         raise StorageError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
     with open(descriptor, "rb", buffering=0) as file:
         for number, (offset, nbytes) in enumerate(segment.data_ranges):
-            if segment.token != token:
-                raise FencedError(f"rank {segment.rank}: token {token} was superseded by {segment.token}")
+            if segment.header.token != token:
+                raise FencedError(f"rank {segment.rank}: token {token} was superseded by {segment.header.token}")
             faults.reach("restore.storage", bucket=number)
             area = data[offset : offset + nbytes]
             done = 0

@@ -59,7 +59,7 @@ def test_an_smp_says_it_of_its_node(node: Any, trainer: subprocess.Popen[bytes])
     token = node.fence()
     with node.client() as client:
         segment = Segment(client.attach(0, token, SHAPE, {}, fresh=False))
-        segment.owner = (trainer.pid, liveness.started(trainer.pid))
+        segment.header.owner = (trainer.pid, liveness.started(trainer.pid))
         segment.ranges = [(0, 100)]
         assert client.status()["signal"] == "HEALTHY"
         segment.dirty(0, Version(1, 1), token)
