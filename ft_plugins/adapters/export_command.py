@@ -14,8 +14,8 @@ from __future__ import annotations
 import importlib
 import os
 import shutil
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,20 @@ def _writer(shares: CheckpointReader) -> Callable[[CheckpointReader, Path], dict
         )
     write: Callable[[CheckpointReader, Path], dict[str, Any]] = importlib.import_module(_FORMATS[kind]).export
     return write
+
+
+@contextmanager
+def installed(package: str, framework: str, extra: str) -> Iterator[None]:
+    """Imports of `package` raise UnsupportedError within this context, if it is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if str(error.name).split(".")[0] != extra:
+            raise
+        raise UnsupportedError(
+            f"this is a checkpoint of a {framework} job, but {package} is not installed here: "
+            f"pip install 'ft_plugins[{extra}]'"
+        ) from error
 
 
 def _choose_replica(shares: CheckpointReader) -> str:

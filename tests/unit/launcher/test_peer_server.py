@@ -26,7 +26,7 @@ from ft_plugins.launcher.rendezvous.peer_server import (
     _UNREAD_SECONDS,
     PeerServer,
 )
-from ft_plugins.testing.ports import free_port
+from ft_plugins.rehearse.ports import free_port
 from ft_plugins.transport.channel import Channel
 
 WAIT = 60.0

@@ -25,7 +25,7 @@ from ft_plugins.launcher import job_secret, plugin
 from ft_plugins.launcher.rendezvous import peer_client, peer_server, round_join
 from ft_plugins.launcher.rendezvous.peer_client import Credentials
 from ft_plugins.launcher.rendezvous.rendezvous import Rendezvous
-from ft_plugins.testing.ports import free_port
+from ft_plugins.rehearse.ports import free_port
 
 WAIT = 20.0
 JOB = "the-name-of-the-job"

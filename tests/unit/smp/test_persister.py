@@ -875,14 +875,3 @@ def test_the_end_leaves_off_what_is_being_written_at_its_next_piece(
     node.persister.stop()
     assert left_off.is_set(), "it did not end because it was no longer waited for"
     assert not any(rank.pinned() for rank in node.ranks.values()) and not node.events("checkpoint.failed")
-
-
-def test_an_orderly_end_leaves_the_last_good_one(node: SmpNode, storage: Storage, base: Path) -> None:
-    ranks = smp(node, storage)
-    for rank in ranks:
-        rank.capture(10)
-    until(lambda: complete(base) == ["v1-10"])
-    with node.client() as client:
-        until(lambda: client.status()["storage"]["newest"] == [1, 10])
-        client.end()
-    assert os.listdir(base) == ["v1-10"]

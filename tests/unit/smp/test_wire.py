@@ -29,12 +29,12 @@ from ft_plugins.events import Event, Events
 from ft_plugins.smp.exchange.frames import Data
 from ft_plugins.smp.exchange.readers import PipelinedPeer
 from ft_plugins.snapshot.segment.slots import Version
-from ft_plugins.testing.job_control import wait_until
 from ft_plugins.transport import channel, connections, unproven, wire
 from ft_plugins.transport.authenticated import PAYLOAD_LIMIT, Bytes
 from ft_plugins.transport.channel import TAG, Channel, Party
 from ft_plugins.transport.protocol import FRAME_LIMIT
 from ft_plugins.transport.wire import SECRET_LIMIT, Peer, Server, read_secret
+from harness.job_control import wait_until
 
 JOB = "a-job"
 SECRET = b"a secret of 32 bytes, all random"

@@ -37,7 +37,7 @@ from ft_plugins.snapshot.segment import segment as segments
 from ft_plugins.snapshot.segment.segment import Segment
 from ft_plugins.snapshot.segment.shape import Shape
 from ft_plugins.snapshot.segment.slots import Mark, Pin, Version, slots_for
-from ft_plugins.testing.hostile import altered, damaged
+from harness.hostile import altered, damaged
 
 V, TOKEN = Version(2, 300), 9
 ORIGIN = Origin("job", 2, {"layers": 4, "seed": 1})
