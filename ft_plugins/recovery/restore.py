@@ -49,12 +49,9 @@ class Nodes(Protocol):
 
 
 def agree_on_version(
-    segment: Segment,
-    collective: Collective,
-    report: Callable[[FtError], None],
-    nodes: Nodes | None = None,
+    segment: Segment, collective: Collective, report: Callable[[FtError], None], nodes: Nodes | None = None,
     before: int | None = None,
-) -> RecoveryPlan:
+) -> RecoveryPlan:  # fmt: skip
     """Choose the newest version that all ranks can have, and have it verified in every rank's own segment.
 
     A corrupt slot is reported, then rebuilt from other nodes or its version skipped. A version that cannot be rebuilt

@@ -29,7 +29,6 @@ class ProgressReport:
 
     @property
     def written(self) -> bool:
-        """Whether the words are read."""
         return isinstance(self.words, ProgressWriter)
 
     def begin(self, host: Host, config: Config, context: LaunchContext, events: Events) -> None:

@@ -83,15 +83,9 @@ class _PreviousSlots:
 
 
 def refill(
-    plan: ResizePlan,
-    segment: Segment,
-    target: Manifest,
-    members: Sequence[Sequence[int]],
-    collective: Collective,
-    run_dir: Path,
-    token: int,
-    host: TakingOver,
-) -> int:
+    plan: ResizePlan, segment: Segment, target: Manifest, members: Sequence[Sequence[int]], collective: Collective,
+    run_dir: Path, token: int, host: TakingOver,
+) -> int:  # fmt: skip
     """Restore the planned state into a slot of `segment`, as `target` describes it. `members`: the ranks of each node.
 
     Returns the bytes of tensor data moved into this rank's slot. Every rank of the job calls. Raises ResumeError,
@@ -147,12 +141,9 @@ def _ranks_at(coordinates: Coordinates, collective: Collective) -> list[int]:
 
 
 def _small_sizes(
-    plan: ResizePlan,
-    readable: set[int],
-    members: Sequence[Sequence[int]],
-    slots: _PreviousSlots,
+    plan: ResizePlan, readable: set[int], members: Sequence[Sequence[int]], slots: _PreviousSlots,
     collective: Collective,
-) -> dict[int, int]:
+) -> dict[int, int]:  # fmt: skip
     """Bytes of the small state of every rank of the previous job, read by the first rank of its node."""
     mine = {rank for rank in readable if members[plan.holders[rank]][0] == collective.rank}
     with collective.agreement():

@@ -76,15 +76,9 @@ _DTYPES = {  # of torch: code and bytes of an element
 
 
 def write_rank(
-    folder: Path,
-    segment: Segment,
-    version: Version,
-    origin: Origin,
-    proceed: Callable[[int], None] = lambda nbytes: None,
-    *,
-    staged_index: Path | None = None,
-    **facts: object,
-) -> RankRecord:
+    folder: Path, segment: Segment, version: Version, origin: Origin,
+    proceed: Callable[[int], None] = lambda nbytes: None, *, staged_index: Path | None = None, **facts: object,
+) -> RankRecord:  # fmt: skip
     """Durably write the slot of `version` into `folder`, which is created if needed; do nothing if the file exists.
 
     `proceed` is called before each piece with its size in bytes, and may raise to stop. `staged_index` is the index

@@ -74,7 +74,6 @@ class Constants:
     fingerprint: bytes  # JSON
 
     def write(self, page: Words) -> None:
-        """Fill the page of a new segment."""
         values = {**vars(self.shape), "rank": self.rank, "world_size": self.world_size}
         page[0] = MAGIC
         page[1:_SEAL] = [values[name] for name in _CONSTANTS]
@@ -308,7 +307,6 @@ class Header:
 
     @property
     def ranges(self) -> int:
-        """The digest of the bucket ranges."""
         return int(self._page[_RANGES])
 
     @ranges.setter

@@ -125,11 +125,9 @@ class Segment(SegmentFile):
         return self._slots[index].read(index, self.digests(index), self._small_area(index))
 
     def slots(self) -> tuple[Slot, ...]:
-        """All slots, by index."""
         return tuple(self.slot(index) for index in range(self.shape.slots))
 
     def parity_slots(self) -> tuple[Slot, ...]:
-        """All parity slots, by index."""
         return tuple(self.slot(index) for index in self.shape.parity_indices)
 
     def parity_of(self, version: Version) -> int | None:
@@ -163,7 +161,6 @@ class Segment(SegmentFile):
         return self._slots[index].cursor
 
     def set_cursor(self, index: int, bucket: int | None) -> None:
-        """Record which bucket is being written."""
         self._slots[index].cursor = bucket
 
     def mark(self, version: Version, mark: Mark) -> bool:

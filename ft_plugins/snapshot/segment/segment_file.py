@@ -141,7 +141,6 @@ class SegmentFile:
 
     @property
     def claimed_bytes(self) -> int:
-        """The memory that was claimed."""
         return self.shape.bytes_with(len(self.claimed))
 
     def area_of(self, index: int) -> Bytes:
@@ -253,7 +252,6 @@ class SegmentFile:
         return self._area(index, self.shape.table_room, self.shape.small_nbytes if index < self.shape.slots else 0)
 
     def small(self, index: int) -> bytes:
-        """The small state of a slot."""
         return self._small_area(index)[: self._slots[index].small_bytes].tobytes()
 
     def write_small(self, index: int, encoded: bytes) -> None:

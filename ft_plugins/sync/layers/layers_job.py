@@ -92,12 +92,10 @@ class JobSchedule:
         return self.exposed is not None and self.seconds is not None and exposed - self.exposed > beyond * self.seconds
 
     def block(self) -> dict[str, Any]:
-        """As plain values, for `JobSchedule.of`."""
         return {"stages": [[list(own) for own in one] for one in self.stages], "planned": [self.exposed, self.seconds]}
 
     @classmethod
     def of(cls, block: Mapping[str, Any]) -> JobSchedule:
-        """From `block`."""
         stages = tuple(tuple(tuple(own) for own in one) for one in block["stages"])
         return cls(stages, *block["planned"])
 

@@ -29,7 +29,6 @@ class Stopwatch:
         return event
 
     def seconds(self, begin: Mark, end: Mark) -> float:
-        """Seconds from one mark to another."""
         if isinstance(begin, torch.cuda.Event):
             assert isinstance(end, torch.cuda.Event)
             end.synchronize()

@@ -48,7 +48,6 @@ class LayerMeasurement:
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything."""
         self._edges = []
         self._averagings: list[tuple[str, Mark, Mark]] = []
         self._waits: list[tuple[Mark, Mark]] = []
@@ -60,7 +59,6 @@ class LayerMeasurement:
             self._edges.append((kind, module, self._stopwatch.mark()))
 
     def averaging(self, module: str, exchange: Callable[[str], float]) -> float:
-        """Exchange a module."""
         begin = self._stopwatch.mark()
         factor = exchange(module)
         if self.recording:
@@ -75,7 +73,6 @@ class LayerMeasurement:
             self._waits.append((begin, self._stopwatch.mark()))
 
     def iteration_end(self) -> None:
-        """The update of an iteration is done."""
         if self._edges:
             self._iterations.append((self._edges, self._stopwatch.mark()))
         self._edges = []
@@ -156,7 +153,6 @@ class LayerPlanning:
         return plan.schedule
 
     def close(self) -> None:
-        """End the thread. Idempotent."""
         if self._planner is not None:
             self._planner.close()
 

@@ -41,7 +41,6 @@ class SyncGroups:
 
     @property
     def stage(self) -> int:
-        """The pipeline stage of this rank."""
         return self.stages[self.rank]
 
     def layers(self) -> JobLayers:
@@ -78,12 +77,8 @@ def connect_groups(
     device = next((tensor.device for tensor in host.tensors().values()), _CPU)
     made = {ranks: dist.new_group(list(ranks), timeout=timedelta(seconds=timeout)) for ranks in job.all()}
     return SyncGroups(
-        rank=host.rank,
-        job=job,
-        plan=plan,
-        stages=tuple(stage for _, _, stage in reports),
+        rank=host.rank, job=job, plan=plan, stages=tuple(stage for _, _, stage in reports),
         peers=Links(host.rank, made, made.get(members), device),
-        replica=Links(host.rank, made, made.get(plan.replica), device),
-        device=device,
+        replica=Links(host.rank, made, made.get(plan.replica), device), device=device,
         wait=PeerWait(host.rank, members, plan.replica, timeout),
-    )
+    )  # fmt: skip

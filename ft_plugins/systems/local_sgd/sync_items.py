@@ -51,5 +51,4 @@ class OuterItems:
         self._live[name] = tensor
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """The live tensors, by item name."""
         return self._live

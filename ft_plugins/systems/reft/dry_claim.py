@@ -60,7 +60,6 @@ class DryJob:
 
     @cached_property
     def nodes(self) -> tuple[str, ...]:
-        """The node of each rank, in order."""
         return tuple(f"node{rank // self.ranks_per_node}" for rank in range(self.topology.world_size))
 
     def inventory(self, rank: int) -> Inventory:
@@ -89,7 +88,6 @@ class NodeClaim:
 
     @property
     def total(self) -> int:
-        """Bytes claimed on the node at start."""
         return self.snapshots + self.own_parity + self.store
 
 
@@ -202,6 +200,5 @@ def _claim(facts: list[RankLayout], ranks: tuple[int, ...], store: int) -> NodeC
 
 
 def block_of(claim: DryClaim) -> dict[str, Any]:
-    """As JSON."""
     kinds: list[Mapping[str, Any]] = [{**vars(kind), "total": kind.total} for kind in claim.kinds]
     return {"nodes": kinds, "losses": claim.losses, "unprotected": claim.unprotected}

@@ -99,7 +99,6 @@ class Reft(CaptureOwner):
 
     @property
     def claimed_slots(self) -> int:
-        """How many slots have memory."""
         return len(self._mapped().claimed)
 
     def find_previous_size(self, mode: str) -> None:
