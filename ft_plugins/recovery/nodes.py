@@ -3,7 +3,7 @@
 Invariant: the lowest rank of each node asks the SMP of that node, and all ranks receive all answers. Unless stated
 otherwise every rank of the job makes each call, in the same order, and errors are raised on all of them.
 
-In: nodes, redundancy groups and segment shapes of all ranks. Out: `recovery.restore.Nodes` for a recovery; after it,
+In: nodes, redundancy groups and segment shapes of all ranks. Out: `SeenNodes` for a recovery; after it,
 `JobNodes.protect` makes the SMPs protect each other's slots.
 """
 

@@ -20,7 +20,7 @@ from ft_plugins.config import Config, LaunchContext
 from ft_plugins.errors import FtError
 from ft_plugins.session import Session, attach
 from ft_plugins.snapshot.segment.segment import Segment
-from ft_plugins.systems import disconnection
+from ft_plugins.systems import followed
 
 Node = Any  # the fixture's class lives in conftest
 Ranks = Callable[..., list[Any]]
@@ -576,7 +576,7 @@ def test_a_loss_of_protection_on_one_rank_alone_leaves_the_last_version_of_all(n
 
 def _cut_off(rank: int, world: int, run_dir: Path, token: int, faults: str) -> list[Any]:
     """Ranks that lose the connection between them at the end of iteration 2, and train on."""
-    disconnection.QUIET_SECONDS = 0.0
+    followed.QUIET_SECONDS = 0.0
     loop = Loop(rank, world, meets=True)
     session = attach(loop.host, config(faults=faults), context(rank, world, run_dir, token))
     session.resume(0)
@@ -623,7 +623,7 @@ def test_ranks_that_end_in_order_report_no_loss(node: Node, ranks: Ranks) -> Non
 
 
 def _ends_later(rank: int, world: int, run_dir: Path, token: int) -> int:
-    disconnection.QUIET_SECONDS = 0.0
+    followed.QUIET_SECONDS = 0.0
     loop = Loop(rank, world)
     session = attach(loop.host, config(), context(rank, world, run_dir, token))
     session.resume(0)

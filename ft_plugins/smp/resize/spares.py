@@ -31,8 +31,8 @@ from ...events import catalogue
 from ...snapshot.segment.segment import Segment
 from ...transport.wire import Peer
 from ..serve import job_file
-from ..serve.context import NodeContext
 from ..serve.job_file import ProtectionReference
+from ..serve.node_context import NodeContext
 from ..serve.requests import HostPort, ReleaseSpare, SpareState
 from ..tree.node import NodeTier
 from ..watch import liveness

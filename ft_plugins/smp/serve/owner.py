@@ -41,7 +41,7 @@ from ..watch import liveness, stacks
 from ..watch.hang_watch import HangWatch
 from ..watch.job_history import NODE, STORAGE, JobHistory
 from . import adoption, job_file, leftovers, requests
-from .context import NodeContext
+from .node_context import NodeContext
 from .status import described, signal_of
 
 _TOKEN = TypeAdapter(Count)

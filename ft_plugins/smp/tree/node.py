@@ -39,7 +39,7 @@ from ..exchange.peer_requests import PeerRequests
 from ..exchange.readers import LocalReader
 from ..exchange.rebuild import decode, fetch
 from ..serve import job_file
-from ..serve.context import NodeContext
+from ..serve.node_context import NodeContext
 from ..serve.requests import RebuildSlot, ReleaseSpare, SpareState
 from ..watch.hang import Stall
 from .node_driver import NodeDriver

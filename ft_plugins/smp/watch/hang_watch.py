@@ -25,7 +25,7 @@ from typing import Any, Protocol
 from ...base import files
 from ...events import catalogue
 from ...snapshot.segment.progress_words import RankProgress, read
-from ..serve.context import NodeContext
+from ..serve.node_context import NodeContext
 from . import liveness, stacks
 from .hang import HANG, HangVerdict, SlowRank, Stall, culprits, judge, slow_ranks
 from .signs_of_work import SignsOfWork

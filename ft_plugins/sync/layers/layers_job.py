@@ -20,8 +20,7 @@ from typing import Any, Literal
 from ...errors import ConfigError
 from .layer_profile import MOST_SECONDS, NANO, LayerProfile, LayerTimes
 from .layers_filling import fill
-from .layers_schedule import LayerSchedule, choose_period, equal_number, iteration_ns
-from .layers_spread import spread_layers
+from .layers_schedule import LayerSchedule, choose_period, equal_number, iteration_ns, spread_layers
 
 USUAL_PERIOD = 5  # as in the paper's experiments; also until the first plan, if the period is to be chosen
 

@@ -13,7 +13,7 @@ import pytest
 
 from ft_plugins.events import Event, Events, catalogue
 from ft_plugins.model.progress import WorkPhase
-from ft_plugins.smp.serve.context import NodeContext
+from ft_plugins.smp.serve.node_context import NodeContext
 from ft_plugins.smp.watch import hang, hang_watch, liveness, stacks
 from ft_plugins.smp.watch.hang import Stall
 from ft_plugins.smp.watch.hang_watch import HangWatch

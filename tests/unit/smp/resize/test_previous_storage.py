@@ -20,7 +20,7 @@ import xxhash
 from ft_plugins.events import Event, Events
 from ft_plugins.smp.resize.previous_storage import PreviousStorage
 from ft_plugins.smp.serve.client import ensure
-from ft_plugins.smp.serve.context import NodeContext
+from ft_plugins.smp.serve.node_context import NodeContext
 from ft_plugins.smp.watch import liveness
 from ft_plugins.snapshot.capture import manifest
 from ft_plugins.snapshot.capture.manifest import Manifest, TensorRange
