@@ -113,7 +113,7 @@ class SpareServer:
 
 
 def _has_trainer(segment: Segment) -> bool:
-    pid, began = segment.owner
+    pid, began = segment.header.owner
     return bool(began) and liveness.started(pid) == began
 
 

@@ -133,8 +133,8 @@ class HangWatch:
         found: list[RankProgress | None] = []
         for rank, segment in sorted(self._segments.items()):
             with suppress(AttributeError):  # closed meanwhile: the rank is on another node now
-                owner = segment.owner
-                if segment.attached and owner[1]:
+                owner = segment.header.owner
+                if segment.header.attached and owner[1]:
                     self._owners[rank] = owner
                     found.append(read(rank, token, segment.bytes))
         return [one for one in found if one is not None], len(found)

@@ -423,7 +423,7 @@ def test_slots_that_are_laid_out_otherwise_than_the_plan_has_it_are_refused(clus
 
 def test_checks_are_bounded_and_answered_of_what_is_kept_only(cluster: Cluster) -> None:
     for trainer in cluster.trainers.values():
-        trainer.segment.await_version(Version(1, 1))
+        trainer.segment.header.await_version(Version(1, 1))
     cluster.train(Version(1, 1))
     plan, segments = cluster.told.plan(), {rank: trainer.segment for rank, trainer in cluster.trainers.items()}
     asked = [check for rank in RANKS for check in plan.checks(rank, segments[rank].ranges)]

@@ -64,13 +64,13 @@ class Rank:
         self.path = path
         self.segment = Segment(path)
         self.segment.ranges = RANGES
-        self.segment.token = TOKEN
-        self.segment.attached = True
+        self.segment.header.token = TOKEN
+        self.segment.header.attached = True
         self.segment.open_lineage(lineage, None, ())
 
     def capture(self, *iterations: int) -> None:
         for iteration in iterations:
-            version = Version(self.segment.lineage, iteration)
+            version = Version(self.segment.header.opened.lineage, iteration)
             index = min(
                 (slot for slot in self.segment.slots() if not slot.pins),
                 key=lambda slot: (slot.state == 2, slot.version or Version(0, 0)),
@@ -84,11 +84,11 @@ class Rank:
             )
             self.segment.digests(index)[:] = digests
             self.segment.seal(index, version, TOKEN, small, digests)
-            self.segment.completed = iteration
+            self.segment.header.completed = iteration
 
     def mark(self, iteration: int, mark: Mark) -> None:
         """The verdict on a version; one of an unlike replica is void where nobody keeps it, as a trainer has it."""
-        version = Version(self.segment.lineage, iteration)
+        version = Version(self.segment.header.opened.lineage, iteration)
         for slot in self.segment.slots():
             if slot.version == version and mark is Mark.MISMATCHED and not slot.pins:
                 self.segment.dirty(slot.index, None, TOKEN)
@@ -130,7 +130,7 @@ class Host:
     def train(self) -> None:
         """As if this process were the trainer of all ranks."""
         for rank in self.ranks.values():
-            rank.segment.owner = (os.getpid(), liveness.started(os.getpid()))
+            rank.segment.header.owner = (os.getpid(), liveness.started(os.getpid()))
 
     def events(self, name: str) -> list[Event]:
         return [event for event in read(self.events_path) if event.name == name]
@@ -177,7 +177,7 @@ def complete(base: Path) -> list[str]:
 
 def assert_filled(base: Path, iteration: int, host: Host) -> None:
     """The checkpoint holds that iteration on every rank of `host`, read back through its digests."""
-    version = Version(next(iter(host.ranks.values())).segment.lineage, iteration)
+    version = Version(next(iter(host.ranks.values())).segment.header.opened.lineage, iteration)
     for rank in host.ranks.values():
         index = persist.read_rank(checkpoint.folder_of(base, version), rank.segment, version, TOKEN)
         assert (rank.segment.data(index) == iteration % 251).all()
@@ -318,7 +318,7 @@ def test_before_the_lineage_is_open_nothing_is_due(host: Callable[..., Host], st
     node = host()
     node.capture(10)
     for rank in node.ranks.values():
-        rank.segment.token = TOKEN + 1
+        rank.segment.header.token = TOKEN + 1
     node.told(storage)
     time.sleep(0.3)
     assert complete(base) == []
@@ -330,7 +330,7 @@ def test_before_the_lineage_is_open_nothing_is_due(host: Callable[..., Host], st
 
 def test_the_ranks_of_a_wider_earlier_job_do_not_count(host: Callable[..., Host], storage: Storage, base: Path) -> None:
     node = host(ranks=range(3))
-    node.ranks[2].segment.attached = False
+    node.ranks[2].segment.header.attached = False
     node.ranks[2].capture(3)
     node.told(storage)
     for number in (0, 1):
@@ -708,7 +708,7 @@ def test_while_a_job_trains_on_two_nodes_a_request_names_a_version_ahead_and_bot
     outcome: dict[str, Any] = {}
     for node in (first, second):
         for rank in node.ranks.values():
-            rank.segment.owner = own
+            rank.segment.header.owner = own
         node.told(replace(storage, interval=0))
         node.capture(3, 4)
     asking = threading.Thread(target=lambda: outcome.update(second.persister.request(REQUEST, 3 * SECONDS)))

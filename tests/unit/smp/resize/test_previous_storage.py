@@ -55,7 +55,7 @@ def capture(segment: Segment, *versions: Version) -> None:
         table = [xxhash.xxh3_64_intdigest(segment.data(index)[at : at + n].data) for at, n in RANGES]
         segment.digests(index)[:] = np.array(table, dtype=np.uint64)
         segment.seal(index, version, 1, segment.small(index), segment.digests(index).copy())
-        segment.completed = version.iteration
+        segment.header.completed = version.iteration
 
 
 def until(holds: Callable[[], bool], found: Callable[[], str] = str) -> None:
@@ -97,7 +97,7 @@ def test_an_orphaned_smp_writes_state_that_was_not_restored(
             )
             with closing(Segment(path)) as segment:
                 capture(segment, V4, V5)
-                segment.owner = (0, 0)
+                segment.header.owner = (0, 0)
         token = client.fence()
         assert client.resize(0, token, 4), "the job starts again with four ranks, none of which attaches"
     assert [path.name for path in previous_segments_of(node.job, node.name)]
@@ -127,7 +127,7 @@ def test_without_storage_or_at_the_orderly_end_nothing_is_written(node: SmpNode,
             )
             with closing(Segment(path)) as segment:
                 capture(segment, V4, V5)
-                segment.owner = (0, 0)
+                segment.header.owner = (0, 0)
         client.resize(0, client.fence(), 4)
         assert client.checkpoint("the job ends", 5.0, only_due=True)["state"] == "nothing"
         found = client.checkpoint("ft-run was told to end", SECONDS)
