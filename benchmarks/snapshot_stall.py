@@ -34,12 +34,12 @@ import torch
 
 from baselines import GIB, memcpy
 from figures import line
-from ft_plugins.adapters.torch.plain import PlainHost
 from ft_plugins.config import Config, LaunchContext
 from ft_plugins.events import catalogue
 from ft_plugins.rehearse.stopping import raising_signals
 from ft_plugins.session import Session
 from ft_plugins.smp.serve.client import Client, ensure
+from harness.plain_host import PlainHost
 
 TENSORS = 198  # as in a GPT of this size: alternately 1.35 and 9.5 MB
 SIZES = (1_350_000, 9_500_000)
