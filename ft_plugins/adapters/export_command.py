@@ -71,7 +71,7 @@ def _writer(shares: CheckpointReader) -> Callable[[CheckpointReader, Path], dict
     if kind not in _FORMATS:
         raise UnsupportedError(
             f"{shares.folder}: not a checkpoint of a Megatron or DeepSpeed job, so that it cannot be exported; its "
-            "files are safetensors, and rank-*.index.json describes their content"
+            "files are safetensors that hold the tensors by name"
         )
     write: Callable[[CheckpointReader, Path], dict[str, Any]] = importlib.import_module(_FORMATS[kind]).export
     return write
