@@ -36,10 +36,11 @@ WAIT = 240.0  # a start imports torch in every rank
 ITERATIONS = 6
 TRAINER = f"""
 import os, sys
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 import torch, torch.distributed as dist
 import ft_plugins
 from ft_plugins.base import faults
-from ft_plugins.adapters.torch.plain import PlainHost
+from harness.plain_host import PlainHost
 from ft_plugins.config import launch_context
 
 assert sys.argv[1:] == ["--lr", "1"], sys.argv

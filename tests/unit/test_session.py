@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from ft_plugins.adapters.torch.plain import PlainHost
 from ft_plugins.config import Config, LaunchContext
 from ft_plugins.errors import FtError
 from ft_plugins.session import Session, attach
 from ft_plugins.snapshot.segment.segment import Segment
 from ft_plugins.systems import followed
+from harness.plain_host import PlainHost
 
 Node = Any  # the fixture's class lives in conftest
 Ranks = Callable[..., list[Any]]
