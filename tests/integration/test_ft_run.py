@@ -176,6 +176,8 @@ def test_a_rank_killed_in_its_fourth_iteration_costs_at_most_one_and_the_result_
     assert [event.fields["iteration"] for event in job.events("state.restored") if event.rank == 0] == [resumed]
     assert [event.fields["status"] for event in job.events("job.ended")] == ["succeeded"]
     assert job.left_behind() == [] and not liveness.held(job.run_dir() / "smp.lock")
+    used = [(event.fields["count"], event.fields["cold"]) for event in job.events("preload.used")]
+    assert used == [(2, 0)] * 2, job.events("preload.refused")
     [phases] = recovery_phases(events.read(job.run_dir() / "events.jsonl"))
     [again] = [event for event in job.events("ranks.resumed") if event.fields["restart"] == 1]
     assert (phases.iteration, phases.ranks, phases.detect) == (resumed + 1, 2, None)
