@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ft_plugins.errors import BusyError
-from ft_plugins.launcher.job_lock import JobLock
+from ft_plugins.launcher.job_identity import JobLock
 
 fork = get_context("fork")
 

@@ -8,7 +8,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -210,19 +209,6 @@ def test_ranks_of_a_wider_earlier_run_hide_no_progress_and_count_only_until_one_
     running, left = [[("CLEAN", 2, 9)]], [[("CLEAN", 1, 3)]]
     assert newest_common(status(running, left)) == Version(2, 9)
     assert newest_common(status([], left * 2)) == Version(1, 3)
-
-
-def test_who_has_attached_is_told_until_the_next_fence(node: Any) -> None:
-    node.start()
-    with node.client() as client:
-        for rank in (0, 1):
-            client._ask(
-                "attach", rank=rank, token=0, shape=asdict(SHAPE), fingerprint={}, pid=0, fresh=False
-            )  # by nobody: the fence kills nobody
-        client.shutdown(1, 0)
-        assert [segment["attached"] for segment in client.status()["segments"]] == [True, True]
-        client.fence()
-        assert [segment["attached"] for segment in client.status()["segments"]] == [False, False]
 
 
 # ---- sweep ----

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,6 +34,8 @@ from ft_plugins.snapshot.segment.segment import Segment, create
 from ft_plugins.snapshot.segment.shape import Shape
 from ft_plugins.snapshot.segment.slots import SLOTS, Pin, SlotState, Version, slots_for
 from ft_plugins.transport import protocol
+
+from .node_clusters import wait, write_secret
 
 BUCKET = 64 << 10
 NODES = ("n0", "n0", "n1", "n2")  # of each rank
@@ -106,24 +108,14 @@ class Cluster:
 
     def __init__(self, folder: Path, job: str, free: int = SLOTS) -> None:
         self.folder, self.job = folder, job
-        self.secret = folder / "secret"
-        self.secret.write_text("a secret of this job alone")
-        self.secret.chmod(0o600)
+        self.secret = write_secret(folder)
         plain = [plan_layout(inventory(rank), NODES, BUCKET) for rank in RANKS]
         self.layouts = [with_parity(layout, NODES, [RANKS], 1, BUCKET) for layout in plain]
         slots = slots_for(Pin.NODE, Pin.SOURCE, free=free)
+        counted = ((la.nbytes, len(la.ranges), la.parity_nbytes, la.source_digest_count) for la in self.layouts)
         self.shapes = [
-            Shape(
-                la.nbytes + la.parity_nbytes,
-                1000,
-                len(la.ranges),
-                7,
-                slots,
-                la.parity_nbytes,
-                la.source_digest_count,
-                free,
-            )  # fmt: skip
-            for la in self.layouts
+            Shape(nbytes + parity, 1000, buckets, 7, slots, parity, digests, free)
+            for nbytes, buckets, parity, digests in counted
         ]
         self.events: dict[str, list[Event]] = {}
         self.trainers: dict[int, Trainer] = {}
@@ -221,13 +213,6 @@ class Cluster:
             trainer.close()
         for name in self.names:
             remove(self.job, name)
-
-
-def wait(condition: Callable[[], bool], seconds: float = SECONDS) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s"
-        time.sleep(0.005)
 
 
 @pytest.fixture

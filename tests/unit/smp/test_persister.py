@@ -5,8 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-import select
-import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,9 +14,7 @@ from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import xxhash
 
 from ft_plugins.base import faults
 from ft_plugins.errors import ProtocolError
@@ -38,6 +35,10 @@ from ft_plugins.snapshot.segment.segment import Segment
 from ft_plugins.snapshot.segment.shape import Shape
 from ft_plugins.snapshot.segment.slots import Mark, Pin, Version, slots_for
 from ft_plugins.transport.protocol import ALARM
+from harness.job_control import wait_until
+
+from ..conftest import gone
+from .node_clusters import capture
 
 SHAPE = Shape(nbytes=1 << 16, small_nbytes=100, buckets=2, layout=5, slots=slots_for(Pin.STORAGE))
 RANGES = [(0, 1 << 15), (1 << 15, 1 << 15)]
@@ -61,19 +62,11 @@ class Rank:
 
     def capture(self, *iterations: int) -> None:
         for iteration in iterations:
-            version = Version(self.segment.lineage, iteration)
             index = min(
                 (slot for slot in self.segment.slots() if not slot.pins),
                 key=lambda slot: (slot.state == 2, slot.version or Version(0, 0)),
             ).index
-            self.segment.dirty(index, version, TOKEN)
-            self.segment.write_small(index, b"small")
-            self.segment.data(index)[:] = iteration % 251
-            digests = np.array(
-                [xxhash.xxh3_64_intdigest(self.segment.data(index)[o : o + n].data) for o, n in RANGES], dtype=np.uint64
-            )
-            self.segment.digests(index)[:] = digests
-            self.segment.seal(index, version, TOKEN, b"small", digests)
+            capture(self.segment, index, Version(self.segment.lineage, iteration), iteration % 251, token=TOKEN)
             self.segment.completed = iteration
 
     def mark(self, iteration: int, mark: Mark) -> None:
@@ -131,11 +124,8 @@ class Host:
         return self.events(name)
 
 
-def until(holds: Callable[[], bool], found: Callable[[], str] = str, seconds: float = SECONDS) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, found()
-        time.sleep(0.005)
+def until(holds: Callable[[], bool], found: Callable[[], str] = str) -> None:
+    wait_until(holds, SECONDS, found)
 
 
 @pytest.fixture
@@ -462,22 +452,31 @@ def test_at_the_end_of_a_job_what_was_due_is_written_though_no_verdict_will_come
 def test_a_full_disk_is_an_event_leaves_the_last_good_one_and_the_next_turn_is_tried(
     host: Callable[..., Host], storage: Storage, base: Path
 ) -> None:
+    """A trainer prints it once, and that there is room again."""
     node = host()
     node.told(storage)
     node.capture(10)
     node.wait("checkpoint.completed")
-    faults.arm("persist.write@rank=1,iteration=20:enospc")
-    node.capture(20)
-    (failed,) = node.wait("checkpoint.failed")
-    assert "No space left on device" in failed.fields["reason"] and failed.fields["iteration"] == 20
-    assert failed.fields["newest_complete"] == str(base / "v1-10")
-    assert sorted(os.listdir(base)) == ["v1-10"], "what was begun is removed"
-    assert "No space left" in node.persister.status()["failed"]
+    assert not (node.run_dir / ALARM).exists()
+    faults.arm("persist.write@rank=1:enospc")
+    for count in (1, 2):
+        node.capture(10 + 10 * count)
+        failed = node.wait("checkpoint.failed", count)[0].fields
+        assert "No space left on device" in failed["reason"] and failed["iteration"] == 20
+        assert failed["newest_complete"] == str(base / "v1-10")
+        assert sorted(os.listdir(base)) == ["v1-10"], "what was begun is removed"
+        assert "No space left" in node.persister.status()["failed"]
+        (first,) = json.loads((node.run_dir / ALARM).read_text()).values()
+        assert first.startswith("checkpoint.failed: node n: iteration 20 was not written: No space left on device")
+        assert first.endswith(f"the newest checkpoint is {base / 'v1-10'}. {catalogue.CHECKPOINT_FAILED.action}")
     assert not any(rank.pinned() for rank in node.ranks.values())
-    node.capture(21, 22, 23, 30)
+    faults.arm("")
+    node.capture(31, 32, 33, 40)
     node.wait("checkpoint.completed", 2)
-    assert complete(base) == ["v1-10", "v1-30"] and node.persister.status()["failed"] == ""
-    assert len(node.events("checkpoint.failed")) == 1
+    assert complete(base) == ["v1-10", "v1-40"] and len(node.events("checkpoint.failed")) == 2
+    said = f"checkpoint.completed: node n: iteration 40 is in {base / 'v1-40'}, after 2 failed attempts"
+    until(lambda: list(json.loads((node.run_dir / ALARM).read_text()).values()) == [said])
+    assert node.persister.status()["failed"] == ""
 
 
 def test_a_checkpoint_that_is_asked_for_to_be_kept_is_not_pruned_also_by_another_smp(
@@ -517,28 +516,6 @@ def test_a_checkpoint_that_cannot_be_kept_says_so_and_is_there(
     assert found["state"] == "failed"
     assert "is written, but cannot be marked as kept: No space left on device" in found["reason"]
     assert complete(base) == ["v1-7"] and node.persister.status()["kept"] == []
-
-
-def test_a_full_disk_is_left_for_a_trainer_to_print_once_and_that_it_has_room_again(
-    host: Callable[..., Host], storage: Storage, base: Path
-) -> None:
-    node = host()
-    node.told(storage)
-    node.capture(10)
-    node.wait("checkpoint.completed")
-    assert not (node.run_dir / ALARM).exists()
-    faults.arm("persist.write@rank=1:enospc")
-    for count in range(1, 6):
-        node.capture(10 + 10 * count)
-        node.wait("checkpoint.failed", count)
-        (first,) = json.loads((node.run_dir / ALARM).read_text()).values()
-        assert first.startswith("checkpoint.failed: node n: iteration 20 was not written: No space left on device")
-        assert first.endswith(f"the newest checkpoint is {base / 'v1-10'}. {catalogue.CHECKPOINT_FAILED.action}")
-    faults.arm("")
-    node.capture(70)
-    node.wait("checkpoint.completed", 2)
-    said = f"checkpoint.completed: node n: iteration 70 is in {base / 'v1-70'}, after 5 failed attempts"
-    until(lambda: list(json.loads((node.run_dir / ALARM).read_text()).values()) == [said])
 
 
 @pytest.mark.parametrize("what", ["folder is a file", "it vanishes"])
@@ -756,19 +733,6 @@ def smp(node: SmpNode, storage: Storage, faults: str = "", orphan_seconds: float
     return found
 
 
-def gone(pid: int) -> None:
-    """Wait until all threads of a process have ended: then its locks are free."""
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    poller = select.poll()
-    poller.register(descriptor, select.POLLIN)
-    found = poller.poll(1000 * SECONDS)
-    os.close(descriptor)
-    assert found, f"{pid} is still there"
-
-
 POINTS = ["persist.rank.before@rank=1", "persist.write@rank=1", "persist.file@rank=0", "persist.file@rank=1"]
 POINTS += ["persist.rename@rank=1", "persist.manifest.before", "persist.manifest.after"]
 
@@ -784,7 +748,7 @@ def test_an_smp_killed_at_any_point_loses_no_checkpoint_and_its_successor_writes
     until(lambda: complete(base) == ["v1-10"])
     for rank in ranks:
         rank.capture(20)
-    gone(node.pids[-1])
+    gone(node.pids[-1], SECONDS)
     assert "v1-10" in complete(base)
     assert complete(base) == (["v1-10", "v1-20.partial"] if point.endswith("after") else ["v1-10"])
     for rank in ranks:
@@ -803,19 +767,14 @@ def test_an_smp_killed_at_any_point_loses_no_checkpoint_and_its_successor_writes
 
 
 def test_an_smp_that_is_orphaned_writes_the_newest_version_also_after_it_was_replaced(
-    node: SmpNode, storage: Storage, base: Path
+    node: SmpNode, storage: Storage, base: Path, sleeper: subprocess.Popen[bytes]
 ) -> None:
-    watched = os.fork()
-    if watched == 0:
-        threading.Event().wait(60)
-        os._exit(0)
-    ranks = smp(node, replace(storage, interval=0), watch=watched)
+    ranks = smp(node, replace(storage, interval=0), watch=sleeper.pid)
     for rank in ranks:
         rank.capture(3, 4, 5)
     node.kill()
-    start(node, watch=watched)
-    os.kill(watched, signal.SIGKILL)
-    os.waitpid(watched, 0)
+    start(node, watch=sleeper.pid)
+    sleeper.kill()
     until(lambda: complete(base) == ["v1-5"], lambda: str(node.events()))
     assert [event.fields["reason"] for event in node.events("checkpoint.started")] == ["orphaned"]
     assert all(rank.path.exists() for rank in ranks)
@@ -823,20 +782,15 @@ def test_an_smp_that_is_orphaned_writes_the_newest_version_also_after_it_was_rep
 
 @pytest.mark.parametrize("seconds", [0, 1])
 def test_an_smp_whose_time_is_over_removes_the_memory_only_when_it_is_in_storage(
-    node: SmpNode, storage: Storage, base: Path, seconds: int
+    node: SmpNode, storage: Storage, base: Path, sleeper: subprocess.Popen[bytes], seconds: int
 ) -> None:
     """Where it was orphaned the disk is full, when its time is over there is room again; or both at once."""
-    watched = os.fork()
-    if watched == 0:
-        threading.Event().wait(60)
-        os._exit(0)
     full = "persist.write@hit=1:enospc" if seconds else ""
-    ranks = smp(node, replace(storage, interval=0), full, orphan_seconds=seconds, watch=watched)
+    ranks = smp(node, replace(storage, interval=0), full, orphan_seconds=seconds, watch=sleeper.pid)
     for rank in ranks:
         rank.capture(7)
-    os.kill(watched, signal.SIGKILL)
-    os.waitpid(watched, 0)
-    gone(node.pids[-1])
+    sleeper.kill()
+    gone(node.pids[-1], SECONDS)
     assert complete(base) == ["v1-7"] and not any(rank.path.exists() for rank in ranks)
     assert [event.fields["reason"] for event in node.events("smp.ended")] == [f"orphaned for {seconds} s"]
     assert len(node.events("checkpoint.failed")) == (1 if seconds else 0)
