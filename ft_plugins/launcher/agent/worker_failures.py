@@ -96,7 +96,7 @@ def close_at_once(context: PContext, death_sig: signal.Signals | None = None, ti
 
 
 class WorkerExits:
-    """The ends of the processes `pids`, children of this process that are not reaped yet. Each is reported once, as soon as
+    """The ends of the processes `pids`, children of this process that are not reaped yet. Each is reported once, when
     the kernel knows of it. Descriptors are of this process alone."""
 
     def __init__(self, pids: Iterable[int] = ()) -> None:
