@@ -175,17 +175,6 @@ def incomplete(store: ParityStore, sources: Sources) -> None:
 # ---- gathering ----
 
 
-def test_what_was_sent_whole_is_complete_and_every_byte_is_right(
-    make: Callable[..., ParityStore], plan: ExchangePlan
-) -> None:
-    store, sources = make(plan), Sources(plan, V1)
-    assert store.taken(V1, [(0, 0)]) is None, "nobody gathers it yet"
-    sources.give(store)
-    assert store.versions() == (V1,)
-    sources.check(store)
-    assert store.resident_bytes >= store.nbytes
-
-
 @contextmanager
 def opened(job: str, plan: ExchangePlan) -> Iterator[ParityStore]:
     store = open_vault(job, plan)
@@ -453,45 +442,6 @@ def test_the_next_version_does_not_begin_while_a_frame_is_being_added(
     second.check(store)
 
 
-def test_versions_may_change_while_threads_go_on_sending(make: Make) -> None:
-    """Ten versions are begun, one after another; senders of each send until they are told that it is over."""
-    store = make(RAIM5)
-    versions = [Version(1, iteration) for iteration in range(1, 11)]
-    sources = {version: Sources(RAIM5, version) for version in versions}
-    stop, unexpected = threading.Event(), []
-
-    def send(version: Version, source: tuple[Key, int]) -> None:
-        done = 0
-        while not stop.is_set() and done < len(sources[version].blocks[source]):
-            try:
-                done = store.take(*sources[version].frame(source, done, 7))
-            except ProtocolError:
-                done = 0
-            except BaseException as error:
-                unexpected.append(error)
-                return
-
-    threads = [
-        threading.Thread(target=send, args=(version, source))
-        for version in versions
-        for source in sources[version].blocks
-    ]
-    for thread in threads:
-        thread.start()
-    for version in versions:
-        store.begin(version)
-        store.take(*sources[version].frame(next(iter(sources[version].blocks)), 0, 100))
-    last = sources[versions[-1]]
-    last.send_blocks(store)
-    last.send_copies(store)
-    stop.set()
-    for thread in threads:
-        thread.join(SECONDS)
-        assert not thread.is_alive()
-    assert not unexpected and store.versions()[-1:] == (versions[-1],)
-    last.check(store)
-
-
 def test_what_counts_is_kept_while_others_come_and_go(make: Make) -> None:
     store, first, second, third = make(RAIM5), *(Sources(RAIM5, version) for version in (V1, V2, V3))
     first.give(store)
@@ -624,7 +574,9 @@ def test_an_error_between_the_bytes_and_their_cursor_leaves_nothing_that_is_take
 
 def test_a_new_smp_finds_what_is_complete_byte_by_byte(make: Make, plan: ExchangePlan) -> None:
     store, sources = make(plan), Sources(plan, V1)
+    assert store.taken(V1, [(0, 0)]) is None, "nobody gathers it yet"
     sources.give(store)
+    assert store.resident_bytes >= store.nbytes
     inode = os.stat(store._segment.path).st_ino
     store.close()
     again = make(plan)
