@@ -447,6 +447,15 @@ def test_a_name_is_free_again_when_its_holder_is_silent_but_not_before() -> None
     assert rounds.gathering.phase is Phase.OPEN
 
 
+def test_nodes_tell_when_they_are_done_with_the_round_they_are_in() -> None:
+    rounds = Rounds(Rules(2, 2))
+    rounds.come("a", "b")
+    rounds.pass_by(1)
+    for token, number in (("a/1", 1), ("a/1", 1), ("b/1", 7), ("x/1", 1)):
+        rounds.gathering.finish(token, number)
+    assert rounds.gathering.done == {"a/1"}
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("abcde"), st.sampled_from(["come", "die", "leave"])), max_size=25))
 def test_whatever_happens_who_stays_keeps_its_rank_and_nobody_silent_is_in(story: list[tuple[str, str]]) -> None:
