@@ -11,6 +11,7 @@ EXTRAS = {
     "deepspeed": ["deepspeed>=0.16.9"],
     "bench": ["scikit-learn", "torchsnapshot", "dlrover[torch]", "grpcio", "protobuf", "requests"],  # last: of dlrover
     "report": ["matplotlib"],
+    "mutants": ["cosmic-ray"],
     "docs": ["mkdocs-material"],
     "dev": [
         "pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis",

@@ -31,10 +31,10 @@ from ft_plugins.rehearse.display import Display, display_on
 from ft_plugins.rehearse.driver import DriveError, DrivenJob, DrivePhase
 from ft_plugins.rehearse.stopping import raising_signals
 from ft_plugins.rehearse.transcripts import TRANSCRIPT, compare_transcripts, read_transcripts
-from ft_plugins.report.bubble_use import bubble_use
-from ft_plugins.report.comparison import EvidenceError, RunComparison, RunRecord, compare_runs
-from ft_plugins.report.comparison_text import table, verdict
-from ft_plugins.report.run_pictures import draw_bubbles, draw_comparison
+from quickstart_report.bubble_use import bubble_use
+from quickstart_report.comparison import EvidenceError, RunComparison, RunRecord, compare_runs
+from quickstart_report.comparison_text import table, verdict
+from quickstart_report.run_pictures import draw_bubbles, draw_comparison
 
 EXAMPLES = Path(__file__).resolve().parent / "examples"
 FRAMEWORKS = {"megatron": "megatron_gpt.py", "deepspeed": "deepspeed_gpt.py"}
@@ -56,8 +56,8 @@ _OF_NODES = ("node*/output.log", "node*/events*.jsonl", "node*/smp.log")
 
 @dataclass(frozen=True)
 class QuickstartPlan:
-    """What to run. The process of `rank` is killed once iteration `kill_at` is logged and standby workers wait, or
-    iteration `kill_by` is logged; None: a whole node.
+    """What to run. The process of `rank` is killed once iteration `kill_at` is logged; None: a whole
+    node.
 
     Megatron's example is protected by flags, DeepSpeed's by a block of its configuration, `settings`.
     """
@@ -72,7 +72,6 @@ class QuickstartPlan:
     framework: str = "megatron"
     settings: dict[str, Any] | None = None
     nodes: int = 1  # above 1: with BAFT
-    kill_by: int = 0
     sync: tuple[str, ...] = ()  # flags of local SGD
 
     @property
@@ -112,7 +111,7 @@ def parse(argv: Sequence[str]) -> QuickstartPlan:
     parser.add_argument(
         "--kill-at",
         type=int,
-        help="kill once this iteration is logged (default: half of them, or later, once standby workers wait)",
+        help="kill once this iteration is logged (default: half of them)",
     )
     parser.add_argument(
         "--baft",
@@ -156,7 +155,6 @@ def parse(argv: Sequence[str]) -> QuickstartPlan:
         out=options.out.resolve(),
         iterations=iterations,
         kill_at=kill_at,
-        kill_by=max(kill_at, 3 * iterations // 4) if options.kill_at is None and not options.baft else kill_at,
         rank=rank,
         patience=options.patience,
         job=job,
@@ -237,7 +235,7 @@ def follow(drive: DrivenJob, plan: QuickstartPlan, kill: bool, display: Display)
     failed = not kill
     while (progress := drive.follow(_POLL_SECONDS, plan.patience)).phase is not DrivePhase.DONE:
         display.show(progress)
-        due = progress.iteration >= (plan.kill_at if progress.warm else plan.kill_by)
+        due = progress.iteration >= plan.kill_at
         if not failed and progress.phase is DrivePhase.TRAINING and due:
             display.say(f"{inject_failure(drive, plan)} after iteration {progress.iteration} was logged")
             failed = True

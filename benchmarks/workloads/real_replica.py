@@ -63,7 +63,6 @@ class RealScale:
 
 
 FULL_SCALE = RealScale(settle=6 * H, periods=8, rounds=5)
-QUICK_SCALE = RealScale(settle=3 * H, periods=2, rounds=1)
 
 
 @dataclass(frozen=True)

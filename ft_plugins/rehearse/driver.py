@@ -27,8 +27,7 @@ import psutil
 
 from ..errors import FtError
 from ..events import Event, catalogue
-from ..report.comparison import DETECTION_EVENTS, Loss, read_losses
-from .driven import DrivenNode, GrowingLines
+from .driven import DETECTION_EVENTS, DrivenNode, GrowingLines
 from .ports import free_port
 
 NODE = "node0"
@@ -61,7 +60,15 @@ class Progress:
     loss: float | None
     attached: int
     seconds: float  # since the start
-    warm: bool = False  # standby workers have been prepared
+
+
+@dataclass(frozen=True)
+class Loss:
+    """One line of a loss log. `time` is seconds since the epoch, after the iteration."""
+
+    iteration: int
+    loss: float
+    time: float
 
 
 class DrivenJob:
@@ -128,7 +135,6 @@ class DrivenJob:
         events = [entry for node in self._alive for entry in node.new_events()]
         if any(entry["name"] in DETECTION_EVENTS for entry in events):
             phase = DrivePhase.RESTARTING
-        warm = before.warm or any(entry["name"] == catalogue.STANDBYS_PREPARED.name for entry in events)
         losses = self._losses.new()
         for entry in losses:
             iteration, loss = entry["iteration"], entry["loss"]
@@ -143,7 +149,7 @@ class DrivenJob:
             self.ended = time.time()
             phase = DrivePhase.FAILED if failed else DrivePhase.DONE
         elapsed = (self.ended if ended or failed else time.time()) - self.began
-        self._progress = Progress(phase, iteration, loss, attached, elapsed, warm)
+        self._progress = Progress(phase, iteration, loss, attached, elapsed)
         for node, status in failed:
             raise DriveError(
                 f"ft-run ended with status {status} in iteration {iteration + 1}, expected 0; see {node.log}"
@@ -190,8 +196,9 @@ class DrivenJob:
         return tuple(sorted((e for node in self._nodes for e in node.events()), key=lambda event: event.time))
 
     def losses(self) -> tuple[Loss, ...]:
-        """The loss log so far."""
-        return read_losses(self.loss_log)
+        """The complete lines of the loss log so far."""
+        lines = GrowingLines(self.loss_log).new()
+        return tuple(Loss(line["iteration"], line["loss"], line["time"]) for line in lines)
 
     def tail(self, lines: int = 25) -> str:
         """The last lines of the job's output."""

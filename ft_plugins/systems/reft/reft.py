@@ -30,16 +30,17 @@ from ...model.timeline import SenderFacts
 from ...recovery.recovery_plan import RecoveryPlan
 from ...recovery.source_choice import iteration_bound
 from ...smp.serve.client import Client
-from ...snapshot.capture.capture import Capture, Commit
+from ...snapshot.capture.capture import Capture
 from ...snapshot.capture.layout import layer_bytes, plan_layout
 from ...snapshot.checkpoint import index
 from ...snapshot.segment import claims
+from ...snapshot.segment.claims import CaptureOwner
 from ...snapshot.segment.ledger import digest_of
 from ...snapshot.segment.paths import path_of
 from ...snapshot.segment.room import SPARE, check_room, memory_bytes
 from ...snapshot.segment.segment import Segment
 from ...snapshot.segment.shape import Shape
-from ...snapshot.segment.slots import Mark, Version, captured_after
+from ...snapshot.segment.slots import Commit, Mark, Version, captured_after
 from ..iteration_ledger import IterationLedger
 from .captured_groups import naming_parameters
 from .failure_domains import JobNodeNames
@@ -57,7 +58,7 @@ class PeerDegraded(ProtectionError):
     """Another rank can no longer capture, so this one stops too."""
 
 
-class Reft:
+class Reft(CaptureOwner):
     """REFT on one rank. From `claim` to `close` it has a mapped segment, from `resume` on a capture thread."""
 
     def __init__(
@@ -155,10 +156,7 @@ class Reft:
         self._ledger.open(segment.ledger, plan.version.iteration if again and plan.version else None, condemned)
         if self._audits:
             segment.agreed = plan.loaded if plan.version is None else plan.version.iteration
-        self._capture = Capture(
-            segment, self.plan.layout, self._host.tensors, self._token, self._sealed,
-            self._reports.print_alarms, self._reports.left_out, self._check_room, self._slot_claimed,
-        )  # fmt: skip
+        self._capture = Capture(segment, self.plan.layout, self._host.tensors, self._token, self)
         if plan.version is not None:  # exchanged first; the SMPs have settled by now which parity has to stay
             self._capture.add_parity(plan.version)
         self._reports.restored(
@@ -167,7 +165,20 @@ class Reft:
         )  # fmt: skip
         return plan, recovered.small
 
-    def _check_room(self, nbytes: int) -> None:
+    # ---- events of the capture ----
+
+    def sealed(self, commit: Commit) -> None:
+        digests = self._mapped().digests(commit.slot)[: len(self.plan.layout.buckets)]
+        self._ledger.sealed(commit.version.iteration, digest_of(digests.tobytes()))
+        self._reports.sealed(commit)
+
+    def updated(self) -> None:
+        self._reports.print_alarms()
+
+    def left_out(self, version: Version) -> None:
+        self._reports.left_out(version)
+
+    def check_room(self, nbytes: int) -> None:
         """Raises BudgetError if this node has no room for another slot of each of its ranks: most need one together.
         What others of them have claimed already, a moment ago, is no longer needed."""
         claim = f"rank {self._host.rank}: another slot for each of the {len(self._paths)} ranks of this node, with 1/"
@@ -175,13 +186,7 @@ class Reft:
         needed = max(nbytes, claims.missing(self._paths, len(self._mapped().claimed) + 1))
         check_room(needed, claim, spare=memory_bytes() // SPARE)
 
-    def _sealed(self, commit: Commit) -> None:
-        """Called on the capture thread."""
-        digests = self._mapped().digests(commit.slot)[: len(self.plan.layout.buckets)]
-        self._ledger.sealed(commit.version.iteration, digest_of(digests.tobytes()))
-        self._reports.sealed(commit)
-
-    def _slot_claimed(self, refused: BudgetError | None) -> None:
+    def slot_claimed(self, refused: BudgetError | None) -> None:
         segment = self._mapped()
         self._reports.slot_claimed(len(segment.claimed), segment.claimed_bytes, refused)
 

@@ -13,6 +13,7 @@ import pytest
 
 from ft_plugins.events import Event, Events, catalogue
 from ft_plugins.model.progress import WorkPhase
+from ft_plugins.smp.serve.context import NodeContext
 from ft_plugins.smp.watch import hang, hang_watch, liveness, stacks
 from ft_plugins.smp.watch.hang import Stall
 from ft_plugins.smp.watch.hang_watch import HangWatch
@@ -97,9 +98,8 @@ class Node:
     def watch(self) -> HangWatch:
         events = Events("node7")
         events.subscribe(self.events.append)
-        watch = HangWatch(
-            self.folder, self.segments, self.tree, events, lambda token, lost: self.lost.append((token, lost))
-        )
+        self.tree.restart_workers = lambda token, lost: self.lost.append((token, lost))
+        watch = HangWatch(NodeContext.of(self.folder, "j", "node7", events, self.segments), self.tree)
         watch._signs = Signs(self)  # type: ignore[assignment]
         return watch
 

@@ -21,6 +21,7 @@ from ft_plugins.errors import ProtocolError
 from ft_plugins.events import Event, Events, catalogue, file_sink, read
 from ft_plugins.smp.serve import requests
 from ft_plugins.smp.serve.client import ensure
+from ft_plugins.smp.serve.context import NodeContext
 from ft_plugins.smp.storage import persister
 from ft_plugins.smp.storage.checkpoint_schedule import REQUEST
 from ft_plugins.smp.storage.notices import Notices
@@ -38,9 +39,9 @@ from ft_plugins.transport.protocol import ALARM
 from harness.job_control import wait_until
 
 from ..conftest import gone
-from .node_clusters import capture
+from .node_clusters import capture, small_of_tensors
 
-SHAPE = Shape(nbytes=1 << 16, small_nbytes=100, buckets=2, layout=5, slots=slots_for(Pin.STORAGE))
+SHAPE = Shape(nbytes=1 << 16, small_nbytes=1000, buckets=2, layout=5, slots=slots_for(Pin.STORAGE))
 RANGES = [(0, 1 << 15), (1 << 15, 1 << 15)]
 FINGERPRINT = {"layers": 4}
 SECONDS = 20.0
@@ -66,7 +67,11 @@ class Rank:
                 (slot for slot in self.segment.slots() if not slot.pins),
                 key=lambda slot: (slot.state == 2, slot.version or Version(0, 0)),
             ).index
-            capture(self.segment, index, Version(self.segment.lineage, iteration), iteration % 251, token=TOKEN)
+            version, small = (
+                Version(self.segment.lineage, iteration),
+                small_of_tensors(self.segment.rank, RANGES, b"small"),
+            )
+            capture(self.segment, index, version, iteration % 251, small, TOKEN)
             self.segment.completed = iteration
 
     def mark(self, iteration: int, mark: Mark) -> None:
@@ -91,7 +96,7 @@ class Host:
         self.events_path = self.run_dir / "events.jsonl"
         events = Events(name)
         events.subscribe(file_sink(self.events_path))
-        self.persister = Persister(self.run_dir, job, name, events, patience)
+        self.persister = Persister(NodeContext.of(self.run_dir, job, name, events, {}), patience)
         self.ranks = {}
         for rank in ranks:
             path = self.run_dir / f"segment-r{rank}"  # a file for which nobody sweeps
@@ -246,7 +251,7 @@ def test_a_turn_that_was_overwritten_before_it_was_seen_is_made_up_for(
     assert complete(base) == ["v1-14"]
     node.persister.stop()  # long after, too
     node.capture(*range(15, 30))
-    later = Persister(node.run_dir, node.job, node.name, Events())
+    later = Persister(NodeContext.of(node.run_dir, node.job, node.name, Events(), {}))
     later.adopt({number: rank.path for number, rank in node.ranks.items()})
     until(lambda: complete(base) == ["v1-14", "v1-29"])
     later.stop()
@@ -494,7 +499,7 @@ def test_a_checkpoint_that_is_asked_for_to_be_kept_is_not_pruned_also_by_another
     node.wait("checkpoint.completed", 3)
     node.persister.stop()
 
-    again = Persister(node.run_dir, node.job, node.name, Events())
+    again = Persister(NodeContext.of(node.run_dir, node.job, node.name, Events(), {}))
     again.adopt({number: rank.path for number, rank in node.ranks.items()})
     node.capture(30)
     until(lambda: complete(base) == ["v1-10", "v1-11", "v1-30"], lambda: str(complete(base)))

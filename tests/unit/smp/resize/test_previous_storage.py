@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from ft_plugins.events import Event, Events
-from ft_plugins.smp.resize.previous_segments import PreviousSegments
 from ft_plugins.smp.resize.previous_storage import PreviousStorage
 from ft_plugins.smp.serve.client import ensure
+from ft_plugins.smp.serve.context import NodeContext
 from ft_plugins.smp.watch import liveness
 from ft_plugins.snapshot.capture.retention import Storage
 from ft_plugins.snapshot.checkpoint import checkpoint, persist
@@ -26,9 +26,9 @@ from ft_plugins.snapshot.segment.shape import Shape
 from ft_plugins.snapshot.segment.slots import Pin, Version, slots_for
 from harness.job_control import wait_until
 
-from ..node_clusters import capture
+from ..node_clusters import capture, small_of_tensors
 
-SHAPE = Shape(nbytes=1 << 16, small_nbytes=100, buckets=2, layout=5, slots=slots_for(Pin.STORAGE))
+SHAPE = Shape(nbytes=1 << 16, small_nbytes=1000, buckets=2, layout=5, slots=slots_for(Pin.STORAGE))
 RANGES = [(0, 1 << 15), (1 << 15, 1 << 15)]
 FINGERPRINT = {"layers": 4, "parallel": {"dp": 2}}
 SECONDS = 20.0
@@ -40,7 +40,7 @@ SmpNode = Any  # the fixture's class lives in conftest
 def put(segment: Segment, *versions: Version) -> None:
     segment.ranges = RANGES
     for index, version in enumerate(versions):
-        small = f"small {segment.rank}".encode()
+        small = small_of_tensors(segment.rank, RANGES, f"small {segment.rank}".encode())
         capture(segment, index, version, 10 * segment.rank + version.iteration, small)
         segment.completed = version.iteration
 
@@ -56,7 +56,7 @@ def assert_loads(folder: Path, path: Path, rank: int, version: Version) -> None:
         fresh.ranges = RANGES
         index = persist.read_rank(folder, fresh, version, 0)
         assert (fresh.data(index) == 10 * rank + version.iteration).all()
-        assert fresh.small(index) == f"small {rank}".encode()
+        assert fresh.small(index) == small_of_tensors(rank, RANGES, f"small {rank}".encode())
 
 
 @pytest.fixture
@@ -130,11 +130,12 @@ class ResizedNode:
         create(path_of(job, name, rank), SHAPE, rank, FINGERPRINT, 2)
         segment = Segment(path_of(job, name, rank))
         put(segment, *versions)
-        self.previous = PreviousSegments(job, name)
+        smp = NodeContext.of(self.run_dir, job, name, events, {})
+        self.previous = smp.previous
         self.previous.switch({rank: segment}, 4)
         self.path = previous_path_of(job, name, rank, 2)
         persister: Any = SimpleNamespace(storage=storage)
-        self.storage = PreviousStorage(self.run_dir, job, name, self.previous, persister, events)
+        self.storage = PreviousStorage(smp, persister)
 
 
 @pytest.fixture
