@@ -214,6 +214,21 @@ def test_a_round_is_complete_only_after_each_node_was_heard_of_since_it_was_chos
     assert rounds.gathering.phase is Phase.COMPLETE and rounds.members == ["a", "c"]
 
 
+def test_a_round_without_a_store_is_not_complete() -> None:
+    rounds = Rounds(Rules(2, 2))
+    rounds.come("a", "b")
+    for _ in range(4):
+        rounds.now += 1
+        for token in ("a/1", "b/1"):
+            rounds.gathering.hear(token, 0, rounds.now)
+        rounds.gathering.serve("b/1", "not:0")  # not from rank 0
+        rounds.gathering.step(rounds.now)
+    assert rounds.gathering.phase is Phase.PROPOSED
+    rounds.pass_by(1)
+    assert rounds.gathering.phase is Phase.COMPLETE and rounds.gathering.proposal is not None
+    assert rounds.gathering.proposal.store == "store:1"
+
+
 def test_a_round_begins_when_all_of_its_nodes_know_of_it() -> None:
     rounds = Rounds(Rules(2, 2))
     rounds.come("a", "b")
@@ -445,6 +460,25 @@ def test_a_name_is_free_again_when_its_holder_is_silent_but_not_before() -> None
     assert rounds.come("a", life=2) == [True]
     rounds.pass_by(1)
     assert rounds.gathering.phase is Phase.OPEN
+
+
+def test_a_node_whose_connection_has_ended_is_replaced_by_one_that_waits_unless_it_is_heard_of_again() -> None:
+    rounds = Rounds(Rules(2, 2))
+    rounds.come("a", "b")
+    rounds.pass_by(1)
+    rounds.come("c")
+    rounds.gathering.hang_up("a/1", rounds.now)
+    rounds.pass_by(SILENCE + 2)
+    assert rounds.gathering.lost(rounds.now) == [] and rounds.gathering.phase is Phase.COMPLETE
+    rounds.silent = {"a/1"}
+    rounds.gathering.hang_up("a/1", rounds.now)
+    rounds.pass_by(SILENCE - 1)
+    assert rounds.gathering.phase is Phase.COMPLETE
+    rounds.pass_by(2)
+    assert rounds.gathering.lost(rounds.now) == ["a"] and rounds.gathering.phase is Phase.OPEN
+    rounds.come("b")
+    rounds.pass_by(1)
+    assert rounds.members == ["c", "b"] and rounds.gathering.lost(rounds.now) == []
 
 
 def test_nodes_tell_when_they_are_done_with_the_round_they_are_in() -> None:

@@ -136,7 +136,7 @@ def open_vault(
 
 
 @pytest.fixture
-def make(job: str) -> Iterator[Callable[..., ParityStore]]:
+def make(job: str) -> Iterator[Make]:
     """Opens the store of the job's one node; another call opens it as a new SMP would."""
     made: list[ParityStore] = []
 
@@ -222,9 +222,7 @@ def test_frames_that_come_twice_too_early_cut_or_in_any_order_go_in_once(job: st
 
 
 @pytest.mark.parametrize("round_", range(4))
-def test_senders_and_those_who_repeat_them_may_all_come_at_once(
-    make: Callable[..., ParityStore], plan: ExchangePlan, round_: int
-) -> None:
+def test_senders_and_those_who_repeat_them_may_all_come_at_once(make: Make, plan: ExchangePlan, round_: int) -> None:
     """Each source by two threads, as after a broken connection whose handler is still at work."""
     store, sources = make(plan), Sources(plan, V1)
     store.begin(V1)
@@ -377,7 +375,7 @@ def test_a_version_that_is_given_up_leaves_no_byte_in_the_next_one(make: Make) -
 
 
 def test_beginning_a_version_takes_no_longer_for_more_parity_each_frame_clears_what_it_comes_to(
-    make: Callable[..., ParityStore], plan: ExchangePlan
+    make: Make, plan: ExchangePlan
 ) -> None:
     """Beats and directives wait for it: gigabytes are not touched under their lock."""
     store, first, second = make(plan), Sources(plan, V1), Sources(plan, V2)
@@ -475,7 +473,7 @@ def test_what_counts_is_still_kept_by_the_next_smp(make: Make) -> None:
 
 @pytest.mark.parametrize(("base", "left"), [(V2, {V1, V2}), (V1, {V1}), (Version(1, 0), set()), (None, set())])
 def test_what_is_newer_than_what_a_recovery_restored_is_void(
-    make: Callable[..., ParityStore], job: str, base: Version | None, left: set[Version]
+    make: Make, job: str, base: Version | None, left: set[Version]
 ) -> None:
     store, first, second = make(RAIM5), Sources(RAIM5, V1), Sources(RAIM5, V2)
     first.give(store)
@@ -495,9 +493,7 @@ def test_what_is_newer_than_what_a_recovery_restored_is_void(
     assert V3 in again.versions()
 
 
-def test_a_paused_parity_store_receives_nothing_and_still_serves_complete_versions(
-    make: Callable[..., ParityStore],
-) -> None:
+def test_a_paused_parity_store_receives_nothing_and_still_serves_complete_versions(make: Make) -> None:
     store, first, second = make(RAIM5), Sources(RAIM5, V1), Sources(RAIM5, V2)
     first.give(store)
     store.begin(V2)
@@ -535,7 +531,7 @@ def die_in_a_child(job: str, armed: str, sources: Sources, kept: Sources | None 
     "armed", [f"parity_store.xored@hit={hit}:kill" for hit in (1, 2, 9)] + ["parity_store.seal.before:kill"]
 )
 def test_a_death_between_any_two_steps_leaves_what_counted_and_the_rest_is_gathered_anew(
-    make: Callable[..., ParityStore], job: str, armed: str
+    make: Make, job: str, armed: str
 ) -> None:
     first, second = Sources(RAIM5, V1), Sources(RAIM5, V2)
     die_in_a_child(job, armed, second, kept=first)
@@ -551,9 +547,7 @@ def test_a_death_between_any_two_steps_leaves_what_counted_and_the_rest_is_gathe
     first.check(store)
 
 
-def test_an_error_between_the_bytes_and_their_cursor_leaves_nothing_that_is_taken_for_complete(
-    make: Callable[..., ParityStore],
-) -> None:
+def test_an_error_between_the_bytes_and_their_cursor_leaves_nothing_that_is_taken_for_complete(make: Make) -> None:
     store, sources = make(RAIM5), Sources(RAIM5, V1)
     store.begin(V1)
     sources.send_copies(store)
@@ -590,9 +584,7 @@ def test_a_new_smp_finds_what_is_complete_byte_by_byte(make: Make, plan: Exchang
         ), "nothing is sent again"
 
 
-def test_a_new_smp_with_smaller_copies_uses_the_same_pages_and_with_larger_ones_does_not(
-    make: Callable[..., ParityStore],
-) -> None:
+def test_a_new_smp_with_smaller_copies_uses_the_same_pages_and_with_larger_ones_does_not(make: Make) -> None:
     sources = Sources(RAIM5, V1)
     sources.give(make(RAIM5))
     assert make(RAIM5, small=1000).versions() == (V1,)
@@ -600,7 +592,7 @@ def test_a_new_smp_with_smaller_copies_uses_the_same_pages_and_with_larger_ones_
 
 
 @pytest.mark.parametrize("change", ["layout", "position", "plan"])
-def test_parity_of_another_plan_or_position_is_not_taken_over(make: Callable[..., ParityStore], change: str) -> None:
+def test_parity_of_another_plan_or_position_is_not_taken_over(make: Make, change: str) -> None:
     even = plan_exchange(list("abc"), [(0, 1, 2)], [1000] * 3, 1)
     Sources(even, V1).give(make(even))
     again = {
@@ -634,7 +626,7 @@ def test_any_range_of_a_block_can_be_read_and_nothing_beyond_it(make: Make, plan
         store.copy(V1, next(rank for rank in range(9) if rank not in sources.copies))
 
 
-def test_a_flipped_byte_is_never_handed_out(make: Callable[..., ParityStore], job: str, plan: ExchangePlan) -> None:
+def test_a_flipped_byte_is_never_handed_out(make: Make, job: str, plan: ExchangePlan) -> None:
     """Every byte in turn: what is read is right or refused, and what is not near it is still read."""
     store, sources = make(plan), Sources(plan, V1)
     sources.give(store)
@@ -662,7 +654,7 @@ def test_a_flipped_byte_is_never_handed_out(make: Callable[..., ParityStore], jo
 
 
 def test_a_flipped_byte_of_copies_or_digests_makes_the_version_one_that_is_not_used_and_is_called_damaged(
-    make: Callable[..., ParityStore], job: str
+    make: Make, job: str
 ) -> None:
     store, sources = make(RAIM5), Sources(RAIM5, V1)
     sources.give(store)
@@ -690,9 +682,7 @@ def death_between_creation_and_ranges(job: str, plan: ExchangePlan) -> None:
     create(path, shape_of(plan, POSITION, shapes_of(plan), LAYOUT), POSITION, {})
 
 
-def test_a_vault_whose_smp_died_while_it_was_made_verifies_every_byte_all_the_same(
-    make: Callable[..., ParityStore], job: str
-) -> None:
+def test_a_vault_whose_smp_died_while_it_was_made_verifies_every_byte_all_the_same(make: Make, job: str) -> None:
     death_between_creation_and_ranges(job, RAIM5)
     store, sources = make(RAIM5), Sources(RAIM5, V1)
     sources.give(store)
