@@ -222,51 +222,37 @@ def cluster(tmp_path: Path, job: str) -> Iterator[Cluster]:
     made.end()
 
 
+@pytest.mark.parametrize("copies", [False, True])
 @pytest.mark.parametrize("position", [0, 1, 2])
 def test_a_lost_node_comes_back_with_its_data_and_computes_the_parity_that_it_kept(
-    cluster: Cluster, position: int
+    cluster: Cluster, position: int, copies: bool
 ) -> None:
+    """From parity, or from a copy where there are copies beside it."""
+    if copies:
+        cluster.told = replace(cluster.told, stages=((0, 1, 2, 3),), both=True)
     cluster.protect()
     cluster.counted(Version(1, 1), Version(1, 2))
     before = {rank: cluster.trainers[rank].data(Version(1, 2)) for rank in RANKS}
     parity = {rank: cluster.trainers[rank].parity(Version(1, 2)) for rank in RANKS}
     cluster.substitute(position)
     cluster.rebuild(position, Version(1, 2))
+    plan = cluster.told.plan()
     for rank in cluster.ranks(position):
-        assert cluster.trainers[rank].holds(Version(1, 2), before[rank])
-        assert not cluster.trainers[rank].segment.has_parity(Version(1, 2))
+        trainer = cluster.trainers[rank]
+        assert trainer.holds(Version(1, 2), before[rank])
+        if copies:
+            assert plan.recovery_sections(rank, [position]) == (plan.sections[rank],)
+        assert not trainer.segment.has_parity(Version(1, 2))
     cluster.protect(2, Version(1, 2))
     cluster.until_counts(Version(1, 2))
-    for rank in RANKS:
-        assert (cluster.trainers[rank].parity(Version(1, 2)) == parity[rank]).all()
+    for rank, kept in parity.items():
+        assert (cluster.trainers[rank].parity(Version(1, 2)) == kept).all()
     cluster.counted(Version(2, 3))
     before = {rank: cluster.trainers[rank].data(Version(2, 3)) for rank in RANKS}
     cluster.substitute((position + 1) % 3)  # what the first substitute keeps is of use
     cluster.rebuild((position + 1) % 3, Version(2, 3))
     for rank in cluster.ranks((position + 1) % 3):
         assert cluster.trainers[rank].holds(Version(2, 3), before[rank])
-    assert cluster.events_of("replica.mismatched") == []
-
-
-@pytest.mark.parametrize("position", [0, 1, 2])
-def test_with_copies_beside_it_a_lost_node_comes_from_a_copy_and_computes_its_parity_again(
-    cluster: Cluster, position: int
-) -> None:
-    cluster.told = replace(cluster.told, stages=((0, 1, 2, 3),), both=True)
-    cluster.protect()
-    cluster.counted(Version(1, 1), Version(1, 2))
-    before = {rank: cluster.trainers[rank].data(Version(1, 2)) for rank in RANKS}
-    cluster.substitute(position)
-    cluster.rebuild(position, Version(1, 2))
-    plan = cluster.told.plan()
-    for rank in cluster.ranks(position):
-        trainer = cluster.trainers[rank]
-        assert plan.recovery_sections(rank, [position]) == (plan.sections[rank],)
-        assert trainer.holds(Version(1, 2), before[rank])
-        assert trainer.segment.has_parity(Version(1, 2)) == (not cluster.layouts[rank].parity)
-    cluster.protect(2, Version(1, 2))
-    cluster.until_counts(Version(1, 2))
-    cluster.counted(Version(2, 3))
     assert cluster.events_of("replica.mismatched") == []
 
 
