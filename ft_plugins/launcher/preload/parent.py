@@ -35,7 +35,7 @@ from ...config import worker_environment
 from ...events import Events, catalogue, say
 from ...model import imported
 from ..agent.watcher import Job
-from ..agent.worker_exits import WorkerExits
+from ..agent.worker_failures import WorkerExits
 from . import packets, preloader, what_to_import
 
 _WORKER = ("-u", "-m", "ft_plugins.launcher.worker")  # then [-m] script args...
