@@ -44,7 +44,7 @@ from ft_plugins.redundancy.field import power
 from ft_plugins.redundancy.kernels import Loops
 from ft_plugins.redundancy.parity import Placement, Stripe, StripeRebuild, place_parity, plan_decode
 from ft_plugins.testing.stopping import raising_signals
-from ft_plugins.transport.authenticated import PAYLOAD_LIMIT
+from ft_plugins.transport.frame_codec import PAYLOAD_LIMIT
 
 GROUP_BYTES = 128 << 20  # four times the last-level cache of the reference machine
 FRAME_BYTES = PAYLOAD_LIMIT  # verified and added at once, as in a rebuild

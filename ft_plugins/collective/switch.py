@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 
 from ..errors import ProtocolError
 from .operations import Action, Buffer, Finished, FrameKind, Known, Operations, RankFrame, SendFrame
-from .rank_links import Link
+from .rank_links import RankLink
 from .rank_tree import RankPlace
 
 _PARTING_SECONDS = 1.0  # in which the reason of a loss is sent on
@@ -57,7 +57,7 @@ class Call:
 class Switch:
     """The connections of one rank, until `close`."""
 
-    def __init__(self, place: RankPlace, links: Mapping[int, Link], seconds: float) -> None:
+    def __init__(self, place: RankPlace, links: Mapping[int, RankLink], seconds: float) -> None:
         """`seconds` bounds each wait for other ranks."""
         self._place = place
         self._links = dict(links)
@@ -162,12 +162,12 @@ class Switch:
             self._lose(f"rank {self._place.rank}: {type(error).__name__}: {error}")
         if not self._reason:
             for link in self._links.values():
-                link.push(RankFrame(FrameKind.ENDED))
+                link.send(RankFrame(FrameKind.ENDED))
         self._part()
 
     def _turn(self) -> None:
         for key, _ in self._selector.select():
-            link: Link | None = key.data
+            link: RankLink | None = key.data
             if link is None:
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._wake)
@@ -185,7 +185,7 @@ class Switch:
                 return
         self._finish()
 
-    def _serve(self, link: Link) -> None:
+    def _serve(self, link: RankLink) -> None:
         """Write and read what there is."""
         broken: OSError | None = None
         try:
@@ -193,7 +193,7 @@ class Switch:
         except OSError as error:  # what the neighbour sent before it closed may be the reason
             broken = error
         try:
-            for frame in link.read():
+            for frame in link.frames():
                 if not self._take_frame(link, frame):
                     return
             if broken is not None:
@@ -208,7 +208,7 @@ class Switch:
                 "it has ended, or its node cannot be reached",
             )
 
-    def _take_frame(self, link: Link, frame: RankFrame) -> bool:
+    def _take_frame(self, link: RankLink, frame: RankFrame) -> bool:
         """Returns whether more can follow."""
         if frame.kind is FrameKind.LOST:
             self._lose(bytes(frame.body).decode(errors="replace"), link)
@@ -236,13 +236,13 @@ class Switch:
                     self._known.add(word)
                     self._words.setdefault(word, threading.Event()).set()
 
-    def _send(self, link: Link, frame: RankFrame) -> None:
-        link.push(frame)
+    def _send(self, link: RankLink, frame: RankFrame) -> None:
+        link.send(frame)
         with contextlib.suppress(OSError):  # reading from it says what is wrong
             link.write()
         self._watch(link)
 
-    def _watch(self, link: Link) -> None:
+    def _watch(self, link: RankLink) -> None:
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.waiting else 0)
         self._selector.modify(link.connection, events, link)
 
@@ -262,11 +262,11 @@ class Switch:
                 return
             self._finishing.popleft()[1].over.set()
 
-    def _lose_neighbour(self, link: Link, reason: str) -> None:
+    def _lose_neighbour(self, link: RankLink, reason: str) -> None:
         self.lost = LostNeighbour(link.rank, reason, time.monotonic())
         self._lose(reason, link)
 
-    def _lose(self, reason: str, source: Link | None = None) -> None:
+    def _lose(self, reason: str, source: RankLink | None = None) -> None:
         """Fail whatever is not finished, and send all neighbours but `source`, which has it or is gone, the reason."""
         with self._lock:
             if self._reason:
@@ -275,7 +275,7 @@ class Switch:
             waiting = [*self._calls.values(), *(call for _, call in self._requests)]
         for link in self._links.values():
             if link is not source:
-                link.push(RankFrame(FrameKind.LOST, body=reason.encode()))
+                link.send(RankFrame(FrameKind.LOST, body=reason.encode()))
         for _, done in self._finishing:  # a result that is here is not lost
             done.over.set()
         for call in waiting:

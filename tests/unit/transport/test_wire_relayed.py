@@ -17,9 +17,8 @@ import pytest
 
 from ft_plugins.errors import ProtocolError
 from ft_plugins.events import Event, Events
-from ft_plugins.transport.authenticated import Bytes
 from ft_plugins.transport.channel import TAG, Party
-from ft_plugins.transport.wire import Peer, Server
+from ft_plugins.transport.wire import Bytes, Peer, Server
 
 SECRET = b"a secret of 32 bytes, all random"
 HERE, THERE = Party("smp", "a-job", "here"), Party("smp", "a-job", "there")
