@@ -27,6 +27,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from ..errors import ProtocolError
+from ..transport.loop import Loop
 from .operations import Action, Buffer, Finished, FrameKind, Known, Operations, RankFrame, SendFrame
 from .rank_links import RankLink
 from .rank_tree import RankPlace
@@ -72,11 +73,9 @@ class Switch:
         self.lost: LostNeighbour | None = None  # if this rank noticed the loss, rather than another one
         self._lock = threading.Lock()
         self._closing = False
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._wake, selectors.EVENT_READ)
+        self._loop = Loop("ft-ranks")
         for link in self._links.values():
-            self._selector.register(link.connection, selectors.EVENT_READ, link)
+            self._watch(link)
         _SWITCHES.add(self)
         self._thread = threading.Thread(target=self._run, name="ft-ranks", daemon=True)
         self._thread.start()
@@ -125,16 +124,14 @@ class Switch:
         """End in order: close the connections, after what this rank has passed on was sent. Idempotent."""
         with self._lock:
             self._closing = True
-            self._notify()
+        self._loop.wake()
         self._thread.join(2 * _PARTING_SECONDS)
 
     def close_copies(self) -> None:
         """In a child that was forked: close what it has inherited, so the others notice the end of this rank."""
         for link in self._links.values():
             link.connection.close()
-        self._selector.close()
-        if self._wake >= 0:
-            os.close(self._wake)
+        self._loop.close_copies()
 
     def _request(self, call: Callable[[], None], waiting: Call | None = None) -> bool:
         """Have the thread `call`. Returns whether it will; else `waiting` has failed."""
@@ -143,14 +140,8 @@ class Switch:
                 _fail(waiting, self._reason or f"rank {self._place.rank}: the connections are closed")
                 return False
             self._requests.append((call, waiting))
-            self._notify()
-            return True
-
-    def _notify(self) -> None:
-        """Wake the thread. Call with the lock held: the descriptor is -1 once it is closed."""
-        if self._wake >= 0:
-            with contextlib.suppress(BlockingIOError):  # full: it is awake anyway
-                os.eventfd_write(self._wake, 1)
+        self._loop.wake()
+        return True
 
     # ---- the thread ----
 
@@ -166,16 +157,8 @@ class Switch:
         self._part()
 
     def _turn(self) -> None:
-        for key, _ in self._selector.select():
-            link: RankLink | None = key.data
-            if link is None:
-                with contextlib.suppress(BlockingIOError):
-                    os.eventfd_read(self._wake)
-            else:
-                self._serve(link)
-                if self._reason:
-                    return
-        while self._requests:
+        self._loop.step()
+        while self._requests and not self._reason:
             request, call = self._requests.popleft()
             try:
                 request()
@@ -187,6 +170,8 @@ class Switch:
 
     def _serve(self, link: RankLink) -> None:
         """Write and read what there is."""
+        if self._reason:
+            return
         broken: OSError | None = None
         try:
             link.write()
@@ -219,7 +204,7 @@ class Switch:
             self._lose(str(error))
             return False
         if frame.kind is FrameKind.ENDED:
-            self._selector.unregister(link.connection)
+            self._loop.forget(link.connection)
             del self._links[link.rank]
             link.close()
             return False
@@ -244,7 +229,7 @@ class Switch:
 
     def _watch(self, link: RankLink) -> None:
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.waiting else 0)
-        self._selector.modify(link.connection, events, link)
+        self._loop.watch(link.connection, lambda _: self._serve(link), events)
 
     def _take(self, number: int, result: Buffer) -> None:
         call = self._calls.pop(number, None)
@@ -311,10 +296,7 @@ class Switch:
             word.set()
         for link in self._links.values():
             link.close()
-        self._selector.close()
-        with self._lock:
-            os.close(self._wake)
-            self._wake = -1
+        self._loop.close()
 
 
 def _close_copies() -> None:

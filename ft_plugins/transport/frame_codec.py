@@ -191,7 +191,7 @@ class Decoder:
                 )
         if not self._nbytes:
             self._await_length()
-            return self._message, b""
+            return self._message, bytearray()
         self._place = self.room(self._message, self._nbytes) if self.room else None
         self._units: list[Buffer] = []
         self._await_unit()

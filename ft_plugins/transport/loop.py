@@ -64,6 +64,10 @@ class Loop:
         connection that is handed over then is closed."""
         self._closed = True
         self._call_all()
+        self.close_copies()
+
+    def close_copies(self) -> None:
+        """In a child that was forked: close what it has inherited of the selector."""
         for one in (self._selector, self._woken, self._waker):
             one.close()
 

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -391,22 +390,6 @@ def test_ranks_that_never_come_are_named() -> None:
     with pytest.raises(ProtocolError, match="rank 0: rank 1, 2 did not connect to 127.0.0.1:"):
         meet(meeting(0, 3, HashStore(), seconds=0.3))
     assert time.monotonic() - began < SECONDS
-
-
-def test_closing_twice_touches_no_descriptor_that_is_another_files_by_then(tmp_path: Path) -> None:
-    path = tmp_path / "checkpoint"
-    path.write_bytes(b"")
-    with switches(2) as made:
-        number = made[0]._wake
-        made[0].close()
-        other = os.open(path, os.O_WRONLY)
-        try:
-            os.dup2(other, number)  # the same one, if the system gave it out again
-            made[0].close()
-            assert path.read_bytes() == b""
-        finally:
-            for each in {other, number}:
-                os.close(each)
 
 
 def test_a_forked_child_keeps_no_connection_of_its_parent() -> None:

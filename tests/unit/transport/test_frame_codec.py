@@ -115,10 +115,26 @@ def test_a_byte_that_was_altered_on_the_way_is_noticed(at: int) -> None:
         decoder.end()
 
 
-def test_a_frame_that_was_sent_before_is_not_taken_again() -> None:
+@pytest.mark.parametrize("order", [(0, 2, 1), (1, 0, 2), (0, 0, 1, 2), (0, 1, 1), (0, 2), (1, 2)])
+def test_units_of_a_frame_cannot_be_exchanged_repeated_or_left_out(order: tuple[int, ...]) -> None:
+    payload = bytes(UNIT) + b"\1" * UNIT
+    length, *rest = seal({"do": "it"}, payload, Sealer(KEY, False), WITH_PAYLOAD)[1]
+    units = [b"".join(rest[at : at + 2]) for at in range(0, len(rest), 2)]
+    with pytest.raises(ProtocolError):
+        assert not [*Decoder(WITH_PAYLOAD, Opener(KEY, False)).feed(b"".join([length, *(units[at] for at in order)]))]
+        raise ProtocolError("it is not whole")
+
+
+def test_a_frame_cannot_be_repeated() -> None:
     raw = b"".join(seal({"do": "it"}, sealer=Sealer(KEY, False))[1])
     with pytest.raises(ProtocolError, match="failed its authentication"):
         [*Decoder(PLAIN, Opener(KEY, False)).feed(raw + raw)]
+
+
+def test_an_encrypted_frame_shows_its_length_and_no_content() -> None:
+    for encrypt in (True, False):
+        raw = b"".join(seal({"do": "read"}, b"precious", Sealer(KEY, encrypt), WITH_PAYLOAD)[1])
+        assert any(word in raw for word in (b"do", b"read", b"precious")) is not encrypt
 
 
 def test_a_connection_that_ends_inside_a_frame_is_an_error() -> None:

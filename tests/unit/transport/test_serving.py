@@ -58,7 +58,8 @@ class Echo:
         self.begun = threading.Event()
         self.serving = Serving[One](self.serve, self.end, NAME, most, idle_seconds)
         self.made: list[One] = []
-        self.most_threads = 0
+        self.most_threads = 0  # that serve at a time
+        self._serving: list[One] = []
 
     def one(self) -> One:
         ours, theirs = socket.socketpair()
@@ -68,7 +69,14 @@ class Echo:
         return self.made[-1]
 
     def serve(self, one: One) -> bool:
-        self.most_threads = max(self.most_threads, threads())
+        self._serving.append(one)
+        self.most_threads = max(self.most_threads, len(self._serving))
+        try:
+            return self._serve(one)
+        finally:
+            self._serving.remove(one)
+
+    def _serve(self, one: One) -> bool:
         what = one.connection.recv(1)
         if what == b"w":
             self.begun.set()

@@ -1,7 +1,6 @@
 """Between SMPs: who does not know the secret gets nothing, what does not fit ends its connection, no wait is unbounded.
 
-The other side is played byte by byte where it misbehaves; what stands between two ends is in `test_wire_relayed`, what
-peers do to a server in `test_hostile_peers`.
+The other side is played byte by byte where it misbehaves; what peers do to a server is in `test_hostile_peers`.
 """
 
 from __future__ import annotations
@@ -122,12 +121,19 @@ def spent(began: float) -> float:
 # ---- requests and replies ----
 
 
+@pytest.mark.parametrize("encrypt", [False, True])
 @pytest.mark.parametrize("size", [0, 1, 4096, PAYLOAD_LIMIT])
-def test_a_payload_comes_back_byte_by_byte(node: Callable[..., Smp], peer: Callable[..., Peer], size: int) -> None:
-    there = node()
+def test_a_payload_comes_back_byte_by_byte_and_is_writable(
+    node: Callable[..., Smp], peer: Callable[..., Peer], size: int, encrypt: bool
+) -> None:
+    def change(message: dict[str, Any], payload: Bytes) -> Reply:
+        payload ^= 1
+        return {"echo": message["value"]}, payload
+
+    there = node(change, encrypt=encrypt)
     payload = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
-    reply, back = peer(there.endpoint).ask("echo", payload, value=[1, "two", None])
-    assert reply["echo"] == [1, "two", None] and (back == payload).all() and len(back) == size
+    reply, back = peer(there.endpoint, me=replace(HERE, encrypt=encrypt)).ask("echo", payload, value=[1, "two", None])
+    assert reply["echo"] == [1, "two", None] and (back == payload ^ 1).all() and len(back) == size
     assert there.asked[0]["do"] == "echo" and there.seen.empty()
 
 
