@@ -9,9 +9,9 @@ from setuptools import find_packages, setup
 EXTRAS = {
     "megatron": ["megatron-core>=0.14", "pybind11", "pyyaml", "regex", "six"],  # the rest for Megatron-LM
     "deepspeed": ["deepspeed>=0.16.9"],
-    "fast": ["llvmlite>=0.45"],
     "bench": ["scikit-learn", "torchsnapshot", "dlrover[torch]", "grpcio", "protobuf", "requests"],  # last: of dlrover
     "report": ["matplotlib"],
+    "mutants": ["cosmic-ray"],
     "docs": ["mkdocs-material"],
     "dev": [
         "pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis",
@@ -35,6 +35,7 @@ setup(
         "msgpack",
         "cryptography>=42",  # AES-GCM, by which connections between nodes are authenticated
         "safetensors>=0.8",
+        "llvmlite>=0.45",  # compiles the parity loop
         "typer",
         "rich",
     ],

@@ -1,6 +1,6 @@
 """Measure what copies sent in bubbles cost training, on the emulated cluster: 16 ranks in the paper's shapes.
 
-    python benchmarks/bubble_overhead.py [--quick] [--batch 64] [--dilation N] [--shapes d2m2p4 ...] [--plot FILE]
+    python benchmarks/bubble_overhead.py [--quick] [--batch 64] [--dilation N] [--shapes d2m2p4 ...] [--output FOLDER]
 
 Megatron's own schedule runs between 4 nodes with throttled links; compute is replaced by sleeping. workloads/cluster.py
 explains the scaling, and why time is stretched (--dilation): a version takes 10 to 22 ms of two cores shared by all 16
@@ -47,17 +47,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
 import statistics
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from figures import line
 from ft_plugins.bubbles.bubble_plan import BubblePlan, plan_bubbles
 from ft_plugins.bubbles.filling import Granularity, Transfer
 from ft_plugins.bubbles.gate.pacing import least_bytes
@@ -67,16 +63,16 @@ from ft_plugins.events import catalogue
 from ft_plugins.model.timeline import Kind, Profile, Timeline, busy_share
 from ft_plugins.model.topology import Topology
 from ft_plugins.redundancy.neighbour import pipelines, plan_neighbours
-from ft_plugins.testing.emulated_nodes import network
-from ft_plugins.testing.forkserver import ForkServer
-from ft_plugins.testing.stopping import raising_signals
+from harness.emulated_nodes import network
+from harness.forkserver import ForkServer
 from workloads import cluster
 from workloads.bubble_blocks import BLOCK, BubbleCost, commit_interval, compared, cost, rounds, sent_share
 from workloads.cluster import MESSAGE_BYTES, NODES, RANKS_OF_NODE, SCALE, ClusterOutcome, EmulatedJob
 from workloads.emulated_rank import LAYERS, OFF, ON
+from workloads.running import PROGRESS, Figures, arguments, run, say
 
-PAIRS, QUICK_PAIRS = 40, 6
-ONCE_ROUNDS = 3
+PAIRS, QUICK_PAIRS = 40, 2
+ONCE_ROUNDS, QUICK_ONCE_ROUNDS = 3, 0
 SETTLE = 16  # iterations before the first block: profile, plan, the first copies
 RESERVE_MS = 4.0  # times `dilation`; a message of 32 KiB takes 1.3 ms of the link, and four ranks may send one
 SECONDS = 3.6  # target length of the passes of an iteration, by stretching time
@@ -223,23 +219,26 @@ def disturbed(one: EmulatedJob, how: str) -> tuple[EmulatedJob, int]:
     return one, SLOWER if how == "slow" else 1
 
 
-def measure(
-    chosen: Sequence[EmulatedJob], pairs: int, seed: int, how: str, written: Path | None, raw: Path | None
+def measure_shapes(
+    chosen: Sequence[EmulatedJob], pairs: int, once: int, seed: int, how: str, written: Path | None, raw: Path | None
 ) -> list[ShapeMeasurement]:
     """Measure one shape after the other."""
     measurements = []
+    PROGRESS.plan(len(chosen))
     with ForkServer(cluster.PRELOAD) as server:
         for each in chosen:
             one, slower = disturbed(each, how)
-            blocks = rounds(SETTLE, pairs, 1 if how else ONCE_ROUNDS, seed)
+            blocks = rounds(SETTLE, pairs, once, seed)
+            iterations = sum(count + 1 for _, count in blocks)
+            PROGRESS.step(f"{one.name}, {iterations} iterations")
             with tempfile.TemporaryDirectory(prefix="ft-", dir="/tmp") as folder, network(range(1, NODES + 1)) as hosts:
-                seconds = 4.0 * one.dilation * sum(count + 1 for _, count in blocks)
+                seconds = 4.0 * one.dilation * iterations
                 flags = ("--baft-reserve-ms", str(reserve_ms(one)))
                 outcome = cluster.run(server, one, hosts, Path(folder), blocks, seconds, *flags, slower=slower)
             append(raw, {"shape": one.name, "blocks": [asdict(block) for block in outcome.blocks]})
             measurements.append(evaluate(one, outcome, pairs))
             append(written, for_simulator(one, outcome, measurements[-1].cost.seconds))
-            print(measurements[-1].row(), flush=True)
+            say(measurements[-1].row())
     return measurements
 
 
@@ -250,12 +249,14 @@ def append(file: Path | None, values: dict[str, Any]) -> None:
             lines.write(json.dumps(values) + "\n")
 
 
-def figures(shapes: Sequence[ShapeMeasurement]) -> dict[str, float | bool]:
+def figures(shapes: Sequence[ShapeMeasurement]) -> Figures:
     """The figures of the last line."""
     values: dict[str, float | bool | None] = {
         "overhead_worst": max(one.cost.overhead_upper for one in shapes),
         "overhead_mean_worst": max(one.cost.overhead_mean_upper for one in shapes),
-        "unplanned_overhead_worst": min(one.cost.unplanned for one in shapes),
+        "unplanned_overhead_worst": min(
+            (one.cost.unplanned for one in shapes if one.cost.unplanned is not None), default=None
+        ),
         "processor_share_worst": max(one.processor for one in shapes),
         "null_difference": max(abs(one.cost.null) for one in shapes),
         "null_farthest": max(abs(end) for one in shapes for end in (one.cost.null_lower, one.cost.null_upper)),
@@ -273,9 +274,30 @@ def figures(shapes: Sequence[ShapeMeasurement]) -> dict[str, float | bool]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one shape, six pairs")
+def measure(chosen: argparse.Namespace) -> Figures:
+    """Measure the chosen shapes. Prints a table."""
+    shapes = cluster.shapes(chosen.batch, chosen.chunks, chosen.dilation or 1)
+    if not chosen.dilation and not chosen.smoke:
+        shapes = tuple(one.stretched_to(SECONDS) for one in shapes)
+    if chosen.shapes:
+        shapes = tuple(one for one in shapes if one.job.name in chosen.shapes)
+    pairs, once = (QUICK_PAIRS, QUICK_ONCE_ROUNDS) if chosen.quick else (PAIRS, 1 if chosen.disturb else ONCE_ROUNDS)
+    say(HEAD)
+    measurements = measure_shapes(
+        shapes[: 1 if chosen.quick else None], chosen.pairs or pairs, once, chosen.seed, chosen.disturb, chosen.cluster,
+        chosen.raw,
+    )  # fmt: skip
+    costs = [(one.name, one.cost) for one in measurements if one.cost.unplanned is not None]
+    if chosen.output is not None and costs:
+        from workloads.pictures import draw_measured
+
+        rows = [(name, of.overhead, of.overhead_upper, of.unplanned or 0.0) for name, of in costs]
+        draw_measured(rows, chosen.output / "overhead.png")
+    return figures(measurements)
+
+
+if __name__ == "__main__":
+    parser = arguments(__doc__, f"one shape, {QUICK_PAIRS} pairs, nothing sent at once")
     parser.add_argument("--batch", type=int, default=64, choices=(128, 64))
     parser.add_argument("--chunks", type=int, default=1, help="above 1: the interleaved schedule")
     parser.add_argument(
@@ -285,29 +307,6 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, help=f"pairs of blocks of {BLOCK} iterations (default {PAIRS})")
     parser.add_argument("--disturb", default="", choices=("slow", "jitter", "drift"), help="see above")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--plot", type=Path)
     parser.add_argument("--cluster", type=Path, help="write measured iterations for benchmarks/simulate.py")
     parser.add_argument("--raw", type=Path, help="write every iteration of every block")
-    args = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nodes and networks are removed
-    chosen = cluster.shapes(args.batch, args.chunks, args.dilation or 1)
-    if not args.dilation:
-        chosen = tuple(one.stretched_to(SECONDS) for one in chosen)
-    if args.shapes:
-        chosen = tuple(one for one in chosen if one.job.name in args.shapes)
-    chosen = chosen[: 1 if args.quick else None]
-    print(HEAD, flush=True)
-    pairs = args.pairs or (QUICK_PAIRS if args.quick else PAIRS)
-    measurements = measure(chosen, pairs, args.seed, args.disturb, args.cluster, args.raw)
-    if args.plot is not None:
-        from workloads.pictures import draw_measured
-
-        costs = [(one.name, one.cost) for one in measurements]
-        draw_measured([(name, of.overhead, of.overhead_upper, of.unplanned) for name, of in costs], args.plot)
-    print(line("bubble_overhead", figures(measurements)))
-
-
-if __name__ == "__main__":
-    with raising_signals():
-        main()
+    run("bubble_overhead", measure, parser)

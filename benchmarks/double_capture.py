@@ -19,14 +19,12 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 
 import torch
 
-from figures import line
 from ft_plugins.model.inventory import Inventory, Item, Role
 from ft_plugins.snapshot.capture.capture import Capture
 from ft_plugins.snapshot.capture.double import with_parity
@@ -35,8 +33,8 @@ from ft_plugins.snapshot.segment.paths import path_of, remove
 from ft_plugins.snapshot.segment.segment import Segment, create
 from ft_plugins.snapshot.segment.shape import Shape
 from ft_plugins.snapshot.segment.slots import Version
-from ft_plugins.testing.stopping import raising_signals
 from snapshot_stall import make_state
+from workloads.running import PROGRESS, Figures, arguments, run, say
 
 NBYTES = 512 << 20
 BUCKET = 4 << 20
@@ -75,13 +73,17 @@ class TimedCapture:
         return self._clock() - started
 
 
-def measure(quick: bool, device: str) -> dict[str, float | bool]:
+def measure(chosen: argparse.Namespace) -> Figures:
     """All figures. Prints a table."""
     torch.set_num_threads(1)
+    quick, device = chosen.quick, chosen.device
     state = {name: tensor.to(device) for name, tensor in make_state(NBYTES).items()}
     clock = time.process_time if device == "cpu" else time.perf_counter
-    figures: dict[str, float | bool] = {}
-    for count in (2, 4) if quick else (2, 3, 4, 8, 16):
+    figures: Figures = {}
+    counts = (2, 4) if quick else (2, 3, 4, 8, 16)
+    PROGRESS.plan(len(counts))
+    for count in counts:
+        PROGRESS.step(f"{count} nodes")
         nodes, ranks = tuple(f"n{number}" for number in range(count)), tuple(range(count))
         items = [Item(n, "float32", tuple(t.shape), t.nbytes, Role.PARAMETER, ranks) for n, t in state.items()]
         plain = plan_layout(Inventory.of(0, items), nodes, BUCKET)
@@ -93,24 +95,18 @@ def measure(quick: bool, device: str) -> dict[str, float | bool]:
         data, double = (statistics.median(column) for column in zip(*pairs, strict=True))
         digests = len(layout.ranges) + layout.source_digest_count
         sent = (layout.source_digest_count * CHECK_BYTES + 8 * digests + SMALL) / layout.nbytes
-        print(
+        say(
             f"n = {count:2d}: share {layout.nbytes >> 20:4d} MiB in {data * 1e3:7.1f} ms; with parity "
-            f"{double / data:5.2f}x and {layout.parity_nbytes / layout.nbytes:5.3f} more bytes; sent {sent:.5f}",
-            flush=True,
+            f"{double / data:5.2f}x and {layout.parity_nbytes / layout.nbytes:5.3f} more bytes; sent {sent:.5f}"
         )
         figures |= {f"data_seconds_{count}": data, f"double_{count}": double / data}
         figures |= {f"parity_{count}": layout.parity_nbytes / layout.nbytes, f"sent_{count}": sent}
+    for name in ("double", "sent"):
+        figures[f"{name}_worst"] = max(figures[f"{name}_{count}"] for count in counts)
     return figures
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer groups and repetitions")
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="device of the state")
-    options = parser.parse_args()
-    print(line("double_capture", measure(options.quick, options.device)))
-
-
 if __name__ == "__main__":
-    with raising_signals():
-        sys.exit(main())
+    parser = arguments(__doc__, "fewer groups and repetitions")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="device of the state")
+    run("double_capture", measure, parser)

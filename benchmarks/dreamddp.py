@@ -1,6 +1,6 @@
 """Measure iteration times of DreamDDP on slow links, next to overlapped data parallelism and local SGD.
 
-    python benchmarks/dreamddp.py [--quick] [--columns NAME ...] [--parts emulated real] [--rounds N] [--output DIR]
+    python benchmarks/dreamddp.py [--quick] [--columns NAME ...] [--parts emulated real] [--rounds N] [--output FOLDER]
 
 The part `emulated`: 8 replicas of one rank, each in a network namespace with a link throttled by `tc` (needs root), as
 in `local_sgd.py`: sessions, collectives, gradients and updates are real, compute is a sleep, so that 2 cores are
@@ -40,22 +40,16 @@ shares of the processors' time that this run did not have.
 from __future__ import annotations
 
 import argparse
-import os
 import random
-import signal
 import statistics
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from figures import ProcessorUse, line
-from ft_plugins.errors import FtError
 from ft_plugins.sync.layers.layer_profile import NANO, LayerProfile, write_profile
-from ft_plugins.testing.emulated_nodes import EmulatedHost, network
-from ft_plugins.testing.gang import gang
-from ft_plugins.testing.stopping import raising_signals
+from harness.emulated_nodes import EmulatedHost, network
+from harness.gang import gang
 from workloads import real_replica, sleeping_replica
 from workloads.dreamddp_scenarios import (
     COMPARED,
@@ -63,21 +57,22 @@ from workloads.dreamddp_scenarios import (
     ENP,
     FULL,
     FULL_RUN,
-    QUICK_RUN,
     REPLICAS,
     ColumnScenario,
-    Figures,
     PlannedColumn,
     holds,
     measured_profile,
 )
 from workloads.layer_shapes import COLUMNS
 from workloads.local_blocks import PLAIN, PolicyFigure, StepLog
+from workloads.running import PROGRESS, Figures, arguments, run, say
 from workloads.sleeping_replica import LocalBlock
 
 OVERLAPPED_LEAST, FULL_LEAST, ENP_LEAST, PERIOD_MOST = 1.73, 1.16, 1.02, 0.05
 BOUND = 500.0  # seconds for one round
 PARTS = ("emulated", "real")
+NAMES = tuple(column.name for column in COLUMNS)
+QUICK_COLUMNS = ("resnet18_8",)
 
 
 class ColumnResult:
@@ -133,37 +128,38 @@ class ColumnResult:
             values[f"{name}_bound"] = bound
             if wanted:
                 values[f"{name}_holds"] = holds(figure.value, wanted, bound)
-            print(f"{scenario.name}: {name} {figure}   bound {bound:.4g}", flush=True)
+            say(f"{scenario.name}: {name} {figure}   bound {bound:.4g}")
         error = self.middle(DREAMDDP) / plan.seconds[DREAMDDP] - 1
-        print(f"{scenario.name}: period {100 * error:+.1f}% of the plan's", flush=True)
+        say(f"{scenario.name}: period {100 * error:+.1f}% of the plan's")
         return values | {"period_error": error, "period_error_holds": abs(error) <= PERIOD_MOST}
 
 
-def measure(scenario: ColumnScenario, hosts: Sequence[EmulatedHost], seed: int, folder: Path) -> ColumnResult:
+def measure_column(scenario: ColumnScenario, hosts: Sequence[EmulatedHost], seed: int, folder: Path) -> ColumnResult:
     """Measure the layers of one column, then run all its rounds."""
     order, path = random.Random(f"{seed} {scenario.name}"), folder / f"{scenario.name}.json"
 
-    def run(blocks: Sequence[LocalBlock]) -> list[list[StepLog]]:
+    def run_blocks(blocks: Sequence[LocalBlock]) -> list[list[StepLog]]:
         """The logs of each replica."""
         arguments = (blocks, scenario.mbps, hosts, scenario.burst)
         return gang(sleeping_replica.run_blocks, REPLICAS, *arguments, hosts=hosts, seconds=BOUND)
 
-    logs = run([scenario.profiled()])
+    PROGRESS.step(f"{scenario.name}, its layers")
+    logs = run_blocks([scenario.profiled()])
     result = ColumnResult(scenario, measured_profile(scenario.model, [own[0] for own in logs]))
     write_profile(result.profile, path)
     plan, link = result.plan, scenario.column.ratio * scenario.compute
-    print(
+    say(
         f"{scenario.name}: {scenario.mbps:.1f} Mbit/s, {plan.communication:.3f} s of communication (link alone "
         f"{link:.3f}), {plan.compute:.3f} s of compute (wanted {scenario.compute:.3f}); planned ms of an iteration: "
-        + "   ".join(f"{policy} {1000 * seconds:.0f}" for policy, seconds in plan.seconds.items()),
-        flush=True,
+        + "   ".join(f"{policy} {1000 * seconds:.0f}" for policy, seconds in plan.seconds.items())
     )
     for number in range(scenario.rounds):
+        PROGRESS.step(f"{scenario.name}, round {number + 1}", 2)
         blocks = [scenario.block(policy, path, number == 0) for policy in order.sample(COMPARED, len(COMPARED))]
-        by_block = zip(*run(blocks), strict=True)
+        by_block = zip(*run_blocks(blocks), strict=True)
         result.add({block.policy: list(each) for block, each in zip(blocks, by_block, strict=True)})
         times = "   ".join(f"{policy} {1000 * result.seconds[-1][policy]:.1f}" for policy in COMPARED)
-        print(f"{scenario.name}, round {number + 1}: ms of an iteration: {times}", flush=True)
+        say(f"{scenario.name}, round {number + 1}: ms of an iteration: {times}")
     return result
 
 
@@ -183,7 +179,8 @@ def run_emulated(
     scenarios: Sequence[ColumnScenario], hosts: Sequence[EmulatedHost], seed: int, folder: Path
 ) -> tuple[list[ColumnResult], Figures]:
     """All columns."""
-    results = [measure(scenario, hosts, seed, folder) for scenario in scenarios]
+    PROGRESS.plan(sum(1 + 2 * one.rounds for one in scenarios))
+    results = [measure_column(scenario, hosts, seed, folder) for scenario in scenarios]
     by_column = {result.scenario.name: result.figures() for result in results}
     values = {f"{column}_{name}": value for column, own in by_column.items() for name, value in own.items()}
     return results, values | over_columns(by_column)
@@ -193,82 +190,62 @@ def run_real(scale: real_replica.RealScale, hosts: Sequence[EmulatedHost], seed:
     """The job without emulated compute."""
     chosen = real_replica.COMPARED
     order, rows = random.Random(f"{seed} real"), []
+    PROGRESS.plan(1 + scale.rounds)
+    PROGRESS.step("real, its compute")
     setting = real_replica.calibrate(scale, hosts)
-    print(
+    say(
         f"real: {1000 * setting.compute:.1f} ms of compute, {setting.parameters} parameters, links of "
-        f"{setting.mbps:.1f} Mbit/s",
-        flush=True,
+        f"{setting.mbps:.1f} Mbit/s"
     )
     for number in range(scale.rounds):
+        PROGRESS.step(f"real, round {number + 1}")
         rows.append(real_replica.measure(scale, setting, order.sample(chosen, len(chosen)), hosts))
         times = "   ".join(f"{policy} {1000 * rows[-1][policy]:.1f}" for policy in chosen)
-        print(f"real, round {number + 1}: ms of an iteration: {times}", flush=True)
+        say(f"real, round {number + 1}: ms of an iteration: {times}")
     values: Figures = {"real_compute_ms": 1000 * setting.compute, "real_mbps": setting.mbps}
     values |= {f"real_{policy}_ms": 1000 * statistics.median(row[policy] for row in rows) for policy in chosen}
     for name, policy in (("real_x", PLAIN), ("real_over_full_x", FULL)):
         figure = PolicyFigure.of([row[policy] / row[DREAMDDP] for row in rows])
         values |= {name: figure.value, f"{name}_low": figure.low, f"{name}_high": figure.high}
-        print(f"{name}: {figure}", flush=True)
+        say(f"{name}: {figure}")
     return values | {"real_x_holds": values["real_x_low"] > 1.0}
 
 
-def main() -> None:
-    names = [column.name for column in COLUMNS]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one round of short blocks, to see that it works")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--columns", nargs="+", choices=names, default=None)
-    parser.add_argument("--rounds", type=int, help="rounds of each column, and of the real job")
-    parser.add_argument("--compute", type=float, help="seconds of an emulated iteration's compute")
-    parser.add_argument("--seed", type=int, default=1, help="of the order of blocks")
-    parser.add_argument("--output", type=Path, help="folder for pictures, profiles and dreamddp.json")
-    args = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the network is removed
-    scenarios = list(QUICK_RUN if args.quick and args.columns is None else FULL_RUN)
-    scale = real_replica.QUICK_SCALE if args.quick else real_replica.FULL_SCALE
-    if args.columns is not None:
-        scenarios = [one for one in scenarios if one.name in args.columns]
-        if args.quick:
-            quick = QUICK_RUN[0]
-            scenarios = [replace(quick, column=one.column) for one in scenarios]
-    if args.rounds is not None:
-        scenarios, scale = [replace(one, rounds=args.rounds) for one in scenarios], replace(scale, rounds=args.rounds)
-    if args.compute is not None:
-        scenarios = [replace(one, compute=args.compute) for one in scenarios]
-    use = ProcessorUse()
+def measure(chosen: argparse.Namespace) -> Figures:
+    """All parts that are chosen."""
+    columns = chosen.columns or (QUICK_COLUMNS if chosen.quick else NAMES)
+    parts = chosen.parts or (PARTS[:1] if chosen.quick else PARTS)
+    scenarios = [one for one in FULL_RUN if one.name in columns]
+    if chosen.smoke:
+        scenarios = [replace(one, compute=0.2, parameters=1 << 18, iterations=2) for one in scenarios]
+    scale = real_replica.FULL_SCALE
+    rounds = chosen.rounds or (1 if chosen.quick else None)
+    if rounds is not None:
+        scenarios, scale = [replace(one, rounds=rounds) for one in scenarios], replace(scale, rounds=rounds)
     results: list[ColumnResult] = []
     values: Figures = {}
     sleeping_replica.preload()
-    if args.output is not None:
-        args.output.mkdir(parents=True, exist_ok=True)
-    try:
-        if "real" in args.parts:
-            real_replica.prepare()
-        with network(range(1, REPLICAS + 1)) as hosts, tempfile.TemporaryDirectory(prefix="ft-", dir="/tmp") as folder:
-            if not all(host.namespace for host in hosts):
-                raise FtError("cannot throttle links without network namespaces; run as root or with CAP_NET_ADMIN")
-            if "emulated" in args.parts:
-                results, values = run_emulated(scenarios, hosts, args.seed, args.output or Path(folder))
-            if "real" in args.parts:
-                values |= run_real(scale, hosts, args.seed)
-    except FtError as error:
-        sys.exit(f"dreamddp: {error}")
-    text = line("dreamddp", values | use.figures())
-    if args.output is not None:
+    if "real" in parts:
+        real_replica.prepare()
+    with network(range(1, REPLICAS + 1)) as hosts, tempfile.TemporaryDirectory(prefix="ft-", dir="/tmp") as folder:
+        if "emulated" in parts:
+            results, values = run_emulated(scenarios, hosts, chosen.seed, chosen.output or Path(folder))
+        if "real" in parts:
+            values |= run_real(scale, hosts, chosen.seed)
+    if chosen.output is not None and results:
         from workloads.dreamddp_pictures import draw_columns, draw_period
 
-        (args.output / "dreamddp.json").write_text(text + "\n")
-        if results:
-            draw_columns(
-                {one.scenario.name: (one.seconds, one.plan, one.paper_overlapped) for one in results},
-                args.output / "columns.png",
-            )
+        measured = {one.scenario.name: (one.seconds, one.plan, one.paper_overlapped) for one in results}
+        draw_columns(measured, chosen.output / "columns.png")
         for one in results:
-            draw_period(one.logs, one.profile.compute_ns / NANO, args.output / f"period_{one.scenario.name}.png")
-    print(text)
+            draw_period(one.logs, one.profile.compute_ns / NANO, chosen.output / f"period_{one.scenario.name}.png")
+    return values
 
 
 if __name__ == "__main__":
-    with raising_signals():
-        sys.exit(main())
+    parser = arguments(__doc__, "one round of one column, no real job")
+    parser.add_argument("--parts", nargs="+", choices=PARTS)
+    parser.add_argument("--columns", nargs="+", choices=NAMES)
+    parser.add_argument("--rounds", type=int, help="rounds of each column, and of the real job")
+    parser.add_argument("--seed", type=int, default=1, help="of the order of blocks")
+    run("dreamddp", measure, parser)

@@ -17,28 +17,21 @@ medians over seeds; the lines before the last one have those of each seed.
 
 Claim: loss_x <= 1.01 on both learners (`holds`).
 
-With --output results are added to FOLDER/dreamddp_quality.jsonl, and runs that it holds are not done again.
+With --output results are added to FOLDER/quality.jsonl, and runs that it holds are not done again.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import sys
-from collections.abc import Sequence
-from pathlib import Path
 
-from figures import line
-from ft_plugins.errors import FtError
-from ft_plugins.testing.stopping import raising_signals
 from local_sgd_quality import measure_runs
 from workloads.dreamddp_quality_runs import (
     COMPARED,
     DREAMDDP,
     FULL_SYNC,
     LONG,
-    SHORT,
+    SMOKE,
     WITHIN,
     OutcomesBySeed,
     by_seed,
@@ -46,12 +39,13 @@ from workloads.dreamddp_quality_runs import (
     loss_ratios,
     quality_ratios,
 )
-from workloads.quality_runs import PLAIN, QualityOutcome
+from workloads.quality_runs import PLAIN
+from workloads.running import Figures, arguments, run, say
 
 NAMES = tuple(LONG)
 
 
-def learner_figures(outcomes: OutcomesBySeed, gain: float | None) -> dict[str, float | bool]:
+def learner_figures(outcomes: OutcomesBySeed, gain: float | None) -> Figures:
     """The figures of one learner. Prints the ratios of each seed."""
     found = {
         "loss_x": loss_ratios(outcomes, DREAMDDP, FULL_SYNC),
@@ -62,46 +56,37 @@ def learner_figures(outcomes: OutcomesBySeed, gain: float | None) -> dict[str, f
     if gain is not None:
         found["time_x"] = [ratio / gain for ratio in found["iterations_x"]]
     for name, ratios in found.items():
-        print(f"  {name:<20} {'  '.join(f'{ratio:.4f}' for ratio in ratios)}", flush=True)
-    values: dict[str, float | bool] = {name: statistics.median(ratios) for name, ratios in found.items()}
+        say(f"  {name:<20} {'  '.join(f'{ratio:.4f}' for ratio in ratios)}")
+    values: Figures = {name: statistics.median(ratios) for name, ratios in found.items()}
     for policy in COMPARED:
         values[f"{policy}_loss"] = statistics.median(one.loss for one in outcomes[policy].values())
     return values | {"holds": values["loss_x"] <= 1 + WITHIN}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one seed, and runs too short for the claim")
-    parser.add_argument("--learners", nargs="+", choices=NAMES, default=NAMES)
-    parser.add_argument("--seeds", nargs="+", type=int, default=None, help="(default 1 2 3)")
-    parser.add_argument("--gain", type=float, help="seconds of an iteration of full over those of dreamddp")
-    parser.add_argument("--output", type=Path, help="folder for results and pictures")
-    args = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"
-    if args.output is not None:
-        args.output.mkdir(parents=True, exist_ok=True)
-    seeds: Sequence[int] = args.seeds or ((1,) if args.quick else (1, 2, 3))
+def measure(chosen: argparse.Namespace) -> Figures:
+    """All runs, and what they show."""
+    names = chosen.learners or (NAMES[1:] if chosen.smoke else NAMES[:1] if chosen.quick else NAMES)
+    seeds = chosen.seeds or ((1,) if chosen.quick else (1, 2, 3))
     todo = [
-        compared_run(name, seed, policy, SHORT if args.quick else LONG[name])
-        for seed in seeds for name in args.learners for policy in COMPARED
+        compared_run(name, seed, policy, SMOKE if chosen.smoke else LONG[name])
+        for seed in seeds for name in names for policy in COMPARED
     ]  # fmt: skip
-    try:
-        outcomes: list[QualityOutcome] = [*measure_runs(todo, args.output and args.output / "dreamddp_quality.jsonl")]
-    except FtError as error:
-        sys.exit(f"dreamddp_quality: {error}")
-    values: dict[str, float | bool] = {}
-    for name in args.learners:
-        print(f"{name}, by seed:", flush=True)
-        chosen = by_seed(outcomes, name)
-        values |= {f"{name}_{figure}": value for figure, value in learner_figures(chosen, args.gain).items()}
-        if args.output is not None:
+    outcomes = [*measure_runs(todo, chosen.output and chosen.output / "quality.jsonl")]
+    values: Figures = {}
+    for name in names:
+        say(f"{name}, by seed:")
+        found = by_seed(outcomes, name)
+        values |= {f"{name}_{figure}": value for figure, value in learner_figures(found, chosen.gain).items()}
+        if chosen.output is not None:
             from workloads.dreamddp_pictures import draw_losses
 
-            draw_losses(name, chosen, args.output / f"dreamddp_quality_{name}.png")
-    values["holds"] = all(bool(values[f"{name}_holds"]) for name in args.learners)
-    print(line("dreamddp_quality", values))
+            draw_losses(name, found, chosen.output / f"quality_{name}.png")
+    return values | {"holds": all(bool(values[f"{name}_holds"]) for name in names)}
 
 
 if __name__ == "__main__":
-    with raising_signals():
-        sys.exit(main())
+    parser = arguments(__doc__, "one seed of the digits")
+    parser.add_argument("--learners", nargs="+", choices=NAMES)
+    parser.add_argument("--seeds", nargs="+", type=int, help="(default 1 2 3)")
+    parser.add_argument("--gain", type=float, help="seconds of an iteration of full over those of dreamddp")
+    run("dreamddp_quality", measure, parser)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -25,14 +24,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from figures import ProcessorUse, line
 from ft_plugins.adapters.data import observed_inputs
 from ft_plugins.adapters.torch.torch_loop import TorchHost
 from ft_plugins.events import Events
 from ft_plugins.snapshot.segment.ledger import Ledger
 from ft_plugins.snapshot.segment.shape import LEDGER_ROOM
 from ft_plugins.systems.iteration_ledger import IterationLedger, learning_rate_of
-from ft_plugins.testing.stopping import raising_signals
+from workloads.running import PROGRESS, Figures, arguments, run
 
 LAYERS, HIDDEN, HEADS, BATCH, SEQUENCE, VOCABULARY = 12, 256, 4, 8, 512, 8192
 
@@ -75,11 +73,11 @@ class Timed:
         setattr(owner, name, call)
 
 
-def measure(quick: bool) -> dict[str, float | bool]:
+def measure(chosen: argparse.Namespace) -> Figures:
     """The figures."""
     torch.set_num_threads(1)
-    iterations, layers = (3, 2) if quick else (9, LAYERS)
-    model = Model(layers)
+    iterations = 4 if chosen.quick else 9
+    model = Model(2 if chosen.smoke else LAYERS)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
     host = TorchHost(model, optimizer, scheduler)
@@ -96,7 +94,9 @@ def measure(quick: bool) -> dict[str, float | bool]:
     positions = torch.arange(SEQUENCE).repeat(BATCH, 1)
     mask = torch.triu(torch.full((SEQUENCE, SEQUENCE), float("-inf")), 1)
     calls, shares = [], []
+    PROGRESS.plan(iterations)
     for step in range(1, iterations + 1):
+        PROGRESS.step(f"iteration {step}")
         tokens = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE))
         timed.seconds, started = 0.0, time.perf_counter()
         ledger.begin(step)
@@ -115,15 +115,5 @@ def measure(quick: bool) -> dict[str, float | bool]:
     return {"share": share, "microseconds": seconds * 1e6, "per_second": seconds, "held": share <= 0.001}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer layers and iterations")
-    options = parser.parse_args()
-    use = ProcessorUse()
-    figures = measure(options.quick)
-    print(line("ledger_cost", figures | use.figures()))
-
-
 if __name__ == "__main__":
-    with raising_signals():
-        sys.exit(main())
+    run("ledger_cost", measure, arguments(__doc__, "fewer iterations"))

@@ -1,6 +1,6 @@
 """Measure iteration times of local SGD, with stragglers and on slow links, in the settings of the EDiT paper.
 
-    python benchmarks/local_sgd.py [--quick] [--scenarios NAME ...] [--output DIR]
+    python benchmarks/local_sgd.py [--quick] [--scenarios NAME ...] [--output FOLDER]
 
 8 replicas of one rank, each in a network namespace with a link throttled by `tc` (needs root); sessions, collectives,
 gradients and updates are real. Compute is a sleep, so that 2 cores are enough; workloads/sleeping_replica.py lists what
@@ -39,21 +39,15 @@ edit_random_straggler_x >= 1.7, edit_traffic_x >= 2.7; gains within 5% of their 
 from __future__ import annotations
 
 import argparse
-import os
 import random
-import signal
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from figures import ProcessorUse, line
 from ft_plugins.config import Config
-from ft_plugins.errors import ConfigError, FtError
-from ft_plugins.testing.emulated_nodes import EmulatedHost, network
-from ft_plugins.testing.gang import gang
-from ft_plugins.testing.stopping import raising_signals
+from ft_plugins.errors import ConfigError
+from harness.emulated_nodes import EmulatedHost, network
+from harness.gang import gang
 from workloads import sleeping_replica
 from workloads.local_blocks import PLAIN, PolicyFigure, StepLog, gains, stalls
 from workloads.local_bounds import LinkLoad, own_pace_gain, periodic_gain
@@ -66,11 +60,13 @@ from workloads.local_scenarios import (
     POST_LOCAL,
     QUICK,
     REPLICAS,
+    SMOKE,
     LinkSetting,
     LocalScenario,
     model_of,
     sync_block,
 )
+from workloads.running import PROGRESS, Figures, arguments, run, say
 
 WITHIN, TRIES = 0.01, 6  # of a calibration
 CALIBRATED = 0.03  # closer than this to what it is to be
@@ -78,7 +74,6 @@ CALIBRATION = 8  # iterations
 STALL_MOST, STRAGGLER_LEAST, RANDOM_LEAST, TRAFFIC_LEAST, OF_BOUND = 0.125, 1.8, 1.7, 2.7, 0.95
 MEGABIT = 1e6 / 8
 BOUND = 400.0  # seconds for one round
-Figures = dict[str, float | bool]
 
 
 @dataclass(frozen=True)
@@ -133,7 +128,7 @@ def known_policies() -> list[str]:
             Config.from_json({"sync": sync_block(policy, 5, 1.0)})
             known.append(policy)
         except ConfigError as error:
-            print(f"{policy}: left out, because this version of ft_plugins does not have it: {error}", flush=True)
+            say(f"{policy}: left out, because this version of ft_plugins does not have it: {error}")
     return known
 
 
@@ -145,23 +140,24 @@ def calibrate(setting: LinkSetting, hosts: Sequence[EmulatedHost], mbps: float) 
     link = "slow" if setting.slow else "normal"
     for rate, seconds in tried:
         share = f"{seconds / setting.compute:.3f} of the compute, wanted {setting.target / setting.compute:.3f}"
-        print(f"calibration, {link} link: {rate:7.1f} Mbit/s   plain {1000 * seconds:6.1f} ms, {share}", flush=True)
+        say(f"calibration, {link} link: {rate:7.1f} Mbit/s   plain {1000 * seconds:6.1f} ms, {share}")
     return CalibratedLink(*min(tried, key=lambda each: abs(each[1] / setting.target - 1)))
 
 
-def measure(
+def measure_scenario(
     scenario: LocalScenario, known: Sequence[str], hosts: Sequence[EmulatedHost], mbps: float, lag: float, seed: int
 ) -> ScenarioResult:
     """Run all rounds of one scenario."""
     result, order = ScenarioResult(scenario), random.Random(seed)
     for number in range(scenario.rounds):
+        PROGRESS.step(f"{scenario.name}, round {number + 1}", scenario.block_seconds(number))
         chosen = [policy for policy in scenario.chosen(number) if policy in known]
         blocks = [scenario.block(policy, lag, seed, number == 0) for policy in order.sample(chosen, len(chosen))]
         logs = gang(sleeping_replica.run_blocks, REPLICAS, blocks, mbps, hosts, hosts=hosts, seconds=BOUND)
         by_block = zip(*logs, strict=True)
         result.add({block.policy: list(each) for block, each in zip(blocks, by_block, strict=True)})
         times = "   ".join(f"{policy} {1000 * result.seconds[-1][policy]:.1f}" for policy in chosen)
-        print(f"{scenario.name}, round {number + 1}: ms of an iteration: {times}", flush=True)
+        say(f"{scenario.name}, round {number + 1}: ms of an iteration: {times}")
     return result
 
 
@@ -191,7 +187,7 @@ def claims(results: Mapping[str, ScenarioResult], links: Mapping[LinkSetting, Ca
         values[f"{name}_bound"], values[f"{name}_of_bound"] = bound, value.value / bound
         if wanted:
             values[f"{name}_holds"] = holds
-        print(f"{name}: {value}   bound {bound:.4g}, measured {value.value / bound:.3f} of it", flush=True)
+        say(f"{name}: {value}   bound {bound:.4g}, measured {value.value / bound:.3f} of it")
 
     if "even" in results:
         rows = results["even"].stalls
@@ -210,13 +206,14 @@ def claims(results: Mapping[str, ScenarioResult], links: Mapping[LinkSetting, Ca
     return values
 
 
-def run(
+def run_scenarios(
     scenarios: Sequence[LocalScenario], known: Sequence[str], hosts: Sequence[EmulatedHost], seed: int
 ) -> tuple[dict[str, ScenarioResult], Figures]:
     """Calibrate the links, and run all scenarios."""
     links: dict[LinkSetting, CalibratedLink] = {}
     results: dict[str, ScenarioResult] = {}
     values: Figures = {}
+    PROGRESS.plan(sum(one.block_seconds(number) for one in scenarios for number in range(one.rounds)))
     for scenario in scenarios:
         setting = scenario.link
         if setting not in links:
@@ -224,7 +221,8 @@ def run(
                       if known_as.slow == setting.slow]  # fmt: skip
             links[setting] = calibrate(setting, hosts, scaled[0] if scaled else setting.first_rate / MEGABIT)
         link = links[setting]
-        result = results[scenario.name] = measure(scenario, known, hosts, link.mbps, LAG_OF_PLAIN * link.plain, seed)
+        lag = LAG_OF_PLAIN * link.plain
+        result = results[scenario.name] = measure_scenario(scenario, known, hosts, link.mbps, lag, seed)
         facts = {"compute_ms": 1000 * scenario.compute, "calibrated_plain_ms": 1000 * link.plain, "mbps": link.mbps}
         values[f"{scenario.name}_calibrated"] = abs(link.plain / setting.target - 1) <= CALIBRATED
         facts |= {f"{policy}_ms": 1000 * result.middle(policy) for policy in result.policies}
@@ -232,42 +230,28 @@ def run(
     return results, values | claims(results, links, seed)
 
 
-def main() -> None:
-    names = [scenario.name for scenario in FULL]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one round of short blocks, to see that it works")
-    parser.add_argument("--scenarios", nargs="+", choices=names, default=names)
-    parser.add_argument("--rounds", type=int, help="rounds of each scenario")
-    parser.add_argument("--seed", type=int, default=1, help="of the order of blocks and of random stragglers")
-    parser.add_argument("--output", type=Path, help="folder for pictures and local_sgd.json")
-    args = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the network is removed
-    scenarios = [one for one in (QUICK if args.quick else FULL) if one.name in args.scenarios]
-    if args.rounds is not None:
-        scenarios = [replace(one, rounds=args.rounds) for one in scenarios]
+def measure(chosen: argparse.Namespace) -> Figures:
+    """Run the chosen scenarios."""
+    sizes = SMOKE if chosen.smoke else QUICK if chosen.quick else FULL
+    scenarios = [one for one in sizes if one.name in (chosen.scenarios or [one.name])]
+    if chosen.rounds is not None:
+        scenarios = [replace(one, rounds=chosen.rounds) for one in scenarios]
     known = known_policies()
     sleeping_replica.preload()
-    use = ProcessorUse()
-    try:
-        with network(range(1, REPLICAS + 1)) as hosts:
-            if not all(host.namespace for host in hosts):
-                raise FtError("cannot throttle links without network namespaces; run as root or with CAP_NET_ADMIN")
-            results, values = run(scenarios, known, hosts, args.seed)
-    except FtError as error:
-        sys.exit(f"local_sgd: {error}")
-    text = line("local_sgd", values | use.figures())
-    if args.output is not None:
+    with network(range(1, REPLICAS + 1)) as hosts:
+        results, values = run_scenarios(scenarios, known, hosts, chosen.seed)
+    if chosen.output is not None:
         from workloads.local_pictures import draw_iterations, draw_timeline
 
-        args.output.mkdir(parents=True, exist_ok=True)
-        (args.output / "local_sgd.json").write_text(text + "\n")
-        draw_iterations({name: one.seconds for name, one in results.items()}, args.output / "iterations.png")
+        draw_iterations({name: one.seconds for name, one in results.items()}, chosen.output / "iterations.png")
         if "even" in results:
-            draw_timeline(results["even"].logs, args.output / "synchronisation.png")
-    print(text)
+            draw_timeline(results["even"].logs, chosen.output / "synchronisation.png")
+    return values
 
 
 if __name__ == "__main__":
-    with raising_signals():
-        sys.exit(main())
+    parser = arguments(__doc__, "one round of two scenarios, and the policies that claims compare in them")
+    parser.add_argument("--scenarios", nargs="+", choices=[scenario.name for scenario in FULL])
+    parser.add_argument("--rounds", type=int, help="rounds of each scenario")
+    parser.add_argument("--seed", type=int, default=1, help="of the order of blocks and of random stragglers")
+    run("local_sgd", measure, parser)

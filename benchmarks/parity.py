@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
-import sys
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -38,13 +37,12 @@ import torch
 import xxhash
 
 from baselines import xor_work
-from figures import line
 from ft_plugins.redundancy import blocked, kernels
 from ft_plugins.redundancy.field import power
 from ft_plugins.redundancy.kernels import Loops
 from ft_plugins.redundancy.parity import Placement, Stripe, StripeRebuild, place_parity, plan_decode
-from ft_plugins.testing.stopping import raising_signals
 from ft_plugins.transport.frame_codec import PAYLOAD_LIMIT
+from workloads.running import PROGRESS, Figures, arguments, run, say
 
 GROUP_BYTES = 128 << 20  # four times the last-level cache of the reference machine
 FRAME_BYTES = PAYLOAD_LIMIT  # verified and added at once, as in a rebuild
@@ -237,11 +235,11 @@ def measure_group(
     for decode in decodes:
         decode.check()  # the result of NumPy, which ran last
     shown = "   ".join(f"{name.removesuffix('_x')} {x:.2f}x" for name, x in figures.items() if name.endswith("_x"))
-    print(f"n={nodes} losses={losses}   {shown}", flush=True)
+    say(f"n={nodes} losses={losses}   {shown}")
     return figures
 
 
-def measure(quick: bool) -> dict[str, float | bool]:
+def measure(chosen: argparse.Namespace) -> Figures:
     """All figures, the worst over n. Prints a table."""
     torch.set_num_threads(1)
     pool = aligned(GROUP_BYTES)
@@ -251,20 +249,15 @@ def measure(quick: bool) -> dict[str, float | bool]:
     figures: dict[str, float] = {}
     if compiled:
         figures["compile_seconds"] = compile_seconds(max(SIZES[2]) - 2)
+    PROGRESS.plan(sum(map(len, SIZES.values())))
     for losses, sizes in SIZES.items():
         for nodes in sizes:
-            for name, x in measure_group(nodes, losses, pool, baseline, 5 if quick else 25).items():
+            PROGRESS.step(f"{nodes} nodes, {losses} lost")
+            for name, x in measure_group(nodes, losses, pool, baseline, 5 if chosen.quick else 25).items():
                 worst = min if name.endswith("_x") else max
                 figures[name] = worst(figures.get(name, x), x)
     return {"compiled": compiled, **figures}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds; ends within 50 s on 2 cores")
-    print(line("parity", measure(parser.parse_args().quick)))
-
-
 if __name__ == "__main__":
-    with raising_signals():
-        sys.exit(main())
+    run("parity", measure, arguments(__doc__, "fewer rounds"))

@@ -2,12 +2,12 @@
 
     python benchmarks/recovery.py [--quick] [--namespaces] [--only nodes|frameworks] [--kills N] [--every K]
 
-Each emulated node has an agent, an SMP and one rank whose state (256 MiB; 64 with --quick) shows its version.
+Each emulated node has an agent, an SMP and one rank whose state (256 MiB) shows its version.
 Processes, signals and sockets are real; torch only. A failure is injected at a random time within an iteration after
 a commit, and a substitute is started as soon as a lost node is gone. The columns, in seconds, end to end:
 
     detect     the failure -> the first event of an agent or SMP that reports it. A computing trainer notices a lost
-               peer at its next collective, so up to an iteration's compute (3 s; 0.5 with --quick) passes
+               peer at its next collective, so up to an iteration's compute (3 s) passes
     restart    -> every rank (imports excluded) asks its SMP for versions: new round, processes, a fresh node's memory
     plan       -> the recovery plan is made, and own slots are verified
     rebuild    transfer and decoding of the lost slots, digests verified
@@ -36,7 +36,6 @@ import random
 import shutil
 import signal
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -46,17 +45,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baselines import loopback
-from figures import line
 from ft_plugins.events import Event, catalogue
 from ft_plugins.snapshot.segment.paths import parity_path_of, segments_of
-from ft_plugins.testing import fills
-from ft_plugins.testing.emulated_nodes import EmulatedHost, destroy, network
-from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
-from ft_plugins.testing.job_control import entries, wait_for
-from ft_plugins.testing.stopping import raising_signals
+from harness import fills
+from harness.emulated_nodes import EmulatedHost, destroy, network
+from harness.forkserver import ForkServer, JobSpec, RunningJob
+from harness.job_control import entries, wait_for
 from workloads import restart_times
+from workloads.running import PROGRESS, Figures, arguments, run, say
 
 BOUND = 120.0  # seconds, for any wait
+MIB, COMPUTE = 256, 3.0  # state of a rank, seconds of an iteration
 DETECTION_EVENTS = (  # the last one if agents start another round at once
     *(catalogue.WORKER_FAILED.name, catalogue.NODE_LOST.name, catalogue.WORKERS_KILLED.name),
     catalogue.INCARNATION_FENCED.name,
@@ -239,6 +238,7 @@ def inject_failure(
 
     After the `last` failure the job runs `AFTER` more iterations and ends.
     """
+    PROGRESS.step(name)
     baselines = [loopback(repeats=3)]
     cluster.until_committed(1, time.time())
     time.sleep(rng.uniform(0, cluster.compute))
@@ -255,7 +255,7 @@ def inject_failure(
     cluster.until_restored(failed)
     baselines.append(loopback(repeats=3))
     incident = recovery_steps(name, failed, cluster.events(failed), statistics.median(baselines))
-    print(incident.row(), flush=True)
+    say(incident.row())
     return incident
 
 
@@ -283,10 +283,11 @@ def recovery_steps(name: str, failed: float, events: list[Event], baseline: floa
     )  # fmt: skip
 
 
-def measure(quick: bool, namespaces: bool) -> dict[str, float | bool]:
+def lose_nodes(chosen: argparse.Namespace) -> Figures:
     """All figures. Prints a table."""
-    mib, compute = (64, 0.5) if quick else (256, 3.0)
-    lost = LOST[:1] if quick else LOST
+    lost = LOST[:1] if chosen.quick else LOST
+    mib, compute = (16, 0.5) if chosen.smoke else (MIB, COMPUTE)
+    PROGRESS.plan(4 + len(lost))
     rng = random.Random(1)
     memory = PeakMemory()
     identical = True
@@ -296,11 +297,12 @@ def measure(quick: bool, namespaces: bool) -> dict[str, float | bool]:
         os.environ["OMP_NUM_THREADS"] = "1"
         numbers = range(101, 107)
         hosts = [EmulatedHost("", f"127.78.0.{number}", "lo") for number in numbers]
-        if namespaces:
+        if chosen.namespaces:
             hosts = stack.enter_context(network(numbers))
         preload = [str(Path(__file__).resolve()), "ft_plugins.launcher.node_launch"]
         server = stack.enter_context(ForkServer(preload))
-        print(HEAD)
+        say(HEAD)
+        PROGRESS.step("starting three nodes")
         with Cluster(server, folder, hosts, 3, "raim5", mib, compute) as job, memory.sampled(job):
             job.until_committed(1)
             trainer = inject_failure(job, "a trainer killed", rng, killed="n1")
@@ -309,6 +311,7 @@ def measure(quick: bool, namespaces: bool) -> dict[str, float | bool]:
                 for node in lost
             ]
             identical &= job.until_ended()
+        PROGRESS.step("starting four nodes")
         with Cluster(server, folder, hosts, 4, "raim6", mib, compute) as job, memory.sampled(job):
             job.until_committed(1)
             two = inject_failure(job, "two nodes of four lost, RAIM6", rng, lost=("n1", "n2"), last=True)
@@ -329,24 +332,21 @@ def measure(quick: bool, namespaces: bool) -> dict[str, float | bool]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a quarter of the state; ends within 50 s on 2 cores")
+def measure(chosen: argparse.Namespace) -> Figures:
+    """All parts that are chosen."""
+    only = chosen.only or ("nodes" if chosen.quick else None)
+    figures = lose_nodes(chosen) if only in (None, "nodes") else {}
+    frameworks = [one for one in restart_times.FRAMEWORKS if only in (None, "frameworks", one)]
+    PROGRESS.plan(10 * len(frameworks))  # such a part takes as long as ten failures of a node
+    return figures | restart_times.measure(frameworks, chosen.kills, chosen.every)
+
+
+if __name__ == "__main__":
+    parser = arguments(__doc__, "one failure of each kind of nodes, no frameworks")
     parser.add_argument("--namespaces", action="store_true", help="one network namespace per node, if permitted")
     parser.add_argument("--only", choices=("nodes", *restart_times.FRAMEWORKS, "frameworks"), help="only this part")
     parser.add_argument("--kills", type=int, default=3, help="of each framework's job (default %(default)s)")
     parser.add_argument(
         "--every", type=int, default=24, help="iterations between the framework's checkpoints (default %(default)s)"
     )
-    options = parser.parse_args()
-    figures: dict[str, float | bool] = {}
-    if options.only in (None, "nodes"):
-        figures |= measure(options.quick, options.namespaces)
-    chosen = [one for one in restart_times.FRAMEWORKS if options.only in (None, "frameworks", one)]
-    figures |= restart_times.measure(chosen, options.kills, options.every)
-    print(line("recovery", figures))
-
-
-if __name__ == "__main__":
-    with raising_signals():
-        sys.exit(main())
+    run("recovery", measure, parser)

@@ -1,6 +1,6 @@
 """Measure what grows when a job grows: plans, how ranks and SMPs reach each other, the rendezvous.
 
-    python benchmarks/scale.py [--quick] [--most N] [--parts plans ranks smps rendezvous] [--output DIR]
+    python benchmarks/scale.py [--quick] [--most N] [--parts plans ranks smps rendezvous] [--output FOLDER]
 
 Nothing trains here: the project's own plans and its own control plane run with as many emulated ranks and nodes as a
 job has, 8 ranks a node. What is real in each part is said in its module.
@@ -26,15 +26,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 
-from figures import ProcessorUse, line
 from ft_plugins.smp.tree import tree as smp_tree
-from ft_plugins.testing.stopping import raising_signals
 from workloads import plan_scale, rank_scale, rendezvous_scale, scale_pictures, tree_scale
+from workloads.running import PROGRESS, Figures, arguments, run, say
 
 SHAPES = ("tp8 pp16", "tp4 pp4", "tp1 pp4")
 RANKS = (64, 512, 4096, 16384)
@@ -54,45 +51,48 @@ _SMP_THREADS = 16  # of an SMP, besides its lanes: 8 that serve other nodes, 4 o
 Found = dict[str, float]
 
 
-def plans(most: int, show: Callable[[str], None]) -> tuple[Found, list[dict[str, object]]]:
+def plans(most: int) -> tuple[Found, list[dict[str, object]]]:
     """Seconds and memory of every plan; all single figures for the picture."""
     found: Found = {}
     rows: list[dict[str, object]] = []
     for ranks in (number for number in RANKS if number <= most):
         seconds, peak = 0.0, 0.0
         for shape in SHAPES:
+            PROGRESS.step(f"plans of {ranks} ranks, {shape}")
             figures = plan_scale.plan_figures(ranks, shape)
             seconds = max(seconds, sum(one.seconds for one in figures))
             peak = max(peak, *(one.peak_bytes / MIB for one in figures))
             rows += [{"ranks": ranks, "shape": shape, **asdict(one)} for one in figures]
             slowest = max(figures, key=lambda one: one.seconds)
-            show(f"{ranks:6} ranks, {shape}: {sum(one.seconds for one in figures):.2f} s, most for {slowest.plan}")
+            say(f"{ranks:6} ranks, {shape}: {sum(one.seconds for one in figures):.2f} s, most for {slowest.plan}")
         found |= {f"plans_{ranks}_seconds": seconds, f"plans_{ranks}_mib": peak}
     return found, rows
 
 
-def ranks_meet(most: int, show: Callable[[str], None]) -> Found:
+def ranks_meet(most: int) -> Found:
     """How the ranks of a job meet and agree."""
     found: Found = {}
     for ranks in (number for number in MET if number <= most):
+        PROGRESS.step(f"{ranks} ranks meet")
         figures = asdict(rank_scale.measure(ranks, ON_NODE))
-        show(
+        say(
             f"{ranks:6} ranks met in {figures['meet_seconds']:.1f} s, a gather takes {figures['gather_seconds']:.2f} s"
         )
         found |= {f"ranks_{ranks}_{name}": value for name, value in figures.items() if name != "ranks"}
     return found
 
 
-def smps(most: int, show: Callable[[str], None]) -> Found:
+def smps(most: int) -> Found:
     """How the SMPs of a job report and agree. Nothing for a size whose emulation this machine cannot keep up with."""
     found: Found = {}
     for nodes in (number for number in NODES if number * ON_NODE <= most):
+        PROGRESS.step(f"{nodes} SMPs")
         figures = tree_scale.measure(nodes, TREE_SECONDS)
         if not figures.kept_up:
             share = f"{figures.processor_share_all:.2f} of a processor"
-            show(f"{nodes:6} SMPs: not measured: one process with {share} did not keep up with all of them")
+            say(f"{nodes:6} SMPs: not measured: one process with {share} did not keep up with all of them")
             continue
-        show(
+        say(
             f"{nodes:6} SMPs: {figures.processor_share_busiest:.2%} of a processor on the busiest, a commit takes "
             f"{figures.commit_seconds:.3f} s, a lost node is known after {figures.lost_seconds:.1f} s"
         )
@@ -108,12 +108,13 @@ def smps(most: int, show: Callable[[str], None]) -> Found:
     return found
 
 
-def rendezvous(most: int, show: Callable[[str], None]) -> Found:
+def rendezvous(most: int) -> Found:
     """What a job costs its rendezvous lead."""
     found: Found = {}
     for nodes in (number for number in NODES if number * ON_NODE <= most):
+        PROGRESS.step(f"{nodes} nodes form rounds")
         figures = rendezvous_scale.measure(nodes, WAITING_SECONDS)
-        show(
+        say(
             f"{nodes:6} nodes formed a round in {figures.first_round_seconds:.1f} s; {figures.waiting_share:.1%} of a "
             "processor while they wait"
         )
@@ -159,36 +160,30 @@ def claims(found: Mapping[str, float]) -> dict[str, bool]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help=f"up to {QUICK} ranks, to see that it works")
-    parser.add_argument("--most", type=int, choices=RANKS, help="the most ranks; nodes: an eighth")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--output", type=Path, help="folder for pictures and scale.json")
-    args = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"
-    most = args.most or (QUICK if args.quick else RANKS[-1])
-    use, found, rows = ProcessorUse(), Found(), list[dict[str, object]]()
-
-    def show(text: str) -> None:
-        print(text, flush=True)
-
-    if "plans" in args.parts:
-        found, rows = plans(most, show)
+def measure(chosen: argparse.Namespace) -> Figures:
+    """All parts that are chosen."""
+    most = chosen.most or (RANKS[0] if chosen.smoke else QUICK if chosen.quick else RANKS[-1])
+    found, rows = Found(), list[dict[str, object]]()
+    nodes = [number for number in NODES if number * ON_NODE <= most]
+    steps = {"plans": len(SHAPES) * sum(number <= most for number in RANKS), "ranks": sum(n <= most for n in MET)}
+    PROGRESS.plan(sum(steps.get(part, len(nodes)) for part in chosen.parts))
+    if "plans" in chosen.parts:
+        found, rows = plans(most)
     for name, part in (("ranks", ranks_meet), ("smps", smps), ("rendezvous", rendezvous)):
-        if name in args.parts:
-            found |= part(most, show)
-    for nodes in (number for number in NODES if number * ON_NODE <= most):
-        found |= of_a_node(nodes)
-    if args.output is not None:
-        args.output.mkdir(parents=True, exist_ok=True)
-        (args.output / "scale.json").write_text(json.dumps({"figures": found, "plans": rows}, indent=1))
-        scale_pictures.draw_growth(found, args.output / "growth.png")
+        if name in chosen.parts:
+            found |= part(most)
+    for number in nodes:
+        found |= of_a_node(number)
+    if chosen.output is not None:
+        (chosen.output / "plans.json").write_text(json.dumps(rows, indent=1))
+        scale_pictures.draw_growth(found, chosen.output / "growth.png")
         if rows:
-            scale_pictures.draw_plans(rows, args.output / "plans.png")
-    print(line("scale", {**found, **claims(found), **use.figures()}))
+            scale_pictures.draw_plans(rows, chosen.output / "plans.png")
+    return {**found, **claims(found)}
 
 
 if __name__ == "__main__":
-    with raising_signals():
-        main()
+    parser = arguments(__doc__, f"up to {QUICK} ranks")
+    parser.add_argument("--most", type=int, choices=RANKS, help="the most ranks; nodes: an eighth")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    run("scale", measure, parser)

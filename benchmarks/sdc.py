@@ -1,6 +1,6 @@
 """Measure the effect of silently corrupted gradients on training, and of PAFT and the replica audit against it.
 
-    python benchmarks/sdc.py [--quick] [--learners digits text] [--seeds 1 2 3] [--plot FOLDER]
+    python benchmarks/sdc.py [--quick] [--learners digits text] [--seeds 1 2 3] [--output FOLDER]
 
 4 gloo ranks train a small ResNet on scikit-learn's digits (test accuracy) and a small GPT on bytes of real text (loss,
 nats per byte) through sessions, as a user's own loop does (workloads/learners.py, trained.py). Noise is added to each
@@ -25,21 +25,17 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from figures import line
-from ft_plugins.errors import FtError
 from ft_plugins.events import catalogue
-from ft_plugins.testing.stopping import raising_signals
 from workloads import learners, sdc_checks
 from workloads.pictures import draw_learner
+from workloads.running import PROGRESS, Figures, arguments, run, say
 from workloads.sdc_checks import SCALES, TheoryErrors
 from workloads.sdc_runs import AUDIT, BURSTS, CLEAN, METHODS, NOISED, RANKS, UNAUDITED, VARIANCES, Case, cases
 from workloads.trained import TrainingOutcome, train
@@ -48,6 +44,8 @@ ITERATIONS = {"digits": 150, "text": 240}
 SCORES = {"digits": "test accuracy, %", "text": "validation loss, nats per byte"}
 NAMES = tuple(ITERATIONS)
 AUDITED = ("1e-2", "burst_1")
+SMOKE = 6  # iterations
+QUICK_LEARNERS = ("digits",)
 QUICK_NOISE, QUICK_METHODS = "1e-2", (NOISED, "sync_5", "dyn")
 IN_BURSTS = (NOISED, "sync_10", "dyn")
 
@@ -108,13 +106,12 @@ def draw(results: Sequence[Result], name: str, folder: Path) -> None:
     outcomes = by_method(results, name)
     scores = {key: mean_curve([one.scores for one in runs]) for key, runs in outcomes.items()}
     divergences = {key: mean_curve([one.ranks[0].divergences for one in runs]) for key, runs in outcomes.items()}
-    folder.mkdir(parents=True, exist_ok=True)
     draw_learner(name, scores, divergences, SCORES[name], folder / f"sdc_{name}.png")
 
 
-def figures(results: Sequence[Result], names: Sequence[str], theory: Sequence[TheoryErrors]) -> dict[str, float | bool]:
+def figures(results: Sequence[Result], names: Sequence[str], theory: Sequence[TheoryErrors]) -> Figures:
     """The figures of the last line. Prints the verdict on each rule."""
-    values: dict[str, float | bool] = {}
+    values: Figures = {}
     verdicts = []
     for name in names:
         scores = {key: [one.score for one in runs] for key, runs in by_method(results, name).items()}
@@ -126,54 +123,57 @@ def figures(results: Sequence[Result], names: Sequence[str], theory: Sequence[Th
         averaged = {key: by_seed for key, by_seed in scores.items() if key[1] in METHODS}
         judged = sdc_checks.judge(SCALES[name].losses(clean, averaged))
         values[f"order_holds_{name}"] = sdc_checks.order_holds(judged)
-        print(f"{name}:", *judged, sep="\n  ", flush=True)
+        say("\n  ".join([f"{name}:", *map(str, judged)]))
         verdicts += judged
     values["order_holds"] = sdc_checks.order_holds(verdicts)
     values["audit_identical"] = identical(results)
-    values["sigma_error"] = max(one.sigma for one in theory)
-    values["divergence_error"] = max(one.divergence for one in theory)
-    values["divergence_after_sync"] = max(one.remaining for one in theory)
+    if theory:
+        values["sigma_error"] = max(one.sigma for one in theory)
+        values["divergence_error"] = max(one.divergence for one in theory)
+        values["divergence_after_sync"] = max(one.remaining for one in theory)
     return values
 
 
-def measure(names: Sequence[str], seeds: Sequence[int], quick: bool) -> tuple[list[Result], list[TheoryErrors]]:
-    """Do all runs one after the other. Prints a line for each."""
+def train_all(todo: Sequence[Case], noises: Mapping[str, float]) -> tuple[list[Result], list[TheoryErrors]]:
+    """Do all runs one after the other: of the theory with each of `noises`, then `todo`. Prints a line for each."""
     results, theory = [], []
-    learners.prepare((*names, "digits"))
+    learners.prepare([*dict.fromkeys(case.run.learner for case in todo), *(["digits"] if noises else [])])
+    PROGRESS.plan(len(noises) + len(todo))
     with tempfile.TemporaryDirectory(prefix="ft-", dir="/tmp") as folder:
-        for noise, variance in list(VARIANCES.items())[1 if quick else 0 :: 2 if quick else 1]:
+        for noise, variance in noises.items():
+            PROGRESS.step(f"theory at {noise}")
             run, sigma = sdc_checks.theory_run(noise, variance)
             outcome = train(run, RANKS, Path(folder) / f"theory{noise}", every=True)
             theory.append(sdc_checks.theory_errors(outcome, sigma))
-            print(f"theory at {noise}: {theory[-1]}", flush=True)
-        for number, case in enumerate(chosen(names, seeds, quick)):
+            say(f"theory at {noise}: {theory[-1]}")
+        for number, case in enumerate(todo):
+            PROGRESS.step(str(case))
             began = time.monotonic()
             outcome = train(case.run, RANKS, Path(folder) / str(number))
             results.append(Result(case, outcome))
             replicas = "identical" if len(set(outcome.digests)) == 1 else "diverged"
             seconds = time.monotonic() - began
-            print(f"{case!s:<32} {outcome.score:8.3f}   replicas {replicas:<10} {seconds:5.1f} s", flush=True)
+            say(f"{case!s:<32} {outcome.score:8.3f}   replicas {replicas:<10} {seconds:5.1f} s")
     return results, theory
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help=f"one seed, noise of {QUICK_NOISE} only")
-    parser.add_argument("--learners", nargs="+", choices=NAMES, default=NAMES)
-    parser.add_argument("--seeds", nargs="+", type=int, default=None, help="(default 1 2 3)")
-    parser.add_argument("--plot", type=Path, help="folder for pictures")
-    args = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"
-    try:
-        results, theory = measure(args.learners, args.seeds or ((1,) if args.quick else (1, 2, 3)), args.quick)
-    except FtError as error:
-        sys.exit(f"sdc: {error}")
-    if args.plot is not None:
-        for name in args.learners:
-            draw(results, name, args.plot)
-    print(line("sdc", figures(results, args.learners, theory)))
+def measure(options: argparse.Namespace) -> Figures:
+    """All runs, and what they show."""
+    names = options.learners or (NAMES[1:] if options.smoke else QUICK_LEARNERS if options.quick else NAMES)
+    todo = [*chosen(names, options.seeds or ((1,) if options.quick else (1, 2, 3)), options.quick)]
+    noises = {QUICK_NOISE: VARIANCES[QUICK_NOISE]} if options.quick else VARIANCES
+    if options.smoke:
+        todo = [replace(one, run=replace(one.run, iterations=SMOKE)) for one in todo]
+        noises = {}
+    results, theory = train_all(todo, noises)
+    if options.output is not None:
+        for name in names:
+            draw(results, name, options.output)
+    return figures(results, names, theory)
 
 
 if __name__ == "__main__":
-    with raising_signals():
-        sys.exit(main())
+    parser = arguments(__doc__, f"one seed of the digits, noise of {QUICK_NOISE} only")
+    parser.add_argument("--learners", nargs="+", choices=NAMES)
+    parser.add_argument("--seeds", nargs="+", type=int, help="(default 1 2 3)")
+    run("sdc", measure, parser)

@@ -1,6 +1,6 @@
 """Measure how fast pipelines are planned, and simulate jobs from 16 to 16,384 ranks.
 
-    python benchmarks/simulate.py [--quick] [--plot FOLDER] [--cluster FILE]
+    python benchmarks/simulate.py [--quick] [--output FOLDER] [--cluster FILE] [--own NAME=VALUE ...]
 
     plan_seconds              planning one iteration of 64 stages and 512 microbatches (a model of 96 layers), 1f1b,
                               links of 1 ms: messages, bubbles, contents of each bubble by bytes and by layers; median
@@ -21,6 +21,10 @@
 (times in seconds, by stage or by rank as in `planner.simulate.Times`). Adds `iteration_error_worst` and
 `bubble_error_worst`, |simulated / measured - 1|, and both per shape.
 
+--own NAME=VALUE ...: a pipeline of your own, in addition: `stages`, `microbatches`, `schedule`, `chunks`,
+`message_passes`, `restart_seconds`; the fields of `survival.Cluster`, of which `nodes`, `group_nodes`, `hw_rate` and
+`sw_rate` are needed; and those of `intervals.Costs`, with which goodput is printed as the job grows.
+
 Claims: plan_seconds < 1, analytic_error_worst < 1e-9, both errors <= 0.05.
 """
 
@@ -29,18 +33,23 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
+from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from figures import line
 from ft_plugins.bubbles.timeline.messages import traffic
-from ft_plugins.planner import fitting
-from ft_plugins.planner.goodput import ProtectionKind, table
-from ft_plugins.planner.pipeline import Pipeline, PipelineSchedule
-from ft_plugins.planner.simulate import PipelineLink, Times, simulate
+from ft_plugins.errors import ConfigError
+from ft_plugins.planner.intervals import Costs
+from ft_plugins.planner.survival import Cluster
 from workloads.jobs import FAMILY, PAPER
+from workloads.pipelines import fitting
+from workloads.pipelines.goodput import ProtectionKind, table
+from workloads.pipelines.outlook import PipelineOutlook, PlannedPipeline, plan_pipeline
+from workloads.pipelines.pipeline import Pipeline, PipelineSchedule
+from workloads.pipelines.simulate import PipelineLink, Times, simulate
+from workloads.running import PROGRESS, Figures, arguments, run, say
 from workloads.study import ScaleStudy, ShapeStudy, scales_table, shapes_table, study_scale, study_shape
 
 STAGES, MICROBATCHES, LAYERS = 64, 512, 96
@@ -102,38 +111,67 @@ def compare(measured: dict[str, Any]) -> tuple[float, float]:
     )
 
 
-def compared(path: Path) -> dict[str, float | bool]:
+def compared(path: Path) -> Figures:
     """The figures of a --cluster file."""
-    figures: dict[str, float | bool] = {}
+    figures: Figures = {}
     errors = []
     for text in path.read_text().splitlines():
         measured = json.loads(text)
         errors.append(compare(measured))
         figures[f"iteration_error_{measured['shape']}"], figures[f"bubble_error_{measured['shape']}"] = errors[-1]
-        print(f"{measured['shape']}   iteration {errors[-1][0]:.2%} off   bubble share {errors[-1][1]:.2%} off")
+        say(f"{measured['shape']}   iteration {errors[-1][0]:.2%} off   bubble share {errors[-1][1]:.2%} off")
     figures["iteration_error_worst"], figures["bubble_error_worst"] = (max(each) for each in zip(*errors, strict=True))
     return figures
+
+
+def own(words: Sequence[str]) -> PipelineOutlook:
+    """The outlook of a pipeline of the user's own. Raises ConfigError."""
+    given: dict[str, Any] = {}
+    kinds = {f.name: f.type for part in (Cluster, Costs) for f in fields(part)}
+    kinds |= {"stages": "int", "microbatches": "int", "chunks": "int", "schedule": "str"}
+    kinds |= {"message_passes": "float", "restart_seconds": "float"}
+    for word in words:
+        name, _, text = word.partition("=")
+        if name not in kinds:
+            raise ConfigError(f"--own {word}: expected NAME=VALUE with one of {', '.join(kinds)}")
+        kind = {"int": int, "str": str}.get(str(kinds[name]), float)
+        try:
+            given[name] = kind(text)
+        except ValueError as error:
+            raise ConfigError(f"--own {word}: {error}") from error
+    of_cluster = {f.name: given.pop(f.name) for f in fields(Cluster) if f.name in given}
+    costs = Costs.from_options({f.name: given.pop(f.name, None) for f in fields(Costs)})
+    planned = PlannedPipeline.from_options(given)
+    if planned is None or not {"nodes", "group_nodes", "hw_rate", "sw_rate"} <= of_cluster.keys():
+        raise ConfigError("--own: expected stages, microbatches, nodes, group_nodes, hw_rate and sw_rate at least")
+    return plan_pipeline(planned, Cluster(**of_cluster), costs)
 
 
 def draw(shapes: list[ShapeStudy], scales: list[ScaleStudy], folder: Path) -> None:
     """Draw all pictures."""
     from workloads import pictures
 
-    folder.mkdir(parents=True, exist_ok=True)
     pictures.draw_shapes(shapes, folder / "bubbles_by_shape.png")
     pictures.draw_schedules(scales, folder / "bubbles_by_schedule.png")
     pictures.draw_overheads(shapes, folder / "overhead_by_shape.png")
     pictures.draw_goodput(scales, folder / "goodput.png")
 
 
-def measure(quick: bool, plot: Path | None, cluster: Path | None) -> dict[str, float | bool]:
+def measure(chosen: argparse.Namespace) -> Figures:
     """All figures. Prints tables."""
-    rounds = 1 if quick else 5
-    seconds = {schedule: seconds_of(schedule, rounds)[0] for schedule in PipelineSchedule}
+    outlook = own(chosen.own) if chosen.own else None
+    rounds = 1 if chosen.quick else 5
+    PROGRESS.plan(len(PipelineSchedule) + 2)
+    seconds = {}
+    for schedule in PipelineSchedule:
+        PROGRESS.step(f"planning {schedule.value}")
+        seconds[schedule] = seconds_of(schedule, rounds)[0]
+    PROGRESS.step("planning a state that takes many iterations")
     long_seconds, long_iterations = seconds_of(PipelineSchedule.ONE_F_ONE_B, rounds, LONG_STATE)
     shown = "   ".join(f"{schedule.value} {took:.2f} s" for schedule, took in seconds.items())
-    print(f"{STAGES} stages, {MICROBATCHES} microbatches: {shown}\n", flush=True)
-    figures: dict[str, float | bool] = {
+    say(f"{STAGES} stages, {MICROBATCHES} microbatches: {shown}\n")
+    PROGRESS.step("simulating jobs")
+    figures: Figures = {
         "plan_seconds": seconds[PipelineSchedule.ONE_F_ONE_B],
         "plan_slowest_seconds": max(seconds.values()),
         "plan_long_seconds": long_seconds,
@@ -142,28 +180,29 @@ def measure(quick: bool, plot: Path | None, cluster: Path | None) -> dict[str, f
     }
     shapes = [study_shape(job) for batch in PAPER.values() for job in batch]
     scales = [study_scale(job) for job in FAMILY]
-    print(shapes_table(shapes), scales_table(scales), table([one.plan for one in scales]), sep="\n\n", end="\n\n")
+    for text in (shapes_table(shapes), scales_table(scales), table([one.plan for one in scales])):
+        say(f"{text}\n")
     figures["bubble_share_least"] = min(min(one.bubble_shares) for one in shapes)
     figures["iterations_per_checkpoint_worst"] = max(one.iterations for one in shapes)
     figures["without_ring"] = sum(one.ring is None for one in [*shapes, *scales])
     largest = scales[-1].plan
     for protection in ProtectionKind:
         figures[f"goodput_{largest.nodes * 8}_{protection.value}"] = largest.of(protection).goodput
-    if cluster is not None:
-        figures |= compared(cluster)
-    if plot is not None:
-        draw(shapes, scales, plot)
+    if chosen.cluster is not None:
+        figures |= compared(chosen.cluster)
+    if chosen.output is not None:
+        draw(shapes, scales, chosen.output)
+    if outlook is not None:
+        say(outlook.table())
+        if chosen.output is not None and outlook.plans:
+            from workloads.pictures import draw_plan
+
+            draw_plan(outlook.timelines, outlook.plans, chosen.output / "own.png")
     return figures
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one round each; ends within 20 s on 2 cores")
-    parser.add_argument("--plot", type=Path, help="draw all pictures into this folder")
-    parser.add_argument("--cluster", type=Path, help="measured iterations to compare with, JSON lines")
-    chosen = parser.parse_args()
-    print(line("simulate", measure(chosen.quick, chosen.plot, chosen.cluster)))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    parser = arguments(__doc__, "one round each")
+    parser.add_argument("--cluster", type=Path, help="measured iterations to compare with, JSON lines")
+    parser.add_argument("--own", nargs="+", metavar="NAME=VALUE", help="a pipeline of your own, in addition")
+    run("simulate", measure, parser)

@@ -22,7 +22,6 @@ import os
 import random
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -33,13 +32,12 @@ from pathlib import Path
 import torch
 
 from baselines import GIB, memcpy
-from figures import line
 from ft_plugins.adapters.torch.plain import PlainHost
 from ft_plugins.config import Config, LaunchContext
 from ft_plugins.events import catalogue
 from ft_plugins.session import Session
 from ft_plugins.smp.serve.client import Client, ensure
-from ft_plugins.testing.stopping import raising_signals
+from workloads.running import PROGRESS, Figures, arguments, run, say
 
 TENSORS = 198  # as in a GPT of this size: alternately 1.35 and 9.5 MB
 SIZES = (1_350_000, 9_500_000)
@@ -252,13 +250,15 @@ def measure_under_load(system: System, load: str, steps: int, rng: random.Random
     return StallMeasurement(*(each / baseline for each in seconds))
 
 
-def measure(quick: bool) -> dict[str, float | bool]:
+def measure(chosen: argparse.Namespace) -> Figures:
     """All figures. Prints a table."""
     torch.set_num_threads(1)
     rng = random.Random(1)
-    steps = 7 if quick else 25
+    quick, steps = chosen.quick, 7 if chosen.quick else 25
+    peers = [name for name in PEERS if importlib.util.find_spec(name) is not None]
+    PROGRESS.plan(len(LOADS) + len(peers) * (1 if quick else len(LOADS)))
     state = make_state()
-    figures: dict[str, float | bool] = {"memcpy_seconds": memcpy()}
+    figures: Figures = {"memcpy_seconds": memcpy()}
     with ExitStack() as stack:
         ours = Ours(state, stack)
         ours.snapshot()
@@ -267,35 +267,27 @@ def measure(quick: bool) -> dict[str, float | bool]:
         ours.snapshot()
         ours.fence()
         for load in LOADS:
+            PROGRESS.step(f"under {load}")
             measured = measure_under_load(ours, load, steps, rng)
-            print(measured.row(f"{ours.name} under {load}"), flush=True)
+            say(measured.row(f"{ours.name} under {load}"))
             suffix = "" if load == "matmul" else f"_{load}"
             figures[f"committed{suffix}_x"] = measured.committed
             figures[f"stall{suffix}_x"] = measured.stall
             figures[f"step_slowdown_{load}_x"] = measured.slowdown
-    for name, peer in PEERS.items():
-        if importlib.util.find_spec(name) is None:
-            continue
+    for name in peers:
         with ExitStack() as stack:
-            theirs = peer(state, stack)
+            theirs = PEERS[name](state, stack)
             theirs.snapshot()  # allocates memory
             theirs.fence()
             for load in ["matmul"] if quick else LOADS:  # the peers take most of the time
+                PROGRESS.step(f"{name} under {load}")
                 measured = measure_under_load(theirs, load, 2 if quick else 5, rng)
-                print(measured.row(f"{name} under {load}"), flush=True)
+                say(measured.row(f"{name} under {load}"))
                 figures[f"{name}_committed_{load}_x"] = measured.committed
                 figures[f"{name}_stall_{load}_x"] = measured.stall
                 figures[f"{name}_step_slowdown_{load}_x"] = measured.slowdown
     return figures
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    meaning = "fewer steps, peers under one load; ends within 50 s on 2 cores"
-    parser.add_argument("--quick", action="store_true", help=meaning)
-    print(line("snapshot_stall", measure(parser.parse_args().quick)))
-
-
 if __name__ == "__main__":
-    with raising_signals():
-        sys.exit(main())
+    run("snapshot_stall", measure, arguments(__doc__, "fewer steps, peers under one load"))

@@ -1,6 +1,6 @@
 """Measure what PAFT costs per iteration, with links throttled so that PAFT-Sync costs as much as in the paper.
 
-    python benchmarks/sync_overhead.py [--quick] [--rounds N] [--calibrations N] [--plot FILE]
+    python benchmarks/sync_overhead.py [--quick] [--rounds N] [--calibrations N] [--output FOLDER]
 
 4 ranks, each in a network namespace with a link throttled by `tc` (needs root); gradients, averages and digests really
 pass it. Compute is a sleep, so that 2 cores are enough; workloads/sync_cost.py lists what is real. Gradients are
@@ -22,27 +22,22 @@ Claims: paft_sync 0.23 +- 0.03 (`calibrated`), paft_dyn_of_sync <= 0.5, audit_10
 from __future__ import annotations
 
 import argparse
-import os
-import signal
 import statistics
-import sys
 import tempfile
-from pathlib import Path
 
-from figures import line
-from ft_plugins.errors import FtError
-from ft_plugins.testing.emulated_nodes import network
-from ft_plugins.testing.gang import gang
-from ft_plugins.testing.stopping import raising_signals
+from harness.emulated_nodes import network
+from harness.gang import gang
 from workloads import sync_blocks, sync_cost
+from workloads.running import PROGRESS, Figures, arguments, run, say
 from workloads.sync_blocks import PLAIN, SyncCost
 from workloads.sync_cost import ADAPTIVE, SyncMeasurement, SyncPlan
 
 RANKS = 4
 H = 2
 TARGET, WITHIN = 0.23, 0.03  # of the claim
-CALIBRATE_WITHIN, CALIBRATIONS = 0.012, 6
-ROUNDS, QUICK_ROUNDS = 16, 3
+CALIBRATE_WITHIN = 0.012
+CALIBRATIONS, QUICK_CALIBRATIONS = 6, 3
+ROUNDS, QUICK_ROUNDS = 16, 2
 BLOCK = 20  # iterations
 COMPUTE_SECONDS = 0.15  # six times the processor time of an averaging on two cores
 LAYERS, WIDTH = 4, 32768
@@ -67,11 +62,9 @@ def planned(rounds: int, calibrations: int, seed: int) -> SyncPlan:
     )
 
 
-def measure(plan: SyncPlan, seconds: float) -> SyncMeasurement:
+def run_plan(plan: SyncPlan, seconds: float) -> SyncMeasurement:
     """Run the plan. Times are means over ranks, which meet in every iteration; all else is from rank 0."""
     with tempfile.TemporaryDirectory(prefix="ft-", dir="/tmp") as folder, network(range(1, RANKS + 1)) as hosts:
-        if not all(host.namespace for host in hosts):
-            raise FtError("cannot throttle links without network namespaces; run as root or with CAP_NET_ADMIN")
         ranks = gang(sync_cost.measure, RANKS, plan, hosts, folder, hosts=hosts, seconds=seconds)
     means = tuple(
         {name: statistics.mean(each[name] for each in rows) for name in rows[0]}
@@ -80,10 +73,10 @@ def measure(plan: SyncPlan, seconds: float) -> SyncMeasurement:
     return SyncMeasurement(means, ranks[0].calibration, ranks[0].mbps, ranks[0].intervals)
 
 
-def figures(plan: SyncPlan, measured: SyncMeasurement, costs: dict[str, SyncCost]) -> dict[str, float | bool]:
+def figures(plan: SyncPlan, measured: SyncMeasurement, costs: dict[str, SyncCost]) -> Figures:
     """The figures of the last line."""
     sync, dyn = costs["paft_sync"], costs["paft_dyn"]
-    values: dict[str, float | bool] = {name: cost.share for name, cost in costs.items()}
+    values: Figures = {name: cost.share for name, cost in costs.items()}
     for name, cost in costs.items():
         values |= {f"{name}_low": cost.low, f"{name}_high": cost.high}
     calibrated = abs(sync.share - TARGET) <= WITHIN
@@ -101,35 +94,30 @@ def figures(plan: SyncPlan, measured: SyncMeasurement, costs: dict[str, SyncCost
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help=f"only {QUICK_ROUNDS} rounds")
-    parser.add_argument("--rounds", type=int, help=f"rounds of one block per mode (default {ROUNDS})")
-    parser.add_argument(
-        "--calibrations", type=int, default=CALIBRATIONS, help="rates tried at most (default %(default)s)"
-    )
-    parser.add_argument("--seed", type=int, default=1, help="of the order of blocks")
-    parser.add_argument("--plot", type=Path)
-    args = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the network is removed
-    plan = planned(args.rounds or (QUICK_ROUNDS if args.quick else ROUNDS), args.calibrations, args.seed)
-    try:
-        measured = measure(plan, BOUND + ROUND_BOUND * len(plan.blocks))
-    except FtError as error:
-        sys.exit(f"sync_overhead: {error}")
+def measure(chosen: argparse.Namespace) -> Figures:
+    """Run the plan. Prints the calibration and each cost."""
+    rounds = chosen.rounds or (QUICK_ROUNDS if chosen.quick else ROUNDS)
+    calibrations = chosen.calibrations or (QUICK_CALIBRATIONS if chosen.quick else CALIBRATIONS)
+    if chosen.smoke:
+        rounds = calibrations = 1
+    plan = planned(rounds, calibrations, chosen.seed)
+    PROGRESS.step(f"at most {calibrations} rates, then {rounds} rounds of {len(MODES) + 1} blocks")
+    measured = run_plan(plan, BOUND + ROUND_BOUND * len(plan.blocks))
     for mbps, plain, share in measured.calibration:
-        print(f"calibration: {mbps:7.1f} Mbit/s   plain {1000 * plain:6.1f} ms   PAFT-Sync {share:+.1%}", flush=True)
+        say(f"calibration: {mbps:7.1f} Mbit/s   plain {1000 * plain:6.1f} ms   PAFT-Sync {share:+.1%}")
     costs = sync_blocks.costs(measured.seconds)
     for name, cost in costs.items():
-        print(f"{name:<14} {cost}", flush=True)
-    if args.plot is not None:
+        say(f"{name:<14} {cost}")
+    if chosen.output is not None:
         from workloads.pictures import draw_costs
 
-        draw_costs(costs, args.plot)
-    print(line("sync_overhead", figures(plan, measured, costs)))
+        draw_costs(costs, chosen.output / "costs.png")
+    return figures(plan, measured, costs)
 
 
 if __name__ == "__main__":
-    with raising_signals():
-        sys.exit(main())
+    parser = arguments(__doc__, f"{QUICK_ROUNDS} rounds and {QUICK_CALIBRATIONS} rates")
+    parser.add_argument("--rounds", type=int, help=f"rounds of one block per mode (default {ROUNDS})")
+    parser.add_argument("--calibrations", type=int, help=f"rates tried at most (default {CALIBRATIONS})")
+    parser.add_argument("--seed", type=int, default=1, help="of the order of blocks")
+    run("sync_overhead", measure, parser)

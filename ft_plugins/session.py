@@ -294,11 +294,14 @@ class Session:
         sys.exit(0)
 
     def _write_imported(self) -> None:
-        """Write down what this rank has imported, for standby workers; without that there are none."""
+        """Write down what this rank has imported, for preloaders."""
         context = self._context
-        if context.run_dir is not None and self._config.warm_workers != "off":
+        if variables := imported.outdated():
+            reason = f"{', '.join(variables)}: set after a module that was imported ahead had read it"
+            self._events.emit(catalogue.PRELOAD_OUTDATED, variables=list(variables), reason=reason)
+        if context.run_dir is not None and self._config.preload != "off":
             with contextlib.suppress(OSError):
-                imported.write(context.run_dir, context.local_rank, context.token)
+                imported.write(context.run_dir, context.local_rank, context.token, variables)
 
     def _version_point(self, step: int) -> None:
         version = self._version(step)

@@ -6,4 +6,4 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 bash "$root/launch/setup.sh"
 export OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1
-exec "$root/.venv/bin/python" -m ft_plugins.testing.quickstart "$@"
+exec "$root/.venv/bin/python" "$root/launch/quickstart.py" "$@"

@@ -30,7 +30,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from ft_plugins.errors import FtError
-from ft_plugins.testing.megatron_lm import checkouts_in
+from harness.megatron_lm import checkouts_in
 
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ft_plugins" / "matrix"

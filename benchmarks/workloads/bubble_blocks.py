@@ -40,7 +40,7 @@ class BubbleCost:
     null: float
     null_lower: float
     null_upper: float
-    unplanned: float
+    unplanned: float | None  # unknown without such rounds
 
 
 def rounds(settle: int, pairs: int, once: int, seed: int) -> list[tuple[str, int]]:
@@ -64,8 +64,7 @@ def cost(blocks: Sequence[IterationBlock], pairs: int) -> BubbleCost:
     ]
     overheads = [each[ON] / each[OFF] - 1 for each in paired]
     once, off = (
-        statistics.median(seconds for block in at_once if block.mode == mode for seconds in block.seconds)
-        for mode in (ONCE, OFF)
+        [seconds for block in at_once if block.mode == mode for seconds in block.seconds] for mode in (ONCE, OFF)
     )
     nulls = [one[OFF] / other[OFF] - 1 for one, other in zip(paired[::2], paired[1::2], strict=False)]
     return BubbleCost(
@@ -73,7 +72,7 @@ def cost(blocks: Sequence[IterationBlock], pairs: int) -> BubbleCost:
         statistics.median(overheads), interval(overheads)[1],
         statistics.mean(overheads), interval(overheads, middle=np.mean)[1],
         statistics.median(nulls), *interval(nulls),
-        once / off - 1,
+        statistics.median(once) / statistics.median(off) - 1 if once else None,
     )  # fmt: skip
 
 

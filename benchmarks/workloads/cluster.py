@@ -39,15 +39,15 @@ from ft_plugins.bubbles.timeline.timeline_values import unpack
 from ft_plugins.errors import FtError
 from ft_plugins.events import Event, catalogue, read
 from ft_plugins.model.timeline import Profile
-from ft_plugins.planner.pipeline import Pipeline
-from ft_plugins.planner.simulate import PipelineLink, simulate
-from ft_plugins.testing import megatron_runs
-from ft_plugins.testing.emulated_nodes import EmulatedHost, destroy
-from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
-from ft_plugins.testing.job_control import wait_for, wait_for_success
+from harness import megatron_runs
+from harness.emulated_nodes import EmulatedHost, destroy
+from harness.forkserver import ForkServer, JobSpec, RunningJob
+from harness.job_control import wait_for, wait_for_success
 from workloads import emulated_rank
 from workloads.emulated_rank import StageSpec
 from workloads.jobs import A40, PAPER_SHAPES, TrainingJob
+from workloads.pipelines.pipeline import Pipeline
+from workloads.pipelines.simulate import PipelineLink, simulate
 
 NODES, RANKS_OF_NODE = 4, 4
 SCALE = 50

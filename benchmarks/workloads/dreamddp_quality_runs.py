@@ -21,7 +21,7 @@ H = 5
 FULL_SYNC, DREAMDDP = "full", "dreamddp"
 COMPARED = (PLAIN, FULL_SYNC, DREAMDDP)
 LONG = {"deep_noisy_digits": QualityScale(1200, H, 40), "deep_text": QualityScale(600, H, 20)}
-SHORT = QualityScale(100, H, 10)
+SMOKE = QualityScale(50, H, 5)
 WITHIN = 0.01  # of a loss: as good
 
 OutcomesBySeed = Mapping[str, Mapping[int, QualityOutcome]]  # by policy

@@ -46,7 +46,6 @@ MEGABIT = 1e6 / 8
 BURST_SECONDS, LEAST_BURST = 0.01, 16 << 10
 PROFILED_TAU, PROFILED = 3, 4  # iterations between synchronisations that are measured; how many, the first left out
 WITHIN = 0.97  # of a bound, where that is below the claim
-Figures = dict[str, float | bool]
 
 
 @dataclass(frozen=True)
@@ -196,6 +195,3 @@ def holds(value: float, wanted: float, bound: float) -> bool:
 
 
 FULL_RUN = tuple(ColumnScenario(column, 1.0, 1 << 21, 4, 1, 3) for column in COLUMNS)
-QUICK_RUN = tuple(
-    ColumnScenario(column, 0.4, 1 << 19, 3, 1, 1) for column in COLUMNS if column.name in ("resnet18_8", "gpt2_8")
-)

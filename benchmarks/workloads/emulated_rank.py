@@ -40,8 +40,8 @@ from ft_plugins.config import launch_context
 from ft_plugins.model.host import Edges
 from ft_plugins.model.timeline import Kind
 from ft_plugins.session import Session, attach
-from ft_plugins.testing import megatron_runs
-from ft_plugins.testing.forkserver import load
+from harness import megatron_runs
+from harness.forkserver import load
 
 ON, ONCE, OFF = "on", "once", "off"
 LAYERS = 6  # of a stage

@@ -26,9 +26,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ft_plugins.planner.intervals import Costs
-from ft_plugins.planner.pipeline import Pipeline, PipelineSchedule
-from ft_plugins.planner.simulate import PipelineLink, Times
 from ft_plugins.planner.survival import Cluster
+from workloads.pipelines.pipeline import Pipeline, PipelineSchedule
+from workloads.pipelines.simulate import PipelineLink, Times
 
 GIB = float(1 << 30)
 FULL_STATE = 12.0  # bytes per parameter: fp32 master and two moments; bf16 copies are rebuilt

@@ -37,7 +37,7 @@ from torch import nn
 from torch.nn import functional
 
 from ft_plugins.errors import ConfigError
-from ft_plugins.testing.forkserver import load
+from harness.forkserver import load
 
 BYTE_TEXT = Path(__file__).resolve().parents[2] / "launch" / "examples" / "byte_text.py"
 TEST_SHARE = 0.2

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from workloads.local_blocks import PLAIN, StepLog, seconds_at_own_pace, seconds_in_step
@@ -91,6 +91,12 @@ class LocalScenario:
         iterations = self.iterations if policy == PLAIN else self.tau * self.periods
         return seconds_in_step(logs, self.tau + 1, self.tau + 1 + iterations)
 
+    def block_seconds(self, number: int) -> float:
+        """About how long the blocks of a round take, without their start: iterations by their compute."""
+        blocks = (self.block(policy, 0.0, 0) for policy in self.chosen(number))
+        lengthened = 1.0 if self.stragglers is Stragglers.NONE else 1 + LAG_OF_PLAIN
+        return self.compute * lengthened * sum(block.last - block.first + 1 for block in blocks)
+
     def lagging(self, seed: int) -> list[list[int]]:
         """In how many iterations each replica lags, for each period of the window."""
         starts = range(self.tau + 1, self.tau * (self.periods + 1) + 1, self.tau)
@@ -134,9 +140,8 @@ FULL = (
     LocalScenario("random", 0.285, 128, 1, 1, 16, 2, Stragglers.RANDOM),
     LocalScenario("traffic", 0.285, 128, 1, 1, 12, 1, slow=True),
 )
+SMOKE = (replace(FULL[0], compute=0.15, periods=1, paced=1, iterations=4, rounds=1, policies=TABLE + (POST_LOCAL,)),)
 QUICK = (
-    LocalScenario("even", 0.285, 4, 1, 1, 4, 1, policies=tuple(POLICIES)),
-    LocalScenario("consistent", 0.285, 8, 1, 1, 5, 1, Stragglers.CONSISTENT),
-    LocalScenario("random", 0.285, 8, 1, 1, 5, 1, Stragglers.RANDOM),
-    LocalScenario("traffic", 0.285, 8, 1, 1, 5, 1, slow=True),
+    replace(FULL[0], rounds=1, policies=(PLAIN, POST_LOCAL, EDIT)),
+    replace(FULL[1], rounds=1, policies=(PLAIN, A_EDIT), paced=1),
 )

@@ -13,15 +13,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
+from matplotlib.patches import Patch
 
-from ft_plugins.planner.pipeline import PipelineSchedule
-from ft_plugins.report.canvas import new_figure, style_axes
-from ft_plugins.report.plan_pictures import goodput_axes
+from ft_plugins.model.timeline import Kind, Timeline
+from ft_plugins.planner.intervals import DAY
+from ft_plugins.report.canvas import MAX_RANKS, SPANS, new_figure, style_axes
+from workloads.pipelines.goodput import GoodputPlan, ProtectionKind
+from workloads.pipelines.pipeline import PipelineSchedule
 from workloads.sdc_runs import BURSTS, CLEAN, NOISED, VARIANCES
 from workloads.study import ScaleStudy, ShapeStudy
 from workloads.sync_blocks import SyncCost
 
 SCHEDULES = dict(zip(PipelineSchedule, ("#7a8794", "#0b6fb8", "#2c8a4b", "#c8322b", "#d98e04"), strict=True))
+PROTECTIONS = dict(zip(ProtectionKind, ("#7a8794", "#c8322b", "#d98e04", "#0b6fb8", "#2c8a4b"), strict=True))
 PAPER_LEAST = 0.2  # the smallest bubble share in the paper
 Curve = Sequence[tuple[int, float]]
 Curves = Mapping[tuple[str, str], Curve]  # by noise and method; the clean run is ('', 'clean')
@@ -31,6 +35,46 @@ METHODS = {
 }  # fmt: skip
 NOISES = dict(zip(VARIANCES, ("#f0c75e", "#d98e04", "#c8322b", "#6b1a16"), strict=True))
 DEGREE, BURST = "1e-2", "with bursts of variance "
+
+
+def draw_plan(timelines: Sequence[Timeline], plans: Sequence[GoodputPlan], path: Path) -> None:
+    """Draw one iteration with a row per rank, and goodput over the number of nodes. Raises ConfigError for another
+    format, OSError if `path` cannot be written."""
+    figure = new_figure(path, 12, 8)
+    above, below = figure.subplots(2, 1, height_ratios=(3, 2))
+    shown = timelines[:MAX_RANKS]
+    for one in shown:
+        for kind, colour in SPANS.items():
+            bars = [(span.begin, span.end - span.begin) for span in one.spans if span.kind is kind]
+            above.broken_barh(bars, (one.rank - 0.4, 0.8), color=colour, linewidth=0)
+    above.set_xlim(0, timelines[0].seconds)
+    above.set_ylim(len(shown) - 0.5, -0.5)
+    above.set_ylabel("rank of the pipeline")
+    above.set_xlabel("one iteration, in forward passes of a stage")
+    above.set_title(f"{plans[0].bubble_share:.1%} of an iteration is bubbles", loc="left", fontweight="bold")
+    drawn = {span.kind for one in shown for span in one.spans}
+    names = {Kind.SEND: "send, waiting", Kind.RECV: "receive, waiting"}
+    patches = [Patch(color=SPANS[kind], label=names.get(kind, kind.value)) for kind in SPANS if kind in drawn]
+    above.legend(handles=patches, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    goodput_axes(below, plans, [plan.nodes for plan in plans], "nodes")
+    figure.savefig(path)
+
+
+def goodput_axes(axes: Axes, plans: Sequence[GoodputPlan], sizes: Sequence[int], unit: str) -> None:
+    """Plot the time without progress under each protection over the size of a job, in `unit`."""
+    for protection, colour in PROTECTIONS.items():
+        lost = [max(1e-6, 1 - plan.of(protection).goodput) for plan in plans]
+        axes.plot(sizes, lost, "o-", color=colour, label=protection.title, linewidth=1.6, markersize=4)
+    restarts = [plan.failures * min(one.restart_seconds for one in plan.upkeeps) / DAY for plan in plans]
+    axes.plot(sizes, [max(1e-6, share) for share in restarts], "--", color="#1c1f22", label="restarts alone")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(sizes, [str(size) for size in sizes])
+    axes.set_xlabel(unit)
+    axes.set_ylabel("time without progress")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.3%}" if value < 1e-3 else f"{value:.1%}")
+    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    style_axes(axes)
 
 
 def draw_goodput(scales: Sequence[ScaleStudy], path: Path) -> None:

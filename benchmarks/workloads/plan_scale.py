@@ -30,9 +30,6 @@ from ft_plugins.model.timeline import Profile, SenderFacts, Timeline
 from ft_plugins.model.topology import Topology
 from ft_plugins.planner.group_survival import choose_group_nodes
 from ft_plugins.planner.intervals import Costs
-from ft_plugins.planner.outlook import PlannedPipeline, plan_pipeline
-from ft_plugins.planner.pipeline import Pipeline, PipelineSchedule
-from ft_plugins.planner.simulate import Times, simulate
 from ft_plugins.planner.survival import Cluster, plan_survival
 from ft_plugins.recovery.facts import NodeFacts, RankFacts
 from ft_plugins.recovery.recovery_plan import RecoveryPlan, plan_recovery
@@ -54,6 +51,9 @@ from ft_plugins.snapshot.capture.layout import Layout
 from ft_plugins.snapshot.segment.shape import Shape
 from ft_plugins.snapshot.segment.slots import Slot, SlotState, Version
 from ft_plugins.systems.reft.reft_reports import budget_table
+from workloads.pipelines.outlook import PlannedPipeline, plan_pipeline
+from workloads.pipelines.pipeline import Pipeline, PipelineSchedule
+from workloads.pipelines.simulate import Times, simulate
 from workloads.scaled_job import BUCKET, ScaledJob, topology_of
 
 MICROBATCHES = 64

@@ -48,13 +48,11 @@ LAST = 3  # evaluations in the final loss
 
 @dataclass(frozen=True)
 class QualityScale:
-    """How long a run is. `tau` divides `iterations` and the iterations between two evaluations. `alpha`: of EDiT's
-    penalty, None for the default."""
+    """How long a run is. `tau` divides `iterations` and the iterations between two evaluations."""
 
     iterations: int
     tau: int
     evaluations: int
-    alpha: float | None = None
 
     @property
     def warmup(self) -> int:
@@ -69,7 +67,8 @@ class QualityScale:
 
 
 FULL = {"noisy_digits": QualityScale(1280, 16, 40), "text": QualityScale(640, 16, 20)}
-QUICK = QualityScale(120, 4, 10, alpha=0.3)  # the default remembers 50 synchronisations, and there are 27
+
+SMOKE = QualityScale(60, 4, 5)
 
 
 @dataclass(frozen=True)
@@ -98,8 +97,6 @@ class QualityRun:
 def run_of(learner: str, seed: int, policy: str, scale: QualityScale, garbage: bool = False) -> QualityRun:
     """One run of a policy."""
     sync: dict[str, Any] = {**POLICIES[policy], "tau": scale.tau, "warmup": scale.warmup} if POLICIES[policy] else {}
-    if scale.alpha is not None and policy in (EDIT, EDIT_LOW):
-        sync["alpha"] = scale.alpha
     rate = LOW_RATE if policy == EDIT_LOW else 1.0
     return QualityRun(learner, seed, policy, scale, sync, rate, scale.garbage if garbage else None)
 

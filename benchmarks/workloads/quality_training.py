@@ -29,7 +29,7 @@ from ft_plugins.config import Config, launch_context
 from ft_plugins.events import catalogue, read
 from ft_plugins.session import attach
 from ft_plugins.sync.layers.layer_profile import LayerProfile, LayerTimes, write_profile
-from ft_plugins.testing.gang import gang
+from harness.gang import gang
 from workloads.learners import Learner, learner
 from workloads.quality_runs import RANKS, QualityOutcome, QualityRun, QualityScale, SynchronisationRecord
 from workloads.trained import evaluated_at, optimizer_of

@@ -32,8 +32,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ft_plugins import TorchHost
 from ft_plugins.config import Config
 from ft_plugins.session import attach
-from ft_plugins.testing.emulated_nodes import EmulatedHost
-from ft_plugins.testing.gang import gang
+from harness.emulated_nodes import EmulatedHost
+from harness.gang import gang
 from workloads import learners
 from workloads.dreamddp_scenarios import DREAMDDP, FULL, MEGABIT
 from workloads.local_blocks import PLAIN
@@ -63,7 +63,6 @@ class RealScale:
 
 
 FULL_SCALE = RealScale(settle=6 * H, periods=8, rounds=5)
-QUICK_SCALE = RealScale(settle=3 * H, periods=2, rounds=1)
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,7 @@
 
 Both jobs run the same example with the same sizes, one after the other, on an otherwise idle machine as far as that is
 possible. Kills come at the same places: a quarter, a half, three quarters of the checkpoint interval after a
-checkpoint, on average in the middle, as failures come; under ft-run not before standby workers are prepared, which in a
-long job they are but for the first minute after a start. torchrun restarts by --max-restarts and looks every 0.1 s. It
+checkpoint, on average in the middle, as failures come. torchrun restarts by --max-restarts and looks every 0.1 s. It
 gets TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which its restarted ranks find addresses of the killed ones in the
 agent's store, and fail or hang (seen with torch 2.13 and gloo; pytorch issue 135712).
 
@@ -28,22 +27,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import psutil
 
-from ft_plugins.events import Event, catalogue
+from ft_plugins.rehearse.driver import DrivenJob
 from ft_plugins.report.recovery_phases import PHASES, RecoveryPhases, recovery_phases
 from ft_plugins.smp.watch import liveness
-from ft_plugins.testing import quickstart
-from ft_plugins.testing.driver import DrivenJob
+from harness.forkserver import load
+from workloads.running import PROGRESS, say
 
-RANKS = quickstart.RANKS
+quickstart: Any = load(str(Path(__file__).resolve().parents[2] / "launch" / "quickstart.py"))
+RANKS: int = quickstart.RANKS
 KILLED = 5  # rank
 BOUND = 300.0  # seconds, for any wait
 _SAVING = 0.05  # of the time, for checkpoints: what a user may accept
 ENDLESS = 100_000  # iterations
 _POLL_SECONDS = 0.05
-FRAMEWORKS = tuple(quickstart.FRAMEWORKS)
+FRAMEWORKS: tuple[str, ...] = tuple(quickstart.FRAMEWORKS)
 
 
 @dataclass(frozen=True)
@@ -126,17 +127,11 @@ def with_reft(framework: str, folder: Path, kills: Sequence[int], flags: Sequenc
     with DrivenJob(
         f"restart-{os.getpid()}-{framework}", [*flags, *plan.arguments(folder)], folder, log, ENDLESS
     ) as job:
-        started = 0.0
         for number, at in enumerate(kills):
             _until(_reached(log, at, lambda: job.follow(_POLL_SECONDS, BOUND)), f"iteration {at}")
-            _until(
-                lambda since=started: _prepared(job, since),  # type: ignore[misc]
-                "standby workers, which import only while the machine has idle cores,",
-            )
             killed = time.time()
             job.kill(KILLED)
             found.append(_cost(killed, number, log, lambda: job.follow(_POLL_SECONDS, BOUND)))
-            started = time.time()
             found[-1] = replace(found[-1], phases=_phases(job, number))
         return RestartTimes(tuple(found), seconds_of_iteration(read_lines(log)))
 
@@ -197,21 +192,6 @@ def _reached(log: Path, iteration: int, look: Callable[[], object]) -> Callable[
     return reached
 
 
-def _prepared(job: DrivenJob, since: float) -> bool:
-    """Whether standby workers are ready for the next restart, or there will be none. `since`: when its ranks had
-    started."""
-    job.follow(_POLL_SECONDS, BOUND)
-    return standbys_decided(job.events(), since)
-
-
-def standbys_decided(events: Sequence[Event], since: float) -> bool:
-    """Whether it is known, since then, how many standby workers there will be. Once omitted, there are none. Pure."""
-    decided = (catalogue.STANDBYS_PREPARED, catalogue.STANDBY_REFUSED)
-    return any(
-        event.type is catalogue.STANDBYS_OMITTED or event.type in decided and event.time >= since for event in events
-    )
-
-
 def _phases(job: DrivenJob, number: int) -> RecoveryPhases:
     """The phases of that recovery, once they are known."""
     _until(lambda: len(recovery_phases(job.events())) > number, "the phases of the recovery")
@@ -268,12 +248,14 @@ def measure(frameworks: Sequence[str], kills: int, every: int) -> dict[str, floa
     found: dict[str, float] = {}
     if frameworks:
         os.environ |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-        print(head())
+        say(head())
     for framework in frameworks:
         with tempfile.TemporaryDirectory(prefix="ft-", dir="/tmp") as folder:
+            PROGRESS.step(f"{framework} under ft-run", 3)
             ours = with_reft(framework, Path(folder, "ft-run"), places(kills, every))
+            PROGRESS.step(f"{framework} under torchrun", 7)
             theirs = with_own_checkpoints(framework, Path(folder, "torchrun"), places(kills, every), every)
-        print("\n".join(rows(framework, ours, theirs, every)), flush=True)
+        say("\n".join(rows(framework, ours, theirs, every)))
         found |= figures(framework, ours, theirs)
     ratios = [value for name, value in found.items() if name.endswith("_recovery_x")]
     return found | ({"recovery_x": min(ratios)} if ratios else {})

@@ -32,7 +32,7 @@ from ft_plugins import TorchHost
 from ft_plugins.config import Config
 from ft_plugins.session import attach
 from ft_plugins.sync.rounds.synchronisation import Synchronisation
-from ft_plugins.testing.emulated_nodes import EmulatedHost
+from harness.emulated_nodes import EmulatedHost
 from workloads.emulated_rank import Sleeper, StageSpec
 from workloads.local_blocks import LaneSpan, StepLog
 from workloads.local_bounds import Stragglers, laggard, next_link_rate

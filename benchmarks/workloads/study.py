@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from ft_plugins.planner import fitting
-from ft_plugins.planner.goodput import GoodputPlan, plan_goodput
-from ft_plugins.planner.pipeline import PipelineSchedule
-from ft_plugins.planner.simulate import Times, simulate
 from ft_plugins.planner.survival import columns
 from workloads.jobs import TrainingJob
+from workloads.pipelines import fitting
+from workloads.pipelines.goodput import GoodputPlan, plan_goodput
+from workloads.pipelines.pipeline import PipelineSchedule
+from workloads.pipelines.simulate import Times, simulate
 
 
 @dataclass(frozen=True)

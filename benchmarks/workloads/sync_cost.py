@@ -32,7 +32,7 @@ from ft_plugins.config import Config, launch_context
 from ft_plugins.events import catalogue, read
 from ft_plugins.model.inventory import Role
 from ft_plugins.session import Session, attach
-from ft_plugins.testing.emulated_nodes import EmulatedHost
+from harness.emulated_nodes import EmulatedHost
 from workloads.sync_blocks import PLAIN, next_rate
 
 RATE = 1e-4  # learning rate

@@ -27,7 +27,7 @@ from ft_plugins.errors import FtError
 from ft_plugins.events import Event, read
 from ft_plugins.model.inventory import Role
 from ft_plugins.session import Session, attach
-from ft_plugins.testing.gang import gang
+from harness.gang import gang
 from workloads.learners import learner
 
 MOMENTUM, BETAS = 0.9, (0.9, 0.99)  # the paper's

@@ -25,7 +25,7 @@ from ..smp.serve import client as smp
 from ..smp.serve import leftovers
 from ..smp.watch import liveness
 from . import key_tables, report_command, status_command
-from .plan_command import plan
+from .plan_command import plan_app
 from .rehearse_command import rehearse
 from .status_command import known_jobs
 from .status_facts import ASK_SECONDS, run_directories
@@ -169,7 +169,7 @@ def config(
             print(json.dumps(Config.model_json_schema(), indent=2))
 
 
-app.command(context_settings={"allow_extra_args": True})(plan)
+app.add_typer(plan_app, name="plan")
 app.command(context_settings=_ANY_FLAGS)(rehearse)
 app.command("report")(report_command.report)
 

@@ -1,4 +1,4 @@
-"""The part of `ft-plugins plan` that starts with --memory: the host memory that protection of a job would claim.
+"""`ft-plugins plan memory`: the host memory that protection of a job would claim.
 
 In: the sizes of a model and of its parallelism, the flags of the job. Out: a table for people, JSON for programs.
 Raises FtError.
@@ -7,23 +7,24 @@ Raises FtError.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from typing import Annotated
+
+import typer
 
 from ..config import Config
 from ..errors import ConfigError
 from ..planner.survival import columns, demand
 from ..snapshot.segment.room import SHM, SPARE, MemoryLimit, memory_limits, sizes_text
-from ..systems.reft.dry_claim import DryClaim, DryJob, NodeClaim, block_of, plan_claim
+from ..systems.reft.dry_claim import ORDER, DryClaim, DryJob, NodeClaim, block_of, plan_claim
 from ..systems.reft.memory_advice import smaller_claims
 
-OWN = (
-    "memory parameters precision bytes_per_parameter replicated tp pp dp ranks_per_node order node_memory_gib"
-).split()
-SHARED = ("nodes", "as_json")  # with the rest of `plan`
 GIB = float(1 << 30)
 _LARGEST_GIB = 1024  # captured by a rank: a plan has its buckets one by one
+
+AsJson = Annotated[bool, typer.Option("--json", help="one JSON object, for programs")]
 
 
 class Precision(str, Enum):
@@ -34,7 +35,7 @@ class Precision(str, Enum):
     pure_bf16 = "pure-bf16"
 
     @property
-    def captured(self) -> tuple[int, str]:
+    def captured(self) -> tuple[float, str]:
         """Bytes of each parameter under Adam, and what they are. A 16-bit copy of a master is cast again."""
         return {
             Precision.bf16: (12, "fp32 master and two fp32 moments; the 16-bit copy is cast again"),
@@ -43,78 +44,44 @@ class Precision(str, Enum):
         }[self]
 
 
-@dataclass(frozen=True)
-class MemoryOptions:
-    """The options of the command line. `nodes`, `dp`: 0 for not given; one follows from the other."""
-
-    parameters: float
-    precision: Precision
-    bytes_per_parameter: float | None
-    replicated: bool
-    tp: int
-    pp: int
-    dp: int
-    ranks_per_node: int
-    nodes: int
-    order: str
-    node_memory_gib: float | None
-
-    def replicas(self) -> int:
-        """The data-parallel size. Raises ConfigError."""
-        for name in ("tp", "pp", "ranks_per_node"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name.replace('_', '-')}: expected an integer >= 1, found {getattr(self, name)}")
-        if self.dp < 1 and self.nodes < 1:
-            raise ConfigError("--dp, --nodes: give the data-parallel size or the number of nodes")
-        ranks = (self.dp * self.tp * self.pp) if self.dp > 0 else self.nodes * self.ranks_per_node
-        if self.dp < 1 and ranks % (self.tp * self.pp):
-            raise ConfigError(
-                f"--nodes: {self.nodes} nodes of {self.ranks_per_node} ranks cannot be divided by tp x pp = "
-                f"{self.tp * self.pp}; choose a number of nodes that can"
-            )
-        if self.nodes > 0 and -(-ranks // self.ranks_per_node) != self.nodes:
-            raise ConfigError(
-                f"--nodes: tp x pp x dp = {ranks} ranks need {-(-ranks // self.ranks_per_node)} nodes of "
-                f"{self.ranks_per_node}, found {self.nodes}; give one of --dp and --nodes"
-            )
-        return ranks // (self.tp * self.pp)
-
-
-def require_consistent(names: Sequence[str], flags: Sequence[str]) -> None:
-    """Raises ConfigError for options that have no effect next to --memory, or without it; `flags`: those of the job."""
-    if "memory" not in names:
-        alone = [_flag(name) for name in names if name in OWN]
-        if alone or flags:
-            what = ", ".join(alone) or f"{flags[0]!r}"
-            raise ConfigError(f"{what}: no effect without --memory; add it, or drop {what}")
-        return
-    others = [_flag(name) for name in names if name not in (*OWN, *SHARED)]
-    if others:
-        raise ConfigError(
-            f"--memory plans host memory alone: {', '.join(others)}: no effect; drop them; flags of the job go after "
-            "'--', such as -- --reft-redundancy raim6"
-        )
-    if "parameters" not in names:
-        raise ConfigError("--parameters: missing; give the number of parameters of the model, such as 7e9")
-
-
-def plan_memory(options: MemoryOptions, flags: Sequence[str], as_json: bool) -> None:
-    """Print what each node would claim, and whether it fits. Raises FtError."""
-    config, rest = Config.from_flags(list(flags) if {"--reft", "--baft"} & set(flags) else ["--reft", *flags])
+def memory(
+    context: typer.Context,
+    parameters: Annotated[float, typer.Option(help="parameters of the model, such as 7e9")],
+    precision: Annotated[
+        Precision, typer.Option(help="how it is trained, by Adam; decides what is captured")
+    ] = Precision.bf16,
+    bytes_per_parameter: Annotated[
+        float | None, typer.Option(help="bytes of each parameter that are captured, for other optimizers")
+    ] = None,
+    replicated: Annotated[
+        bool, typer.Option("--replicated", help="data parallelism does not shard the optimizer's state")
+    ] = False,
+    tp: Annotated[int, typer.Option(min=1, help="tensor parallel size")] = 1,
+    pp: Annotated[int, typer.Option(min=1, help="pipeline parallel size")] = 1,
+    dp: Annotated[int | None, typer.Option(min=1, help="data parallel size; unset: by --nodes")] = None,
+    ranks_per_node: Annotated[int, typer.Option(min=1, help="ranks on a node")] = 8,
+    nodes: Annotated[int | None, typer.Option(min=1, help="nodes of the job; unset: by --dp")] = None,
+    order: Annotated[str, typer.Option(help="order of the parallel dimensions, as Megatron-LM's")] = ORDER,
+    node_memory_gib: Annotated[
+        float | None, typer.Option(help="GiB of a node; unset: what this machine has free now")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compute the host memory that protection of a job claims on each node, and whether it fits. Flags of the job go
+    after '--'."""
+    flags = context.args
+    config, rest = Config.from_flags(flags if {"--reft", "--baft"} & set(flags) else ["--reft", *flags])
     if rest:
         raise ConfigError(f"{rest[0]}: unknown; expected flags of the job, such as --reft-redundancy, after '--'")
     if config.sync is not None:
         raise ConfigError("--sync: the state of local SGD's own is not known before a job; plan without it")
-    each: float
-    each, what = options.precision.captured
-    if options.bytes_per_parameter is not None:
-        each, what = options.bytes_per_parameter, "as given"
-    demand("parameters", options.parameters, "from 1 to 1e15", 1 <= options.parameters <= 1e15)
+    each, what = precision.captured if bytes_per_parameter is None else (bytes_per_parameter, "as given")
+    demand("parameters", parameters, "from 1 to 1e15", 1 <= parameters <= 1e15)
     demand("bytes_per_parameter", each, "from 0.1 to 64", 0.1 <= each <= 64)
     averaging = config.paft is not None and config.paft.mode != "audit"
     job = DryJob(
-        options.parameters, each, options.tp, options.pp, options.replicas(), options.ranks_per_node,
-        sharded=not options.replicated, whole=averaging, order=options.order,
+        parameters, each, tp, pp, _replicas(tp * pp, dp, ranks_per_node, nodes), ranks_per_node,
+        sharded=not replicated, whole=averaging, order=order,
     )  # fmt: skip
     captured = job.inventory(0).nbytes / (1 if job.sharded or job.whole else job.dp) / GIB
     if captured > _LARGEST_GIB:
@@ -122,14 +89,14 @@ def plan_memory(options: MemoryOptions, flags: Sequence[str], as_json: bool) -> 
             f"--parameters: a rank would capture {captured:.0f} GiB; expected at most {_LARGEST_GIB}: give more ranks"
         )
     claim = plan_claim(job, config)
-    fit = fit_of(claim.kinds[0].total, options.node_memory_gib)
-    fits_most = fit_of(claim.kinds[0].total + claim.kinds[0].more, options.node_memory_gib).fits_later
+    fit = fit_of(claim.kinds[0].total, node_memory_gib)
+    fits_most = fit_of(claim.kinds[0].total + claim.kinds[0].more, node_memory_gib).fits_later
     if as_json:
         fits = {"fits": fit.fits, "fits_most": fits_most, "limits": [vars(one) for one in fit.limits]}
         print(json.dumps({"memory": block_of(claim) | fits}))
         return
-    head = f"host memory of protection on each node; tp {job.tp}, pp {job.pp}, dp {job.dp}, {job.ranks_per_node} ranks "
-    head += f"on a node\n{options.parameters:g} parameters; captured of each: {each:g} bytes ({what})"
+    head = f"host memory of protection on each node; tp {tp}, pp {pp}, dp {job.dp}, {ranks_per_node} ranks on a node\n"
+    head += f"{parameters:g} parameters; captured of each: {each:g} bytes ({what})"
     notes = ["not counted: training itself, processes that stand by for a restart, and page cache"]
     if averaging and job.sharded:
         notes.append("nor parameters that averaged replicas hold apart from a sharded optimizer")
@@ -137,6 +104,24 @@ def plan_memory(options: MemoryOptions, flags: Sequence[str], as_json: bool) -> 
     lines = [head, *_table(claim), *_more(claim.kinds[0], fits_most), *fit.lines()]
     lines += [f"  to claim less: {less}"] if less else []
     print("\n".join([*lines, *(f"  {note}" for note in notes)]))
+
+
+def _replicas(stages: int, dp: int | None, on_node: int, nodes: int | None) -> int:
+    """The data-parallel size, of so many ranks of a replica. Raises ConfigError."""
+    if dp is None and nodes is None:
+        raise ConfigError("--dp, --nodes: give the data-parallel size or the number of nodes")
+    ranks = (nodes or 0) * on_node if dp is None else dp * stages
+    if ranks % stages:
+        raise ConfigError(
+            f"--nodes: {nodes} nodes of {on_node} ranks cannot be divided by tp x pp = {stages}; choose a number of "
+            "nodes that can"
+        )
+    if nodes is not None and -(-ranks // on_node) != nodes:
+        raise ConfigError(
+            f"--nodes: tp x pp x dp = {ranks} ranks need {-(-ranks // on_node)} nodes of {on_node}, found {nodes}; "
+            "give one of --dp and --nodes"
+        )
+    return ranks // stages
 
 
 @dataclass(frozen=True)
@@ -215,5 +200,3 @@ def _more(claim: NodeClaim, fits: bool) -> Iterator[str]:
             yield "    not all of that fits: the job then goes on with fewer slots (see --reft-slots)"
 
 
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

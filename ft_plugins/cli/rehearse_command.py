@@ -26,9 +26,10 @@ def rehearse(
     as_json: Annotated[bool, typer.Option("--json", help="print the outcome as JSON")] = False,
 ) -> None:
     """Run a job's own command twice, unfailed and killed, and compare every iteration: -- ft-run ... script.py ..."""
-    from ..testing.display import LineDisplay, display_on  # slow: imports torch
-    from ..testing.rehearsal import plan_rehearsal, report
-    from ..testing.rehearsal import rehearse as run
+    from ..rehearse.display import LineDisplay, display_on  # slow: imports torch
+    from ..rehearse.rehearsal import plan_rehearsal, report
+    from ..rehearse.rehearsal import rehearse as run
+    from ..rehearse.stopping import raising_signals
 
     try:
         kills = [int(part) for part in kill.split(",") if part]
@@ -38,7 +39,8 @@ def rehearse(
     console = Console(stderr=as_json)
     display = LineDisplay(console, 0) if as_json else display_on(console, 0)
     try:
-        outcome = run(plan, display)
+        with raising_signals():  # so that a rehearsal that is stopped leaves no job behind
+            outcome = run(plan, display)
     finally:
         display.close()
     print(outcome.json() if as_json else report(outcome))

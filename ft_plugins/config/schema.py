@@ -116,10 +116,10 @@ class Config(Block):
         description="how many iterations to train on after protection was lost, before the job ends",
         json_schema_extra=more("iterations", needs_system=True),
     )
-    warm_workers: Literal["auto", "on", "off"] = Field(
+    preload: Literal["auto", "off"] = Field(
         "auto",
-        description="under ft-run, keep a process per rank that has imported what the rank has imported and takes its "
-        "place after a failure; auto: where memory allows it",
+        description="under ft-run, fork ranks from one process of the node that has imported what they import; off: "
+        "each rank is a new process",
         json_schema_extra=more(needs_system=True),
     )
     transcript_dir: NonEmptyText | None = Field(

@@ -76,23 +76,29 @@ RANKS_RESUMED = EventType(
     completed=Field("float", "the same clock when the iteration was completed", "s"),
     processor=Field("dict", "processor seconds of all of them, by part of the start"),
 )  # fmt: skip
-STANDBYS_PREPARED = EventType(
-    "standbys.prepared", NOTICE, "For each rank of this node a process waits that has done the rank's imports.",
-    count=Field("int", "processes"), seconds=Field("float", "from the start of the first to the end of the last", "s"),
-    bytes=Field("int", "their own memory, without what they share", "bytes"),
+PRELOAD_PREPARED = EventType(
+    "preload.prepared", NOTICE, "A process of this node has imported what its ranks import, and forks them.",
+    seconds=Field("float", "since it began", "s"), modules=Field("int", "imported"),
+    bytes=Field("int", "its memory, which ranks share", "bytes"),
 )  # fmt: skip
-STANDBYS_USED = EventType(
-    "standbys.used", NOTICE, "Standby workers took the places of ranks at a restart.",
-    count=Field("int", "ranks that they became"), cold=Field("int", "ranks that started in new processes"),
+PRELOAD_USED = EventType(
+    "preload.used", NOTICE, "The ranks of this node were started.",
+    count=Field("int", "ranks that were forked"), cold=Field("int", "ranks that started in new processes"),
 )  # fmt: skip
-STANDBY_REFUSED = EventType(
-    "standby.refused", NOTICE, "A standby worker is not used; its rank starts, or will start, in a new process.",
-    "Nothing is lost but seconds at a restart. --ftp-warm-workers off starts none.",
-    local_rank=Field("int", "rank within the node"), reason=_REASON,
+PRELOAD_REDUCED = EventType(
+    "preload.reduced", NOTICE, "A package is not imported ahead: each rank of this node imports it by itself.",
+    "Nothing is lost but seconds at a start.", module=Field("str", "the package"), reason=_REASON,
 )  # fmt: skip
-STANDBYS_OMITTED = EventType(
-    "standbys.omitted", NOTICE, "No standby workers are kept: they would need too much memory.",
-    "Give --ftp-warm-workers on to keep them all the same.", reason=_REASON,
+PRELOAD_REFUSED = EventType(
+    "preload.refused", NOTICE, "The ranks of this node are not forked; they start, or will start, in new processes.",
+    "Nothing is lost but seconds at a start. --ftp-preload off does without.", reason=_REASON,
+)  # fmt: skip
+PRELOAD_OUTDATED = EventType(
+    "preload.outdated", WARNING,
+    "The script set variables of the environment that modules had read before, when they were imported ahead.",
+    "These modules act as if the variables had not been set. The next start leaves them to the ranks; to be sure, give "
+    "--ftp-preload off, or set the variables outside of the script.",
+    variables=Field("list", "their names"), reason=_REASON,
 )  # fmt: skip
 WORKERS_KILLED = EventType(
     "workers.killed", ALARM,

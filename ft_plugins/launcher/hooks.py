@@ -14,6 +14,7 @@ import importlib.abc
 import importlib.machinery
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
@@ -44,23 +45,30 @@ class FirstImport(importlib.abc.MetaPathFinder):
         return None
 
 
-def register(context: LaunchContext) -> list[Callable[[], None]]:
+@dataclass
+class FrameworkHooks:
+    """What hooks use when they act, and the functions to call after an orderly end of the script."""
+
+    context: LaunchContext
+    endings: list[Callable[[], None]] = field(default_factory=list)
+
+
+def register(context: LaunchContext) -> FrameworkHooks:
     """Prepare and hook the frameworks when the script imports them: Megatron if a system is on, DeepSpeed always,
-    because its own configuration can switch one on. Returns the functions to call after an orderly end of the script;
-    the list fills while the script imports."""
-    endings: list[Callable[[], None]] = []
+    because its own configuration can switch one on."""
+    hooks = FrameworkHooks(context)
 
     def megatron() -> None:
         adapter: Any = importlib.import_module("ft_plugins.adapters.megatron")
-        adapter.prepare_launched(context, sys.argv[1:])
-        if context.config is not None and context.config.systems:
+        adapter.prepare_launched(hooks.context, sys.argv[1:])
+        if hooks.context.config is not None and hooks.context.config.systems:
             adapter.install()
 
     def deepspeed() -> None:
         adapter: Any = importlib.import_module("ft_plugins.adapters.deepspeed")
-        adapter.prepare_launched(context)
-        endings.append(adapter.install())
+        adapter.prepare_launched(hooks.context)
+        hooks.endings.append(adapter.install())
 
     sys.meta_path.insert(0, FirstImport("megatron", megatron))
     sys.meta_path.insert(0, FirstImport("deepspeed", deepspeed))
-    return endings
+    return hooks

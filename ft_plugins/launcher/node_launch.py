@@ -265,7 +265,7 @@ def _run(
         status, reason = "refused" if isinstance(error, FtError) else "failed", f"{type(error).__name__}: {error}"
         raise
     finally:
-        agent.end_standbys()
+        agent.end_preload()
         if close:
             if isinstance(handler, Rendezvous):
                 over = None if result else handler.over

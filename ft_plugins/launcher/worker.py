@@ -7,6 +7,9 @@ The script's `sys.argv` holds only its own arguments: ft-run has removed `--ftp-
 not know. Adapters read the configuration from `launch_context().config`. Hooks and, on a machine without CUDA, device
 patches are registered before the script runs and act when it imports the framework.
 
+With the variable `preloader.VARIABLE` this process is none, but forks them. Nothing here imports torch before that is
+known.
+
 In: the environment of `config.launch_context`. Out: the script, run as `__main__`; `TORCHELASTIC_ERROR_FILE` for the
 agent.
 """
@@ -14,6 +17,7 @@ agent.
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import re
 import runpy
@@ -22,10 +26,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn, ParamSpec, TypeVar
-
-import torch.distributed
-from torch.distributed.elastic.multiprocessing.errors import record
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from ..base import faults, files, stamps
 from ..config import LaunchContext, launch_context
@@ -33,6 +34,7 @@ from ..errors import EXIT_REFUSED, FtError, ProtocolError, ReplicaError
 from ..smp.watch import liveness
 from . import hooks
 from .binding import bind_to_agent
+from .preload import preloader
 from .start_collection import collect_seldom
 
 _HANDLED = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, *liveness.NOTICES)  # by the agent
@@ -51,7 +53,7 @@ def enter(context: LaunchContext) -> None:
     if context.config is not None:
         faults.arm(context.config.faults, rank=context.rank, restart=context.restart)
     if context.run_dir is not None:
-        stamps.follow_groups(torch.distributed)
+        stamps.follow_groups(importlib.import_module("torch.distributed"))
         stamps.afterwards(collect_seldom())
 
 
@@ -126,28 +128,30 @@ def run_script(script: str, arguments: Sequence[str], module: bool) -> None:
         runpy.run_path(script, run_name="__main__")
 
 
-def main(argv: Sequence[str] | None = None, endings: list[Callable[[], None]] | None = None) -> None:
-    """`[-m] script args...`. A standby worker has placed the script's folder and registered the hooks already: it gives
-    their `endings`."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """`[-m] script args...`. As a preloader this process returns from `serve` in each rank that it forks."""
     words = list(sys.argv[1:] if argv is None else argv)
     module = words[:1] == ["-m"]
     script, *arguments = words[1:] if module else words
+    preloaded = preloader.serve(words, place_folder) if preloader.VARIABLE in os.environ else None
+    errors: Any = importlib.import_module("torch.distributed.elastic.multiprocessing.errors")
 
     def run() -> None:
         context = launch_context(os.environ)
         enter(context)
-        after = hooks.register(context) if endings is None else endings
-        if endings is None and not module:
+        registered = preloaded or hooks.register(context)
+        registered.context = context
+        if not module:
             place_folder(script)
         try:
             run_script(script, arguments, module)
         except SystemExit as stop:
             if stop.code:
                 raise
-        for end in after:
+        for end in registered.endings:
             end()
 
-    record(guarded(run))()
+    errors.record(guarded(run))()
 
 
 if __name__ == "__main__":

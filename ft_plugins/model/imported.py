@@ -1,19 +1,19 @@
-"""What a rank has imported once its training runs, for standby workers, which import it before it is needed.
+"""What a rank has imported once its training runs, for preloaders, which import it before the next rank starts.
 
 Invariant: written once per incarnation, atomically, after the first iterations; its size is bounded, and all of it is
-checked on reading. Values of environment variables are only there as digests.
+checked on reading.
 
-In: this process. Out: `imported-<local rank>.json` in the run directory; `Imported` for its readers. Raises OSError.
+In: this process. Out: `imported-<local rank>.json` in the run directory, and a record of all ranks of a script for
+later jobs; `Imported` for readers. Raises OSError.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -32,16 +32,27 @@ ModuleName = Annotated[str, Field(strict=True, max_length=_CHARACTERS, pattern=f
 
 @dataclass(frozen=True)
 class Imported:
-    """The modules of a rank in the order in which their imports began, and the environment that they found."""
+    """The modules of a rank in the order in which their imports began. `variables`: of the environment, which a
+    preloaded module had read before the script set them. `left`: packages that no preloader may import, and why."""
 
-    token: Count  # of the incarnation
-    python: Text
-    torch: Text
-    names: Annotated[tuple[ModuleName, ...], Field(max_length=_NAMES)]
-    environment: Annotated[dict[Text, Text], Field(max_length=_NAMES)]  # digests of the values, by name
+    token: Count = 0  # of the incarnation; 0: of a record
+    names: Annotated[tuple[ModuleName, ...], Field(max_length=_NAMES)] = ()
+    variables: Annotated[tuple[Text, ...], Field(max_length=_NAMES)] = ()
+    left: Annotated[dict[Text, Text], Field(max_length=_NAMES)] = field(default_factory=dict)
 
 
 _IMPORTED = TypeAdapter(Imported)
+_found: dict[str, str | None] = {}
+
+
+def found_by_modules(variables: Mapping[str, str | None]) -> None:
+    """Note what preloaded modules have found in the environment, or left there."""
+    _found.update(variables)
+
+
+def outdated(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """The variables that preloaded modules have found with other values than they have now."""
+    return tuple(sorted(name for name, value in _found.items() if environ.get(name) != value))
 
 
 def path_of(run_dir: Path, local_rank: int) -> Path:
@@ -49,11 +60,14 @@ def path_of(run_dir: Path, local_rank: int) -> Path:
     return run_dir / f"imported-{local_rank}.json"
 
 
-def write(run_dir: Path, local_rank: int, token: int) -> None:
+def write(run_dir: Path, local_rank: int, token: int, variables: tuple[str, ...] = ()) -> None:
     """Write what this process has imported. Raises OSError."""
-    python, torch = versions()
-    found = Imported(token, python, torch, module_names(), digests(os.environ))
-    files.write_json(path_of(run_dir, local_rank), asdict(found))
+    write_to(path_of(run_dir, local_rank), Imported(token, module_names(), variables))
+
+
+def write_to(path: Path, content: Imported) -> None:
+    """Raises OSError."""
+    files.write_json(path, asdict(content))
 
 
 def read(run_dir: Path, local_rank: int) -> Imported:
@@ -61,23 +75,16 @@ def read(run_dir: Path, local_rank: int) -> Imported:
     return read_json(path_of(run_dir, local_rank), _IMPORTED, _BYTES)
 
 
+def read_record(path: Path) -> Imported:
+    """A record; an empty one if there is none, or none that can be read."""
+    try:
+        return read_json(path, _IMPORTED, _BYTES)
+    except (OSError, ValueError):
+        return Imported()
+
+
 def module_names() -> tuple[str, ...]:
     """The modules of this process that an import statement could name, in the order in which their imports began."""
     names = [name for name in list(sys.modules) if len(name) <= _CHARACTERS and _IMPORTABLE.fullmatch(name)]
     found = (name for name in names[:_NAMES] if getattr(sys.modules.get(name), "__spec__", None) is not None)
     return tuple(name for name in found if name not in _MAIN)
-
-
-def versions() -> tuple[str, str]:
-    """Of Python and of torch, '' if it is not imported."""
-    return sys.version, str(getattr(sys.modules.get("torch"), "__version__", ""))
-
-
-def digests(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables with digests in place of their values."""
-    return {name: digest(value) for name, value in environ.items()}
-
-
-def digest(value: str) -> str:
-    """Of the value of a variable, which may be a secret."""
-    return hashlib.blake2b(os.fsencode(value), digest_size=8).hexdigest()

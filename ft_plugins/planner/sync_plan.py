@@ -1,5 +1,5 @@
-"""The part of `ft-plugins plan` about synchronisation: the time of an iteration under each policy on each link, and
-which policy pays where. Pure.
+"""`ft-plugins plan sync`: the time of an iteration under each policy on each link, and which policy pays
+where. Pure.
 
     plain       data parallelism: in every iteration each layer's gradients are reduced once its backward ends (WFBP)
     DreamDDP    each layer averaged once in H iterations, in the one chosen by `layers_schedule`, after its backward

@@ -1,4 +1,4 @@
-"""The parity loop in NumPy, over blocks that stay in cache; used if llvmlite is not installed.
+"""The parity loop in NumPy, over blocks that stay in cache; used where nothing can be compiled.
 
 Invariant: the same bytes as compiled.py. All arrays are uint8, contiguous and of one size; any length, any alignment.
 With `overwrite` the previous content of the targets is ignored.

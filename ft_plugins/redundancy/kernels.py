@@ -1,7 +1,7 @@
 """Parity of bytes: sums of products over GF(256) of uint8 arrays, in place.
 
 Invariant: a source that is shorter than a target is padded with zeros; one that is longer than all targets is rejected.
-The loop is compiled by llvmlite (the `fast` extra), or NumPy over blocks that stay in cache; both give the same bytes.
+The loop is compiled by llvmlite, or NumPy over blocks that stay in cache; both give the same bytes.
 One source is XORed as fast by NumPy, so LLVM, which takes 50 ms and 40 MB, is loaded when there is first more to do.
 Compiled, a call of many megabytes is one native call without the GIL; NumPy takes the GIL at every block. Calls share
 no state: threads may call at the same time, for different targets.

@@ -3,7 +3,7 @@
     detect     the failure -> an agent saw it                     known where a test or a benchmark caused the failure
     end        -> the old processes of the node had ended, and it was decided to restart
     agree      -> a new round was agreed on with the other nodes, the old incarnation fenced
-    start      -> the last new process ran (standby processes: had its rank)
+    start      -> the last new process ran
     imports    -> the last one began to make process groups
     groups     it made process groups: until the other ranks were there, too
     build      -> the last one had built its model (all else before `attach`)

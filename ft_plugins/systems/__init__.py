@@ -1,1 +1,2 @@
-"""The systems REFT, BAFT and PAFT, each a short recipe over the other packages."""
+"""The systems, each a recipe over the other packages: REFT and BAFT protect the state, PAFT and local SGD keep replicas
+together."""

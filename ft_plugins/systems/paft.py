@@ -37,8 +37,8 @@ from ..sync.audit.compare import Auditing
 from ..sync.audit.verdicts import Verdicts
 from ..sync.averaging.aggregate import Aggregate, describe_cost, require_enough
 from ..sync.averaging.averager import Averaging
+from ..sync.averaging.averaging_times import schedule_of
 from ..sync.averaging.policy import Label, PaftPolicy, Replicas
-from ..sync.averaging.schedule import schedule_of
 from ..sync.background import Background
 from ..sync.buckets import plan_buckets, require_replicas
 from ..sync.layers.turns import SyncTurns

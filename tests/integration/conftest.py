@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ft_plugins.testing.megatron_lm import write_corpus
+from harness.megatron_lm import write_corpus
 
 
 @pytest.fixture(scope="module")

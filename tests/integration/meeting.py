@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ft_plugins.errors import EXIT_REFUSED
 from ft_plugins.launcher.binding import bind_to_agent
-from ft_plugins.testing.fills import write
+from harness.fills import write
 
 
 def main(argv: list[str]) -> None:

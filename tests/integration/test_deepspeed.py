@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from ft_plugins.events import read
-from ft_plugins.testing.deepspeed_runs import EXAMPLE, DeepSpeedConfiguration, DeepSpeedRun
-from ft_plugins.testing.golden import assert_identical
-from ft_plugins.testing.ports import free_port
+from ft_plugins.rehearse.ports import free_port
+from harness.deepspeed_runs import EXAMPLE, DeepSpeedConfiguration, DeepSpeedRun
+from harness.golden import assert_identical
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the extra [deepspeed]")
 

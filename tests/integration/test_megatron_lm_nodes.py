@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from ft_plugins.events import Event
-from ft_plugins.testing.driver import DrivenJob, DrivePhase
-from ft_plugins.testing.megatron_checkpoints import differences
-from ft_plugins.testing.megatron_lm import RUN_SECONDS, SETTINGS, ft_run
+from ft_plugins.rehearse.driver import DrivenJob, DrivePhase
+from harness.megatron_checkpoints import differences
+from harness.megatron_lm import RUN_SECONDS, SETTINGS, ft_run
 
 from .test_megatron_lm import HARDEST, JOB, final_state
 

@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from ft_plugins.testing import megatron_checkpoints
-from ft_plugins.testing.display import LineDisplay
-from ft_plugins.testing.megatron_lm import (
+from ft_plugins.rehearse.display import LineDisplay
+from ft_plugins.rehearse.rehearsal import plan_rehearsal, rehearse, report
+from harness import megatron_checkpoints
+from harness.megatron_lm import (
     SCRIPT,
     SETTINGS,
     Checkout,
@@ -26,7 +27,6 @@ from ft_plugins.testing.megatron_lm import (
     read_checkout,
     write_corpus,
 )
-from ft_plugins.testing.rehearsal import plan_rehearsal, rehearse, report
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -146,7 +146,7 @@ def test_a_rehearsal_of_it_is_exact(
     corpus = write_corpus(tmp_path_factory.mktemp("corpus") / "text")
     counted = "--train-samples" in OPTIONS[name]
     job = [word for word in JOB if word not in ("--train-iters", str(ITERATIONS))] if counted else JOB
-    words = ["--nproc-per-node", str(ranks), "--reft", "--ftp-warm-workers", "off", str(tree.folder / SCRIPT), *job]
+    words = ["--nproc-per-node", str(ranks), "--reft", "--ftp-preload", "off", str(tree.folder / SCRIPT), *job]
     plan = plan_rehearsal([*words, *OPTIONS[name], "--data-path", str(corpus)], tmp_path, 10, (4, 5), 1, 600.0)
     outcome = rehearse(plan, LineDisplay(Console(), 2))
     assert outcome.exact, report(outcome)

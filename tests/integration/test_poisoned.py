@@ -57,7 +57,7 @@ class Job:
         (self.folder / "run").mkdir(mode=0o700, exist_ok=True)
         (self.folder / "train.py").write_text(SCRIPT)
         storage = ("--reft-checkpoint-dir", "ck", "--reft-checkpoint-interval", "2", "--reft-checkpoint-keep", "20")
-        ours = ("--reft", *storage, "--ftp-job", self.name, "--ftp-warm-workers", "off", "--ftp-cpu", *words)
+        ours = ("--reft", *storage, "--ftp-job", self.name, "--ftp-preload", "off", "--ftp-cpu", *words)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(self.folder / "run")}
         out = self.folder / "out"  # no pipe: an SMP that stays would have it open
         with out.open("w") as output:

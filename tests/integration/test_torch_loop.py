@@ -15,7 +15,7 @@ import pytest
 
 from ft_plugins.errors import EXIT_REFUSED
 from ft_plugins.events import read
-from ft_plugins.testing.golden import assert_identical
+from harness.golden import assert_identical
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "launch" / "examples" / "torch_loop.py"
 FT_RUN, TORCHRUN = ("-m", "ft_plugins.launcher.command"), ("-m", "torch.distributed.run", "--standalone")

@@ -15,9 +15,9 @@ import pytest
 from ft_plugins.snapshot.segment.paths import path_of
 from ft_plugins.snapshot.segment.segment import Segment
 from ft_plugins.snapshot.segment.slots import SlotState
-from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
-from ft_plugins.testing.job_control import Entry, entries, wait_for, wait_until_stopped
-from ft_plugins.testing.megatron_runs import EXAMPLE
+from harness.forkserver import ForkServer, JobSpec, RunningJob
+from harness.job_control import Entry, entries, wait_for, wait_until_stopped
+from harness.megatron_runs import EXAMPLE
 
 Spec = Callable[..., JobSpec]
 BOUND = 90
@@ -25,7 +25,7 @@ BOUND = 90
 
 def fills(jobs: Spec, tmp_path: Path, *words: str, flags: tuple[str, ...] = ("--reft",), mib: int = 8) -> JobSpec:
     argv = ("--mib", str(mib), "--journal", str(tmp_path / "journal"), *words)
-    return jobs(entry="ft_plugins.testing.fills:main", argv=argv, flags=flags)
+    return jobs(entry="harness.fills:main", argv=argv, flags=flags)
 
 
 def left_behind(server: ForkServer, jobs: Spec, tmp_path: Path) -> JobSpec:
@@ -63,14 +63,6 @@ def resumed(server: ForkServer, spec: JobSpec) -> int:
     return int(found[0]["restored"])
 
 
-def test_a_misspelt_key_is_refused_with_a_suggestion() -> None:
-    command = [sys.executable, "-m", "ft_plugins.launcher.command", "--reft", "--reft-intervall", "2", "script.py"]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=BOUND)
-    assert found.returncode != 0
-    (line,) = found.stderr.strip().splitlines()
-    assert "--reft-intervall" in line and "--reft-interval" in line.replace("--reft-intervall", "")
-
-
 def test_too_little_shared_memory_is_refused_before_the_first_step_with_mount_and_bytes(
     torch_server: ForkServer, jobs: Spec, tmp_path: Path
 ) -> None:
@@ -106,11 +98,6 @@ def test_fresh_answers_it_and_counts_for_the_first_incarnation_only(
     job = torch_server.start(fresh)
     assert job.wait(BOUND)["status"] == "succeeded", job.tail()
     assert [entry["restored"] for entry in entries(tmp_path / "journal") if "restored" in entry] == [0, 0, 2]
-
-
-def test_memory_asked_for_where_there_is_none_is_refused(torch_server: ForkServer, jobs: Spec, tmp_path: Path) -> None:
-    spec = fills(jobs, tmp_path, "--iterations", "2", flags=("--reft", "--ftp-resume", "memory"))
-    assert "--ftp-resume auto" in refused(torch_server.start(spec))
 
 
 @pytest.mark.parametrize("part", ["data", "seal"])

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from ft_plugins.errors import FtError
-from ft_plugins.testing.emulated_nodes import EmulatedHost, network
-from ft_plugins.testing.forkserver import ForkServer
+from harness.emulated_nodes import EmulatedHost, network
+from harness.forkserver import ForkServer
 from workloads import cluster
 from workloads.emulated_rank import OFF, ON, ONCE
 

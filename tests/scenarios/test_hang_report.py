@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from ft_plugins.testing.forkserver import ForkServer, JobSpec
+from harness.forkserver import ForkServer, JobSpec
 
 
 def wait_forever(argv: Sequence[str]) -> None:

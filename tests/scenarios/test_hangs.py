@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from ft_plugins.events import catalogue
-from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
-from ft_plugins.testing.job_control import entries, wait_for
-from ft_plugins.testing.ports import free_port
+from ft_plugins.rehearse.ports import free_port
+from harness.forkserver import ForkServer, JobSpec, RunningJob
+from harness.job_control import entries, wait_for
+from harness.jobs import write_secret
 
 BOUND = 90
 HANG_SECONDS = "2"
@@ -27,7 +28,7 @@ def run(
         journal = tmp_path / "journal"
         given = ("--reft", "--ftp-hang-seconds", hang_seconds, *flags)
         argv = ("--journal", str(journal), *words)
-        job = torch_server.start(jobs(entry="ft_plugins.testing.hangs:main", argv=argv, flags=given, nproc=2))
+        job = torch_server.start(jobs(entry="harness.hangs:main", argv=argv, flags=given, nproc=2))
         outcome = job.wait(bound)
         assert outcome == {"status": "succeeded", "reason": "", "restarts": restarts}, job.tail()
         return job, entries(journal)
@@ -124,14 +125,12 @@ def run_on_two_nodes(
     hang_seconds: str = HANG_SECONDS,
 ) -> tuple[list[RunningJob], list[dict[str, Any]]]:
     """Start a rank on each of two nodes, which protect each other, and wait for both."""
-    secret, journal = folder / "secret", folder / "journal"
-    secret.write_text("secret of an emulated job")
-    secret.chmod(0o600)
+    secret, journal = write_secret(folder), folder / "journal"
     endpoint, running = f"localhost:{free_port()}", list[RunningJob]()
     given = ("--reft", "--ftp-hang-seconds", hang_seconds, "--ftp-secret-file", str(secret))
     for node in ("node0", "node1"):
         spec = jobs(
-            entry="ft_plugins.testing.hangs:main", argv=("--journal", str(journal), "--how", how, *words), nnodes=2,
+            entry="harness.hangs:main", argv=("--journal", str(journal), "--how", how, *words), nnodes=2,
             node=node, endpoint=endpoint, flags=(*given, "--ftp-node-name", node),
         )  # fmt: skip
         running.append(server.start(spec))

@@ -1,6 +1,6 @@
 """Old or new, never torn: wherever a trainer is killed, what is restored is one complete version.
 
-Every tensor of the job is filled with its iteration number (`testing.fills`), 256 MiB of them; each incarnation writes
+Every tensor of the job is filled with its iteration number (`harness.fills`), 256 MiB of them; each incarnation writes
 what it has restored, which tensors are not filled with that number, and in which states it found the slots.
 """
 
@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from ft_plugins.smp.serve.client import Client
-from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
-from ft_plugins.testing.job_control import Entry, entries, wait_for
+from harness.forkserver import ForkServer, JobSpec, RunningJob
+from harness.job_control import Entry, entries, wait_for
 
-ENTRY = "ft_plugins.testing.fills:main"
+ENTRY = "harness.fills:main"
 MANY = 10_000  # restarts: here a version may be restored often on purpose
 
 Spec = Callable[..., JobSpec]

@@ -17,7 +17,7 @@ SECONDS = 1200.0  # a bound for a job that hangs
 def rehearsed(folder: Path, *words: str, options: tuple[str, ...] = (), ranks: int = 1) -> dict[str, Any]:
     """The outcome of a rehearsal, as programs see it."""
     tool = str(Path(sys.executable).with_name("ft-plugins"))
-    job = ["ft-run", "--nproc-per-node", str(ranks), "--ftp-warm-workers", "off", "--reft", *words]
+    job = ["ft-run", "--nproc-per-node", str(ranks), "--ftp-preload", "off", "--reft", *words]
     done = subprocess.run(
         [tool, "rehearse", "--json", "--out", str(folder), *options, "--", *job],
         capture_output=True, text=True, timeout=SECONDS, check=False,

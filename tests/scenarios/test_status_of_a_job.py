@@ -10,9 +10,9 @@ from pathlib import Path
 
 from ft_plugins.cli import status_table
 from ft_plugins.cli.status_facts import Facts, facts_of, is_over
+from ft_plugins.rehearse.ports import free_port
 from ft_plugins.smp.serve.client import Client
-from ft_plugins.testing.forkserver import ForkServer, JobSpec
-from ft_plugins.testing.ports import free_port
+from harness.forkserver import ForkServer, JobSpec
 
 KILLED_AT, SECONDS = 5, 60.0
 
@@ -23,7 +23,7 @@ def test_status_counts_the_restart_and_the_downtime_of_a_killed_rank_and_ends_wi
     argv = ("--iterations", "60", "--seconds", "0.1", "--mib", "8", "--journal", str(tmp_path / "journal"))
     faults = f"iteration.forward@iteration={KILLED_AT},restart=0,rank=1:kill"
     flags = ("--reft", "--ftp-faults", faults)
-    job = torch_server.start(jobs(entry="ft_plugins.testing.fills:main", argv=argv, flags=flags, nproc=2))
+    job = torch_server.start(jobs(entry="harness.fills:main", argv=argv, flags=flags, nproc=2))
 
     def seen(until: Callable[[Facts], bool]) -> Facts:
         deadline = time.monotonic() + SECONDS
@@ -52,7 +52,7 @@ def test_status_counts_the_restart_and_the_downtime_of_a_killed_rank_and_ends_wi
 GATED = """
 import time
 from pathlib import Path
-from ft_plugins.testing import fills
+from harness import fills
 
 def main(argv):
     while not Path(argv[0]).exists():

@@ -21,8 +21,9 @@ from ft_plugins.smp.serve.client import Client, ensure
 from ft_plugins.snapshot.segment.paths import path_of
 from ft_plugins.snapshot.segment.segment import Segment
 from ft_plugins.snapshot.segment.slots import SlotState, Version
-from ft_plugins.testing.forkserver import ForkServer, JobSpec
-from ft_plugins.testing.job_control import entries, wait_for, wait_until_stopped
+from harness import fills
+from harness.forkserver import ForkServer, JobSpec
+from harness.job_control import entries, wait_for, wait_until_stopped
 
 BOUND = 60
 STOPPED_AT = "capture.bucket.begin@iteration=4,bucket=2"
@@ -47,8 +48,8 @@ class Node:
         launched = worker_environment(config, self.run_dir, token, os.getpid())
         launched["TORCHELASTIC_RESTART_COUNT"] = str(token - 1)
         words = ["--iterations", str(iterations), "--mib", "64", "--journal", str(self.journal)]
-        command = [sys.executable, "-c", f"from ft_plugins.testing import fills; fills.main({words!r})"]
-        process = subprocess.Popen(command, env={**os.environ, **launched, "OMP_NUM_THREADS": "1"})
+        environment = {**os.environ, **launched, "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen([sys.executable, fills.__file__, *words], env=environment)
         self.started.append(process)
         return process
 
@@ -132,7 +133,7 @@ def test_a_trainer_that_stays_stopped_is_lost_and_the_job_goes_on(
     journal = tmp_path / "journal"
     flags = ("--reft", "--ftp-faults", "update.begin@iteration=5,rank=1,restart=0:stop", "--ftp-detect-seconds", "1")
     argv = ("--iterations", "9", "--mib", "1", "--journal", str(journal), "--replicated")
-    job = torch_server.start(jobs(entry="ft_plugins.testing.fills:main", argv=argv, flags=flags, nproc=2))
+    job = torch_server.start(jobs(entry="harness.fills:main", argv=argv, flags=flags, nproc=2))
     outcome = job.wait(BOUND)
     assert outcome == {"status": "succeeded", "reason": "", "restarts": 1}, job.tail()
     (declared,) = job.events("node.lost")

@@ -1,6 +1,6 @@
 """Checkpoints in storage: a job whose memory is gone starts from the newest one that is whole, or says why it cannot.
 
-Every tensor is filled with its iteration number (`testing.fills`), so what is restored is one version or visibly torn.
+Every tensor is filled with its iteration number (`harness.fills`), so what is restored is one version or visibly torn.
 Checkpoints are asked for while the ranks stand still at a known iteration: names are known, nothing depends on speed.
 """
 
@@ -19,13 +19,14 @@ from typing import Any
 
 import pytest
 
+from ft_plugins.rehearse.ports import free_port
 from ft_plugins.smp.serve.client import Client
 from ft_plugins.smp.serve.status import common, newest_common
 from ft_plugins.smp.watch import liveness
 from ft_plugins.snapshot.checkpoint import checkpoint
-from ft_plugins.testing.fills import main as fill
-from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
-from ft_plugins.testing.job_control import (
+from harness.fills import main as fill
+from harness.forkserver import ForkServer, JobSpec, RunningJob
+from harness.job_control import (
     BOUND,
     Entry,
     captured,
@@ -36,7 +37,7 @@ from ft_plugins.testing.job_control import (
     wait_until,
     write_checkpoints,
 )
-from ft_plugins.testing.ports import free_port
+from harness.jobs import write_secret
 
 Spec = Callable[..., JobSpec]
 MIB = 8
@@ -49,7 +50,7 @@ def fills(
     given = ("--ftp-detect-seconds", "120")  # ranks that stand still are meant to
     given += ("--reft", "--reft-bucket-mib", "1", "--reft-checkpoint-dir", str(tmp_path / "ck"), *flags)
     given += ("--ftp-faults", faults) if faults else ()
-    return jobs(**{"entry": "ft_plugins.testing.fills:main", "argv": argv, "flags": given, "nproc": ranks, **fields})
+    return jobs(**{"entry": "harness.fills:main", "argv": argv, "flags": given, "nproc": ranks, **fields})
 
 
 ON_REQUEST = ("--reft-checkpoint-interval", "0")
@@ -493,9 +494,7 @@ def test_two_nodes_told_to_end_write_one_checkpoint_and_start_from_it_together(
     torch_server: ForkServer, jobs: Spec, tmp_path: Path, before: str, after: str
 ) -> None:
     """Parity of the replicas that both hold is not in storage: each makes it anew, and what was stored counts then."""
-    secret = tmp_path / "secret"
-    secret.write_text("what the nodes of this job know")
-    secret.chmod(0o600)
+    secret = write_secret(tmp_path)
 
     def start(iterations: int, redundancy: str) -> list[RunningJob]:
         running: list[RunningJob] = []
@@ -551,9 +550,7 @@ def test_two_nodes_told_to_end_write_one_checkpoint_and_start_from_it_together(
 def test_two_nodes_whose_ranks_hold_the_signal_write_the_same_versions_meanwhile_and_in_the_end(
     torch_server: ForkServer, jobs: Spec, tmp_path: Path
 ) -> None:
-    secret, port, running = tmp_path / "secret", free_port(), list[RunningJob]()
-    secret.write_text("what the nodes of this job know")
-    secret.chmod(0o600)
+    secret, port, running = write_secret(tmp_path), free_port(), list[RunningJob]()
     for node in ("node0", "node1"):
         more = ("--ftp-node-name", node, "--ftp-secret-file", str(secret), "--ftp-grace-seconds", "600")
         spec = fills(

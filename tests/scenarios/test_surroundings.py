@@ -35,7 +35,7 @@ def rehearsed(folder: Path, *around: str) -> dict[str, Any]:
     """The outcome of a rehearsal by the command `around` it."""
     tool = str(Path(sys.executable).with_name("ft-plugins"))
     options = ["--json", "--out", str(folder), "--nodes", "2", "--iterations", "40", "--kill", "20,21"]
-    job = ["ft-run", "--nproc-per-node", "2", "--ftp-warm-workers", "off", "--reft", "launch/examples/torch_loop.py"]
+    job = ["ft-run", "--nproc-per-node", "2", "--ftp-preload", "off", "--reft", "launch/examples/torch_loop.py"]
     done = subprocess.run(
         [*around, tool, "rehearse", *options, "--", *job, "--iterations", "40"],
         capture_output=True, text=True, timeout=SECONDS, check=False,

@@ -470,7 +470,10 @@ def test_the_configuration_is_explained_without_loading_torch() -> None:
 
 # ------------------------------------------------------------------------------------------------ plan
 
-PAPER = ("plan", "--nodes", "3072", "--group-nodes", "6", "--hw-rate", "1e-4", "--sw-rate", "1e-5", "--shape", "1.3")
+PAPER = (
+    *("plan", "interval", "--nodes", "3072", "--group-nodes", "6"),
+    *("--hw-rate", "1e-4", "--sw-rate", "1e-5", "--shape", "1.3"),
+)
 SAVING = (
     *("--state-gib", "60", "--iteration-seconds", "10", "--snapshot-seconds", "0.05"),
     *("--link-gib-per-second", "20", "--storage-gib-per-second", "50"),
@@ -506,10 +509,9 @@ def test_plan_begins_with_one_recommendation_and_its_reasons(ft_plugins: Command
 
 
 def test_plan_names_one_interval_for_snapshots_in_all_of_its_tables(ft_plugins: Command) -> None:
-    found = json.loads(ft_plugins(*PAPER, *SAVING, *PIPELINE, "--json"))
+    found = json.loads(ft_plugins(*PAPER, *SAVING, "--json"))
     tiers = found["intervals"]["schemes"]["raim5"]["tiers"]
-    reft = found["pipeline"]["goodput"][0]["upkeeps"]["reft"]
-    assert found["recommendation"]["interval"] == tiers["process"]["every"] == tiers["node"]["every"] == reft["every"]
+    assert found["recommendation"]["interval"] == tiers["process"]["every"] == tiers["node"]["every"]
 
 
 def test_plan_explains_the_words_of_its_tables(ft_plugins: Command) -> None:
@@ -526,7 +528,7 @@ def test_plan_as_json_is_one_object(ft_plugins: Command) -> None:
 
 
 def test_plan_cuts_large_sharding_groups_as_a_job_does_and_knows_failure_domains(ft_plugins: Command) -> None:
-    large = ("plan", "--nodes", "2048", "--group-nodes", "512", "--hw-rate", "1e-3", "--sw-rate", "1e-4")
+    large = ("plan", "interval", "--nodes", "2048", "--group-nodes", "512", "--hw-rate", "1e-3", "--sw-rate", "1e-4")
     assert "is cut into 64 redundancy groups of 8" in ft_plugins(*large)
 
     def days(*more: str) -> float:
@@ -542,7 +544,7 @@ def test_plan_cuts_large_sharding_groups_as_a_job_does_and_knows_failure_domains
 
 
 def test_plan_compares_sizes_of_redundancy_groups(ft_plugins: Command, tmp_path: Path) -> None:
-    large = ("plan", "--nodes", "2048", "--group-nodes", "512", "--hw-rate", "1e-3", "--sw-rate", "1e-4")
+    large = ("plan", "interval", "--nodes", "2048", "--group-nodes", "512", "--hw-rate", "1e-3", "--sw-rate", "1e-4")
     table = ft_plugins(*large)
     assert "survival by size of redundancy groups" in table and "  8 *" in table
     found = json.loads(ft_plugins(*large, "--reft-group-nodes", "16", "--json"))
@@ -551,59 +553,22 @@ def test_plan_compares_sizes_of_redundancy_groups(ft_plugins: Command, tmp_path:
     ft_plugins(*large, "--plot-groups", str(tmp_path / "groups.svg"))
     drawn = (tmp_path / "groups.svg").read_text()
     assert all(f"<!-- {label} -->" in drawn for label in ("RAIM5, groups of 8", "RAIM6, groups of 512", "14%"))
-    still = ("plan", "--nodes", "8", "--group-nodes", "8", "--hw-rate", "0", "--sw-rate", "0")
+    still = ("plan", "interval", "--nodes", "8", "--group-nodes", "8", "--hw-rate", "0", "--sw-rate", "0")
     ft_plugins(*still, "--plot-groups", str(tmp_path / "still.png"))
     assert (tmp_path / "still.png").read_bytes().startswith(b"\x89PNG")
-
-
-PIPELINE = ("--stages", "8", "--microbatches", "32", "--message-passes", "0.05")
-
-
-def test_plan_prints_bubbles_and_with_what_saving_takes_goodput(ft_plugins: Command) -> None:
-    bubbles = ft_plugins(*PAPER, *PIPELINE)
-    assert "1f1b *" in bubbles and "zero-bubble" in bubbles and "goodput" not in details(bubbles)
-    whole = ft_plugins(*PAPER, *SAVING, *PIPELINE, "--schedule", "interleaved", "--chunks", "4")
-    assert "interleaved *" in whole and whole.count("\n  BAFT ") == 4
-    assert "\n  iterations whose bubbles carry one version: ring: does not fit, pairs: 19\n" in whole
-    found = json.loads(ft_plugins(*PAPER, *SAVING, *PIPELINE, "--restart-seconds", "60", "--json"))["pipeline"]
-    assert found["pipeline"]["schedule"] == "1f1b" and len(found["bubble_shares_by_stage"]) == 8
-    assert found["iterations_per_version"].keys() == {"ring", "pairs"}
-    assert [plan["nodes"] for plan in found["goodput"]] == [3072, 12288, 49152, 196608]
-    assert found["goodput"][0]["upkeeps"]["baft"]["restart_seconds"] == pytest.approx(60 + 60 / 20, rel=1e-3)
-    assert json.loads(ft_plugins(*PAPER, *PIPELINE, "--json"))["pipeline"]["goodput"] == []
-
-
-def test_plan_draws_the_pipeline(ft_plugins: Command, tmp_path: Path) -> None:
-    ft_plugins(*PAPER, *SAVING, *PIPELINE, "--plot-bubbles", str(tmp_path / "pipeline.svg"))
-    drawn = (tmp_path / "pipeline.svg").read_text()
-    labels = [
-        "forward",
-        "receive, waiting",
-        "rank of the pipeline",
-        "BAFT",
-        "synchronous replication",
-        "restarts alone",
-    ]
-    assert all(f"<!-- {label} -->" in drawn for label in labels)
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (("--nodes", "3071"), "nodes: expected a multiple of group_nodes (6), found 3071"),
-        (("--reft-group-nodes", "1"), "--reft-group-nodes: expected an integer >= 2 or auto, found '1'"),
+        (("--reft-group-nodes", "1"), "redundancy_nodes: expected an integer >= 2, found 1"),
+        (("--reft-group-nodes", "some"), "--reft-group-nodes: expected 'auto' or an integer >= 1, found 'some'"),
         (("--domain-nodes", "0"), "domain_nodes: expected an integer >= 1, found 0"),
         (("--threshold", "1.5"), "threshold: expected a number above 0 and below 1, found 1.5"),
         (("--max-overhead", "0.02"), "max_overhead: no effect without state_gib, iteration_seconds, snapshot_"),
-        (("--chunks", "2"), "chunks: no effect without stages, microbatches; give them too"),
-        ((*PIPELINE, "--schedule", "gpipe", "--chunks", "2"), "chunks, group, overlap: without effect in the schedule"),
-        (("--restart-seconds", "60"), "restart_seconds: no effect without stages, microbatches; give them too"),
-        ((*PIPELINE, "--restart-seconds", "60"), "restart_seconds: no effect without state_gib, iteration_seconds, "),
-        ((*PIPELINE, "--message-passes", "-1"), "message_passes: expected a number from 0 to 100, found -1.0"),
-        ((*PIPELINE, "--plot-bubbles", "p.svg"), "--plot-bubbles: has no effect without --stages, --microbatches and "),
-        ((*PIPELINE, *SAVING, "--plot-bubbles", "p.gif"), "p.gif: expected a name that ends in one of .png"),
         (("--plot", "picture.gif"), "picture.gif: expected a name that ends in one of .png, .svg, .pdf"),
-        (("--plot", "/proc/none/picture.png"), "--plot /proc/none/picture.png: cannot be written (No such file"),
+        (("--plot", "/proc/none/picture.png"), "/proc/none/picture.png: cannot be written (No such file"),
     ],
 )
 def test_plan_refuses_what_it_cannot_do_in_one_line(ft_plugins: Command, words: tuple[str, ...], said: str) -> None:
@@ -620,11 +585,10 @@ def layers_file(folder: Path) -> Path:
 
 
 def test_plan_compares_policies_of_synchronisation(ft_plugins: Command, tmp_path: Path) -> None:
-    words = ("plan", "--sync", str(layers_file(tmp_path)))
+    words = ("plan", "sync", str(layers_file(tmp_path)))
     table = ft_plugins(*words, "--sync-h", "5", "--link-mbps", "100", "--link-mbps", "1000")
     assert table.splitlines()[2].split()[:9] == "as profiled 5 0.52 0.312 0.312 0.362 0.38 0.316".split()
-    assert "survival" not in table
-    ft_plugins(*words, "--output", str(tmp_path / "sync.svg"))
+    ft_plugins(*words, "--plot", str(tmp_path / "sync.svg"))
     assert "<!-- DreamDDP -->" in (tmp_path / "sync.svg").read_text()
     found = json.loads(ft_plugins(*words, "--json"))["sync"]
     assert [link["mbps"] for link in found["links"]] == [None, 10, 100, 1000]
@@ -634,30 +598,24 @@ def test_plan_compares_policies_of_synchronisation(ft_plugins: Command, tmp_path
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "--nodes, --group-nodes, --hw-rate, --sw-rate: missing; give them, or --sync with a profile of layers"),
-        (PAPER[1:-6], "--hw-rate, --sw-rate: missing; give them, or --sync"),
-        ((*PAPER[1:], "--sync-h", "3"), "--sync-h: no effect without --sync"),
-        (("--sync", "FILE", "--nodes", "3"), "--sync plans synchronisation alone: --nodes: no effect"),
-        (("--sync", "FILE", "--shape", "1"), "--sync plans synchronisation alone: --shape: no effect"),
-        (("--sync", "FILE", "--sync-h", "11"), "H = 11 with 10 layers: expected 1 to 10 iterations"),
-        (("--sync", "FILE", "--sync-h", "\u0663"), "--sync-h: expected 'auto' or a number of iterations, found"),
-        (("--sync", "FILE", "--link-mbps", "0"), "expected a link of more than 0 bytes per second, found 0.0"),
-        (("--sync", "FILE", "--link-mbps", "10", "--output", "p.svg"), "a plot over bandwidth needs at least two"),
-        (("--sync", "FILE", "--output", "p.gif"), "p.gif: expected a name that ends in one of .png, .svg, .pdf"),
-        (("--sync", "/none.json"), "/none.json: cannot be read (No such file or directory)"),
+        (("FILE", "--sync-h", "11"), "H = 11 with 10 layers: expected 1 to 10 iterations"),
+        (("FILE", "--sync-h", "\u0663"), "--sync-h: expected 'auto' or an integer >= 1, found"),
+        (("FILE", "--link-mbps", "0"), "expected a link of more than 0 bytes per second, found 0.0"),
+        (("FILE", "--link-mbps", "10", "--plot", "p.svg"), "a plot over bandwidth needs at least two"),
+        (("/none.json",), "/none.json: cannot be read (No such file or directory)"),
     ],
 )
 def test_plan_refuses_what_it_cannot_compare_in_one_line(
     ft_plugins: Command, tmp_path: Path, words: tuple[str, ...], said: str
 ) -> None:
     file = str(layers_file(tmp_path))
-    line = ft_plugins("plan", *(file if word == "FILE" else word for word in words), status=1)
+    line = ft_plugins("plan", "sync", *(file if word == "FILE" else word for word in words), status=1)
     assert line.startswith(f"ft-plugins: {said}") and line.count("\n") == 1
 
 
-# ------------------------------------------------------------------------------------------------ plan --memory
+# ------------------------------------------------------------------------------------------------ plan memory
 
-MODEL = ("plan", "--memory", "--parameters", "7e9", "--tp", "2", "--pp", "2", "--order", "tp-cp-ep-pp-dp")
+MODEL = ("plan", "memory", "--parameters", "7e9", "--tp", "2", "--pp", "2", "--order", "tp-cp-ep-pp-dp")
 
 
 def test_plan_of_memory_prints_each_purpose_and_whether_a_node_of_that_size_has_it(ft_plugins: Command) -> None:
@@ -692,7 +650,7 @@ def test_plan_of_memory_says_what_to_do_where_it_does_not_fit(ft_plugins: Comman
     for memory, fits in ((most * 1.02, False), (most * 1.06, True)):  # a twentieth of it is left for everything else
         text = ft_plugins(*MODEL, "--nodes", "4", "--node-memory-gib", f"{memory:.3f}", "--json")
         assert json.loads(text)["memory"]["fits_most"] is fits
-    huge = ft_plugins("plan", "--memory", "--parameters", "1e11", "--dp", "8", "--", "--reft-bucket-mib", "1024")
+    huge = ft_plugins("plan", "memory", "--parameters", "1e11", "--dp", "8", "--", "--reft-bucket-mib", "1024")
     assert huge.count("does not fit: ") >= 2 and "(/dev/shm), of which " in huge and "remount,size=" in huge
     assert "a lost node is not survived from memory: all ranks are on one node" in huge
 
@@ -706,7 +664,7 @@ def test_plan_of_memory_takes_the_precision_and_the_flags_of_the_job(ft_plugins:
     assert total("--precision", "pure-bf16") == pytest.approx(whole / 2, rel=0.01)
     assert total("--bytes-per-parameter", "24") == pytest.approx(2 * whole, rel=0.01)
     assert total("--precision", "bf16", "--", "--reft-checkpoint-dir", "/ck") > 1.1 * whole
-    stages_apart = ("plan", "--memory", "--parameters", "7e9", "--tp", "2", "--pp", "2", "--nodes", "4")
+    stages_apart = ("plan", "memory", "--parameters", "7e9", "--tp", "2", "--pp", "2", "--nodes", "4")
     (baft,) = json.loads(ft_plugins(*stages_apart, "--json", "--", "--baft"))["memory"]["nodes"]
     assert baft["store"] == pytest.approx(2 * baft["captured"], rel=0.01), "copies of two versions"
 
@@ -714,45 +672,27 @@ def test_plan_of_memory_takes_the_precision_and_the_flags_of_the_job(ft_plugins:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--tp", "2"), "--tp: no effect without --memory"),
-        (("--", "--reft"), "'--reft': no effect without --memory"),
-        (("--memory", "--nodes", "2"), "--parameters: missing; give the number of parameters"),
-        (("--memory", "--parameters", "7e9"), "--dp, --nodes: give the data-parallel size or the number of nodes"),
-        (
-            ("--memory", "--parameters", "7e9", "--dp", "8", "--hw-rate", "1"),
-            "--memory plans host memory alone: --hw-rate",
-        ),
-        (("--memory", "--parameters", "0.5", "--dp", "8"), "parameters: expected a number from 1 to 1e15, found 0.5"),
-        (
-            ("--memory", "--parameters", "1e13", "--dp", "8"),
-            "--parameters: a rank would capture 13970 GiB; expected at",
-        ),
-        (("--memory", "--parameters", "9", "--dp", "8", "--tp", "0"), "--tp: expected an integer >= 1, found 0"),
-        (
-            ("--memory", "--parameters", "9", "--nodes", "1", "--tp", "3"),
-            "--nodes: 1 nodes of 8 ranks cannot be divided",
-        ),
-        (
-            ("--memory", "--parameters", "9", "--dp", "8", "--nodes", "2"),
-            "--nodes: tp x pp x dp = 8 ranks need 1 nodes",
-        ),
-        (("--memory", "--parameters", "9", "--dp", "8", "--", "--reft-slts"), "--reft-slts: unknown flag"),
-        (("--memory", "--parameters", "9", "--dp", "8", "--", "x"), "x: unknown; expected flags of the job"),
-        (
-            ("--memory", "--parameters", "9", "--dp", "8", "--node-memory-gib", "0"),
-            "--node-memory-gib: expected a number",
-        ),
-        (
-            ("--memory", "--parameters", "9", "--dp", "8", "--", "--reft-redundancy", "raim5"),
-            "--reft-redundancy raim5: all ranks are on one node",
-        ),
+        ((), "--dp, --nodes: give the data-parallel size or the number of nodes"),
+        (("--parameters", "0.5", "--dp", "8"), "parameters: expected a number from 1 to 1e15, found 0.5"),
+        (("--parameters", "1e13", "--dp", "8"), "--parameters: a rank would capture 13970 GiB; expected at"),
+        (("--nodes", "1", "--tp", "3"), "--nodes: 1 nodes of 8 ranks cannot be divided"),
+        (("--dp", "8", "--nodes", "2"), "--nodes: tp x pp x dp = 8 ranks need 1 nodes"),
+        (("--dp", "8", "--", "--reft-slts"), "--reft-slts: unknown flag"),
+        (("--dp", "8", "--", "x"), "x: unknown; expected flags of the job"),
+        (("--dp", "8", "--node-memory-gib", "0"), "--node-memory-gib: expected a number"),
+        (("--dp", "8", "--", "--reft-redundancy", "raim5"), "--reft-redundancy raim5: all ranks are on one node"),
     ],
 )
 def test_plan_of_memory_refuses_what_it_cannot_plan_in_one_line(
     ft_plugins: Command, words: tuple[str, ...], said: str
 ) -> None:
-    line = ft_plugins("plan", *words, status=1)
+    line = ft_plugins("plan", "memory", "--parameters", "9", *words, status=1)
     assert line.startswith(f"ft-plugins: {said}") and line.count("\n") == 1
+
+
+@pytest.mark.parametrize("command, missing", [("interval", "--nodes"), ("memory", "--parameters"), ("sync", "profile")])
+def test_each_plan_names_what_it_needs(ft_plugins: Command, command: str, missing: str) -> None:
+    assert missing in ft_plugins("plan", command, status=2)
 
 
 def test_plan_draws_the_curves(ft_plugins: Command, tmp_path: Path) -> None:
@@ -760,7 +700,7 @@ def test_plan_draws_the_curves(ft_plugins: Command, tmp_path: Path) -> None:
     drawn = (tmp_path / "survival.svg").read_text()
     labels = [f"REFT, RAIM5, {nodes} nodes" for nodes in (768, 3072, 12288)] + ["16.2 d", "0.408 d", "64.2 d"]
     assert all(f"<!-- {label} -->" in drawn for label in labels)
-    still = ("plan", "--nodes", "2", "--group-nodes", "2", "--hw-rate", "0", "--sw-rate", "0")
+    still = ("plan", "interval", "--nodes", "2", "--group-nodes", "2", "--hw-rate", "0", "--sw-rate", "0")
     ft_plugins(*still, "--plot", str(tmp_path / "still.png"))  # nothing ever fails: drawn as well
     assert (tmp_path / "still.png").read_bytes().startswith(b"\x89PNG")
 
@@ -772,7 +712,7 @@ def test_plan_says_what_to_install_where_there_is_no_matplotlib(
     for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"] + ["matplotlib"]:
         monkeypatch.setitem(sys.modules, name, None)
     line = ft_plugins(*PAPER, "--plot", str(tmp_path / "survival.png"), status=1)
-    assert line == "ft-plugins: --plot needs matplotlib, which is not installed; pip install 'ft_plugins[report]'\n"
+    assert line == "ft-plugins: pictures need matplotlib, which is not installed; pip install 'ft_plugins[report]'\n"
     assert not list(tmp_path.iterdir()) and "16.2" in ft_plugins(*PAPER)
 
 

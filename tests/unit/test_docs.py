@@ -81,11 +81,8 @@ def run_bash(line: str, words: list[str], folder: Path) -> None:
     script = ROOT / words[1]
     subprocess.run(["bash", "-n", script], check=True, timeout=60)
     source = script.read_text()
-    module = re.search(r"-m (ft_plugins[.\w]+)", source)
-    if module:
-        spec = importlib.util.find_spec(module[1])
-        assert spec is not None and spec.origin is not None, module[1]
-        source = Path(spec.origin).read_text()
+    if program := re.search(r"launch/\w+\.py", source):
+        source = (ROOT / program[0]).read_text()
     for word in words[2:]:
         known = f'"{word}"' in source or f"`{word}`" in source or f"{word} " in source
         assert known or (ROOT / word).exists(), f"{words[1]} does not know {word}"
@@ -130,7 +127,7 @@ def run_python(line: str, words: list[str], folder: Path) -> None:
     if words[1] == "-m":
         assert importlib.util.find_spec(words[2]) is not None, line
         return
-    source = (ROOT / words[1]).read_text()
+    source = (ROOT / words[1]).read_text() + (ROOT / "benchmarks" / "workloads" / "running.py").read_text()
     for word in words[2:]:
         assert not word.startswith("--") or f'"{word}"' in source, f"{words[1]} does not know {word}"
 

@@ -29,7 +29,7 @@ from ft_plugins.events import (
     stream,
 )
 from ft_plugins.events.declaration import Field
-from ft_plugins.testing.job_control import entries
+from harness.job_control import entries
 
 HAPPENED = EventType(
     "a.b", Severity.NOTICE, "It happened.", number=Field("int", "which"), filler=Field("str", "of some length")

@@ -22,7 +22,7 @@ SOURCE = Path(ft_plugins.__file__).parent
 
 
 def calls() -> Iterator[tuple[Path, ast.Call]]:
-    """Every call of `faults.reach` in the package; `testing` reaches points of hosts in loops of its own."""
+    """Every call of `faults.reach` in the package."""
     for path in sorted(SOURCE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "faults.reach":
@@ -54,7 +54,7 @@ def test_the_facts_of_each_point_are_those_that_the_source_reports() -> None:
         for name in names(call):
             known, whole = set(POINTS[name].known_facts), all(keyword.arg for keyword in call.keywords)
             assert given <= known, f"{path}: {name} reports {given}, listed are {known}"
-            if whole and SOURCE / "testing" not in path.parents:  # else more are passed on: `**facts`
+            if whole:  # else more are passed on: `**facts`
                 assert set(POINTS[name].facts) <= given, f"{path}: {name}"
             found += 1
     assert found > 60
@@ -153,5 +153,6 @@ def test_the_points_of_hosts_are_listed_and_each_adapter_names_those_that_its_so
             node.value for node in ast.walk(source)
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "fault_points"
         )  # fmt: skip
-        reached = {name for at, call in calls() for name in names(call) if at == path}
+        shared = SOURCE / "adapters" / "host_parts.py" if "reach_fault_points(" in path.read_text() else path
+        reached = {name for at, call in calls() for name in names(call) if at in (path, shared)}
         assert set(eval(ast.unparse(named))) == reached, adapter

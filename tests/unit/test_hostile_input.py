@@ -20,7 +20,7 @@ from ft_plugins.base import faults, intake
 from ft_plugins.config import Config, deepspeed_json, launch_context, worker_environment
 from ft_plugins.errors import ConfigError, FtError
 from ft_plugins.launcher.rendezvous.endpoint import Endpoint
-from ft_plugins.testing.hostile import altered, damaged, nested
+from harness.hostile import altered, damaged, nested
 
 BLOCK = {
     "job": "j", "resume": "auto", "detect_seconds": 5, "faults": "update.begin@hit=1,iteration%2=0:stop",

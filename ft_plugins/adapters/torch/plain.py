@@ -9,12 +9,10 @@ In: tensors and two functions for small state. Out: a `model.host.Host`.
 
 from __future__ import annotations
 
-import random
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -22,6 +20,7 @@ from ...errors import InventoryError, UnsupportedError
 from ...model.host import Edges, Hooks
 from ...model.inventory import Inventory, Item, Role
 from ...model.topology import Topology
+from ..rng import process_state, set_process_state
 
 
 class PlainHost:
@@ -68,11 +67,9 @@ class PlainHost:
         self.no_recompute_reason = "" if self.recomputes else "the host was built without `recompute`"
 
     def topology(self) -> Topology:
-        """Data parallelism only."""
         return Topology(tp=1, pp=1, dp=self._world_size)
 
     def inventory(self) -> Inventory:
-        """One item per tensor."""
         return Inventory.of(
             self.rank,
             (
@@ -96,22 +93,14 @@ class PlainHost:
         return {"world_size": self._world_size, **self._fingerprint}
 
     def small_state(self) -> dict[str, Any]:
-        state: dict[str, Any] = {
-            "caller": self._get_state(),
-            "python": random.getstate(),
-            "numpy": np.random.get_state(),
-            "torch": torch.get_rng_state(),
-            "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
-        }
-        return state
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        return {"caller": self._get_state(), **process_state(), "cuda": cuda}
 
     def restore(self, small: Mapping[str, Any]) -> None:
         self._set_state(small["caller"])
 
     def restore_position(self, small: Mapping[str, Any]) -> None:
-        random.setstate(small["python"])
-        np.random.set_state(small["numpy"])
-        torch.set_rng_state(small["torch"])
+        set_process_state(small)
         if small["cuda"]:
             torch.cuda.set_rng_state_all(small["cuda"])
 
@@ -149,11 +138,9 @@ class PlainHost:
         return bool(ours)
 
     def install_edges(self, edges: Edges) -> None:
-        """Raises UnsupportedError: the spans of the caller's loop are unknown."""
         raise UnsupportedError("a plain torch loop has no pipeline, so that its spans cannot be followed")
 
     def learning_rate(self) -> float:
-        """Raises UnsupportedError if the host was built without `learning_rate`."""
         if self._learning_rate is None:
             raise UnsupportedError("the learning rate of a plain torch loop is unknown: pass PlainHost `learning_rate`")
         return self._learning_rate()
@@ -162,7 +149,6 @@ class PlainHost:
         return self._gradients()
 
     def recompute(self, step: int) -> None:
-        """Raises UnsupportedError if the host was built without `recompute`."""
         if self._recompute is None:
             raise UnsupportedError("a plain torch loop cannot recompute gradients: pass PlainHost `recompute`")
         self._recompute(step)
@@ -188,7 +174,6 @@ class PlainHost:
         """Does nothing."""
 
     def before_reduction(self, call: Callable[[int, Mapping[str, torch.Tensor]], None]) -> None:
-        """Raises UnsupportedError: the reduction of the caller's loop is unknown."""
         raise UnsupportedError(
             "a plain torch loop reduces its gradients by itself, so that nothing can be called before the reduction"
         )

@@ -51,7 +51,7 @@ from ...model.reduction import ReductionControl
 from ...snapshot.capture import codec
 from ..data.loader_position import DataPosition, position_of
 from ..data.observed_inputs import ObservedForwards, digest_of_gradients
-from ..forward_edges import follow_forwards, follow_saving
+from ..forward_edges import Saving, follow_forwards
 from ..host_parts import ANYWHERE, UPDATE, local_part
 from ..optimizers import Optimizers, scheduler_of
 from ..parameter_groups import packed, regrouped
@@ -167,7 +167,6 @@ class TorchHost(PlainHost, ReducingHost):
     # ---- facts ----
 
     def inventory(self) -> Inventory:
-        """One item per tensor."""
         return Inventory.of(self.rank, (self._item(name, *one) for name, one in self._known.items()))
 
     def _item(self, name: str, role: Role, tensor: torch.Tensor) -> Item:
@@ -205,7 +204,6 @@ class TorchHost(PlainHost, ReducingHost):
     # ---- checks ----
 
     def _require_parameters(self, place: str) -> None:
-        """Raises UnsupportedError for parameters that are sharded."""
         require_whole_parameters(self._module, place)
 
     def _require_equal(self, replicas: Mapping[str, tuple[torch.Tensor, int]]) -> None:
@@ -219,7 +217,6 @@ class TorchHost(PlainHost, ReducingHost):
             raise changed_since(self._identities, present, place, type(self).__name__)
 
     def _given(self) -> Given:
-        """What this host captures or ignores."""
         gradients = [one.grad for one in self._module.parameters() if one.grad is not None]
         objects = self._model, *self._optimizers, self._scheduler, self._source, self._ignored
         trained = [self._known[name][1] for name in self._background if self._known[name][0] is Role.PARAMETER]
@@ -240,7 +237,6 @@ class TorchHost(PlainHost, ReducingHost):
     # ---- small state ----
 
     def small_state(self) -> dict[str, Any]:
-        """Raises StateChangedError."""
         if self._early is not None:
             self._early.require_ended()
         self._require_unchanged()
@@ -301,7 +297,6 @@ class TorchHost(PlainHost, ReducingHost):
     # ---- hooks ----
 
     def install(self, hooks: Hooks) -> None:
-        """Call `hooks` around every update from now on, and reach the fault points."""
         self._hooks = hooks
         self._watch.install(list(self._optimizers), {name: tensor for name, (_, tensor) in self._known.items()})
         self._undeclared.begin()
@@ -318,8 +313,9 @@ class TorchHost(PlainHost, ReducingHost):
         buffers = any(one.broadcast_buffers and next(one.buffers(), None) is not None for one in self._parallels)
         if buffers or any(local_part(one) is not one for one in self._module.parameters()):
             progress.shares_forward()
-        follow_saving(torch, ("save",), progress)
-        follow_saving(sys.modules.get("torch.distributed.checkpoint"), ("save", "async_save"), progress)
+        saving = Saving(progress)
+        saving.follow(torch, ("save",))
+        saving.follow(sys.modules.get("torch.distributed.checkpoint"), ("save", "async_save"))
 
     def install_observer(self, observer: Observer) -> None:
         """Report what forwards of the model read; of a container's parts, if the loop calls those."""

@@ -53,7 +53,6 @@ def read_modes(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def write_modes(module: torch.nn.Module, saved: Mapping[str, Any]) -> None:
-    """Set the modes of `module`."""
     trained, training = set(saved["trained"]), set(saved["training"])
     for name, one in module.named_parameters():
         one.requires_grad_(name in trained)
@@ -141,7 +140,6 @@ def _contents(value: Any, depth: int) -> Iterator[Any]:
 
 
 def require_module(model: Any) -> None:
-    """Raises ConfigError if the model that TorchHost was given is none."""
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"{EXPECTED}, found a {type(model).__name__} as the model: pass a torch.nn.Module")
 
@@ -157,7 +155,6 @@ def require_encodable_caller(state: Any, place: str) -> None:
 
 
 def require_whole_parameters(module: torch.nn.Module, place: str) -> None:
-    """Raises UnsupportedError for sharded parameters."""
     require_no_fsdp1(module, place)
     for name, one in module.named_parameters():
         if local_part(one) is not one:
@@ -168,7 +165,6 @@ def require_whole_parameters(module: torch.nn.Module, place: str) -> None:
 
 
 def require_no_fsdp1(module: torch.nn.Module, place: str) -> None:
-    """Raises UnsupportedError for a model with torch's older FSDP."""
     if any(type(part).__name__ == "FullyShardedDataParallel" for part in module.modules()):
         raise UnsupportedError(
             f"{place}: parameters are sharded by FullyShardedDataParallel, which is not supported: use fully_shard "

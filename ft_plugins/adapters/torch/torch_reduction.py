@@ -120,7 +120,6 @@ class ModuleCalls:
         compile_again()
 
     def follow_modules(self, edges: ModuleEdges) -> None:
-        """Report the edges of each module."""
         places = [(self._root.get_submodule(path), modules) for path, modules in self._parts().items()]
         follow_places(self._rank, places, edges)
         compile_again()
@@ -173,7 +172,6 @@ class DdpReduction(ModuleCalls):
         return (self._rank,)
 
     def prepare_reduction(self) -> None:
-        """Raises UnsupportedError if gradients cannot be kept local."""
         parallel = self._parallel
         if parallel is None:
             if self._world_size > 1:
@@ -242,7 +240,6 @@ class ReducingHost:
         return self._make_control()
 
     def prepare_reduction(self) -> None:
-        """Raises UnsupportedError, by name, if gradients cannot be kept local."""
         self._control.prepare_reduction()
 
     def reduce_over(self, replicas: ReducedOver) -> None:
@@ -258,9 +255,7 @@ class ReducingHost:
         return self._control.modules()
 
     def before_modules(self, call: Callable[[str], None]) -> None:
-        """Raises UnsupportedError, by name, if forwards cannot be followed."""
         self._control.before_modules(call)
 
     def follow_modules(self, edges: ModuleEdges) -> None:
-        """Raises UnsupportedError, by name, if forwards cannot be followed."""
         self._control.follow_modules(edges)

@@ -38,7 +38,7 @@ from ...errors import ConfigError, ProtectionError
 from ...events import Events, catalogue, say
 from ...smp.watch.ft_run_note import FtRunNote, FtRunPhase, write_note
 from .. import job_secret
-from ..preload import standby_pool
+from ..preload.parent import parent_of
 from ..rendezvous import endpoint
 from ..rendezvous.endpoint import Endpoint
 from ..rendezvous.rendezvous import Rendezvous
@@ -92,7 +92,7 @@ class ProgressAgent(LocalElasticAgent):
         self._opened = False  # a rank has opened a lineage under this ft-run
         self._failed_at: float | None = None  # monotonic; of a failure before the restart that follows it
         self._seen = self._ended = 0.0  # monotonic: why workers have to restart was seen; the old ones had ended
-        self._standbys = standby_pool.pool_of(job, spec, events)
+        self._preload = parent_of(job, spec, events)
         self.verdict = Verdict(False, "failed", "")
         self.restarts = 0
         self.all_ended = True  # the workers of all nodes have ended; known once those here have succeeded
@@ -263,10 +263,12 @@ class ProgressAgent(LocalElasticAgent):
         if self._channel:
             self._channel.publish("trained", str(int(bool(self._watcher and self._watcher.begun()))).encode())
         self._exits.close()
+        if self._preload:
+            self._preload.wait()
         clock = time.monotonic()
         with (
             self._watcher.paused() if self._watcher else nullcontext(),
-            self._standbys.starting(token) if self._standbys else nullcontext(),
+            self._preload.starting(token) if self._preload else nullcontext(),
         ):
             started: dict[int, Any] = super()._start_workers(worker_group)
         context = self._context()
@@ -281,10 +283,10 @@ class ProgressAgent(LocalElasticAgent):
         self._failed_at = None
         return started
 
-    def end_standbys(self) -> None:
-        """End the processes that wait for a restart, which does not come any more. Idempotent."""
-        if self._standbys:
-            self._standbys.end()
+    def end_preload(self) -> None:
+        """End the process that ranks are forked from: no restart comes any more. Idempotent."""
+        if self._preload:
+            self._preload.end()
 
     def _has_opened(self) -> bool:
         """Whether a rank is known to have opened a lineage under this ft-run."""
@@ -350,8 +352,8 @@ class ProgressAgent(LocalElasticAgent):
             self._decide(result)
         elif result.state == WorkerState.HEALTHY and self._watcher and (lost := self._watcher.lost(self._token)):
             return self._restart_without(lost)
-        elif result.state == WorkerState.HEALTHY and self._standbys:
-            self._standbys.turn()
+        elif result.state == WorkerState.HEALTHY and self._preload:
+            self._preload.turn()
         return result
 
     def _restart_without(self, lost: list[str]) -> RunResult:

@@ -1,1 +1,1 @@
-"""Have ranks start again without importing everything again."""
+"""Start ranks by forking one process of the node that has imported what they import."""

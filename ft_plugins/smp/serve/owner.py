@@ -29,7 +29,6 @@ from ...snapshot.segment.segment import OWNER, Segment
 from ...snapshot.segment.slots import voided_slots
 from ...transport import protocol
 from ..resize.context import ResizeContext
-from ..resize.previous_segments import PreviousSegments
 from ..resize.previous_storage import PreviousStorage
 from ..resize.spares import SpareClient, SpareServer
 from ..resize.transition import ResizeTransition
@@ -38,10 +37,10 @@ from ..storage.persister import Persister
 from ..tree.node import NodeTier
 from ..tree.protection import Protection
 from ..watch import liveness, stacks
-from ..watch.alarms import Alarms
 from ..watch.hang_watch import HangWatch
 from ..watch.job_history import NODE, STORAGE, JobHistory
 from . import adoption, job_file, leftovers, requests
+from .context import NodeContext
 from .status import described, signal_of
 
 _TOKEN = TypeAdapter(Count)
@@ -84,21 +83,20 @@ class SnapshotProcess:
         self.adopted = len(self._segments)
         self._adopted_token = self.token  # of the incarnation whose memory it is
         self._history = JobHistory(run_dir, continues=self.adopted > 0)
-        self._previous = PreviousSegments(job, node)
-        self._alarms = Alarms(run_dir)
+        context = NodeContext.of(run_dir, job, node, events, self._segments)
+        self._previous, self._alarms = context.previous, context.alarms
         self._alarms.forget()  # those of a previous SMP
-        self._tier = NodeTier(run_dir, job, node, self._segments, self._previous, events, self._alarms)
-        self.persister = Persister(run_dir, job, node, events, alarms=self._alarms)
-        self._previous_storage = PreviousStorage(
-            run_dir, job, node, self._previous, self.persister, events, self._alarms
-        )
-        context = ResizeContext(
-            self, self._segments, self._previous, self._previous_storage, self.persister, self._tier, self._lock, events
-        )
-        self._hangs = HangWatch(run_dir, self._segments, self._tier, events, self._tier.restart_workers)
-        self._spare_client = SpareClient(run_dir, self._tier, events)
-        self._spare_server = SpareServer(run_dir, node, context)
-        self._transition = ResizeTransition(context, self._spare_client)
+        self._tier = NodeTier(context)
+        self.persister = Persister(context)
+        self._previous_storage = PreviousStorage(context, self.persister)
+        self._hangs = HangWatch(context, self._tier)
+        resize = ResizeContext(
+            **vars(context), incarnation=self, previous_storage=self._previous_storage, persister=self.persister,
+            tier=self._tier, lock=self._lock,
+        )  # fmt: skip
+        self._spare_client = SpareClient(context, self._tier)
+        self._spare_server = SpareServer(resize)
+        self._transition = ResizeTransition(resize, self._spare_client)
         self._tier.serve_as_spare(self._spare_server.answer)
         self.persister.adopt({rank: segment.path for rank, segment in self._segments.items()})
         if self.adopted:

@@ -23,7 +23,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import Enum
 
+from ...snapshot.schedule import next_due
 from ...snapshot.segment.slots import Version
 from ..watch.hang import Stall
 from ..watch.hang import merged as merged_stall
@@ -31,6 +33,15 @@ from .standstill import Behind
 
 FURTHER = 64  # iterations: where ranks begin is not known, so half of those since then may be very many
 LOST_LIMIT = 64  # positions in one summary; more are reported after these have been dealt with
+
+
+class Sealing(Enum):
+    """Whether the ranks of a node have sealed the version to exchange. MISSED: one of them has skipped it, or was past
+    the point where it reads that parity of it is needed."""
+
+    DONE = "on all ranks"
+    PENDING = "not yet on all"
+    MISSED = "never"
 
 
 @dataclass(frozen=True)
@@ -170,7 +181,7 @@ def _next(epoch: ExchangeEpoch, committed: Version | None, summary: Summary) -> 
             begun += (begun - since.iteration) // 2
         elif missed.lineage == epoch.lineage and missed.iteration > epoch.interval:  # else it was a guess
             begun += max(2 * (begun - missed.iteration), min(begun // 2, FURTHER))
-    return Version(epoch.lineage, (begun // epoch.interval + 1) * epoch.interval)
+    return Version(epoch.lineage, next_due(begun, epoch.interval))
 
 
 def newer(one: ExchangeDecision, other: ExchangeDecision) -> ExchangeDecision:

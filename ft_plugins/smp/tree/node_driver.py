@@ -30,14 +30,14 @@ from ...snapshot.segment.segment import Segment
 from ...snapshot.segment.slots import Mark, Version
 from ...transport.loop import Loop
 from ...transport.wire import Handover, Peer
-from ..exchange.exchange import ExchangeSender
+from ..exchange.exchange import NO_RANK, ExchangeSender, ExchangeSource
 from ..exchange.pace import Pace
 from ..exchange.parity_store import ParityStore
 from ..exchange.traffic import RatePacer
 from ..watch.alarms import Alarms
 from ..watch.hang import Stall
 from . import node_step as steps
-from .agreement import NodeReport
+from .agreement import NodeReport, Sealing
 from .pinned import PinnedVersions
 from .protection import Protection
 from .standstill import Standing
@@ -254,7 +254,7 @@ class NodeDriver:
                 return False
             sealed = self._pinned.pin_sealed(version)
             self._feed(steps.SealChecked(sealed))
-            return sealed is False
+            return sealed is Sealing.PENDING
 
     def _commit(self, version: Version) -> steps.Event | None:
         if not self._pinned.commit(version):
@@ -291,12 +291,12 @@ class NodeDriver:
             self.pace.pacers = {
                 rank: GatePacer(Gate(self._segments[rank].gate), rate, rate_duty=duty) for rank, duty in duties.items()
             }
-        pacers: dict[int, Any] = self.pace.pacers
-        self._exchange = ExchangeSender(
-            self.plan, self.protection.position, version, self.protection.lineage,
-            {rank: self._segments[rank] for rank in ranks}, self._connect, rate, self._events,
-            self.store.replicas_agree, pacers, self.wake,
+        segments = {rank: self._segments[rank] for rank in ranks}
+        source = ExchangeSource(
+            self.plan, self.protection.position, self.protection.lineage, segments, self._connect, self._events,
+            self.store.replicas_agree, self.wake,
         )  # fmt: skip
+        self._exchange = ExchangeSender(source, version, {NO_RANK: rate, **self.pace.pacers})
 
     def _end_exchange(self) -> None:
         sender, self._exchange = self._exchange, None

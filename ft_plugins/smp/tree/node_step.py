@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from ...events import EventType, catalogue
 from ...snapshot.segment.slots import Mark, Version
-from .agreement import FURTHER, ExchangeDecision, ExchangeEpoch, NodeReport
+from .agreement import FURTHER, ExchangeDecision, ExchangeEpoch, NodeReport, Sealing
 from .standstill import Behind, Lack, Standing
 
 
@@ -77,10 +77,9 @@ class Declared:
 
 @dataclass(frozen=True)
 class SealChecked:
-    """Whether all ranks of this node have sealed the version to exchange; None if one of them has skipped it, or was
-    past the point where it reads that parity of it is needed."""
+    """Whether this node's ranks have sealed the version to exchange."""
 
-    sealed: bool | None
+    sealed: Sealing
 
 
 Event = ReportDue | Announced | Committed | Switched | Declared | SealChecked
@@ -279,10 +278,10 @@ def _committed(state: NodeState, version: Version) -> tuple[NodeState, tuple[Act
     return replace(state, committed=version, protected=True, still=False, behind=None), alarms
 
 
-def _start(state: NodeState, sealed: bool | None) -> tuple[NodeState, tuple[Action, ...]]:
+def _start(state: NodeState, sealed: Sealing) -> tuple[NodeState, tuple[Action, ...]]:
     version = state.awaited
-    if version is None or sealed is False:
+    if version is None or sealed is Sealing.PENDING:
         return state, ()
-    if sealed is None:
+    if sealed is Sealing.MISSED:
         return replace(state, missed=version, late=version), ()
     return replace(state, sending=version), (StartExchange(version),)

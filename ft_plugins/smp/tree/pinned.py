@@ -21,7 +21,7 @@ from ...snapshot.segment.slots import SHARED, Mark, Pin, Slot, SlotState, Versio
 from ...transport.protocol import packed
 from ..exchange.packed_version import PackedVersion
 from ..exchange.parity_store import ParityStore
-from .agreement import ExchangeDecision
+from .agreement import ExchangeDecision, Sealing
 from .protection import Protection
 
 _FILE = "committed.json"  # in the run directory
@@ -112,9 +112,8 @@ class PinnedVersions:
         slots = (slot for rank in self._ranks for slot in self._segments[rank].slots())
         return max((slot.mark for slot in slots if slot.version == version), default=Mark.NONE)
 
-    def pin_sealed(self, version: Version) -> bool | None:
-        """Pin `version` for sending, on each rank that has sealed it. True: on all ranks; False: not yet on all; None:
-        a rank has skipped it, or its parity."""
+    def pin_sealed(self, version: Version) -> Sealing:
+        """Pin `version` for sending, on each rank that has sealed it."""
         for rank in self._ranks:
             segment = self._segments[rank]
             slots = segment.slots()
@@ -123,11 +122,11 @@ class PinnedVersions:
                     segment.unpin(slot.index, Pin.SOURCE)
             newest = max((slot.version for slot in slots if slot.version is not None), default=version)
             if segment.pin(version, Pin.SOURCE) is None:
-                return None if newest > version and not _is_captured(slots, version) else False
+                return Sealing.MISSED if newest > version and not _is_captured(slots, version) else Sealing.PENDING
             if not segment.has_parity(version):
                 # parity is sealed before data; that of the restored version before the next capture
-                return False if version == self._base and newest == version else None
-        return True
+                return Sealing.PENDING if version == self._base and newest == version else Sealing.MISSED
+        return Sealing.DONE
 
     def switch_to(self, decision: ExchangeDecision) -> None:
         """Unpin the version that was sent before; the next one may have been pinned by a previous SMP.

@@ -18,6 +18,7 @@ from typing import Annotated
 from pydantic import ConfigDict, Field
 
 from ...base.intake import Count, Text
+from ..schedule import due_from, is_turn, next_due
 from ..segment.slots import Mark, Version, marks_of, recovery_order
 
 _NAMED_AHEAD_SECONDS = 3.0  # until the other nodes' SMPs, which poll once a second, have seen the announcement
@@ -87,7 +88,7 @@ def due(
     interval = storage.interval
     step, of = (storage.every, 1) if good is None else (storage.step, storage.step)
     fresh = sorted(v for v in held if (last is None or v > last) and (good is None or v in good))
-    turns = [v for v in fresh if v == wanted or (interval and v.iteration % interval < step and v.iteration % of == 0)]
+    turns = [v for v in fresh if v == wanted or (is_turn(v.iteration, interval, step) and v.iteration % of == 0)]
     if turns:
         return turns[-1]
     if not (alone and interval and fresh):
@@ -106,7 +107,7 @@ def next_turn(completed: int, storage: Storage, wanted: Version | None) -> int |
     """The next iteration after `completed` whose version is scheduled or announced; None for none."""
     interval, every = storage.interval, storage.step
     multiples = [completed // interval * interval + step for step in (0, interval)] if interval else []
-    turns = [turn for at in multiples if (turn := -(-at // every) * every) > completed]
+    turns = [turn for at in multiples if (turn := due_from(at, every)) > completed]
     if wanted is not None and wanted.iteration > completed:
         turns.append(wanted.iteration)
     return min(turns, default=None)
@@ -115,7 +116,7 @@ def next_turn(completed: int, storage: Storage, wanted: Version | None) -> int |
 def name_ahead(lineage: int, completed: int, every: int, iterations_per_second: float) -> Version:
     """Announce a version, for a checkpoint while the job trains. Every node learns of it before it is captured."""
     announced = completed + math.ceil(_NAMED_AHEAD_SECONDS * iterations_per_second)
-    return Version(lineage, (announced // every + 2) * every)
+    return Version(lineage, next_due(announced + every, every))
 
 
 def newest_held_by_all(offers: Iterable[NodeOffer], world_size: int) -> Version | None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-from .schedule import SyncSchedule, Turn
+from .averaging_times import SyncSchedule, Turn
 
 
 class Replicas(str, Enum):

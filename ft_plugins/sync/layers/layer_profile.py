@@ -6,7 +6,7 @@ forward; the backward runs through them in reverse. `communication` is the time 
 replicas, next to a backward as in the job, while no other layer is being averaged. Plain reduction of gradients is
 assumed to take the same time, because it moves the same bytes.
 
-As a file, for `ft-plugins plan --sync FILE`:
+As a file, for `ft-plugins plan sync FILE`:
 
     {"version": 1, "replicas": 8, "layers": [{
         "name": "h.0", "forward_seconds": 0.01, "backward_seconds": 0.02, "communication_seconds": 0.03, "bytes": 4096

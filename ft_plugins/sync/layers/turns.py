@@ -19,9 +19,9 @@ from typing import Any
 
 from ...events import Events, catalogue
 from ..averaging.averager import Averaging
+from ..averaging.averaging_times import SyncSchedule, Turn
 from ..averaging.noise import NoiseMeasurement, NoisePart, combine
 from ..averaging.policy import Policy
-from ..averaging.schedule import SyncSchedule, Turn
 from ..background import Background, BackgroundTask
 from ..links import Links
 

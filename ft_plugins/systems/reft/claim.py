@@ -143,7 +143,7 @@ def claim_memory(
     first = host.rank == 0 and context.restart == 0
     if first:
         claims = [(Shape(*values[:-1]), values[-1]) for values in shapes]
-        say(budget_table(claims, nodes, reft.plan.certifies, memory), who="")
+        say(budget_table(claims, nodes, reft.plan.schedule.compared, memory), who="")
     if first and reft.plan.lacking > 0:
         say(
             "if a process fails, the job resumes from the newest snapshot that all ranks still have; with so few slots "

@@ -115,6 +115,9 @@ class _DryHost:
     def inventory(self) -> Inventory:
         return self._job.inventory(self.rank)
 
+    def tensors(self) -> dict[str, Any]:
+        return {}
+
     def small_state(self) -> dict[str, Any]:
         return {}
 

@@ -30,16 +30,17 @@ from ...model.timeline import SenderFacts
 from ...recovery.recovery_plan import RecoveryPlan
 from ...recovery.source_choice import iteration_bound
 from ...smp.serve.client import Client
-from ...snapshot.capture.capture import Capture, Commit
+from ...snapshot.capture.capture import Capture
 from ...snapshot.capture.layout import layer_bytes, plan_layout
 from ...snapshot.checkpoint import index
 from ...snapshot.segment import claims
+from ...snapshot.segment.claims import CaptureOwner
 from ...snapshot.segment.ledger import digest_of
 from ...snapshot.segment.paths import path_of
 from ...snapshot.segment.room import SPARE, check_room, memory_bytes
 from ...snapshot.segment.segment import Segment
 from ...snapshot.segment.shape import Shape
-from ...snapshot.segment.slots import Mark, Version, captured_after
+from ...snapshot.segment.slots import Commit, Mark, Version, captured_after
 from ..iteration_ledger import IterationLedger
 from .captured_groups import naming_parameters
 from .failure_domains import JobNodeNames
@@ -57,7 +58,7 @@ class PeerDegraded(ProtectionError):
     """Another rank can no longer capture, so this one stops too."""
 
 
-class Reft:
+class Reft(CaptureOwner):
     """REFT on one rank. From `claim` to `close` it has a mapped segment, from `resume` on a capture thread."""
 
     def __init__(
@@ -68,7 +69,6 @@ class Reft:
         if config.capture is None:
             raise ConfigError("REFT is not on")
         self._host, self._collective = host, collective
-        self._interval = config.capture.interval
         self._audits = config.paft is not None and config.paft.mode == "audit"
         self._run_dir, self._token = run_dir, token
         self.nodes = ReftNodes(host, config, collective, names, run_dir, token, events)
@@ -156,10 +156,7 @@ class Reft:
         self._ledger.open(segment.ledger, plan.version.iteration if again and plan.version else None, condemned)
         if self._audits:
             segment.agreed = plan.loaded if plan.version is None else plan.version.iteration
-        self._capture = Capture(
-            segment, self.plan.layout, self._host.tensors, self._token, self._sealed,
-            self._reports.print_alarms, self._reports.left_out, self._check_room, self._slot_claimed,
-        )  # fmt: skip
+        self._capture = Capture(segment, self.plan.layout, self._host.tensors, self._token, self)
         if plan.version is not None:  # exchanged first; the SMPs have settled by now which parity has to stay
             self._capture.add_parity(plan.version)
         self._reports.restored(
@@ -168,7 +165,20 @@ class Reft:
         )  # fmt: skip
         return plan, recovered.small
 
-    def _check_room(self, nbytes: int) -> None:
+    # ---- events of the capture ----
+
+    def sealed(self, commit: Commit) -> None:
+        digests = self._mapped().digests(commit.slot)[: len(self.plan.layout.buckets)]
+        self._ledger.sealed(commit.version.iteration, digest_of(digests.tobytes()))
+        self._reports.sealed(commit)
+
+    def updated(self) -> None:
+        self._reports.print_alarms()
+
+    def left_out(self, version: Version) -> None:
+        self._reports.left_out(version)
+
+    def check_room(self, nbytes: int) -> None:
         """Raises BudgetError if this node has no room for another slot of each of its ranks: most need one together.
         What others of them have claimed already, a moment ago, is no longer needed."""
         claim = f"rank {self._host.rank}: another slot for each of the {len(self._paths)} ranks of this node, with 1/"
@@ -176,13 +186,7 @@ class Reft:
         needed = max(nbytes, claims.missing(self._paths, len(self._mapped().claimed) + 1))
         check_room(needed, claim, spare=memory_bytes() // SPARE)
 
-    def _sealed(self, commit: Commit) -> None:
-        """Called on the capture thread."""
-        digests = self._mapped().digests(commit.slot)[: len(self.plan.layout.buckets)]
-        self._ledger.sealed(commit.version.iteration, digest_of(digests.tobytes()))
-        self._reports.sealed(commit)
-
-    def _slot_claimed(self, refused: BudgetError | None) -> None:
+    def slot_claimed(self, refused: BudgetError | None) -> None:
         segment = self._mapped()
         self._reports.slot_claimed(len(segment.claimed), segment.claimed_bytes, refused)
 
@@ -199,7 +203,7 @@ class Reft:
         self.record_completed(step)
         if self._collective.announced(DEGRADED):
             raise PeerDegraded("another rank lost protection: the versions that all ranks hold stay, none is added")
-        if self._capture is not None and step % self._interval == 0:
+        if self._capture is not None and self.plan.schedule.captures(step):
             state = self._host.small_state()
             self._ledger.end(step, state)
             small = self.plan.encoded(state)
@@ -214,7 +218,7 @@ class Reft:
         waited = self._capture.wait() if self._capture else 0.0
         self._reports.record_wait(step, waited)
         if self._capture is not None:
-            captured = following > 0 and following % self._interval == 0
+            captured = self.plan.schedule.captures(following)
             self._capture.run_after_update(Version(self._lineage, following) if captured else None)
         return waited
 

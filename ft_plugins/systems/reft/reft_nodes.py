@@ -9,7 +9,6 @@ state of another data-parallel size; the numbers of nodes with which the job cou
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -36,6 +35,7 @@ from ...smp.exchange.parity_store import store_bytes
 from ...snapshot.capture.double import replica_shares, with_parity
 from ...snapshot.capture.layout import Layout
 from ...snapshot.capture.manifest import Manifest
+from ...snapshot.schedule import SnapshotSchedule
 from ...snapshot.segment.segment import Segment
 from ...snapshot.segment.shape import Shape
 from .failure_domains import JobNodeNames
@@ -43,9 +43,12 @@ from .failure_domains import JobNodeNames
 _SHOWN = 4  # entries of a list in a message
 
 
-def audits_every(config: Config) -> int:
-    """Iterations between two versions whose replicas are compared; 0 for none."""
-    return config.paft.audits_every if config.paft is not None else 0
+def schedule_of(config: Config) -> SnapshotSchedule:
+    """When versions are captured, exchanged and compared. Raises ConfigError without REFT."""
+    if config.capture is None:
+        raise ConfigError("REFT is not on")
+    audits = config.paft.audits_every if config.paft is not None else 0
+    return SnapshotSchedule.of(config.capture.interval, config.capture.exchange_interval, audits)
 
 
 class ReftNodes:
@@ -176,11 +179,11 @@ class ReftNodes:
 
     def _tier_config(self, secret_file: str) -> NodeTierConfig:
         stages = neighbour.pipelines(self._host.topology()) if self._copied else ()
-        interval, audits = self._config.interval * self._config.exchange_interval, audits_every(self._job)
+        schedule = schedule_of(self._job)
         return NodeTierConfig(
-            self.losses, stages, math.lcm(interval, audits) if audits else interval, self._config.exchange_mbps,
+            self.losses, stages, schedule.exchanged, self._config.exchange_mbps,
             self._job.detect_seconds, secret_file, self._run_dir, self._token,
-            both=self._copied and self._encoded, audited=audits > 0, domains=self._names.domains,
+            both=self._copied and self._encoded, audited=schedule.compared > 0, domains=self._names.domains,
             measure=self._job.baft is not None and self._job.baft.link_mbps is None, encrypt=self._job.encrypt,
         )  # fmt: skip
 

@@ -8,7 +8,6 @@ In: host, configuration, layout. Out: `Shape`, `Manifest`, `Storage`, small stat
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -29,7 +28,7 @@ from ...snapshot.capture.retention import Storage
 from ...snapshot.checkpoint import index
 from ...snapshot.segment.shape import Shape
 from ...snapshot.segment.slots import FIRST, Pin, free_of, needed_free, slots_for
-from .reft_nodes import audits_every
+from .reft_nodes import schedule_of
 
 _SMALL_FLOOR = 64 << 10  # minimum bytes claimed for small state, else twice its first size
 
@@ -46,10 +45,8 @@ class CapturePlan:
         self._config = reft
         self._losses = losses
         self._world_size = world_size
-        audits = audits_every(config)
-        # iterations between two versions whose replicas are compared, 0 for none; the newest certified one is kept
-        self.certifies = math.lcm(reft.interval, audits) if audits else 0
-        needed = needed_free(reft.interval, aligned=not audits and config.sync is None)
+        self.schedule = schedule_of(config)
+        needed = needed_free(reft.interval, aligned=not self.schedule.compared and config.sync is None)
         others = set(self._purposes()) - {Pin.NODE, Pin.SOURCE}
         self._free = needed if reft.slots is None else free_of(reft.slots, needed, losses > 0, others)
         self.lacking = needed - self._free  # slots, for the newest version that all ranks have to be never overwritten
@@ -71,7 +68,7 @@ class CapturePlan:
         """The purposes for which versions are pinned: each adds a slot."""
         pins = [Pin.NODE, Pin.SOURCE] if self._losses else []
         pins += [Pin.STORAGE] if self.storage else []
-        return pins + ([Pin.CERTIFIED] if self.certifies else [])
+        return pins + ([Pin.CERTIFIED] if self.schedule.compared else [])
 
     @cached_property
     def storage(self) -> Storage | None:
@@ -81,14 +78,15 @@ class CapturePlan:
             return None
         return Storage(
             str(Path(config.checkpoint_dir).absolute()), config.checkpoint_interval, config.interval,
-            config.checkpoint_keep, self._world_size, self.certifies,
+            config.checkpoint_keep, self._world_size, self.schedule.compared,
         )  # fmt: skip
 
     @cached_property
     def manifest(self) -> Manifest:
         """The place of each tensor's bytes in this rank's slots."""
         at = self._host.topology().coords(self._host.rank)
-        return manifest.manifest_of(self.layout, self._world_size, (at.pp, at.tp))
+        permuted = [name for name, tensor in self._host.tensors().items() if not tensor.is_contiguous()]
+        return manifest.manifest_of(self.layout, self._world_size, (at.pp, at.tp), permuted)
 
     @cached_property
     def _encoded_manifest(self) -> bytes:
@@ -104,7 +102,7 @@ class CapturePlan:
 
     def index(self, names: Mapping[str, Any] | None) -> dict[str, Any]:
         """The index for checkpoints of this start; `names`: the framework's names of the items."""
-        return index.describe(self._host.inventory(), self.layout, self.shape.layout, names)
+        return index.describe(self._host.inventory(), self.shape.layout, names)
 
 
 def check_replicas(inventory: Inventory, collective: Collective) -> None:

@@ -23,9 +23,8 @@ from ...recovery.nodes import JobNodes
 from ...recovery.recovery_plan import RecoveryPlan
 from ...redundancy.exchange_plan import positions
 from ...redundancy.node_kinds import SHOWN, grouped, more_kinds, node_label, node_lines, runs, shortened
-from ...snapshot.capture.capture import Commit
 from ...snapshot.segment.shape import Shape
-from ...snapshot.segment.slots import Version
+from ...snapshot.segment.slots import Commit, Version
 from ...transport.protocol import ALARM
 
 _ALARMS = TypeAdapter(dict[Text, Text])

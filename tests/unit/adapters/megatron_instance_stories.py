@@ -22,7 +22,7 @@ from ft_plugins.model.inventory import Role
 from ft_plugins.model.reduction import ReducedOver
 from ft_plugins.model.topology import Topology
 from ft_plugins.snapshot.capture import codec
-from ft_plugins.testing.gang import gang
+from harness.gang import gang
 
 ALL, LOCAL = ReducedOver.ALL, ReducedOver.LOCAL
 

@@ -21,7 +21,7 @@ from megatron_gangs import (
 from ft_plugins.errors import UnsupportedError
 from ft_plugins.model.inventory import Role
 from ft_plugins.model.reduction import ReducedOver
-from ft_plugins.testing.gang import gang
+from harness.gang import gang
 
 # ---- modules
 

@@ -26,7 +26,7 @@ from ft_plugins.errors import ConfigError, FtError, InventoryError, StateChanged
 from ft_plugins.model.digest import readable, state_digest
 from ft_plugins.model.inventory import Role
 from ft_plugins.session import attach
-from ft_plugins.testing.gang import gang
+from harness.gang import gang
 from tests.unit.adapters.torch_small import handed_over, take_over
 
 SECONDS = 100.0

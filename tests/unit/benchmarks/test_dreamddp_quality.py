@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-import dreamddp_quality
 from dreamddp_quality import learner_figures
-from ft_plugins.testing.gang import gang
+from harness.gang import gang
 from workloads import real_replica
 from workloads.dreamddp_quality_runs import (
     COMPARED,
     DREAMDDP,
     FULL_SYNC,
     LONG,
-    SHORT,
+    SMOKE,
     H,
     by_seed,
     compared_run,
@@ -32,20 +28,20 @@ from workloads.quality_training import COMMUNICATION, from_line, mean_of_replica
 
 
 def outcome(policy: str, losses: dict[int, float], seed: int = 1) -> QualityOutcome:
-    return QualityOutcome(compared_run("deep_text", seed, policy, SHORT), tuple(losses.items()), 5)
+    return QualityOutcome(compared_run("deep_text", seed, policy, SMOKE), tuple(losses.items()), 5)
 
 
-@pytest.mark.parametrize("scale", [*LONG.values(), SHORT])
+@pytest.mark.parametrize("scale", [*LONG.values(), SMOKE])
 def test_losses_are_taken_after_whole_periods(scale: QualityScale) -> None:
     assert scale.iterations % scale.evaluations == 0 and scale.iterations // scale.evaluations % H == 0
     assert scale.warmup % H == 0
 
 
 def test_both_policies_have_the_same_interval_and_warm_up() -> None:
-    full, ours = (compared_run("deep_text", 1, policy, SHORT) for policy in (FULL_SYNC, DREAMDDP))
+    full, ours = (compared_run("deep_text", 1, policy, SMOKE) for policy in (FULL_SYNC, DREAMDDP))
     assert full.sync["tau"] == ours.sync["h"] == H and full.sync["warmup"] == ours.sync["warmup"]
-    assert ours.sync["tau"] == SHORT.iterations and full.averaged and ours.averaged
-    assert not compared_run("deep_text", 1, PLAIN, SHORT).averaged
+    assert ours.sync["tau"] == SMOKE.iterations and full.averaged and ours.averaged
+    assert not compared_run("deep_text", 1, PLAIN, SMOKE).averaged
     assert from_line(to_line(outcome(DREAMDDP, {10: 2.0}))) == outcome(DREAMDDP, {10: 2.0})
 
 
@@ -55,7 +51,7 @@ def test_the_iteration_that_reaches_a_loss_is_interpolated() -> None:
     assert iterations_to(run, 3.5) == 10 and iterations_to(run, 0.5) == math.inf
 
 
-def test_ratios_are_paired_by_seed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ratios_are_paired_by_seed() -> None:
     rows = []
     for seed in (1, 2, 3):
         rows += [outcome(PLAIN, {10: 4.0, 20: 0.9 * seed}, seed), outcome(FULL_SYNC, {10: 4.0, 20: 1.0 * seed}, seed)]
@@ -98,24 +94,3 @@ def test_the_mean_is_evaluated_and_each_replica_trains_on_with_its_own_parameter
     for rank, (inside, after) in enumerate(gang(_evaluated, 2, seconds=60)):
         assert inside == pytest.approx([0.6, 0.6])
         assert after == torch.full((2,), rank + 0.1).tolist()
-
-
-@pytest.mark.all_configurations
-def test_the_quick_form_trains_with_both_policies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["dreamddp_quality.py", "--quick", "--learners", "deep_text", "--output", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", arguments)
-    dreamddp_quality.main()
-    figures = json.loads(capsys.readouterr().out.splitlines()[-1])["figures"]
-    assert all(math.isfinite(value) for value in figures.values())
-    lines = (tmp_path / "dreamddp_quality.jsonl").read_text()
-    done = by_seed([from_line(line) for line in lines.splitlines()], "deep_text")
-    losses = {policy: dict(done[policy][1].losses) for policy in COMPARED}
-    in_warmup = [at for at in losses[PLAIN] if at <= SHORT.warmup]
-    assert in_warmup and all(losses[policy][at] == losses[PLAIN][at] for policy in COMPARED for at in in_warmup)
-    assert len({losses[policy][SHORT.iterations] for policy in COMPARED}) == len(COMPARED)
-    assert losses[DREAMDDP][SHORT.iterations] == pytest.approx(losses[FULL_SYNC][SHORT.iterations], rel=0.05)
-    dreamddp_quality.main()  # everything is in the folder already
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["figures"] == figures
-    assert (tmp_path / "dreamddp_quality_deep_text.png").stat().st_size

@@ -10,10 +10,10 @@ from ft_plugins.errors import ConfigError
 
 pytest.importorskip("matplotlib")
 
-from ft_plugins.planner.goodput import ProtectionKind  # noqa: E402
-from ft_plugins.planner.pipeline import PipelineSchedule  # noqa: E402
 from workloads import pictures  # noqa: E402
 from workloads.jobs import FAMILY, PAPER  # noqa: E402
+from workloads.pipelines.goodput import ProtectionKind  # noqa: E402
+from workloads.pipelines.pipeline import PipelineSchedule  # noqa: E402
 from workloads.quality_pictures import draw_quality  # noqa: E402
 from workloads.quality_runs import POLICIES, QualityOutcome, QualityScale, by_policy, runs  # noqa: E402
 from workloads.study import study_scale, study_shape  # noqa: E402

@@ -1,27 +1,24 @@
-"""What local SGD does to the loss: the quick form of the benchmark on real ranks, and how figures follow from runs."""
+"""What local SGD does to the loss: which runs are done, and how figures follow from them."""
 
 from __future__ import annotations
 
-import json
 import math
-import sys
 from pathlib import Path
 
 import pytest
 
 import local_sgd_quality
 from ft_plugins.config import SyncConfig
-from local_sgd_quality import learner_figures
+from local_sgd_quality import QUICK_RUNS, learner_figures, measure_runs
 from workloads.quality_runs import (
     EDIT,
-    EDIT_LOW,
     FULL,
     GARBAGE_RANK,
     PLAIN,
     POLICIES,
-    QUICK,
     STRUCK,
     QualityOutcome,
+    QualityRun,
     QualityScale,
     SynchronisationRecord,
     by_policy,
@@ -33,47 +30,23 @@ from workloads.quality_runs import (
 from workloads.quality_training import from_line, to_line
 
 SCALE = FULL["noisy_digits"]
-RATIOS = {f"{policy}_loss_x" for policy in POLICIES if policy != PLAIN}
-RATIOS |= {f"{policy}_garbage{peak}_x" for policy in STRUCK for peak in ("", "_peak")}
-SHARES = {"garbage_left_out", "sound_left_out"}
-CLAIMS = {"edit_holds", "garbage_holds"}
 
 
-@pytest.mark.all_configurations
-def test_the_quick_form_trains_every_policy_and_edit_leaves_the_replica_with_garbage_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["local_sgd_quality.py", "--quick", "--learners", "text", "--output", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", arguments)
-    local_sgd_quality.main()
-    figures = json.loads(capsys.readouterr().out.splitlines()[-1])["figures"]
-    names = RATIOS | SHARES | CLAIMS | {"plain_loss", "seed_spread"}
-    assert figures.keys() == {f"text_{name}" for name in names} | {"holds"}
-    assert all(math.isfinite(value) for value in figures.values())
-    assert figures["text_garbage_left_out"] > 0.5 > figures["text_sound_left_out"]
-    lines = (tmp_path / "quality.jsonl").read_text()
-    assert len(lines.splitlines()) == len(POLICIES) + len(STRUCK)
-    done = by_policy([from_line(line) for line in lines.splitlines()], "text")
-    clean, struck = done[EDIT, False][1], done[EDIT, True][1]
-    first, last = QUICK.garbage
-    in_stretch = [one for one in struck.synchronisations if first <= one.iteration <= last]
-    assert [one.iteration for one in in_stretch] == [*range(first + QUICK.tau - 1, last + 1, QUICK.tau)]
-    assert all(any(GARBAGE_RANK in ranks for ranks in one.left_out.values()) for one in in_stretch)
-    before = [one for one in clean.synchronisations if one.iteration < first]
-    assert before == [one for one in struck.synchronisations if one.iteration < first], "the same until the garbage"
-    losses = {policy: dict(done[policy, False][1].losses) for policy in POLICIES}
-    in_warmup = [at for at in losses[PLAIN] if at <= QUICK.warmup]
-    same = [policy for policy in POLICIES if policy != EDIT_LOW]  # whose rate is another one
-    assert in_warmup and all(losses[policy][at] == losses[PLAIN][at] for policy in same for at in in_warmup)
-    assert len({losses[policy][QUICK.iterations] for policy in POLICIES}) == len(POLICIES)
+def test_runs_that_are_in_the_folder_are_not_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = []
 
-    local_sgd_quality.main()  # everything is in the folder already
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["figures"] == figures
-    assert (tmp_path / "quality.jsonl").read_text() == lines
-    assert (tmp_path / "quality_text.png").stat().st_size
+    def train(run: QualityRun, folder: Path) -> QualityOutcome:
+        done.append(run)
+        return QualityOutcome(run, ((60, 1.0 + run.seed),), 2)
+
+    monkeypatch.setattr(local_sgd_quality, "train_quality", train)
+    todo, saved = [run_of("text", seed, EDIT, SCALE, garbage=True) for seed in (1, 2, 3)], tmp_path / "quality.jsonl"
+    first = [*measure_runs(todo[:2], saved)]
+    assert [*measure_runs(todo, saved)][:2] == first and done == todo
+    assert [*measure_runs(todo[2:], None)][0].loss == 4.0 and len(saved.read_text().splitlines()) == 3
 
 
-@pytest.mark.parametrize("scale", [*FULL.values(), QUICK])
+@pytest.mark.parametrize("scale", FULL.values())
 def test_losses_are_taken_right_after_synchronisations_and_garbage_comes_when_replicas_are_judged(
     scale: QualityScale,
 ) -> None:
@@ -168,3 +141,5 @@ def test_the_claims_follow_from_medians(
     values = learner_figures(by_policy(made, "digits"))
     assert values["edit_loss_x"] == pytest.approx(edit)
     assert (values["edit_holds"], values["garbage_holds"]) == holds
+    quick = {key: by_seed for key, by_seed in by_policy(made, "digits").items() if key in QUICK_RUNS}
+    assert learner_figures(quick)["edit_garbage_x"] == values["edit_garbage_x"], "of fewer runs the same"

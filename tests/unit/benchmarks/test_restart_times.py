@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from ft_plugins.events import Event, EventType, catalogue
 from workloads.restart_times import (
     Kill,
     LogLine,
@@ -14,7 +13,6 @@ from workloads.restart_times import (
     places,
     read_lines,
     seconds_of_iteration,
-    standbys_decided,
 )
 
 KILLED = 110.0
@@ -68,21 +66,3 @@ def test_half_a_line_is_not_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("count", [1, 3, 5])
 def test_there_are_as_many_places_as_kills(count: int) -> None:
     assert len(places(count, 24)) == count
-
-
-@pytest.mark.parametrize(
-    "happened, decided",
-    [
-        ([], False),
-        ([(catalogue.STANDBYS_USED, 130.0)], False),
-        ([(catalogue.STANDBYS_PREPARED, 130.0)], True),
-        ([(catalogue.STANDBYS_PREPARED, 90.0)], False),  # those of the start before
-        ([(catalogue.STANDBY_REFUSED, 90.0), (catalogue.STANDBYS_PREPARED, 130.0)], True),
-        ([(catalogue.STANDBY_REFUSED, 130.0)], True),  # there will be none, so none is waited for
-        ([(catalogue.STANDBYS_OMITTED, 90.0)], True),
-    ],
-)
-def test_a_kill_waits_for_standby_workers_as_long_as_there_may_be_some(
-    happened: list[tuple[EventType, float]], decided: bool
-) -> None:
-    assert standbys_decided([Event(kind.name, time) for kind, time in happened], KILLED) is decided

@@ -13,51 +13,25 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ft_plugins.testing.emulated_nodes import network
+from workloads.results import ROWS
+from workloads.running import BENCHMARKS
 
 FOLDER = Path(__file__).parents[3] / "benchmarks"
-SECONDS = 1800.0  # a bound for a benchmark that hangs; each takes a minute or so
-WORDS = {
-    "bubble_overhead": ("--quick", "--pairs", "2", "--dilation", "1"),
-    "double_capture": ("--quick",),
-    "dreamddp": ("--quick", "--parts", "emulated", "--columns", "resnet18_8"),
-    "dreamddp_quality": ("--quick", "--learners", "deep_text"),
-    "ledger_cost": ("--quick",),
-    "local_sgd": ("--quick", "--scenarios", "even"),
-    "local_sgd_quality": ("--quick", "--learners", "text"),
-    "parity": ("--quick",),
-    "recovery": ("--quick", "--only", "nodes"),
-    "scale": ("--most", "64"),
-    "sdc": ("--quick", "--learners", "text"),
-    "simulate": ("--quick",),
-    "snapshot_stall": ("--quick",),
-    "sync_overhead": ("--rounds", "1", "--calibrations", "1"),
-}
-THROTTLED = ("bubble_overhead", "dreamddp", "local_sgd", "sync_overhead")
+SECONDS = 1800.0  # a bound for a benchmark that hangs; most take seconds
 
 
-def without_links() -> str:
-    """Why links cannot be throttled on this machine; '' if they can."""
-    try:
-        with network([1]) as (host,):
-            if not host.namespace:
-                return "network namespaces are not permitted: run as root or with CAP_NET_ADMIN"
-            host.throttle(1000.0)
-    except (OSError, subprocess.SubprocessError) as error:
-        return f"links in network namespaces cannot be throttled: {error}"
-    return ""
-
-
-def test_every_benchmark_is_started_here() -> None:
-    assert set(WORDS) == {path.stem for path in FOLDER.glob("*.py") if "__main__" in path.read_text()}
+def test_every_benchmark_is_known_and_has_a_line_in_the_table() -> None:
+    scripts = {path.stem for path in FOLDER.glob("*.py") if "__main__" in path.read_text()}
+    assert scripts == BENCHMARKS.keys() | {"all"} and {row.benchmark for row in ROWS} == BENCHMARKS.keys()
+    assert all(benchmark.quick <= 180 for benchmark in BENCHMARKS.values())
 
 
 @pytest.mark.all_configurations
-@pytest.mark.parametrize("name", WORDS)
-def test_it_ends_with_its_figures_as_one_line_of_json(name: str) -> None:
-    if name in THROTTLED and (reason := without_links()):
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_it_ends_with_its_figures_as_one_line_of_json(name: str, tmp_path: Path) -> None:
+    if reason := BENCHMARKS[name].missing(smoke=True):
         pytest.skip(reason)
-    words = [sys.executable, str(FOLDER / f"{name}.py"), *WORDS[name]]
+    words = [sys.executable, str(FOLDER / "all.py"), "--smoke", "--only", name, "--output", str(tmp_path)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as script:
         try:
             output, errors = script.communicate(timeout=SECONDS)
@@ -69,14 +43,20 @@ def test_it_ends_with_its_figures_as_one_line_of_json(name: str) -> None:
                 script.kill()
             raise
     assert script.returncode == 0, f"{output[-2000:]}\n{errors[-4000:]}"
-    last = json.loads(output.splitlines()[-1])
-    assert last["benchmark"] == name and last["figures"]
+    *_, own, table, whole = output.splitlines()
+    last = json.loads(own)
+    assert json.loads(whole)["figures"]["all_ended_well"], f"{output[-2000:]}\n{errors[-4000:]}"
+    assert last["benchmark"] == name and (tmp_path / name / f"{name}.json").read_text() == f"{own}\n"
+    assert " left: " in errors, "it says how far it is"
+    measured = [row for row in ROWS if row.benchmark == name and row.figure in last["figures"]]
+    page = (tmp_path / "results.md").read_text()
+    assert measured and all(row.meaning in page for row in measured) and table.endswith("results.md")
 
 
 @pytest.mark.all_configurations
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_one_that_is_stopped_leaves_no_process_memory_network_or_folder(number: signal.Signals) -> None:
-    words = [sys.executable, str(FOLDER / "recovery.py"), *WORDS["recovery"], "--namespaces"]
+    words = [sys.executable, str(FOLDER / "recovery.py"), "--smoke", "--namespaces"]
     with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as script:
         try:
             job = f"rec{script.pid}-"

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from ft_plugins.errors import ConfigError
-from ft_plugins.planner.goodput import ProtectionKind
-from ft_plugins.planner.outlook import PlannedPipeline, plan_pipeline
-from ft_plugins.planner.pipeline import Pipeline, PipelineSchedule
 from ft_plugins.planner.survival import Cluster
 from workloads.jobs import FAMILY, PAPER, RANK_FAILURES, WEIGHTS_ONLY
+from workloads.pipelines.goodput import ProtectionKind
+from workloads.pipelines.outlook import PlannedPipeline, plan_pipeline
+from workloads.pipelines.pipeline import Pipeline, PipelineSchedule
 from workloads.study import scales_table, shapes_table, study_scale, study_shape
 
 EVERY_SHAPE = [job for batch in PAPER.values() for job in batch]

@@ -10,8 +10,8 @@ import pytest
 from ft_plugins.bubbles.timeline.messages import Traffic, traffic, without_messages
 from ft_plugins.bubbles.windows import Reserve
 from ft_plugins.model.timeline import Kind, Span, Timeline, bubbles
-from ft_plugins.planner.pipeline import Pipeline, PipelineSchedule
-from ft_plugins.planner.simulate import PipelineLink, Times, simulate
+from workloads.pipelines.pipeline import Pipeline, PipelineSchedule
+from workloads.pipelines.simulate import PipelineLink, Times, simulate
 
 STAGES, MICROBATCHES = 4, 8
 ONE = (tuple(range(STAGES)),)

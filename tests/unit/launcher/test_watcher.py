@@ -220,7 +220,7 @@ class Hanging:
 
     def ensure(self, *arguments: Any) -> int:
         if not self.processes:
-            hold = "import sys, pathlib\nfrom ft_plugins.smp import liveness\n"
+            hold = "import sys, pathlib\nfrom ft_plugins.smp.watch import liveness\n"
             hold += "liveness.acquire(pathlib.Path(sys.argv[1]))\nprint(flush=True)\nsys.stdin.read()"
             command = [sys.executable, "-c", hold, str(self._lock)]
             self.processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))

@@ -77,7 +77,7 @@ def test_a_script_runs_as_main_with_its_own_arguments_and_folder(tmp_path: Path,
 
 def test_what_ft_run_decided_is_in_the_context_and_faults_are_armed(tmp_path: Path) -> None:
     script = (
-        "from ft_plugins.config import launch_context; from ft_plugins import faults\n"
+        "from ft_plugins.config import launch_context; from ft_plugins.base import faults\n"
         "c = launch_context(); print(c.rank, c.token, c.config.reft.interval, c.config.job)\n"
         "print(faults.reach('update.begin', iteration=2), faults.reach('update.begin', iteration=3))"
     )

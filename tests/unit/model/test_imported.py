@@ -12,19 +12,22 @@ import pytest
 from ft_plugins.model import imported
 
 
-def test_a_reader_finds_the_modules_in_their_order_and_no_value_of_the_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WANDB_API_KEY", "a secret")
+def test_a_reader_finds_the_modules_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "not importable", ModuleType("x"))
     monkeypatch.setitem(sys.modules, "made_by_hand", ModuleType("made_by_hand"))
     imported.write(tmp_path, 1, 7)
     path = imported.path_of(tmp_path, 1)
-    assert path.stat().st_mode & 0o777 == 0o600 and "a secret" not in path.read_text()
+    assert path.stat().st_mode & 0o777 == 0o600
     found = imported.read(tmp_path, 1)
     assert found.token == 7 and found.names.index("json") < found.names.index("ft_plugins.model.imported")
     assert not {"not importable", "made_by_hand"} & set(found.names)
-    assert found.environment["WANDB_API_KEY"] == imported.digest("a secret") != imported.digest("another")
+    assert imported.read_record(path) == found and imported.read_record(tmp_path / "none") == imported.Imported()
+
+
+def test_variables_that_a_script_sets_after_a_module_had_read_them_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(imported, "_found", {})
+    imported.found_by_modules({"READ": None, "KEPT": "1"})
+    assert imported.outdated({"READ": "x", "KEPT": "1"}) == ("READ",) and imported.outdated({"KEPT": "1"}) == ()
 
 
 @pytest.mark.parametrize("name", ["../x", "os;x", "a" * 300, ".relative", 3])

@@ -11,9 +11,6 @@ import pytest
 
 from ft_plugins.planner.group_sizes import plan_group_sizes
 from ft_plugins.planner.group_survival import choose_group_nodes
-from ft_plugins.planner.intervals import Costs
-from ft_plugins.planner.outlook import PlannedPipeline, plan_pipeline
-from ft_plugins.planner.pipeline import Pipeline, PipelineSchedule
 from ft_plugins.planner.survival import Cluster, Scheme, days_until, log_survival, loss
 
 LARGE = Cluster(2048, 512, 0.004, 0.002, redundancy_nodes=8)
@@ -68,7 +65,4 @@ def test_racks_cost_days_and_keep_groups_small() -> None:
 def test_a_job_of_16384_ranks_is_planned_in_seconds() -> None:
     begin = time.process_time()
     plan_group_sizes(replace(LARGE, domain_nodes=16, domain_rate=1e-3), 0.9).table()
-    pipeline = Pipeline(PipelineSchedule.ONE_F_ONE_B, 16, 128)
-    outlook = plan_pipeline(PlannedPipeline(pipeline), LARGE, Costs(100.0, 10.0, 0.1, 5.0, 100.0))
-    assert [plan.nodes for plan in outlook.plans] == [2048, 8192, 32768, 131072]
     assert time.process_time() - begin < 10

@@ -29,7 +29,7 @@ else:
     LOOPS = [blocked, compiled]
 
 both = pytest.mark.parametrize("loops", LOOPS, ids=lambda loops: loops.__name__.rpartition(".")[2])
-with_llvm = pytest.mark.skipif(len(LOOPS) < 2, reason="llvmlite is not installed")
+with_llvm = pytest.mark.skipif(len(LOOPS) < 2, reason="nothing can be compiled for this processor")
 PRODUCTS = np.array([[times(a, b) for b in range(256)] for a in range(256)], dtype=np.uint8)
 LENGTHS = st.integers(0, 20) | st.integers(0, 300) | st.sampled_from([4095, 65535, 65536, 65537, 131073])
 ROWS = st.lists(st.integers(0, 255), min_size=11, max_size=11) | st.just([1] * 11) | st.just([0] * 11)

@@ -22,6 +22,7 @@ from ft_plugins.smp.tree.agreement import (
     ExchangeDecision,
     ExchangeEpoch,
     NodeReport,
+    Sealing,
     Summary,
     decide,
     merge,
@@ -517,17 +518,18 @@ class Node:
         if version is not None:
             self._feed(SealChecked(self._sealed(version)))
 
-    def _sealed(self, version: Version) -> bool | None:
+    def _sealed(self, version: Version) -> Sealing:
         for rank in self.ranks:
             rank.unpin(Pin.SOURCE, but=[version])
             newest = max((slot.version for slot in rank.slots if slot.version), default=version)
             if rank.pin(version, Pin.SOURCE):
                 if version in rank.parity.clean():
                     continue
-                return False if version == self.state.epoch.base and newest == version else None
+                awaited = version == self.state.epoch.base and newest == version
+                return Sealing.PENDING if awaited else Sealing.MISSED
             coming = any(slot.version == version and slot.state is SlotState.DIRTY for slot in rank.slots)
-            return None if newest > version and not coming else False
-        return True
+            return Sealing.MISSED if newest > version and not coming else Sealing.PENDING
+        return Sealing.DONE
 
     def take(self, version: Version, source: int) -> bool:
         """Whether all of `source` is here then."""

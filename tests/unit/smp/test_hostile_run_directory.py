@@ -44,8 +44,8 @@ from ft_plugins.snapshot.segment import paths
 from ft_plugins.snapshot.segment.segment import Segment, create
 from ft_plugins.snapshot.segment.shape import Shape
 from ft_plugins.snapshot.segment.slots import Pin, Version, slots_for
-from ft_plugins.testing.hostile import altered, damaged
 from ft_plugins.transport.wire import read_secret
+from harness.hostile import altered, damaged
 
 SHAPE = Shape(9000, 2000, 2, 3, slots_for(Pin.NODE, Pin.SOURCE))
 NODE = "n"
@@ -420,7 +420,7 @@ def test_an_smp_is_the_package_of_whoever_starts_it_though_it_is_not_installed(t
     import ft_plugins
 
     shutil.copytree(Path(ft_plugins.__file__).parent, tmp_path / "ft_plugins", ignore=shutil.ignore_patterns("*.pyc"))
-    program = "from ft_plugins.smp import isolated; print('\\n'.join(isolated.command()))"
+    program = "from ft_plugins.smp.serve import isolated; print('\\n'.join(isolated.command()))"
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     found = subprocess.run(
         [sys.executable, "-c", program], env=environment, cwd=tmp_path, capture_output=True, text=True, check=True

@@ -21,7 +21,7 @@ from ft_plugins.errors import ProtocolError
 from ft_plugins.events import Event, Events
 from ft_plugins.model.inventory import Inventory, Item, Role
 from ft_plugins.smp.exchange import replica_checks as checks
-from ft_plugins.smp.resize.previous_segments import PreviousSegments
+from ft_plugins.smp.serve.context import NodeContext
 from ft_plugins.smp.serve.job_file import refer
 from ft_plugins.smp.serve.requests import RebuildSlot
 from ft_plugins.smp.tree.node import NodeTier
@@ -157,7 +157,7 @@ class Cluster:
         events = Events(name)
         events.subscribe(self.events[name].append)
         segments = {rank: self.trainers[rank].segment for rank in self.ranks(position)}
-        return NodeTier(self.folder / name, self.job, name, segments, PreviousSegments(self.job, name), events)
+        return NodeTier(NodeContext.of(self.folder / name, self.job, name, events, segments))
 
     def _endpoints(self) -> tuple[tuple[str, int], ...]:
         return tuple(tier.endpoint("127.0.0.1", str(self.secret)) for tier in self.tiers)

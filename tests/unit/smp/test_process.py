@@ -38,8 +38,8 @@ from ft_plugins.snapshot.segment import segment as segments
 from ft_plugins.snapshot.segment.segment import Segment
 from ft_plugins.snapshot.segment.shape import Shape
 from ft_plugins.snapshot.segment.slots import Pin, SlotState, Version
-from ft_plugins.testing.job_control import wait_until
 from ft_plugins.transport import protocol
+from harness.job_control import wait_until
 
 SHAPE = Shape(nbytes=1000, small_nbytes=200, buckets=1, layout=77)
 FINGERPRINT = {"layers": 4, "seed": 1, "data": {"path": "/d", "size": 9}}

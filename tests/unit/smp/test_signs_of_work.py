@@ -14,9 +14,9 @@ from ft_plugins.model.progress import WorkPhase
 from ft_plugins.smp.watch import liveness, signs_of_work
 from ft_plugins.smp.watch.signs_of_work import SignsOfWork, _of_tree, _processes
 from ft_plugins.snapshot.segment.progress_words import RankProgress
-from ft_plugins.testing.job_control import wait_until
+from harness.job_control import wait_until
 
-LISTENS = "from pathlib import Path; from ft_plugins.smp import stacks; stacks.listen(Path({folder!r}), 0)\n"
+LISTENS = "from pathlib import Path; from ft_plugins.smp.watch import stacks; stacks.listen(Path({folder!r}), 0)\n"
 READY = "print(flush=True)\n"
 SLEEPS = READY + "import time; time.sleep(600)\n"
 SPINS = READY + "while True: pass\n"

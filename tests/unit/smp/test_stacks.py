@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from ft_plugins.smp.watch import liveness, stacks
-from ft_plugins.testing.job_control import wait_until_stopped
+from harness.job_control import wait_until_stopped
 
-LISTENS = "from pathlib import Path; from ft_plugins.smp import stacks; stacks.listen(Path({folder!r}), {rank}); "
+LISTENS = "from pathlib import Path; from ft_plugins.smp.watch import stacks; stacks.listen(Path({folder!r}), {rank}); "
 SLEEPS = "import time\ndef outer(): print(flush=True); time.sleep(600)\n"
 # in C, and keeps the interpreter's lock
 LOCKS = "import re\ndef outer(): print(flush=True); re.match('(a*)*b', 'a' * 400)\n"

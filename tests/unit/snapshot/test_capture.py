@@ -17,12 +17,13 @@ import torch
 from ft_plugins.base import faults
 from ft_plugins.errors import CorruptSlotError, FencedError, InventoryError, SegmentError, StateChangedError
 from ft_plugins.model.inventory import Inventory, Item, IterationSpan, Role
-from ft_plugins.snapshot.capture.capture import Capture, Commit
+from ft_plugins.snapshot.capture.capture import Capture
 from ft_plugins.snapshot.capture.copiers import HostCopier, flat_bytes
 from ft_plugins.snapshot.capture.layout import Layout, plan_layout
+from ft_plugins.snapshot.segment.claims import CaptureOwner
 from ft_plugins.snapshot.segment.segment import Segment, create
 from ft_plugins.snapshot.segment.shape import Shape
-from ft_plugins.snapshot.segment.slots import Pin, SlotState, Version
+from ft_plugins.snapshot.segment.slots import Commit, Pin, SlotState, Version
 
 BUCKET = 256
 SECONDS = 20  # bound of every wait
@@ -81,7 +82,7 @@ class Gate(HostCopier):
         self._done += 1
 
 
-class Rig:
+class Rig(CaptureOwner):
     """A segment with the capture of one rank."""
 
     def __init__(self, path: Path) -> None:
@@ -97,14 +98,14 @@ class Rig:
         self.stopped: set[int] = set()
 
     def capture(self, token: int = 1, gate: HostCopier | None = None) -> Capture:
-        def committed(commit: Commit) -> None:
-            self.commits.append((commit, threading.current_thread().name))
-
-        made = Capture(self.segment, self.layout, lambda: self.tensors, token, committed)
+        made = Capture(self.segment, self.layout, lambda: self.tensors, token, self)
         if gate is not None:
             made._copiers[CPU] = gate
         self.captures.append(made)
         return made
+
+    def sealed(self, commit: Commit) -> None:
+        self.commits.append((commit, threading.current_thread().name))
 
     def held(self, index: int) -> dict[str, bytes]:
         """The items as slot `index` holds them, put together from the pieces."""
@@ -178,18 +179,17 @@ def test_a_slot_is_claimed_once_if_a_second_update_begins_before_the_work_of_the
     rig.segment.token = 1
     first_ends, claims, updates = threading.Event(), list[str](), list[int]()
 
-    def after_update() -> None:
-        updates.append(len(updates))
-        if len(updates) == 1:
-            assert_set(first_ends)
+    class Owner(CaptureOwner):
+        def updated(self) -> None:
+            updates.append(len(updates))
+            if len(updates) == 1:
+                assert_set(first_ends)
 
-    def claiming(nbytes: int) -> None:
-        claims.append(threading.current_thread().name)
-        time.sleep(0.3)
+        def check_room(self, nbytes: int) -> None:
+            claims.append(threading.current_thread().name)
+            time.sleep(0.3)
 
-    capture = Capture(
-        rig.segment, rig.layout, lambda: rig.tensors, 1, after_update=after_update, claiming=claiming
-    )  # fmt: skip
+    capture = Capture(rig.segment, rig.layout, lambda: rig.tensors, 1, Owner())
     rig.captures.append(capture)
     for iteration in (1, 2):
         capture.start(Version(1, iteration), b"")
@@ -515,8 +515,8 @@ def test_closing_finishes_the_running_capture(rig: Rig) -> None:
 
 def test_a_version_for_which_no_slot_is_free_is_left_out_and_said_and_nothing_waits_or_changes(rig: Rig) -> None:
     left_out: list[Version] = []
-    capture = Capture(rig.segment, rig.layout, lambda: rig.tensors, 1, left_out=left_out.append)
-    rig.captures.append(capture)
+    rig.left_out = left_out.append  # type: ignore[method-assign]
+    capture = rig.capture()
     for iteration in (1, 2, 3):
         capture.start(Version(1, iteration), b"")
         capture.wait()

@@ -22,6 +22,7 @@ from ft_plugins.errors import FencedError, InventoryError
 from ft_plugins.model.inventory import Inventory, Item, IterationSpan, Role
 from ft_plugins.redundancy.exchange_plan import ExchangePlan, plan_exchange
 from ft_plugins.redundancy.sections import Encoding, Extent
+from ft_plugins.snapshot.capture import manifest
 from ft_plugins.snapshot.capture.capture import Capture
 from ft_plugins.snapshot.capture.double import replica_extents, replica_shares, with_parity
 from ft_plugins.snapshot.capture.layout import Layout, plan_layout
@@ -102,6 +103,10 @@ def test_trainers_and_smps_find_the_same_parity_made_of_the_same_bytes(data: st.
     assert not made_from & synchronous
 
 
+def small_of(layout: Layout) -> bytes:
+    return manifest.join(manifest.write(manifest.manifest_of(layout, 1, (0, 0))), b"small")
+
+
 class World:
     """The ranks of a job, each with a segment; replicas of an item hold equal bytes."""
 
@@ -119,7 +124,7 @@ class World:
             path = path_of(job, nodes[rank], rank)
             shape = Shape(
                 layout.nbytes + layout.parity_nbytes,
-                100,
+                10_000,
                 len(layout.ranges),
                 7,
                 4,
@@ -145,10 +150,10 @@ class World:
 
     def capture(self, iteration: int, awaited: bool = True) -> None:
         """All ranks capture an iteration; `awaited`: their SMPs have said that it is exchanged next."""
-        for capture, segment in zip(self.captures, self.segments, strict=True):
+        for capture, segment, layout in zip(self.captures, self.segments, self.layouts, strict=True):
             if awaited:
                 segment.await_version(Version(1, iteration))
-            capture.start(Version(1, iteration), b"small")
+            capture.start(Version(1, iteration), small_of(layout))
         for capture in self.captures:
             capture.wait()
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ft_plugins.base.intake import FILE_LIMIT
 from ft_plugins.errors import ConfigError
 from ft_plugins.sync.layers.layer_profile import MOST_LAYERS, LayerProfile, LayerTimes, read_profile, write_profile
-from ft_plugins.testing.hostile import altered, damaged
+from harness.hostile import altered, damaged
 
 PROFILE = LayerProfile((LayerTimes("embedding", 0.001, 0.002, 0.5, 10**9), LayerTimes("h.0", 0, 1 / 3, 0.25, 7)), 8)
 MANY = settings(derandomize=True, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])

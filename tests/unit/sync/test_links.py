@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ft_plugins.sync.links import Links
-from ft_plugins.testing.gang import gang
+from harness.gang import gang
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64)
 LENGTHS = (1, 3, 4, 0)

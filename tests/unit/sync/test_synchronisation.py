@@ -19,7 +19,7 @@ from ft_plugins.sync.rounds.modules import plan_groups, plan_modules
 from ft_plugins.sync.rounds.outer import OuterRules
 from ft_plugins.sync.rounds.penalty import PenaltyRules
 from ft_plugins.sync.rounds.synchronisation import Synchronisation, SynchronisationRules
-from ft_plugins.testing.gang import gang
+from harness.gang import gang
 
 SYNC = ((0, 2), (1, 3), (0, 2), (1, 3))  # replicas: ranks 0 and 1, ranks 2 and 3
 SIZES = ({"both.weight": 5, "first.weight": 4}, {"both.weight": 3, "second.weight": 7})  # by place in the replica

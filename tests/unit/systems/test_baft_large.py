@@ -20,10 +20,10 @@ from ft_plugins.bubbles.windows import SHORTEST_SECONDS, Reserve
 from ft_plugins.config import BaftConfig
 from ft_plugins.events import Events
 from ft_plugins.model.timeline import Kind, Profile, SenderFacts, Span, Timeline, reduce_work, reductions
-from ft_plugins.planner.pipeline import Pipeline, PipelineSchedule
-from ft_plugins.planner.simulate import PipelineLink, Times, simulate
 from ft_plugins.redundancy.neighbour import plan_neighbours
 from ft_plugins.systems.baft import Baft
+from workloads.pipelines.pipeline import Pipeline, PipelineSchedule
+from workloads.pipelines.simulate import PipelineLink, Times, simulate
 
 CONFIG = BaftConfig()
 SIZES = (200_000, 3_000_000, 700_000, 20_000_000)  # bytes of the ranks of a pipeline: one iteration, and many

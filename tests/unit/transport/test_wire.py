@@ -24,12 +24,12 @@ from ft_plugins.events import Events
 from ft_plugins.smp.exchange.frames import Data
 from ft_plugins.smp.exchange.readers import PipelinedPeer
 from ft_plugins.snapshot.segment.slots import Version
-from ft_plugins.testing.job_control import wait_until
 from ft_plugins.transport import channel, wire
 from ft_plugins.transport.channel import TAG, Party
 from ft_plugins.transport.door import DoorLimits
 from ft_plugins.transport.frame_codec import PAYLOAD_LIMIT
 from ft_plugins.transport.wire import SECRET_LIMIT, Bytes, Peer, Server, read_secret
+from harness.job_control import wait_until
 from tests.unit.transport.purposes import (
     CUT,
     JOB,

@@ -1,0 +1,1 @@
+"""Pipelines: schedules as data, a simulator, bubbles and what fits into them, goodput by protection."""

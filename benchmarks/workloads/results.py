@@ -1,0 +1,195 @@
+"""The table of all benchmarks: what each figure is to be, what the paper has, what peers reached in the same run. Pure.
+
+Invariant: a figure that was not measured is shown as such, and a quick run is called one.
+
+In: the last lines of benchmarks, by name. Out: Markdown: the page `docs/results.md`, and the lines of README.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Lines = Mapping[str, Mapping[str, Any]]  # the last line of each benchmark
+_NONE = "-"
+
+
+@dataclass(frozen=True)
+class ResultRow:
+    """One figure of the table. `least`, `most`: the goal; `limit`: what the machine or the setting allows, a number or
+    another figure; `peers`: figures of others in the same run, by name; `paper`: what it has; `share`: shown in %."""
+
+    benchmark: str
+    figure: str
+    meaning: str
+    least: float | None = None
+    most: float | None = None
+    limit: float | str | None = None
+    peers: Mapping[str, str] | None = None
+    paper: str = ""
+    share: bool = False
+    headline: bool = False
+
+    @property
+    def goal(self) -> str:
+        """As text."""
+        if self.most is not None:
+            return f"at most {self.text(self.most)}"
+        return f"at least {self.text(self.least)}" if self.least is not None else _NONE
+
+    def text(self, value: float | bool | None) -> str:
+        """A value as text."""
+        if value is None:
+            return _NONE
+        if isinstance(value, bool):
+            return "yes" if value else "no"
+        return f"{100 * value:.3g}%" if self.share else f"{value:.3g}"
+
+    def holds(self, value: float | bool) -> bool:
+        """Whether the goal is reached."""
+        return (self.most is None or value <= self.most) and (self.least is None or value >= self.least)
+
+    def cells(self, lines: Lines) -> tuple[str, ...]:
+        """Figure, limit, best peer, paper, goal, here."""
+        figures: Mapping[str, float | bool] = lines.get(self.benchmark, {}).get("figures", {})
+        limit = figures.get(self.limit) if isinstance(self.limit, str) else self.limit
+        peer, here = self._peer(figures), self._here(figures)
+        return (self.meaning, self.text(limit), peer, self.paper or _NONE, self.goal, here)
+
+    def _peer(self, figures: Mapping[str, float | bool]) -> str:
+        found = {name: figures[figure] for name, figure in (self.peers or {}).items() if figure in figures}
+        if not found:
+            return _NONE
+        best = (min if self.most is not None else max)(found, key=found.__getitem__)
+        return f"{self.text(found[best])} ({best})"
+
+    def _here(self, figures: Mapping[str, float | bool]) -> str:
+        value = figures.get(self.figure)
+        if value is None:
+            return "not measured"
+        return f"**{self.text(value)}**" if self.holds(value) else f"{self.text(value)}, missed"
+
+
+_LOCAL, _DREAM = "local_sgd", "dreamddp"
+_PEERS = ("torchsnapshot", "dlrover")
+ROWS = (
+    ResultRow("snapshot_stall", "stall_x", "wait of training for a snapshot of 1 GiB, in multiples of copying it",
+              most=0.05, limit=0.0, headline=True, peers={name: f"{name}_stall_matmul_x" for name in _PEERS}),
+    ResultRow("snapshot_stall", "committed_x", "a snapshot with its digests, in multiples of copying it", most=1.5,
+              limit=1.0, peers={name: f"{name}_committed_matmul_x" for name in _PEERS}),
+    ResultRow("double_capture", "double_worst", "capture with parity of replicas, over capture without", most=2.5,
+              limit=2.0),
+    ResultRow("double_capture", "sent_worst", "of a share, what then is sent to other nodes", most=0.01, share=True),
+    ResultRow("ledger_cost", "share", "of an iteration, what the ledger of inputs takes", most=0.001, share=True),
+    ResultRow("parity", "encode_x", "RAIM5 encoding, in multiples of an XOR in place", least=0.9, limit=1.0),
+    ResultRow("parity", "decode_x", "RAIM5 decoding with all digests verified, in the same", least=0.7, limit=1.0),
+    ResultRow("parity", "double_encode_x", "RAIM6 encoding, in the same", least=0.8),
+    ResultRow("parity", "double_decode_x", "RAIM6 decoding of two lost nodes, in the same", least=0.7),
+    ResultRow("recovery", "load_x_loopback", "reading of a lost node's share, in multiples of a loopback socket",
+              least=0.5, limit=1.0),
+    ResultRow("recovery", "two_load_x_loopback", "of two lost nodes at once, in the same", least=0.4, limit=1.0),
+    ResultRow("recovery", "lost_iterations", "iterations lost with a node", most=2, limit=0.0, headline=True),
+    ResultRow("recovery", "megatron_recovery_seconds", "s from a kill to the iteration it came in, Megatron, 8 ranks",
+              peers={"torchrun and checkpoints": "megatron_own_checkpoint_recovery_seconds"}, most=5.0, headline=True),
+    ResultRow("recovery", "deepspeed_recovery_seconds", "the same, DeepSpeed",
+              peers={"torchrun and checkpoints": "deepspeed_own_checkpoint_recovery_seconds"}, most=5.0),
+    ResultRow("recovery", "recovery_x", "the same under torchrun with checkpoints, in multiples; the worse", least=5.0),
+    ResultRow("bubble_overhead", "overhead_worst", "cost of copies in bubbles, upper end of its interval, worst shape",
+              most=0.01, limit=0.0, peers={"sent at once": "unplanned_overhead_worst"}, share=True, headline=True),
+    ResultRow("bubble_overhead", "in_bubble_share", "of copied bytes, those that arrived in their bubble", least=0.9,
+              limit=1.0, share=True),
+    ResultRow("bubble_overhead", "filled_share", "of planned windows, what was filled", least=0.95, limit=1.0,
+              share=True),
+    ResultRow("bubble_overhead", "iterations_per_checkpoint_worst", "iterations between two copies", most=3.0,
+              limit=1.0, paper="1 to 3"),
+    ResultRow("simulate", "plan_seconds", "s to plan 64 stages with 512 microbatches", most=1.0),
+    ResultRow("simulate", "analytic_error_worst", "error of simulated bubbles against closed forms", most=1e-9,
+              limit=0.0),
+    ResultRow("sync_overhead", "paft_dyn_of_sync", "cost of averaging in the background, over waiting for it",
+              most=0.5, limit=0.0, paper="0.51"),
+    ResultRow("sync_overhead", "audit_10", "of an iteration, an audit after every tenth", most=0.005, share=True),
+    ResultRow("sdc", "order_holds", "corrupted gradients: methods are in the paper's order", least=True, paper="yes"),
+    ResultRow("sdc", "audit_identical", "corrupted and audited runs end as the clean one, bit for bit", least=True),
+    ResultRow("sdc", "sigma_error", "error of the estimated noise", most=0.05, limit=0.0, share=True),
+    ResultRow(_LOCAL, "edit_stall_x", "stall of a synchronisation, EDiT over Post Local SGD", most=0.125,
+              limit="edit_stall_x_bound", paper="0.12"),
+    ResultRow(_LOCAL, "a_edit_straggler_x", "one replica of 8 always lags: A-EDiT over plain", least=1.8,
+              limit="a_edit_straggler_x_bound", paper="1.92"),
+    ResultRow(_LOCAL, "edit_random_straggler_x", "a random one lags: EDiT over plain", least=1.7,
+              limit="edit_random_straggler_x_bound", paper="1.82"),
+    ResultRow(_LOCAL, "edit_traffic_x", "40 times the traffic: EDiT over plain", least=2.7,
+              limit="edit_traffic_x_bound", paper="2.78"),
+    *(ResultRow("local_sgd_quality", f"{learner}_{figure}", f"{title}: {meaning}", most=most,
+                peers={"DiLoCo": f"{learner}_{figure.replace('edit', 'diloco')}"})
+      for learner, title in (("noisy_digits", "digits"), ("text", "GPT"))
+      for figure, meaning, most in (("edit_loss_x", "loss of EDiT over that of plain training", 1.01),
+                                    ("edit_garbage_x", "loss with one of 4 replicas fed garbage over without", 1.02))),
+    ResultRow(_DREAM, "over_overlapped_x", "DreamDDP over overlapped data parallelism, least of all columns",
+              least=1.73, headline=True),
+    ResultRow(_DREAM, "over_full_x", "over local SGD that waits, least", least=1.16),
+    ResultRow(_DREAM, "over_enp_x", "over equal numbers of layers, least", least=1.02),
+    ResultRow(_DREAM, "real_x", "a real job on slow links, over DistributedDataParallel", least=1.0),
+    *(ResultRow("dreamddp_quality", f"{learner}_loss_x", f"{title}: loss of DreamDDP over that of local SGD", most=1.01)
+      for learner, title in (("deep_noisy_digits", "digits"), ("deep_text", "GPT"))),
+    ResultRow("scale", "plans_4096_seconds", "s for all plans of 4,096 ranks, worst process", most=10.0),
+    ResultRow("scale", "smps_2048_share", "of a processor, the busiest of 2,048 SMPs", most=0.1, share=True),
+    ResultRow("scale", "node_2048_sockets", "sockets of a node of 2,048", most=64),
+)  # fmt: skip
+
+_HEAD = ("| figure | limit | best peer, same run | paper | goal | here |", "|---|---|---|---|---|---|")
+_PAGE = """\
+<!-- Generated by `python benchmarks/all.py`; do not edit. -->
+# Results
+
+*Limit* is what the machine or the setting allows at best; a *peer* was measured in the same run; figures in bold reach
+their *goal*. `--help` of each benchmark says what its figures are. All of them, one after another, on a machine that
+does nothing else, as root because links are throttled:
+
+```bash
+python benchmarks/all.py
+```
+"""
+
+
+def page(lines: Lines, pictures: Sequence[str] = ()) -> str:
+    """The page of all figures. `pictures`: their addresses."""
+    return "\n".join(_page(lines, pictures)) + "\n"
+
+
+def headlines(lines: Lines) -> str:
+    """The five lines for README."""
+    return "\n".join([*_HEAD, *_table([row for row in ROWS if row.headline], lines)])
+
+
+def read_lines(folder: Path) -> dict[str, Any]:
+    """The last lines in a folder, by benchmark."""
+    found = (path for path in sorted(folder.glob("*/*.json")) if path.stem == path.parent.name)
+    return {path.stem: json.loads(path.read_text()) for path in found}
+
+
+def _page(lines: Lines, pictures: Sequence[str]) -> Iterator[str]:
+    yield _PAGE
+    for name in dict.fromkeys(row.benchmark for row in ROWS):
+        yield f"## {name}\n"
+        if name in lines:
+            yield f"{_where(lines[name])}\n"
+        yield from (*_HEAD, *_table([row for row in ROWS if row.benchmark == name], lines), "")
+        yield from (f"![{Path(each).stem}]({each})\n" for each in pictures if Path(each).parent.name == name)
+
+
+def _table(rows: Sequence[ResultRow], lines: Lines) -> Iterator[str]:
+    return (f"| {' | '.join(row.cells(lines))} |" for row in rows)
+
+
+def _where(line: Mapping[str, Any]) -> str:
+    """How and on what the figures of a benchmark were measured."""
+    machine, figures = line["machine"], line["figures"]
+    others = figures.get("others_share", 0.0) + figures.get("stolen_share", 0.0)
+    quick = "a quick run, " if line.get("quick") else ""
+    return (
+        f"{line['date']}, {quick}{machine['cores']} cores of {machine['cpu']}, of whose time other programs took "
+        f"{others:.0%}; Python {line['versions']['python']}, torch {line['versions'].get('torch', '-')}"
+    )

@@ -1,0 +1,124 @@
+"""What a preloader imports: modules of installed packages that the script names, or that its ranks had imported. Pure.
+
+Invariant: the script is read, not executed. A variable that differs between ranks, between starts, or that the script
+itself sets is *withheld*: a module that reads it while it is imported is left to the rank. A script that sets one which
+libraries in C read when they are loaded has no preloader.
+
+In: texts, names. Out: imports in order, names, a refusal.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+# what every rank needs, first torch: it is the one import that cannot be left out
+BASE = ("torch", "torch.distributed", "torch.distributed.elastic.multiprocessing.errors", "ft_plugins.session")
+_OF_A_RANK = frozenset(
+    {
+        "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE",
+        "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "SEED",
+    }
+)  # fmt: skip
+_OF_A_RANK_PREFIXES = ("MASTER_", "TORCHELASTIC_", "FTP_")
+_READ_WHEN_LOADED = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_", "MALLOC_", "LD_", "TORCH_", "PYTORCH_")
+_OURS = "ft_plugins"
+_NOT_AHEAD = ("ft_plugins.deepspeed", "ft_plugins.launcher")  # act when they are imported
+
+
+@dataclass(frozen=True)
+class ImportStatement:
+    """`import module`, or `from module import names`."""
+
+    module: str
+    names: tuple[str, ...] = ()
+
+    @property
+    def package(self) -> str:
+        """The top-level one."""
+        return self.module.partition(".")[0]
+
+
+def withheld(variable: str) -> bool:
+    """Whether a variable is one of a rank, which no preloader knows."""
+    return variable in _OF_A_RANK or variable.startswith(_OF_A_RANK_PREFIXES) or variable.endswith("_SEED")
+
+
+def read_when_loaded(variables: Iterable[str]) -> list[str]:
+    """Those that libraries in C may read when they are loaded."""
+    return sorted(name for name in variables if name.startswith(_READ_WHEN_LOADED))
+
+
+def statements(source: str, adjacent: Callable[[str], str | None]) -> list[ImportStatement]:
+    """The imports at the top level of a script, in order, and those of the modules next to it, whose text
+    `adjacent` gives: None for any other. Raises SyntaxError."""
+    found: list[ImportStatement] = []
+    read: set[str] = set()
+
+    def follow(text: str) -> None:
+        for statement in _imports(ast.parse(text).body):
+            if statement.package not in read and (inner := adjacent(statement.package)) is not None:
+                read.add(statement.package)
+                follow(inner)
+            found.append(statement)
+
+    follow(source)
+    return found
+
+
+def _imports(body: Iterable[ast.AST]) -> Iterator[ImportStatement]:
+    for node in body:
+        match node:
+            case ast.Import(names=names):
+                yield from (ImportStatement(each.name) for each in names)
+            case ast.ImportFrom(module=str(module), names=names, level=0):
+                yield ImportStatement(module, tuple(each.name for each in names if each.name != "*"))
+            case ast.If(test=test) if ast.unparse(test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+                continue
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() | ast.Lambda():
+                continue  # may never run
+            case _:
+                yield from _imports(ast.iter_child_nodes(node))
+
+
+def variables_set(source: str) -> set[str]:
+    """The variables of the environment that the text of a script sets by name, wherever in it. Raises SyntaxError."""
+    found: set[object] = set()
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Subscript(value=owner, slice=ast.Constant(value=name), ctx=ast.Store() | ast.Del()):
+                found |= {name} if _is_environment(owner) else set()
+            case ast.Call(
+                func=ast.Attribute(attr="setdefault" | "pop", value=owner), args=[ast.Constant(value=name), *_]
+            ):
+                found |= {name} if _is_environment(owner) else set()
+            case ast.Call(func=ast.Attribute(attr="update", value=owner), args=given, keywords=keywords):
+                if _is_environment(owner):
+                    keys = [key for each in given if isinstance(each, ast.Dict) for key in each.keys]
+                    found |= {key.value for key in keys if isinstance(key, ast.Constant)}
+                    found |= {each.arg for each in keywords}
+            case ast.Call(func=ast.Attribute(attr="putenv" | "unsetenv"), args=[ast.Constant(value=name), *_]):
+                found.add(name)
+    return {name for name in found if isinstance(name, str)}
+
+
+def _is_environment(node: ast.expr) -> bool:
+    return ast.unparse(node) in ("os.environ", "environ")
+
+
+def in_order(
+    named: Iterable[ImportStatement], recorded: Iterable[str], left: Iterable[str], installed: Callable[[str], bool]
+) -> list[ImportStatement]:
+    """What to import: the base, what the script names, then the modules that its ranks had imported; of `installed`
+    top-level packages, and not those that are `left` to the ranks."""
+    everything = [*map(ImportStatement, BASE), *named, *map(ImportStatement, recorded)]
+    answers: dict[str, bool] = {_OURS: True, **dict.fromkeys(left, False)}
+    for each in everything:
+        if each.package not in answers:
+            answers[each.package] = installed(each.package)
+    return [
+        each
+        for each in everything
+        if answers[each.package] and not any(f"{each.module}.".startswith(f"{name}.") for name in _NOT_AHEAD)
+    ]

@@ -1,0 +1,94 @@
+"""Runs of the DeepSpeed example. Golden and killed ones share the DeepSpeed configuration but its block `ft_plugins`,
+of which the fork server gets the flags that ft-run would read there.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ft_plugins.config import Config
+
+from .forkserver import JobSpec
+from .runs import EXAMPLES, ExampleRun
+
+ITERATIONS = 6
+EXAMPLE = EXAMPLES / "deepspeed_gpt.py"
+PRELOAD = (
+    *("ft_plugins.adapters.deepspeed:prepare", "ft_plugins.adapters.deepspeed:install"),
+    *(str(EXAMPLE), "ft_plugins.launcher.node_launch"),
+)
+_MODEL = ("--layers", "2", "--hidden", "32", "--sequence", "16")
+
+
+@dataclass(frozen=True)
+class DeepSpeedConfiguration:
+    """Precision, ZeRO stage and parallel sizes of a job of `ranks`. `pp` 0: an engine without pipeline."""
+
+    ranks: int
+    stage: int
+    bf16: bool = True
+    accumulate: str = ""  # dtype of gradient accumulation; '': DeepSpeed's default
+    pp: int = 0
+    tp: int = 1
+    axes: str = "pipe-data-model"
+    clipping: float = 1.0
+    batch: int = 0  # global; 0: one that the ranks divide
+    checked: bool = False  # bf16 with ZeRO: skip an update whose gradients overflow
+
+    def __str__(self) -> str:
+        words = ["bf16" if self.bf16 else "fp32", f"zero{self.stage}", f"pp{self.pp}" if self.pp else "plain"]
+        words += [f"accumulate-{self.accumulate}"] if self.accumulate else []
+        words += [] if self.clipping else ["unclipped"]
+        words += [f"tp{self.tp}"] if self.tp > 1 else []
+        return "-".join([*words, f"{self.ranks}ranks"])
+
+    def json(self) -> dict[str, Any]:
+        """DeepSpeed's configuration without the block of ft_plugins."""
+        config: dict[str, Any] = {
+            "train_batch_size": self.batch or (8 if 8 % self.ranks == 0 else 4 * self.ranks),
+            "train_micro_batch_size_per_gpu": 1 if self.ranks == 4 and not self.pp else 2,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1, "torch_adam": True}},
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr": 1e-3}},
+            "gradient_clipping": self.clipping,
+            "bf16": {"enabled": self.bf16, **({"check_grad_overflow": True} if self.checked else {})},
+            "zero_optimization": {"stage": self.stage, "stage3_param_persistence_threshold": 100},
+            "steps_per_print": 1000,
+        }
+        return config | ({"data_types": {"grad_accum_dtype": self.accumulate}} if self.accumulate else {})
+
+    def argv(self) -> list[str]:
+        """The example's flags."""
+        words = ["--pp", str(self.pp), "--tp", str(self.tp), *_MODEL, "--axes", self.axes]
+        return [*words, "--eval-at", "2"] if self.pp else words
+
+
+@dataclass(frozen=True)
+class DeepSpeedRun(ExampleRun):
+    """A run of a configuration, which is written to its folder. `block`: of ft_plugins; {}: none."""
+
+    framework = "deepspeed"
+
+    configuration: DeepSpeedConfiguration
+    block: dict[str, Any] = field(default_factory=dict)
+    seed: int = 1234
+    iterations: int = ITERATIONS
+    script: str = f"{EXAMPLE}:main"
+    words: tuple[str, ...] = ()  # further arguments of `script`
+
+    @property
+    def ranks(self) -> int:
+        return self.configuration.ranks
+
+    def armed(self, faults: str) -> DeepSpeedRun:
+        return replace(self, block={**self.block, "faults": faults}) if faults else self
+
+    def spec(self, **fields: object) -> JobSpec:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        written = self.folder / "ds.json"
+        block = {"ft_plugins": self.block} if self.block else {}
+        written.write_text(json.dumps({**self.configuration.json(), **block}))
+        words = [*self.configuration.argv(), "--seed", str(self.seed), "--iterations", str(self.iterations)]
+        words += ["--deepspeed_config", str(written), *self.words]
+        return self.job(self.script, words, Config.from_json(self.block).flags(), fields)

@@ -1,0 +1,167 @@
+"""Strength of tests: change a pure module in one small place at a time, and see whether its own tests notice.
+
+    python tests/mutants.py [name of a module ...]      what no test noticed, as differences
+
+Each mutant runs in a forked process, in which an import of the module loads the changed source; no file is changed.
+Operators are those of cosmic-ray; a sample of `SAMPLE` mutants stands for a module, the same in every run. Changes
+inside annotations are left out: nothing evaluates them.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.abc
+import importlib.util
+import io
+import os
+import random
+import select
+import sys
+import time
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).parents[1]
+SAMPLE = 25
+MODULES = {  # of ft_plugins: the files of tests/unit that are its own
+    "smp.tree.agreement": ("smp/test_agreement.py",),
+    "smp.tree.node_step": ("smp/test_node_step.py", "smp/test_node_pinned.py"),
+    "smp.tree.tree_state": ("smp/test_tree_state.py",),
+    "smp.watch.hang": ("smp/test_hang.py",),
+    "smp.watch.standstill": ("smp/test_standstill.py",),
+    "launcher.agent.restarts": ("launcher/test_restarts.py",),
+    "launcher.agent.recurring": ("launcher/test_recurring.py",),
+    "launcher.rounds.rounds": ("launcher/test_rounds.py",),
+    "launcher.rounds.round_machine": ("launcher/test_round_machine.py",),
+    "snapshot.segment.slots": ("snapshot/test_slots.py",),
+    "snapshot.capture.layout": ("snapshot/test_layout.py",),
+    "recovery.recovery_plan": ("recovery/test_plan.py", "recovery/test_version_choice.py"),
+    "redundancy.parity": ("redundancy/test_parity.py",),
+    "sync.rounds.penalty": ("sync/test_penalty.py",),
+    "sync.rounds.local_policy": ("sync/test_local_policy.py",),
+}
+
+_SAME = ("no_op", "Is_Eq", "IsNot_NotEq", "Eq_Is", "NotEq_IsNot")  # change nothing, or next to nothing
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A changed source of a module, and how it differs from the real one."""
+
+    source: str
+    difference: str
+
+
+class _Changed(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Load one module from a changed source."""
+
+    def __init__(self, name: str, path: Path, source: str) -> None:
+        self._name, self._path, self._source = name, path, source
+
+    def find_spec(self, fullname: str, path: object, target: ModuleType | None = None) -> ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        return importlib.util.spec_from_file_location(fullname, self._path, loader=self)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        exec(compile(self._source, str(self._path), "exec"), vars(module))
+
+
+def path_of(name: str) -> Path:
+    """The file of a module of ft_plugins."""
+    return ROOT.joinpath("ft_plugins", *name.split(".")).with_suffix(".py")
+
+
+def mutants(source: str, count: int) -> list[Mutant]:
+    """A sample of `count` mutants of `source`, or all if there are not more. Needs cosmic-ray."""
+    from cosmic_ray.ast import ast_nodes, get_ast
+    from cosmic_ray.mutating import mutate_code
+    from cosmic_ray.plugins import get_operator, operator_names
+
+    annotations = _annotations(source)
+    places: dict[tuple[int, int], list[tuple[str, int]]] = {}
+    for name in sorted(operator_names()):
+        if name.endswith(_SAME) or get_operator(name).arguments():  # the last kind needs names, which are not found
+            continue
+        operator = get_operator(name)()
+        found = (at for node in ast_nodes(get_ast(source)) for at in operator.mutation_positions(node))
+        for number, (start, _) in enumerate(found):
+            if not any(first <= start < last for first, last in annotations):
+                places.setdefault(start, []).append((name, number))
+    choice, sample = random.Random(0), list[Mutant]()
+    for start in choice.sample(sorted(places), len(places)):  # one change at a place
+        name, number = choice.choice(places[start])
+        changed = mutate_code(source, get_operator(name)(), number)
+        if changed is not None and changed != source and len(sample) < count:
+            lines = difflib.unified_diff(source.splitlines(), changed.splitlines(), lineterm="", n=0)
+            sample.append(Mutant(changed, "\n".join(line for line in lines if line[:3] not in ("---", "+++", "@@ "))))
+    return sample
+
+
+def _annotations(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Where annotations begin and end, as (line, column)."""
+    spans = []
+    for node in ast.walk(ast.parse(source)):
+        for each in (getattr(node, "annotation", None), getattr(node, "returns", None)):
+            if isinstance(each, ast.expr) and each.end_lineno is not None and each.end_col_offset is not None:
+                spans.append(((each.lineno, each.col_offset), (each.end_lineno, each.end_col_offset)))
+    return spans
+
+
+def noticed(name: str, tests: tuple[str, ...], source: str, seconds: float) -> bool | None:
+    """Whether `tests` fail with `source` as the module `name`; None if they did not end within `seconds`."""
+    reads, writes = os.pipe()
+    child = os.fork()
+    if not child:
+        code = 99
+        try:
+            sys.meta_path.insert(0, _Changed(f"ft_plugins.{name}", path_of(name), source))
+            with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+                import pytest
+
+                words = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--all", f"--rootdir={ROOT}"]
+                code = int(pytest.main([*words, *(str(ROOT / "tests" / "unit" / each) for each in tests)]))
+        finally:
+            os._exit(code)
+    os.close(writes)
+    try:
+        ended, _, _ = select.select([reads], [], [], seconds)  # closed by the kernel when the child ends
+        if not ended:
+            os.kill(child, 9)
+        _, status = os.waitpid(child, 0)
+    finally:
+        os.close(reads)
+    return None if not ended else os.waitstatus_to_exitcode(status) != 0
+
+
+def unnoticed(name: str, count: int = SAMPLE) -> tuple[list[Mutant], int]:
+    """The mutants of a module that its own tests do not notice, and how many there were. One that makes the tests run
+    ten times as long is noticed. Raises AssertionError if the tests fail without a change."""
+    source, tests = path_of(name).read_text(), MODULES[name]
+    began = time.monotonic()
+    assert noticed(name, tests, source, 600) is False, f"{', '.join(tests)}: fail on the unchanged module"
+    limit = 60 + 10 * (time.monotonic() - began)
+    sample = mutants(source, count)
+    return [one for one in sample if noticed(name, tests, one.source, limit) is False], len(sample)
+
+
+def main(names: list[str]) -> None:
+    """Print what was not noticed."""
+    import torch  # noqa: F401  # once, for all forked processes
+
+    for name in names or MODULES:
+        left, count = unnoticed(name)
+        print(f"{name}: {count - len(left)} of {count} noticed", flush=True)
+        for one in left:
+            print("   ", one.difference.replace("\n", "\n    "), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

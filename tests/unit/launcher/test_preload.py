@@ -1,0 +1,370 @@
+"""Ranks that an agent, which this process is, has forked from a preloader: real processes behind torch's handlers.
+
+Packages count as installed in the user's site-packages, which lie in the folder of the test.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.elastic.multiprocessing import api as torch_processes
+
+from ft_plugins.config import Config, worker_environment
+from ft_plugins.events import Event, Events
+from ft_plugins.launcher.agent.watcher import Job
+from ft_plugins.launcher.preload import parent as preload
+from ft_plugins.launcher.preload.parent import PreloadedParent, record_of
+from ft_plugins.model import imported
+
+WAIT = 300.0
+SITE = f"lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
+SCRIPT = """
+import atexit, ctypes, faulthandler, gc, json, logging, multiprocessing, os, random, resource, signal, sys, threading
+import time, warnings
+from pathlib import Path
+import package, torch
+import numpy as np
+from ft_plugins.model import imported
+
+def status():
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    names = ("Umask", "Threads", "SigBlk", "SigIgn", "SigCgt", "Cpus_allowed", "NoNewPrivs", "Seccomp", "Uid", "CapEff")
+    return {name: lines.get(name) for name in names}
+
+def descriptors():
+    found = {}
+    for each in os.listdir("/proc/self/fd"):
+        if os.path.lexists(f"/proc/self/fd/{each}"):
+            found[each] = os.readlink(f"/proc/self/fd/{each}"), os.get_inheritable(int(each))
+    return {number: link for number, link in found.items() if not link[0].startswith("/proc/")}
+
+def stream(each):
+    return (each.name, each.mode, each.encoding, each.errors, each.line_buffering, each.write_through, each.newlines,
+            each.seekable(), each.isatty(), each.fileno(), type(each.buffer).__name__)
+
+death = ctypes.c_int()
+ctypes.CDLL(None).prctl(2, ctypes.byref(death), 0, 0, 0)
+own = Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()
+since = time.clock_gettime(time.CLOCK_BOOTTIME) - int(own[19]) / os.sysconf("SC_CLK_TCK")
+same = {
+    "argv": sys.argv, "orig_argv": sys.orig_argv, "flags": str(sys.flags), "path": sys.path, "cwd": os.getcwd(),
+    "name": (__name__, __file__, __package__), "main": sys.modules["__main__"].__dict__ is globals(),
+    "command": Path("/proc/self/cmdline").read_bytes().decode(), "comm": Path("/proc/self/comm").read_text(),
+    "status": status(), "descriptors": descriptors(), "streams": [stream(sys.stdout), stream(sys.stderr)],
+    "input": os.readlink("/proc/self/fd/0"), "death": death.value,
+    "leads": os.getpid() == os.getsid(0) == os.getpgid(0), "parent": os.getppid(), "nice": os.nice(0),
+    "oom_score_adj": Path("/proc/self/oom_score_adj").read_text(), "cgroup": Path("/proc/self/cgroup").read_text(),
+    "limits": {name: resource.getrlimit(getattr(resource, name)) for name in dir(resource) if "RLIMIT_" in name},
+    "handlers": {str(number): str(signal.getsignal(number)) for number in signal.valid_signals()},
+    "faulthandler": faulthandler.is_enabled(), "thread": threading.current_thread() is threading.main_thread(),
+    "collector": (gc.isenabled(), gc.get_threshold()), "exits": atexit._ncallbacks(),
+    "filters": [str(each) for each in warnings.filters], "torch": torch.get_num_threads(),
+    "environment": dict(os.environ), "in_c": {name: ctypes.CDLL(None).getenv(name.encode()) != 0 for name in
+    ("RANK", "FTP_TOKEN", "PYTORCH_NVML_BASED_CUDA_CHECK", "SET_BY_PACKAGE")},
+    "package": (package.__file__, package.PID == os.getpid(), package.FOUND),
+    "young": [time.time() - logging._startTime < since + 11, time.time() - package.NOTED < since + 1],
+}
+others = {"random": random.random(), "numpy": float(np.random.random()),
+          "torch": torch.initial_seed(), "key": bytes(multiprocessing.current_process().authkey).hex(),
+          "modules": len(sys.modules)}
+
+def record():
+    import seldom
+    imported.write(Path(os.environ["FTP_RUN_DIR"]), int(os.environ["LOCAL_RANK"]), int(os.environ["FTP_TOKEN"]))
+
+record()
+print("to standard error", file=sys.stderr)
+print(json.dumps([same, others]))
+if "--fail" in sys.argv:
+    raise ValueError("a script's own error")
+if "--wait" in sys.argv:
+    signal.pause()
+"""
+PACKAGE = """
+import os, sys, time
+NOTED, PID = time.time(), os.getpid()
+FOUND = os.environ.get("KNOWN")
+os.environ["SET_BY_PACKAGE"] = "once"
+print("the package is imported")
+"""
+
+
+@dataclass
+class Node:
+    """`ranks` ranks in `folder`, started again and again by the agent of `parent`."""
+
+    folder: Path
+    ranks: int = 1
+    script: str = SCRIPT
+    told: list[Event] = field(default_factory=list)
+    token: int = 0
+
+    def __post_init__(self) -> None:
+        events = Events("n")
+        events.subscribe(self.told.append)
+        (self.folder / "train.py").write_text(self.script)
+        self.config, _ = Config.from_flags(["--reft"])
+        self.words = (str(self.folder / "train.py"),)
+        self.run_dir = self.folder / "job" / "n"
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        job = Job(self.config, "job", "n", self.run_dir)
+        self.parent = PreloadedParent(job, self.command, self.ranks, events)
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        return sys.executable, "-u", "-m", "ft_plugins.launcher.worker", *self.words
+
+    def install(self, package: str, text: str) -> Path:
+        path = self.folder / SITE / f"{package}.py"
+        path.write_text(text)
+        return path
+
+    def handlers(self, **environment: str) -> list[Any]:
+        """What torch has for the ranks of the next incarnation."""
+        self.token += 1
+        ours = worker_environment(self.config, self.run_dir, self.token, os.getpid())
+        place = {"WORLD_SIZE": str(self.ranks), "LOCAL_WORLD_SIZE": str(self.ranks), "MASTER_ADDR": "localhost"}
+        return [
+            torch_processes.get_subprocess_handler(
+                entrypoint=self.command[0], args=self.command[1:], local_rank_id=rank, numa_options=None,
+                env={**place, "RANK": str(rank), "LOCAL_RANK": str(rank), **ours, **environment},
+                stdout=str(self.output(rank)), stderr=str(self.output(rank, "err")),
+            )
+            for rank in range(self.ranks)
+        ]  # fmt: skip
+
+    def start(self, **environment: str) -> list[Any]:
+        self.parent.wait()
+        with self.parent.starting(self.token + 1):
+            return self.handlers(**environment)
+
+    def output(self, rank: int = 0, name: str = "out") -> Path:
+        return self.folder / f"{name}-{self.token}-{rank}"
+
+    def said(self, handlers: list[Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """What the ranks found; they have ended."""
+        for handler in handlers:
+            handler.proc.wait(WAIT)
+        texts = [self.output(rank).read_text() for rank in range(self.ranks)]
+        assert all(texts), self.output(0, "err").read_text()
+        return [tuple(json.loads(text.splitlines()[-1])) for text in texts]
+
+    def reasons(self, name: str) -> list[str]:
+        return [each.fields["reason"] for each in self.told if each.name == name]
+
+    def forked(self) -> list[tuple[int, int]]:
+        used = [each.fields for each in self.told if each.name == "preload.used"]
+        return [(each["count"], each["cold"]) for each in used]
+
+    def turn_until(self, holds: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + WAIT
+        while not holds():
+            assert time.monotonic() < deadline and not self.reasons("preload.refused"), self.told
+            self.parent.turn()
+            time.sleep(0.02)
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Node]]:
+    """Makes a node, whose site-packages hold `package` and `seldom`."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / SITE).mkdir(parents=True)
+    monkeypatch.setenv("PYTHONUSERBASE", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / SITE}:{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("KNOWN", "before")
+    nodes: list[Node] = []
+
+    def made(**given: Any) -> Node:
+        nodes.append(Node(tmp_path, **given))
+        nodes[-1].install("package", PACKAGE)
+        nodes[-1].install("seldom", "")
+        return nodes[-1]
+
+    yield made
+    for node in nodes:
+        node.parent.end()
+
+
+def gone(pid: int) -> bool:
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([descriptor], [], [], WAIT)[0])
+    finally:
+        os.close(descriptor)
+
+
+def test_a_forked_rank_is_what_a_new_process_is_field_by_field_at_every_start(make: Callable[..., Node]) -> None:
+    node = make(ranks=2)
+    cold = node.said(node.handlers())
+    node.parent.begin()
+    for start in range(2):
+        handlers = node.start()
+        forked = node.said(handlers)
+        assert node.forked() == [(2, 0)] * (start + 1) and [each.proc.returncode for each in handlers] == [0, 0]
+        for rank in range(2):
+            (before, _), (after, _) = cold[rank], forked[rank]
+            assert after["environment"].pop("FTP_TOKEN") == str(node.token)
+            before["environment"].pop("FTP_TOKEN", None)
+            outputs = [[after["descriptors"].pop(each), before["descriptors"].pop(each, None)][0] for each in "12"]
+            assert outputs == [[str(node.output(rank, name)), True] for name in ("out", "err")]
+            assert (
+                after == before and after["young"] == [True, True] and after["environment"]["SET_BY_PACKAGE"] == "once"
+            )
+        one, other = (others for _, others in forked)
+        assert one["modules"] == other["modules"]
+        assert not set(map(str, one.values())) & set(map(str, other.values())) - {str(one["modules"])}
+        assert node.output(0).read_text().startswith("the package is imported\n"), "once, in rank 0"
+        assert "imported" not in node.output(1).read_text()
+
+
+def test_the_error_and_the_signal_of_a_forked_rank_are_those_of_a_new_process(make: Callable[..., Node]) -> None:
+    node = make(ranks=2)
+    node.words = (*node.words, "--fail")
+    node.parent._command = node.command
+    node.said(node.handlers())
+    cold = node.output(1, "err").read_text()
+    node.parent.begin()
+    handlers = node.start()
+    node.said(handlers)
+    assert node.forked() == [(2, 0)] and [each.proc.returncode for each in handlers] == [1, 1]
+    assert node.output(1, "err").read_text() == cold and cold.endswith("ValueError: a script's own error\n")
+    node.words = (*node.words[:1], "--wait")
+    node.parent.end()
+    node.parent._command = node.command
+    node.parent.begin()
+    handlers = node.start()
+    for handler in handlers:
+        handler.close(signal.SIGKILL)  # to its process group
+    assert [each.proc.wait(WAIT) for each in handlers] == [-9, -9]
+
+
+def test_packages_that_would_not_be_as_in_a_new_process_are_left_to_the_ranks(make: Callable[..., Node]) -> None:
+    texts = {
+        "reads": "import os; RANK = os.environ.get('RANK')",
+        "reads_set": "import os; MODE = os.getenv('MODE')",
+        "listens": "import socket; PORT = socket.create_server(('127.0.0.1', 0))",
+        "runs": "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()",
+        "moves": "import os; os.chdir('/')",
+        "fails": "raise RuntimeError('not here')",
+        "fine": "import os; COPY = dict(os.environ)",
+        "absent_inside": "import no_such_module",
+    }
+    names = ", ".join(texts)
+    script = f"import os\nos.environ['MODE'] = 'x'\nif 0: import {names}\n{SCRIPT}"
+    node = make(script=script)
+    for package, text in texts.items():
+        node.install(package, text)
+    node.parent.begin()
+    [(same, _)] = node.said(node.start())
+    assert node.forked() == [(1, 0)] and same["environment"]["MODE"] == "x"
+    left = {event.fields["module"]: event.fields["reason"] for event in node.told if event.name == "preload.reduced"}
+    assert left.pop("listens").startswith("it keeps socket:[")
+    assert left == {
+        "reads": "it uses RANK of the environment when it is imported",
+        "reads_set": "it uses MODE of the environment when it is imported",
+        "runs": "it leaves a thread running",
+        "moves": "it changes the working folder",
+        "fails": "its import fails: RuntimeError: not here",
+    }
+    node.turn_until(lambda: len([each for each in node.told if each.name == "preload.prepared"]) == 2)
+    record = imported.read_record(record_of(node.folder, node.command))
+    assert set(record.left) == {*left, "listens"} and "seldom" in record.names, "known to the next job"
+
+
+def test_what_ranks_had_imported_is_imported_ahead_of_the_next_start_and_by_the_next_job(
+    make: Callable[..., Node],
+) -> None:
+    node = make()
+    node.install("seldom", "import sys; AHEAD = 'ft-preload' in open('/proc/self/comm').read()\nprint(f'{AHEAD=}')")
+    node.parent.begin()
+    node.said(node.start())
+    assert "AHEAD=False" in node.output().read_text()
+    node.turn_until(lambda: len([each for each in node.told if each.name == "preload.prepared"]) == 2)
+    node.said(node.start())
+    assert "AHEAD=True" in node.output().read_text()
+    node.parent.end()
+    node.parent.begin()
+    node.said(node.start())
+    assert "AHEAD=True" in node.output().read_text() and node.forked() == [(1, 0)] * 3
+
+
+def test_a_file_that_has_changed_is_imported_again(make: Callable[..., Node]) -> None:
+    node = make()
+    node.parent.begin()
+    node.parent.wait()
+    path = node.install("package", PACKAGE.replace('environ.get("KNOWN")', 'environ.get("KNOWN"), 2'))
+    [(same, _)] = node.said(node.start())
+    assert same["package"][2] == ["before", 2] and node.forked() == [(1, 0)]
+    assert node.reasons("preload.refused") == [f"{path} has changed since it was imported"]
+
+
+@pytest.mark.parametrize("trouble", ["killed", "environment", "set for C"])
+def test_without_a_preloader_that_can_be_used_ranks_are_new_processes(
+    make: Callable[..., Node], trouble: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    node = make(script=f"import os; os.environ['OMP_PLACES'] = 'cores'\n{SCRIPT}" if trouble == "set for C" else SCRIPT)
+    node.parent.begin()
+    if trouble == "killed":
+        assert node.parent._process is not None
+        node.parent.wait()
+        node.parent._process.kill()
+        assert gone(node.parent._process.pid)
+    [(same, _)] = node.said(node.start(**({"KNOWN": "after"} if trouble == "environment" else {})))
+    assert node.forked() == [(0, 1)]
+    [reason] = node.reasons("preload.refused")[:1]
+    expected = {
+        "killed": "it has ended; see", "environment": "the environment differs: KNOWN",
+        "set for C": "the script sets OMP_PLACES, which"}[trouble]  # fmt: skip
+    assert expected in reason and f"ft-run: the preloader cannot be used: {reason}" in capfd.readouterr().err
+    assert same["package"][2] == ("after" if trouble == "environment" else "before")
+
+
+def test_a_preloader_and_its_ranks_end_with_an_agent_that_is_killed(make: Callable[..., Node]) -> None:
+    reader, writer = os.pipe()
+
+    def agent() -> None:
+        node = make()
+        node.words = (*node.words, "--wait")
+        node.parent._command = node.command
+        node.parent.begin()
+        [handler] = node.start()
+        assert node.parent._process is not None and node.forked() == [(1, 0)]
+        os.write(writer, f"{node.parent._process.pid} {handler.proc.pid}".encode())
+        signal.pause()
+
+    process = get_context("fork").Process(target=agent)
+    process.start()
+    assert select.select([reader], [], [], WAIT)[0]
+    pids = list(map(int, os.read(reader, 40).split()))
+    process.kill()
+    process.join(WAIT)
+    assert all(map(gone, pids))
+    os.close(reader)
+    os.close(writer)
+
+
+def test_an_error_of_the_preloader_never_ends_the_agent(
+    make: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = make()
+    with monkeypatch.context() as patch:
+        patch.setattr(preload.packets, "pair", lambda: (_ for _ in ()).throw(OSError(24, "Too many")))
+        node.parent.begin()
+    assert "Too many" in node.reasons("preload.refused")[0]
+    node.said(node.start())
+    assert node.forked() == [(0, 1)]

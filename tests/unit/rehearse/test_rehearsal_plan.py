@@ -1,0 +1,77 @@
+"""What a rehearsal runs, where it kills, and which commands it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ft_plugins.errors import ConfigError
+from ft_plugins.rehearse.rehearsal import RehearsalPlan, faults_of, place_kills, plan_rehearsal
+
+
+def planned(*words: str, iterations: int = 12, kills: tuple[int, ...] = (), nodes: int = 1) -> RehearsalPlan:
+    return plan_rehearsal(words, Path("/out"), iterations, kills, nodes, 60.0)
+
+
+def test_a_rehearsal_is_a_job_of_its_own_with_checkpoints_of_its_own() -> None:
+    plan = planned(
+        "ft-run", "--nproc-per-node", "2", "train.py", "--lr", "1", "--reft", "--ftp-job", "real",
+        "--ftp-resume=storage", "--reft-checkpoint-dir", "/shared/checkpoints",
+    )  # fmt: skip
+    words = " ".join(plan.arguments)
+    assert "real" not in words and "storage" not in words and "/shared" not in words
+    assert "--reft-checkpoint-dir={run}/reft-checkpoints" in plan.arguments
+    assert plan.arguments[-5:] == ("--nproc-per-node", "2", "train.py", "--lr", "1")
+
+
+def test_a_script_that_saves_by_itself_needs_a_folder_for_each_run() -> None:
+    with pytest.raises(ConfigError, match=r"--save: both runs would save there"):
+        planned("train.py", "--reft", "--save", "/real")
+    assert "{run}/c" in planned("train.py", "--reft", "--save", "{run}/c").arguments
+
+
+def test_faults_and_kills_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--ftp-faults"):
+        planned("train.py", "--reft", "--ftp-faults=update.end@iteration=1:kill")
+    for kills in ((1, 5), (5, 12), (6, 5), (5, 5)):
+        with pytest.raises(ConfigError, match="expected iterations in order"):
+            planned("train.py", "--reft", kills=kills)
+    with pytest.raises(ConfigError, match="expected a command"):
+        planned("ft-run")
+
+
+def test_two_emulated_nodes_take_half_of_the_processes_each() -> None:
+    plan = planned("ft-run", "--nproc_per_node=8", "--reft", "train.py", nodes=2)
+    assert "--nproc-per-node=4" in plan.arguments and "--nproc_per_node=8" not in plan.arguments
+    plan = planned("ft-run", "--nproc-per-node", "4", "train.py", "--reft", "--nproc-per-node", nodes=2)
+    assert plan.arguments.index("--nproc-per-node=2") < plan.arguments.index("train.py")
+    assert plan.arguments[-1] == "--nproc-per-node"  # the script's own
+    with pytest.raises(ConfigError, match="expected an even number"):
+        planned("ft-run", "--nproc-per-node", "3", "train.py", "--reft", nodes=2)
+
+
+@pytest.mark.parametrize(
+    ("iterations", "ends", "kills"),
+    [
+        (12, (), (5, 6)),
+        (12, (9,), (5, 6)),  # an epoch ends after the kills anyway
+        (12, (5,), (3, 4)),  # the only end is before: kill earlier
+        (30, (4,), (2, 3)),
+        (40, (17, 33), (19, 20)),  # in the second epoch, and a third one comes
+        (20, (9, 17), (10, 11)),
+        (4, (), (2, 3)),
+    ],
+)
+def test_kills_are_placed_so_that_an_epochs_end_comes_after_them(
+    iterations: int, ends: tuple[int, ...], kills: tuple[int, int]
+) -> None:
+    assert place_kills(iterations, ends) == kills
+    assert 2 <= kills[0] < kills[1] < iterations
+
+
+def test_the_last_rank_is_killed_first_then_the_first_and_a_node_is_held_for_its_kill() -> None:
+    assert faults_of((5, 6), 8, 1) == (
+        "update.end@iteration=5,rank=7,restart=0:kill;update.end@iteration=6,rank=0,restart=1:kill"
+    )
+    assert faults_of((5, 6), 8, 2).startswith("update.end@iteration=5,rank=7,restart=0:stop;")

@@ -1,0 +1,43 @@
+"""One schedule: whatever is done with versions is done at iterations at which they are captured."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ft_plugins.snapshot.schedule import SnapshotSchedule, due_from, is_turn, next_due
+
+INTERVALS = st.integers(1, 50)
+
+
+@given(INTERVALS, st.integers(1, 5), st.integers(0, 30))
+def test_what_is_exchanged_or_compared_is_captured(interval: int, exchange_interval: int, audits: int) -> None:
+    schedule = SnapshotSchedule.of(interval, exchange_interval, audits)
+    captured = [iteration for iteration in range(5 * schedule.exchanged) if schedule.captures(iteration)]
+    assert captured == list(range(interval, 5 * schedule.exchanged, interval)), "the start is no version"
+    assert schedule.exchanged % (interval * exchange_interval) == 0
+    assert schedule.compared % interval == 0 and bool(schedule.compared) == bool(audits)
+    if audits:
+        assert schedule.exchanged % schedule.compared == schedule.compared % audits == 0, "an audit certifies it"
+
+
+def test_no_iteration_is_left_out_that_serves_all() -> None:
+    assert SnapshotSchedule.of(4, 3, 0) == SnapshotSchedule(4, 12, 0)
+    assert SnapshotSchedule.of(4, 3, 6) == SnapshotSchedule(4, 12, 12)
+    assert SnapshotSchedule.of(2, 1, 3) == SnapshotSchedule(2, 6, 6)
+
+
+@pytest.mark.parametrize(("at", "following", "from_there"), [(0, 4, 0), (1, 4, 4), (3, 4, 4), (4, 8, 4), (5, 8, 8)])
+def test_what_is_due_next_is_later_and_what_is_due_from_somewhere_may_be_there(
+    at: int, following: int, from_there: int
+) -> None:
+    assert (next_due(at, 4), due_from(at, 4)) == (following, from_there)
+
+
+@given(INTERVALS, INTERVALS)
+def test_each_multiple_of_the_interval_has_one_turn(interval: int, step: int) -> None:
+    versions = range(step, 20 * interval * step, step)
+    turns = [iteration for iteration in versions if is_turn(iteration, interval, step)]
+    expected = {due_from(at, step) for at in range(0, 20 * interval * step, interval)} - {0}
+    assert turns == sorted(expected & set(versions)) and not is_turn(step, 0, step)
