@@ -31,10 +31,10 @@ from ft_plugins.rehearse.display import Display, display_on
 from ft_plugins.rehearse.driver import DriveError, DrivenJob, DrivePhase
 from ft_plugins.rehearse.stopping import raising_signals
 from ft_plugins.rehearse.transcripts import TRANSCRIPT, compare_transcripts, read_transcripts
-from ft_plugins.report.bubble_use import bubble_use
-from ft_plugins.report.comparison import EvidenceError, RunComparison, RunRecord, compare_runs
-from ft_plugins.report.comparison_text import table, verdict
-from ft_plugins.report.run_pictures import draw_bubbles, draw_comparison
+from quickstart_report.bubble_use import bubble_use
+from quickstart_report.comparison import EvidenceError, RunComparison, RunRecord, compare_runs
+from quickstart_report.comparison_text import table, verdict
+from quickstart_report.run_pictures import draw_bubbles, draw_comparison
 
 EXAMPLES = Path(__file__).resolve().parent / "examples"
 FRAMEWORKS = {"megatron": "megatron_gpt.py", "deepspeed": "deepspeed_gpt.py"}

@@ -19,11 +19,8 @@ import torch
 
 from . import (
     deepspeed_cpu,
-    megatron_datasets,
-    megatron_kernels,
+    megatron_core,
     megatron_optimizers,
-    megatron_rng,
-    megatron_schedules,
     megatron_triton,
     python_stdlib,
     torch_cuda,
@@ -39,22 +36,8 @@ LoadBelow = Callable[[str, Callable[[ModuleSpec], Loader | None]], None]
 
 def cpu_patches(device_count: int = 1) -> tuple[Patch, ...]:
     """The shim's patches, in the order in which they are registered."""
-    return (
-        *python_stdlib.patches(),
-        *torch_cuda.patches(device_count),
-        *torch_factories.patches(),
-        *torch_dataloader.patches(),
-        *megatron_kernels.patches(),
-        *megatron_rng.patches(),
-        *megatron_schedules.patches(),
-        *megatron_optimizers.patches(),
-        *megatron_datasets.patches(),
-    )
-
-
-def deepspeed_patches() -> tuple[Patch, ...]:
-    """The patches of DeepSpeed without a CUDA device. None of them imitates one."""
-    return deepspeed_cpu.patches()
+    of_torch = (*torch_cuda.patches(device_count), *torch_factories.PATCHES, *torch_dataloader.PATCHES)
+    return (*python_stdlib.PATCHES, *of_torch, *megatron_core.PATCHES, *megatron_optimizers.PATCHES)
 
 
 def is_applied() -> bool:
@@ -73,8 +56,9 @@ def apply_cpu(on_import: OnImport, load_below: LoadBelow, device_count: int = 1)
     if importlib.util.find_spec("triton") is None:
         load_below("megatron", megatron_triton.loader)
     for patch in cpu_patches(device_count):
-        importlib.import_module(patch.module) if patch.distribution != "megatron-core" else None
-        on_import(patch.module, lambda module, patch=patch: patch.apply(module) and None)  # type: ignore[misc]
+        if patch.distribution != "megatron-core":
+            importlib.import_module(patch.module)
+        on_import(patch.module, patch.apply)
     return True
 
 
@@ -85,9 +69,9 @@ def apply_deepspeed_cpu(on_import: OnImport) -> bool:
     """
     if torch.cuda.is_available() and not is_applied():
         return False
-    for patch in deepspeed_patches():
-        on_import(patch.module, lambda module, patch=patch: patch.apply(module) and None)  # type: ignore[misc]
+    for patch in deepspeed_cpu.PATCHES:
+        on_import(patch.module, patch.apply)
     return True
 
 
-__all__ = ["Patch", "apply_cpu", "apply_deepspeed_cpu", "cpu_patches", "deepspeed_patches", "is_applied", "untested"]
+__all__ = ["Patch", "apply_cpu", "apply_deepspeed_cpu", "cpu_patches", "is_applied", "untested"]

@@ -8,6 +8,7 @@ In: a module that has just been imported. Out: the same module with one symbol r
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import inspect
 import platform
@@ -24,6 +25,19 @@ from ..errors import PatchError
 APPLIED = "__ft_patched__"
 
 
+def around(call: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Replaces a function by one that calls `call(original, *arguments)`."""
+
+    def replace(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            return call(original, *args, **kwargs)
+
+        return replacement
+
+    return replace
+
+
 @dataclass(frozen=True)
 class Patch:
     """One replaced symbol. `replace` receives the original (None if absent) and returns the replacement."""
@@ -38,11 +52,11 @@ class Patch:
     contains: tuple[str, ...] = ()  # fragments of the original's source that the patch relies on
     absent: bool = False  # add the symbol if it does not exist, else leave it alone
 
-    def apply(self, module: ModuleType) -> bool:
-        """Replace the symbol in `module`. Returns False if that is already done or not needed."""
+    def apply(self, module: ModuleType) -> None:
+        """Replace the symbol in `module`, unless that is already done or not needed."""
         applied: set[str] = module.__dict__.setdefault(APPLIED, set())
         if self.symbol in applied:
-            return False
+            return
         owner: Any = module
         *path, name = self.symbol.split(".")
         for part in path:
@@ -50,14 +64,12 @@ class Patch:
             if owner is None:
                 raise self._error(module, "the symbol does not exist")
         original = inspect.getattr_static(owner, name, None) if inspect.isclass(owner) else getattr(owner, name, None)
-        if self.absent:
-            if original is not None:
-                return False
-        else:
+        if not self.absent:
             self._check(module, original)
+        elif original is not None:
+            return
         setattr(owner, name, self.replace(original))
         applied.add(self.symbol)
-        return True
 
     def _check(self, module: ModuleType, original: Any) -> None:
         """Raises PatchError unless the original is what this patch expects."""

@@ -11,43 +11,35 @@ SplitBackward0 is a view and is being modified inplace'. 0.19 detaches the buffe
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from .declared import Patch
+from .declared import Patch, around
 from .versions import DEEPSPEED
 
 
-def detached(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def detached(original: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
     """flatten_dense_tensors_aligned that returns the same memory without a graph."""
-
-    @functools.wraps(original)
-    def flatten_dense_tensors_aligned(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return original(*args, **kwargs).detach()
-
-    return flatten_dense_tensors_aligned
+    return original(*args, **kwargs).detach()
 
 
 def _no_operator() -> None:
     """build_shm_op that builds none: torch's collectives are used."""
 
 
-def patches() -> tuple[Patch, ...]:
-    """For processes without a CUDA device."""
-    zero = "deepspeed.runtime.zero.stage_1_and_2"
-    return (
-        Patch(
-            *("deepspeed", "deepspeed.comm.torch", "build_shm_op", DEEPSPEED),
-            reason="a build at start needs a compiler, and a killed one hangs the next start",
-            replace=lambda _: _no_operator,
-            parameters=(),
-        ),
-        Patch(
-            *("deepspeed", zero, "DeepSpeedZeroOptimizer.flatten_dense_tensors_aligned", DEEPSPEED),
-            reason="a flat buffer with an autograd graph cannot be updated in place",
-            replace=detached,
-        ),
-    )
+_ZERO = "deepspeed.runtime.zero.stage_1_and_2"
+PATCHES = (  # none imitates a CUDA device
+    Patch(
+        *("deepspeed", "deepspeed.comm.torch", "build_shm_op", DEEPSPEED),
+        reason="a build at start needs a compiler, and a killed one hangs the next start",
+        replace=lambda _: _no_operator,
+        parameters=(),
+    ),
+    Patch(
+        *("deepspeed", _ZERO, "DeepSpeedZeroOptimizer.flatten_dense_tensors_aligned", DEEPSPEED),
+        reason="a flat buffer with an autograd graph cannot be updated in place",
+        replace=around(detached),
+    ),
+)

@@ -10,13 +10,12 @@ takes any non-empty state for a complete one, and fails at its first step if 'st
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from .declared import Patch
+from .declared import Patch, around
 from .versions import MEGATRON
 
 BASE = "megatron.core.optimizer.optimizer"
@@ -46,94 +45,73 @@ def with_own_steps(inner: torch.optim.Optimizer) -> None:
             state["step"] = state["step"].detach().clone()
 
 
-def before_first_step(original: Callable[..., Any]) -> Callable[..., Any]:
+def before_first_step(original: Callable[..., Any], self: Any) -> Any:
     """state_dict, which takes the step from the state and asserts that there is exactly one."""
-
-    @functools.wraps(original)
-    def state_dict(self: Any) -> Any:
-        if is_torch_adam(self):
-            with_whole_state(self.optimizer)
-        return original(self)
-
-    return state_dict
+    if is_torch_adam(self):
+        with_whole_state(self.optimizer)
+    return original(self)
 
 
-def unsharing_step(original: Callable[..., Any]) -> Callable[..., Any]:
+def unsharing_step(original: Callable[..., Any], self: Any, state_dict: Any) -> Any:
     """load_state_dict, which gives all parameters the same step tensor."""
-
-    @functools.wraps(original)
-    def load_state_dict(self: Any, state_dict: Any) -> Any:
-        loaded = original(self, state_dict)
-        if is_torch_adam(self):
-            with_own_steps(self.optimizer)
-        return loaded
-
-    return load_state_dict
+    loaded = original(self, state_dict)
+    if is_torch_adam(self):
+        with_own_steps(self.optimizer)
+    return loaded
 
 
-def leaving_step(original: Callable[..., Any]) -> Callable[..., Any]:
+@torch.no_grad()
+def leaving_step(original: Callable[..., Any], self: Any, model_param: Any, tensors: Mapping[str, Any]) -> Any:
     """_set_main_param_and_optimizer_states, which copies 'step' from a source that may lack it or be stale, and writes
     into fp32 shards that are views of parameters with a gradient."""
-
-    @functools.wraps(original)
-    def _set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: Mapping[str, Any]) -> Any:
-        with torch.no_grad():
-            if not is_torch_adam(self):
-                return original(self, model_param, tensors)
-            group_index, group_order = self.model_param_group_index_map[model_param]
-            main_param = self.optimizer.param_groups[group_index]["params"][group_order]
-            state = self.optimizer.state[main_param]
-            return original(self, model_param, {**tensors, **{k: state[k] for k in ("step",) if k in state}})
-
-    return _set_main_param_and_optimizer_states
+    if not is_torch_adam(self):
+        return original(self, model_param, tensors)
+    group_index, group_order = self.model_param_group_index_map[model_param]
+    state = self.optimizer.state[self.optimizer.param_groups[group_index]["params"][group_order]]
+    return original(self, model_param, {**tensors, **{k: state[k] for k in ("step",) if k in state}})
 
 
-def with_step(original: Callable[..., None]) -> Callable[..., None]:
+def with_step(
+    original: Callable[..., None], self: Any, optimizer: Any, config: Any, init_state_fn: Any = lambda x: None
+) -> None:
     """MegatronOptimizer.__init__ whose init_state_fn also sets 'step' in torch's Adam."""
+    original(self, optimizer, config, init_state_fn)
+    if is_torch_adam(self) and init_state_fn is not None:
 
-    @functools.wraps(original)
-    def begin(self: Any, optimizer: Any, config: Any, init_state_fn: Any = lambda x: None) -> None:
-        original(self, optimizer, config, init_state_fn)
-        if is_torch_adam(self) and init_state_fn is not None:
+        def init_whole_state(inner: Any, config: Any = None) -> None:
+            init_state_fn(inner, config)
+            with_whole_state(inner)
 
-            def init_whole_state(inner: Any, config: Any = None) -> None:
-                init_state_fn(inner, config)
-                with_whole_state(inner)
-
-            self.init_state_fn = init_whole_state
-
-    return begin
+        self.init_state_fn = init_whole_state
 
 
-def patches() -> tuple[Patch, ...]:
-    """The patches of the base class of all Megatron optimizers, and of DistributedOptimizer."""
-    return (
-        Patch(
-            *("megatron-core", BASE, "MegatronOptimizer.__init__", MEGATRON),
-            reason="init_state_fn leaves torch's Adam without 'step' when a checkpoint without one is loaded",
-            replace=with_step,
-            parameters=("self", "optimizer", "config", "init_state_fn"),
-            contains=("self.init_state_fn = init_state_fn",),
-        ),
-        Patch(
-            *("megatron-core", DISTRIBUTED, "DistributedOptimizer.state_dict", MEGATRON),
-            reason="'assert len(steps) == 1' fails before the first step, when torch_dist is loaded",
-            replace=before_first_step,
-            parameters=("self",),
-            contains=("assert len(steps) == 1",),
-        ),
-        Patch(
-            *("megatron-core", DISTRIBUTED, "DistributedOptimizer.load_state_dict", MEGATRON),
-            reason="one shared step tensor is incremented once per parameter after a resume",
-            replace=unsharing_step,
-            parameters=("self", "state_dict"),
-            contains=('s["step"] = step',),
-        ),
-        Patch(
-            *("megatron-core", DISTRIBUTED, "DistributedOptimizer._set_main_param_and_optimizer_states", MEGATRON),
-            reason="copies into views of parameters that require a gradient, and a 'step' that is missing or stale",
-            replace=leaving_step,
-            parameters=("self", "model_param", "tensors"),
-            contains=("dst_tensors[key].copy_(tensors[key])",),
-        ),
-    )
+PATCHES = (
+    Patch(
+        *("megatron-core", BASE, "MegatronOptimizer.__init__", MEGATRON),
+        reason="init_state_fn leaves torch's Adam without 'step' when a checkpoint without one is loaded",
+        replace=around(with_step),
+        parameters=("self", "optimizer", "config", "init_state_fn"),
+        contains=("self.init_state_fn = init_state_fn",),
+    ),
+    Patch(
+        *("megatron-core", DISTRIBUTED, "DistributedOptimizer.state_dict", MEGATRON),
+        reason="'assert len(steps) == 1' fails before the first step, when torch_dist is loaded",
+        replace=around(before_first_step),
+        parameters=("self",),
+        contains=("assert len(steps) == 1",),
+    ),
+    Patch(
+        *("megatron-core", DISTRIBUTED, "DistributedOptimizer.load_state_dict", MEGATRON),
+        reason="one shared step tensor is incremented once per parameter after a resume",
+        replace=around(unsharing_step),
+        parameters=("self", "state_dict"),
+        contains=('s["step"] = step',),
+    ),
+    Patch(
+        *("megatron-core", DISTRIBUTED, "DistributedOptimizer._set_main_param_and_optimizer_states", MEGATRON),
+        reason="copies into views of parameters that require a gradient, and a 'step' that is missing or stale",
+        replace=around(leaving_step),
+        parameters=("self", "model_param", "tensors"),
+        contains=("dst_tensors[key].copy_(tensors[key])",),
+    ),
+)

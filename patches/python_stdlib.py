@@ -7,43 +7,33 @@ launcher, and so without the launcher's patches and hooks.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import typing_extensions
 
-from .declared import Patch
+from .declared import Patch, around
 from .versions import PYTHON
 
 
-def without_main(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+def without_main(original: Callable[..., dict[str, Any]], name: str) -> dict[str, Any]:
     """get_preparation_data without the path of the main module."""
-
-    @functools.wraps(original)
-    def get_preparation_data(name: str) -> dict[str, Any]:
-        prepared = original(name)
-        prepared.pop("init_main_from_path", None)
-        prepared.pop("init_main_from_name", None)
-        return prepared
-
-    return get_preparation_data
+    unwanted = ("init_main_from_path", "init_main_from_name")
+    return {key: value for key, value in original(name).items() if key not in unwanted}
 
 
-def patches() -> tuple[Patch, ...]:
-    """Both patches; `override` is added only if it does not exist."""
-    return (
-        Patch(
-            *("python", "typing", "override", PYTHON),
-            reason="megatron-core 0.19 and later import it from typing",
-            replace=lambda _: typing_extensions.override,
-            absent=True,
-        ),
-        Patch(
-            *("python", "multiprocessing.spawn", "get_preparation_data", PYTHON),
-            reason="spawned children would rerun the training script without the launcher",
-            replace=without_main,
-            parameters=("name",),
-            contains=("init_main_from_path",),
-        ),
-    )
+PATCHES = (
+    Patch(
+        *("python", "typing", "override", PYTHON),
+        reason="megatron-core 0.19 and later import it from typing",
+        replace=lambda _: typing_extensions.override,
+        absent=True,
+    ),
+    Patch(
+        *("python", "multiprocessing.spawn", "get_preparation_data", PYTHON),
+        reason="spawned children would rerun the training script without the launcher",
+        replace=around(without_main),
+        parameters=("name",),
+        contains=("init_main_from_path",),
+    ),
+)

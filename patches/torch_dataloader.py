@@ -6,36 +6,28 @@ device's. Here both would be the same generator, and building loaders after a re
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from .declared import Patch
+from .declared import Patch, around
 from .versions import TORCH
 
 
-def with_own_generator(original: Callable[..., None]) -> Callable[..., None]:
+def with_own_generator(original: Callable[..., None], self: Any, loader: Any) -> None:
     """_BaseDataLoaderIter.__init__ that gives a loader without a generator one with the process's seed."""
-
-    @functools.wraps(original)
-    def begin(self: Any, loader: Any) -> None:
-        if loader.generator is None:
-            loader.generator = torch.Generator().manual_seed(torch.initial_seed())
-        original(self, loader)
-
-    return begin
+    if loader.generator is None:
+        loader.generator = torch.Generator().manual_seed(torch.initial_seed())
+    original(self, loader)
 
 
-def patches() -> tuple[Patch, ...]:
-    """The patch of the base class of both loader iterators."""
-    return (
-        Patch(
-            *("torch", "torch.utils.data.dataloader", "_BaseDataLoaderIter.__init__", TORCH),
-            reason="the seed draw of a loader built after a resume would shift dropout",
-            replace=with_own_generator,
-            parameters=("self", "loader"),
-            contains=("random_(generator=loader.generator)",),
-        ),
-    )
+PATCHES = (
+    Patch(
+        *("torch", "torch.utils.data.dataloader", "_BaseDataLoaderIter.__init__", TORCH),  # base of both iterators
+        reason="the seed draw of a loader built after a resume would shift dropout",
+        replace=around(with_own_generator),
+        parameters=("self", "loader"),
+        contains=("random_(generator=loader.generator)",),
+    ),
+)

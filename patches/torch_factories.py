@@ -7,13 +7,12 @@ because Megatron determines a parameter's precision from that string.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from .declared import Patch
+from .declared import Patch, around
 from .versions import TORCH
 
 CREATE = (
@@ -39,75 +38,55 @@ def is_device(value: object) -> bool:
     return False
 
 
-def create_on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
+def create_on_cpu(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """A factory that replaces a CUDA device by the CPU and drops pin_memory."""
-
-    @functools.wraps(original)
-    def create(*args: Any, **kwargs: Any) -> Any:
-        if kwargs and is_device(kwargs.get("device")):
-            kwargs["device"] = "cpu"
-        if kwargs and kwargs.get("pin_memory"):
-            kwargs["pin_memory"] = False
-        return original(*args, **kwargs)
-
-    return create
+    if kwargs and is_device(kwargs.get("device")):
+        kwargs["device"] = "cpu"
+    if kwargs and kwargs.get("pin_memory"):
+        kwargs["pin_memory"] = False
+    return original(*args, **kwargs)
 
 
-def move_to_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
+def move_to_cpu(original: Callable[..., Any], self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """Tensor.to, which also takes the device as its first positional argument."""
-
-    @functools.wraps(original)
-    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if args and is_device(args[0]):
-            args = ("cpu", *args[1:])
-        if kwargs and is_device(kwargs.get("device")):
-            kwargs["device"] = "cpu"
-        moved: torch.Tensor = original(self, *args, **kwargs)
-        return moved
-
-    return to
+    if args and is_device(args[0]):
+        args = ("cpu", *args[1:])
+    if kwargs and is_device(kwargs.get("device")):
+        kwargs["device"] = "cpu"
+    return original(self, *args, **kwargs)
 
 
-def itself(original: object) -> Callable[..., torch.Tensor]:
+def itself(original: object, self: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
     """Tensor.cuda and Tensor.pin_memory, which return the tensor itself."""
-
-    def here(self: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-        return self
-
-    return here
+    return self
 
 
-def type_on_device(original: Callable[..., Any]) -> Callable[..., Any]:
+def type_on_device(
+    original: Callable[..., Any], self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any
+) -> Any:
     """Tensor.type that maps 'torch.FloatTensor' to 'torch.cuda.FloatTensor' in results, and back in arguments."""
-
-    @functools.wraps(original)
-    def type_(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if dtype is None:
-            return original(self).replace("torch.", "torch.cuda.", 1) if self.device.type == "cpu" else original(self)
-        if isinstance(dtype, str):
-            dtype = dtype.replace("torch.cuda.", "torch.")
-        return original(self, dtype, *args, **kwargs)
-
-    return type_
+    if dtype is None:
+        return original(self).replace("torch.", "torch.cuda.", 1) if self.device.type == "cpu" else original(self)
+    if isinstance(dtype, str):
+        dtype = dtype.replace("torch.cuda.", "torch.")
+    return original(self, dtype, *args, **kwargs)
 
 
-def patches() -> tuple[Patch, ...]:
-    """The patches of factories, methods that create or move a tensor, and the type string."""
-    device = "Megatron creates and moves tensors with the device 'cuda' or torch.cuda.current_device()"
-    return (
-        *(Patch("torch", "torch", name, TORCH, device, create_on_cpu) for name in CREATE),
-        *(Patch("torch", "torch", f"Tensor.{name}", TORCH, device, create_on_cpu) for name in CREATE_FROM),
-        Patch("torch", "torch", "Tensor.to", TORCH, device, move_to_cpu),
-        Patch("torch", "torch", "Tensor.cuda", TORCH, device, itself),
-        Patch("torch", "torch", "Tensor.pin_memory", TORCH, "there is no device to pin memory for", itself),
-        Patch(
-            *("torch", "torch", "Tensor.record_stream", TORCH),
-            reason="the CPU allocator does not depend on streams",
-            replace=lambda _: lambda self, stream: None,
-        ),
-        Patch(
-            *("torch", "torch", "Tensor.type", TORCH),
-            reason="optimizers and clip_grad_by_total_norm_fp32 compare the string with 'torch.cuda.FloatTensor'",
-            replace=type_on_device,
-        ),
-    )
+_DEVICE = "Megatron creates and moves tensors with the device 'cuda' or torch.cuda.current_device()"
+PATCHES = (
+    *(Patch("torch", "torch", name, TORCH, _DEVICE, around(create_on_cpu)) for name in CREATE),
+    *(Patch("torch", "torch", f"Tensor.{name}", TORCH, _DEVICE, around(create_on_cpu)) for name in CREATE_FROM),
+    Patch("torch", "torch", "Tensor.to", TORCH, _DEVICE, around(move_to_cpu)),
+    Patch("torch", "torch", "Tensor.cuda", TORCH, _DEVICE, around(itself)),
+    Patch("torch", "torch", "Tensor.pin_memory", TORCH, "there is no device to pin memory for", around(itself)),
+    Patch(
+        *("torch", "torch", "Tensor.record_stream", TORCH),
+        reason="the CPU allocator does not depend on streams",
+        replace=lambda _: lambda self, stream: None,
+    ),
+    Patch(
+        *("torch", "torch", "Tensor.type", TORCH),
+        reason="optimizers and clip_grad_by_total_norm_fp32 compare the string with 'torch.cuda.FloatTensor'",
+        replace=around(type_on_device),
+    ),
+)

@@ -14,8 +14,8 @@ from __future__ import annotations
 import importlib
 import os
 import shutil
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +71,24 @@ def _writer(shares: CheckpointReader) -> Callable[[CheckpointReader, Path], dict
     if kind not in _FORMATS:
         raise UnsupportedError(
             f"{shares.folder}: not a checkpoint of a Megatron or DeepSpeed job, so that it cannot be exported; its "
-            "files are safetensors, and rank-*.index.json describes their content"
+            "files are safetensors that hold the tensors by name"
         )
     write: Callable[[CheckpointReader, Path], dict[str, Any]] = importlib.import_module(_FORMATS[kind]).export
     return write
+
+
+@contextmanager
+def installed(package: str, framework: str, extra: str) -> Iterator[None]:
+    """Imports of `package` raise UnsupportedError within this context, if it is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if str(error.name).split(".")[0] != extra:
+            raise
+        raise UnsupportedError(
+            f"this is a checkpoint of a {framework} job, but {package} is not installed here: "
+            f"pip install 'ft_plugins[{extra}]'"
+        ) from error
 
 
 def _choose_replica(shares: CheckpointReader) -> str:

@@ -11,82 +11,84 @@ In: modules, functions. Out: edges.
 
 from __future__ import annotations
 
-import functools
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
 from ..model.progress import ProgressReceiver, WorkPhase
-from .script.script_hooks import REPLACED
+from .script.script_hooks import wrap
 
 _CHECKPOINTS = "torch.distributed.checkpoint"
-_saving_now = [False]  # in the thread that trains
 
 
-class _Hook:
-    """A hook at an edge of a forward: `trained` is the phase that begins there, None for none."""
+class Hook:
+    """A hook of a module that a copied or pickled one does not take along, and that torch.compile does not trace."""
 
-    def __init__(
-        self, progress: ProgressReceiver | None = None, trained: WorkPhase | None = None, evaluated: bool = False
-    ) -> None:
-        self._progress, self._trained, self._evaluated = progress, trained, evaluated
+    def __init__(self, call: Callable[..., None] | None = None) -> None:
+        self._call = call
 
     def __call__(self, *args: Any) -> None:
-        if torch.compiler.is_compiling() or self._progress is None:
-            return
-        if torch.is_grad_enabled():
-            if self._trained is not None:
-                self._progress.edge(self._trained)
-        elif self._evaluated:
-            self._progress.edge(WorkPhase.EVALUATION)
+        if self._call is not None and not torch.compiler.is_compiling():
+            self._call(*args)
 
-    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
-        return _Hook, ()
+    def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
+        return Hook, ()
+
+
+def with_hooks(modules: Iterable[torch.nn.Module]) -> Iterator[torch.nn.Module]:
+    """Those whose forwards call hooks."""
+    return (module for module in modules if not isinstance(module, torch.jit.ScriptModule))
 
 
 def follow_forwards(
     modules: Iterable[torch.nn.Module], progress: ProgressReceiver, evaluations_only: bool = False
 ) -> None:
     """Report each forward of `modules`. `evaluations_only`: others are reported already."""
-    for module in modules:
-        if isinstance(module, torch.jit.ScriptModule):  # its forward calls no hooks
-            continue
-        before = _Hook(progress, None if evaluations_only else WorkPhase.FORWARD, evaluated=True)
-        module.register_forward_pre_hook(before, prepend=True)
-        if not evaluations_only:
-            module.register_forward_hook(_Hook(progress, WorkPhase.AFTER_FORWARD))
+
+    def before(*args: Any) -> None:
+        if not torch.is_grad_enabled():
+            progress.edge(WorkPhase.EVALUATION)
+        elif not evaluations_only:
+            progress.edge(WorkPhase.FORWARD)
+
+    def after(*args: Any) -> None:
+        if torch.is_grad_enabled() and not evaluations_only:
+            progress.edge(WorkPhase.AFTER_FORWARD)
+
+    for module in with_hooks(modules):
+        module.register_forward_pre_hook(Hook(before), prepend=True)
+        module.register_forward_hook(Hook(after))
 
 
-def follow_saving(owner: Any, names: Iterable[str], progress: ProgressReceiver) -> None:
-    """Report calls of these functions of `owner`, as far as it has them, by this thread. One that is called by another
-    is a part of that one.
+class Saving:
+    """Reports saves by the thread that made it. One that is called by another is a part of that one."""
 
-    A script may have imported the functions of torch's distributed checkpoints by name, or import them later, so what
-    calls `torch.save` there is taken for one of them: it lasts until another edge, while the file reaches the disk.
-    """
-    for name in names:
-        original = getattr(owner, name, None)
-        if callable(original):
-            setattr(owner, name, _saving(original, progress, threading.get_ident()))
+    def __init__(self, progress: ProgressReceiver) -> None:
+        self._progress, self._thread, self._within = progress, threading.get_ident(), False
 
+    def follow(self, owner: Any, names: Iterable[str]) -> None:
+        """Report calls of these functions of `owner`, as far as it has them.
 
-def _saving(original: Callable[..., Any], progress: ProgressReceiver, trains: int) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def save(*args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != trains or _saving_now[0]:
+        A script may have imported the functions of torch's distributed checkpoints by name, or import them later, so
+        what calls `torch.save` there is taken for one of them: it lasts until another edge, while the file reaches the
+        disk.
+        """
+        for name in names:
+            if callable(getattr(owner, name, None)):
+                wrap(owner, name, self._save)
+
+    def _save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != self._thread or self._within:
             return original(*args, **kwargs)
-        _saving_now[0] = True
-        progress.edge(WorkPhase.SAVING)
+        self._within = True
+        self._progress.edge(WorkPhase.SAVING)
         try:
             return original(*args, **kwargs)
         finally:
-            _saving_now[0] = False
-            if not str(sys._getframe(1).f_globals.get("__name__")).startswith(_CHECKPOINTS):
-                progress.edge(WorkPhase.AFTER_UPDATE)
-
-    if getattr(original, REPLACED, False):
-        setattr(save, REPLACED, True)
-    return save
+            self._within = False
+            caller = sys._getframe(2).f_globals.get("__name__")  # 1 is the function that `wrap` has put there
+            if not str(caller).startswith(_CHECKPOINTS):
+                self._progress.edge(WorkPhase.AFTER_UPDATE)

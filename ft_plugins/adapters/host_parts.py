@@ -9,13 +9,14 @@ reports of them; plain values, and back; the replay, or UnsupportedError.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 import torch
 
+from ..base import faults
 from ..errors import InventoryError, ResumeError, UnsupportedError
 from ..model.inventory import Inventory, Item, IterationSpan, Role
 from ..model.topology import Topology
@@ -33,15 +34,26 @@ class StateItem:
     read: Callable[[], torch.Tensor]
 
 
-class StateItems:
-    """The part of `model.host.Host` that follows from a rank's state items."""
+R = TypeVar("R")
+
+
+class FrameworkHost(Generic[R]):
+    """The part of a host that follows from a rank's state items, and from a replay of type R."""
 
     rank: int
     _topology: Topology
+    clips_together = ""
+    no_recompute_reason = "inputs of iterations are recorded only if replicas are compared or averaged"
+    _replay: R | None = None
 
     @cached_property
     def _state_items(self) -> list[StateItem]:
         """All items of this rank. Creates the optimizer's state if no update has done so yet."""
+        raise NotImplementedError
+
+    @cached_property
+    def _copies(self) -> list[StateItem]:
+        """What `copies` names. Raises UnsupportedError."""
         raise NotImplementedError
 
     def topology(self) -> Topology:
@@ -52,6 +64,29 @@ class StateItems:
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         return {one.item.name: one.read() for one in self._state_items}
+
+    def copies(self) -> Inventory:
+        return Inventory.of(self.rank, (one.item for one in self._copies))
+
+    def copy_tensors(self) -> Mapping[str, torch.Tensor]:
+        return {one.item.name: one.read() for one in self._copies}
+
+    @property
+    def recomputes(self) -> bool:
+        return self._replay is not None
+
+    def _start_replay(self, build: Callable[[], R]) -> None:
+        """Record iterations from now on with the replay that `build` returns, unless it raises UnsupportedError."""
+        try:
+            self._replay, self.no_recompute_reason = build(), ""
+        except UnsupportedError as error:
+            self.no_recompute_reason = str(error)
+
+    def _required_replay(self) -> R:
+        """Raises UnsupportedError if iterations are not recorded."""
+        if self._replay is None:
+            raise UnsupportedError(f"rank {self.rank}: gradients cannot be recomputed: {self.no_recompute_reason}")
+        return self._replay
 
 
 def state_item(
@@ -75,6 +110,28 @@ def state_item(
     dtype, nbytes = str(tensor.dtype).removeprefix("torch."), tensor.numel() * tensor.element_size()
     shape = tuple(tensor.shape)
     return StateItem(Item(name, dtype, shape, nbytes, role, replicas, layer, changed_by, piece, in_norm), read)
+
+
+def reach_fault_points(
+    forwards: Iterable[torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer], iteration: Callable[[], int]
+) -> None:
+    """From now on reach the fault points before the first forward of each iteration, and after a step of `optimizers`.
+    `iteration`: the number of the one under way."""
+    reached = 0
+
+    def before_forward(module: torch.nn.Module, args: Any) -> None:
+        nonlocal reached
+        if module.training and reached != iteration():
+            reached = iteration()
+            faults.reach("iteration.forward", iteration=reached)
+
+    def after_step(*call: Any) -> None:
+        faults.reach("update.middle", iteration=iteration())
+
+    for module in forwards:
+        module.register_forward_pre_hook(before_forward)
+    for one in optimizers:
+        one.register_step_post_hook(after_step)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -131,33 +188,3 @@ def own_copy(value: Any, like: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return value.clone().to(like.device if isinstance(like, torch.Tensor) else "cpu")
-
-
-R = TypeVar("R")
-
-
-class Recompute(Generic[R]):
-    """The part of a host's replica operations that recomputes an iteration by a replay of type R."""
-
-    rank: int
-    clips_together = ""
-    no_recompute_reason = "inputs of iterations are recorded only if replicas are compared or averaged"
-    _replay: R | None = None
-
-    @property
-    def recomputes(self) -> bool:
-        """Whether `recompute` can be called."""
-        return self._replay is not None
-
-    def _start_replay(self, build: Callable[[], R]) -> None:
-        """Record iterations from now on with the replay that `build` returns, unless it raises UnsupportedError."""
-        try:
-            self._replay, self.no_recompute_reason = build(), ""
-        except UnsupportedError as error:
-            self.no_recompute_reason = str(error)
-
-    def _required_replay(self) -> R:
-        """Raises UnsupportedError if iterations are not recorded."""
-        if self._replay is None:
-            raise UnsupportedError(f"rank {self.rank}: gradients cannot be recomputed: {self.no_recompute_reason}")
-        return self._replay

@@ -26,12 +26,21 @@ class Tracker(Protocol):
     def set_states(self, states: dict[str, Any]) -> None: ...
 
 
+def process_state() -> dict[str, Any]:
+    """The states of the generators on the CPU."""
+    return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+
+
+def set_process_state(state: Mapping[str, Any]) -> None:
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+
+
 def rng_state(tracker: Tracker) -> dict[str, Any]:
     """The state of all generators. Under the CPU shim the CUDA entry is the default generator's."""
     return {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
+        **process_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
         "tracker": streams(tracker),
     }
@@ -40,18 +49,16 @@ def rng_state(tracker: Tracker) -> dict[str, Any]:
 def restore_rng(state: Mapping[str, Any], tracker: Tracker) -> None:
     """Set all generators. Raises ResumeError if the tracker's streams are not those captured."""
     _require_same_streams(tracker, state["tracker"])
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
+    set_process_state(state)
     if state["cuda"] is not None:
         torch.cuda.set_rng_state(state["cuda"])
     restore_streams(tracker, state["tracker"])
 
 
-def numbers_drawn() -> tuple[Any, ...]:
-    """Values that stay equal as long as nothing draws from the process's generators."""
+def numbers_drawn(device: bool = True) -> tuple[Any, ...]:
+    """Values that stay equal as long as nothing draws from the process's generators. `device`: also from CUDA's."""
     numpy: Any = np.random.get_state()
-    cuda = torch.cuda.get_rng_state().numpy().tobytes() if torch.cuda.is_available() else None
+    cuda = torch.cuda.get_rng_state().numpy().tobytes() if device and torch.cuda.is_available() else None
     return random.getstate(), numpy[1].tobytes(), numpy[2:], torch.get_rng_state().numpy().tobytes(), cuda
 
 

@@ -9,7 +9,6 @@ Invariant: arguments are passed on unchanged.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -19,41 +18,35 @@ from ..model.host import Edges
 from ..model.timeline import Kind
 
 
-def wrap_update(
-    optimizers: Iterable[torch.optim.Optimizer], edges: Edges
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A wrapper for the framework function that steps the torch `optimizers`."""
-    agreeing = [False]
+def update_spans(optimizers: Iterable[torch.optim.Optimizer], edges: Edges) -> Callable[..., Any]:
+    """What is called in the place of the framework function that steps the torch `optimizers`."""
+    agreeing = False
 
     def first_steps(*args: Any) -> None:
-        if agreeing[0]:
-            agreeing[0] = False
+        nonlocal agreeing
+        if agreeing:
+            agreeing = False
             edges.end(Kind.REDUCE)
             edges.begin(Kind.UPDATE)
 
+    def update(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        nonlocal agreeing
+        agreeing = True
+        edges.begin(Kind.REDUCE)
+        outcome = original(*args, **kwargs)
+        edges.end(Kind.REDUCE if agreeing else Kind.UPDATE)
+        agreeing = False
+        return outcome
+
     for optimizer in optimizers:
         optimizer.register_step_pre_hook(first_steps)
-
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def update(*args: Any, **kwargs: Any) -> Any:
-            agreeing[0] = True
-            edges.begin(Kind.REDUCE)
-            outcome = original(*args, **kwargs)
-            edges.end(Kind.REDUCE if agreeing[0] else Kind.UPDATE)
-            agreeing[0] = False
-            return outcome
-
-        return update
-
-    return wrap
+    return update
 
 
-def wrap_span(kind: Kind, original: Callable[..., Any], edges: Edges) -> Callable[..., Any]:
-    """`original` as a span that belongs to no microbatch."""
+def span(kind: Kind, edges: Edges) -> Callable[..., Any]:
+    """What is called in the place of a function that is a span, and belongs to no microbatch."""
 
-    @functools.wraps(original)
-    def spanned(*args: Any, **kwargs: Any) -> Any:
+    def spanned(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         edges.begin(kind)
         outcome = original(*args, **kwargs)
         edges.end(kind)

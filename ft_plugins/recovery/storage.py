@@ -54,14 +54,9 @@ class StorageListing:
 
 
 def with_storage(
-    plan: RecoveryPlan,
-    mode: str,
-    loaded: int,
-    stored: Version | None,
-    later: bool,
-    resized: Version | None = None,
+    plan: RecoveryPlan, mode: str, loaded: int, stored: Version | None, later: bool, resized: Version | None = None,
     mark: Mark = Mark.NONE,
-) -> RecoveryPlan:
+) -> RecoveryPlan:  # fmt: skip
     """`choose_source`, if a checkpoint of version `stored` is available as well. Pure.
 
     `later`: its lineage is newer than any in memory; `mark` is its mark. Of it and the framework's own checkpoint, the
@@ -142,7 +137,7 @@ class StorageTier:
                 self._report_once(catalogue.CHECKPOINT_CORRUPTED, problem)
             elif self._fetch(name, version, segment, token):
                 return plan
-            damaged = damaged or name
+            damaged = damaged or problem or name
         if before is not None:
             if base.version is None and not loaded:
                 raise ResumeError(nothing_older(base, mode, [each[1] for each in listing.candidates]))
@@ -154,9 +149,9 @@ class StorageTier:
         """Raises ResumeError if there are checkpoints, but none is usable."""
         if damaged:
             raise ResumeError(
-                f"every checkpoint of this job in {self._base} is damaged, the newest is {damaged} (see the events "
-                f"'{catalogue.CHECKPOINT_CORRUPTED.name}'); put the files back, or start from the beginning with "
-                "--ftp-resume fresh"
+                f"every checkpoint of this job in {self._base} is damaged or of another format, the newest: {damaged} "
+                f"(see the events '{catalogue.CHECKPOINT_CORRUPTED.name}'); put the files back, or start from the "
+                "beginning with --ftp-resume fresh"
             )
         if listing.other:
             raise ResumeError(

@@ -25,6 +25,11 @@ from ..smp.serve.client import Client
 from ..smp.watch import liveness
 from ..snapshot.segment import paths
 
+# the first of these shows when a launcher detected a failure
+DETECTION_EVENTS = (
+    *(catalogue.WORKER_FAILED.name, catalogue.NODE_LOST.name, catalogue.JOB_HUNG.name),
+    catalogue.WORKERS_RESTARTED.name,
+)
 _END_SECONDS = 20.0  # for ft-run to end its workers after SIGTERM
 _GONE_SECONDS = 10.0  # for killed processes to disappear
 _COPIED = ("events.jsonl", "events.recent.jsonl", "smp.log")
@@ -102,12 +107,7 @@ class DrivenNode:
                     if entry["token"] != self._token:
                         self._token, self.trainers = entry["token"], {}
                     self.trainers[entry["rank"]] = entry["pid"]
-                case (
-                    catalogue.WORKER_FAILED.name
-                    | catalogue.NODE_LOST.name
-                    | catalogue.JOB_HUNG.name
-                    | catalogue.WORKERS_RESTARTED.name
-                ):
+                case name if name in DETECTION_EVENTS:
                     self.trainers = {}
         return entries
 

@@ -27,8 +27,7 @@ import psutil
 
 from ..errors import FtError
 from ..events import Event, catalogue
-from ..report.comparison import DETECTION_EVENTS, Loss, read_losses
-from .driven import DrivenNode, GrowingLines
+from .driven import DETECTION_EVENTS, DrivenNode, GrowingLines
 from .ports import free_port
 
 NODE = "node0"
@@ -61,6 +60,15 @@ class Progress:
     loss: float | None
     attached: int
     seconds: float  # since the start
+
+
+@dataclass(frozen=True)
+class Loss:
+    """One line of a loss log. `time` is seconds since the epoch, after the iteration."""
+
+    iteration: int
+    loss: float
+    time: float
 
 
 class DrivenJob:
@@ -188,8 +196,9 @@ class DrivenJob:
         return tuple(sorted((e for node in self._nodes for e in node.events()), key=lambda event: event.time))
 
     def losses(self) -> tuple[Loss, ...]:
-        """The loss log so far."""
-        return read_losses(self.loss_log)
+        """The complete lines of the loss log so far."""
+        lines = GrowingLines(self.loss_log).new()
+        return tuple(Loss(line["iteration"], line["loss"], line["time"]) for line in lines)
 
     def tail(self, lines: int = 25) -> str:
         """The last lines of the job's output."""

@@ -1,24 +1,20 @@
-"""Describe runs of the DeepSpeed example for exactness tests: golden, and protected and killed.
-
-Invariant: a golden run is not protected. It and the killed run share the DeepSpeed configuration except the block
-`ft_plugins`. The fork server gets the flags that ft-run would read from that block.
-
-In: a `DeepSpeedConfiguration`. Out: `JobSpec`s for the fork server, prefixes of their digests and loss logs.
+"""Runs of the DeepSpeed example. Golden and killed ones share the DeepSpeed configuration but its block `ft_plugins`,
+of which the fork server gets the flags that ft-run would read there.
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from ft_plugins.config import Config
 
 from .forkserver import JobSpec
+from .runs import EXAMPLES, ExampleRun
 
 ITERATIONS = 6
-EXAMPLE = Path(__file__).resolve().parents[2] / "launch" / "examples" / "deepspeed_gpt.py"
+EXAMPLE = EXAMPLES / "deepspeed_gpt.py"
 PRELOAD = (
     *("ft_plugins.adapters.deepspeed:prepare", "ft_plugins.adapters.deepspeed:install"),
     *(str(EXAMPLE), "ft_plugins.launcher.node_launch"),
@@ -69,11 +65,11 @@ class DeepSpeedConfiguration:
 
 
 @dataclass(frozen=True)
-class DeepSpeedRun:
-    """A run in `folder`, where its configuration, digests and loss log go. `block`: of ft_plugins; {}: none."""
+class DeepSpeedRun(ExampleRun):
+    """A run of a configuration, which is written to its folder. `block`: of ft_plugins; {}: none."""
 
-    name: str
-    folder: Path
+    framework = "deepspeed"
+
     configuration: DeepSpeedConfiguration
     block: dict[str, Any] = field(default_factory=dict)
     seed: int = 1234
@@ -82,33 +78,17 @@ class DeepSpeedRun:
     words: tuple[str, ...] = ()  # further arguments of `script`
 
     @property
-    def digests(self) -> Path:
-        """Prefix of the files that describe the final state."""
-        return self.folder / "state-"
-
-    @property
-    def loss_log(self) -> Path:
-        return self.folder / "loss.jsonl"
+    def ranks(self) -> int:
+        return self.configuration.ranks
 
     def armed(self, faults: str) -> DeepSpeedRun:
-        """The same run with `faults` in its block, if there are any."""
         return replace(self, block={**self.block, "faults": faults}) if faults else self
 
     def spec(self, **fields: object) -> JobSpec:
-        """The job for the fork server."""
+        self.folder.mkdir(parents=True, exist_ok=True)
         written = self.folder / "ds.json"
         block = {"ft_plugins": self.block} if self.block else {}
         written.write_text(json.dumps({**self.configuration.json(), **block}))
         words = [*self.configuration.argv(), "--seed", str(self.seed), "--iterations", str(self.iterations)]
-        words += ["--deepspeed_config", str(written)]
-        words += ["--state-digest", str(self.digests), "--loss-log", str(self.loss_log), *self.words]
-        fields_of_run = {
-            "entry": self.script,
-            "argv": tuple(words),
-            "name": self.name,
-            "folder": str(self.folder),
-            "nproc": self.configuration.ranks,
-            "flags": tuple(Config.from_json(self.block).flags()),
-            "environment": {"OMP_NUM_THREADS": "1"},
-        }
-        return JobSpec(**{**fields_of_run, **fields})  # type: ignore[arg-type]
+        words += ["--deepspeed_config", str(written), *self.words]
+        return self.job(self.script, words, Config.from_json(self.block).flags(), fields)

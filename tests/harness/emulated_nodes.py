@@ -66,6 +66,9 @@ class EmulatedHost:
         _ip(*f"{tc} add dev {self.device} root tbf rate {round(1000 * mbit)}kbit {limit}".split())
 
 
+LOOPBACK = [EmulatedHost("", f"127.0.0.{host}", "lo") for host in range(1, 9)]  # need no permission, cannot be cut
+
+
 @contextmanager
 def network(hosts: Sequence[int]) -> Iterator[list[EmulatedHost]]:
     """A bridge with one namespace per node; `hosts[i]` is the last byte of the i-th address.

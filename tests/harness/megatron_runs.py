@@ -1,24 +1,22 @@
-"""Describe runs of the Megatron GPT example at TP2 x PP2 x DP2 for exactness tests: golden, and protected and killed.
+"""Runs of the Megatron GPT example, usually at TP2 x PP2 x DP2.
 
-Invariant: a golden run has no system. It and the killed run share all other flags, the same skipped update (an infinite
-gradient under a constant loss scale; a skipped batch if the optimizer has no scaler) and the same evaluation.
-
-In: a `MegatronConfiguration`. Out: `JobSpec`s for the fork server, prefixes of their digests and loss logs.
+Invariant: golden and killed runs share the same skipped update (an infinite gradient under a constant loss scale; a
+skipped batch if the optimizer has no scaler) and the same evaluation.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from ft_plugins.config import Config
 
 from .forkserver import JobSpec
+from .runs import EXAMPLES, ExampleRun
 
 RANKS = 8
 ITERATIONS = 8
 SKIPPED, EVALUATED = 3, 5  # iterations
-EXAMPLE = Path(__file__).resolve().parents[2] / "launch" / "examples" / "megatron_gpt.py"
+EXAMPLE = EXAMPLES / "megatron_gpt.py"
 PRELOAD = ("ft_plugins.adapters.megatron:prepare", str(EXAMPLE), "ft_plugins.launcher.node_launch")
 
 
@@ -66,11 +64,11 @@ HARDEST = MegatronConfiguration(True, True, True, True)
 
 
 @dataclass(frozen=True)
-class MegatronRun:
-    """A run in `folder`, where its digests and its loss log go."""
+class MegatronRun(ExampleRun):
+    """A run of a configuration. `flags`: of ft-run; `argv`: further ones of the example; `kills`: faults."""
 
-    name: str
-    folder: Path
+    framework = "megatron"
+
     configuration: MegatronConfiguration
     protected: bool = False
     kills: str = ""
@@ -80,36 +78,15 @@ class MegatronRun:
     argv: tuple[str, ...] = ()
     ranks: int = RANKS
 
-    @property
-    def digests(self) -> Path:
-        """Prefix of the files that describe the final state."""
-        return self.folder / "state-"
-
-    @property
-    def loss_log(self) -> Path:
-        return self.folder / "loss.jsonl"
-
     def armed(self, faults: str) -> MegatronRun:
-        """The same run with `faults` in place of its kills, if there are any."""
         return replace(self, kills=faults or self.kills)
 
     def spec(self, **fields: object) -> JobSpec:
-        """The job for the fork server."""
         faults = ";".join(filter(None, (self.configuration.faults(), self.kills)))
-        words = [*self.configuration.argv(), "--seed", str(self.seed), "--iterations", str(self.iterations)]
-        words += ["--state-digest", str(self.digests), "--loss-log", str(self.loss_log), *self.argv]
+        words = [*self.configuration.argv(), "--seed", str(self.seed), "--iterations", str(self.iterations), *self.argv]
         flags = [*self.flags, *(["--ftp-faults", faults] if faults else [])]
         if self.protected:
             flags.insert(0, "--reft")
         if not Config.from_flags(flags)[0].systems:
             words, flags = words + flags, []  # without a system ft-run ignores them; the job reads them itself
-        fields_of_run = {
-            "entry": f"{EXAMPLE}:main",
-            "argv": tuple(words),
-            "name": self.name,
-            "folder": str(self.folder),
-            "nproc": self.ranks,
-            "flags": tuple(flags),
-            "environment": {"OMP_NUM_THREADS": "1"},
-        }
-        return JobSpec(**{**fields_of_run, **fields})  # type: ignore[arg-type]
+        return self.job(f"{EXAMPLE}:main", words, flags, fields)

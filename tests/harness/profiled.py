@@ -14,7 +14,7 @@ import argparse
 import json
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from ft_plugins.session import Session, attach
 
 from . import deepspeed_runs, megatron_runs
 from .forkserver import JobSpec, load
+from .runs import ExampleRun
 
 MEASURED = Profiling(warmup=1, iterations=5, watch_every=1, ask_every=2)
 ITERATIONS = MEASURED.warmup + MEASURED.iterations + 4  # three for the messages, one watched
@@ -116,26 +117,15 @@ def _write(session: Session, own: argparse.Namespace) -> None:
 
 
 @dataclass(frozen=True)
-class ProfiledRun:
-    """A recorded run in `folder`. `entry`: 'megatron' or 'deepspeed'; `argv`: the example's own flags."""
+class ProfiledRun(ExampleRun):
+    """A recorded run. `entry`: 'megatron' or 'deepspeed'; `argv`: the example's own flags."""
 
     entry: str
-    folder: Path
     argv: tuple[str, ...]
     ranks: int = 4
     forward: float = 0.0  # seconds
     backward: float = 0.0
     recorded: bool = True  # False: the plain example
-    environment: dict[str, str] = field(default_factory=lambda: {"OMP_NUM_THREADS": "1"})
-
-    @property
-    def digests(self) -> Path:
-        """Prefix of the files that describe the final state."""
-        return self.folder / "state-"
-
-    @property
-    def loss_log(self) -> Path:
-        return self.folder / "loss.jsonl"
 
     @property
     def profile(self) -> Profile:
@@ -143,17 +133,12 @@ class ProfiledRun:
         values = json.loads((self.folder / "profile.json").read_text())
         return Profile(tuple(unpack(packed) for packed in values))
 
-    def spec(self) -> JobSpec:
-        """The job for the fork server."""
+    def spec(self, **fields: object) -> JobSpec:
         words = [*self.argv, "--iterations", str(ITERATIONS)]
-        words += ["--state-digest", str(self.digests), "--loss-log", str(self.loss_log)]
         example = {"megatron": megatron_runs.EXAMPLE, "deepspeed": deepspeed_runs.EXAMPLE}[self.entry]
         entry = f"{example}:main"
         if self.recorded:
             entry = f"{__name__}:{self.entry}"
             lengths = ["--forward", str(self.forward), "--backward", str(self.backward)]
             words = ["--profile", str(self.folder / "profile.json"), *lengths, *words]
-        return JobSpec(
-            entry, tuple(words), "recorded" if self.recorded else "plain", str(self.folder), self.ranks,
-            environment=self.environment,
-        )  # fmt: skip
+        return self.job(entry, words, (), fields)

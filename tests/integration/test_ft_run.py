@@ -30,15 +30,17 @@ from ft_plugins.report.recovery_phases import recovery_phases
 from ft_plugins.smp.serve.client import Client
 from ft_plugins.smp.watch import liveness
 from ft_plugins.snapshot.segment import paths
+from harness.jobs import write_secret
 
 WAIT = 240.0  # a start imports torch in every rank
 ITERATIONS = 6
 TRAINER = f"""
 import os, sys
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 import torch, torch.distributed as dist
 import ft_plugins
 from ft_plugins.base import faults
-from ft_plugins.adapters.torch.plain import PlainHost
+from harness.plain_host import PlainHost
 from ft_plugins.config import launch_context
 
 assert sys.argv[1:] == ["--lr", "1"], sys.argv
@@ -268,11 +270,8 @@ def test_a_job_whose_terminal_hangs_up_with_its_shell_resumes_by_the_same_comman
 
 def test_two_nodes_on_one_machine_start_again_together(job: Job) -> None:
     endpoint = f"127.0.0.1:{free_port()}"
-    secret = job.folder / "secret"
-    secret.write_text("what the nodes of this job know")
-    secret.chmod(0o600)
     words = ("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint)
-    words += ("--ftp-secret-file", str(secret))
+    words += ("--ftp-secret-file", str(write_secret(job.folder)))
     fault = "--ftp-faults=iteration.forward@iteration=4,rank=1,restart=0:kill"
     nodes = {node: job.start(*words, "--rdzv-id", job.name, fault, node=node) for node in ("a", "b")}
     assert {node: run.end() for node, run in nodes.items()} == {"a": 0, "b": 0}, "".join(
@@ -292,10 +291,7 @@ def test_two_nodes_on_one_machine_start_again_together(job: Job) -> None:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="names a host in a namespace of its own")
 def test_nodes_whose_host_names_resolve_nowhere_find_each_other_by_one_endpoint(job: Job) -> None:
-    secret = job.folder / "secret"
-    secret.write_text("what the nodes of this job know")
-    secret.chmod(0o600)
-    words = ("--nnodes", "2", "--nproc-per-node", "1", "--ftp-secret-file", str(secret))
+    words = ("--nnodes", "2", "--nproc-per-node", "1", "--ftp-secret-file", str(write_secret(job.folder)))
     words += ("--rdzv-endpoint", f"127.0.0.1:{free_port()}")
     listed = job.start(*words, node="z", host="job-1")
     deadline = time.monotonic() + WAIT
@@ -308,10 +304,7 @@ def test_nodes_whose_host_names_resolve_nowhere_find_each_other_by_one_endpoint(
 
 
 def test_a_node_that_waits_for_others_ends_by_sigterm_as_one_that_trains(job: Job) -> None:
-    secret = job.folder / "secret"
-    secret.write_text("what the nodes of this job know")
-    secret.chmod(0o600)
-    words = ("--nnodes", "2", "--nproc-per-node", "1", "--ftp-secret-file", str(secret))
+    words = ("--nnodes", "2", "--nproc-per-node", "1", "--ftp-secret-file", str(write_secret(job.folder)))
     run = job.start(*words, "--rdzv-endpoint", f"127.0.0.1:{free_port()}")
     run.read_until("waiting for 1 more of 2 nodes")
     run.process.send_signal(signal.SIGUSR1)  # nothing to write yet, and no reason to end
@@ -324,10 +317,7 @@ def test_a_node_that_waits_for_others_ends_by_sigterm_as_one_that_trains(job: Jo
 def test_a_job_of_which_all_was_killed_resumes_although_a_stranger_has_the_port_of_an_smp(
     job: Job, tmp_path: Path
 ) -> None:
-    secret = job.folder / "secret"
-    secret.write_text("what the nodes of this job know")
-    secret.chmod(0o600)
-    words = ("--nnodes", "2", "--nproc-per-node", "1", "--ftp-secret-file", str(secret))
+    words = ("--nnodes", "2", "--nproc-per-node", "1", "--ftp-secret-file", str(write_secret(job.folder)))
     words += ("--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-conf")
     ranks = {"a": "node_rank=0", "b": "node_rank=1"}  # rank 0, which holds, is on a
     os.mkfifo(tmp_path / "hold")

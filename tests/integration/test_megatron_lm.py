@@ -86,7 +86,7 @@ def script(checkout: Path, corpus: Path, case: Case) -> list[object]:
 def unfailed(script: list[object], case: Case, tmp_path_factory: pytest.TempPathFactory) -> MegatronLmRun:
     saved = tmp_path_factory.mktemp("unfailed")
     run = ft_run(script, saved, "--save", saved, "--load", saved, job=f"unfailed-{case.name}")
-    assert run.status == 0, run.output[-4000:]
+    run.require_success()
     return run
 
 
@@ -101,7 +101,7 @@ def test_a_killed_run_ends_in_the_state_of_an_unfailed_one(
         job=f"killed-{case.name}",
     )
 
-    assert killed.status == 0, killed.output[-4000:]
+    killed.require_success()
     assert [event.fields["signal"] for event in killed.events("worker.failed") if event.rank == 3] == ["SIGKILL"]
     restored = killed.events("state.restored")
     assert sorted(event.rank for event in restored) == list(range(8)), restored
@@ -121,7 +121,7 @@ def test_a_restart_from_megatrons_own_checkpoint_says_which_replicas_it_lost(
         *("--ftp-faults", "iteration.forward@iteration=6,rank=3,restart=0:kill"),
         job="killed-early",
     )
-    assert killed.status == 0, killed.output[-4000:]
+    killed.require_success()
     assert {(e.fields["tier"], e.fields["iteration"]) for e in killed.events("state.restored")} == {("storage", 4)}
     resets = killed.events("replicas.restarted")
     assert sorted(event.rank for event in resets) == list(range(8))
@@ -132,7 +132,7 @@ def test_a_restart_from_megatrons_own_checkpoint_says_which_replicas_it_lost(
 
 def test_another_seed_ends_in_another_state(script: list[object], unfailed: MegatronLmRun, tmp_path: Path) -> None:
     other = ft_run(script, tmp_path, "--save", tmp_path, "--seed", 4321, job="megatron-seed")
-    assert other.status == 0, other.output[-4000:]
+    other.require_success()
     found = differences(final_state(unfailed.saved), final_state(tmp_path))
     assert any("exp_avg" in place for place in found), found
 
@@ -148,7 +148,7 @@ def test_a_run_without_a_synchronisation_is_one_clear_line(checkout: Path, corpu
 def test_help_shows_our_flags_among_megatrons(checkout: Path, tmp_path: Path) -> None:
     words = ("--distributed-backend", "gloo", "--help")
     shown = ft_run([checkout / "pretrain_gpt.py", *words], tmp_path, job="megatron-help", ranks=1)
-    assert shown.status == 0, shown.output[-4000:]
+    shown.require_success()
     for flag in ("--reft", "--reft-interval", "--ftp-resume", "--tensor-model-parallel-size"):
         assert flag in shown.output
 
@@ -166,12 +166,12 @@ def test_a_restore_leaves_what_megatrons_own_load_leaves(checkout: Path, tmp_pat
         *("--reft", "--ftp-faults", kill, "--ftp-orphan-seconds", 30),
         job="megatron-restored",
     )
-    assert ours.status == 0, ours.output[-4000:]
+    ours.require_success()
     (folders["save"] / "latest_checkpointed_iteration.txt").write_text("4")
     theirs = ft_run(
         [probe, checkout, folders["loaded"], *options, "--load", folders["save"]], tmp_path, job="megatron-loaded"
     )
-    assert theirs.status == 0, theirs.output[-4000:]
+    theirs.require_success()
 
     for rank in range(8):
         restored, loaded = (
@@ -206,7 +206,7 @@ def test_an_exported_checkpoint_is_the_one_that_megatron_saves_and_goes_on_alike
     storage += ("--ftp-orphan-seconds", 30)
 
     both = ft_run(script, own, *virtual, "--save", own, *storage, job=f"export-{len(model)}")
-    assert both.status == 0, both.output[-4000:]
+    both.require_success()
     (folder,) = (tmp_path / "ck").glob(f"*/v1-{EXPORTED}")
     command = [Path(sys.executable).with_name("ft-plugins"), "export", folder, "--to", exported]
     done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_SECONDS)
@@ -218,7 +218,7 @@ def test_an_exported_checkpoint_is_the_one_that_megatron_saves_and_goes_on_alike
     assert differences(theirs, ours) == []
 
     plain = ft_run(script, gone_on, *virtual, "--load", exported, "--save", gone_on, job="export-gone-on")
-    assert plain.status == 0, plain.output[-4000:]
+    plain.require_success()
     assert not (gone_on / f"iter_{EXPORTED:07d}").exists(), "it went on from the exported checkpoint, not from nothing"
     assert differences(saved_by_megatron(own, ITERATIONS), saved_by_megatron(gone_on, ITERATIONS)) == []
 
@@ -227,7 +227,7 @@ def test_an_exported_checkpoint_is_the_one_that_megatron_saves_and_goes_on_alike
     other = ft_run(
         script, resized, *sizes, *as_it_is, "--load", exported, "--save", resized, job="export-resized", ranks=2
     )
-    assert other.status == 0, other.output[-4000:]
+    other.require_success()
     left, right = (saved_by_megatron(place, EXPORTED)["tensors"] for place in (exported, resized))
     assert differences(left, right) == []
 
@@ -257,7 +257,7 @@ def replicated(checkout: Path, corpus: Path) -> list[object]:
 def clean(replicated: list[object], tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
     saved = tmp_path_factory.mktemp("unfailed")
     run = ft_run(replicated, saved, "--save", saved, job="checks-unfailed", ranks=4)
-    assert run.status == 0, run.output[-4000:]
+    run.require_success()
     return saved_state(saved)
 
 
@@ -267,7 +267,7 @@ def audited(replicated: list[object], saved: Path, interval: int) -> MegatronLmR
         *("--paft-mode", "audit", "--paft-audit-interval", interval, "--ftp-faults", NAN),
         job=f"checks-{interval}", ranks=4,
     )  # fmt: skip
-    assert run.status == 0, run.output[-4000:]
+    run.require_success()
     [injected] = run.events("fault.injected")
     assert "exp_avg" not in injected.fields["item"], "a weight, so that the loss becomes NaN"
     return run

@@ -24,7 +24,7 @@ from ft_plugins.rehearse.ports import free_port
 from ft_plugins.smp.watch import liveness
 from ft_plugins.snapshot.segment import paths
 from harness.forkserver import ForkServer, JobSpec, RunningJob
-from harness.job_control import wait_for
+from harness.job_control import wait_for, wait_for_success
 
 BOUND = 120.0
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,6 +80,11 @@ class Nodes:
         lines = wait_for(self.journal, lambda lines: len(lines) >= count * size, BOUND)
         return lines[(count - 1) * size : count * size]
 
+    def finish(self) -> None:
+        """Let the ranks end; every node succeeds."""
+        self.end.touch()
+        wait_for_success(self.running, BOUND)
+
     def waits(self, *names: str) -> None:
         """Wait until the lead says that these nodes wait, as spares or for a round."""
         self._until(lambda: self._lead("look", "names") == [*names], f"{names} do not wait")
@@ -129,9 +134,7 @@ def test_the_node_that_leads_is_killed_and_a_substitute_takes_its_rank(nodes: No
     expected = {"a": 0, "b": 1, "c": 2}
     expected["0"] = expected.pop(leads)
     assert found == expected
-    nodes.end.touch()
-    for name, job in nodes.running.items():
-        assert job.wait(BOUND)["status"] == "succeeded", f"{name}:\n{job.tail()}"
+    nodes.finish()
 
 
 def test_a_killed_rank_starts_all_ranks_again_where_they_were(nodes: Nodes) -> None:
@@ -142,9 +145,7 @@ def test_a_killed_rank_starts_all_ranks_again_where_they_were(nodes: Nodes) -> N
     second = nodes.met(2)
     assert places(second) == places(first) == {"a": 0, "b": 1, "c": 2}
     assert not {line["pid"] for line in first} & {line["pid"] for line in second}
-    nodes.end.touch()
-    for name, job in nodes.running.items():
-        assert job.wait(BOUND)["status"] == "succeeded", f"{name}:\n{job.tail()}"
+    nodes.finish()
 
 
 @pytest.mark.parametrize("lost", ["a", "b"], ids=["which-leads", "which-does-not"])
@@ -162,9 +163,7 @@ def test_ranks_that_had_ended_are_started_again_when_another_node_is_lost(nodes:
     expected = {"a": 0, "b": 1}
     expected["substitute"] = expected.pop(lost)
     assert places(nodes.met(2)) == expected
-    nodes.end.touch()
-    for name, job in nodes.running.items():
-        assert job.wait(BOUND)["status"] == "succeeded", f"{name}:\n{job.tail()}"
+    nodes.finish()
 
 
 def test_a_spare_ends_in_order_with_a_job_that_did_not_need_it(nodes: Nodes) -> None:
@@ -174,9 +173,7 @@ def test_a_spare_ends_in_order_with_a_job_that_did_not_need_it(nodes: Nodes) -> 
     nodes.met(1)
     nodes.start(3, "c")
     nodes.waits("c")
-    nodes.end.touch()
-    for name, job in nodes.running.items():
-        assert job.wait(BOUND)["status"] == "succeeded", f"{name}:\n{job.tail()}"
+    nodes.finish()
     assert len(nodes.met(1)) == 2 * NPROC
 
 
@@ -191,9 +188,7 @@ def test_a_survivor_that_returns_late_is_not_displaced_by_a_spare_that_waits(nod
     nodes.waits("a", "c")
     b.kill(signal.SIGCONT)
     assert places(nodes.met(2)) == {"a": 0, "b": 1}
-    nodes.end.touch()
-    for name, job in nodes.running.items():
-        assert job.wait(BOUND)["status"] == "succeeded", f"{name}:\n{job.tail()}"
+    nodes.finish()
 
 
 def test_all_nodes_and_a_spare_end_as_the_job_that_was_refused(nodes: Nodes) -> None:

@@ -9,16 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from harness.claims import restored
 from harness.deepspeed_runs import ITERATIONS, DeepSpeedConfiguration, DeepSpeedRun
-from harness.forkserver import ForkServer, JobSpec, RunningJob
 from harness.golden import assert_identical, loss_differences, losses, state_differences
-
-Spec = Callable[..., JobSpec]
-BOUND = 240  # seconds for one run; ten times what it takes on an idle machine
+from harness.jobs import Goldens, Jobs
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the extra [deepspeed]")
 
@@ -39,54 +36,14 @@ CONFIGURATIONS = (
 MORE = CONFIGURATIONS[-3:]  # plain engines, whose state is of the same kinds as that of pipelines
 
 
-@pytest.fixture(scope="module")
-def golden(deepspeed_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., DeepSpeedRun]:
-    """The unfailed run of a configuration, made once."""
-    made: dict[DeepSpeedConfiguration, DeepSpeedRun] = {}
-
-    def run(configuration: DeepSpeedConfiguration) -> DeepSpeedRun:
-        if configuration not in made:
-            folder = tmp_path_factory.mktemp("golden")
-            made[configuration] = finish(deepspeed_server, DeepSpeedRun("golden", folder, configuration))
-        return made[configuration]
-
-    return run
-
-
-def finish(server: ForkServer, run: DeepSpeedRun) -> DeepSpeedRun:
-    job = server.start(run.spec())
-    outcome = job.wait(BOUND)
-    assert outcome["status"] == "succeeded", f"{outcome}\n{job.tail()}"
-    return run
-
-
-def start(
-    server: ForkServer, jobs: Spec, folder: Path, configuration: DeepSpeedConfiguration, **block: Any
-) -> tuple[DeepSpeedRun, RunningJob]:
-    run = DeepSpeedRun("protected", folder, configuration, {"reft": {}, **block})
-    return run, server.start(jobs(**{key: value for key, value in vars(run.spec()).items() if key != "name"}))
-
-
-def restored(job: RunningJob) -> list[int]:
-    """The iteration of each restore, asserting that it came from the process tier and lost at most one iteration."""
-    tokens = {event.pid: event.fields["token"] for event in job.events("rank.attached")}
-    by_incarnation: dict[int, set[int]] = {}
-    for event in job.events("state.restored"):
-        assert event.fields["tier"] == "process"
-        assert 0 <= event.fields["lost"] <= 1, event
-        by_incarnation.setdefault(tokens[event.pid], set()).add(event.fields["iteration"])
-    assert all(len(versions) == 1 for versions in by_incarnation.values()), "every rank restores the same version"
-    return [next(iter(versions)) for _, versions in sorted(by_incarnation.items())]
-
-
 def test_unfailed_runs_are_equal_to_each_other_and_unequal_with_another_seed(
-    deepspeed_server: ForkServer, golden: Callable[..., DeepSpeedRun], tmp_path: Path
+    jobs: Jobs, golden: Goldens, tmp_path: Path
 ) -> None:
-    first = golden(SMALLEST)
-    for name in ("again", "other"):
-        (tmp_path / name).mkdir()
-    again = finish(deepspeed_server, DeepSpeedRun("again", tmp_path / "again", SMALLEST))
-    other = finish(deepspeed_server, DeepSpeedRun("other", tmp_path / "other", SMALLEST, seed=4321))
+    first = golden(DeepSpeedRun("golden", Path(), SMALLEST))
+    again = DeepSpeedRun("again", tmp_path / "again", SMALLEST)
+    other = DeepSpeedRun("other", tmp_path / "other", SMALLEST, seed=4321)
+    for run in (again, other):
+        jobs.finish(run)
     assert_identical(again, first, SMALLEST.ranks)
     found = state_differences(other.digests, first.digests, SMALLEST.ranks)
     for rank in range(SMALLEST.ranks):
@@ -102,25 +59,20 @@ def test_unfailed_runs_are_equal_to_each_other_and_unequal_with_another_seed(
     ],
 )
 def test_killed_in_forward_and_in_the_optimizer_step_it_ends_as_the_unfailed_run(
-    deepspeed_server: ForkServer,
-    golden: Callable[..., DeepSpeedRun],
-    jobs: Spec,
-    tmp_path: Path,
-    configuration: DeepSpeedConfiguration,
-    record_property: Callable[[str, object], None],
+    golden: Goldens, jobs: Jobs, configuration: DeepSpeedConfiguration, record_property: Callable[[str, object], None]
 ) -> None:
-    unfailed = golden(configuration)
+    whole = golden(DeepSpeedRun("golden", Path(), configuration))
     record_property("unprotected", "succeeded")  # for tests/matrix.sh
     kills = (
         f"iteration.forward@iteration=3,rank={configuration.ranks - 1},restart=0:kill;"
         "update.middle@iteration=5,rank=0,restart=1:kill"
     )
-    run, job = start(deepspeed_server, jobs, tmp_path, configuration, faults=kills)
-    outcome = job.wait(BOUND)
-    assert outcome["status"] == "succeeded", f"{outcome}\n{job.tail()}"
-    assert outcome["restarts"] == 2
+    run = DeepSpeedRun("protected", jobs.folder, configuration, {"reft": {}, "faults": kills})
+    job = jobs.finish(run, 2)
+    for event in job.events("state.restored"):
+        assert event.fields["tier"] == "process" and 0 <= event.fields["lost"] <= 1, event
     first, second = restored(job)
     assert first in (1, 2) and second == 4, "in the update, every rank is past the fence of the version before"
     if configuration.pp:
         assert "valid_loss_hex" in losses(run.loss_log)[ITERATIONS], "the last evaluation is behind the kills"
-    assert_identical(run, unfailed, configuration.ranks)
+    assert_identical(run, whole, configuration.ranks)

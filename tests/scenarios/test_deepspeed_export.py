@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,11 +16,9 @@ import pytest
 
 from ft_plugins.snapshot.checkpoint import checkpoint
 from harness.deepspeed_runs import DeepSpeedConfiguration, DeepSpeedRun
-from harness.forkserver import ForkServer, JobSpec
 from harness.golden import explain, losses, state_differences
-from harness.job_control import run_to_end
+from harness.jobs import Jobs
 
-Spec = Callable[..., JobSpec]
 BEGUN, ITERATIONS = 3, 6  # an epoch of the script with loaders of its own has three
 OWN_LOADER = f"{Path(__file__).with_name('own_loader.py')}:main"
 LOADS = f"{Path(__file__).with_name('loads_deepspeed_export.py')}:main"
@@ -52,19 +49,16 @@ MORE = CONFIGURATIONS[2:]
     ],
 )
 def test_an_exported_checkpoint_is_loaded_by_deepspeed_and_trained_on_bit_for_bit(
-    deepspeed_server: ForkServer, jobs: Spec, tmp_path: Path, configuration: DeepSpeedConfiguration
+    jobs: Jobs, tmp_path: Path, configuration: DeepSpeedConfiguration
 ) -> None:
     words = ("--dropout", "0", *(("--eval-at", "0") if configuration.pp else ("--loader", "distributed")))
-    for name in ("golden", "written", "loaded"):
-        (tmp_path / name).mkdir()
     golden = DeepSpeedRun("golden", tmp_path / "golden", configuration, {}, 1234, ITERATIONS, words=words)
     if not configuration.pp:
         golden = replace(golden, script=OWN_LOADER)
-    run_to_end(deepspeed_server, golden.spec())
+    jobs.finish(golden)
 
     flags = ("--reft", "--reft-checkpoint-dir", str(tmp_path / "ck"), "--reft-checkpoint-interval", str(BEGUN))
-    spec = vars(replace(golden, folder=tmp_path / "written", iterations=BEGUN).spec(flags=flags))
-    run_to_end(deepspeed_server, jobs(**{key: value for key, value in spec.items() if key != "name"}))
+    jobs.finish(replace(golden, folder=tmp_path / "written", iterations=BEGUN), flags=flags)
     (folder,) = (tmp_path / "ck").glob(f"*/v1-{BEGUN}")
     assert f"iteration {BEGUN}" in exported(folder, tmp_path / "exported").stdout
 
@@ -73,7 +67,7 @@ def test_an_exported_checkpoint_is_loaded_by_deepspeed_and_trained_on_bit_for_bi
         words = (*words, "--samples", str(BEGUN * configuration.json()["train_batch_size"]))
     loaded = replace(golden, name="loaded", folder=tmp_path / "loaded", words=words)
     loaded = replace(loaded, script=LOADS if configuration.pp else OWN_LOADER)
-    run_to_end(deepspeed_server, loaded.spec())
+    jobs.finish(loaded)
     found = [
         line
         for line in state_differences(loaded.digests, golden.digests, configuration.ranks)

@@ -6,7 +6,6 @@ Likewise where updates were skipped: versions count completed iterations, and co
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,11 +13,10 @@ from pathlib import Path
 import pytest
 
 from harness.deepspeed_runs import DeepSpeedConfiguration, DeepSpeedRun
-from harness.forkserver import ForkServer, JobSpec, RunningJob
+from harness.forkserver import RunningJob
 from harness.golden import assert_identical
-from harness.job_control import run_to_end
+from harness.jobs import Jobs
 
-Spec = Callable[..., JobSpec]
 SCRIPT = f"{Path(__file__).with_name('own_loader.py')}:main"
 CONFIGURATION = DeepSpeedConfiguration(2, 1)
 ITERATIONS = 7  # an epoch has three
@@ -27,16 +25,13 @@ pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs th
 
 
 def golden_and_killed(
-    server: ForkServer, jobs: Spec, folder: Path, configuration: DeepSpeedConfiguration, kills: str, *words: str
+    jobs: Jobs, folder: Path, configuration: DeepSpeedConfiguration, kills: str, *words: str
 ) -> tuple[DeepSpeedRun, RunningJob]:
     """The unfailed run is not protected; the other one ended as it did, after as many restarts as kills."""
-    for name in ("golden", "killed"):
-        (folder / name).mkdir()
     golden = DeepSpeedRun("golden", folder / "golden", configuration, {}, 1234, ITERATIONS, SCRIPT, words)
-    run_to_end(server, golden.spec())
+    jobs.finish(golden)
     run = replace(golden, name="killed", folder=folder / "killed", block={"reft": {}, "faults": kills})
-    spec = vars(run.spec())
-    job = run_to_end(server, jobs(**{key: value for key, value in spec.items() if key != "name"}), kills.count(":kill"))
+    job = jobs.finish(run, kills.count(":kill"))
     assert_identical(run, golden, configuration.ranks)
     return run, job
 
@@ -46,44 +41,30 @@ def golden_and_killed(
     ["distributed", *(pytest.param(one, marks=pytest.mark.all_configurations) for one in ("shuffled", "stream"))],
 )
 def test_a_loader_of_the_scripts_own_goes_on_where_it_was(
-    deepspeed_server: ForkServer, jobs: Spec, tmp_path: Path, kind: str
+    jobs: Jobs, tmp_path: Path, kind: str
 ) -> None:
     kills = "update.begin@iteration=3,rank=1,restart=0:kill;iteration.forward@iteration=5,rank=0,restart=1:kill"
-    _, job = golden_and_killed(deepspeed_server, jobs, tmp_path, CONFIGURATION, kills, "--loader", kind)
+    _, job = golden_and_killed(jobs, tmp_path, CONFIGURATION, kills, "--loader", kind)
     said = job.log.read_text()
     assert ("read again and dropped" in said) == (kind == "stream"), said
     assert "is not tracked" not in said and "will be refused" not in said
 
 
 @pytest.mark.all_configurations
-def test_frozen_layers_of_zero3_are_restored_too(deepspeed_server: ForkServer, jobs: Spec, tmp_path: Path) -> None:
+def test_frozen_layers_of_zero3_are_restored_too(jobs: Jobs, tmp_path: Path) -> None:
     kills = "update.begin@iteration=3,rank=1,restart=0:kill;update.middle@iteration=5,rank=0,restart=1:kill"
-    _, job = golden_and_killed(deepspeed_server, jobs, tmp_path, DeepSpeedConfiguration(2, 3), kills, "--frozen")
+    _, job = golden_and_killed(jobs, tmp_path, DeepSpeedConfiguration(2, 3), kills, "--frozen")
     assert [sorted({event.fields["iteration"] for event in job.events("state.restored")})] == [[2, 4]]
-
-
-@pytest.mark.all_configurations
-def test_a_loop_that_begins_at_its_own_start_is_refused_when_it_starts_again(
-    deepspeed_server: ForkServer, jobs: Spec, tmp_path: Path
-) -> None:
-    kill = "update.begin@iteration=5,rank=1,restart=0:kill"
-    block = {"reft": {}, "faults": kill}
-    run = DeepSpeedRun("own", tmp_path, CONFIGURATION, block, 1234, ITERATIONS, SCRIPT, ("--own-start",))
-    job = deepspeed_server.start(jobs(**{key: value for key, value in vars(run.spec()).items() if key != "name"}))
-    outcome = job.wait(240)
-    assert (outcome["status"], outcome["restarts"]) == ("refused", 1), (outcome, job.tail())
-    assert "iteration 4 was restored, but the loop begins at its own start" in outcome["reason"]
-    assert [json.loads(line)["iteration"] for line in run.loss_log.read_text().splitlines()] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("stage", [1, *(pytest.param(each, marks=pytest.mark.all_configurations) for each in (2, 3))])
 def test_a_skipped_update_is_an_iteration_of_its_own(
-    deepspeed_server: ForkServer, jobs: Spec, tmp_path: Path, stage: int
+    jobs: Jobs, tmp_path: Path, stage: int
 ) -> None:
     kills = "update.end@iteration=2,rank=0,restart=0:kill;iteration.forward@iteration=6,rank=1,restart=1:kill"
     configuration = DeepSpeedConfiguration(2, stage, checked=True)
     words = ("--skip-at", "2", "4", "5")
-    run, job = golden_and_killed(deepspeed_server, jobs, tmp_path, configuration, kills, *words)
+    run, job = golden_and_killed(jobs, tmp_path, configuration, kills, *words)
     small = json.loads(Path(f"{run.digests}00000.json").read_text())["small"]
     assert (small["counters"]["global_steps"], small["counters"]["skipped_steps"]) == (ITERATIONS, 3)
     restored = sorted({event.fields["iteration"] for event in job.events("state.restored")})
@@ -92,9 +73,9 @@ def test_a_skipped_update_is_an_iteration_of_its_own(
 
 @pytest.mark.parametrize("mode", ["eval", "module"])
 def test_training_that_the_engine_is_not_told_of_is_captured(
-    deepspeed_server: ForkServer, jobs: Spec, tmp_path: Path, mode: str
+    jobs: Jobs, tmp_path: Path, mode: str
 ) -> None:
     kills = "update.begin@iteration=3,rank=1,restart=0:kill;update.middle@iteration=6,rank=0,restart=1:kill"
-    _, job = golden_and_killed(deepspeed_server, jobs, tmp_path, CONFIGURATION, kills, "--mode", mode)
+    _, job = golden_and_killed(jobs, tmp_path, CONFIGURATION, kills, "--mode", mode)
     assert [sorted({event.fields["iteration"] for event in job.events("state.restored")})] == [[2, 5]]
     assert ("without a forward of the engine in training mode" in job.log.read_text()) == (mode == "eval")

@@ -17,8 +17,7 @@ from harness.deepspeed_runs import DeepSpeedConfiguration, DeepSpeedRun
 from harness.forkserver import ForkServer, JobSpec, RunningJob
 from harness.golden import assert_identical
 from harness.job_control import lose_memory, run_to_end, stop_after, write_checkpoints
-
-Spec = Callable[..., JobSpec]
+from harness.jobs import Jobs
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the extra [deepspeed]")
 
@@ -32,19 +31,18 @@ def run(tmp_path: Path) -> Callable[..., DeepSpeedRun]:
     """Makes runs of the script that are not protected by their configuration."""
 
     def made(name: str, stage: int, *words: str) -> DeepSpeedRun:
-        (tmp_path / name).mkdir()
         configuration = DeepSpeedConfiguration(2, stage)
         return DeepSpeedRun(name, tmp_path / name, configuration, {}, 1234, ITERATIONS, SCRIPT, words)
 
     return made
 
 
-def protected(jobs: Spec, run: DeepSpeedRun, *words: str, faults: str = "") -> JobSpec:
+def protected(jobs: Jobs, run: DeepSpeedRun, *words: str, faults: str = "") -> JobSpec:
     """By flags, which can be others at the next start."""
     folder = run.folder.parent / "checkpoints"
     flags = (*FLAGS, "--reft-checkpoint-dir", str(folder), *(("--ftp-faults", faults) if faults else ()))
     spec = vars(replace(run, words=words or run.words).spec(flags=flags))
-    return jobs(**{key: value for key, value in spec.items() if key != "name"})
+    return jobs(**{key: value for key, value in spec.items() if key != "name"})  # the same at each start
 
 
 def restored(job: RunningJob) -> list[tuple[str, int]]:
@@ -55,10 +53,10 @@ def restored(job: RunningJob) -> list[tuple[str, int]]:
 
 @pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.all_configurations)])
 def test_when_memory_is_gone_a_job_goes_on_from_storage(
-    deepspeed_server: ForkServer, jobs: Spec, run: Callable[..., DeepSpeedRun], stage: int
+    deepspeed_server: ForkServer, jobs: Jobs, run: Callable[..., DeepSpeedRun], stage: int
 ) -> None:
     golden, other = run("golden", stage), run("other", stage)
-    run_to_end(deepspeed_server, golden.spec())
+    jobs.finish(golden)
     spec = protected(jobs, other)
     write_checkpoints(deepspeed_server, spec, 4)
     lose_memory(spec)
@@ -71,10 +69,10 @@ def test_when_memory_is_gone_a_job_goes_on_from_storage(
     "stage", [1, *(pytest.param(each, marks=pytest.mark.all_configurations) for each in (0, 2, 3))]
 )
 def test_an_older_checkpoint_that_the_script_loads_gives_way_to_memory(
-    deepspeed_server: ForkServer, jobs: Spec, tmp_path: Path, run: Callable[..., DeepSpeedRun], stage: int
+    deepspeed_server: ForkServer, jobs: Jobs, tmp_path: Path, run: Callable[..., DeepSpeedRun], stage: int
 ) -> None:
     golden, other = run("golden", stage), run("other", stage)
-    run_to_end(deepspeed_server, golden.spec())
+    jobs.finish(golden)
     own = str(tmp_path / "own")
     kills = "iteration.forward@iteration=5,rank=0,restart=0:kill;update.middle@iteration=7,rank=1,restart=1:kill"
     spec = protected(jobs, other, "--load", own, "--save", own, "--save-at", "2", faults=kills)
@@ -84,12 +82,12 @@ def test_an_older_checkpoint_that_the_script_loads_gives_way_to_memory(
 
 
 def test_a_newer_checkpoint_that_the_script_loads_wins_and_is_protected(
-    deepspeed_server: ForkServer, jobs: Spec, tmp_path: Path, run: Callable[..., DeepSpeedRun]
+    deepspeed_server: ForkServer, jobs: Jobs, tmp_path: Path, run: Callable[..., DeepSpeedRun]
 ) -> None:
     own = str(tmp_path / "own")
-    run_to_end(deepspeed_server, run("writes", 1, "--save", own, "--save-at", "4").spec())
+    jobs.finish(run("writes", 1, "--save", own, "--save-at", "4"))
     golden, other = run("golden", 1, "--load", own), run("other", 1)
-    run_to_end(deepspeed_server, golden.spec())
+    jobs.finish(golden)
     job = stop_after(deepspeed_server, protected(jobs, other), 2)
     job.kill()
     job.wait(90)

@@ -7,8 +7,6 @@ which layers were averaged when.
 
 from __future__ import annotations
 
-import itertools
-import os
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,15 +16,13 @@ import pytest
 
 from harness.averagings import averagings, reached
 from harness.deepspeed_runs import DeepSpeedConfiguration, DeepSpeedRun
-from harness.forkserver import ForkServer, JobSpec, RunningJob
+from harness.forkserver import RunningJob
 from harness.fsdp_runs import FsdpRun
 from harness.golden import assert_identical
+from harness.jobs import Jobs
 from harness.megatron_runs import MegatronConfiguration, MegatronRun
-from harness.multinode import ExampleRun
+from harness.runs import ExampleRun
 
-Spec = Callable[..., JobSpec]
-_numbers = itertools.count()
-BOUND = 280  # seconds for one run; far more than it takes on an idle machine
 TAU, ITERATIONS = 4, 9
 SYNC = {"policy": "dreamddp", "tau": TAU, "h": 2, "schedule": "equal"}
 FLAGS = tuple(f"--sync-{key}={value}" for key, value in SYNC.items())
@@ -63,29 +59,21 @@ def megatron(configuration: MegatronConfiguration, *argv: str) -> Make:
 
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the extra [deepspeed]")
 needs_megatron = pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra [megatron]")
-JOBS = [  # fork server, ranks, run
-    pytest.param("fsdp", 4, fsdp(), id="fsdp"),
+JOBS = [
+    pytest.param(4, fsdp(), id="fsdp"),
     pytest.param(
-        "deepspeed", 4, deepspeed(DeepSpeedConfiguration(4, 0, bf16=False, pp=2)), id="deepspeed-pipeline",
+        4, deepspeed(DeepSpeedConfiguration(4, 0, bf16=False, pp=2)), id="deepspeed-pipeline",
         marks=needs_deepspeed,
     ),
     pytest.param(
-        "deepspeed", 4, deepspeed(DeepSpeedConfiguration(4, 2, bf16=False), shard_ranks=2), id="deepspeed-zero2",
+        4, deepspeed(DeepSpeedConfiguration(4, 2, bf16=False), shard_ranks=2), id="deepspeed-zero2",
         marks=needs_deepspeed,
     ),
-    pytest.param("megatron", 8, megatron(MegatronConfiguration(False, False, False)), id="megatron-fp32",
+    pytest.param(8, megatron(MegatronConfiguration(False, False, False)), id="megatron-fp32",
                  marks=needs_megatron),
-    pytest.param("megatron", 8, megatron(MegatronConfiguration(True, True, True), *INSTANCES),
+    pytest.param(8, megatron(MegatronConfiguration(True, True, True), *INSTANCES),
                  id="megatron-bf16-distopt-interleaved", marks=needs_megatron),
 ]  # fmt: skip
-
-
-def finish(server: ForkServer, jobs: Spec, run: ExampleRun) -> RunningJob:
-    """Under a name of its own: jobs with local SGD have a snapshot process, too."""
-    job = server.start(jobs(**{**vars(run.spec()), "name": f"y{os.getpid()}-{next(_numbers)}"}))
-    outcome = job.wait(BOUND)
-    assert outcome["status"] == "succeeded", f"{outcome}\n{job.tail()}"
-    return job
 
 
 def synchronised(job: RunningJob) -> set[int]:
@@ -93,16 +81,14 @@ def synchronised(job: RunningJob) -> set[int]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("framework", "ranks", "make"), JOBS)
+@pytest.mark.parametrize(("ranks", "make"), JOBS)
 def test_killed_while_layers_are_averaged_it_ends_as_the_unfailed_run(
-    framework: str, ranks: int, make: Make, request: pytest.FixtureRequest, jobs: Spec, tmp_path: Path
+    ranks: int, make: Make, jobs: Jobs, tmp_path: Path
 ) -> None:
     """Three kills: while layers are exchanged behind a backward, while they are applied before an update, and once more
     after the last synchronisation of all. Once with versions of synchronisations alone, and once with all."""
-    server: ForkServer = request.getfixturevalue(f"{framework}_server")
-    (tmp_path / "golden").mkdir()
     whole = make(tmp_path / "golden", "", "")
-    unfailed = finish(server, jobs, whole)
+    unfailed = jobs.finish(whole)
     expected = averagings([unfailed])
     assert {step for _, step in expected} == {1, 2, 3, 5, 6, 7, 9} and synchronised(unfailed) == {4, 8}
 
@@ -119,11 +105,8 @@ def test_killed_while_layers_are_averaged_it_ends_as_the_unfailed_run(
             f"sync.apply@rank=0,hit={applied},restart=1:kill;"
             f"sync.exchange@rank={ranks - 2},hit={exchanged},restart=2:kill"
         )
-        (tmp_path / versions).mkdir()
         run = make(tmp_path / versions, versions, kills)
-        job = finish(server, jobs, run)
-        tokens = {event.fields["token"] for event in job.events("rank.attached")}
-        assert len(tokens) == 4, "it was killed three times"
+        job = jobs.finish(run, 3)
         restored = {event.fields["iteration"] for event in job.events("state.restored")}
         assert restored <= ({4, 8} if versions == "sync" else {4, 5, 6, 7, 8}), restored
         assert_identical(run, whole, ranks)

@@ -12,6 +12,7 @@ from ft_plugins.events import catalogue
 from ft_plugins.rehearse.ports import free_port
 from harness.forkserver import ForkServer, JobSpec, RunningJob
 from harness.job_control import entries, wait_for
+from harness.jobs import write_secret
 
 BOUND = 90
 HANG_SECONDS = "2"
@@ -124,9 +125,7 @@ def run_on_two_nodes(
     hang_seconds: str = HANG_SECONDS,
 ) -> tuple[list[RunningJob], list[dict[str, Any]]]:
     """Start a rank on each of two nodes, which protect each other, and wait for both."""
-    secret, journal = folder / "secret", folder / "journal"
-    secret.write_text("secret of an emulated job")
-    secret.chmod(0o600)
+    secret, journal = write_secret(folder), folder / "journal"
     endpoint, running = f"localhost:{free_port()}", list[RunningJob]()
     given = ("--reft", "--ftp-hang-seconds", hang_seconds, "--ftp-secret-file", str(secret))
     for node in ("node0", "node1"):

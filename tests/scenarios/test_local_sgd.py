@@ -8,22 +8,17 @@ the synchronisations that follow.
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from harness.claims import restored, synchronisations
 from harness.deepspeed_runs import DeepSpeedConfiguration, DeepSpeedRun
-from harness.forkserver import ForkServer, JobSpec, RunningJob
 from harness.golden import assert_identical
+from harness.jobs import Goldens, Jobs
 
-Spec = Callable[..., JobSpec]
-Golden = Callable[[str], tuple[DeepSpeedRun, dict[Any, Any]]]
-BOUND = 280  # seconds for one run; far more than it takes on an idle machine
 ITERATIONS = 9  # one after the synchronisation of iteration 8, whose result is in its forward or its update
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the extra [deepspeed]")
@@ -37,60 +32,9 @@ CONFIGURATIONS = {
 }
 
 
-def finish(server: ForkServer, spec: JobSpec) -> RunningJob:
-    job = server.start(spec)
-    outcome = job.wait(BOUND)
-    assert outcome["status"] == "succeeded", f"{outcome}\n{job.tail()}"
-    return job
-
-
-def synchronisations(job: RunningJob) -> dict[Any, Any]:
-    """What each rank reports of the last synchronisation of each iteration, time excluded."""
-    return {
-        (event.rank, event.fields["iteration"]): {
-            key: value for key, value in event.fields.items() if key != "waited_seconds"
-        }
-        for event in job.events("replicas.synchronised")
-    }
-
-
-@pytest.fixture(scope="module")
-def unfailed() -> dict[str, tuple[DeepSpeedRun, dict[Any, Any]]]:
-    """The golden runs so far."""
-    return {}
-
-
-@pytest.fixture
-def golden(
-    deepspeed_server: ForkServer, jobs: Spec, tmp_path_factory: pytest.TempPathFactory,
-    unfailed: dict[str, tuple[DeepSpeedRun, dict[Any, Any]]],
-) -> Golden:  # fmt: skip
-    """The unfailed run of a configuration, and what it synchronised; made once."""
-
-    def run(name: str) -> tuple[DeepSpeedRun, dict[Any, Any]]:
-        if name not in unfailed:
-            configuration, sync = CONFIGURATIONS[name]
-            folder = tmp_path_factory.mktemp("golden")
-            one = DeepSpeedRun("golden", folder, configuration, {"sync": sync}, iterations=ITERATIONS)
-            unfailed[name] = one, synchronisations(finish(deepspeed_server, named(jobs, one)))
-        return unfailed[name]
-
-    return run
-
-
-def named(jobs: Spec, run: DeepSpeedRun) -> JobSpec:
-    """The job of a run, with a name that no other job has: jobs with local SGD have a snapshot process, too."""
-    return jobs(**{**vars(run.spec()), "name": f"l{os.getpid()}-{abs(hash(run.folder)) % 10**6}"})
-
-
-def restored(job: RunningJob) -> list[int]:
-    """The iteration of each restore, the same on all ranks."""
-    tokens = {event.pid: event.fields["token"] for event in job.events("rank.attached")}
-    by_incarnation: dict[int, set[int]] = {}
-    for event in job.events("state.restored"):
-        by_incarnation.setdefault(tokens[event.pid], set()).add(event.fields["iteration"])
-    assert all(len(versions) == 1 for versions in by_incarnation.values()), "every rank restores the same version"
-    return [next(iter(versions)) for _, versions in sorted(by_incarnation.items())]
+def unfailed(name: str) -> DeepSpeedRun:
+    configuration, sync = CONFIGURATIONS[name]
+    return DeepSpeedRun("golden", Path(), configuration, {"sync": sync}, iterations=ITERATIONS)
 
 
 BETWEEN = "iteration.forward@iteration=4,rank=3,restart=0:kill"
@@ -113,18 +57,17 @@ RESTORED = {
 @pytest.mark.parametrize("versions", ["sync", "every"])
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_a_deepspeed_job_killed_between_and_within_synchronisations_ends_as_the_unfailed_one(
-    deepspeed_server: ForkServer, golden: Golden, jobs: Spec, tmp_path: Path, name: str, versions: str
+    golden: Goldens, jobs: Jobs, name: str, versions: str
 ) -> None:
     """Three kills: between two synchronisations, in the middle of an exchange, and in the middle of applying one. The
     block comes from the DeepSpeed configuration, which names the ranks of a replica before the engine is built."""
     configuration, sync = CONFIGURATIONS[name]
-    whole, expected = golden(name)
+    whole, expected = golden(unfailed(name)), synchronisations(golden.job(unfailed(name)))
     kills = ";".join([BETWEEN, *(f"{at},restart={life}:kill" for life, at in enumerate(LATER[name, versions], 1))])
     block = {"sync": sync, "reft": {"versions": versions}, "faults": kills}
-    run = DeepSpeedRun("protected", tmp_path, configuration, block, iterations=ITERATIONS)
-    job = finish(deepspeed_server, named(jobs, run))
+    run = DeepSpeedRun("protected", jobs.folder, configuration, block, iterations=ITERATIONS)
+    job = jobs.finish(run, 3)
     found = restored(job)
-    assert len(found) == 3
     for iteration, possible in zip(found, RESTORED[name, versions], strict=True):
         assert iteration in possible, found
     assert_identical(run, whole, configuration.ranks)
@@ -141,16 +84,16 @@ STALLS = {
 
 @pytest.mark.parametrize("stall", STALLS)
 def test_a_rank_that_stops_in_the_middle_of_an_exchange_is_replaced_and_the_job_ends_as_the_unfailed_one(
-    deepspeed_server: ForkServer, golden: Golden, jobs: Spec, tmp_path: Path, stall: str
+    golden: Goldens, jobs: Jobs, stall: str
 ) -> None:
     """Nothing has died: without either, the others would wait for half an hour."""
     configuration, sync = CONFIGURATIONS[PIPELINE]
-    whole, expected = golden(PIPELINE)
+    whole, expected = golden(unfailed(PIPELINE)), synchronisations(golden.job(unfailed(PIPELINE)))
     stops = "sync.exchange@rank=3,hit=5,restart=0:stop"
     timeout = {"timeout": 6.0} if stall == "timed out" else {}
     block = {"sync": {**sync, **timeout}, "reft": {}, "faults": stops, **STALLS[stall]}
-    run = DeepSpeedRun("protected", tmp_path, configuration, block, iterations=ITERATIONS)
-    job = finish(deepspeed_server, named(jobs, run))
+    run = DeepSpeedRun("protected", jobs.folder, configuration, block, iterations=ITERATIONS)
+    job = jobs.finish(run, None)
     assert len(restored(job)) == 1
     lost = [event.fields["lost"] for event in job.events("node.lost")]
     if stall == "detected":

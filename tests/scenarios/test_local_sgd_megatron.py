@@ -7,19 +7,14 @@ synchronised; with apply update the synchronisation of iteration 4 is in flight.
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from harness.forkserver import ForkServer, JobSpec
-from harness.golden import explain, loss_differences, state_differences
+from harness.golden import assert_identical
+from harness.jobs import Goldens, Jobs
 from harness.megatron_runs import RANKS, MegatronConfiguration, MegatronRun
 
-Spec = Callable[..., JobSpec]
-BOUND = 240
 EDIT = ("--sync-policy", "edit", "--sync-tau", "2", "--sync-penalty-warmup", "1", "--sync-clip", "0.05")
 INSTANCES = ("--num-distributed-optimizer-instances", "2")
 KILLS = (
@@ -33,11 +28,6 @@ SHARDED = MegatronConfiguration(bf16=True, distributed_optimizer=True, interleav
 GATHERED = MegatronConfiguration(bf16=True, distributed_optimizer=True, interleaved=True, overlap_param_gather=True)
 
 
-def named(jobs: Spec, run: MegatronRun) -> JobSpec:
-    """The job of a run, with a name and a run directory of its own: with local SGD it has a snapshot process, too."""
-    return jobs(**{**vars(run.spec()), "name": f"m{os.getpid()}-{abs(hash(run.folder)) % 10**6}"})
-
-
 @pytest.mark.parametrize(
     ("configuration", "sync", "argv"),
     [
@@ -49,52 +39,28 @@ def named(jobs: Spec, run: MegatronRun) -> JobSpec:
 )
 @pytest.mark.parametrize("versions", ["sync", "every"])
 def test_killed_between_synchronisations_and_in_one_it_ends_as_the_unfailed_run(
-    megatron_server: ForkServer,
-    jobs: Spec,
-    tmp_path: Path,
-    configuration: MegatronConfiguration,
-    sync: tuple[str, ...],
-    argv: tuple[str, ...],
+    jobs: Jobs, golden: Goldens, configuration: MegatronConfiguration, sync: tuple[str, ...], argv: tuple[str, ...],
     versions: str,
-) -> None:
+) -> None:  # fmt: skip
     flags = (*EDIT, *sync)
-    (tmp_path / "golden").mkdir()
-    golden = MegatronRun("golden", tmp_path / "golden", configuration, flags=flags, argv=argv)
-    unfailed = megatron_server.start(named(jobs, golden))
-    assert unfailed.wait(BOUND)["status"] == "succeeded", unfailed.tail()
-
+    whole = golden(MegatronRun("golden", Path(), configuration, flags=flags, argv=argv))
     protected = (*flags, "--reft-versions", versions)
-    run = MegatronRun("local", tmp_path, configuration, protected=True, kills=KILLS, flags=protected, argv=argv)
-    job = megatron_server.start(named(jobs, run))
-    outcome = job.wait(BOUND)
-    assert outcome["status"] == "succeeded", f"{outcome}\n{job.tail()}"
-    assert outcome["restarts"] == 3
-    found = state_differences(run.digests, golden.digests, RANKS) + loss_differences(run.loss_log, golden.loss_log)
-    assert not found, explain(found)
-    restored = {event.fields["iteration"] for event in job.events("state.restored")}
-    assert restored <= ({2, 4, 6} if versions == "sync" else {3, 4, 5, 6}), restored
+    run = MegatronRun("local", jobs.folder, configuration, True, KILLS, flags=protected, argv=argv)
+    job = jobs.finish(run, 3)
+    assert_identical(run, whole, RANKS)
+    found = {event.fields["iteration"] for event in job.events("state.restored")}
+    assert found <= ({2, 4, 6} if versions == "sync" else {3, 4, 5, 6}), found
     rounds = {event.fields["iteration"] for event in job.events("replicas.synchronised")}
     assert rounds == {2, 4, 6, 8}
 
 
-def test_replicas_differ_between_synchronisations_and_are_equal_after_the_last(
-    megatron_server: ForkServer, jobs: Spec, tmp_path: Path
-) -> None:
+def test_replicas_differ_between_synchronisations_and_are_equal_after_the_last(jobs: Jobs) -> None:
     """Else the tests above would compare runs that never trained on their own."""
     ends = {}
     for name, iterations in (("apart", 7), ("equal", 8)):
-        (tmp_path / name).mkdir()
         flags = (*EDIT, "--sync-apply", "wait")
-        run = MegatronRun(name, tmp_path / name, FP32, flags=flags, iterations=iterations)
-        job = megatron_server.start(named(jobs, run))
-        assert job.wait(BOUND)["status"] == "succeeded", job.tail()
-        ends[name] = run
-    assert parameters(ends["equal"], 0) == parameters(ends["equal"], 2), "TP and PP index of ranks 0 and 2 are equal"
-    apart = parameters(ends["apart"], 0), parameters(ends["apart"], 2)
+        ends[name] = MegatronRun(name, jobs.folder / name, FP32, flags=flags, iterations=iterations)
+        jobs.finish(ends[name])
+    assert ends["equal"].items(0) == ends["equal"].items(2), "TP and PP index of ranks 0 and 2 are equal"
+    apart = ends["apart"].items(0), ends["apart"].items(2)
     assert apart[0].keys() == apart[1].keys() and all(apart[0][name] != apart[1][name] for name in apart[0])
-
-
-def parameters(run: MegatronRun, rank: int) -> dict[str, object]:
-    """Digests of a rank's parameters at the end, by name."""
-    state = json.loads(Path(f"{run.digests}{rank:05d}.json").read_text())
-    return {name: digest for name, digest in state["items"].items() if ":" not in name}

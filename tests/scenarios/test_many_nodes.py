@@ -23,11 +23,12 @@ from ft_plugins.events import Event, catalogue
 from ft_plugins.redundancy.grouping import redundancy_groups
 from ft_plugins.snapshot.segment.paths import SHM
 from harness.emulated_nodes import EmulatedHost, network
-from harness.forkserver import ForkServer, JobSpec, RunningJob
+from harness.forkserver import JobSpec, RunningJob
 from harness.fsdp_runs import EXAMPLE, FsdpRun
 from harness.golden import assert_identical
-from harness.job_control import Entry, wait_until_stopped
-from harness.multinode import BOUND, DETECT, MultiNodeJob, Spec, until
+from harness.job_control import Entry, run_to_end
+from harness.jobs import DETECT, Jobs
+from harness.multinode import BOUND, MultiNodeJob, until
 
 SCRIPT = f"{Path(__file__).with_name('sharded_ranks.py')}:main"
 NODES, PER_NODE, GROUP = 16, 4, 4
@@ -38,7 +39,6 @@ FIRST_STOP, SECOND_STOP, ITERATIONS = 3, 6, 8  # iterations
 MODEL = ("--layers", "1", "--batch", "1", "--eval-at", "0", "--data", str(EXAMPLE))
 PROTECTION = ("--reft", "--reft-redundancy", "raim5", "--reft-group-nodes", str(GROUP), "--reft-bucket-mib", "1")
 DETECT_SECONDS = "60"  # a rank that has stopped itself is not found to be lost before its node is
-PORT = 29490
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,6 @@ def ranks_at(position: int) -> range:
 
 def all_events(nodes: Iterable[RunningJob], name: str) -> list[Event]:
     return sorted((event for job in nodes for event in job.events(name)), key=lambda event: event.time)
-
-
-def until_stopped(job: RunningJob, rank: int) -> None:
-    """Wait until a rank has stopped itself in its present incarnation."""
-    wait_until_stopped([e.pid for e in job.events(catalogue.RANK_ATTACHED.name) if e.rank == rank][-1], BOUND)
 
 
 def until_restored(nodes: Iterable[RunningJob]) -> None:
@@ -165,7 +160,7 @@ def assert_nothing_left(job: MultiNodeJob, places: Iterable[EmulatedHost]) -> No
 
 @pytest.mark.timeout(1200)
 def test_a_job_of_16_nodes_loses_two_of_different_groups_and_one_that_connects_others(
-    fsdp_server: ForkServer, jobs: Spec, tmp_path: Path, places: list[EmulatedHost]
+    jobs: Jobs, tmp_path: Path, places: list[EmulatedHost]
 ) -> None:
     groups = redundancy_groups([str(rank // PER_NODE) for rank in range(RANKS)], [range(RANKS)], GROUP, losses=1)
     together = {group for group in groups for position in PAIR if ranks_at(position)[0] in group}
@@ -173,22 +168,17 @@ def test_a_job_of_16_nodes_loses_two_of_different_groups_and_one_that_connects_o
     assert is_inner(INNER), "the tree of SMPs has no inner node: it needs an arity of 8 at most, or the job more nodes"
 
     golden = ShardedRun("golden", tmp_path / "golden", MODEL, iterations=ITERATIONS, ranks=RANKS)
-    golden.folder.mkdir()
-    unfailed = fsdp_server.start(golden.spec())
-    assert unfailed.wait(BOUND)["status"] == "succeeded", unfailed.tail()
+    run_to_end(jobs.server("fsdp"), golden.spec(), seconds=BOUND)
 
     run = ShardedRun("many", tmp_path / "many", MODEL, PROTECTION, iterations=ITERATIONS, ranks=RANKS)
-    run.folder.mkdir()
-    endpoint = ",".join(f"{place.address}:{PORT}" for place in places)
-    job = MultiNodeJob(fsdp_server, jobs, run, RANKS, NODES, endpoint, DETECT, DETECT_SECONDS)
+    job = MultiNodeJob(jobs, run, NODES, places, DETECT, DETECT_SECONDS)
     stops = {PAIR[0]: FIRST_STOP, INNER: SECOND_STOP}
-    for position in range(NODES):
-        rank, stop = ranks_at(position)[0], stops.get(position)
-        faults = f"update.begin@iteration={stop},rank={rank}:stop" if stop else ""
-        job.start(f"n{position}", places[position], faults=faults)
+    job.start_all({
+        f"n{at}": f"update.begin@iteration={stop},rank={ranks_at(at)[0]}:stop" for at, stop in stops.items()
+    })
 
     job.until_committed(1)
-    until_stopped(job.nodes[f"n{PAIR[0]}"], ranks_at(PAIR[0])[0])
+    job.until_rank_stopped(f"n{PAIR[0]}", ranks_at(PAIR[0])[0])
     for position in PAIR:
         job.destroy(f"n{position}")
     pair = [f"s{position}" for position in PAIR]
@@ -200,7 +190,7 @@ def test_a_job_of_16_nodes_loses_two_of_different_groups_and_one_that_connects_o
     gone = [rank for position in PAIR for rank in ranks_at(position)]
     first = assert_recovered(job, restores, gone, pair, range(1, FIRST_STOP))
     until_committed_since(job.nodes.values(), restores[-1].time)
-    until_stopped(job.nodes[f"n{INNER}"], ranks_at(INNER)[0])
+    job.until_rank_stopped(f"n{INNER}", ranks_at(INNER)[0])
     attached = all_events(job.nodes.values(), catalogue.RANK_ATTACHED.name)
     pids = {event.rank: event.pid for event in attached if event.rank is not None}
     agents = [each.pid for each in job.nodes.values()]

@@ -14,20 +14,13 @@ from pathlib import Path
 import pytest
 
 from harness import megatron_runs
-from harness.forkserver import ForkServer, JobSpec, RunningJob
-from harness.golden import explain, loss_differences, losses, state_differences
+from harness.claims import restored
+from harness.forkserver import RunningJob
+from harness.golden import assert_identical, loss_differences, losses, state_differences
 from harness.job_control import wait_for, wait_until_stopped
-from harness.megatron_runs import (
-    ALL,
-    HARDEST,
-    ITERATIONS,
-    RANKS,
-    SKIPPED,
-    MegatronConfiguration,
-    MegatronRun,
-)
+from harness.jobs import Goldens, Jobs
+from harness.megatron_runs import ALL, HARDEST, ITERATIONS, RANKS, SKIPPED, MegatronConfiguration, MegatronRun
 
-Spec = Callable[..., JobSpec]
 BOUND = 240  # seconds for one run; ten times what it takes on an idle machine
 
 DEFAULT = {  # of the product, what the default run takes: both precisions, optimizers and schedules, overlap once
@@ -39,71 +32,39 @@ DEFAULT = {  # of the product, what the default run takes: both precisions, opti
 }
 
 
-@pytest.fixture(scope="module")
-def golden(
-    megatron_server: ForkServer, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[MegatronConfiguration], MegatronRun]:
-    """The unfailed run of a configuration, made once."""
-    made: dict[MegatronConfiguration, MegatronRun] = {}
-
-    def run(configuration: MegatronConfiguration) -> MegatronRun:
-        if configuration not in made:
-            folder = tmp_path_factory.mktemp(f"golden-{configuration}")
-            made[configuration] = finish(megatron_server, MegatronRun("golden", folder, configuration))
-        return made[configuration]
-
-    return run
+def start(jobs: Jobs, configuration: MegatronConfiguration, kills: str) -> tuple[MegatronRun, RunningJob]:
+    run = MegatronRun("protected", jobs.folder, configuration, protected=True, kills=kills)
+    return run, jobs.start(run)
 
 
-def finish(server: ForkServer, run: MegatronRun) -> MegatronRun:
-    job = server.start(run.spec())
-    outcome = job.wait(BOUND)
-    assert outcome["status"] == "succeeded", f"{outcome}\n{job.tail()}"
-    return run
+def unfailed(configuration: MegatronConfiguration) -> MegatronRun:
+    return MegatronRun("golden", Path(), configuration)
 
 
-def start(
-    server: ForkServer, jobs: Spec, folder: Path, configuration: MegatronConfiguration, kills: str
-) -> tuple[MegatronRun, RunningJob]:
-    run = MegatronRun("protected", folder, configuration, protected=True, kills=kills)
-    spec = run.spec()
-    return run, server.start(jobs(**{key: value for key, value in vars(spec).items() if key != "name"}))
-
-
-def assert_identical(run: MegatronRun, golden: MegatronRun) -> None:
-    found = state_differences(run.digests, golden.digests, RANKS) + loss_differences(run.loss_log, golden.loss_log)
-    assert not found, explain(found)
-
-
-def restored(job: RunningJob) -> list[int]:
+def resumed(job: RunningJob) -> list[int]:
     """The iteration of each restore, asserting that it came from the process tier and lost at most one iteration."""
-    tokens = {event.pid: event.fields["token"] for event in job.events("rank.attached")}
-    by_incarnation: dict[int, set[int]] = {}
     for event in job.events("state.restored"):
-        assert event.fields["tier"] == "process"
-        assert 0 <= event.fields["lost"] <= 1, event
-        by_incarnation.setdefault(tokens[event.pid], set()).add(event.fields["iteration"])
-    assert all(len(versions) == 1 for versions in by_incarnation.values()), "every rank restores the same version"
-    return [next(iter(versions)) for _, versions in sorted(by_incarnation.items())]
+        assert event.fields["tier"] == "process" and 0 <= event.fields["lost"] <= 1, event
+    return restored(job)
 
 
 def test_unfailed_runs_are_equal_to_each_other_and_unequal_with_another_seed(
-    megatron_server: ForkServer, golden: Callable[[MegatronConfiguration], MegatronRun], tmp_path: Path
+    jobs: Jobs, golden: Goldens, tmp_path: Path
 ) -> None:
-    first = golden(HARDEST)
-    (tmp_path / "again").mkdir()
-    (tmp_path / "other").mkdir()
-    again = finish(megatron_server, MegatronRun("again", tmp_path / "again", HARDEST))
-    other = finish(megatron_server, MegatronRun("other", tmp_path / "other", HARDEST, seed=4321))
-    assert_identical(again, first)
+    first = golden(unfailed(HARDEST))
+    again = MegatronRun("again", tmp_path / "again", HARDEST)
+    other = MegatronRun("other", tmp_path / "other", HARDEST, seed=4321)
+    for run in (again, other):
+        jobs.finish(run)
+    assert_identical(again, first, RANKS)
     found = state_differences(other.digests, first.digests, RANKS)
     for rank in range(RANKS):
         assert any(line.startswith(f"rank {rank}: /items/") for line in found), "another seed is another state"
     assert loss_differences(other.loss_log, first.loss_log)
 
 
-def test_the_injected_infinity_skips_an_update(golden: Callable[[MegatronConfiguration], MegatronRun]) -> None:
-    entries = losses(golden(HARDEST).loss_log)
+def test_the_injected_infinity_skips_an_update(golden: Goldens) -> None:
+    entries = losses(golden(unfailed(HARDEST)).loss_log)
     assert entries[SKIPPED]["skipped"] and not entries[SKIPPED + 1]["skipped"]
     assert "valid_loss_hex" in entries[megatron_runs.EVALUATED], "one evaluation lies within the run"
 
@@ -116,26 +77,21 @@ def test_the_injected_infinity_skips_an_update(golden: Callable[[MegatronConfigu
     ],
 )
 def test_killed_in_forward_and_in_the_optimizer_step_it_ends_as_the_unfailed_run(
-    megatron_server: ForkServer,
-    golden: Callable[[MegatronConfiguration], MegatronRun],
-    jobs: Spec,
-    tmp_path: Path,
-    configuration: MegatronConfiguration,
-    record_property: Callable[[str, object], None],
+    golden: Goldens, jobs: Jobs, configuration: MegatronConfiguration, record_property: Callable[[str, object], None]
 ) -> None:
-    unfailed = golden(configuration)
+    whole = golden(unfailed(configuration))
     record_property("unprotected", "succeeded")  # for tests/matrix.sh
     kills = (
         "iteration.forward@iteration=4,rank=5,restart=0:kill;"  # right after the skipped update
         "update.middle@iteration=7,rank=2,restart=1:kill"
     )
-    run, job = start(megatron_server, jobs, tmp_path, configuration, kills)
+    run, job = start(jobs, configuration, kills)
     outcome = job.wait(BOUND)
     assert outcome["status"] == "succeeded", f"{outcome}\n{job.tail()}"
     assert outcome["restarts"] == 2
-    first, second = restored(job)
+    first, second = resumed(job)
     assert first in (2, 3) and second == 6, "in the update, every rank is past the fence of the version before"
-    assert_identical(run, unfailed)
+    assert_identical(run, whole, RANKS)
 
 
 @dataclass(frozen=True)
@@ -169,19 +125,13 @@ STORIES = {
 
 
 @pytest.mark.parametrize("name", STORIES)
-def test_wherever_it_is_killed_it_ends_as_the_unfailed_run(
-    megatron_server: ForkServer,
-    golden: Callable[[MegatronConfiguration], MegatronRun],
-    jobs: Spec,
-    tmp_path: Path,
-    name: str,
-) -> None:
+def test_wherever_it_is_killed_it_ends_as_the_unfailed_run(golden: Goldens, jobs: Jobs, name: str) -> None:
     story = STORIES[name]
-    run, job = start(megatron_server, jobs, tmp_path, HARDEST, story.kills)
+    run, job = start(jobs, HARDEST, story.kills)
     outcome = job.wait(BOUND)
     assert outcome["status"] == "succeeded", job.tail()
     assert outcome["restarts"] == story.restarts, "every kill has fired, and nothing else has failed"
-    versions = restored(job)
+    versions = resumed(job)
     assert all(version in story.allowed for version in versions), versions
     done = [event.rank for event in job.events("state.restored")]
     assert done.count(story.last_killed) == story.restores
@@ -190,14 +140,12 @@ def test_wherever_it_is_killed_it_ends_as_the_unfailed_run(
         begun = [*job.events("training.started"), *job.events("state.lost")]
         assert len(begun) == 2 * RANKS, "it started from the beginning, and said so"
         assert "from the beginning" in job.log.read_text()
-    assert_identical(run, golden(HARDEST))
+    assert_identical(run, golden(unfailed(HARDEST)), RANKS)
 
 
-def test_killed_when_nothing_is_left_to_run_it_ends_as_the_unfailed_run(
-    megatron_server: ForkServer, golden: Callable[[MegatronConfiguration], MegatronRun], jobs: Spec, tmp_path: Path
-) -> None:
+def test_killed_when_nothing_is_left_to_run_it_ends_as_the_unfailed_run(golden: Goldens, jobs: Jobs) -> None:
     """Data position and RNG are restored although no iteration begins any more."""
-    run, job = start(megatron_server, jobs, tmp_path, HARDEST, "shutdown.before@rank=2,restart=0:stop")
+    run, job = start(jobs, HARDEST, "shutdown.before@rank=2,restart=0:stop")
     sealed = {"name": "snapshot.sealed", "iteration": ITERATIONS}
     wait_for(
         job.spec.run_dir / "events.jsonl",
@@ -212,33 +160,25 @@ def test_killed_when_nothing_is_left_to_run_it_ends_as_the_unfailed_run(
     outcome = job.wait(BOUND)
     assert outcome["status"] == "succeeded", job.tail()
     assert outcome["restarts"] == 1
-    assert restored(job) == [ITERATIONS]
-    assert_identical(run, golden(HARDEST))
+    assert resumed(job) == [ITERATIONS]
+    assert_identical(run, golden(unfailed(HARDEST)), RANKS)
 
 
-def test_killed_at_the_agent_the_same_command_given_again_resumes(
-    megatron_server: ForkServer, golden: Callable[[MegatronConfiguration], MegatronRun], jobs: Spec, tmp_path: Path
-) -> None:
-    run, job = start(megatron_server, jobs, tmp_path, HARDEST, "")
+def test_killed_at_the_agent_the_same_command_given_again_resumes(golden: Goldens, jobs: Jobs) -> None:
+    run, job = start(jobs, HARDEST, "")
     wait_for(run.loss_log, lambda lines: len(lines) >= 4, BOUND)
     job.kill()
     assert job.wait(BOUND)["status"] == "killed"
-    again = megatron_server.start(job.spec)
+    again = jobs.server("megatron").start(job.spec)
     assert again.wait(BOUND)["status"] == "succeeded", again.tail()
-    (version,) = restored(again)
+    (version,) = resumed(again)
     assert version >= 3
-    assert_identical(run, golden(HARDEST))
+    assert_identical(run, golden(unfailed(HARDEST)), RANKS)
 
 
 @pytest.mark.parametrize("with_trainer", [False, True], ids=["alone", "with-a-trainer"])
-def test_the_smp_killed_loses_at_most_one_iteration(
-    megatron_server: ForkServer,
-    golden: Callable[[MegatronConfiguration], MegatronRun],
-    jobs: Spec,
-    tmp_path: Path,
-    with_trainer: bool,
-) -> None:
-    run, job = start(megatron_server, jobs, tmp_path, HARDEST, "")
+def test_the_smp_killed_loses_at_most_one_iteration(golden: Goldens, jobs: Jobs, with_trainer: bool) -> None:
+    run, job = start(jobs, HARDEST, "")
     wait_for(run.loss_log, lambda lines: len(lines) >= 3, BOUND)
     os.kill(job.events("smp.started")[-1].pid, signal.SIGKILL)
     if with_trainer:
@@ -247,6 +187,6 @@ def test_the_smp_killed_loses_at_most_one_iteration(
     assert outcome["status"] == "succeeded", job.tail()
     assert len(job.events("smp.lost")) == 1, "the alarm"
     assert len(job.events("segments.adopted")) == 1, "a new SMP has adopted the segments"
-    assert len(restored(job)) == int(with_trainer), "training goes on when the SMP dies alone"
-    assert_identical(run, golden(HARDEST))
+    assert len(resumed(job)) == int(with_trainer), "training goes on when the SMP dies alone"
+    assert_identical(run, golden(unfailed(HARDEST)), RANKS)
     assert ITERATIONS in losses(run.loss_log)

@@ -5,27 +5,26 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from ft_plugins.rehearse.ports import free_port
 from ft_plugins.smp.serve.client import Client
 from ft_plugins.snapshot.segment.paths import parity_path_of, path_of, segments_of
-from harness.forkserver import ForkServer, JobSpec, RunningJob
+from harness.emulated_nodes import LOOPBACK
+from harness.fills_runs import FillsRun
+from harness.forkserver import JobSpec, RunningJob
 from harness.job_control import wait_for, wait_until_stopped
+from harness.jobs import DETECT, Jobs
+from harness.multinode import MultiNodeJob
 
 MIB = 256
 
 
-def test_three_slots_are_claimed_before_step_0_and_the_kernel_agrees(
-    torch_server: ForkServer, jobs: Callable[..., JobSpec], tmp_path: Path
-) -> None:
-    argv = ("--iterations", "12", "--mib", str(MIB), "--journal", str(tmp_path / "journal"))
-    faults = "iteration.forward@iteration=1:stop;iteration.forward@iteration=9,restart=0:kill"
-    spec = jobs(entry="harness.fills:main", argv=argv, flags=("--reft", "--ftp-faults", faults))
-    job = torch_server.start(spec)
+def test_three_slots_are_claimed_before_step_0_and_the_kernel_agrees(jobs: Jobs) -> None:
+    run = FillsRun("fills", jobs.folder, 12, mib=MIB)
+    job = jobs.start(run.armed("iteration.forward@iteration=1:stop;iteration.forward@iteration=9,restart=0:kill"))
+    spec = job.spec
     segment = path_of(spec.name, spec.node, 0)
     wait_for(spec.run_dir / "events.jsonl", lambda lines: any(e["name"] == "training.started" for e in lines), 60)
     at_start = segment.stat().st_blocks * 512
@@ -39,7 +38,7 @@ def test_three_slots_are_claimed_before_step_0_and_the_kernel_agrees(
     wait_until_stopped(attached.pid, 60)
     os.kill(attached.pid, signal.SIGCONT)
     inode = segment.stat().st_ino
-    wait_for(tmp_path / "journal", lambda lines: len(lines) >= 2, 60)
+    wait_for(run.journal, lambda lines: len(lines) >= 2, 60)
     assert segment.stat().st_ino == inode and segment.stat().st_blocks * 512 == at_start, "a restart reuses the pages"
     assert job.wait(60)["status"] == "succeeded", job.tail()
     assert f"host memory for protection on node node0: {at_start} bytes" in job.log.read_text()
@@ -49,24 +48,12 @@ NODES, SHARE_MIB = 3, 32
 PARITY = 2 / (NODES - 1)  # shares: two versions of it, by RAIM5
 
 
-def start(
-    server: ForkServer, jobs: Callable[..., JobSpec], folder: Path, iterations: int, *flags: str
-) -> list[RunningJob]:
+def start(jobs: Jobs, iterations: int, *flags: str) -> list[RunningJob]:
     """Start a rank on each of the nodes, which protect each other."""
-    secret = folder / "secret"
-    secret.write_text("what the nodes of this job know")
-    secret.chmod(0o600)
-    endpoint, running = f"127.0.0.1:{free_port()}", list[RunningJob]()
-    for index in range(NODES):
-        name = f"n{index}"
-        argv = ("--iterations", str(iterations), "--seconds", "0.2", "--mib", str(SHARE_MIB))
-        spec = jobs(
-            entry="harness.fills:main", argv=(*argv, "--journal", str(folder / name)),
-            flags=("--reft", "--ftp-node-name", name, "--ftp-secret-file", str(secret), *flags), node=name,
-            nnodes=NODES, endpoint=endpoint, rendezvous="ft_plugins", address="127.0.0.1",
-        )  # fmt: skip
-        running.append(server.start(spec))
-    return running
+    run = FillsRun("fills", jobs.folder, iterations, NODES, SHARE_MIB, 0.2)
+    job = MultiNodeJob(jobs, run, NODES, LOOPBACK[:NODES], DETECT, "60", *flags)
+    job.start_all()
+    return [*job.nodes.values()]
 
 
 def wait_for_commits(job: RunningJob, count: int) -> None:
@@ -77,11 +64,11 @@ def wait_for_commits(job: RunningJob, count: int) -> None:
 
 @pytest.mark.parametrize("slots", [5, 3, 2])
 def test_as_many_slots_as_are_asked_for_are_claimed_at_start_and_parity_of_two_versions(
-    torch_server: ForkServer, jobs: Callable[..., JobSpec], tmp_path: Path, slots: int
+    jobs: Jobs, slots: int
 ) -> None:
     """Over n nodes parity of a version is 1/(n-1) of a share, by the kernel's word. With any number of slots versions
     come to count, and no fence waits for that."""
-    running = start(torch_server, jobs, tmp_path, 8, "--reft-slots", str(slots))
+    running = start(jobs, 8, "--reft-slots", str(slots))
     claimed = {}
     for job in running:
         wait_for_commits(job, 1)
@@ -101,14 +88,11 @@ def test_as_many_slots_as_are_asked_for_are_claimed_at_start_and_parity_of_two_v
 
 
 def test_without_a_number_two_slots_are_claimed_at_start_and_more_once_sending_takes_several_iterations(
-    torch_server: ForkServer, jobs: Callable[..., JobSpec], tmp_path: Path
+    jobs: Jobs,
 ) -> None:
     """Sending a version takes some seven iterations here."""
     faults = "iteration.forward@iteration=1:stop"
-    running = start(
-        torch_server, jobs, tmp_path, 60, "--reft-exchange-mbps", "200", "--ftp-faults", faults,
-        "--ftp-detect-seconds", "60",
-    )  # fmt: skip
+    running = start(jobs, 60, "--reft-exchange-mbps", "200", "--ftp-faults", faults)
     for job in running:
         wait_for(job.spec.run_dir / "events.jsonl", lambda rows: any(e["name"] == "training.started" for e in rows), 60)
     for job in running:

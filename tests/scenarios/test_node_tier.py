@@ -6,7 +6,6 @@ node at the point; then that node is destroyed whole. The exchange is throttled 
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import subprocess
@@ -21,14 +20,14 @@ from ft_plugins.cli.status_facts import facts_of
 from ft_plugins.cli.status_table import text_of
 from ft_plugins.smp.watch import liveness
 from ft_plugins.snapshot.segment import paths
-from harness.emulated_nodes import EmulatedHost, destroy, network
-from harness.forkserver import ForkServer, JobSpec, RunningJob
-from harness.job_control import Entry, entries, wait_for, wait_until_stopped
+from harness.emulated_nodes import EmulatedHost, network
+from harness.fills_runs import FillsRun
+from harness.forkserver import RunningJob
+from harness.job_control import Entry, entries, wait_for
+from harness.jobs import DETECT, Jobs
+from harness.multinode import MultiNodeJob
 
-Spec = Callable[..., JobSpec]
 BOUND = 60
-ENTRY = "harness.fills:main"
-_ports = itertools.count(29500)
 
 
 @pytest.fixture(scope="module")
@@ -37,61 +36,26 @@ def places() -> Iterator[list[EmulatedHost]]:
         yield found
 
 
-class Job:
-    """Three nodes that fill 8 MiB each, `seconds` per iteration, and what they have written."""
+class Nodes(MultiNodeJob):
+    """Three nodes that fill 8 MiB each, and what they have written."""
 
-    def __init__(
-        self, server: ForkServer, jobs: Spec, folder: Path, places: list[EmulatedHost], replicated: bool, *more: str
-    ) -> None:
-        self.server = server
-        self.jobs = jobs
-        self.journal = folder / "journal"
-        self.places = list(places)
-        port = next(_ports)
-        self.endpoint = ",".join(f"{place.address}:{port}" for place in places)
-        self.argv = ("--iterations", "1000000", "--mib", "8", "--journal", str(self.journal), "--seconds", "0.05")
-        self.argv += (*(("--replicated",) if replicated else ()), *more)
-        self.secret = folder / "secret"
-        self.secret.write_text("what the nodes of this job know")
-        self.secret.chmod(0o600)
-        self.nodes: dict[str, RunningJob] = {}
-        self.lost: list[RunningJob] = []
+    def __init__(self, jobs: Jobs, run: FillsRun, places: list[EmulatedHost]) -> None:
+        super().__init__(jobs, run, 3, places)
+        self.journal, self._places = run.journal, list(places)
 
-    def start(self, name: str, faults: str = "", mbps: int = 80, detect: int = 10) -> RunningJob:
-        flags = ["--reft", "--ftp-node-name", name, "--ftp-secret-file", str(self.secret)]
-        flags += ["--ftp-detect-seconds", str(detect), "--reft-exchange-mbps", str(mbps)]
-        flags += ["--ftp-faults", faults] if faults else []
-        fields = self.places.pop(0).fields()
-        spec = self.jobs(
-            entry=ENTRY, argv=self.argv, flags=tuple(flags), node=name, nnodes=3, endpoint=self.endpoint,
-            rendezvous="ft_plugins", **fields,
-        )  # fmt: skip
-        self.nodes[name] = self.server.start(spec)
-        return self.nodes[name]
+    def begin(self, name: str, faults: str = "", mbps: int = 80, detect: int = 10) -> RunningJob:
+        """Start a node at the next address."""
+        flags = (DETECT, str(detect), "--reft-exchange-mbps", str(mbps))
+        return self.start(name, self._places.pop(0), *flags, faults=faults)
 
     def counted(self, name: str) -> int:
         """The newest iteration that counts, as a node has said."""
         return max((event.fields["iteration"] for event in self.nodes[name].events("version.committed")), default=0)
 
-    def until_committed(self, iteration: int) -> None:
-        for job in self.nodes.values():
-            path = job.spec.run_dir / "events.jsonl"
-            wait_for(path, lambda lines: any(_counts(line) >= iteration for line in lines), BOUND)
-
     def lose_at_stop(self, name: str) -> None:
         """Wait until the SMP of a node has stopped itself, then destroy the node."""
-        job = self.nodes[name]
-        lock = job.spec.run_dir / "smp.lock"
-        deadline = time.monotonic() + BOUND
-        while not lock.exists() or not lock.read_text():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        wait_until_stopped(int(lock.read_text()), BOUND)
+        self.until_smp_stopped(name)
         self.destroy(name)
-
-    def destroy(self, name: str) -> None:
-        self.lost.append(self.nodes.pop(name))
-        destroy(self.lost[-1])
 
     def restored(self, restores: int) -> list[Entry]:
         """What was written at restores, once there are so many."""
@@ -105,10 +69,6 @@ class Job:
         assert_whole(entries(self.journal))
 
 
-def _counts(line: Entry) -> int:
-    return int(line["iteration"]) if line["name"] == "version.committed" else 0
-
-
 def assert_whole(found: list[Entry]) -> None:
     """Every restore was of one complete version, the same on all ranks that restored together."""
     for entry in found:
@@ -119,20 +79,12 @@ def assert_whole(found: list[Entry]) -> None:
 
 
 @pytest.fixture
-def job(
-    torch_server: ForkServer, jobs: Spec, tmp_path: Path, places: list[EmulatedHost]
-) -> Iterator[Callable[..., Job]]:
-    made: list[Job] = []
+def job(jobs: Jobs, tmp_path: Path, places: list[EmulatedHost]) -> Callable[..., Nodes]:
+    def make(replicated: bool = False, *words: str) -> Nodes:
+        run = FillsRun("fills", tmp_path, 1_000_000, 3, 8, 0.05, replicated, words=words)
+        return Nodes(jobs, run, places)
 
-    def make(replicated: bool = False, *more: str) -> Job:
-        made.append(Job(torch_server, jobs, tmp_path, places, replicated, *more))
-        return made[-1]
-
-    yield make
-    for each in made:
-        for running in each.nodes.values():
-            running.kill()
-            running.wait(BOUND)
+    return make
 
 
 POINTS = [
@@ -145,7 +97,7 @@ POINTS = [
 ]
 
 
-def refused_or_young(story: Job, under_way: int) -> None:
+def refused_or_young(story: Nodes, under_way: int) -> None:
     """Nothing has counted: the job ends with the reason, unless not even two versions had been captured, or the nodes
     that are left have all of the first one to be exchanged."""
     deadline = time.monotonic() + BOUND
@@ -173,16 +125,16 @@ def refused_or_young(story: Job, under_way: int) -> None:
 
 @pytest.mark.parametrize("point", POINTS)
 def test_a_node_lost_at_a_point_of_the_exchange_leaves_the_version_that_counted_before(
-    job: Callable[..., Job], point: str
+    job: Callable[..., Nodes], point: str
 ) -> None:
     story = job()
-    story.start("n0")
-    story.start("n2")
-    story.start("n1", f"{point}:stop")
+    story.begin("n0")
+    story.begin("n2")
+    story.begin("n1", f"{point}:stop")
     story.lose_at_stop("n1")
     counted = story.counted("n0")
     under_way = max(event.fields["iteration"] for event in story.nodes["n0"].events("exchange.started"))
-    story.start("s1")
+    story.begin("s1")
     if not counted:
         assert point.endswith("hit=1"), "nothing has counted yet"
         refused_or_young(story, under_way)
@@ -195,16 +147,16 @@ def test_a_node_lost_at_a_point_of_the_exchange_leaves_the_version_that_counted_
 
 
 @pytest.mark.parametrize("point", ["rebuild.frame@hit=4", "parity_store.xored@hit=2"], ids=["decode", "redundancy"])
-def test_a_substitute_that_is_lost_in_its_turn_is_replaced_by_another(job: Callable[..., Job], point: str) -> None:
+def test_a_substitute_that_is_lost_in_its_turn_is_replaced_by_another(job: Callable[..., Nodes], point: str) -> None:
     story = job()
     for name in ("n0", "n1", "n2"):
-        story.start(name)
+        story.begin(name)
     story.until_committed(2)
     story.destroy("n1")
     counted = story.counted("n0")
-    story.start("s1", f"{point}:stop")
+    story.begin("s1", f"{point}:stop")
     story.lose_at_stop("s1")
-    story.start("t1")
+    story.begin("t1")
     restores = 6 if point.startswith("rebuild") else 9
     found = story.restored(restores)
     assert {entry["restored"] for entry in found[-3:]} == {counted}
@@ -212,14 +164,14 @@ def test_a_substitute_that_is_lost_in_its_turn_is_replaced_by_another(job: Calla
     story.end()
 
 
-def test_a_substitute_whose_trainer_dies_while_it_restores_restores_again(job: Callable[..., Job]) -> None:
+def test_a_substitute_whose_trainer_dies_while_it_restores_restores_again(job: Callable[..., Nodes]) -> None:
     story = job()
     for name in ("n0", "n1", "n2"):
-        story.start(name)
+        story.begin(name)
     story.until_committed(2)
     story.destroy("n0")
     counted = story.counted("n2")
-    story.start("s0", "restore.tensors@restart=0:kill")
+    story.begin("s0", "restore.tensors@restart=0:kill")
     found = story.restored(6)
     assert {entry["restored"] for entry in found[-3:]} == {counted}
     story.end()
@@ -230,13 +182,13 @@ def test_a_substitute_whose_trainer_dies_while_it_restores_restores_again(job: C
     [("parity_store.xored@hit=21", False), ("exchange.check@hit=8", True), ("parity_store.seal.before@hit=4", True)],
 )
 def test_an_smp_killed_in_the_middle_goes_over_it_anew_and_what_then_counts_is_right(
-    job: Callable[..., Job], point: str, replicated: bool
+    job: Callable[..., Nodes], point: str, replicated: bool
 ) -> None:
     """Between XOR and cursor of what is sent; where replicas are compared; when all that is not sent is there."""
     story = job(replicated)
-    story.start("n0")
-    story.start("n1", f"{point},position=1:kill")
-    story.start("n2")
+    story.begin("n0")
+    story.begin("n1", f"{point},position=1:kill")
+    story.begin("n2")
     running = story.nodes["n1"]
     wait_for(running.spec.run_dir / "events.jsonl", lambda e: any(x["name"] == "smp.lost" for x in e), BOUND)
     wait_for(running.spec.run_dir / "events.jsonl", lambda e: sum(x["name"] == "smp.started" for x in e) >= 2, BOUND)
@@ -244,7 +196,7 @@ def test_an_smp_killed_in_the_middle_goes_over_it_anew_and_what_then_counts_is_r
     story.destroy("n2")
     counted = story.counted("n0")
     under_way = max(event.fields["iteration"] for event in story.nodes["n0"].events("exchange.started"))
-    story.start("s2")
+    story.begin("s2")
     found = story.restored(6)
     # what was being exchanged is taken if the nodes that are left have all of it, though nobody had heard so yet
     assert {entry["restored"] for entry in found[3:]} in ({counted}, {under_way})
@@ -252,11 +204,11 @@ def test_an_smp_killed_in_the_middle_goes_over_it_anew_and_what_then_counts_is_r
 
 
 def test_replicas_that_drift_apart_are_told_to_a_person_and_what_counted_before_is_kept(
-    job: Callable[..., Job],
+    job: Callable[..., Nodes],
 ) -> None:
     story = job(True, "--drift", "1", "40")
     for name in ("n0", "n1", "n2"):
-        story.start(name)
+        story.begin(name)
     path = story.nodes["n2"].spec.run_dir / "events.jsonl"
     wait_for(path, lambda lines: _iterations(lines, "snapshot.sealed") >= 80, BOUND)
     differs = [event for running in story.nodes.values() for event in running.events("replica.mismatched")]
@@ -267,20 +219,20 @@ def test_replicas_that_drift_apart_are_told_to_a_person_and_what_counted_before_
     assert not any(running.events("job.ended") for running in story.nodes.values()), "training goes on"
     story.destroy("n2")
     counted = story.counted("n0")
-    story.start("s2")
+    story.begin("s2")
     assert {entry["restored"] for entry in story.restored(6)[3:]} == {counted}
 
 
-def test_one_wrong_summary_with_the_secret_stops_no_commit_and_its_sender_is_named(job: Callable[..., Job]) -> None:
+def test_one_wrong_summary_with_the_secret_stops_no_commit_and_its_sender_is_named(job: Callable[..., Nodes]) -> None:
     story = job()
     for name in ("n0", "n1", "n2"):
-        story.start(name)
+        story.begin(name)
     story.until_committed(2)
     first = {running.events("version.committed")[-1].fields["position"]: name for name, running in story.nodes.items()}
     root, sender = story.nodes[first[0]], story.nodes[first[1]]
     lineage = root.events("version.committed")[-1].fields["lineage"]
     command = [sys.executable, str(Path(__file__).with_name("wrong_summary.py")), str(root.spec.run_dir)]
-    command += [str(story.secret), root.spec.name, sender.spec.node, str(lineage), "1", str(10**6)]
+    command += [str(story.run.folder / "secret"), root.spec.name, sender.spec.node, str(lineage), "1", str(10**6)]
     inside = ["ip", "netns", "exec", sender.spec.namespace] if sender.spec.namespace else []
     subprocess.run([*inside, *command], check=True, timeout=BOUND)
     (rejected,) = _named(root, "report.rejected", 1)
@@ -289,18 +241,18 @@ def test_one_wrong_summary_with_the_secret_stops_no_commit_and_its_sender_is_nam
     story.end()
 
 
-def printed(story: Job, *words: str) -> list[int]:
+def printed(story: Nodes, *words: str) -> list[int]:
     """How often each `protection.<word>` was printed on all nodes."""
     said = "".join(running.tail(1000) for running in story.nodes.values())
     return [said.count(f"ft_plugins: protection.{word}: node ") for word in words]
 
 
-def test_commits_that_stand_still_are_an_alarm_with_the_node_until_the_next_commit(job: Callable[..., Job]) -> None:
+def test_commits_that_stand_still_are_an_alarm_with_the_node_until_the_next_commit(job: Callable[..., Nodes]) -> None:
     """One node sends no more while its ranks train on and its SMP answers; then its SMP is replaced."""
     story = job()
-    story.start("n0", mbps=400, detect=5)
-    story.start("n1", "exchange.frame@hit=60:hold", mbps=400, detect=5)
-    story.start("n2", mbps=400, detect=5)
+    story.begin("n0", mbps=400, detect=5)
+    story.begin("n1", "exchange.frame@hit=60:hold", mbps=400, detect=5)
+    story.begin("n2", mbps=400, detect=5)
     held = story.nodes["n1"]
     for running in story.nodes.values():
         (stalled,) = _named(running, "protection.stalled", 1)
@@ -323,12 +275,12 @@ def test_commits_that_stand_still_are_an_alarm_with_the_node_until_the_next_comm
 
 
 def test_files_removed_from_shared_memory_are_an_alarm_and_a_killed_rank_still_resumes_from_that_memory(
-    job: Callable[..., Job],
+    job: Callable[..., Nodes],
 ) -> None:
     """As systemd does at a logout (RemoveIPC), or a cleaning script: segments, parity store and lock of one node."""
     story = job()
     for name in ("n0", "n1", "n2"):
-        story.start(name, mbps=400)
+        story.begin(name, mbps=400)
     story.until_committed(3)
     cleaned = story.nodes["n1"]
     files = [*paths.files_of(cleaned.spec.name, "n1"), paths.parity_path_of(cleaned.spec.name, "n1")]

@@ -7,26 +7,20 @@ moments, and the copies that ranks compute with; sharded, the copies alone.
 
 from __future__ import annotations
 
-import json
-import os
 import re
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from harness.deepspeed_runs import DeepSpeedRun
-from harness.forkserver import ForkServer, JobSpec, RunningJob
+from harness.deepspeed_runs import DeepSpeedConfiguration, DeepSpeedRun
+from harness.forkserver import RunningJob
 from harness.golden import assert_identical, explain, loss_differences, losses, state_differences
+from harness.jobs import Goldens, Jobs
 from harness.megatron_runs import MegatronConfiguration, MegatronRun
-from harness.multinode import ExampleRun
-from harness.story import JobShape
-from harness.story_runner import FRAMEWORKS
+from harness.runs import ExampleRun
+from harness.shapes import FRAMEWORKS, JobShape
 
-Spec = Callable[..., JobSpec]
-BOUND = 280  # seconds for one run; far more than it takes on an idle machine
 ITERATIONS = 7
 # after these nothing is evaluated, of replicas as they are before the verdict, and no update is skipped
 QUIET = {"megatron": (2, 4, ITERATIONS), "deepspeed": (3, 5, ITERATIONS)}
@@ -36,65 +30,39 @@ DYN = ("--paft", "--paft-h", "3", "--paft-h-min", "2", "--paft-h-max", "3")
 
 
 def shape(dp: int, sharded: bool = False, tp: int = 1, pp: int = 1) -> JobShape:
-    return JobShape(tuple(FRAMEWORKS), tp, pp, dp, 1, sharded, ITERATIONS)
+    return JobShape(tp, pp, dp, sharded, ITERATIONS)
 
 
 @dataclass
 class Bench:
-    """A framework's jobs, started and compared; runs without systems and faults are made once."""
+    """The jobs of a framework."""
 
     framework: str
-    server: ForkServer
-    jobs: Spec
-    folder: Path
-    made: dict[Any, ExampleRun]
+    jobs: Jobs
+    golden: Goldens
     clipping: bool = True
-
-    def of(
-        self, of: JobShape, name: str, folder: Path, flags: Sequence[str] = (), protected: bool = False
-    ) -> ExampleRun:
-        found = FRAMEWORKS[self.framework](of, name, folder, flags, protected)
-        if isinstance(found, DeepSpeedRun) and not self.clipping:
-            return replace(found, configuration=replace(found.configuration, clipping=0.0))
-        return found
 
     def run(
         self, of: JobShape, *flags: str, protected: bool = False, faults: str = "", name: str = "run"
     ) -> ExampleRun:
-        folder = self.folder / name
-        folder.mkdir()
-        return self.of(of, name, folder, flags, protected).armed(faults)
-
-    def start(self, run: ExampleRun) -> RunningJob:
-        name = f"t{os.getpid()}-{abs(hash(run.folder)) % 10**6}"  # each run of a test is a job of its own
-        return self.server.start(self.jobs(**{**vars(run.spec()), "name": name}))
+        found = of.run(self.framework, self.jobs.folder / name, flags, protected).armed(faults)
+        if isinstance(found, DeepSpeedRun) and not self.clipping:
+            return replace(found, configuration=replace(found.configuration, clipping=0.0))
+        return found
 
     def finish(self, run: ExampleRun) -> RunningJob:
-        job = self.start(run)
-        outcome = job.wait(BOUND)
-        assert outcome["status"] == "succeeded", f"{outcome}\n{job.tail(60)}"
-        return job
+        return self.jobs.finish(run, None)
 
-    def clean(self, of: JobShape, folder: Path) -> ExampleRun:
-        key = self.framework, of, self.clipping
-        if key not in self.made:
-            self.made[key] = self.of(of, "clean", folder)
-            job = self.server.start(self.made[key].spec())
-            assert job.wait(BOUND)["status"] == "succeeded", job.tail()
-        return self.made[key]
+    def clean(self, of: JobShape) -> ExampleRun:
+        """The run without systems and faults."""
+        return self.golden(self.run(of))
 
 
-@pytest.fixture(scope="module")
-def made() -> dict[Any, ExampleRun]:
-    return {}
-
-
-@pytest.fixture(params=tuple(FRAMEWORKS))
-def bench(request: pytest.FixtureRequest, jobs: Spec, tmp_path: Path, made: dict[Any, ExampleRun]) -> Bench:
+@pytest.fixture(params=FRAMEWORKS)
+def bench(request: pytest.FixtureRequest, jobs: Jobs, golden: Goldens) -> Bench:
     if request.param == "deepspeed":
         pytest.importorskip("deepspeed", reason="needs the extra [deepspeed]")
-    server = request.getfixturevalue(f"{request.param}_server")
-    return Bench(request.param, server, jobs, tmp_path, made)
+    return Bench(request.param, jobs, golden)
 
 
 def once(job: RunningJob, name: str) -> dict[str, Any]:
@@ -105,7 +73,7 @@ def once(job: RunningJob, name: str) -> dict[str, Any]:
 
 def agree(run: ExampleRun, ranks: range) -> bool:
     """Whether these ranks have ended with the same items and parameters."""
-    ends = [json.loads(Path(f"{run.digests}{rank:05d}.json").read_text()) for rank in ranks]
+    ends = [run.state(rank) for rank in ranks]
     return all((end["items"], end["parameters"]) == (ends[0]["items"], ends[0]["parameters"]) for end in ends)
 
 
@@ -131,14 +99,14 @@ FLIPS = {
     "flipped", ["parameters", *(pytest.param(one, marks=pytest.mark.all_configurations) for one in list(FLIPS)[1:])]
 )
 def test_a_flipped_bit_is_named_and_repaired_and_the_run_ends_as_the_clean_one(
-    bench: Bench, tmp_path_factory: pytest.TempPathFactory, flipped: str
+    bench: Bench, flipped: str
 ) -> None:
     if (bench.framework, flipped) == ("deepspeed", "copies"):
         pytest.skip("without ZeRO these jobs are fp32, and compute with what the optimizer holds")
     if bench.framework == "deepspeed" and flipped in ("gradients", "nan"):
         bench.clipping = False  # it clips all replicas by the mean of their norms
     four = shape(4)
-    clean = bench.clean(four, tmp_path_factory.mktemp("clean"))
+    clean = bench.clean(four)
     at = QUIET[bench.framework][1]
     run = bench.run(four, *AUDIT, "1", faults=FLIPS[flipped].format(at=at))
     job = bench.finish(run)
@@ -158,11 +126,9 @@ def test_a_flipped_bit_is_named_and_repaired_and_the_run_ends_as_the_clean_one(
 
 
 @pytest.mark.all_configurations
-def test_with_an_audit_every_three_iterations_it_is_found_within_one_interval_and_the_replicas_agree(
-    bench: Bench, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_with_an_audit_every_three_iterations_it_is_found_within_one_interval_and_replicas_agree(bench: Bench) -> None:
     four = shape(4)
-    clean = bench.clean(four, tmp_path_factory.mktemp("clean"))
+    clean = bench.clean(four)
     run = bench.run(four, *AUDIT, "3", faults="update.parameters@iteration=4,rank=2:flip=28~26")
     job = bench.finish(run)
     struck, told = once(job, "fault.injected"), once(job, "audit.failed")
@@ -173,11 +139,9 @@ def test_with_an_audit_every_three_iterations_it_is_found_within_one_interval_an
 
 
 @pytest.mark.all_configurations
-def test_who_is_wrong_again_and_again_is_named_at_the_end(
-    bench: Bench, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_who_is_wrong_again_and_again_is_named_at_the_end(bench: Bench) -> None:
     four = shape(4)
-    clean = bench.clean(four, tmp_path_factory.mktemp("clean"))
+    clean = bench.clean(four)
     faults = ";".join(f"update.parameters@iteration={step},rank=1:flip=20~{step}" for step in QUIET[bench.framework])
     run = bench.run(four, *AUDIT, "1", faults=faults)
     job = bench.finish(run)
@@ -190,9 +154,9 @@ def test_who_is_wrong_again_and_again_is_named_at_the_end(
 # ------------------------------------------------------------------------------------------------ two replicas
 
 
-def test_two_that_differ_are_averaged(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_two_that_differ_are_averaged(bench: Bench) -> None:
     two = shape(2)
-    clean = bench.clean(two, tmp_path_factory.mktemp("clean"))
+    clean = bench.clean(two)
     run = bench.run(two, *AUDIT, "1", faults="update.parameters@iteration=4,rank=1:flip=20~5")
     told = once(bench.finish(run), "audit.failed")
     assert (told["iteration"], told["ranks"], told["majority"]) == (4, [0, 1], False)
@@ -201,11 +165,9 @@ def test_two_that_differ_are_averaged(bench: Bench, tmp_path_factory: pytest.Tem
 
 
 @pytest.mark.all_configurations
-def test_two_that_differ_send_the_job_back_to_where_they_agreed_and_it_ends_as_the_clean_one(
-    bench: Bench, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_two_that_differ_send_the_job_back_to_where_they_agreed_and_it_ends_as_the_clean_one(bench: Bench) -> None:
     two = shape(2)
-    clean = bench.clean(two, tmp_path_factory.mktemp("clean"))
+    clean = bench.clean(two)
     flip = "update.parameters@iteration=4,rank=1,restart=0:flip=20~5"
     run = bench.run(two, *AUDIT, "1", "--paft-on-corruption", "rollback", protected=True, faults=flip)
     job = bench.finish(run)
@@ -219,10 +181,10 @@ def test_two_that_differ_send_the_job_back_to_where_they_agreed_and_it_ends_as_t
 
 @pytest.mark.parametrize("dp", [2, pytest.param(4, marks=pytest.mark.all_configurations)])
 def test_a_wrong_copy_of_shards_is_found_and_gathered_anew(
-    bench: Bench, tmp_path_factory: pytest.TempPathFactory, dp: int
+    bench: Bench, dp: int
 ) -> None:
     sharded = shape(dp, sharded=True)
-    clean = bench.clean(sharded, tmp_path_factory.mktemp("clean"))
+    clean = bench.clean(sharded)
     at = QUIET[bench.framework][1]
     run = bench.run(sharded, *AUDIT, "1", faults=f"update.copies@iteration={at},rank=1:flip=12~5")
     job = bench.finish(run)
@@ -234,21 +196,17 @@ def test_a_wrong_copy_of_shards_is_found_and_gathered_anew(
 
 @pytest.mark.all_configurations
 def test_of_fp32_shards_the_gathered_parameters_are_replicas_and_a_majority_repairs_the_shard_itself(
-    megatron_server: ForkServer, jobs: Spec, tmp_path: Path
+    jobs: Jobs, golden: Goldens
 ) -> None:
     """Rank 1 is wrong six times, in its own shard or elsewhere: gathering anew would spread the first."""
     flips = ";".join(f"update.copies@iteration={step},rank=1:flip=20~{step}" for step in range(2, 8))
-    runs = []
-    for name, words in (("clean", ()), ("wrong", (*AUDIT, "1"))):
-        (tmp_path / name).mkdir()
-        fp32 = MegatronConfiguration(bf16=False, distributed_optimizer=True, interleaved=False)
-        one = MegatronRun(name, tmp_path / name, fp32, flags=words, argv=("--tp", "1", "--pp", "1"), ranks=4)
-        one = one.armed(flips if words else "")
-        runs.append(one)
-        job = Bench("megatron", megatron_server, jobs, tmp_path, {}).finish(one)
+    fp32 = MegatronConfiguration(bf16=False, distributed_optimizer=True, interleaved=False)
+    clean = MegatronRun("clean", jobs.folder, fp32, argv=("--tp", "1", "--pp", "1"), ranks=4)
+    wrong = replace(clean, flags=(*AUDIT, "1")).armed(flips)
+    job = jobs.finish(wrong)
     assert [event.fields["ranks"] for event in job.events("audit.failed")] == [[1]] * 6
     assert ", parameter (" in job.events("audit.failed")[0].fields["reason"]
-    assert_identical(runs[1], runs[0], 4)
+    assert_identical(wrong, golden(clean), 4)
 
 
 # ------------------------------------------------------------------------------------------------ with snapshots
@@ -257,7 +215,7 @@ def test_of_fp32_shards_the_gathered_parameters_are_replicas_and_a_majority_repa
 @pytest.mark.all_configurations
 @pytest.mark.parametrize("mode", ["dyn", "sync"])
 def test_killed_while_an_averaging_is_in_flight_it_ends_as_the_noised_run_that_was_not(
-    bench: Bench, tmp_path_factory: pytest.TempPathFactory, mode: str
+    bench: Bench, mode: str
 ) -> None:
     """Rank 1 dies in the forward behind the update of a turn (3, then 5 or 6), while its average is under way."""
     two = shape(2)
@@ -277,12 +235,10 @@ def test_killed_while_an_averaging_is_in_flight_it_ends_as_the_noised_run_that_w
 
 
 @pytest.mark.all_configurations
-def test_killed_between_two_audits_it_ends_as_the_clean_run(
-    bench: Bench, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_killed_between_two_audits_it_ends_as_the_clean_run(bench: Bench) -> None:
     """In the same job a wrong replica before the kill, and another after it."""
     four = shape(4)
-    clean = bench.clean(four, tmp_path_factory.mktemp("clean"))
+    clean = bench.clean(four)
     faults = (
         "update.parameters@iteration=3,rank=1,restart=0:flip=20~5;update.middle@iteration=5,rank=3,restart=0:kill;"
         "update.parameters@iteration=5,rank=0,restart=1:flip=20~6"
@@ -297,12 +253,10 @@ def test_killed_between_two_audits_it_ends_as_the_clean_run(
 
 
 @pytest.mark.all_configurations
-def test_in_a_job_of_three_dimensions_averaging_and_audit_go_together(
-    bench: Bench, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_in_a_job_of_three_dimensions_averaging_and_audit_go_together(bench: Bench) -> None:
     """Every stage and tensor rank has replicas of its own; all ranks take one interval."""
     cube = shape(2, tp=2, pp=2)
-    clean = bench.clean(cube, tmp_path_factory.mktemp("clean"))
+    clean = bench.clean(cube)
     at = QUIET[bench.framework][1]
     flip = f"update.parameters@iteration={at},rank=6:nan"  # of two, the one that has a number is right
     run = bench.run(cube, *DYN, "--paft-audit-interval", "1", faults=flip)
@@ -327,17 +281,14 @@ def test_noise_on_one_replica_of_a_stage_is_measured_alike_on_all_ranks_and_aver
     assert len(losses(run.loss_log)) == ITERATIONS
 
 
-# ------------------------------------------------------------------------------------------------ refusals
-
-
-@pytest.mark.all_configurations
-@pytest.mark.parametrize(
-    ("dp", "sharded", "said"),
-    [
-        (1, False, "has no effect with one data-parallel replica"),
-        (2, True, "it cannot diverge, and an error in it reaches all replicas in the same way; compare the copies"),
-    ],
-)
-def test_what_would_mean_nothing_is_refused_by_name(bench: Bench, dp: int, sharded: bool, said: str) -> None:
-    outcome = bench.start(bench.run(shape(dp, sharded), "--paft")).wait(BOUND)
-    assert outcome["status"] == "refused" and said in str(outcome)
+def test_a_script_with_deepspeed_and_its_own_loop_is_repaired_before_its_next_forward(
+    jobs: Jobs, golden: Goldens
+) -> None:
+    """What it computes between the engine's calls cannot be computed again, and need not be."""
+    pytest.importorskip("deepspeed", reason="needs the extra [deepspeed]")
+    clean = DeepSpeedRun("audited", jobs.folder, DeepSpeedConfiguration(4, 0, bf16=False))
+    paft = {"mode": "audit", "audit_interval": 1, "audit_at": "forward"}
+    run = replace(clean, block={"paft": paft, "faults": "update.parameters@iteration=3,rank=2:flip=30~3"})
+    told = once(jobs.finish(run), "audit.failed")
+    assert (told["iteration"], told["ranks"], told["majority"]) == (3, [2], True)
+    assert_identical(run, golden(clean), 4)

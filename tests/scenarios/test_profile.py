@@ -18,9 +18,9 @@ from ft_plugins.model.timeline import Kind, Timeline
 from harness.deepspeed_runs import DeepSpeedConfiguration
 from harness.forkserver import ForkServer
 from harness.golden import assert_identical
+from harness.job_control import run_to_end
 from harness.profiled import ProfiledRun
 
-BOUND = 240  # seconds for one run; ten times what it takes on an idle machine
 FORWARD = 0.06  # seconds, twice as much where more ranks compute at once; a backward takes two of it
 NOISE = 0.7  # of a forward, a schedule's shortest bubble: what is shorter, in the median, is the machine's
 
@@ -110,8 +110,7 @@ def finish(server: ForkServer, run: ProfiledRun) -> ProfiledRun:
         settings = {**DeepSpeedConfiguration(4, 1, pp=stages).json(), "train_batch_size": 16}
         settings["train_micro_batch_size_per_gpu"] = 2 if stages == 2 else 4
         (run.folder / "ds.json").write_text(json.dumps(settings))
-    job = server.start(run.spec())
-    assert job.wait(BOUND)["status"] == "succeeded", job.tail()
+    job = run_to_end(server, run.spec())
     assert ("time goes" in job.log.read_text()) == run.recorded
     assert "left out" not in job.log.read_text(), "iterations with an evaluation are like the others"
     return run
@@ -124,7 +123,7 @@ def check(server: ForkServer, entry: str, folder: Path, pipeline: Pipeline, argv
     for recorded in (True, False):
         at = folder / ("recorded" if recorded else "plain")
         words = (*argv, "--deepspeed_config", str(at / "ds.json")) if entry == "deepspeed" else argv
-        runs.append(finish(server, ProfiledRun(entry, at, words, 4, forward, 2 * forward, recorded)))
+        runs.append(finish(server, ProfiledRun(at.name, at, entry, words, 4, forward, 2 * forward, recorded)))
     assert_identical(runs[0], runs[1], 4)
     profile = runs[0].profile
     assert [timeline.rank for timeline in profile.timelines] == [0, 1, 2, 3]

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from harness.emulated_nodes import EmulatedHost, network
-from harness.forkserver import ForkServer, RunningJob
+from harness.forkserver import RunningJob
 from harness.golden import assert_identical
+from harness.jobs import Jobs
 from harness.megatron_runs import MegatronConfiguration, MegatronRun
-from harness.multinode import BOUND, MultiNodeJob, Spec, until
+from harness.multinode import MultiNodeJob, until
 
 REFERENCE = f"{Path(__file__).parent / 'framework_checkpoint.py'}:main"
 ARGV = ("--order", "tp-cp-ep-pp-dp")
@@ -46,17 +47,17 @@ def resized(job: RunningJob) -> int:
     ],
 )
 def test_a_job_goes_on_with_fewer_nodes_and_again_with_all(
-    megatron_server: ForkServer, jobs: Spec, tmp_path: Path, places: list[EmulatedHost], distributed: bool, tp: int
+    jobs: Jobs, tmp_path: Path, places: list[EmulatedHost], distributed: bool, tp: int
 ) -> None:
     configuration = MegatronConfiguration(bf16=True, distributed_optimizer=distributed, interleaved=False)
     argv, per_node = (*ARGV, *BATCH, "--tp", str(tp)), tp * PP
     most, fewer = 4 * per_node, 3 * per_node
     killed = "resize.filling@rank=5,restart=1:kill"  # in the middle of being taken over: it is begun anew
-    run = MegatronRun("resize", tmp_path, configuration, protected=True, kills=killed, argv=argv, iterations=ITERATIONS)
-    endpoint = ",".join(f"{place.address}:29430" for place in places[:4])
-    job = MultiNodeJob(megatron_server, jobs, run, most, 4, endpoint, "--reft-wait-seconds", "1", min_nodes=3)
-    for index in range(4):
-        job.start(f"n{index}", places[index])
+    run = MegatronRun(
+        "resize", tmp_path, configuration, protected=True, kills=killed, argv=argv, iterations=ITERATIONS, ranks=most
+    )
+    job = MultiNodeJob(jobs, run, 4, places[:4], "--reft-wait-seconds", "1", min_nodes=3)
+    job.start_all()
     job.until_committed(4)
     job.destroy("n3")
     first = resized(job.nodes["n0"])
@@ -68,13 +69,10 @@ def test_a_job_goes_on_with_fewer_nodes_and_again_with_all(
     for each in job.nodes.values():
         assert not each.events("state.lost")
 
-    folder = tmp_path / "reference"  # one loss log for all three
-    folder.mkdir()
-
     def reference(name: str, ranks: int, *words: str) -> MegatronRun:
+        folder = tmp_path / "reference"  # one loss log for all three
         found = MegatronRun(name, folder, configuration, argv=(*argv, *words), iterations=ITERATIONS)
-        started = megatron_server.start(found.spec(entry=REFERENCE, nproc=ranks))
-        assert started.wait(BOUND)["status"] == "succeeded", started.tail()
+        jobs.finish(found, entry=REFERENCE, nproc=ranks)
         return found
 
     four, three = tmp_path / "four", tmp_path / "three"

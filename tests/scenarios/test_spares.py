@@ -15,11 +15,12 @@ import pytest
 
 from ft_plugins.snapshot.segment.paths import previous_segments_of, segments_of
 from harness.emulated_nodes import EmulatedHost, network
-from harness.forkserver import ForkServer, RunningJob
+from harness.forkserver import RunningJob
 from harness.golden import assert_identical
 from harness.job_control import wait_for
+from harness.jobs import Jobs
 from harness.megatron_runs import MegatronConfiguration, MegatronRun
-from harness.multinode import BOUND, MultiNodeJob, Spec
+from harness.multinode import BOUND, MultiNodeJob
 
 REFERENCE = f"{Path(__file__).parent / 'framework_checkpoint.py'}:main"
 ARGV = ("--order", "tp-cp-ep-pp-dp", "--global-batch", "24")
@@ -43,21 +44,13 @@ def event(job: RunningJob, name: str, seconds: float = BOUND) -> dict[str, objec
 @pytest.mark.all_configurations
 @pytest.mark.parametrize(("before", "after", "again"), [(4, 2, True), (6, 4, False)])
 def test_survivors_that_have_no_part_in_the_smaller_job_hand_out_what_they_hold(
-    megatron_server: ForkServer,
-    jobs: Spec,
-    tmp_path: Path,
-    places: list[EmulatedHost],
-    before: int,
-    after: int,
-    again: bool,
+    jobs: Jobs, tmp_path: Path, places: list[EmulatedHost], before: int, after: int, again: bool
 ) -> None:
     configuration = MegatronConfiguration(bf16=True, distributed_optimizer=True, interleaved=False)
-    run = MegatronRun("spares", tmp_path, configuration, protected=True, argv=ARGV, iterations=ITERATIONS)
-    endpoint = ",".join(f"{place.address}:29430" for place in places[:before])
-    wait = ("--reft-wait-seconds", "1")
-    job = MultiNodeJob(megatron_server, jobs, run, before * PER_NODE, before, endpoint, *wait, min_nodes=after)
-    for index in range(before):
-        job.start(f"n{index}", places[index])
+    ranks = before * PER_NODE
+    run = MegatronRun("spares", tmp_path, configuration, True, argv=ARGV, iterations=ITERATIONS, ranks=ranks)
+    job = MultiNodeJob(jobs, run, before, places[:before], "--reft-wait-seconds", "1", min_nodes=after)
+    job.start_all()
     job.until_committed(4)
     job.destroy("n1")
     first = int(str(event(job.nodes["n0"], "state.resharded")["iteration"]))
@@ -77,13 +70,10 @@ def test_survivors_that_have_no_part_in_the_smaller_job_hand_out_what_they_hold(
     for each in job.nodes.values():
         assert not each.events("state.lost")
 
-    folder = tmp_path / "reference"  # one loss log for both
-    folder.mkdir()
-
     def reference(title: str, ranks: int, *words: str) -> MegatronRun:
+        folder = tmp_path / "reference"  # one loss log for both
         found = MegatronRun(title, folder, configuration, argv=(*ARGV, *words), iterations=ITERATIONS)
-        started = megatron_server.start(found.spec(entry=REFERENCE, nproc=ranks))
-        assert started.wait(BOUND)["status"] == "succeeded", started.tail()
+        jobs.finish(found, entry=REFERENCE, nproc=ranks)
         return found
 
     handed = tmp_path / "handed"

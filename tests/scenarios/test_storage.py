@@ -37,6 +37,7 @@ from harness.job_control import (
     wait_until,
     write_checkpoints,
 )
+from harness.jobs import write_secret
 
 Spec = Callable[..., JobSpec]
 MIB = 8
@@ -493,9 +494,7 @@ def test_two_nodes_told_to_end_write_one_checkpoint_and_start_from_it_together(
     torch_server: ForkServer, jobs: Spec, tmp_path: Path, before: str, after: str
 ) -> None:
     """Parity of the replicas that both hold is not in storage: each makes it anew, and what was stored counts then."""
-    secret = tmp_path / "secret"
-    secret.write_text("what the nodes of this job know")
-    secret.chmod(0o600)
+    secret = write_secret(tmp_path)
 
     def start(iterations: int, redundancy: str) -> list[RunningJob]:
         running: list[RunningJob] = []
@@ -551,9 +550,7 @@ def test_two_nodes_told_to_end_write_one_checkpoint_and_start_from_it_together(
 def test_two_nodes_whose_ranks_hold_the_signal_write_the_same_versions_meanwhile_and_in_the_end(
     torch_server: ForkServer, jobs: Spec, tmp_path: Path
 ) -> None:
-    secret, port, running = tmp_path / "secret", free_port(), list[RunningJob]()
-    secret.write_text("what the nodes of this job know")
-    secret.chmod(0o600)
+    secret, port, running = write_secret(tmp_path), free_port(), list[RunningJob]()
     for node in ("node0", "node1"):
         more = ("--ftp-node-name", node, "--ftp-secret-file", str(secret), "--ftp-grace-seconds", "600")
         spec = fills(

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from ft_plugins.rehearse.ports import free_port
 from ft_plugins.snapshot.segment.paths import path_of
-from harness.forkserver import ForkServer, JobSpec, RunningJob
-from harness.golden import explain, loss_differences, state_differences
+from harness.forkserver import RunningJob
+from harness.golden import assert_identical
 from harness.job_control import wait_for, wait_until_stopped
+from harness.jobs import Goldens, Jobs
 from harness.megatron_runs import RANKS, MegatronConfiguration, MegatronRun
 
-Spec = Callable[..., JobSpec]
 BOUND = 240
 ARGV = ("--order", "tp-cp-ep-pp-dp")
 
@@ -34,14 +33,10 @@ def mapped_segments(pid: int) -> set[str]:
 
 @pytest.mark.parametrize("distributed", [False, True], ids=["replicated", "distopt"])
 def test_each_share_is_read_on_its_own_node_and_the_run_ends_as_the_unfailed_one(
-    megatron_server: ForkServer, jobs: Spec, tmp_path: Path, distributed: bool
+    jobs: Jobs, golden: Goldens, tmp_path: Path, distributed: bool
 ) -> None:
     configuration = MegatronConfiguration(bf16=True, distributed_optimizer=distributed, interleaved=False)
-    (tmp_path / "golden").mkdir()
-    golden = MegatronRun("golden", tmp_path / "golden", configuration, argv=ARGV)
-    unfailed = megatron_server.start(golden.spec())
-    assert unfailed.wait(BOUND)["status"] == "succeeded", unfailed.tail()
-
+    whole = golden(MegatronRun("golden", Path(), configuration, argv=ARGV))
     kills = "iteration.forward@iteration=5,rank=6,restart=0:kill;iteration.forward@iteration=7,restart=1,rank=1:stop"
     run = MegatronRun("two", tmp_path, configuration, protected=True, kills=kills, argv=ARGV)
     endpoint = f"localhost:{free_port()}"
@@ -50,7 +45,7 @@ def test_each_share_is_read_on_its_own_node_and_the_run_ends_as_the_unfailed_one
     for node in ("node0", "node1"):
         flags = (*run.spec().flags, "--ftp-node-name", node, "--reft-redundancy", "none")
         spec = jobs(**{**fields, "node": node, "nnodes": 2, "endpoint": endpoint, "nproc": RANKS // 2, "flags": flags})
-        running.append(megatron_server.start(spec))
+        running.append(jobs.server("megatron").start(spec))
         if node == "node0":  # agents are sorted by address and pid: the first one started takes ranks 0 to 3
             wait_for(spec.run_dir / "events.jsonl", lambda lines: any(e["name"] == "smp.started" for e in lines), BOUND)
 
@@ -75,8 +70,7 @@ def test_each_share_is_read_on_its_own_node_and_the_run_ends_as_the_unfailed_one
         restores = job.events("state.restored")
         assert len(restores) == RANKS // 2
         assert {event.fields["iteration"] for event in restores} <= {3, 4}
-    found = state_differences(run.digests, golden.digests, RANKS) + loss_differences(run.loss_log, golden.loss_log)
-    assert not found, explain(found)
+    assert_identical(run, whole, RANKS)
 
 
 def newest_pid(running: list[RunningJob], rank: int) -> int:

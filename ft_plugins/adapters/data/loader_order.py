@@ -13,16 +13,14 @@ In: samplers; numbers at the begin of each pass. Out: errors.
 from __future__ import annotations
 
 import inspect
-import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-import torch
 from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
 
 from ...errors import ConfigError, ResumeError
+from ..rng import numbers_drawn
 from .loaders import is_sampled, is_stateful, parts
 
 _COUNT = "count from the restored number (`epoch = sampler.epoch` in the first iteration, then `epoch += 1`)"
@@ -95,24 +93,14 @@ def _watched(name: str, drawn: Any) -> Iterator[Any]:
             one = next(drawn)
         except StopIteration:
             return
-        if before and not _same(before, _states()):
+        if before and before != numbers_drawn(device=False):
             raise ConfigError(
                 f"the sampler {name} draws from the process's generators in the middle of a pass, so that its order "
                 "could not be drawn again after a restart: give it a generator of its own "
                 "(self.generator = torch.Generator()), or draw the whole order when the pass begins"
             )
         yield one
-        before = _states()
-
-
-def _states() -> tuple[Any, ...]:
-    kind, words, *rest = np.random.get_state()
-    return random.getstate(), torch.get_rng_state(), words, (kind, *rest)
-
-
-def _same(left: tuple[Any, ...], right: tuple[Any, ...]) -> bool:
-    same = left[0] == right[0] and left[3] == right[3]
-    return same and torch.equal(left[1], right[1]) and np.array_equal(left[2], right[2])
+        before = numbers_drawn(device=False)
 
 
 # ---- passes ----
@@ -170,7 +158,6 @@ class PassNumbers:
                 )
 
     def plain(self) -> dict[str, Any]:
-        """Plain values, for the codec."""
         return {"last": self.last, "steps": self.steps, "irregular": self.irregular}
 
     @classmethod

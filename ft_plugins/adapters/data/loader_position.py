@@ -19,7 +19,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch.utils.data import DataLoader
 
@@ -47,22 +47,6 @@ _OVER = (
     "begin the next one where it ends (`try: batch = next(batches)`, `except StopIteration: batches = iter(loader)`), "
     "or loop over the loader"
 )
-
-
-class DataPosition(Protocol):
-    """The position in the training data."""
-
-    def read(self) -> Any:
-        """The position, as values for the codec. Raises StateChangedError."""
-        ...
-
-    def write(self, saved: Any) -> None:
-        """Return to a saved position. Raises ResumeError."""
-        ...
-
-    def require_read(self) -> None:
-        """Called before an update. Raises ConfigError if the iteration did not read what the position is of."""
-        ...
 
 
 def position_of(source: Any, iteration: Callable[[], int], trains: Callable[[], bool]) -> DataPosition:
@@ -182,12 +166,14 @@ class FollowedSource:
     # ---- the position ----
 
     def require_read(self) -> None:
+        """Called before an update. Raises ConfigError if the iteration did not read what the position is of."""
         current = self._current()
         if current is not None and current.ended:
             self._reads.boundary()
         self._reads.require()
 
     def read(self) -> Any:
+        """The position, as values for the codec. Raises StateChangedError."""
         if self._pending is not None:
             return dict(self._pending)
         first = not self._reads.iteration()  # only the size is asked for
@@ -207,6 +193,7 @@ class FollowedSource:
         raise NotImplementedError
 
     def write(self, saved: Any) -> None:
+        """Return to a saved position. Raises ResumeError."""
         if not isinstance(saved, Mapping) or saved.get("kind") != type(self).__name__:
             raise ResumeError(
                 f"a {type(self._source).__name__} was given as sampler, but another kind of one was captured: resume "
@@ -336,3 +323,6 @@ class SeveralPositions:
 
     def require_read(self) -> None:
         self._positions[0].require_read()
+
+
+DataPosition = FollowedSource | SeveralPositions

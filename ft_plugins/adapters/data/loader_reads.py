@@ -127,10 +127,7 @@ def _is_cycled(source: Any) -> bool:
     return any(type(one) is itertools.cycle for one in gc.get_referrers(source))
 
 
-def _observing(original: Callable[..., Any]) -> Callable[..., Any]:
-    def __next__(iterator: Any) -> Any:
-        for one in _observers:
-            one.other(iterator)
-        return original(iterator)
-
-    return __next__
+def _observing(original: Callable[..., Any], iterator: Any) -> Any:
+    for one in _observers:
+        one.other(iterator)
+    return original(iterator)

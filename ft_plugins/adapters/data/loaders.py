@@ -22,6 +22,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 from torch.utils.data.distributed import DistributedSampler
 
 from ...errors import ResumeError
+from ..rng import process_state, set_process_state
 from ..script.script_hooks import replace
 
 GeneratorStates = dict[str, Any]
@@ -34,20 +35,12 @@ _DRAWING = ("dataset", "datasets", "collate_fn", "transform", "transforms", "tar
 
 def generator_states(source: Any = None) -> GeneratorStates:
     """The states of the process's generators (CPU), and of those that `source` owns."""
-    own = {path: _state_of(generator) for path, generator in _generators(source).items()}
-    return {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-        "own": own,
-    }
+    return {**process_state(), "own": {path: _state_of(one) for path, one in _generators(source).items()}}
 
 
 def set_generator_states(state: Mapping[str, Any], source: Any = None) -> None:
     """Set the generators. Raises ResumeError if `source` owns other generators than those captured."""
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
+    set_process_state(state)
     if source is not None:
         set_source_generators(source, state["own"])
 
@@ -126,7 +119,6 @@ def sampler_epoch(source: Any) -> int | None:
 
 
 def set_epoch(source: Any, epoch: int) -> None:
-    """Set the sampler's epoch, if it has one."""
     for _, part in parts(source):
         if callable(getattr(part, "set_epoch", None)) and isinstance(getattr(part, "epoch", None), int):
             part.set_epoch(epoch)
@@ -223,7 +215,6 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def is_stateful(source: Any) -> bool:
-    """Whether `source` saves and loads its own position."""
     return callable(getattr(source, "state_dict", None)) and callable(getattr(source, "load_state_dict", None))
 
 
@@ -335,9 +326,6 @@ class Passes:
         finally:
             self._depth -= 1
 
-    def _iterating(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def __iter__(loader: Any) -> Any:
-            self.shuffled += not self._depth and draws(loader)
-            return original(loader) if self._depth else LoaderPass(loader, original, self)
-
-        return __iter__
+    def _iterating(self, original: Callable[..., Any], loader: Any) -> Any:
+        self.shuffled += not self._depth and draws(loader)
+        return original(loader) if self._depth else LoaderPass(loader, original, self)

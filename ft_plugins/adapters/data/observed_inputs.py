@@ -20,6 +20,7 @@ import torch
 import xxhash
 
 from ...model.observation import Observer
+from ..forward_edges import Hook, with_hooks
 
 SAMPLED = 64 << 10  # bytes
 MANY = 256  # parts of a container
@@ -33,16 +34,15 @@ class ObservedForwards:
     """The forwards of some modules of one model, read by `observer`."""
 
     def __init__(self, modules: Iterable[torch.nn.Module], observer: Observer) -> None:
-        self._observer: Observer | None = observer
+        self._observer = observer
         self._inside: object | None = None  # the module whose forward runs
-        for module in modules:
-            if not isinstance(module, torch.jit.ScriptModule):  # its forward calls no hooks
-                module.register_forward_pre_hook(_Before(self), with_kwargs=True)
-                module.register_forward_hook(_After(self))
+        for module in with_hooks(modules):
+            module.register_forward_pre_hook(Hook(self.enter), with_kwargs=True)
+            module.register_forward_hook(Hook(self.leave))
 
     def enter(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         nested = self._inside is not None and self._inside is not module  # of the same one the last forward has raised
-        if nested or self._observer is None or not torch.is_grad_enabled() or not module.training:
+        if nested or not torch.is_grad_enabled() or not module.training:
             return
         self._inside = module
         try:
@@ -52,37 +52,9 @@ class ObservedForwards:
         if digest is not None:
             self._observer.read(digest)
 
-    def leave(self, module: torch.nn.Module) -> None:
+    def leave(self, module: torch.nn.Module, *call: Any) -> None:
         if self._inside is module:
             self._inside = None
-
-
-class _Before:
-    """A hook before a forward; a copied or pickled module takes none along."""
-
-    def __init__(self, forwards: ObservedForwards | None = None) -> None:
-        self._forwards = forwards
-
-    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._forwards is not None and not torch.compiler.is_compiling():
-            self._forwards.enter(module, args, kwargs)
-
-    def __reduce__(self) -> tuple[type[_Before], tuple[()]]:
-        return _Before, ()
-
-
-class _After:
-    """A hook after a forward."""
-
-    def __init__(self, forwards: ObservedForwards | None = None) -> None:
-        self._forwards = forwards
-
-    def __call__(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        if self._forwards is not None and not torch.compiler.is_compiling():
-            self._forwards.leave(module)
-
-    def __reduce__(self) -> tuple[type[_After], tuple[()]]:
-        return _After, ()
 
 
 def digest_of_inputs(inputs: Any) -> int | None:

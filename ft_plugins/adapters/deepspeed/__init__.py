@@ -11,7 +11,8 @@ from types import ModuleType
 
 from ... import events
 from ...config import LaunchContext
-from ...patches import apply_deepspeed_cpu, deepspeed_patches, untested
+from ...patches import apply_deepspeed_cpu, untested
+from ...patches.deepspeed_cpu import PATCHES
 from ..script.script_hooks import on_import
 from .training import EngineHooks, Join
 
@@ -24,7 +25,7 @@ def prepare() -> bool:
 def prepare_launched(context: LaunchContext) -> None:
     """`prepare` for a rank that a launcher started. Rank 0 reports the patches, and in a protected job an untested
     version of DeepSpeed. Unlike Megatron's shim nothing imitates a CUDA device, so no job is refused."""
-    names = " and ".join(f"{one.module}.{one.symbol}" for one in deepspeed_patches())
+    names = " and ".join(f"{one.module}.{one.symbol}" for one in PATCHES)
     patched = f"no CUDA device is visible: patching {names} when imported" if prepare() else ""
     protected = context.config is not None and bool(context.config.systems)
 

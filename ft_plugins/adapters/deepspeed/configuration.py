@@ -42,7 +42,6 @@ def require_own_loop(modules: Iterable[str]) -> None:
 
 
 def require_several_ranks() -> None:
-    """Raises ConfigError for a job of one rank."""
     if torch.distributed.get_world_size() == 1:
         raise ConfigError(
             "ft_plugins.reft: the job has a single rank, with no other rank to share state with: start it with "

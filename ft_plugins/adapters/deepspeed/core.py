@@ -14,42 +14,38 @@ at the begin and end of an iteration; `before_update` and `after_update` are cal
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import deepspeed
-import torch
 import xxhash
 
 from ...base import faults
-from ...errors import InventoryError, ResumeError, TopologyError, UnsupportedError
+from ...errors import InventoryError, ResumeError, UnsupportedError
 from ...events import say
 from ...model.host import Edges, Hooks
 from ...model.observation import Observer
 from ...model.progress import ProgressReceiver
-from ...model.topology import Topology
 from ...snapshot.capture import codec
 from ..data.observed_inputs import ObservedForwards, digest_of_inputs, plain_number
-from ..forward_edges import follow_forwards, follow_saving
-from ..host_parts import StateItem, StateItems, groups, restore_groups
+from ..forward_edges import Saving, follow_forwards
+from ..host_parts import groups, reach_fault_points, restore_groups
 from ..parameter_groups import numbered, packed, regrouped
+from ..script.script_hooks import wrap
 from ..script.undeclared import Undeclared
 from ..script.undeclared_search import Given, UndeclaredSearch
 from . import naming, state
 from .position import Positions
 from .read_ahead import ReadPace, unproven
-from .reducing import DeepSpeedReduction
+from .reducing import SHARDED
 from .replay import restore_rng, rng_state
-from .shard_groups import ShardGroups, built_over
+from .shard_groups import ShardGroups
 from .stepping import DeepSpeedStepping, rates
-from .support import require_supported
 
 _STAGE3 = 3  # ZeRO stage
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
-_AXES = {"pipe": "pp", "data": "dp", "model": "tp"}
 _OWN_SCHEDULER = (
     "the learning rate changes, but deepspeed.initialize neither built nor received a scheduler: a restore sets the "
     "rate, but the script's own scheduler starts from the beginning; pass it to deepspeed.initialize(lr_scheduler=...)"
@@ -57,7 +53,7 @@ _OWN_SCHEDULER = (
 _SETTINGS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping", "zero_optimization_stage")
 
 
-class DeepSpeedHost(DeepSpeedReduction, DeepSpeedStepping, StateItems):
+class DeepSpeedHost(DeepSpeedStepping):
     """One rank of a DeepSpeed job. Raises UnsupportedError, TopologyError or InventoryError for what is not supported.
 
     Without `positions` the caller restores the data position. `shards`: the groups that the engine was built over;
@@ -68,20 +64,15 @@ class DeepSpeedHost(DeepSpeedReduction, DeepSpeedStepping, StateItems):
     _trains = False  # whether an update was made
 
     def __init__(self, engine: Any, positions: Positions | None = None, shards: ShardGroups | None = None) -> None:
+        super().__init__(engine, shards)
         self.framework = f"DeepSpeed {deepspeed.__version__}"
-        self.rank = torch.distributed.get_rank()
-        self.engine = engine
         self._positions = positions
-        self._shards = built_over(engine) if shards is None else shards
         self._rates: list[float] | None = None  # learning rates at the previous version point
         self._scheduler_reported = False
         self.restored = False  # whether the engine holds a restored version, whose data position comes next
         self._undeclared = UndeclaredSearch(self._given, lines_to_add, f"rank {self.rank}", self.rank == 0)
         self.silent = False  # whether iterations have updates without a forward in training mode
         self.pace: ReadPace | None = None  # of the last iteration, if its reads are followed
-        require_supported(engine, self.rank)
-        self._topology = topology(engine, self._shards)
-        self._require_deepspeeds_layout()
         require_encodable_scheduler(engine.lr_scheduler, self.rank)
 
     # facts
@@ -91,30 +82,11 @@ class DeepSpeedHost(DeepSpeedReduction, DeepSpeedStepping, StateItems):
         self.__dict__.pop("_state_items", None)
         self.restored = False
 
-    @cached_property
-    def _state_items(self) -> list[StateItem]:
-        state.create_optimizer_state(self.engine.optimizer)
-        topology, sharers = self._topology, () if self._shards is None else self._shards.sync
-        replicas, first = topology.replicas(self.rank), topology.coords(self.rank).tp == 0
-        return state.state_items(self.engine, self.rank, replicas, first, sharers)
-
-    def _require_deepspeeds_layout(self) -> None:
-        """Raises TopologyError unless an item's replica set is the group over which DeepSpeed reduces gradients."""
-        group = tuple(sorted(torch.distributed.get_process_group_ranks(self.engine.seq_data_parallel_group)))
-        group = group if self._shards is None else self._shards.whole
-        expected = self._topology.replicas(self.rank)
-        if group != expected:
-            raise TopologyError(
-                f"rank {self.rank}: DeepSpeed's data-parallel group is {list(group)}, but with the rank order "
-                f"{self._topology.order} it would be {list(expected)}: this layout is not supported"
-            )
-
     def names(self) -> Mapping[str, Any]:
         """The files of DeepSpeed's own checkpoints, or why they cannot be described."""
         return naming.described(self.engine, self._state_items, self._topology.replicas(self.rank))
 
     def fingerprint(self) -> Mapping[str, Any]:
-        """What must match for captured state to belong to this job; equal on all ranks."""
         engine, topology = self.engine, self._topology
         model, accumulated = engine.get_data_types()
         sharded = {} if self._shards is None else {"shard_ranks": len(self._shards.inner)}
@@ -173,6 +145,21 @@ class DeepSpeedHost(DeepSpeedReduction, DeepSpeedStepping, StateItems):
             if self.rank == 0:
                 say(_OWN_SCHEDULER)
 
+    def scalars(self) -> bytes:
+        """Scalar state of optimizer, loss scaler and scheduler, and the number of skipped updates; no other counters.
+        b'' if masters are sharded: then there is no replica to copy from."""
+        if type(self.engine.optimizer).__name__ in SHARDED:
+            return b""
+        small = self.small_state()
+        values = {key: small[key] for key in ("groups", "scalars", "scaler", "scheduler")}
+        return codec.encode({**values, "skipped_steps": self.engine.skipped_steps})
+
+    def restore_scalars(self, encoded: bytes) -> None:
+        if encoded:
+            values = codec.decode(encoded)
+            self._restore_optimizer(values)
+            self.engine.skipped_steps = values["skipped_steps"]
+
     def merged(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The small state of the first replica: optimizer scalars are equal on all, generators differ."""
         return dict(parts[0])
@@ -219,7 +206,6 @@ class DeepSpeedHost(DeepSpeedReduction, DeepSpeedStepping, StateItems):
         state.restore_scaler(optimizer, small["scaler"])
 
     def restore_position(self, small: Mapping[str, Any]) -> None:
-        """Set the data position, then the RNG."""
         if self._positions is not None:
             self._positions.write(small["position"])
         restore_rng(small["rng"])
@@ -229,7 +215,6 @@ class DeepSpeedHost(DeepSpeedReduction, DeepSpeedStepping, StateItems):
     # hooks
 
     def install_edges(self, edges: Edges) -> None:
-        """Call `edges` around the spans of a pipeline's schedule from now on."""
         from .spans import follow  # only if spans are needed
 
         follow(self.engine, edges, state.inner(self.engine.optimizer))
@@ -239,22 +224,19 @@ class DeepSpeedHost(DeepSpeedReduction, DeepSpeedStepping, StateItems):
         follow_forwards([self.engine.module], progress, evaluations_only=spans)
         if self.engine.zero_optimization_stage() == _STAGE3:
             progress.shares_forward()
-        follow_saving(self.engine, ("save_checkpoint", "save_16bit_model"), progress)
+        Saving(progress).follow(self.engine, ("save_checkpoint", "save_16bit_model"))
 
     def install_observer(self, observer: Observer) -> None:
         """Report what stages with data read, or forwards; the norm of the gradients, and a pipeline's loss."""
         engine = self.engine
 
-        def observed(name: str, report: Callable[[Any], None]) -> None:
-            original = getattr(engine, name)
-
-            @functools.wraps(original)
-            def call(*args: Any, **kwargs: Any) -> Any:
+        def observe(name: str, report: Callable[[Any], None]) -> None:
+            def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
                 outcome = original(*args, **kwargs)
                 report(outcome)
                 return outcome
 
-            setattr(engine, name, call)
+            wrap(engine, name, call)
 
         def read(batch: Any) -> None:
             digest = digest_of_inputs(batch) if engine.module.training else None
@@ -265,19 +247,17 @@ class DeepSpeedHost(DeepSpeedReduction, DeepSpeedStepping, StateItems):
             skipped = bool(getattr(engine.optimizer, "overflow", False))
             observer.computed(norm=math.inf if skipped else plain_number(engine.get_global_grad_norm()))
 
-        observed("_take_model_step", updated)
+        observe("_take_model_step", updated)
         if hasattr(engine, "train_batch"):
-            observed("_next_batch", read)
-            observed("train_batch", lambda loss: observer.computed(loss=plain_number(loss)))
+            observe("_next_batch", read)
+            observe("train_batch", lambda loss: observer.computed(loss=plain_number(loss)))
         else:
             ObservedForwards([engine.module], observer)
 
     def install(self, hooks: Hooks) -> None:
-        """Call `hooks` around every update from now on, and reach the fault points."""
-        original = self.engine._take_model_step
         self._undeclared.begin()
 
-        def _take_model_step(*args: Any, **kwargs: Any) -> Any:
+        def take_model_step(original: Any, *args: Any, **kwargs: Any) -> Any:
             iteration = self.engine.global_steps + 1
             self.complete_reduction()
             hooks.before_update(iteration)
@@ -288,39 +268,9 @@ class DeepSpeedHost(DeepSpeedReduction, DeepSpeedStepping, StateItems):
             hooks.after_update(iteration)
             return outcome
 
-        self.engine._take_model_step = _take_model_step
-        self._reach_inner_points()
-
-    def _reach_inner_points(self) -> None:
-        last = [0]  # iteration that reached iteration.forward last
-
-        def first_forward(module: torch.nn.Module, args: Any) -> None:
-            iteration = self.engine.global_steps + 1
-            if module.training and last[0] != iteration:
-                last[0] = iteration
-                faults.reach("iteration.forward", iteration=iteration)
-
-        def inner_stepped(*args: Any) -> None:
-            faults.reach("update.middle", iteration=self.engine.global_steps + 1)
-
-        self.engine.module.register_forward_pre_hook(first_forward)
-        state.inner(self.engine.optimizer).register_step_post_hook(inner_stepped)
-
-
-def topology(engine: Any, shards: ShardGroups | None = None) -> Topology:
-    """The job's topology: that of a PipelineModule, else replicas of a model that may be sharded."""
-    grid = getattr(engine.module, "_topo", None)
-    if grid is None:
-        group = engine.seq_data_parallel_group
-        replicas = torch.distributed.get_world_size(group) if shards is None else len(shards.whole)
-        return Topology(tp=torch.distributed.get_world_size() // replicas, pp=1, dp=replicas)
-    axes = grid.get_axis_names()
-    unknown = [axis for axis in axes if axis not in _AXES and grid.get_dim(axis) > 1]
-    if unknown:
-        raise TopologyError(f"the PipelineModule's topology has an unknown axis '{unknown[0]}'; known: {list(_AXES)}")
-    sizes = {_AXES[axis]: grid.get_dim(axis) for axis in axes if axis in _AXES}
-    order = "-".join(_AXES[axis] for axis in reversed(axes) if axis in _AXES)  # DeepSpeed's last axis varies fastest
-    return Topology(tp=sizes.get("tp", 1), pp=sizes.get("pp", 1), dp=sizes.get("dp", 1), order=order)
+        wrap(self.engine, "_take_model_step", take_model_step)
+        inner = state.inner(self.engine.optimizer)
+        reach_fault_points([self.engine.module], [inner], lambda: self.engine.global_steps + 1)
 
 
 def require_encodable_scheduler(scheduler: Any, rank: int) -> None:

@@ -21,6 +21,7 @@ import torch
 from ...errors import StorageError, UnsupportedError
 from ...snapshot.checkpoint.checkpoint_reader import CheckpointReader
 from ...snapshot.checkpoint.index import Index
+from ..export_command import installed
 from ..script.values import TAG, find_class, from_plain
 
 _PACKAGES = ("deepspeed",)
@@ -32,7 +33,11 @@ def export(shares: CheckpointReader, folder: Path) -> dict[str, Any]:
 
     Raises UnsupportedError if DeepSpeed is not installed or a rank's files are not described; StorageError, OSError.
     """
-    _require_deepspeed()
+    from . import prepare
+
+    with installed("deepspeed", "DeepSpeed", "deepspeed"):
+        prepare()  # before anything imports deepspeed
+        importlib.import_module("deepspeed")
     for index in shares.indices():
         if "files" not in (index.names or {}):
             problem = (index.names or {}).get("problem", "no description")
@@ -51,21 +56,6 @@ def export(shares: CheckpointReader, folder: Path) -> dict[str, Any]:
             tensors += builder.tensors
     (folder / "latest").write_text(tag)
     return {"framework": "DeepSpeed", "iteration": shares.manifest.iteration, "tensors": tensors, "left_out": []}
-
-
-def _require_deepspeed() -> None:
-    from . import prepare
-
-    try:
-        prepare()  # before anything imports deepspeed
-        importlib.import_module("deepspeed")
-    except ModuleNotFoundError as error:
-        if not str(error.name).startswith("deepspeed"):
-            raise
-        raise UnsupportedError(
-            "this is a checkpoint of a DeepSpeed job, but deepspeed is not installed here: "
-            "pip install 'ft_plugins[deepspeed]'"
-        ) from error
 
 
 class _ValueBuilder:

@@ -2,7 +2,7 @@
 
     PipelineModule    a layer, named by its index among all layers of the pipeline. A tied layer is one module on all
                       stages that have it, named by the first of its indices
-    other models      as in a plain torch loop, the part up to the first number in a parameter's path: 'transformer.h.3'
+    other models      as in a plain torch loop, which also follows them (`torch_reduction.ModuleCalls`)
     the rest          together one module, named '': embeddings, last norm and head of a plain model
 
 Invariant: names follow from the model's description alone, so they are equal on all ranks. The rest comes first: a
@@ -15,16 +15,15 @@ and backwards.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
 
-from ...errors import UnsupportedError
 from ...model.reduction import ModuleEdges
 from ..module_edges import follow_places
-from ..torch.torch_reduction import module_of, parameters_at
+from ..script.script_hooks import around
+from ..torch.torch_reduction import ModuleCalls, module_of
 
 REST = ""
 _TIED = "tied_modules"
@@ -47,77 +46,54 @@ def in_forward_order(model: Any, modules: Iterable[str]) -> list[str]:
     return list(dict.fromkeys([*(name for name in order if name in known), *known]))
 
 
-def follow_forwards(model: Any, modules: Iterable[str], call: Callable[[str], None]) -> None:
-    """Call `call(module)` right before each forward of one of `modules`: in evaluations too, and again where activation
-    checkpointing recomputes the forward.
-
-    For the rest, `call('')` runs at the beginning of the model's forward. Raises UnsupportedError for a module without
-    a forward.
-    """
-    wanted = set(modules)
-    if REST in wanted:
-        _call_before_forward(model, functools.partial(call, REST))
+def calls_of(rank: int, model: Any, modules: Collection[str]) -> ModuleCalls | PipelineCalls:
+    parameters = [name for name, _ in model.named_parameters() if module_in(model, name) in modules]
     if hasattr(model, "_layer_specs"):
-        _follow_layers(model, wanted, call)
-        return
-    for name in sorted(wanted - {REST}):
-        part = model.get_submodule(name)
-        if type(part).forward in (torch.nn.Module.forward, torch.nn.ModuleList.forward, torch.nn.ModuleDict.forward):
-            raise UnsupportedError(
-                f"the module '{name}' is a {type(part).__name__}, whose parts the model calls one by one: their "
-                "forwards cannot be followed; use --sync-apply wait"
-            )
-        _call_before_forward(part, functools.partial(call, name))
+        return PipelineCalls(rank, model, parameters)
+    return ModuleCalls(rank, model, parameters)
 
 
-def follow_edges(rank: int, model: Any, modules: Iterable[str], edges: ModuleEdges) -> None:
-    """Report the edges of each of `modules`. Raises UnsupportedError."""
-    members: dict[str, list[str]] = {module: [] for module in modules}
-    for name, _ in model.named_parameters():
-        if (module := module_in(model, name)) in members:
-            members[module].append(name)
-    if not hasattr(model, "_layer_specs"):
-        by_path = parameters_at(model, members, model.get_parameter)
-        follow_places(rank, [(model.get_submodule(path), one) for path, one in by_path.items()], edges)
-        return
-    # of each module, what a place takes: the parameters by module, here of this module alone
-    own = {module: {module: [model.get_parameter(name) for name in names]} for module, names in members.items()}
-    layers = {id(layer): (layer, own[name]) for name, layer in _layers(model) if name in own}
-    parts = [(model, own[REST])] if REST in own else []
-    parts += [(layer, one) for layer, one in layers.values() if isinstance(layer, torch.nn.Module)]
-    reporter = follow_places(rank, parts, edges)
-    for at, layer in enumerate(model.forward_funcs):  # the `forward_fn` of a tied layer need not call its module
-        if id(layer) in layers and not isinstance(layer, torch.nn.Module):
-            model.forward_funcs[at] = reporter.wrapped(*layers[id(layer)])
+class PipelineCalls:
+    """The calls of a PipelineModule's layers, each in every microbatch, and where activation checkpointing runs it
+    again. Those of the rest are those of the whole stage."""
 
+    def __init__(self, rank: int, model: Any, parameters: Iterable[str]) -> None:
+        self._rank, self._model = rank, model
+        self._own: dict[str, list[torch.Tensor]] = {}  # by module
+        for name in parameters:
+            self._own.setdefault(module_in(model, name), []).append(model.get_parameter(name))
 
-def _follow_layers(model: Any, wanted: set[str], call: Callable[[str], None]) -> None:
-    hooked: set[int] = set()
-    for local, (name, layer) in enumerate(list(_layers(model))):  # counted from the first layer of this stage
-        if name not in wanted:
-            continue
-        if not isinstance(layer, torch.nn.Module):
-            # `forward_fn` of a tied layer, which need not call its module; plain functions were skipped above
-            model.forward_funcs[local] = _calling_first(layer, functools.partial(call, name))
-        elif id(layer) not in hooked:
-            hooked.add(id(layer))
-            _call_before_forward(layer, functools.partial(call, name))
+    def before_modules(self, call: Callable[[str], None]) -> None:
+        for name, part in self._parts():
+            part.register_forward_pre_hook(torch.compiler.disable(lambda *args, name=name: call(name)), prepend=True)
+        for at, name in self._functions():
 
+            def calling_first(original: Callable[..., Any], *args: Any, name: str = name, **kwargs: Any) -> Any:
+                call(name)
+                return original(*args, **kwargs)
 
-def _call_before_forward(part: torch.nn.Module, call: Callable[[], None]) -> None:
-    @torch.compiler.disable
-    def pre_hook(*args: Any) -> None:
-        call()
+            self._model.forward_funcs[at] = around(calling_first)(self._model.forward_funcs[at])
 
-    part.register_forward_pre_hook(pre_hook, prepend=True)
+    def follow_modules(self, edges: ModuleEdges) -> None:
+        places = [(part, {name: self._own[name]}) for name, part in self._parts()]
+        reporter = follow_places(self._rank, places, edges)
+        for at, name in self._functions():
+            layer = self._model.forward_funcs[at]
+            self._model.forward_funcs[at] = reporter.wrapped(layer, {name: self._own[name]})
 
+    def _parts(self) -> list[tuple[str, torch.nn.Module]]:
+        """The torch modules that are called, each once, by module."""
+        parts = {id(layer): (name, layer) for name, layer in _layers(self._model) if name in self._own}
+        rest = [(REST, self._model)] if REST in self._own else []
+        return rest + [each for each in parts.values() if isinstance(each[1], torch.nn.Module)]
 
-def _calling_first(layer: Callable[..., Any], call: Callable[[], None]) -> Callable[..., Any]:
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        call()
-        return layer(*args, **kwargs)
-
-    return forward
+    def _functions(self) -> list[tuple[int, str]]:
+        """Of the `forward_fn` of a tied layer, which need not call its module: its place on this stage, and module."""
+        return [
+            (at, name)
+            for at, (name, layer) in enumerate(_layers(self._model))
+            if name in self._own and not isinstance(layer, torch.nn.Module)
+        ]
 
 
 def _layers(model: Any) -> Iterator[tuple[str, Any]]:

@@ -83,9 +83,9 @@ class Positions:
 
     def follow(self, module: ModuleType) -> None:
         """Make DeepSpeed's loaders track their epochs."""
-        replace(module.DeepSpeedDataLoader, "__iter__", self._beginning(lambda loader: loader))
+        replace(module.DeepSpeedDataLoader, "__iter__", self._beginning)
         replace(module.DeepSpeedDataLoader, "__next__", self._next_of_loader)
-        replace(module.RepeatingLoader, "__init__", self._beginning(lambda repeating, loader: loader))
+        replace(module.RepeatingLoader, "__init__", self._beginning)
         replace(module.RepeatingLoader, "__next__", self._next_of_repeating)
 
     def _reading_early(self, source: Any) -> None:
@@ -99,46 +99,36 @@ class Positions:
         """Track torch loaders that the script iterates from now on."""
         self._passes.follow()
 
-    def _beginning(self, inner_loader: Callable[..., Any]) -> Callable[..., Any]:
-        def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-            def begin(loader: Any, *args: Any, **kwargs: Any) -> Any:
-                inner = inner_loader(loader, *args, **kwargs)
-                setattr(loader, EPOCH, LoaderEpoch.of(inner))
-                self._passes.shuffled += draws(inner)
-                with self._passes.within():
-                    return original(loader, *args, **kwargs)
+    def _beginning(self, original: Callable[..., Any], source: Any, loader: Any = None) -> Any:
+        """A loader is iterated, or, if it is given, `source` is made to repeat it."""
+        inner = source if loader is None else loader
+        setattr(source, EPOCH, LoaderEpoch.of(inner))
+        self._passes.shuffled += draws(inner)
+        with self._passes.within():
+            return original(source) if loader is None else original(source, loader)
 
-            return begin
-
-        return wrap
-
-    def _next_of_loader(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def __next__(loader: Any) -> Any:
-            if epoch_of(loader).read < len(loader):  # else the epoch ends, and nothing is read
-                self.before_read(loader)
-                epoch_of(loader).reading(loader)
-            with self._passes.within():
-                return original(loader)
-
-        return __next__
-
-    def _next_of_repeating(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def __next__(loader: Any) -> Any:
-            if hasattr(loader.loader, EPOCH):  # DeepSpeed's own, which tracks its epochs
-                return original(loader)
+    def _next_of_loader(self, original: Callable[..., Any], loader: Any) -> Any:
+        if epoch_of(loader).read < len(loader):  # else the epoch ends, and nothing is read
             self.before_read(loader)
-            epoch_of(loader).reading(loader.loader)
-            with self._passes.within():
-                try:
-                    return next(loader.data_iter)
-                except StopIteration:
-                    self._passes.shuffled += draws(loader.loader)
-                    setattr(loader, EPOCH, LoaderEpoch.of(loader.loader))
-                    loader.data_iter = iter(loader.loader)
-                    epoch_of(loader).reading(loader.loader)
-                    return next(loader.data_iter)
+            epoch_of(loader).reading(loader)
+        with self._passes.within():
+            return original(loader)
 
-        return __next__
+    def _next_of_repeating(self, original: Callable[..., Any], source: Any) -> Any:
+        loader = source.loader
+        if hasattr(loader, EPOCH):  # DeepSpeed's own, which tracks its epochs
+            return original(source)
+        self.before_read(source)
+        epoch_of(source).reading(loader)
+        with self._passes.within():
+            try:
+                return next(source.data_iter)
+            except StopIteration:
+                self._passes.shuffled += draws(loader)
+                setattr(source, EPOCH, LoaderEpoch.of(loader))
+                source.data_iter = iter(loader)
+                epoch_of(source).reading(loader)
+                return next(source.data_iter)
 
     # what an engine reads
 
@@ -216,7 +206,6 @@ class Positions:
         return isinstance(source, LoaderPass) and not source.ended
 
     def read(self) -> dict[str, Any]:
-        """The positions, for the codec."""
         return {**{role: self._state(role, source()) for role, source in self._sources.items()}, **self._pending}
 
     def write(self, saved: Mapping[str, Any]) -> None:

@@ -18,11 +18,10 @@ equal) and overflows. Two agreements remain, and let replicas wait for each othe
     PipelineEngine.train_batch       averages the loss that it reports over all replicas
     FP16_Optimizer, legacy_fusion    skips an update if any rank of the job overflowed
 
-In: an engine, its `ShardGroups`. Out: `model.reduction.ReductionControl`, for a host that is a `StateItems`."""
+In: an engine, its `ShardGroups`. Out: `model.reduction.ReductionControl`."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -32,26 +31,23 @@ import torch.distributed as dist
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from ...errors import UnsupportedError
-from ...model.inventory import Inventory, Role
+from ...model.inventory import Role
 from ...model.reduction import ModuleEdges, ReducedOver
 from ..script.script_hooks import replace_in_deepspeed as replace
 from ..script.script_hooks import replaced
-from .module_forwards import follow_edges, follow_forwards, in_forward_order, module_in
+from .module_forwards import calls_of, in_forward_order, module_in
+from .rank import DeepSpeedRank
 from .shard_groups import ShardGroups, divide
 
-_STAGE3 = "DeepSpeedZeroOptimizer_Stage3"
-_ZERO = ("DeepSpeedZeroOptimizer", _STAGE3)
-_SHARDED = ("BF16_Optimizer", *_ZERO)
+STAGE3 = "DeepSpeedZeroOptimizer_Stage3"
+_ZERO = ("DeepSpeedZeroOptimizer", STAGE3)
+SHARDED = ("BF16_Optimizer", *_ZERO)
 _MODULES = (Role.PARAMETER, Role.MAIN_PARAMETER)
 
 
-class DeepSpeedReduction:
+class DeepSpeedReduction(DeepSpeedRank):
     """The part of a DeepSpeed host that controls the reduction of gradients."""
 
-    engine: Any
-    rank: int
-    inventory: Callable[[], Inventory]
-    _shards: ShardGroups | None
     _reduced_over = ReducedOver.ALL
     _averages_shards = False  # whether ALL needs more than DeepSpeed's own reduction
 
@@ -65,7 +61,7 @@ class DeepSpeedReduction:
         if not self._averages_shards:
             replace(engine, "_reduce_non_expert_gradients", self._reducing)
             replace(engine, "clip_fp32_gradients", self._clipping)
-        if type(engine.optimizer).__name__ == _STAGE3 and self._shards.inner[0] != self._shards.whole[0]:
+        if type(engine.optimizer).__name__ == STAGE3 and self._shards.inner[0] != self._shards.whole[0]:
             replace(engine, "_save_checkpoint", _leave_to_first_replica)
 
     def reduce_over(self, replicas: ReducedOver) -> None:
@@ -108,11 +104,11 @@ class DeepSpeedReduction:
                 f"rank {self.rank}: {type(optimizer).__name__} holds fp32 masters or shards, which no forward reads: "
                 "synchronise them behind an iteration (--sync-apply update or wait)"
             )
-        follow_forwards(self.engine.module, self.modules().values(), call)
+        calls_of(self.rank, self.engine.module, set(self.modules().values())).before_modules(call)
 
     def follow_modules(self, edges: ModuleEdges) -> None:
         """Report edges, whatever the optimizer holds. Raises UnsupportedError for a module without a forward."""
-        follow_edges(self.rank, self.engine.module, dict.fromkeys(self.modules().values()), edges)
+        calls_of(self.rank, self.engine.module, set(self.modules().values())).follow_modules(edges)
 
     def complete_reduction(self) -> None:
         """Average ZeRO's shards of the gradients over all replicas, if ALL is wanted. A collective of the sync group,
@@ -124,35 +120,23 @@ class DeepSpeedReduction:
 
     # DeepSpeed's methods
 
-    def _reducing(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def _reduce_non_expert_gradients(*args: Any, **kwargs: Any) -> Any:
-            if self._reduced_over is ReducedOver.ALL:
-                return original(*args, **kwargs)
-            if self._shards is not None and len(self._shards.inner) > 1:
-                with _data_parallel_group(self.engine, self._shards.inner_group):
-                    return original(*args, **kwargs)
-            return None
-
-        return _reduce_non_expert_gradients
-
-    def _clipping(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def clip_fp32_gradients() -> Any:
-            if self._reduced_over is ReducedOver.ALL or self._shards is None:
-                return original()
+    def _reducing(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._reduced_over is ReducedOver.ALL:
+            return original(*args, **kwargs)
+        if self._shards is not None and len(self._shards.inner) > 1:
             with _data_parallel_group(self.engine, self._shards.inner_group):
-                return original()
+                return original(*args, **kwargs)
+        return None
 
-        return clip_fp32_gradients
+    def _clipping(self, original: Callable[..., Any]) -> Any:
+        if self._reduced_over is ReducedOver.ALL or self._shards is None:
+            return original()
+        with _data_parallel_group(self.engine, self._shards.inner_group):
+            return original()
 
 
-def _leave_to_first_replica(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def _save_checkpoint(*args: Any, **kwargs: Any) -> None:
-        """Of another replica: with ZeRO-3 it would write the first one's files, too."""
-
-    return _save_checkpoint
+def _leave_to_first_replica(*args: Any, **kwargs: Any) -> None:
+    """`_save_checkpoint` of another replica: with ZeRO-3 it would write the first one's files, too."""
 
 
 @contextmanager
@@ -226,7 +210,7 @@ def _in_the_way(engine: Any, shards: ShardGroups | None) -> Iterator[str]:
         yield "gradient_allreduce_op 'sum' does not average them"
     if engine.zero_quantized_gradients():
         yield "ZeRO++ (zero_quantized_gradients) reduces them over nodes"
-    if kind not in _SHARDED:
+    if kind not in SHARDED:
         return
     if shards is None:
         yield (
@@ -239,7 +223,7 @@ def _in_the_way(engine: Any, shards: ShardGroups | None) -> Iterator[str]:
 
 def _sharded_over(optimizer: Any) -> list[Any]:
     """The groups over which an optimizer shards."""
-    if type(optimizer).__name__ != _STAGE3:
+    if type(optimizer).__name__ != STAGE3:
         return list(optimizer.real_dp_process_group)
     own = {id(one.ds_process_group): one.ds_process_group for group in optimizer.fp16_groups for one in group}
     return [optimizer.dp_process_group, *own.values()]

@@ -16,7 +16,6 @@ its tensor-parallel layers from there."""
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -26,6 +25,7 @@ from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rn
 
 from ...errors import UnsupportedError
 from .. import rng
+from ..script.script_hooks import wrap
 
 _STATE = ("_exec_schedule", "_next_batch", "_train_schedule", "_INSTRUCTION_MAP", "_force_grad_boundary")
 
@@ -42,29 +42,21 @@ class DeepSpeedReplay:
         self._began: Mapping[str, Any] | None = None  # generators at the start; None before the first iteration
         self._buffers: dict[str, torch.Tensor] = {}
         self._batches: list[tuple[Any, Mapping[str, Any]]] = []  # with the generators after each
-        engine._exec_schedule = self._scheduling(engine._exec_schedule)
-        engine._next_batch = self._reading(engine._next_batch)
+        wrap(engine, "_exec_schedule", self._scheduling)
+        wrap(engine, "_next_batch", self._reading)
 
-    def _scheduling(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def _exec_schedule(schedule: Any) -> Any:
-            if self._engine.module.training:
-                self._batches = []
-                self._buffers = {name: one.clone() for name, one in self._engine.module.named_buffers()}
-                self._began = rng_state()
-            return original(schedule)
+    def _scheduling(self, original: Callable[..., Any], schedule: Any) -> Any:
+        if self._engine.module.training:
+            self._batches = []
+            self._buffers = {name: one.clone() for name, one in self._engine.module.named_buffers()}
+            self._began = rng_state()
+        return original(schedule)
 
-        return _exec_schedule
-
-    def _reading(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def _next_batch() -> Any:
-            batch = original()
-            if self._engine.module.training:
-                self._batches.append((_copied(batch), rng_state()))
-            return batch
-
-        return _next_batch
+    def _reading(self, original: Callable[..., Any]) -> Any:
+        batch = original()
+        if self._engine.module.training:
+            self._batches.append((_copied(batch), rng_state()))
+        return batch
 
     def run(self) -> None:
         """Recompute, inside the optimizer's step of the same iteration. A collective of the job."""

@@ -15,7 +15,6 @@ In: a PipelineEngine. Out: edges."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -24,8 +23,9 @@ import torch
 from ...errors import UnsupportedError
 from ...model.host import Edges
 from ...model.timeline import Kind
+from ..script.script_hooks import around
 from ..script.script_hooks import replace_in_deepspeed as replace
-from ..update_spans import wrap_span, wrap_update
+from ..update_spans import span, update_spans
 
 _COUNTED = {"ForwardPass": Kind.FORWARD, "BackwardPass": Kind.BACKWARD}
 _OTHERS = {
@@ -56,32 +56,27 @@ def follow(engine: Any, edges: Edges, inner: torch.optim.Optimizer) -> None:
     passed = dict.fromkeys(_COUNTED.values(), 0)
     hooked = {kind: _hooked(kind.__name__, original, edges, passed) for kind, original in kinds.items()}
 
-    def scheduling(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def _exec_schedule(schedule: Any) -> Any:
-            if not engine.module.training:
-                return original(schedule)
-            passed.update(dict.fromkeys(passed, 0))
-            engine._INSTRUCTION_MAP = hooked
-            try:
-                return original(schedule)
-            finally:
-                del engine._INSTRUCTION_MAP
+    def exec_schedule(original: Callable[..., Any], schedule: Any) -> Any:
+        if not engine.module.training:
+            return original(schedule)
+        passed.update(dict.fromkeys(passed, 0))
+        engine._INSTRUCTION_MAP = hooked
+        try:
+            return original(schedule)
+        finally:
+            del engine._INSTRUCTION_MAP
 
-        return _exec_schedule
-
-    replace(engine, "_exec_schedule", scheduling)
-    replace(engine, "_take_model_step", wrap_update([inner], edges))
+    replace(engine, "_exec_schedule", exec_schedule)
+    replace(engine, "_take_model_step", update_spans([inner], edges))
 
 
 def _hooked(name: str, original: Callable[..., Any], edges: Edges, passed: dict[Kind, int]) -> Callable[..., Any]:
     """An instruction that calls `edges`; `passed` counts microbatches."""
     kind = _COUNTED.get(name)
     if kind is None:
-        return wrap_span(_OTHERS[name], original, edges) if name in _OTHERS else original
+        return around(span(_OTHERS[name], edges))(original) if name in _OTHERS else original
 
-    @functools.wraps(original)
-    def counted(*args: Any, **kwargs: Any) -> Any:
+    def counted(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         microbatch = passed[kind]
         edges.begin(kind, microbatch)
         outcome = original(*args, **kwargs)
@@ -89,4 +84,4 @@ def _hooked(name: str, original: Callable[..., Any], edges: Edges, passed: dict[
         passed[kind] = microbatch + 1
         return outcome
 
-    return counted
+    return around(counted)(original)

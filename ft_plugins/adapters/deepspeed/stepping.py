@@ -10,11 +10,10 @@ Gradients of fp16 are multiplied by the loss scale; clipping and unscaling come 
 
 Invariant: facts and DeepSpeed's own operations only; decisions are made elsewhere.
 
-In: an engine. Out: `model.host.ReplicaOperations`, for a host that is a `StateItems`."""
+In: an engine. Out: what `model.host.ReplicaOperations` asks for."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
@@ -22,32 +21,22 @@ from typing import Any
 import torch
 
 from ...errors import UnsupportedError
-from ...model.inventory import Inventory, Role
-from ...model.topology import Topology
-from ...snapshot.capture import codec
-from ..host_parts import UPDATE, Recompute, StateItem, state_item
+from ...model.inventory import Role
+from ..host_parts import UPDATE, StateItem, state_item
+from ..script.script_hooks import wrap
 from . import state
+from .reducing import STAGE3, DeepSpeedReduction
 from .replay import DeepSpeedReplay
 
 Strike = Callable[[int, Mapping[str, torch.Tensor]], None]
-_STAGE3 = "DeepSpeedZeroOptimizer_Stage3"
-_SHARDED = ("BF16_Optimizer", "DeepSpeedZeroOptimizer", _STAGE3)
-_SKIPPED = "skipped_steps"
 _PLAIN = (
     "the script may compute anything between engine(...) and engine.backward(...); with --paft-audit-at forward "
     "verdicts come before that, and nothing has to be recomputed"
 )
 
 
-class DeepSpeedStepping(Recompute[DeepSpeedReplay]):
-    """The part of a DeepSpeed host that changes tensors between two updates."""
-
-    engine: Any
-    rank: int
-    _topology: Topology
-    _restore_optimizer: Callable[[Mapping[str, Any]], None]
-    small_state: Callable[[], dict[str, Any]]
-    complete_reduction: Callable[[], None]
+class DeepSpeedStepping(DeepSpeedReduction):
+    """The part of a DeepSpeed host that changes tensors between two updates, but for `scalars`."""
 
     @property
     def clips_together(self) -> str:  # type: ignore[override]
@@ -83,7 +72,7 @@ class DeepSpeedStepping(Recompute[DeepSpeedReplay]):
     def gradients(self) -> Mapping[str, torch.Tensor]:
         """Reduced gradients, before the update. With ZeRO and BF16_Optimizer the range that this rank updates."""
         optimizer = self.engine.optimizer
-        if type(optimizer).__name__ == _STAGE3:
+        if type(optimizer).__name__ == STAGE3:
             return {}
         flat_gradient = _flat_gradients(optimizer)
         gradients: dict[str, torch.Tensor] = {}
@@ -105,14 +94,12 @@ class DeepSpeedStepping(Recompute[DeepSpeedReplay]):
             )
         zero = type(optimizer).__name__ == "DeepSpeedZeroOptimizer"
         owner, name = (optimizer, "reduce_gradients") if zero else (engine, "buffered_allreduce_fallback")
-        original = getattr(owner, name)
 
-        @functools.wraps(original)
-        def reduce(*args: Any, **kwargs: Any) -> Any:
+        def reduce(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             call(engine.global_steps + 1, dict(self._unreduced()))
             return original(*args, **kwargs)
 
-        setattr(owner, name, reduce)
+        wrap(owner, name, reduce)
 
     def _unreduced(self) -> Iterator[tuple[str, torch.Tensor]]:
         optimizer = self.engine.optimizer
@@ -127,37 +114,14 @@ class DeepSpeedStepping(Recompute[DeepSpeedReplay]):
             if gradient is not None:
                 yield name, gradient.detach()
 
-    def copies(self) -> Inventory:
-        """The table above. Raises UnsupportedError for ZeRO-3."""
-        return Inventory.of(self.rank, (one.item for one in self._copies))
-
-    def copy_tensors(self) -> Mapping[str, torch.Tensor]:
-        """The live parameters, by name."""
-        return {one.item.name: one.read() for one in self._copies}
-
     def derive(self) -> None:
         """Rebuild parameters from masters. A collective with ZeRO and BF16_Optimizer."""
         state.rebuild_derived(self.engine.optimizer)
 
-    def scalars(self) -> bytes:
-        """Scalar state of optimizer, loss scaler and scheduler, and the number of skipped updates; no other counters.
-        b'' if masters are sharded: then there is no replica to copy from."""
-        if type(self.engine.optimizer).__name__ in _SHARDED:
-            return b""
-        small = self.small_state()
-        values = {key: small[key] for key in ("groups", "scalars", "scaler", "scheduler")}
-        return codec.encode({**values, _SKIPPED: getattr(self.engine, _SKIPPED)})
-
-    def restore_scalars(self, encoded: bytes) -> None:
-        """Set them in place, as a restore does."""
-        if encoded:
-            values = codec.decode(encoded)
-            self._restore_optimizer(values)
-            setattr(self.engine, _SKIPPED, values[_SKIPPED])
-
     @cached_property
     def _copies(self) -> list[StateItem]:
-        if type(self.engine.optimizer).__name__ == _STAGE3:
+        """The table above. Raises UnsupportedError for ZeRO-3."""
+        if type(self.engine.optimizer).__name__ == STAGE3:
             raise UnsupportedError(
                 f"rank {self.rank}: ZeRO-3 gathers parameters only while they are used: between two updates a single "
                 "rank holds each element, and there is nothing to compare or average; drop --paft"

@@ -18,7 +18,6 @@ In: the module `deepspeed`, right after its import. Out: the same module, hooked
 
 from __future__ import annotations
 
-import functools
 import inspect
 import threading
 from collections.abc import Callable
@@ -73,54 +72,49 @@ class EngineHooks:
 
     def follow(self, module: ModuleType) -> None:
         """Wrap `deepspeed.initialize`. Raises UnsupportedError if there is none. Iterators may be made before it."""
-        replace(module, "initialize", self._initializing)
+        replace(module, "initialize", self.initialize)
         self.positions.follow_torch()
 
-    def _initializing(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(original)
+    def initialize(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """`deepspeed.initialize`, which is `original`."""
+        from .support import require_supported_settings  # imports DeepSpeed, which is imported by now
 
-        @functools.wraps(original)
-        def initialize(*args: Any, **kwargs: Any) -> Any:
-            from .support import require_supported_settings  # imports DeepSpeed, which is imported by now
-
-            context = launch_context()
-            bound = signature.bind_partial(*args, **kwargs)
-            given = configuration_argument(bound.arguments)
-            known = resolve(given, context)  # before DeepSpeed acts on it
-            if known.capture is not None:  # before anything is built, if that is known by now
-                require_own_loop(callers())
-                require_supported_settings(settings_of(given), bound.arguments.get("optimizer"))
-                if torch.distributed.is_initialized():
-                    require_several_ranks()
-            build = replica_build(known, bound.arguments.get("model"))
-            with nullcontext() if build is None else build.active():
-                built = original(*args, **kwargs)
-            engine = built[0]
-            config = resolve(engine._config._param_dict, context)
-            require_known_early(known.sync, config.sync)
-            if not config.systems:
-                return built
-            if self.loop is not None:
-                raise UnsupportedError(
-                    "deepspeed.initialize was called twice, and a second engine cannot be protected: build one engine, "
-                    "or remove the block ft_plugins from the DeepSpeed configuration"
-                )
-            leave: Leave = _no_cleanup
-            if config.capture is not None:  # else no memory outlives the job
-                require_own_loop(callers())
+        context = launch_context()
+        bound = inspect.signature(original).bind_partial(*args, **kwargs)
+        given = configuration_argument(bound.arguments)
+        known = resolve(given, context)  # before DeepSpeed acts on it
+        if known.capture is not None:  # before anything is built, if that is known by now
+            require_own_loop(callers())
+            require_supported_settings(settings_of(given), bound.arguments.get("optimizer"))
+            if torch.distributed.is_initialized():
                 require_several_ranks()
-                if self._join is not None and context.run_dir is None:
-                    context, leave = self._join(config, context)
-            shards = None if build is None else build.groups
-            try:
-                self.loop = DeepSpeedLoop(engine, config, context, self.positions, leave, shards)
-                self.loop.resume()
-            except BaseException:
-                leave(False)
-                raise
+        build = replica_build(known, bound.arguments.get("model"))
+        with nullcontext() if build is None else build.active():
+            built = original(*args, **kwargs)
+        engine = built[0]
+        config = resolve(engine._config._param_dict, context)
+        require_known_early(known.sync, config.sync)
+        if not config.systems:
             return built
-
-        return initialize
+        if self.loop is not None:
+            raise UnsupportedError(
+                "deepspeed.initialize was called twice, and a second engine cannot be protected: build one engine, "
+                "or remove the block ft_plugins from the DeepSpeed configuration"
+            )
+        leave: Leave = _no_cleanup
+        if config.capture is not None:  # else no memory outlives the job
+            require_own_loop(callers())
+            require_several_ranks()
+            if self._join is not None and context.run_dir is None:
+                context, leave = self._join(config, context)
+        shards = None if build is None else build.groups
+        try:
+            self.loop = DeepSpeedLoop(engine, config, context, self.positions, leave, shards)
+            self.loop.resume()
+        except BaseException:
+            leave(False)
+            raise
+        return built
 
     def finish(self) -> None:
         """The script's orderly end."""
@@ -158,7 +152,7 @@ class DeepSpeedLoop:
         self._counters = CounterReads(engine)
         (self._follow_pipeline if hasattr(engine, "train_batch") else self._follow_engine)()
         positions.follow_torch()  # again: kinds of loaders that were imported since
-        self._wrap("load_checkpoint", self._loading)
+        replace(self.engine, "load_checkpoint", self._loading)
         self._follow_end()
 
     def resume(self) -> None:
@@ -212,46 +206,35 @@ class DeepSpeedLoop:
         elif not continues and self._loaded != restored:
             raise ResumeError(at_its_own_start(self._host.rank, restored, self._loaded))
 
-    def _wrap(self, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        replace(self.engine, name, wrap)
-
     # PipelineEngine
 
     def _follow_pipeline(self) -> None:
-        self._wrap("train_batch", self._training_batch)
-        self._wrap("_next_batch", self._reading_batch)
+        replace(self.engine, "train_batch", self._training_batch)
+        replace(self.engine, "_next_batch", self._reading_batch)
 
-    def _training_batch(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def train_batch(data_iter: Any = None) -> Any:
-            if data_iter is not None:
-                self.engine.set_dataiterator(data_iter)
-            if self.engine.data_iterator is not None:
-                self._positions.expect("train", self.engine.data_iterator)
-            self.begin()
-            outcome = original()
-            self._updated = self.engine.global_steps
-            return outcome
+    def _training_batch(self, original: Callable[..., Any], data_iter: Any = None) -> Any:
+        if data_iter is not None:
+            self.engine.set_dataiterator(data_iter)
+        if self.engine.data_iterator is not None:
+            self._positions.expect("train", self.engine.data_iterator)
+        self.begin()
+        outcome = original()
+        self._updated = self.engine.global_steps
+        return outcome
 
-        return train_batch
-
-    def _reading_batch(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def _next_batch() -> Any:
-            if self.engine.data_iterator is None:
-                return original()
-            role = "train" if self.engine.module.training else "eval"
-            with self._positions.around(role, self.engine.data_iterator):
-                return original()
-
-        return _next_batch
+    def _reading_batch(self, original: Callable[..., Any]) -> Any:
+        if self.engine.data_iterator is None:
+            return original()
+        role = "train" if self.engine.module.training else "eval"
+        with self._positions.around(role, self.engine.data_iterator):
+            return original()
 
     # DeepSpeedEngine
 
     def _follow_engine(self) -> None:
-        self._wrap("forward", self._going_forward)
+        replace(self.engine, "forward", self._going_forward)
         self.engine.module.register_forward_pre_hook(lambda module, args: self._computing(), prepend=True)
-        self._wrap("step", self._stepping)
+        replace(self.engine, "step", self._stepping)
         self._positions.before_read = self._before_read
         self._positions.found_end = lambda: self._reads.reading(-1)
 
@@ -275,13 +258,9 @@ class DeepSpeedLoop:
         else:
             self._positions.reading("eval", loader)
 
-    def _going_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            self._computing()
-            return original(*args, **kwargs)
-
-        return forward
+    def _going_forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._computing()
+        return original(*args, **kwargs)
 
     def _computing(self) -> None:
         """The engine or its module computes something."""
@@ -312,61 +291,49 @@ class DeepSpeedLoop:
             if self._host.rank == 0:
                 say(line)
 
-    def _stepping(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def step(*args: Any, **kwargs: Any) -> Any:
-            before = self.engine.global_steps
-            self._reads.computing()
-            if self.engine.is_gradient_accumulation_boundary():
-                self._host.silent = before + 1 == self._guessed or before + 1 != self._begun
-                if self._host.silent:
-                    self._say_once(_SILENT)
-                    self.begin()
-                else:
-                    self._require_followed(self._reads.problem())
-            outcome = original(*args, **kwargs)
-            if self.engine.global_steps != before:
-                self._updated = self.engine.global_steps
-                self._host.pace = self._reads.updated(self._host.silent)
-                self._drawn = None if self._tracked or self._host.silent else numbers_drawn()
-                if self._host.silent:  # whatever comes next belongs to the next iteration
-                    self._end()
-            return outcome
-
-        return step
+    def _stepping(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        before = self.engine.global_steps
+        self._reads.computing()
+        if self.engine.is_gradient_accumulation_boundary():
+            self._host.silent = before + 1 == self._guessed or before + 1 != self._begun
+            if self._host.silent:
+                self._say_once(_SILENT)
+                self.begin()
+            else:
+                self._require_followed(self._reads.problem())
+        outcome = original(*args, **kwargs)
+        if self.engine.global_steps != before:
+            self._updated = self.engine.global_steps
+            self._host.pace = self._reads.updated(self._host.silent)
+            self._drawn = None if self._tracked or self._host.silent else numbers_drawn()
+            if self._host.silent:  # whatever comes next belongs to the next iteration
+                self._end()
+        return outcome
 
     # both
 
-    def _loading(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
-            if self._begun:
-                raise UnsupportedError(
-                    "engine.load_checkpoint after training has begun would undo iterations that are in snapshots: end "
-                    "the job, and start it with --ftp-resume fresh"
-                )
-            self.engine.micro_steps = 0  # as at the start: DeepSpeed's checkpoints lack it
-            outcome = original(*args, **kwargs)
-            self._loaded = self.engine.global_steps if outcome[0] is not None else None
-            self._host.find_tensors()
-            self.resume()
-            return outcome
-
-        return load_checkpoint
+    def _loading(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._begun:
+            raise UnsupportedError(
+                "engine.load_checkpoint after training has begun would undo iterations that are in snapshots: end "
+                "the job, and start it with --ftp-resume fresh"
+            )
+        self.engine.micro_steps = 0  # as at the start: DeepSpeed's checkpoints lack it
+        outcome = original(*args, **kwargs)
+        self._loaded = self.engine.global_steps if outcome[0] is not None else None
+        self._host.find_tensors()
+        self.resume()
+        return outcome
 
     def _follow_end(self) -> None:
         """Treat destroy_process_group as the orderly end; without it, the end of the process is."""
 
-        def ending(original: Callable[..., Any]) -> Callable[..., Any]:
-            @functools.wraps(original)
-            def destroy_process_group(group: Any = None) -> Any:
-                if group is None or group is torch.distributed.group.WORLD:
-                    self.shutdown()
-                return original(group)
+        def destroy_process_group(original: Callable[..., Any], group: Any = None) -> Any:
+            if group is None or group is torch.distributed.group.WORLD:
+                self.shutdown()
+            return original(group)
 
-            return destroy_process_group
-
-        replace(torch.distributed, "destroy_process_group", ending)
+        replace(torch.distributed, "destroy_process_group", destroy_process_group)
 
 
 def _no_cleanup(in_order: bool) -> None:

@@ -13,7 +13,6 @@ configuration; JSON values.
 from __future__ import annotations
 
 import argparse
-import functools
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
@@ -28,14 +27,10 @@ def extend(module: ModuleType) -> None:
     replace(module, "add_megatron_arguments", _with_flags)
 
 
-def _with_flags(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        extended: argparse.ArgumentParser = original(parser)
-        add_flags(extended)
-        return extended
-
-    return add_megatron_arguments
+def _with_flags(original: Callable[..., Any], parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    extended: argparse.ArgumentParser = original(parser)
+    add_flags(extended)
+    return extended
 
 
 def resolve(args: argparse.Namespace, context: LaunchContext) -> Config:

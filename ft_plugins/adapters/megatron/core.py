@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 from megatron import core
-from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import (
     get_current_global_batch_size,
     get_micro_batch_size,
@@ -35,20 +34,22 @@ from megatron.core.num_microbatches_calculator import (
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from ...base import faults
-from ...errors import ResumeError, TopologyError
+from ...errors import ResumeError
 from ...model.host import Edges, Hooks
 from ...model.observation import Observer
 from ...model.progress import ProgressReceiver
 from ...model.topology import Topology
+from ...snapshot.capture import codec
 from ..data.observed_inputs import ObservedForwards, plain_number
 from ..forward_edges import follow_forwards
-from ..host_parts import groups, restore_groups
+from ..host_parts import groups, reach_fault_points, restore_groups
 from ..parameter_groups import merged, numbered, packed, regrouped
-from . import instances, naming, state
+from ..script.script_hooks import wrap
+from . import state
 from .reducing import MegatronReduction
 from .replay import restore_rng, rng_state
 from .stepping import MegatronStepping
-from .support import flat, is_stub, require_supported
+from .support import is_stub
 
 _ARCHITECTURE = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
@@ -94,59 +95,13 @@ class MegatronCoreHost(MegatronStepping, MegatronReduction):
         consumed_samples: Callable[[], int] | None = None,
         arguments: argparse.Namespace | None = None,
     ) -> None:
+        super().__init__(chunks, optimizer, topology, completed, arguments)
         self.framework = f"megatron-core {core.__version__}"
-        self.rank = torch.distributed.get_rank()
-        self.chunks = tuple(chunks)
-        self.optimizer = optimizer
-        self.scheduler = scheduler
-        self.optimizers = flat(optimizer)
-        self._topology, self._completed, self._consumed_samples = topology, completed, consumed_samples
+        self.scheduler, self._consumed_samples = scheduler, consumed_samples
         self._counters, self._position, self._identity = dict(counters), dict(position), dict(identity)
-        self._arguments = arguments
         self._observer: Observer | None = None
-        self._names = state.parameter_names(self.chunks)
-        self._instances = instances.number_of(self.chunks)
-        require_supported(self.chunks, self.optimizers, self.rank)
-        self._require_megatrons_layout()
 
     # facts
-
-    @cached_property
-    def _checkpoint_names(self) -> Mapping[str, Any]:
-        for optimizer in self.optimizers:
-            state.create_optimizer_state(optimizer)
-        try:
-            return naming.names(self.chunks, self.optimizers, self.rank, self._replicas, self._arguments)
-        except Exception as error:  # a user's model may raise anything; the job is protected, but cannot be exported
-            return {"framework": "megatron", "problem": f"{type(error).__name__}: {error}".replace("\n", " ")}
-
-    @cached_property
-    def _state_items(self) -> list[state.StateItem]:
-        _ = self._checkpoint_names  # first: making its sharded state, a bf16 model converts its routers' biases to fp32
-        return state.state_items(self.chunks, self.optimizers, self.rank, self._replicas, self._same_shard)
-
-    def _replicas(self, parameter: torch.nn.Parameter) -> tuple[int, ...]:
-        """The replica set of `parameter`. Megatron marks parameters of experts by `allreduce = False`."""
-        is_expert = not getattr(parameter, "allreduce", True)
-        return self._topology.expert_replicas(self.rank) if is_expert else self._topology.replicas(self.rank)
-
-    def _same_shard(self, parameter: torch.nn.Parameter) -> tuple[int, ...]:
-        """The ranks that hold this rank's shard of `parameter`, one in each instance of the distributed optimizer."""
-        return instances.same_shard(self.rank, self._replicas(parameter), self._instances)
-
-    def _require_megatrons_layout(self) -> None:
-        """Raises TopologyError if the replica sets are not the groups over which Megatron reduces gradients."""
-        members = torch.distributed.get_process_group_ranks
-        dense = members(parallel_state.get_data_parallel_group(with_context_parallel=True))
-        experts = members(parallel_state.get_expert_data_parallel_group())
-        named = self._topology.replicas(self.rank), self._topology.expert_replicas(self.rank)
-        if (tuple(sorted(dense)), tuple(sorted(experts))) != named:
-            raise TopologyError(
-                f"rank {self.rank}: Megatron's data-parallel group is {sorted(dense)} and that of experts "
-                f"{sorted(experts)}, but the given topology says {list(named[0])} and {list(named[1])}: "
-                "build the topology from Megatron's sizes and order"
-            )
-        instances.require_megatrons_instances(self.rank, self._instances, *named, self._names)
 
     def names(self) -> Mapping[str, Any]:
         """See `naming`; only `problem` if the model's sharded state cannot be described."""
@@ -189,6 +144,18 @@ class MegatronCoreHost(MegatronStepping, MegatronReduction):
             "rng": rng_state(),
         }
 
+    def scalars(self) -> bytes:
+        """Scalars of the optimizers, loss scalers and scheduler, without the loop's counters. b'' with the distributed
+        optimizer, with which all ranks agree whether to update."""
+        if any(isinstance(optimizer, DistributedOptimizer) for optimizer in self.optimizers):
+            return b""
+        small = self.small_state()
+        return codec.encode({key: small[key] for key in ("groups", "scalars", "scalers", "scheduler")})
+
+    def restore_scalars(self, encoded: bytes) -> None:
+        if encoded:
+            self._restore_optimizers(codec.decode(encoded))
+
     def merged(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The small state of the first replica, as in Megatron's own checkpoints, with the scalars of all."""
         scalars: dict[str, Any] = {}
@@ -211,7 +178,6 @@ class MegatronCoreHost(MegatronStepping, MegatronReduction):
     # restore
 
     def restore(self, small: Mapping[str, Any]) -> None:
-        """A collective."""
         self._require_same_parts(small)
         for name, entry in self._counters.items():
             entry.write(small["counters"][name])
@@ -266,18 +232,6 @@ class MegatronCoreHost(MegatronStepping, MegatronReduction):
                 "use_checkpoint_opt_param_scheduler takes the captured ones, override_opt_param_scheduler this job's"
             ) from error
 
-    @torch.no_grad()
-    def _rebuild_derived(self) -> None:
-        """Copy masters to model parameters, then gather the shards of the other ranks."""
-        gathered = False
-        for optimizer in self.optimizers:
-            if not is_stub(optimizer) and hasattr(optimizer, "_copy_main_params_to_model_params"):
-                optimizer._copy_main_params_to_model_params()
-            gathered = gathered or isinstance(optimizer, DistributedOptimizer)
-        if gathered:
-            for chunk in self.chunks:
-                chunk.start_param_sync(force_sync=True)
-
     # hooks
 
     def install_edges(self, edges: Edges) -> None:
@@ -287,10 +241,7 @@ class MegatronCoreHost(MegatronStepping, MegatronReduction):
         follow(self.chunks, edges, self.optimizer, inner)
 
     def install(self, hooks: Hooks) -> None:
-        """Call `hooks` around every update from now on, and reach the fault points."""
-        original = self.optimizer.step
-
-        def step(*args: Any, **kwargs: Any) -> Any:
+        def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             iteration = self._completed() + 1
             hooks.before_update(iteration)
             if faults.reach("update.begin", iteration=iteration) == "inf":
@@ -302,8 +253,9 @@ class MegatronCoreHost(MegatronStepping, MegatronReduction):
             hooks.after_update(iteration)
             return outcome
 
-        self.optimizer.step = step
-        self._install_fault_points()
+        wrap(self.optimizer, "step", step)
+        inner = [optimizer.optimizer for optimizer in self.optimizers if not is_stub(optimizer)]
+        reach_fault_points(self.chunks, inner, lambda: self._completed() + 1)
 
     def install_progress(self, progress: ProgressReceiver, spans: bool) -> None:
         """Report forwards, unless they are spans, and evaluations."""
@@ -328,24 +280,6 @@ class MegatronCoreHost(MegatronStepping, MegatronReduction):
         self._skipping = False
         torch.distributed.barrier()
         hooks.after_update(iteration)
-
-    def _install_fault_points(self) -> None:
-        reached = [0]
-
-        def before_forward(chunk: torch.nn.Module, args: Any) -> None:
-            iteration = self._completed() + 1
-            if chunk.training and reached[0] != iteration:
-                reached[0] = iteration
-                faults.reach("iteration.forward", iteration=iteration)
-
-        def after_inner_step(*args: Any) -> None:
-            faults.reach("update.middle", iteration=self._completed() + 1)
-
-        for chunk in self.chunks:
-            chunk.register_forward_pre_hook(before_forward)
-        for optimizer in self.optimizers:
-            if not is_stub(optimizer):
-                optimizer.optimizer.register_step_post_hook(after_inner_step)
 
     def _set_infinite_gradient(self) -> None:
         """Make the gradient of the first parameter that this rank updates infinite.

@@ -27,6 +27,7 @@ from ...model.topology import Topology
 from ...snapshot.capture import codec
 from ...snapshot.checkpoint.checkpoint_reader import CheckpointReader
 from ...snapshot.checkpoint.index import Index
+from ..export_command import installed
 from .arguments import arguments_from_plain
 from .assembly import Assembly, TensorBlock, assemble
 
@@ -43,7 +44,12 @@ def export(shares: CheckpointReader, folder: Path) -> dict[str, Any]:
 
     Raises UnsupportedError if Megatron is not installed or the checkpoint has no Megatron names, StorageError, OSError.
     """
-    torch_dist = _megatron()
+    from . import prepare
+
+    with installed("megatron-core", "Megatron", "megatron"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # at import Megatron recommends faster packages
+        prepare()  # for a machine without a CUDA device; before anything imports megatron
+        from . import torch_dist
     assembly = assemble(_described(shares), shares.place)
     names, small = dict(shares.index(0).names or {}), shares.small(0)
     topology = _topology(shares.manifest.fingerprint["parallel"])
@@ -73,24 +79,6 @@ def _described(shares: CheckpointReader) -> Iterator[Index]:
                 f"of its tensors ({problem})"
             )
         yield index
-
-
-def _megatron() -> Any:
-    from . import prepare
-
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # at import Megatron recommends faster packages
-            prepare()  # for a machine without a CUDA device; before anything imports megatron
-            from . import torch_dist
-    except ModuleNotFoundError as error:
-        if not str(error.name).startswith("megatron"):
-            raise
-        raise UnsupportedError(
-            "this is a checkpoint of a Megatron job, and megatron-core is not installed here; "
-            "pip install 'ft_plugins[megatron]'"
-        ) from error
-    return torch_dist
 
 
 class _Tensors:

@@ -18,13 +18,12 @@ With the distributed optimizer `before_modules` is refused: what is synchronised
 reads, and the parameters gathered from them are complete only after the last one. They are synchronised behind an
 iteration and gathered once (`derive`). `follow_modules` is not: edges say when a layer computes, not what with.
 
-In: the attributes of the host. Out: `model.reduction.ReductionControl`.
+In: a rank. Out: `model.reduction.ReductionControl`.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,10 +36,10 @@ from megatron.core.distributed import finalize_model_grads
 from ...errors import UnsupportedError
 from ...model.inventory import Role
 from ...model.reduction import ModuleEdges, ReducedOver
-from ..host_parts import StateItems
 from ..module_edges import follow_places
-from ..script.script_hooks import is_within
+from ..script.script_hooks import around, is_within
 from . import forward_modules, instances, refusals
+from .rank import MegatronRank
 
 _PARAMETERS = (Role.PARAMETER, Role.MAIN_PARAMETER)
 
@@ -132,13 +131,9 @@ class BucketReduction:
             bucket.gradient_scaling_factor = factor
 
 
-class MegatronReduction(StateItems):
+class MegatronReduction(MegatronRank):
     """The part of a Megatron host that implements `model.reduction.ReductionControl`."""
 
-    chunks: tuple[Any, ...]
-    optimizers: tuple[Any, ...]
-    _instances: int
-    _names: Mapping[torch.nn.Parameter, str]
     _reductions: tuple[BucketReduction, ...] | None = None  # None: not prepared
     _reduced_over = ReducedOver.ALL
     _tokens_over: Any = None  # the group whose tokens divide gradients under LOCAL
@@ -221,16 +216,14 @@ class MegatronReduction(StateItems):
         config = self.chunks[0].config
         given = config.finalize_model_grads_func
         if given is not None and not is_within(self._finalize, given):
-            config.finalize_model_grads_func = self._finalize = self._counting(given)
+            config.finalize_model_grads_func = self._finalize = around(self._counting)(given)
 
-    def _counting(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def finalize(model: Any, num_tokens: Any = None, *args: Any, **kwargs: Any) -> Any:
-            if num_tokens is not None and self._reduced_over is ReducedOver.LOCAL:
-                kwargs["pg_collection"] = self._counted_within(kwargs.get("pg_collection"))
-            return original(model, num_tokens, *args, **kwargs)
-
-        return finalize
+    def _counting(
+        self, original: Callable[..., Any], model: Any, num_tokens: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        if num_tokens is not None and self._reduced_over is ReducedOver.LOCAL:
+            kwargs["pg_collection"] = self._counted_within(kwargs.get("pg_collection"))
+        return original(model, num_tokens, *args, **kwargs)
 
     def _counted_within(self, groups: Any) -> Any:
         """The process groups that Megatron's schedule passes, with the shard group for the number of tokens."""

@@ -16,7 +16,6 @@ In: model chunks, optimizer, buffers. Out: new gradients and losses, in place.
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +31,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from ...errors import ReplicaError, UnsupportedError
 from .. import rng
 from ..host_parts import StateItem
+from ..script.script_hooks import wrap
 from .refusals import cuda_graphs
 
 _SCHEDULES = (
@@ -77,7 +77,7 @@ class MegatronReplay:
         self._chunks, self._optimizer, self._buffers, self._completed = chunks, optimizer, buffers, completed
         self._recorded: _RecordedIteration | None = None
         for name in _SCHEDULES:
-            setattr(schedules, name, self._recording(getattr(schedules, name)))
+            wrap(schedules, name, self._recording)
         self._recomputing = False
         self._follow_checks(discarded)
 
@@ -86,24 +86,19 @@ class MegatronReplay:
         """The number of the recorded iteration, from 1; None if there is none."""
         return None if self._recorded is None else self._recorded.number
 
-    def _recording(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def forward_backward(**arguments: Any) -> Any:
-            if arguments.get("forward_only") or not torch.is_grad_enabled() or not self._is_ours(arguments["model"]):
-                return original(**arguments)
-            self._recorded = None  # free its memory before this iteration is recorded
-            began, machine = rng_state(), _machine()
-            validation = {name: copy.deepcopy(getattr(machine, name)) for name in _VALIDATION} if machine else {}
-            buffers = [one.read().clone() for one in self._buffers]
-            recording, batches = _recording_iterators(arguments["data_iterator"])
-            losses = original(**{**arguments, "data_iterator": recording})
-            number = self._completed() + 1
-            self._recorded = _RecordedIteration(
-                number, original, arguments, began, buffers, validation, batches, losses
-            )
-            return losses
-
-        return forward_backward
+    def _recording(self, original: Callable[..., Any], **arguments: Any) -> Any:
+        if arguments.get("forward_only") or not torch.is_grad_enabled() or not self._is_ours(arguments["model"]):
+            return original(**arguments)
+        self._recorded = None  # free its memory before this iteration is recorded
+        began, machine = rng_state(), _machine()
+        validation = {name: copy.deepcopy(getattr(machine, name)) for name in _VALIDATION} if machine else {}
+        buffers = [one.read().clone() for one in self._buffers]
+        source = arguments["data_iterator"]
+        batches: list[_Batches] = [[] for _ in source] if isinstance(source, list) else [[]]
+        losses = original(**{**arguments, "data_iterator": _each(source, _RecordingIterator, batches)})
+        number = self._completed() + 1
+        self._recorded = _RecordedIteration(number, original, arguments, began, buffers, validation, batches, losses)
+        return losses
 
     def _follow_checks(self, discarded: Callable[[], bool]) -> None:
         """Accept a result that Megatron's checks reject if the iteration is to be recomputed anyhow: otherwise Megatron
@@ -111,11 +106,9 @@ class MegatronReplay:
         kind: Any = getattr(rerun_state_machine, "RerunStateMachine", None)
         if not hasattr(kind, "validate_result"):
             return
-        original = inspect.unwrap(kind.validate_result)  # of a host that was built before, nothing is asked
 
-        @functools.wraps(original)
         def validate_result(
-            machine: Any, result: Any, rejection_func: Any, message: str, *more: Any, **named: Any
+            original: Any, machine: Any, result: Any, rejection_func: Any, message: str, *more: Any, **named: Any
         ) -> Any:
             def rejects(value: Any) -> bool:
                 if not rejection_func(value):
@@ -130,7 +123,8 @@ class MegatronReplay:
 
             return original(machine, result, rejects, message, *more, **named)
 
-        kind.validate_result = validate_result
+        kind.validate_result = inspect.unwrap(kind.validate_result)  # of a host that was built before, nothing is asked
+        wrap(kind, "validate_result", validate_result)
 
     def _is_ours(self, model: Any) -> bool:
         return (model[0] if isinstance(model, list) else model) is self._chunks[0]
@@ -155,7 +149,9 @@ class MegatronReplay:
         self._recomputing = True
         try:
             with _validating(recorded.validation):
-                losses = recorded.schedule(**{**recorded.arguments, "data_iterator": _recorded_iterators(recorded)})
+                source = recorded.arguments["data_iterator"]
+                replayed = _each(source, lambda one, read: _replayed(read), recorded.batches)
+                losses = recorded.schedule(**{**recorded.arguments, "data_iterator": replayed})
         finally:
             self._recomputing = False
         recorded.losses[:] = losses
@@ -180,26 +176,18 @@ class _RecordingIterator:
         return getattr(self._source, name)
 
 
-def _recording_iterators(source: Any) -> tuple[Any, list[list[tuple[Any, Mapping[str, Any]]]]]:
-    """The schedule's data iterator, or one per chunk, recording; and the lists that their batches go to."""
-    several = isinstance(source, list)
-    sources = source if several else [source]
-    batches: list[list[tuple[Any, Mapping[str, Any]]]] = [[] for _ in sources]
-    recording = [
-        None if one is None else _RecordingIterator(one, into) for one, into in zip(sources, batches, strict=True)
-    ]
-    return (recording if several else recording[0]), batches
+_Batches = list[tuple[Any, Mapping[str, Any]]]
 
 
-def _recorded_iterators(recorded: _RecordedIteration) -> Any:
-    source = recorded.arguments["data_iterator"]
+def _each(source: Any, made: Callable[[Any, _Batches], Any], batches: list[_Batches]) -> Any:
+    """What is made of the schedule's data iterator, or of each if there is one per chunk; None of None."""
     several = isinstance(source, list)
-    sources = source if several else [source]
-    iterators = [None if one is None else _replayed(read) for one, read in zip(sources, recorded.batches, strict=True)]
+    pairs = zip(source if several else [source], batches, strict=True)
+    iterators = [None if one is None else made(one, own) for one, own in pairs]
     return iterators if several else iterators[0]
 
 
-def _replayed(batches: list[tuple[Any, Mapping[str, Any]]]) -> Iterator[Any]:
+def _replayed(batches: _Batches) -> Iterator[Any]:
     for batch, generators in batches:
         restore_rng(generators)
         yield copy.deepcopy(batch)

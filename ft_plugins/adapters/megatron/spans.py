@@ -15,7 +15,6 @@ In: model chunks, their optimizers. Out: calls of `Edges`.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,9 +24,9 @@ from megatron.core.pipeline_parallel import p2p_communication, schedules
 from ...errors import UnsupportedError
 from ...model.host import Edges
 from ...model.timeline import Kind
-from ..script.script_hooks import REPLACED, is_within
+from ..script.script_hooks import REPLACED, around, is_within
 from ..script.script_hooks import replace_in_megatron as replace
-from ..update_spans import wrap_span, wrap_update
+from ..update_spans import span, update_spans
 
 _MODEL, _CONFIG = 2, 6  # places of these arguments of forward_step
 
@@ -36,17 +35,11 @@ def follow(chunks: Sequence[Any], edges: Edges, optimizer: Any, inner: Sequence[
     """Call `edges` around the spans of this rank from now on. Raises UnsupportedError, naming what a version lacks."""
     if hasattr(schedules.forward_step, REPLACED):
         raise UnsupportedError("the spans of a second model in one process cannot be followed")
-    communicator = getattr(p2p_communication, "P2PCommunicator", None)
-    if communicator is None:
-        raise UnsupportedError(
-            "megatron.core.pipeline_parallel.p2p_communication has no P2PCommunicator: spans of this version of "
-            "megatron-core cannot be followed; use 0.14 or newer"
-        )
     spans = _Spans(chunks, edges)
     replace(schedules, "forward_step", spans.forward)
     replace(schedules, "backward_step", spans.backward)
-    replace(communicator, "_communicate", spans.communicate)
-    replace(optimizer, "step", wrap_update(inner, edges))
+    replace(getattr(p2p_communication, "P2PCommunicator", None), "_communicate", spans.communicate)
+    replace(optimizer, "step", update_spans(inner, edges))
 
 
 class _Spans:
@@ -60,70 +53,49 @@ class _Spans:
         self._in_flight: dict[int, tuple[int, int]] = {}
         self._finalize: Any = None  # the wrapped function that is in the configuration
 
-    def forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        edges, chunks, in_flight = self._edges, self._chunks, self._in_flight
-
-        @functools.wraps(original)
-        def forward_step(*args: Any, **kwargs: Any) -> Any:
-            chunk = chunks.get(id(args[_MODEL] if len(args) > _MODEL else kwargs["model"]))
-            if chunk is None or not torch.is_grad_enabled():
-                return original(*args, **kwargs)
-            config = args[_CONFIG] if len(args) > _CONFIG else kwargs["config"]
-            if not is_within(self._finalize, config.finalize_model_grads_func):
-                self._follow_reduction(config)
-            microbatch = kwargs.get("current_microbatch")
-            place = (-1 if microbatch is None else int(microbatch), chunk)
-            edges.begin(Kind.FORWARD, *place)
-            outcome = original(*args, **kwargs)
-            edges.end(Kind.FORWARD, *place)
-            in_flight[_key(outcome[0])] = place
-            return outcome
-
-        return forward_step
+    def forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        chunk = self._chunks.get(id(args[_MODEL] if len(args) > _MODEL else kwargs["model"]))
+        if chunk is None or not torch.is_grad_enabled():
+            return original(*args, **kwargs)
+        config = args[_CONFIG] if len(args) > _CONFIG else kwargs["config"]
+        if not is_within(self._finalize, config.finalize_model_grads_func):
+            self._follow_reduction(config)
+        microbatch = kwargs.get("current_microbatch")
+        place = (-1 if microbatch is None else int(microbatch), chunk)
+        self._edges.begin(Kind.FORWARD, *place)
+        outcome = original(*args, **kwargs)
+        self._edges.end(Kind.FORWARD, *place)
+        self._in_flight[_key(outcome[0])] = place
+        return outcome
 
     def _follow_reduction(self, config: Any) -> None:
         """Wrap the reduction, which the training loop sets only when it begins."""
         given = config.finalize_model_grads_func
-        self._finalize = None if given is None else wrap_span(Kind.REDUCE, given, self._edges)
+        self._finalize = None if given is None else around(span(Kind.REDUCE, self._edges))(given)
         config.finalize_model_grads_func = self._finalize
 
-    def backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        edges, in_flight = self._edges, self._in_flight
+    def backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        output = args[1] if len(args) > 1 else kwargs["output_tensor"]
+        place = self._in_flight.pop(_key(output), None)
+        if place is None:
+            return original(*args, **kwargs)
+        self._edges.begin(Kind.BACKWARD, *place)
+        outcome = original(*args, **kwargs)
+        self._edges.end(Kind.BACKWARD, *place)
+        return outcome
 
-        @functools.wraps(original)
-        def backward_step(*args: Any, **kwargs: Any) -> Any:
-            output = args[1] if len(args) > 1 else kwargs["output_tensor"]
-            place = in_flight.pop(_key(output), None)
-            if place is None:
-                return original(*args, **kwargs)
-            edges.begin(Kind.BACKWARD, *place)
-            outcome = original(*args, **kwargs)
-            edges.end(Kind.BACKWARD, *place)
-            return outcome
-
-        return backward_step
-
-    def communicate(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        edges, config = self._edges, self._config
-
-        @functools.wraps(original)
-        def _communicate(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled() or self.config is not config:
-                return original(self, *args, **kwargs)
-            kind = _kind(kwargs)
-            if kind is None:
-                outcome = original(self, *args, **kwargs)
-            else:
-                edges.begin(kind)
-                outcome = original(self, *args, **kwargs)
-                edges.end(kind)
-            requests = outcome[-1]
-            if isinstance(requests, dict):
-                for name, request in requests.items():
-                    requests[name] = SpannedRequest(request, Kind.RECV if name.startswith("recv") else Kind.SEND, edges)
-            return outcome
-
-        return _communicate
+    def communicate(self, original: Callable[..., Any], communicator: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or communicator.config is not self._config:
+            return original(communicator, *args, **kwargs)
+        kind = _kind(kwargs)
+        call = original if kind is None else around(span(kind, self._edges))(original)
+        outcome = call(communicator, *args, **kwargs)
+        requests = outcome[-1]
+        if isinstance(requests, dict):
+            for name, request in requests.items():
+                sort = Kind.RECV if name.startswith("recv") else Kind.SEND
+                requests[name] = SpannedRequest(request, sort, self._edges)
+        return outcome
 
 
 def _kind(arguments: Mapping[str, Any]) -> Kind | None:

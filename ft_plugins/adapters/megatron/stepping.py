@@ -11,42 +11,29 @@ Gradients are multiplied by the loss scale; clipping and unscaling come after `b
 Invariant: only facts and Megatron's own operations; policies decide elsewhere. Nothing is recorded and no function of
 Megatron replaced before `keep_iterations` or `before_reduction` is called.
 
-In: the attributes of the host. Out: `model.host.ReplicaOperations`, for a host that is a `StateItems`.
+In: a rank. Out: what `model.host.ReplicaOperations` asks for.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
 import torch
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from ...errors import UnsupportedError
-from ...model.inventory import Inventory
-from ...snapshot.capture import codec
-from ..host_parts import Recompute, StateItem, groups
+from ..host_parts import StateItem, groups
+from ..script.script_hooks import wrap
 from . import state
+from .rank import MegatronRank
 from .replay import MegatronReplay
 from .support import is_stub
 
 
-class MegatronStepping(Recompute[MegatronReplay]):
-    """The part of a Megatron host that implements the calls of hooks of `model.host.Host`."""
+class MegatronStepping(MegatronRank):
+    """The part of a Megatron host that implements `model.host.ReplicaOperations`, but for `scalars`."""
 
-    rank: int
-    chunks: tuple[Any, ...]
-    optimizer: Any
-    optimizers: tuple[Any, ...]
-    _instances: int
-    _names: Mapping[torch.nn.Parameter, str]
-    _completed: Callable[[], int]
-    _replicas: Callable[[torch.nn.Parameter], tuple[int, ...]]
-    _rebuild_derived: Callable[[], None]
-    _restore_optimizers: Callable[[Mapping[str, Any]], None]
-    small_state: Callable[[], dict[str, Any]]
     _skipping = False  # whether the loop skips the batch of the present iteration
 
     def keep_iterations(self, discarded: Callable[[], bool] = lambda: False) -> None:
@@ -81,18 +68,6 @@ class MegatronStepping(Recompute[MegatronReplay]):
                 gradients[one.item] = gradient
         return gradients
 
-    def scalars(self) -> bytes:
-        """Scalars of the optimizers, loss scalers and scheduler, without the loop's counters. b'' with the distributed
-        optimizer, with which all ranks agree whether to update."""
-        if any(isinstance(optimizer, DistributedOptimizer) for optimizer in self.optimizers):
-            return b""
-        small = self.small_state()
-        return codec.encode({key: small[key] for key in ("groups", "scalars", "scalers", "scheduler")})
-
-    def restore_scalars(self, encoded: bytes) -> None:
-        if encoded:
-            self._restore_optimizers(codec.decode(encoded))
-
     def before_reduction(self, call: Callable[[int, Mapping[str, torch.Tensor]], None]) -> None:
         """Call `call` right before Megatron's DDP reduces, with whole gradients by parameter name. Raises
         UnsupportedError if the reduction overlaps the backward."""
@@ -102,15 +77,13 @@ class MegatronStepping(Recompute[MegatronReplay]):
                 f"rank {self.rank}: with --overlap-grad-reduce gradients are reduced during the backward, so that "
                 "nothing can be called before the reduction"
             )
-        original = first.finish_grad_sync  # called before those of the other chunks, after the backward of all
 
-        @functools.wraps(original)
-        def finish_grad_sync(*args: Any, **kwargs: Any) -> Any:
+        def finish_grad_sync(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             own = {name: p.main_grad for p, name in self._names.items() if hasattr(p, "main_grad")}
             call(self._completed() + 1, own)
             return original(*args, **kwargs)
 
-        first.finish_grad_sync = finish_grad_sync
+        wrap(first, "finish_grad_sync", finish_grad_sync)  # called before the other chunks', after the backward of all
 
     def _require_one_instance(self) -> None:
         if self._instances > 1:
@@ -120,20 +93,14 @@ class MegatronStepping(Recompute[MegatronReplay]):
                 "--paft"
             )
 
-    def copies(self) -> Inventory:
-        """See above. Raises UnsupportedError if parameters are gathered during the next forward, and if the distributed
-        optimizer has several instances."""
-        self._require_one_instance()
-        return Inventory.of(self.rank, (one.item for one in self._copies))
-
-    def copy_tensors(self) -> Mapping[str, torch.Tensor]:
-        return {one.item.name: one.read() for one in self._copies}
-
     def derive(self) -> None:
         self._rebuild_derived()
 
     @cached_property
     def _copies(self) -> list[StateItem]:
+        """See above. Raises UnsupportedError if parameters are gathered during the next forward, and if the distributed
+        optimizer has several instances."""
+        self._require_one_instance()
         copies = list(state.copies(self.chunks, self.optimizers, self._replicas))
         if copies and any(getattr(chunk.ddp_config, "overlap_param_gather", False) for chunk in self.chunks):
             raise UnsupportedError(

@@ -31,7 +31,7 @@ from ...config import launch_context
 from ...errors import ResumeError, UnsupportedError
 from ...model.topology import Topology
 from ...session import Session, attach
-from ..forward_edges import follow_saving
+from ..forward_edges import Saving
 from ..script.script_hooks import replace_in_megatron as replace
 from .arguments import resolve
 from .data_identity import identity
@@ -55,80 +55,54 @@ class TrainingHooks:
         replace(module, "checkpoint_and_decide_exit", self._ending_iteration)
         replace(module, "pretrain", self._ending)
 
-    def _building(self, module: ModuleType, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
-            require_followed(module.get_args())
-            built = original(*args, **kwargs)
-            if self.loop is not None:
-                raise UnsupportedError("setup_model_and_optimizer was called twice; build one model, or drop --reft")
-            self.loop = MegatronLoop(module, *built)
-            self.loop.resume()
-            return built
+    def _building(self, module: ModuleType, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        require_followed(module.get_args())
+        built = original(*args, **kwargs)
+        if self.loop is not None:
+            raise UnsupportedError("setup_model_and_optimizer was called twice; build one model, or drop --reft")
+        self.loop = MegatronLoop(module, *built)
+        self.loop.resume()
+        return built
 
-        return setup_model_and_optimizer
+    def _building_data(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.loop is None:
+            return original(*args, **kwargs)
+        with self.loop.counted_validation():
+            return original(*args, **kwargs)
 
-    def _building_data(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def build_train_valid_test_data_loaders(*args: Any, **kwargs: Any) -> Any:
-            if self.loop is None:
-                return original(*args, **kwargs)
-            with self.loop.counted_validation():
-                return original(*args, **kwargs)
-
-        return build_train_valid_test_data_loaders
-
-    def _stepping(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def train_step(*args: Any, **kwargs: Any) -> Any:
-            if self.loop is not None:
-                self.loop.begin_iteration()
-            outcome = original(*args, **kwargs)
-            if self.loop is not None:
-                self.loop.observe(outcome[0])
-            return outcome
-
-        return train_step
-
-    def _skipping(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def dummy_train_step(*args: Any, **kwargs: Any) -> Any:
-            if self.loop is None:
-                return original(*args, **kwargs)
+    def _stepping(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.loop is not None:
             self.loop.begin_iteration()
+        outcome = original(*args, **kwargs)
+        if self.loop is not None:
+            self.loop.observe(outcome[0])
+        return outcome
+
+    def _skipping(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.loop is None:
+            return original(*args, **kwargs)
+        self.loop.begin_iteration()
+        outcome = original(*args, **kwargs)
+        self.loop.skip_iteration()
+        return outcome
+
+    def _ending_iteration(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        outcome = original(*args, **kwargs)
+        if self.loop is not None:
+            given = inspect.signature(original).bind(*args, **kwargs).arguments
+            self.loop.end_iteration(given["iteration"], given["num_floating_point_operations_so_far"])
+        return outcome
+
+    def _ending(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
             outcome = original(*args, **kwargs)
-            self.loop.skip_iteration()
-            return outcome
-
-        return dummy_train_step
-
-    def _ending_iteration(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(original)
-
-        @functools.wraps(original)
-        def checkpoint_and_decide_exit(*args: Any, **kwargs: Any) -> Any:
-            outcome = original(*args, **kwargs)
-            if self.loop is not None:
-                given = signature.bind(*args, **kwargs).arguments
-                self.loop.end_iteration(given["iteration"], given["num_floating_point_operations_so_far"])
-            return outcome
-
-        return checkpoint_and_decide_exit
-
-    def _ending(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def pretrain(*args: Any, **kwargs: Any) -> Any:
-            try:
-                outcome = original(*args, **kwargs)
-            except SystemExit as stop:  # orderly with status 0, as by --exit-interval
-                if not stop.code and self.loop is not None:
-                    self.loop.shutdown()
-                raise
-            if self.loop is not None:
+        except SystemExit as stop:  # orderly with status 0, as by --exit-interval
+            if not stop.code and self.loop is not None:
                 self.loop.shutdown()
-            return outcome
-
-        return pretrain
+            raise
+        if self.loop is not None:
+            self.loop.shutdown()
+        return outcome
 
 
 class MegatronLoop:
@@ -159,7 +133,7 @@ class MegatronLoop:
         context = launch_context()
         self._session: Session = attach(self._host, resolve(self.args, context), context)
         if self._session.progress.written:
-            follow_saving(module, ("save_checkpoint_and_time", "save_checkpoint"), self._session.progress.words)
+            Saving(self._session.progress.words).follow(module, ("save_checkpoint_and_time", "save_checkpoint"))
 
     def _counters(self) -> dict[str, Any]:
         from .core import StateEntry
@@ -276,6 +250,4 @@ def require_followed(args: argparse.Namespace) -> None:
     """Raises UnsupportedError, naming each unsupported option in use."""
     problems = list(of_arguments(args))
     if problems:
-        raise UnsupportedError(
-            f"cannot protect this job: {'; '.join(problems)}. {REMEDY}"
-        )
+        raise UnsupportedError(f"cannot protect this job: {'; '.join(problems)}. {REMEDY}")

@@ -4,7 +4,8 @@ Imports: a callback runs once, right after the module's own code and before the 
 `from module import name` binds what the callback set. An error in a callback fails the import. A module that is never
 imported costs one dictionary lookup per import of another. The only state is the finder in `sys.meta_path`.
 
-Wrapping: a name is replaced once, in the module or object that *uses* it, before any other name is bound to it.
+Wrapping: a name is replaced in the module or object that *uses* it, before any other name is bound to it. What is
+called in its place receives the original, and then the arguments.
 
 The end: checked at exit, when the interpreter no longer knows why it exits. The end is orderly if the outermost frame
 returned (a frame keeps its last instruction), or if the script called `sys.exit` with status 0. The status of
@@ -26,6 +27,7 @@ from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
 from ...errors import UnsupportedError
+from ...patches.declared import around
 from ...patches.versions import MEGATRON
 
 Callback = Callable[[ModuleType], None]
@@ -113,10 +115,13 @@ def is_within(inner: Any, outer: Any) -> bool:
     return outer is inner
 
 
-def replace(
-    owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]], *, framework: str, tested: str
-) -> None:
-    """Set `owner.name` to `wrap(owner.name)`, once. Raises UnsupportedError if this version has no such function."""
+def wrap(owner: Any, name: str, call: Callable[..., Any]) -> None:
+    """From now on a call of `owner.name` is `call(original, *arguments)`."""
+    setattr(owner, name, around(call)(getattr(owner, name)))
+
+
+def replace(owner: Any, name: str, call: Callable[..., Any], *, framework: str, tested: str) -> None:
+    """The same, once. Raises UnsupportedError if this version has no such function."""
     original = getattr(owner, name, None)
     if getattr(original, REPLACED, False):
         return
@@ -126,9 +131,8 @@ def replace(
             f"{place} ({getattr(owner, '__file__', None)}) has no function '{name}': this version of {framework} "
             f"cannot be followed; use {tested}"
         )
-    replacement = wrap(original)
-    setattr(replacement, REPLACED, True)
-    setattr(owner, name, replacement)
+    wrap(owner, name, call)
+    setattr(getattr(owner, name), REPLACED, True)
 
 
 replace_in_deepspeed = functools.partial(replace, framework="DeepSpeed", tested="0.16.9, 0.18.9 or 0.19.8")

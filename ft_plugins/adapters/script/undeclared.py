@@ -193,164 +193,129 @@ def undeclared(
     strays = stray_modules(live[Sort.MODULE], declared)
     by_value = [one for one in strays if returned.has(contents(one))]
     storages = {storage_of(part) for one in by_value for part in tensors_in(one)}
-    declared = DeclaredState(declared.objects, declared.storages | storages, declared.shapes, declared.follows_loaders)
-    strays = [one for one in strays if all(one is not other for other in by_value)]
-    found = [
-        *_optimizers(live, declared, returned),
-        *_modules(strays, live, declared, returned, marks),
-        *_scalers(live, declared, returned),
-        *_stateful(live, names, declared, returned, marks),
-        *_containers(live, names, declared, returned, marks),
-    ]
-    found += [
-        *_schedulers(live, declared, returned, {id(one.value) for one in found}),
-        *_generators(names, declared, returned),
-        *([] if declared.follows_loaders else _passes(live, names, declared)),
-        *(Undeclared(one, "", "keeps counters of its own") for one in live[Sort.TRAINER] if _is_free(one, declared)),
-    ]
+    looked_at = _Script(live, names, replace(declared, storages=declared.storages | storages), returned, marks)
+    found = looked_at.found([one for one in strays if all(one is not other for other in by_value)])
     return [replace(one, name=names[id(one.value)].name) if id(one.value) in names else one for one in found]
-
-
-def _is_free(value: Any, declared: DeclaredState) -> bool:
-    return id(value) not in declared.objects
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [one for group in optimizer.param_groups for one in group["params"]]
 
 
-def _optimizers(live: Mapping[Sort, list[Any]], declared: DeclaredState, returned: Returned) -> Iterator[Undeclared]:
-    in_modules = {id(part) for one in live[Sort.MODULE] for part in one._parameters.values()}
-    for one in live[Sort.OPTIMIZER]:
-        if not _is_free(one, declared):
-            continue
-        state = [part for part in optimizer_tensors(one) if not declared.has(part)]
-        updated = [part for part in _parameters_of(one) if part.requires_grad and not declared.has(part)]
-        if state and not returned.has(one.state_dict()):
-            yield Undeclared(one, "it is an optimizer with state")
-        elif updated and (not one.state or any(id(part) not in in_modules for part in updated)):
-            yield Undeclared(one, f"it updates {len(updated)} parameters that no snapshot has")
+@dataclass(frozen=True)
+class _Script:
+    live: Mapping[Sort, list[Any]]
+    names: Mapping[int, Named]
+    declared: DeclaredState
+    returned: Returned
+    marks: Marks
 
+    def found(self, strays: list[torch.nn.Module]) -> list[Undeclared]:
+        found = [
+            *self._optimizers(),
+            *self._modules(strays),
+            *self._scalers(),
+            *self._stateful(),
+            *self._containers(),
+        ]
+        lost = {id(one.value) for one in found}
+        found += [*self._schedulers(lost), *self._generators()]
+        found += [] if self.declared.follows_loaders else self._passes()
+        return found + [Undeclared(one, "", "keeps counters of its own") for one in self._free(Sort.TRAINER)]
 
-def _modules(
-    strays: list[torch.nn.Module],
-    live: Mapping[Sort, list[Any]],
-    declared: DeclaredState,
-    returned: Returned,
-    marks: Marks,
-) -> Iterator[Undeclared]:
-    optimized = {
-        id(part) for one in live[Sort.OPTIMIZER] if _is_free(one, declared) for part in _parameters_of(one)
-    }  # fmt: skip
-    for one in strays:
-        why = _trained(one, declared, optimized, marks)
-        missing = [name for name, part in _named_tensors(one) if storage_of(part) not in returned.storages]
-        whole = len(list(_named_tensors(one)))
-        if why and 0 < len(missing) < whole:
-            why += f"; get_state returns {whole - len(missing)} of its {whole} tensors, without '{missing[0]}'"
-        yield Undeclared(one, why, "" if why else "unchanged so far")
+    def _free(self, sort: Sort) -> list[Any]:
+        return [one for one in self.live[sort] if id(one) not in self.declared.objects]
 
+    def _undeclared(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        return [one for one in tensors if not self.declared.has(one)]
 
-def _named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
+    def _changed(self, tensors: Iterable[torch.Tensor]) -> bool:
+        return any(self.marks.changed(one) and not self.returned.has_tensor(one) for one in tensors)
 
+    def _optimizers(self) -> Iterator[Undeclared]:
+        in_modules = {id(part) for one in self.live[Sort.MODULE] for part in one._parameters.values()}
+        for one in self._free(Sort.OPTIMIZER):
+            state = self._undeclared(optimizer_tensors(one))
+            updated = self._undeclared(part for part in _parameters_of(one) if part.requires_grad)
+            if state and not self.returned.has(one.state_dict()):
+                yield Undeclared(one, "it is an optimizer with state")
+            elif updated and (not one.state or any(id(part) not in in_modules for part in updated)):
+                yield Undeclared(one, f"it updates {len(updated)} parameters that no snapshot has")
 
-def _trained(module: torch.nn.Module, declared: DeclaredState, optimized: set[int], marks: Marks) -> str:
-    """Why the tensors of a module are trained; '' if they may be frozen."""
-    parameters = [one for one in module.parameters() if not declared.has(one)]
-    if isinstance(module, AveragedModel):
-        return "it averages weights"
-    if any(id(one) in optimized for one in parameters):
-        return "an optimizer updates it"
-    if any(one.grad is not None for one in parameters):
-        return "its parameters have gradients"
-    if any(marks.changed(one) for one in tensors_in(module) if not declared.has(one)):
-        return "it has changed since training began"
-    training = any(one.requires_grad for part in module.modules() if part.training for one in part._parameters.values()
-                   if one is not None and not declared.has(one))  # fmt: skip
-    return "it is in training mode, and its parameters require gradients" if training else ""
+    def _modules(self, strays: list[torch.nn.Module]) -> Iterator[Undeclared]:
+        optimized = {id(part) for one in self._free(Sort.OPTIMIZER) for part in _parameters_of(one)}
+        for one in strays:
+            why, named = self._trained(one, optimized), [*one.named_parameters(), *one.named_buffers()]
+            missing = [name for name, part in named if storage_of(part) not in self.returned.storages]
+            if why and 0 < len(missing) < len(named):
+                returns = f"{len(named) - len(missing)} of its {len(named)} tensors"
+                why += f"; get_state returns {returns}, without '{missing[0]}'"
+            yield Undeclared(one, why, "" if why else "unchanged so far")
 
+    def _trained(self, module: torch.nn.Module, optimized: set[int]) -> str:
+        """Why the tensors of a module are trained; '' if they may be frozen."""
+        parameters = self._undeclared(module.parameters())
+        if isinstance(module, AveragedModel):
+            return "it averages weights"
+        if any(id(one) in optimized for one in parameters):
+            return "an optimizer updates it"
+        if any(one.grad is not None for one in parameters):
+            return "its parameters have gradients"
+        if any(self.marks.changed(one) for one in self._undeclared(tensors_in(module))):
+            return "it has changed since training began"
+        training = [part._parameters.values() for part in module.modules() if part.training]
+        trained = self._undeclared(one for own in training for one in own if one is not None and one.requires_grad)
+        return "it is in training mode, and its parameters require gradients" if trained else ""
 
-def _scalers(live: Mapping[Sort, list[Any]], declared: DeclaredState, returned: Returned) -> Iterator[Undeclared]:
-    for one in live[Sort.SCALER]:
-        used = one.is_enabled() and getattr(one, "_scale", None) is not None
-        if used and _is_free(one, declared) and not returned.has(one.state_dict()):
-            yield Undeclared(one, "its scale changes")
+    def _scalers(self) -> Iterator[Undeclared]:
+        for one in self._free(Sort.SCALER):
+            used = one.is_enabled() and getattr(one, "_scale", None) is not None
+            if used and not self.returned.has(one.state_dict()):
+                yield Undeclared(one, "its scale changes")
 
+    def _stateful(self) -> Iterator[Undeclared]:
+        for one in self._free(Sort.STATEFUL):
+            if self.declared.follows_loaders and hasattr(one, "__iter__"):
+                continue
+            if self._changed(self._undeclared(tensors_in(one))):
+                yield Undeclared(one, "its tensors have changed since training began")
+            elif id(one) in self.names and id(one) not in self.returned.referenced:
+                yield Undeclared(one, "")
 
-def _changed(tensors: list[torch.Tensor], marks: Marks, returned: Returned) -> bool:
-    return any(marks.changed(one) and not returned.has_tensor(one) for one in tensors)
+    def _containers(self) -> Iterator[Undeclared]:
+        for one, tensors in containers(self.names, self.declared, self.live[Sort.STATEFUL]):
+            if self._changed(tensors):
+                why = "it holds tensors shaped like the parameters, which are changed in training"
+                yield Undeclared(one.value, why)
+            elif not all(self.marks.marked(part) or self.returned.has_tensor(part) for part in tensors):
+                yield Undeclared(one.value, "", "holds tensors shaped like the parameters")
 
+    def _schedulers(self, lost: set[int]) -> Iterator[Undeclared]:
+        """Those of optimizers that are not `lost` as well."""
+        for one in self._free(Sort.SCHEDULER):
+            if id(getattr(one, "optimizer", None)) not in lost and id(one) not in self.returned.referenced:
+                yield Undeclared(one, "")
 
-def _stateful(
-    live: Mapping[Sort, list[Any]],
-    names: Mapping[int, Named],
-    declared: DeclaredState,
-    returned: Returned,
-    marks: Marks,
-) -> Iterator[Undeclared]:
-    for one in live[Sort.STATEFUL]:
-        if not _is_free(one, declared) or (declared.follows_loaders and hasattr(one, "__iter__")):
-            continue
-        if _changed([part for part in tensors_in(one) if not declared.has(part)], marks, returned):
-            yield Undeclared(one, "its tensors have changed since training began")
-        elif id(one) in names and id(one) not in returned.referenced:
-            yield Undeclared(one, "")
+    def _generators(self) -> Iterator[Undeclared]:
+        """But for those of the process, which hosts restore."""
+        known = [torch.default_generator, *getattr(torch.cuda, "default_generators", ())]
+        known += [getattr(random, "_inst", None), getattr(np.random.mtrand, "_rand", None)]
+        known_ids = {*map(id, known), *self.returned.referenced, *self.declared.objects}
+        for one in self.names.values():
+            generator = _sort_of(type(one.value)) is Sort.GENERATOR and not isinstance(one.value, random.SystemRandom)
+            if generator and id(one.value) not in known_ids:
+                yield Undeclared(one.value, "")
 
-
-def _containers(
-    live: Mapping[Sort, list[Any]],
-    names: Mapping[int, Named],
-    declared: DeclaredState,
-    returned: Returned,
-    marks: Marks,
-) -> Iterator[Undeclared]:
-    for one, tensors in containers(names, declared, live[Sort.STATEFUL]):
-        if _changed(tensors, marks, returned):
-            yield Undeclared(one.value, "it holds tensors shaped like the parameters, which are changed in training")
-        elif not all(marks.marked(part) or returned.has_tensor(part) for part in tensors):
-            yield Undeclared(one.value, "", "holds tensors shaped like the parameters")
-
-
-def _schedulers(
-    live: Mapping[Sort, list[Any]], declared: DeclaredState, returned: Returned, lost: set[int]
-) -> Iterator[Undeclared]:
-    """Those of optimizers that are not `lost` as well."""
-    for one in live[Sort.SCHEDULER]:
-        of_lost = id(getattr(one, "optimizer", None)) in lost
-        if _is_free(one, declared) and not of_lost and id(one) not in returned.referenced:
-            yield Undeclared(one, "")
-
-
-def _generators(names: Mapping[int, Named], declared: DeclaredState, returned: Returned) -> Iterator[Undeclared]:
-    defaults = {id(one) for one in (*_default_generators(),)}
-    for one in names.values():
-        generator = _sort_of(type(one.value)) is Sort.GENERATOR and not isinstance(one.value, random.SystemRandom)
-        if generator and id(one.value) not in defaults | returned.referenced and _is_free(one.value, declared):
-            yield Undeclared(one.value, "")
-
-
-def _default_generators() -> Iterator[Any]:
-    """The generators of the process, which hosts restore."""
-    yield torch.default_generator
-    yield from getattr(torch.cuda, "default_generators", ())
-    yield getattr(random, "_inst", None)
-    yield getattr(np.random.mtrand, "_rand", None)
-
-
-def _passes(
-    live: Mapping[Sort, list[Any]], names: Mapping[int, Named], declared: DeclaredState
-) -> Iterator[Undeclared]:
-    loaders = [one for one in names.values() if isinstance(one.value, DataLoader)]
-    for one in live[Sort.PASS]:
-        sampler = one._index_sampler
-        if id(sampler) in declared.objects or not one._num_yielded:
-            continue
-        try:
-            ended = one._num_yielded >= len(sampler)
-        except (TypeError, NotImplementedError):
-            ended = False
-        if not ended:
-            loader = next((each.value for each in loaders if each.value._index_sampler is sampler), one)
-            yield Undeclared(loader, "", "in the middle of a pass")
+    def _passes(self) -> Iterator[Undeclared]:
+        loaders = [one.value for one in self.names.values() if isinstance(one.value, DataLoader)]
+        for one in self.live[Sort.PASS]:
+            sampler = one._index_sampler
+            if id(sampler) in self.declared.objects or not one._num_yielded:
+                continue
+            try:
+                ended = one._num_yielded >= len(sampler)
+            except (TypeError, NotImplementedError):
+                ended = False
+            if not ended:
+                loader = next((each for each in loaders if each._index_sampler is sampler), one)
+                yield Undeclared(loader, "", "in the middle of a pass")

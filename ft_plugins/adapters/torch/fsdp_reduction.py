@@ -112,7 +112,6 @@ class FsdpReduction(ModuleCalls):
         return tuple(sorted(self._layout.shards))
 
     def prepare_reduction(self) -> None:
-        """Raises UnsupportedError if gradients cannot be kept local."""
         layout = self._layout
         if layout.hybrid:
             self._refuse(

@@ -51,13 +51,13 @@ from ...model.reduction import ReductionControl
 from ...snapshot.capture import codec
 from ..data.loader_position import DataPosition, position_of
 from ..data.observed_inputs import ObservedForwards, digest_of_gradients
-from ..forward_edges import follow_forwards, follow_saving
+from ..forward_edges import Saving, follow_forwards
 from ..host_parts import ANYWHERE, UPDATE, local_part
 from ..optimizers import Optimizers, scheduler_of
 from ..parameter_groups import packed, regrouped
 from ..script.undeclared_search import Given, UndeclaredSearch, lines_to_add
 from .early_update import EarlyUpdate, early_refusal
-from .plain import PlainHost
+from .plain import PlainLoop
 from .torch_module import (
     missing_scheduler,
     notices,
@@ -76,7 +76,7 @@ from .torch_watch import ChangeWatch, changed_since, identity, set_zero_gradient
 _CONTAINERS = (torch.nn.ModuleDict, torch.nn.ModuleList)
 
 
-class TorchHost(PlainHost, ReducingHost):
+class TorchHost(PlainLoop, ReducingHost):
     """A model and its optimizer, with all state that training depends on. All ranks of the job build it together.
 
     `optimizer` and `scheduler` may be a sequence or dict of several, over one module that holds all their parameters.
@@ -120,8 +120,8 @@ class TorchHost(PlainHost, ReducingHost):
         self._known: dict[str, tuple[Role, torch.Tensor]] = {}
         context = launch_context()
         started = dist.is_initialized()
-        rank = dist.get_rank() if started else context.rank
-        self.rank = rank
+        rank, world = (dist.get_rank(), dist.get_world_size()) if started else (context.rank, context.world_size)
+        super().__init__(rank, world)
         self._require_parameters(f"rank {rank}")
         require_known_parameters(self._module, self._optimizers, f"rank {rank}")
         self._require_scheduler()
@@ -146,17 +146,8 @@ class TorchHost(PlainHost, ReducingHost):
         self._position: DataPosition | None = None
         if sampler is not None:
             self._position = position_of(sampler, lambda: self._iteration, lambda: self._module.training)
-        super().__init__(
-            {name: local_part(tensor).detach() for name, (_, tensor) in self._known.items()},
-            rank=rank,
-            world_size=dist.get_world_size() if started else context.world_size,
-            replicated=True,
-            fingerprint={"architecture": self._architecture(), **(fingerprint or {})},
-            get_state=self._values,
-            set_state=self._set_values,
-            learning_rate=lambda: max(float(group["lr"]) for group in self._optimizers.param_groups),
-            gradients=self._live_gradients,
-        )
+        self._tensors = {name: local_part(tensor).detach() for name, (_, tensor) in self._known.items()}
+        self._fingerprint = {"world_size": world, "architecture": self._architecture(), **(fingerprint or {})}
         if started:
             shared = {name: one for name, one in self._known.items() if one[0] is not Role.BUFFER}
             self._require_equal({name: (local_part(one[1]), self._placed(*one)[0][0]) for name, one in shared.items()})
@@ -167,8 +158,13 @@ class TorchHost(PlainHost, ReducingHost):
     # ---- facts ----
 
     def inventory(self) -> Inventory:
-        """One item per tensor."""
         return Inventory.of(self.rank, (self._item(name, *one) for name, one in self._known.items()))
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        return self._tensors
+
+    def fingerprint(self) -> Mapping[str, Any]:
+        return self._fingerprint
 
     def _item(self, name: str, role: Role, tensor: torch.Tensor) -> Item:
         replicas, piece = self._placed(role, tensor)
@@ -205,7 +201,6 @@ class TorchHost(PlainHost, ReducingHost):
     # ---- checks ----
 
     def _require_parameters(self, place: str) -> None:
-        """Raises UnsupportedError for parameters that are sharded."""
         require_whole_parameters(self._module, place)
 
     def _require_equal(self, replicas: Mapping[str, tuple[torch.Tensor, int]]) -> None:
@@ -219,7 +214,6 @@ class TorchHost(PlainHost, ReducingHost):
             raise changed_since(self._identities, present, place, type(self).__name__)
 
     def _given(self) -> Given:
-        """What this host captures or ignores."""
         gradients = [one.grad for one in self._module.parameters() if one.grad is not None]
         objects = self._model, *self._optimizers, self._scheduler, self._source, self._ignored
         trained = [self._known[name][1] for name in self._background if self._known[name][0] is Role.PARAMETER]
@@ -240,19 +234,18 @@ class TorchHost(PlainHost, ReducingHost):
     # ---- small state ----
 
     def small_state(self) -> dict[str, Any]:
-        """Raises StateChangedError."""
         if self._early is not None:
             self._early.require_ended()
         self._require_unchanged()
         self._require_scheduler()
         if self._iteration > 0:  # before the first iteration only the size is needed
             self._watch.mark(self._iteration)
-        small = super().small_state()
+        values = self._values()
         if self._iteration == 0:
-            require_encodable_caller(small["caller"]["caller"], f"rank {self.rank}")
+            require_encodable_caller(values["caller"], f"rank {self.rank}")
         else:
-            self._undeclared.check(self._iteration, small["caller"]["caller"], *self._caller_state)
-        return small
+            self._undeclared.check(self._iteration, values["caller"], *self._caller_state)
+        return {"caller": values, **self.generators()}
 
     def regrouped(self, small: Mapping[str, Any]) -> str:
         return regrouped(small["caller"].get("members"), self._packed_groups)
@@ -268,7 +261,8 @@ class TorchHost(PlainHost, ReducingHost):
             "caller": self._caller_state[0](),
         }
 
-    def _set_values(self, saved: Mapping[str, Any]) -> None:
+    def restore(self, small: Mapping[str, Any]) -> None:
+        saved = small["caller"]
         if (saved["scheduler"] is None) != (self._scheduler is None):
             raise ResumeError(
                 f"rank {self.rank}: only one of this job and the captured job has a learning rate scheduler: resume "
@@ -301,7 +295,6 @@ class TorchHost(PlainHost, ReducingHost):
     # ---- hooks ----
 
     def install(self, hooks: Hooks) -> None:
-        """Call `hooks` around every update from now on, and reach the fault points."""
         self._hooks = hooks
         self._watch.install(list(self._optimizers), {name: tensor for name, (_, tensor) in self._known.items()})
         self._undeclared.begin()
@@ -318,8 +311,9 @@ class TorchHost(PlainHost, ReducingHost):
         buffers = any(one.broadcast_buffers and next(one.buffers(), None) is not None for one in self._parallels)
         if buffers or any(local_part(one) is not one for one in self._module.parameters()):
             progress.shares_forward()
-        follow_saving(torch, ("save",), progress)
-        follow_saving(sys.modules.get("torch.distributed.checkpoint"), ("save", "async_save"), progress)
+        saving = Saving(progress)
+        saving.follow(torch, ("save",))
+        saving.follow(sys.modules.get("torch.distributed.checkpoint"), ("save", "async_save"))
 
     def install_observer(self, observer: Observer) -> None:
         """Report what forwards of the model read; of a container's parts, if the loop calls those."""
@@ -379,7 +373,7 @@ class TorchHost(PlainHost, ReducingHost):
         if not self._optimizers.several:  # of several any may step again: the update lasts until the body ends
             hooks.after_update(hooks.iteration)
 
-    def _live_gradients(self) -> dict[str, torch.Tensor]:
+    def gradients(self) -> Mapping[str, torch.Tensor]:
         return {name: local_part(one.grad) for one, name in self._names().items() if one.grad is not None}
 
     # ---- local SGD, PAFT ----
@@ -398,7 +392,7 @@ class TorchHost(PlainHost, ReducingHost):
 
     def learning_rate(self) -> float:
         self._optimizers.single("--paft works")
-        return super().learning_rate()
+        return max(float(group["lr"]) for group in self._optimizers.param_groups)
 
     def early_refusal(self) -> str:
         return early_refusal(self._optimizers.single("--sync-order update_first works"))

@@ -28,7 +28,7 @@ from ...systems.reft.claim import join_ranks
 from ..host_parts import local_part
 from ..optimizers import EXPECTED, Optimizers
 
-_SCHEDULED = ("_wrapped_by_lr_sched", "_with_counter")  # set on `step` by torch's schedulers; older ones the second
+_SCHEDULED = "_wrapped_by_lr_sched"  # set on `step` by torch's schedulers
 _DEPTH = 3  # of the attributes searched for schedulers
 _COMMUTES = 2  # replicas whose sum does not depend on the order of the summands
 _BUCKETS = (
@@ -53,7 +53,6 @@ def read_modes(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def write_modes(module: torch.nn.Module, saved: Mapping[str, Any]) -> None:
-    """Set the modes of `module`."""
     trained, training = set(saved["trained"]), set(saved["training"])
     for name, one in module.named_parameters():
         one.requires_grad_(name in trained)
@@ -113,7 +112,7 @@ def missing_scheduler(optimizers: Sequence[torch.optim.Optimizer], given: Any, s
 
     `search`: also where `given` is one, which is slow: all objects of the process are visited.
     """
-    marked = given is None and any(hasattr(one.step, mark) for one in optimizers for mark in _SCHEDULED)
+    marked = given is None and any(hasattr(one.step, _SCHEDULED) for one in optimizers)
     other = _other_scheduler(optimizers, given) if search and not marked else None
     if not marked and other is None:
         return ""
@@ -141,7 +140,6 @@ def _contents(value: Any, depth: int) -> Iterator[Any]:
 
 
 def require_module(model: Any) -> None:
-    """Raises ConfigError if the model that TorchHost was given is none."""
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"{EXPECTED}, found a {type(model).__name__} as the model: pass a torch.nn.Module")
 
@@ -157,7 +155,6 @@ def require_encodable_caller(state: Any, place: str) -> None:
 
 
 def require_whole_parameters(module: torch.nn.Module, place: str) -> None:
-    """Raises UnsupportedError for sharded parameters."""
     require_no_fsdp1(module, place)
     for name, one in module.named_parameters():
         if local_part(one) is not one:
@@ -168,7 +165,6 @@ def require_whole_parameters(module: torch.nn.Module, place: str) -> None:
 
 
 def require_no_fsdp1(module: torch.nn.Module, place: str) -> None:
-    """Raises UnsupportedError for a model with torch's older FSDP."""
     if any(type(part).__name__ == "FullyShardedDataParallel" for part in module.modules()):
         raise UnsupportedError(
             f"{place}: parameters are sharded by FullyShardedDataParallel, which is not supported: use fully_shard "

@@ -90,43 +90,37 @@ def descriptor_of(segment: Segment, version: Version) -> bytes:
     return bytes(msgpack.packb([segment.small(index), segment.digests(index).tobytes()]))
 
 
+@dataclass(frozen=True)
+class ExchangeSource:
+    """One node as the source of exchanges in one incarnation (`epoch`). `segments` are those of its ranks; `connect`
+    makes a connection to a position's SMP. `agreed` is called once every replica from which parity was computed here
+    equals its counterpart, `progressed` whenever a sender's `done`, `corrupt` or `differences` have changed."""
+
+    plan: ExchangePlan
+    position: int
+    epoch: int
+    segments: Mapping[int, Segment]
+    connect: Callable[[int], Peer]
+    events: Events
+    agreed: Callable[[Version], None]
+    progressed: Callable[[], None]
+
+
 class ExchangeSender:
     """Sends `version` until it is stopped, with a thread per lane."""
 
-    def __init__(
-        self,
-        plan: ExchangePlan,
-        position: int,
-        version: Version,
-        epoch: int,
-        segments: Mapping[int, Segment],
-        connect: Callable[[int], Peer],
-        pacer: Pacer,
-        events: Events,
-        agreed: Callable[[Version], None] = lambda version: None,
-        pacers: Mapping[int, Pacer] | None = None,
-        progressed: Callable[[], None] = lambda: None,
-    ) -> None:
-        """`segments` of this node's ranks hold `version` pinned; `connect` makes a connection to a position's SMP.
-
-        `pacers` pace the data of their ranks, `pacer` everything else. `agreed` is called once every replica from which
-        parity was computed here equals its counterpart, `progressed` whenever `done`, `corrupt` or `differences` have
-        changed. Raises ProtocolError if the layout of a slot differs from the plan's.
-        """
-        self._plan = plan
-        self._position = position
-        self._version = version
-        self._epoch = epoch
-        self._segments = segments
-        self._pacers = {NO_RANK: pacer, **(pacers or {})}
-        self._events = events
+    def __init__(self, source: ExchangeSource, version: Version, pacers: Mapping[int, Pacer]) -> None:
+        """The segments hold `version` pinned. `pacers` pace the data of their ranks, that of NO_RANK everything else.
+        Raises ProtocolError if the layout of a slot differs from the plan's."""
+        plan, position, segments = source.plan, source.position, source.segments
+        self._plan, self._position, self._segments, self._epoch = plan, position, segments, source.epoch
+        self._version, self._pacers, self._events = version, pacers, source.events
         self._stop = threading.Event()
         self._frames = itertools.count()  # number of the next frame, for faults
         self._started = time.monotonic()
         self._verified: bool | None = None
         self._verifying = threading.Lock()
-        self._agreed = agreed
-        self._progressed = progressed
+        self._agreed, self._progressed = source.agreed, source.progressed
         self._checks = replica_checks.by_target(plan, plan.ranks[position], segments)
         self._unchecked = set(self._checks)  # positions that have not yet confirmed that replicas agree
         self._counting = threading.Lock()
@@ -134,7 +128,7 @@ class ExchangeSender:
         self._announced = False
         self.differences: list[Difference] = []
         if not self._checks:  # including parity of no bytes
-            agreed(version)
+            source.agreed(version)
         self._lanes: dict[Lane, tuple[list[Send], list[int]]] = {Lane(to, NO_RANK): ([], []) for to in self._checks}
         for send in plan.sends[position]:
             members = plan.sections[send.area.section].members(send.node)
@@ -144,7 +138,7 @@ class ExchangeSender:
             for holder in plan.small_state_holders(rank):
                 self._lanes.setdefault(self._lane(holder, rank), ([], []))[1].append(rank)
         self._done = dict.fromkeys(sorted(self._lanes), False)
-        self._peers = {lane: connect(lane.target) for lane in self._done}
+        self._peers = {lane: source.connect(lane.target) for lane in self._done}
         self._threads = [
             threading.Thread(target=self._feed, args=(lane,), name=f"smp-send-{lane}", daemon=True)
             for lane in self._done

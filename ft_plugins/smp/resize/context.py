@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ...events import Events
 from ...snapshot.segment.segment import Segment
+from ..serve.node_context import NodeContext
 from ..storage.persister import Persister
 from ..tree.node import NodeTier
-from .previous_segments import PreviousSegments
 from .previous_storage import PreviousStorage
 
 
@@ -22,7 +20,7 @@ class TokenHolder(Protocol):
 
 
 @dataclass(frozen=True)
-class ResizeContext:
+class ResizeContext(NodeContext):
     """The SMP's parts that a resize needs. Hold `lock` to change `segments` or `previous`.
 
     Call `persister.release` for segments that leave, and `previous_storage.stop` before those in `previous` change: a
@@ -30,13 +28,10 @@ class ResizeContext:
     """
 
     incarnation: TokenHolder
-    segments: MutableMapping[int, Segment]  # of the current size, by rank
-    previous: PreviousSegments
     previous_storage: PreviousStorage
     persister: Persister
     tier: NodeTier
     lock: AbstractContextManager[Any]
-    events: Events
 
     @property
     def token(self) -> int:

@@ -12,39 +12,23 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from ...errors import FtError
-from ...events import Events, catalogue
+from ...events import catalogue
 from ...snapshot.capture.retention import Storage
 from ...snapshot.segment.slots import SlotState
+from ..serve.node_context import NodeContext
 from ..storage.persister import Persister
-from ..watch.alarms import Alarms
-from .previous_segments import PreviousSegments
 
 
 class PreviousStorage:
     """The storage tier of one node for previous sizes. Call `stop` before their segments change."""
 
-    def __init__(
-        self,
-        run_dir: Path,
-        job: str,
-        node: str,
-        previous: PreviousSegments,
-        persister: Persister,
-        events: Events,
-        alarms: Alarms | None = None,
-    ) -> None:
+    def __init__(self, smp: NodeContext, persister: Persister) -> None:
         """`persister` is that of the current size; checkpoints of previous sizes go to the same place."""
-        self._run_dir = run_dir
-        self._job = job
-        self._node = node
-        self._previous = previous
+        self._smp, self._previous, self._events = smp, smp.previous, smp.events
         self._persister = persister
-        self._events = events
-        self._alarms = alarms or Alarms(run_dir)
         self._lock = threading.Lock()
         self._running: dict[int, Persister] = {}
 
@@ -78,10 +62,7 @@ class PreviousStorage:
 
     def _begin(self, storage: Storage) -> Persister:
         size = storage.world_size
-        persister = Persister(
-            self._run_dir, self._job, f"{self._node}.of{size}", self._events, memory=f"storage-of{size}.json",
-            alarms=self._alarms,
-        )  # fmt: skip
+        persister = Persister(replace(self._smp, node=f"{self._smp.node}.of{size}"), memory=f"storage-of{size}.json")
         persister.write_for(storage, {rank: one.path for rank, one in self._previous.by_size()[size].items()})
         return persister
 

@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -28,11 +27,12 @@ from pydantic import TypeAdapter
 from ...base import files
 from ...base.intake import Count, parsed, read_json
 from ...errors import FtError, ProtocolError
-from ...events import Events, catalogue
+from ...events import catalogue
 from ...snapshot.segment.segment import Segment
 from ...transport.wire import Peer
 from ..serve import job_file
 from ..serve.job_file import ProtectionReference
+from ..serve.node_context import NodeContext
 from ..serve.requests import HostPort, ReleaseSpare, SpareState
 from ..tree.node import NodeTier
 from ..watch import liveness
@@ -51,9 +51,8 @@ Endpoint = tuple[str, int]
 class SpareServer:
     """Answers for this node while it is a spare."""
 
-    def __init__(self, run_dir: Path, node: str, smp: ResizeContext) -> None:
-        self._asked_token_file = run_dir / _ASKED_TOKEN_FILE
-        self._node = node
+    def __init__(self, smp: ResizeContext) -> None:
+        self._asked_token_file = smp.run_dir / _ASKED_TOKEN_FILE
         self._smp = smp
 
     def answer(self, request: SpareState | ReleaseSpare) -> dict[str, Any]:
@@ -64,8 +63,8 @@ class SpareServer:
                 return {"busy": sorted(alive)}
             if isinstance(request, ReleaseSpare):
                 return self._release(request.lineage)
-            if request.node != self._node:
-                raise ProtocolError(f"this is node {self._node}; the request is for node {request.node}")
+            if request.node != self._smp.node:
+                raise ProtocolError(f"this is node {self._smp.node}; the request is for node {request.node}")
             return self._report(request.world_size)
 
     def _report(self, world_size: int) -> dict[str, Any]:
@@ -114,19 +113,18 @@ class SpareServer:
 
 
 def _has_trainer(segment: Segment) -> bool:
-    pid, began = segment.owner
+    pid, began = segment.header.owner
     return bool(began) and liveness.started(pid) == began
 
 
 class SpareClient:
     """Asks spares for their state, and releases them once the job no longer needs it."""
 
-    def __init__(self, run_dir: Path, tier: NodeTier, events: Events) -> None:
+    def __init__(self, smp: NodeContext, tier: NodeTier) -> None:
         """Continue with the spares that an earlier SMP of this node had to release."""
-        self._run_dir = run_dir
-        self._path = run_dir / _TO_RELEASE_FILE
+        self._run_dir, self._events = smp.run_dir, smp.events
+        self._path = smp.run_dir / _TO_RELEASE_FILE
         self._tier = tier
-        self._events = events
         self._lock = threading.Lock()
         self._releasing: set[Endpoint] = set()
         try:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from ...base import faults
 from ...errors import FtError, SegmentError, StorageError
-from ...events import Events, EventType, catalogue
+from ...events import EventType, catalogue
 from ...snapshot.capture import retention
 from ...snapshot.capture.retention import Storage, StoredCheckpoint
 from ...snapshot.checkpoint import checkpoint, persist
@@ -28,7 +28,8 @@ from ...snapshot.checkpoint.checkpoint import Origin
 from ...snapshot.checkpoint.index import staged_path
 from ...snapshot.segment.segment import Segment
 from ...snapshot.segment.slots import Mark, Pin, SlotState, Version
-from ..watch.alarms import Alarms, RepeatedFailure
+from ..serve.node_context import NodeContext
+from ..watch.alarms import RepeatedFailure
 from .checkpoint_schedule import CheckpointCall, NodeView
 from .notices import Notices
 
@@ -74,17 +75,13 @@ class Unfinished:
 class Checkpoints:
     """The checkpoints of one node. For the thread that writes them; other threads read the public attributes."""
 
-    def __init__(
-        self, run_dir: Path, node: str, events: Events, patience: float, stopping: threading.Event, alarms: Alarms
-    ) -> None:
+    def __init__(self, smp: NodeContext, patience: float, stopping: threading.Event) -> None:
         """`patience`: seconds to wait for other nodes' files. Setting `stopping` abandons what is being written."""
-        self._run_dir = run_dir
-        self._node = node
-        self._events = events
+        self._run_dir, self._node, self._events = smp.run_dir, smp.node, smp.events
         self._patience = patience
         self._stopping = stopping
         self._failures = RepeatedFailure(
-            alarms, f"storage of {node}", catalogue.CHECKPOINT_FAILED, catalogue.CHECKPOINT_COMPLETED, node
+            smp.alarms, f"storage of {smp.node}", catalogue.CHECKPOINT_FAILED, catalogue.CHECKPOINT_COMPLETED, smp.node
         )
         self._scanned: Origin | None = None  # the job whose checkpoints in storage are known
         self.adopted = 0  # segments of an SMP that died

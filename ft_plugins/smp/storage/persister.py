@@ -21,12 +21,12 @@ from pydantic import TypeAdapter
 
 from ...base import files
 from ...base.intake import read_json
-from ...events import Events, catalogue
+from ...events import catalogue
 from ...snapshot.capture.retention import Storage
 from ...snapshot.checkpoint.checkpoint import Origin
 from ...snapshot.segment.segment import Segment
 from ...snapshot.segment.slots import Pin, Version
-from ..watch.alarms import Alarms
+from ..serve.node_context import NodeContext
 from .checkpoint_schedule import (
     FAR_SECONDS,
     NEAR_SECONDS,
@@ -48,28 +48,19 @@ class Persister:
     """The storage tier of one node. Its thread runs once the job has a folder for checkpoints."""
 
     def __init__(
-        self,
-        run_dir: Path,
-        job: str,
-        node: str,
-        events: Events,
-        patience: float = PATIENCE_SECONDS,
-        memory: str = "storage.json",
-        alarms: Alarms | None = None,
-    ) -> None:
+        self, smp: NodeContext, patience: float = PATIENCE_SECONDS, memory: str = "storage.json"
+    ) -> None:  # fmt: skip
         """`memory` is the file in the run directory that a successor reads."""
-        alarms = alarms or Alarms(run_dir)
-        self._memory = run_dir / memory
-        self._job = job
-        self._events = events
+        self._memory = smp.run_dir / memory
+        self._job, self._events = smp.job, smp.events
         self._lock = threading.Lock()
         self._storage: Storage | None = None
         self._segments: dict[int, Segment] = {}
         self._inodes: dict[int, int] = {}
         self._calls: list[CheckpointCall] = []
-        self._schedule = CheckpointSchedule(node)
+        self._schedule = CheckpointSchedule(smp.node)
         self._stopping = threading.Event()
-        self._checkpoints = Checkpoints(run_dir, node, events, patience, self._stopping, alarms)
+        self._checkpoints = Checkpoints(smp, patience, self._stopping)
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import astuple
 from functools import partial
@@ -24,7 +24,7 @@ from pydantic import TypeAdapter
 from ...base import files
 from ...base.intake import Count, read_json
 from ...errors import FtError, ProtocolError
-from ...events import Events, catalogue, standing_alarm
+from ...events import catalogue, standing_alarm
 from ...redundancy.exchange_plan import ExchangePlan
 from ...snapshot.segment.paths import parity_path_of
 from ...snapshot.segment.segment import Segment, marks_in
@@ -38,10 +38,9 @@ from ..exchange.peer_endpoint import PeerEndpoint
 from ..exchange.peer_requests import PeerRequests
 from ..exchange.readers import LocalReader
 from ..exchange.rebuild import decode, fetch
-from ..resize.previous_segments import PreviousSegments
 from ..serve import job_file
+from ..serve.node_context import NodeContext
 from ..serve.requests import RebuildSlot, ReleaseSpare, SpareState
-from ..watch.alarms import Alarms
 from ..watch.hang import Stall
 from .node_driver import NodeDriver
 from .pinned import PinnedVersions
@@ -60,38 +59,25 @@ _COUNT = TypeAdapter(Count)
 class NodeTier:
     """Listens between `endpoint` and `close`, protects between `protect` and `suspend`."""
 
-    def __init__(
-        self,
-        run_dir: Path,
-        job: str,
-        node: str,
-        segments: Mapping[int, Segment],
-        previous: PreviousSegments,
-        events: Events,
-        alarms: Alarms | None = None,
-    ) -> None:
-        """`segments` are the SMP's own, by rank, `previous` those of previous sizes of the job. Continues from the
-        files of a previous SMP."""
-        self._run_dir = run_dir
-        self._job = job
-        self._node = node
-        self._segments = segments
-        self._events = events
+    def __init__(self, smp: NodeContext) -> None:
+        """Continues from the files of a previous SMP."""
+        run_dir, segments = smp.run_dir, smp.segments
+        self._run_dir, self._job, self._node = run_dir, smp.job, smp.node
+        self._segments, self._previous = segments, smp.previous
+        self._events, self._alarms = smp.events, smp.alarms
         self._lock = threading.RLock()
         self._store: ParityStore | None = None
-        self._previous = previous
-        self._memory = LocalReader(segments, previous, lambda: self._store)
+        self._memory = LocalReader(segments, smp.previous, lambda: self._store)
         self._requests = PeerRequests(
             self._memory, segments, self._storing, self._join, self._received, self._as_spare,
             lambda digest: job_file.read_content(run_dir, digest),
         )  # fmt: skip
-        self._endpoint = PeerEndpoint(run_dir, job, node, self._requests.handle, events)
+        self._endpoint = PeerEndpoint(run_dir, smp.job, smp.node, self._requests.handle, smp.events)
         self._spare_handler: SpareHandler | None = None
         self._released = _number(run_dir / _RELEASED)
         self._pinned = PinnedVersions(run_dir, segments)
         self._protection: Protection | None = None  # of the job that is, or was last, protected
         self._driver: NodeDriver | None = None
-        self._alarms = alarms or Alarms(run_dir)
         self._measured: list[tuple[int, float]] | None = None  # by `claim`, for `protect`
         self.token = 0  # of the incarnation that is protected
         self._adopt()
@@ -182,7 +168,7 @@ class NodeTier:
                 "slots": [[rank, _clean(segment)] for rank, segment in sorted(self._segments.items())],
                 "marks": marks_in(self._segments.values()),
                 "damage": reason,
-                "completed": [[rank, segment.completed] for rank, segment in sorted(self._segments.items())],
+                "completed": [[rank, segment.header.completed] for rank, segment in sorted(self._segments.items())],
                 "lineage": max(
                     [self._released, self._previous.lineage, *(s.newest_lineage for s in self._segments.values())]
                 ),

@@ -29,7 +29,7 @@ from ...events import Events, catalogue
 from ...snapshot.segment.segment import Segment
 from ...snapshot.segment.slots import Mark, Version
 from ...transport.wire import Handover, Peer
-from ..exchange.exchange import ExchangeSender
+from ..exchange.exchange import NO_RANK, ExchangeSender, ExchangeSource
 from ..exchange.pace import Pace
 from ..exchange.parity_store import ParityStore
 from ..exchange.traffic import RatePacer
@@ -290,12 +290,12 @@ class NodeDriver:
             self.pace.pacers = {
                 rank: GatePacer(Gate(self._segments[rank].gate), rate, rate_duty=duty) for rank, duty in duties.items()
             }
-        pacers: dict[int, Any] = self.pace.pacers
-        self._exchange = ExchangeSender(
-            self.plan, self.protection.position, version, self.protection.lineage,
-            {rank: self._segments[rank] for rank in ranks}, self._connect, rate, self._events,
-            self.store.replicas_agree, pacers, self.wake,
+        segments = {rank: self._segments[rank] for rank in ranks}
+        source = ExchangeSource(
+            self.plan, self.protection.position, self.protection.lineage, segments, self._connect, self._events,
+            self.store.replicas_agree, self.wake,
         )  # fmt: skip
+        self._exchange = ExchangeSender(source, version, {NO_RANK: rate, **self.pace.pacers})
 
     def _end_exchange(self) -> None:
         sender, self._exchange = self._exchange, None

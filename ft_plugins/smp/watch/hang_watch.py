@@ -18,15 +18,14 @@ lost ranks, and WAITING_FILE, for the agent.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, Protocol
 
 from ...base import files
-from ...events import Events, catalogue
+from ...events import catalogue
 from ...snapshot.segment.progress_words import RankProgress, read
-from ...snapshot.segment.segment import Segment
+from ..serve.node_context import NodeContext
 from . import liveness, stacks
 from .hang import HANG, HangVerdict, SlowRank, Stall, culprits, judge, slow_ranks
 from .signs_of_work import SignsOfWork
@@ -44,24 +43,20 @@ class Tree(Protocol):
     def place(self) -> tuple[int, int]: ...
     def report_stall(self, stall: Stall | None) -> None: ...
     def announced_stall(self) -> tuple[Stall, str] | None: ...
+    def restart_workers(self, token: int, lost: list[str]) -> None: ...
 
 
 class HangWatch:
     """The watch of one SMP. For one thread."""
 
-    def __init__(
-        self, run_dir: Path, segments: Mapping[int, Segment], tree: Tree, events: Events,
-        declare: Callable[[int, list[str]], None],
-    ) -> None:  # fmt: skip
-        """`declare(token, lost)` has the workers of an incarnation restart."""
-        self._run_dir, self._segments, self._tree, self._events = run_dir, segments, tree, events
-        self._declare = declare
+    def __init__(self, smp: NodeContext, tree: Tree) -> None:
+        self._run_dir, self._segments, self._tree, self._events = smp.run_dir, smp.segments, tree, smp.events
         self._since = self._looked = self._compared = time.monotonic()
         self._owners: dict[int, tuple[int, int]] = {}  # (pid, start time) by rank
         self._declared = -1  # the token whose hang was reported
         self._unwritten: tuple[int, list[str]] | None = None  # what is still to be declared
         self._due = 0.0  # and when (monotonic)
-        self._signs = SignsOfWork(run_dir)
+        self._signs = SignsOfWork(smp.run_dir)
         self._waiting: tuple[int, int] | None = None  # the token and iteration in which the job was found waiting
         self._waiting_since = 0.0
         self._hung_in = -1  # the iteration of the last hang
@@ -138,8 +133,8 @@ class HangWatch:
         found: list[RankProgress | None] = []
         for rank, segment in sorted(self._segments.items()):
             with suppress(AttributeError):  # closed meanwhile: the rank is on another node now
-                owner = segment.owner
-                if segment.attached and owner[1]:
+                owner = segment.header.owner
+                if segment.header.attached and owner[1]:
                     self._owners[rank] = owner
                     found.append(read(rank, token, segment.bytes))
         return [one for one in found if one is not None], len(found)
@@ -201,7 +196,7 @@ class HangWatch:
         """Declare what was found, when it is due; if that fails, at the next look again: the disk may be full."""
         if self._unwritten is not None and self._unwritten[0] == token and time.monotonic() >= self._due:
             with suppress(OSError):
-                self._declare(*self._unwritten)
+                self._tree.restart_workers(*self._unwritten)
                 self._unwritten = None
 
     def _compare(self, ranks: list[RankProgress]) -> None:

@@ -27,17 +27,16 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 import xxhash
 
 from ...base import faults
-from ...errors import BudgetError, CorruptSlotError, FencedError, InventoryError
-from ..segment.claims import SlotClaims
+from ...errors import CorruptSlotError, FencedError, InventoryError
+from ..segment.claims import CaptureOwner, SlotClaims
 from ..segment.segment import NOT_COMPUTED, Segment
-from ..segment.slots import SlotState, Version, choose_parity
+from ..segment.slots import Commit, SlotState, Version, choose_parity
 from .copiers import Copier, as_words, copier_for, flat_bytes
 from .encode import Encoder
 from .layout import CaptureBucket, Layout
@@ -45,47 +44,22 @@ from .samples import CopySamples
 
 _Pieces = dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]]
 _Flat = Mapping[str, torch.Tensor]  # bytes by item
-
-
-@dataclass(frozen=True)
-class Commit:
-    """A version that became CLEAN. Seconds from the version point to the seal."""
-
-    version: Version
-    slot: int
-    nbytes: int
-    seconds: float
+_NO_OWNER = CaptureOwner()
 
 
 class Capture:
     """Captures one rank's share, one version at a time. Owns a thread and the slot that it writes."""
 
     def __init__(
-        self,
-        segment: Segment,
-        layout: Layout,
-        tensors: Callable[[], Mapping[str, torch.Tensor]],
-        token: int,
-        committed: Callable[[Commit], None] = lambda commit: None,
-        after_update: Callable[[], None] = lambda: None,
-        left_out: Callable[[Version], None] = lambda version: None,
-        claiming: Callable[[int], None] = lambda nbytes: None,
-        claimed: Callable[[BudgetError | None], None] = lambda refused: None,
-    ) -> None:
+        self, segment: Segment, layout: Layout, tensors: Callable[[], Mapping[str, torch.Tensor]], token: int,
+        owner: CaptureOwner = _NO_OWNER,
+    ) -> None:  # fmt: skip
         """`tensors` returns the live tensors by item name, at every version point: none may have moved.
 
-        The capture thread calls `committed` before the fence opens, so it must be quick, and `after_update` after each
-        `run_after_update`; that may be slow. `left_out` is called for a version for which no slot is free. `claiming`
-        is called before memory for another slot is claimed, and raises BudgetError if that must not be; `claimed`
-        afterwards, with the error if there was one. Raises InventoryError if tensors and layout do not agree.
+        Raises InventoryError if tensors and layout do not agree.
         """
-        self._segment = segment
-        self._layout = layout
-        self._token = token
-        self._committed = committed
-        self._after_update = after_update
-        self._left_out = left_out
-        self._claims = SlotClaims(segment, self._use, claiming, claimed, self._check_token)
+        self._segment, self._layout, self._token, self._owner = segment, layout, token, owner
+        self._claims = SlotClaims(segment, owner, self._use, self._check_token)
         self._next: Version | None = None  # captured after the update that runs
         self._requested = False
         self._requesting = threading.Lock()  # of the two around it, which change together
@@ -151,7 +125,7 @@ class Capture:
             copier.ready()
         index = self._claims.slot_for(version)
         if index is None:
-            self._left_out(version)
+            self._owner.left_out(version)
             return
         faults.reach("capture.begin", iteration=version.iteration, slot=index)
         self._segment.dirty(index, version, self._token)
@@ -162,7 +136,7 @@ class Capture:
         for number, bucket in enumerate(self._layout.synchronous):
             self._copy(index, number, bucket, version, sources)
         self._samples.take()
-        self._run_behind(lambda: self._committed(self._background(index, version, started)))
+        self._run_behind(lambda: self._owner.sealed(self._background(index, version, started)))
 
     def add_parity(self, version: Version) -> None:
         """Begin to compute the parity of the restored version, unless it is here. The live tensors must hold `version`
@@ -188,8 +162,8 @@ class Capture:
         return time.perf_counter() - started
 
     def run_after_update(self, following: Version | None = None) -> None:
-        """Claim what a capture of `following` will need, None if no capture follows this update, and call
-        `after_update`: on the capture thread, during the update and after. The next `start` waits for it."""
+        """Claim what a capture of `following` will need, None if no capture follows this update, and call the owner's
+        `updated`: on the capture thread, during the update and after. The next `start` waits for it."""
         if not self._closing:
             with self._requesting:
                 self._next = following
@@ -230,7 +204,7 @@ class Capture:
                     if following is not None:
                         self._check_token()
                         self._claims.make_room(following)
-                    self._after_update()
+                    self._owner.updated()
                 except BaseException as failure:
                     self._failure = failure
                 finally:
@@ -246,7 +220,7 @@ class Capture:
             self._copy(index, offset + number, bucket, version)
             slot = None if (index, offset + number) in self._suspect else self._segment.data(index)
             self._samples.require_unchanged(number, slot, self._layout.rank, version.iteration)
-        if self._layout.parity and self._segment.is_awaited(version):
+        if self._layout.parity and self._segment.header.is_awaited(version):
             self._encode(version)
         self._check_token()
         faults.reach("capture.seal.before", iteration=version.iteration, slot=index)
@@ -342,7 +316,7 @@ class Capture:
         return digest.intdigest()
 
     def _check_token(self) -> None:
-        current = self._segment.token
+        current = self._segment.header.token
         if current != self._token:
             raise FencedError(
                 f"rank {self._layout.rank}: this incarnation (token {self._token}) was superseded (token {current}); "

@@ -9,6 +9,7 @@ In: `Layout`, the rank's coordinates in the model. Out: bytes, stored before the
 from __future__ import annotations
 
 import zlib
+from collections.abc import Container
 from dataclasses import astuple, dataclass, fields
 
 import msgpack
@@ -27,7 +28,8 @@ class TensorRange:
     """Bytes `start .. stop` of the whole tensor `name`, flattened, at `offset` of the slot's data area.
 
     `whole` is the size of the tensor in bytes, `role` its `model.inventory.Role`. `kind` is REPLICATED if other ranks
-    hold the same bytes, SHARDED if they hold other pieces of the tensor, else OWN.
+    hold the same bytes, SHARDED if they hold other pieces of the tensor, else OWN. `shape` is that of the item, if its
+    memory is in the order of its elements.
     """
 
     name: Text
@@ -38,6 +40,7 @@ class TensorRange:
     start: Count
     stop: Count
     offset: Count
+    shape: tuple[Count, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -60,8 +63,11 @@ _FIELDS = tuple(field.name for field in fields(Manifest))
 _ROW = tuple(field.name for field in fields(TensorRange))
 
 
-def manifest_of(layout: Layout, world_size: int, coordinates: tuple[int, int]) -> Manifest:
-    """The manifest of every version captured with `layout`."""
+def manifest_of(
+    layout: Layout, world_size: int, coordinates: tuple[int, int], permuted: Container[str] = ()
+) -> Manifest:  # fmt: skip
+    """The manifest of every version captured with `layout`. `permuted`: items whose memory has another order than their
+    elements."""
     tensors = []
     for stream in layout.streams:
         items = {item.name: item for item in stream.items}
@@ -73,7 +79,8 @@ def manifest_of(layout: Layout, world_size: int, coordinates: tuple[int, int]) -
             whole = elements * width if item.piece else item.nbytes
             start = first * width + piece.item_offset
             stop, role = start + piece.nbytes, item.role.value
-            tensors.append(TensorRange(item.name, item.dtype, role, kind, whole, start, stop, piece.offset))
+            shape = () if item.name in permuted else item.shape
+            tensors.append(TensorRange(item.name, item.dtype, role, kind, whole, start, stop, piece.offset, shape))
     return Manifest(layout.rank, world_size, coordinates, tuple(layout.ranges), tuple(tensors))
 
 

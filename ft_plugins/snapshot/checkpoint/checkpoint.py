@@ -8,7 +8,6 @@ accessible to their owner only (0600, folders 0700). Folders whose name is not a
     <dir>/<job>/v<lineage>-<iteration>/    with the suffix `.partial` until the manifest is written
         rank-00003.safetensors             a rank's share: see `persist`
         rank-00003.json                    its size, layout, digest over the file's header, digest table, small state
-        rank-00003.index.json              what the file holds, for an export: see `index`
         manifest.json                      job, fingerprint, number of ranks
         keep                               empty; if it exists, retention does not remove the checkpoint
 
@@ -38,7 +37,7 @@ from ..capture.retention import StoredCheckpoint
 from ..segment.slots import Mark, Version
 from .digested_json import read_digested, write_digested
 
-FORMAT = "ft_plugins checkpoint 1"
+FORMAT = "ft_plugins checkpoint 2"
 _PARTIAL = ".partial"
 _VOID = ".void"
 _KEEP = "keep"
@@ -49,7 +48,7 @@ _FOLDER = re.compile(
 _LIKE_A_FOLDER = re.compile(r"v[^.]*-[^.]*(\.partial)?")
 _RECORD = re.compile(r"rank-([0-9]{5,10})\.json")
 _DATA = re.compile(r"rank-[0-9]{5,10}\.safetensors(\.new)?")
-HEAD_LIMIT = 64 << 20  # bytes of the header of a rank's file; a thousand buckets take 20 KB
+HEAD_LIMIT = 90 << 20  # bytes of the header of a rank's file; readers of safetensors take 100 MB
 
 T = TypeVar("T")
 
@@ -64,7 +63,6 @@ class Origin:
 
     @property
     def digest(self) -> str:
-        """Digest of the fingerprint."""
         return xxhash.xxh3_64_hexdigest(json.dumps(self.fingerprint, sort_keys=True).encode())
 
 
@@ -128,10 +126,6 @@ def data_file(rank: int) -> str:
 
 def record_file(rank: int) -> str:
     return f"rank-{rank:05d}.json"
-
-
-def index_file(rank: int) -> str:
-    return f"rank-{rank:05d}.index.json"
 
 
 # ---- completing and removing ----
@@ -201,7 +195,7 @@ def withdraw(folder: Path, ranks: list[int]) -> None:
         if (folder / "manifest.json").exists():
             return
         for rank in ranks:
-            for name in (record_file(rank), data_file(rank), index_file(rank)):
+            for name in (record_file(rank), data_file(rank)):
                 for path in (folder / name, folder / f"{name}.new"):
                     path.unlink(missing_ok=True)
         folder.rmdir()  # fails while files of other ranks are in it
@@ -310,7 +304,10 @@ def read_manifest(folder: Path) -> CheckpointManifest:
     path = folder / "manifest.json"
     content = read_digested(path)
     if content.get("format") != FORMAT:
-        raise StorageError(f"{folder}: expected format '{FORMAT}', found {shown(content.get('format'))}")
+        raise StorageError(
+            f"{folder}: expected format '{FORMAT}', found {shown(content.get('format'))}: resume or export it with the "
+            "ft_plugins that wrote it"
+        )
     return _checked(path, _MANIFEST_OF, content)
 
 

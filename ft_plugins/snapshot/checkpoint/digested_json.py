@@ -29,14 +29,22 @@ def _digest_of(content: Mapping[str, Any]) -> str:
 def read_digested(path: Path, limit: int = FILE_LIMIT) -> dict[str, Any]:
     """Read a small file. Raises FileNotFoundError, StorageError."""
     try:
-        content = json_value(read_bytes(path, limit))
-        if not (isinstance(content, dict) and "digest" in content):
-            raise Unfit(f"expected an object with a digest, found {shown(content)}")
+        return checked(read_bytes(path, limit), path)
     except FileNotFoundError:
         raise
-    except (OSError, ValueError) as error:
+    except (OSError, Unfit) as error:
         raise StorageError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
+
+
+def checked(encoded: bytes, where: object) -> dict[str, Any]:
+    """The object in the bytes of such a file. Raises StorageError."""
+    try:
+        content = json_value(encoded)
+        if not (isinstance(content, dict) and "digest" in content):
+            raise Unfit(f"expected an object with a digest, found {shown(content)}")
+    except ValueError as error:
+        raise StorageError(f"{where}: cannot be read ({error})") from error
     digest = content.pop("digest")
     if digest != _digest_of(content):
-        raise StorageError(f"{path}: does not match its digest")
+        raise StorageError(f"{where}: does not match its digest")
     return content

@@ -4,11 +4,17 @@ Invariant: every byte is copied and compared with the digests taken at capture b
 renamed into place only when it is complete and durable. Reading compares the same digests before the slot is sealed.
 All sizes that are read come from the rank's record, which has a digest.
 
-    rank-00003.safetensors   tensors `digests` (uint64, one per bucket), `data` (uint8, the slot's data area), `small`
-                             (uint8, the encoded small state); metadata: job, rank, version, bucket ranges
+    rank-00003.safetensors
+        ft_plugins.digests      uint64, one per bucket
+        <item>                  an item of which this rank has captured all, with its dtype and shape
+        <item>[2048:4096]       of other items the captured elements, of the flattened tensor
+        ft_plugins.gap.<at>     zeros between two items: each begins at a multiple of 64 bytes, as in the slot
+        ft_plugins.small        uint8, the encoded small state
+        metadata                job, fingerprint, rank, version, layout; the index, for an export: see `index`
 
-The safetensors library can read the files but is not used here: it writes whole tensors at once, cannot be interrupted,
-and holds the GIL while the SMP has requests to answer; on reading it trusts the header.
+Any reader of safetensors reads the items; a dtype that the format lacks is stored as uint8. The library is not used
+here: it writes whole tensors at once, cannot be interrupted, and holds the GIL while the SMP has requests to answer; on
+reading it trusts the header.
 
 Parity is not written: it protects against lost nodes, whose files are in storage too. After reading, a rank computes it
 again.
@@ -21,8 +27,9 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -34,6 +41,9 @@ import xxhash
 from ...base import faults, files
 from ...base.intake import Unfit, open_regular
 from ...errors import CorruptSlotError, FencedError, ResumeError, StorageError
+from ...redundancy.parity import ALIGNMENT
+from ..capture import manifest
+from ..capture.manifest import TensorRange
 from ..segment.claims import slot_to_rebuild
 from ..segment.segment import NOT_COMPUTED, Segment
 from ..segment.slots import Mark, SlotState, Version
@@ -49,38 +59,38 @@ from .checkpoint import (
     record_file,
 )
 from .digested_json import write_digested
-from .index import copy_into
+from .index import staged_text
 
 COPY_BYTES = 8 << 20
 SYNC_BYTES = 32 << 20
 SMALL_LIMIT = 1 << 30  # bytes of small state, and of a digest table: thousands of times the usual size
-_TENSORS = ["digests", "data", "small"]  # in file order
+_OWN = "ft_plugins."  # before the names of entries that are no items
+_DTYPES = {  # of torch: code and bytes of an element
+    "float64": ("F64", 8), "float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2), "int64": ("I64", 8),
+    "int32": ("I32", 4), "int16": ("I16", 2), "int8": ("I8", 1), "uint64": ("U64", 8), "uint32": ("U32", 4),
+    "uint16": ("U16", 2), "bool": ("BOOL", 1), "float8_e4m3fn": ("F8_E4M3", 1), "float8_e5m2": ("F8_E5M2", 1),
+}  # fmt: skip
 
 
 # ---- writing ----
 
 
 def write_rank(
-    folder: Path,
-    segment: Segment,
-    version: Version,
-    origin: Origin,
-    proceed: Callable[[int], None] = lambda nbytes: None,
-    *,
-    staged_index: Path | None = None,
-    **facts: object,
-) -> RankRecord:
+    folder: Path, segment: Segment, version: Version, origin: Origin,
+    proceed: Callable[[int], None] = lambda nbytes: None, *, staged_index: Path | None = None, **facts: object,
+) -> RankRecord:  # fmt: skip
     """Durably write the slot of `version` into `folder`, which is created if needed; do nothing if the file exists.
 
     `proceed` is called before each piece with its size in bytes, and may raise to stop. `staged_index` is the index
-    that the trainer left, which is copied next to the file. `facts` go to the fault points. An unfinished file is
-    removed. Raises CorruptSlotError if the slot does not match its digests or no longer holds `version`; OSError.
+    that the trainer left. `facts` go to the fault points. An unfinished file is removed. Raises CorruptSlotError if the
+    slot does not match its digests or no longer holds `version`; SegmentError or StorageError if its manifest cannot be
+    read or written; OSError.
     """
     rank = segment.rank
     facts = {**facts, "rank": rank, "iteration": version.iteration}
     make_folder(folder)
     index, digests, small = _sealed(segment, version)
-    head = _head(segment, version, origin, len(small))
+    head = _head(segment, version, origin, small, staged_index)
     seal = xxhash.xxh3_64(head)
     seal.update(digests.tobytes())
     seal.update(small)
@@ -104,38 +114,59 @@ def write_rank(
         index_after, digests_after, _ = _sealed(segment, version)
         if index_after != index or not np.array_equal(digests_after, digests):
             raise CorruptSlotError(f"rank {rank}: the slot of version {version} changed while it was being written")
-    if staged_index is not None:
-        copy_into(folder, rank, staged_index)
     record = replace(record, mark=int(segment.slot(index).mark))
     write_digested(folder / record_file(rank), asdict(record))
     return record
 
 
-def _head(segment: Segment, version: Version, origin: Origin, small_nbytes: int) -> bytes:
-    """The file's header: length, then JSON, padded so that tensors start at multiples of 8 bytes."""
-    shape, buckets = segment.shape, segment.data_ranges
-    sizes = [("U64", len(buckets), 8 * len(buckets)), ("U8", shape.data_nbytes, shape.data_nbytes)]
-    sizes.append(("U8", small_nbytes, small_nbytes))
-    tensors: dict[str, Any] = {
-        "__metadata__": {
-            "format": FORMAT,
-            "job": origin.job,
-            "fingerprint": origin.digest,
-            "rank": str(segment.rank),
-            "world_size": str(origin.world_size),
-            "lineage": str(version.lineage),
-            "iteration": str(version.iteration),
-            "layout": str(shape.layout),
-            "buckets": json.dumps(buckets, separators=(",", ":")),
-        }
-    }
+def _head(segment: Segment, version: Version, origin: Origin, small: bytes, staged_index: Path | None) -> bytes:
+    """The file's header: length, then JSON, padded so that the data starts at a multiple of ALIGNMENT bytes."""
+    shape, rank, buckets = segment.shape, segment.rank, len(segment.data_ranges)
+    held = manifest.read(manifest.split(small, f"rank {rank}")[0], f"rank {rank}").tensors
+    metadata = {
+        "format": FORMAT, "job": origin.job, "fingerprint": origin.digest, "rank": str(rank),
+        "world_size": str(origin.world_size), "lineage": str(version.lineage), "iteration": str(version.iteration),
+        "layout": str(shape.layout),
+    }  # fmt: skip
+    if staged_index is not None and (text := staged_text(staged_index)) is not None:
+        metadata["index"] = text
+    tensors: dict[str, Any] = {"__metadata__": metadata}
     at = 0
-    for name, (dtype, count, nbytes) in zip(_TENSORS, sizes, strict=True):
-        tensors[name] = {"dtype": dtype, "shape": [count], "data_offsets": [at, at + nbytes]}
+    for name, dtype, sizes, nbytes in (
+        (f"{_OWN}digests", "U64", [buckets], 8 * buckets),
+        *_entries(held, shape.data_nbytes),
+        (f"{_OWN}small", "U8", [len(small)], len(small)),
+    ):
+        if name in tensors:
+            raise StorageError(f"rank {rank}: two tensors are called '{name}'; give one of them another name")
+        tensors[name] = {"dtype": dtype, "shape": sizes, "data_offsets": [at, at + nbytes]}
         at += nbytes
-    text = json.dumps(tensors, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    text = json.dumps(tensors, separators=(",", ":"))
+    if len(text) > HEAD_LIMIT - ALIGNMENT:
+        raise StorageError(f"rank {rank}: the names of its tensors take {len(text)} bytes; at most {HEAD_LIMIT} fit")
+    text += " " * (-(8 + len(text) + 8 * buckets) % ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text.encode()
+
+
+def _entries(held: Sequence[TensorRange], nbytes: int) -> Iterator[tuple[str, str, list[int], int]]:
+    """Name, dtype, shape and bytes of each entry of a data area of `nbytes`, in order. Raises StorageError."""
+    at = 0
+    for one in sorted(held, key=lambda one: one.offset):
+        if one.offset > at:
+            yield f"{_OWN}gap.{at}", "U8", [one.offset - at], one.offset - at
+        size, (dtype, width) = one.stop - one.start, _DTYPES.get(one.dtype, ("U8", 1))
+        if one.offset < at or size <= 0 or size % width or one.start % width:
+            raise StorageError(f"the manifest has {size} bytes of '{one.name}' at {one.offset}, expected from {at} on")
+        first, count = one.start // width, size // width
+        if size == one.whole:
+            yield one.name, dtype, list(one.shape) if math.prod(one.shape) == count else [count], size
+        else:
+            yield f"{one.name}[{first}:{first + count}]", dtype, [count], size
+        at = one.offset + size
+    if at > nbytes:
+        raise StorageError(f"the manifest has tensors up to byte {at} of {nbytes}")
+    if at < nbytes:
+        yield f"{_OWN}gap.{at}", "U8", [nbytes - at], nbytes - at
 
 
 def _sealed(segment: Segment, version: Version) -> tuple[int, Any, bytes]:
@@ -280,8 +311,8 @@ def _read_data(path: Path, start: int, segment: Segment, index: int, digests: An
         raise StorageError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
     with open(descriptor, "rb", buffering=0) as file:
         for number, (offset, nbytes) in enumerate(segment.data_ranges):
-            if segment.token != token:
-                raise FencedError(f"rank {segment.rank}: token {token} was superseded by {segment.token}")
+            if segment.header.token != token:
+                raise FencedError(f"rank {segment.rank}: token {token} was superseded by {segment.header.token}")
             faults.reach("restore.storage", bucket=number)
             area = data[offset : offset + nbytes]
             done = 0

@@ -18,29 +18,40 @@ from ...errors import BudgetError, SegmentError
 from .paths import segments_beside
 from .room import check_room
 from .segment import Segment
-from .slots import SlotState, Version, choose, free_slot, slot_given_up, slot_to_claim
+from .slots import Commit, SlotState, Version, choose, free_slot, slot_given_up, slot_to_claim
 
 _RETRY_SECONDS = 60.0  # between two attempts to claim a slot for which memory was lacking
+
+
+class CaptureOwner:
+    """What the owner of a capture does at its events, on the capture thread but for `left_out`. This one: nothing."""
+
+    def sealed(self, commit: Commit) -> None:
+        """A version is sealed, and the fence opens next: must be quick."""
+
+    def updated(self) -> None:
+        """After each `run_after_update`; may be slow."""
+
+    def left_out(self, version: Version) -> None:
+        """No slot is free for a version."""
+
+    def check_room(self, nbytes: int) -> None:
+        """Memory for another slot is about to be claimed. Raises BudgetError if that must not be."""
+
+    def slot_claimed(self, refused: BudgetError | None) -> None:
+        """It was claimed; or the first error while it is lacking."""
 
 
 class SlotClaims:
     """The slots that one rank claims."""
 
     def __init__(
-        self,
-        segment: Segment,
-        use: Callable[[int], None] = lambda index: None,
-        check: Callable[[int], None] = lambda nbytes: None,
-        report: Callable[[BudgetError | None], None] = lambda refused: None,
+        self, segment: Segment, owner: CaptureOwner, use: Callable[[int], None] = lambda index: None,
         permitted: Callable[[], None] = lambda: None,
-    ) -> None:
-        """`use` prepares a slot that has memory now for copies. `check` is called before memory is claimed, and raises
-        BudgetError if that must not be. `report` is called afterwards, with the first error while memory is lacking.
-        `permitted` raises if another incarnation has taken over, which may be while memory is allocated: that takes
-        seconds.
-        """
-        self._segment, self._use, self._check, self._report = segment, use, check, report
-        self._permitted = permitted
+    ) -> None:  # fmt: skip
+        """`use` prepares a slot that has memory now for copies. `permitted` raises if another incarnation has taken
+        over, which may be while memory is allocated: that takes seconds."""
+        self._segment, self._owner, self._use, self._permitted = segment, owner, use, permitted
         self._refused_at = -_RETRY_SECONDS
         self._just_refused = False
 
@@ -54,7 +65,7 @@ class SlotClaims:
 
     def make_room(self, version: Version) -> None:
         """Claim now what a capture of `version`, which follows soon, will need."""
-        if self._segment.short or self._segment.slot_to_capture(version) is None:
+        if self._segment.header.short or self._segment.slot_to_capture(version) is None:
             self._claim()
 
     def _claim(self) -> bool:
@@ -63,18 +74,18 @@ class SlotClaims:
         if index is None or time.monotonic() - self._refused_at < _RETRY_SECONDS:
             return False
         try:
-            self._check(self._segment.shape.slot_room)
+            self._owner.check_room(self._segment.shape.slot_room)
             self._segment.claim_slot(index, self._permitted)
         except BudgetError as error:
             self._permitted()
             self._refused_at = time.monotonic()
-            if not self._segment.short:
-                self._segment.short = self._just_refused = True
-                self._report(error)
+            if not self._segment.header.short:
+                self._segment.header.short = self._just_refused = True
+                self._owner.slot_claimed(error)
             return False
-        self._segment.short = False
+        self._segment.header.short = False
         self._use(index)
-        self._report(None)
+        self._owner.slot_claimed(None)
         return True
 
 

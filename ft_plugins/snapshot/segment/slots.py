@@ -130,6 +130,16 @@ class Version:
         return f"{self.iteration} (lineage {self.lineage})"
 
 
+@dataclass(frozen=True)
+class Commit:
+    """A version that became CLEAN. Seconds from the version point to the seal."""
+
+    version: Version
+    slot: int
+    nbytes: int
+    seconds: float
+
+
 def marks_of(reported: Iterable[tuple[Version | None, Mark]]) -> dict[Version, Mark]:
     """Combine the marks of each version. A mark holds for the whole job, so one rank that reports it suffices; the
     highest one wins."""

@@ -30,16 +30,17 @@ from ...model.timeline import SenderFacts
 from ...recovery.recovery_plan import RecoveryPlan
 from ...recovery.source_choice import iteration_bound
 from ...smp.serve.client import Client
-from ...snapshot.capture.capture import Capture, Commit
+from ...snapshot.capture.capture import Capture
 from ...snapshot.capture.layout import layer_bytes, plan_layout
 from ...snapshot.checkpoint import index
 from ...snapshot.segment import claims
+from ...snapshot.segment.claims import CaptureOwner
 from ...snapshot.segment.ledger import digest_of
 from ...snapshot.segment.paths import path_of
 from ...snapshot.segment.room import SPARE, check_room, memory_bytes
 from ...snapshot.segment.segment import Segment
 from ...snapshot.segment.shape import Shape
-from ...snapshot.segment.slots import Mark, Version, captured_after
+from ...snapshot.segment.slots import Commit, Mark, Version, captured_after
 from ..iteration_ledger import IterationLedger
 from .captured_groups import naming_parameters
 from .failure_domains import JobNodeNames
@@ -57,7 +58,7 @@ class PeerDegraded(ProtectionError):
     """Another rank can no longer capture, so this one stops too."""
 
 
-class Reft:
+class Reft(CaptureOwner):
     """REFT on one rank. From `claim` to `close` it has a mapped segment, from `resume` on a capture thread."""
 
     def __init__(
@@ -98,7 +99,6 @@ class Reft:
 
     @property
     def claimed_slots(self) -> int:
-        """How many slots have memory."""
         return len(self._mapped().claimed)
 
     def find_previous_size(self, mode: str) -> None:
@@ -154,11 +154,8 @@ class Reft:
         condemned = [rank for rank, ending in enumerate(ended) if ending]
         self._ledger.open(segment.ledger, plan.version.iteration if again and plan.version else None, condemned)
         if self._audits:
-            segment.agreed = plan.loaded if plan.version is None else plan.version.iteration
-        self._capture = Capture(
-            segment, self.plan.layout, self._host.tensors, self._token, self._sealed,
-            self._reports.print_alarms, self._reports.left_out, self._check_room, self._slot_claimed,
-        )  # fmt: skip
+            segment.header.agreed = plan.loaded if plan.version is None else plan.version.iteration
+        self._capture = Capture(segment, self.plan.layout, self._host.tensors, self._token, self)
         if plan.version is not None:  # exchanged first; the SMPs have settled by now which parity has to stay
             self._capture.add_parity(plan.version)
         self._reports.restored(
@@ -167,7 +164,20 @@ class Reft:
         )  # fmt: skip
         return plan, recovered.small
 
-    def _check_room(self, nbytes: int) -> None:
+    # ---- events of the capture ----
+
+    def sealed(self, commit: Commit) -> None:
+        digests = self._mapped().digests(commit.slot)[: len(self.plan.layout.buckets)]
+        self._ledger.sealed(commit.version.iteration, digest_of(digests.tobytes()))
+        self._reports.sealed(commit)
+
+    def updated(self) -> None:
+        self._reports.print_alarms()
+
+    def left_out(self, version: Version) -> None:
+        self._reports.left_out(version)
+
+    def check_room(self, nbytes: int) -> None:
         """Raises BudgetError if this node has no room for another slot of each of its ranks: most need one together.
         What others of them have claimed already, a moment ago, is no longer needed."""
         claim = f"rank {self._host.rank}: another slot for each of the {len(self._paths)} ranks of this node, with 1/"
@@ -175,13 +185,7 @@ class Reft:
         needed = max(nbytes, claims.missing(self._paths, len(self._mapped().claimed) + 1))
         check_room(needed, claim, spare=memory_bytes() // SPARE)
 
-    def _sealed(self, commit: Commit) -> None:
-        """Called on the capture thread."""
-        digests = self._mapped().digests(commit.slot)[: len(self.plan.layout.buckets)]
-        self._ledger.sealed(commit.version.iteration, digest_of(digests.tobytes()))
-        self._reports.sealed(commit)
-
-    def _slot_claimed(self, refused: BudgetError | None) -> None:
+    def slot_claimed(self, refused: BudgetError | None) -> None:
         segment = self._mapped()
         self._reports.slot_claimed(len(segment.claimed), segment.claimed_bytes, refused)
 
@@ -224,7 +228,7 @@ class Reft:
 
     def record_completed(self, step: int) -> None:
         """Record that iteration `step` is over, captured or not; a recovery counts the lost iterations from it."""
-        self._mapped().completed = step
+        self._mapped().header.completed = step
 
     def mark(self, step: int, mark: Mark) -> None:
         """Record the verdict on the replicas of version `step`, if it was captured. Its capture is sealed.
@@ -232,7 +236,7 @@ class Reft:
         The restored version keeps its mark: its replicas are identical because they were restored from the same parts.
         """
         if self._audits and mark is Mark.CERTIFIED:
-            self._mapped().agreed = step
+            self._mapped().header.agreed = step
         if self._base is None or step > self._base.iteration:
             self._mapped().mark(Version(self._lineage, step), mark)
 
@@ -244,7 +248,7 @@ class Reft:
         """
         segment = self._mapped()
         if self._audits:  # what the framework has saved since is not used either
-            segment.doubt(since + 1, max(segment.completed, since + 1))
+            segment.header.doubt(since + 1, max(segment.header.completed, since + 1))
         discarded, tainted = list[int](), list[int]()
         for slot, version in captured_after(segment.slots(), self._lineage, since):
             if slot.pins:
@@ -264,7 +268,7 @@ class Reft:
             self._end_capture()
             self._ledger.close()
             if self._segment is not None and self._audits and not in_order:
-                self._segment.agreed = UNJUDGED
+                self._segment.header.agreed = UNJUDGED
             if self._segment is not None and in_order:
                 self._segment.close()
                 self._segment = None

@@ -53,7 +53,6 @@ class CapturePlan:
 
     @cached_property
     def shape(self) -> Shape:
-        """The shape of the segment."""
         small = max(_SMALL_FLOOR, 2 * len(self.small()))
         kinds = [(item.name, item.dtype, item.shape) for item in self._host.inventory().items]
         digest = layout_digest(self.layout, self._config.bucket_mib, kinds)
@@ -85,7 +84,8 @@ class CapturePlan:
     def manifest(self) -> Manifest:
         """The place of each tensor's bytes in this rank's slots."""
         at = self._host.topology().coords(self._host.rank)
-        return manifest.manifest_of(self.layout, self._world_size, (at.pp, at.tp))
+        permuted = [name for name, tensor in self._host.tensors().items() if not tensor.is_contiguous()]
+        return manifest.manifest_of(self.layout, self._world_size, (at.pp, at.tp), permuted)
 
     @cached_property
     def _encoded_manifest(self) -> bytes:
@@ -101,7 +101,7 @@ class CapturePlan:
 
     def index(self, names: Mapping[str, Any] | None) -> dict[str, Any]:
         """The index for checkpoints of this start; `names`: the framework's names of the items."""
-        return index.describe(self._host.inventory(), self.layout, self.shape.layout, names)
+        return index.describe(self._host.inventory(), self.shape.layout, names)
 
 
 def check_replicas(inventory: Inventory, collective: Collective) -> None:

@@ -63,16 +63,23 @@ def settings(stage: int, bf16: bool, accumulate: str = "", micro_batches: int = 
     return found | ({"data_types": {"grad_accum_dtype": accumulate}} if accumulate else {})
 
 
-def built(rank: int, world: int, pp: int, **told: Any) -> Any:
-    """An engine: a pipeline of `pp` stages, without one where `pp` is 0."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
+def start(rank: int, world: int) -> Any:
+    """DeepSpeed, imported and initialised on this rank."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     prepare()
     import deepspeed
-    from deepspeed.pipe import PipelineModule
 
     deepspeed.init_distributed("gloo")
     torch.manual_seed(7)
+    return deepspeed
+
+
+def built(rank: int, world: int, pp: int, **told: Any) -> Any:
+    """An engine: a pipeline of `pp` stages, without one where `pp` is 0."""
+    deepspeed = start(rank, world)
+    from deepspeed.pipe import PipelineModule
+
     config = settings(**told)
     layers = described(torch.bfloat16 if told["bf16"] else torch.float32)
     module: Any = nn.Sequential(*layers)

@@ -55,7 +55,7 @@ class Whole:
     def __init__(self, host: DeepSpeedHost, folder: Path) -> None:
         self.folder = folder
         self.manifest = SimpleNamespace(iteration=host.engine.global_steps, world_size=1)
-        told = describe(host.inventory(), SimpleNamespace(buckets=()), 1, host.names())
+        told = describe(host.inventory(), 1, host.names())
         self._index = parse(json.loads(json.dumps(told)))
         self._tensors, self._small = host.tensors(), codec.decode(codec.encode(host.small_state()))
 

@@ -1,7 +1,7 @@
 """Tell stories that fork gangs of Megatron ranks, in a process that imports Megatron once and has the device shim.
 
 Run as a program with the names of stories, module.story. Printed is a JSON object, name -> traceback, null for one that
-held. `stories` and `selected` make tests of them.
+held. `stories` and `selected` make tests of them. A story of a module without gangs is told on one rank.
 """
 
 from __future__ import annotations
@@ -14,24 +14,35 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+FOUND_IN = (HERE, HERE.parents[1], HERE.parents[2] / "launch" / "examples")  # siblings, the harness, the example
 SECONDS = 280
 
 
-def stories(*files: str) -> list[Any]:
-    """The names of the stories in these modules, with the marker of those that are marked `large`."""
+def stories(*files: str) -> Any:
+    """Parametrizes a test with the names of the stories in these modules; those that are marked `large` are."""
     import pytest
 
-    return [
-        pytest.param(f"{file}.{one.name}", marks=pytest.mark.all_configurations if one.decorator_list else ())
-        for file in files
-        for one in ast.parse((HERE / f"{file}.py").read_text()).body
-        if isinstance(one, ast.FunctionDef) and one.name.startswith("it_")
-    ]
+    return pytest.mark.parametrize(
+        "name",
+        [
+            pytest.param(
+                f"{file}.{one.name}",
+                marks=[
+                    pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra [megatron]"),
+                    *([pytest.mark.all_configurations] if one.decorator_list else []),
+                ],
+            )
+            for file in files
+            for one in ast.parse((HERE / f"{file}.py").read_text()).body
+            if isinstance(one, ast.FunctionDef) and one.name.startswith("it_")
+        ],
+    )
 
 
 def selected(items: Sequence[Any], path: Path, seconds: float = SECONDS) -> dict[str, str | None]:
@@ -46,19 +57,26 @@ def selected(items: Sequence[Any], path: Path, seconds: float = SECONDS) -> dict
 
 def tell(names: list[str]) -> None:
     """Tell stories one after another."""
-    sys.path.insert(0, str(HERE))
+    sys.path[:0] = map(str, FOUND_IN)
     os.environ |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+    from harness.gang import gang
+
     outcomes: dict[str, str | None] = {}
     for name in names:
         module, _, story = name.partition(".")
-        told = getattr(importlib.import_module(module), story)
+        place = importlib.import_module(module)
         began = time.monotonic()
         try:
-            outcomes[name] = told()
+            told = getattr(place, story)
+            outcomes[name] = told() if hasattr(place, "gang") else gang(_alone, 1, told)[0]
         except BaseException:
             outcomes[name] = traceback.format_exc()[-20_000:]
         print(f"{time.monotonic() - began:6.1f} s  {name}", file=sys.stderr, flush=True)
     print(json.dumps(outcomes))
+
+
+def _alone(rank: int, world: int, told: Callable[[], None]) -> None:
+    told()
 
 
 if __name__ == "__main__":

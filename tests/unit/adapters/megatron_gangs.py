@@ -7,15 +7,11 @@ be computed, and references for what a reduction makes of them.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "launch" / "examples"))
 
 import gpt_job
 import megatron_gpt

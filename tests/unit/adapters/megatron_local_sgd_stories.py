@@ -10,24 +10,16 @@ fp32: one in a hundred million.
 from __future__ import annotations
 
 import functools
-import importlib
-import json
 from contextlib import ExitStack
 from dataclasses import replace
-from tempfile import NamedTemporaryFile
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import numpy as np
-from megatron_gangs import BF16, INTERLEAVED, OVERLAPPED, SHARDED, gang_job, large, norms_over_sequences, refused
+from megatron_gangs import BF16, INTERLEAVED, OVERLAPPED, SHARDED, gang_job, large, norms_over_sequences
 from megatron_simulated import Simulated, copied, whole
 
-from ft_plugins.adapters.megatron import reducing
 from ft_plugins.config import Config, launch_context
-from ft_plugins.errors import FtError
-from ft_plugins.model.reduction import ReducedOver
 from ft_plugins.session import attach
-from ft_plugins.systems.local_sgd import local_sgd
 from harness.gang import gang
 
 STEPS, TAU, SAMPLES = 7, 2, 4  # three synchronisations, and an iteration behind the last one; samples an iteration
@@ -40,7 +32,7 @@ GATHERED = [*OVERLAPPED, "--overlap-param-gather"]
 
 class Case(NamedTuple):
     """A job of 8 ranks: two pipeline stages, two replicas of `members` data-parallel ranks each. `turns`: the modules
-    that DreamDDP averages in each iteration of a period. `wrong`: what is broken on purpose."""
+    that DreamDDP averages in each iteration of a period."""
 
     sync: dict[str, Any]
     apply: str
@@ -49,7 +41,6 @@ class Case(NamedTuple):
     members: int = 1
     tied: bool = True
     sequence_parallel: bool = False
-    wrong: str = ""
     turns: tuple[frozenset[str], ...] = ()
 
     @property
@@ -139,7 +130,6 @@ def _train(rank: int, world: int, case: Case) -> dict[str, Any]:
     with ExitStack() as stack:
         stack.enter_context(norms_over_sequences())
         job = stack.enter_context(gang_job(rank, world, *case.words(True), **case.more))
-        _break(stack, case.wrong)
         context = replace(launch_context(), rank=rank, world_size=world)
         session = attach(job.host(), Config.from_json({"sync": case.keys}), context)
         events: list[Any] = []
@@ -160,35 +150,6 @@ def _train(rank: int, world: int, case: Case) -> dict[str, Any]:
                 for one in synchronised
             ],
         }  # fmt: skip
-
-
-def _break(stack: ExitStack, wrong: str) -> None:
-    def exchange(place: Any, name: str, value: Any) -> None:
-        stack.enter_context(patch.object(place, name, value))
-
-    plan, over = local_sgd.plan_modules, local_sgd.LocalSgdPolicy.reduced_over
-    if wrong == "divided":  # by the replicas of the job, of which one is summed
-        exchange(reducing, "local_factor", lambda factor, *more: factor)
-    elif wrong == "chunk reduced":  # its gradients over all replicas
-        change, prepare = reducing.BucketReduction.reduce_over, reducing.MegatronReduction.prepare_reduction
-        last: set[int] = set()
-
-        def reduce_over(self: Any, replicas: ReducedOver) -> None:
-            change(self, ReducedOver.ALL if id(self.bucket_group) in last else replicas)
-
-        def prepare_reduction(host: Any) -> None:
-            prepare(host)
-            last.update(map(id, host.chunks[-1].bucket_groups))
-
-        exchange(reducing.BucketReduction, "reduce_over", reduce_over)
-        exchange(reducing.MegatronReduction, "prepare_reduction", prepare_reduction)
-    elif wrong == "chunk left out":  # of synchronisations: its layers
-        exchange(local_sgd, "plan_modules", lambda *given: tuple(one for one in plan(*given) if one.name != "layer 3"))
-    elif wrong == "embedding":  # the stages' gradients of a tied embedding are not summed
-        finalizing = importlib.import_module("megatron.core.distributed.finalize_model_grads")
-        exchange(finalizing, "_allreduce_word_embedding_grads", lambda *given, **keys: None)
-    elif wrong == "all":
-        exchange(local_sgd.LocalSgdPolicy, "reduced_over", lambda policy, step: over(policy, 0))
 
 
 # ---- the comparison
@@ -262,48 +223,3 @@ def it_equals_replicas_in_turn_in_every_mode() -> None:
 @large
 def it_equals_replicas_in_turn_when_layers_are_averaged_in_different_iterations() -> None:
     _require_equal(LAYERED)
-
-
-def it_would_see_a_wrong_reduction() -> None:
-    """Each is seen at the first synchronisation at the latest."""
-    tied, interleaved = "fp32, edit", "fp32, interleaved, overlap, edit"
-    wrongs = {
-        "divided": tied,
-        "embedding": tied,
-        "all": tied,
-        "chunk reduced": interleaved,
-        "chunk left out": interleaved,
-    }
-    known = FORWARD | SHARDS
-    jobs = gang(_trained, 8, [known[name]._replace(wrong=wrong) for wrong, name in wrongs.items()], seconds=200.0)
-    for (wrong, name), found in zip(wrongs.items(), zip(*jobs, strict=True), strict=True):
-        difference = _difference(list(found), _expected(tuple(FORWARD))[name], known[name])
-        assert difference is not None and difference[0] <= TAU + 1, (wrong, difference)
-
-
-# ---- refusals
-
-REFUSED: dict[str, dict[str, Any]] = {  # by a part of the message
-    "updates all layers together, after the whole backward; choose average_first": {"h": 2, "order": "update_first"},
-    "--sync-h 3: expected at most 2, because no pipeline stage has more than 2 layers": {"h": 3},
-    "profile of another model: expected 4 layers, found 2 layers; profile this model": {"h": 2, "profile": ""},
-}
-
-
-def _refuses(rank: int, world: int, profile: str) -> None:
-    context = replace(launch_context(), rank=rank, world_size=world)
-    for message, keys in REFUSED.items():
-        sync = {"policy": "dreamddp", **keys, **({"profile": profile} if "profile" in keys else {})}
-        with gang_job(rank, world, "--pp", "2", "--global-batch", "4") as job:
-            start = functools.partial(attach, job.host(), Config.from_json({"sync": sync}), context)
-            said = refused(FtError, start)
-        assert message in said and "\n" not in said, said
-
-
-def it_refuses_layers_that_cannot_be_averaged_apart_in_one_line() -> None:
-    times = {"forward_seconds": 1.0, "backward_seconds": 5.0, "communication_seconds": 1.0, "bytes": 4}
-    layers = [{"name": name, **times} for name in ("layer 1", "layer 2")]
-    with NamedTemporaryFile("w", suffix=".json") as file:
-        json.dump({"version": 1, "replicas": 2, "layers": layers}, file)
-        file.flush()
-        gang(_refuses, 4, file.name, seconds=100.0)

@@ -1,17 +1,13 @@
-"""Stories about what a Megatron job has between two updates, one rank each: told as `megatron_stories` are."""
+"""Stories about what a Megatron job has between two updates, one rank each; see `gang_stories`."""
 
 from __future__ import annotations
 
 import functools
-import sys
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 from megatron.core import parallel_state, rerun_state_machine
-from megatron_stories import SHARDED_BF16, SMALL, job, refused, tell
+from megatron_stories import SHARDED_BF16, job, refused
 
 from ft_plugins.adapters.megatron.core import MegatronCoreHost
 from ft_plugins.errors import ReplicaError, UnsupportedError
@@ -19,7 +15,6 @@ from ft_plugins.model.digest import state_digest
 from ft_plugins.model.host import ReplicaOperations
 from ft_plugins.model.inventory import Role
 
-assert SMALL
 KINDS: tuple[list[str], ...] = (
     [], ["--bf16"], SHARDED_BF16, ["--distributed-optimizer"], ["--bf16", "--overlap-grad-reduce"],
 )  # fmt: skip
@@ -31,10 +26,7 @@ class Wrong:
     def __init__(self, host: MegatronCoreHost, at: int) -> None:
         self.host, self.at = host, at
 
-    def iteration_begin(self, step: int) -> None: ...
     def after_update(self, step: int) -> None: ...
-    def iteration_end(self, step: int) -> None: ...
-    def shutdown(self) -> None: ...
 
     def before_update(self, step: int) -> None:
         torch.rand(3)  # of the loop's own, which go on behind it
@@ -279,7 +271,3 @@ def it_shows_own_gradients_before_they_are_reduced_once_an_iteration_or_refuses_
     overlapped = job("--overlap-grad-reduce").host()
     message = refused(UnsupportedError, lambda: overlapped.before_reduction(lambda step, own: None))
     assert "--overlap-grad-reduce" in message
-
-
-if __name__ == "__main__":
-    tell(dict(globals()))

@@ -2,17 +2,12 @@
 
 The reference has no session, and reads nothing of a host. It walks Megatron's own optimizers, so a model chunk that the
 host leaves out is not left out here. Between two iterations of different replicas it exchanges the random generators.
-What a synchronisation does is written from the paper (EDiT, Algorithm 2; Lin et al. for the mean):
-
-    G_i = |theta_i - anchor| over a module, each parameter once         outlier: (G - mean) / deviation > threshold
-    weights softmax(-G) of the others                                   clip: the mean change to a norm of at most phi
-    anchor <- torch's SGD (Nesterov), whose gradient is anchor - target
-
+What a synchronisation does is in `local_sgd_reference`;
 and from DreamDDP, with average first: some modules in each iteration, x <- mean(x) - lr g, where all replicas' x are
 those before the iteration. In an iteration after whose update all modules are synchronised there is nothing else.
 
 Sums of squares are exact here and in another order in the product: weights and factors may differ in the last bit of
-float64. The mean is rounded to fp32 before it is clipped, because that is what ranks send to each other.
+float64.
 """
 
 from __future__ import annotations
@@ -27,13 +22,13 @@ import gpt_job
 import numpy as np
 import torch
 import torch.distributed as dist
+from local_sgd_reference import Reference, mean_of
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron_gangs import GangJob, gang_job
 
 from ft_plugins.adapters.megatron.replay import restore_rng, rng_state
 
-LR, MOMENTUM = 0.8, 0.85  # of edit
 Values = dict[str, np.ndarray]
 
 
@@ -104,6 +99,10 @@ def whole(job: GangJob) -> Values:
         }
 
 
+def _values(job: GangJob) -> dict[str, torch.Tensor]:
+    return {name: part.values for name, part in parts(job).items()}
+
+
 class Simulated:
     """This rank's part of two replicas. `sync`: the keys of the policy; `members`: data-parallel ranks of a replica;
     `turns`: the modules that DreamDDP averages in each iteration of a period."""
@@ -126,9 +125,8 @@ class Simulated:
             if turns or sync["apply"] == "update":
                 job.optimizer.step = self._late(job, job.optimizer.step)
         self._generators = [rng_state() for _ in self.jobs]
-        self.anchors = {name: torch.nn.Parameter(part.values.clone()) for name, part in parts(self.jobs[0]).items()}
-        self._outer = torch.optim.SGD(self.anchors.values(), lr=LR, momentum=MOMENTUM, nesterov=True)
-        self._statistics: dict[tuple[str, int], tuple[float, float, int]] = {}
+        modules = {name: part.module for name, part in parts(self.jobs[0]).items()}
+        self._reference = Reference(sync, _values(self.jobs[0]), modules, self._norms)
         self._pending: set[int] = set()
         self._turns, self._averages = turns, False  # whether any rank averages in this iteration
         self._means: dict[str, torch.Tensor] = {}
@@ -157,7 +155,8 @@ class Simulated:
                 found[replica]["norms"].append(job.train_step(skip=lambda: None)["grad_norm"])
                 self._generators[replica] = rng_state()
             if step % self._sync["tau"] == 0:
-                left_out, clipped = self._combine()
+                left_out, clipped = self._reference.combine([_values(job) for job in self.jobs])
+                self._pending = set(range(len(self.jobs)))
                 for one in found:
                     one["left_out"].append(left_out)
                     one["clipped"].append(clipped)
@@ -179,53 +178,11 @@ class Simulated:
         due = self._turns[(step - 1) % len(self._turns)] if step % self._sync["tau"] else set()
         one, other = (parts(job) for job in self.jobs)
         self._averages = bool(due)
-        self._means = {
-            name: ((part.values.double() + other[name].values.double()) / 2).float()
-            for name, part in one.items()
-            if part.module in due
-        }
+        due_parts = {name: part.values for name, part in one.items() if part.module in due}
+        self._means = {name: mean_of([values, other[name].values]) for name, values in due_parts.items()}
 
-    # ---- one synchronisation ----
-
-    def _combine(self) -> tuple[dict[str, list[int]], dict[str, float]]:
-        """Move the anchors. Returns the replicas that were left out, and factors of clipped means, by module."""
-        own, judged = parts(self.jobs[0]), self._sync["policy"] == "edit"
-        values = [{name: part.values.double() for name, part in parts(job).items()} for job in self.jobs]
-        norms = [self._norms(self._changes(one)) for one in values]
-        weights = {module: self._weights(module, [one[module] for one in norms]) for module in sorted(norms[0])}
-        means = {}
-        for name, part in own.items():
-            rows = zip(weights[part.module], (one[name] for one in values), strict=True)
-            if judged and any(weights[part.module]):
-                means[name] = sum(weight * value for weight, value in rows).float()  # type: ignore[union-attr]
-            elif not judged:
-                means[name] = (sum(value for _, value in rows) / 2).float()  # type: ignore[union-attr]
-        lengths = self._norms(self._changes({name: mean.double() for name, mean in means.items()}))
-        factors = {
-            module: min(1.0, self._sync.get("clip", math.inf) / (length + 1e-6)) for module, length in lengths.items()
-        }
-        for name, anchor in self.anchors.items():
-            anchor.grad = None  # a module that goes back is not stepped
-            if name in means and judged:
-                before, factor = anchor.detach().double(), factors.get(own[name].module, 1.0)
-                target = means[name] if factor == 1.0 else (before + factor * (means[name].double() - before)).float()
-                anchor.grad = anchor.detach() - target
-            elif name in means:
-                anchor.data.copy_(means[name])
-        self._outer.step()
-        self._pending = set(range(len(self.jobs)))
-        held = {part.module for part in own.values()}
-        left_out = {name: [one for one, weight in enumerate(those) if not weight] for name, those in weights.items()}
-        return (
-            {name: those for name, those in left_out.items() if those and name in held},
-            {name: factor for name, factor in factors.items() if factor < 1 and name in held},
-        )
-
-    def _changes(self, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: value - self.anchors[name].detach().double() for name, value in values.items()}
-
-    def _norms(self, changes: dict[str, torch.Tensor]) -> dict[str, float]:
-        """By module, over all ranks; none without a penalty."""
+    def _norms(self, changes: Mapping[str, torch.Tensor]) -> dict[str, float]:
+        """By module, over all ranks."""
         own: dict[str, list[float]] = {}
         for name, part in parts(self.jobs[0]).items():
             if name in changes and part.counts:
@@ -235,24 +192,6 @@ class Simulated:
         names = {name for row in rows for name in row}
         return {name: math.sqrt(math.fsum(one for row in rows for one in row.get(name, ()))) for name in names}
 
-    def _weights(self, module: str, norms: list[float]) -> list[float]:
-        """Of the replicas; 0 for outliers."""
-        if self._sync["policy"] != "edit":
-            return [0.5, 0.5]
-        sound = {one: norm for one, norm in enumerate(norms) if not self._outlier(module, one, norm)}
-        for one, norm in (sound or dict(enumerate(norms))).items():
-            mean, deviation, count = self._statistics.get((module, one), (norm, 0.0, 0))
-            alpha, mean = self._sync["alpha"], mean + self._sync["alpha"] * (norm - mean)
-            deviation = math.sqrt((1 - alpha) * deviation**2 + alpha * (norm - mean) ** 2)
-            self._statistics[module, one] = mean, deviation, count + 1
-        powers = {one: math.exp(min(sound.values()) - norm) for one, norm in sound.items()}
-        return [powers.get(one, 0.0) / sum(powers.values()) if powers else 0.0 for one in range(len(norms))]
-
-    def _outlier(self, module: str, replica: int, norm: float) -> bool:
-        mean, deviation, count = self._statistics.get((module, replica), (0.0, 0.0, 0))
-        judged = count >= self._sync["penalty_warmup"] and deviation > 0
-        return judged and (norm - mean) / deviation > self._sync["threshold"]
-
     @torch.no_grad()
     def _write(self, job: GangJob) -> None:
         """The anchors become this replica's parameters, if a synchronisation is still to be applied."""
@@ -260,7 +199,7 @@ class Simulated:
         if replica not in self._pending:
             return
         self._pending.remove(replica)
-        self._put(job, self.anchors)
+        self._put(job, self._reference.anchors)
 
     @torch.no_grad()
     def _put(self, job: GangJob, values: Mapping[str, torch.Tensor]) -> None:

@@ -1,24 +1,13 @@
-"""Stories about the Megatron host, one rank each, told in a process of their own: the device shim changes torch.
-
-Run as a program: every function below that begins with `it_` runs in a fork of one parent that has imported Megatron.
-Printed is a JSON object, story -> traceback, null for one that held.
-"""
+"""Stories about the Megatron host, one rank each; see `gang_stories`."""
 
 from __future__ import annotations
 
 import json
-import os
-import sys
-import traceback
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "launch" / "examples"))
-
 import megatron_gpt
 import torch
-import torch.distributed as dist
 from gpt_job import Job
 from megatron.core import num_microbatches_calculator as calculator
 from megatron.core import parallel_state
@@ -34,7 +23,6 @@ from ft_plugins.errors import FtError, InventoryError, ResumeError, TopologyErro
 from ft_plugins.model.digest import state_digest
 from ft_plugins.model.inventory import IterationSpan, Role
 from ft_plugins.model.topology import Topology
-from ft_plugins.rehearse.ports import free_port
 from ft_plugins.snapshot.capture import codec
 
 SMALL = ["--layers", "2", "--hidden", "16", "--heads", "2", "--sequence", "16", "--global-batch", "4", "--warmup", "1"]
@@ -46,10 +34,6 @@ class Recorded:
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int]] = []
-
-    def iteration_begin(self, step: int) -> None: ...
-    def iteration_end(self, step: int) -> None: ...
-    def shutdown(self) -> None: ...
 
     def before_update(self, step: int) -> None:
         self.calls.append(("before", step))
@@ -328,35 +312,3 @@ def it_takes_experts_for_replicas_over_expert_data_parallelism() -> None:
     dense, expert = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1))
     expert.allreduce = False  # as Megatron marks them
     assert (host._replicas(dense), host._replicas(expert)) == ((0, 1, 2, 3), (0, 2))
-
-
-def told(story: Any) -> str | None:
-    """The traceback of a story that did not hold, in a fork."""
-    out, into = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        text = ""
-        try:
-            os.environ["MASTER_PORT"] = str(free_port())
-            dist.init_process_group("gloo", rank=0, world_size=1)
-            story()
-        except BaseException:
-            text = traceback.format_exc()
-        os.write(into, text.encode()[-20_000:])
-        os._exit(0)
-    os.close(into)
-    with open(out) as reader:
-        text = reader.read()
-    _, status = os.waitpid(pid, 0)
-    return text or (f"ended with status {status}" if status else None)
-
-
-def tell(stories: dict[str, Any]) -> None:
-    """Tell every story among `stories`, print the outcomes."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-    torch.set_num_threads(1)
-    print(json.dumps({name: told(story) for name, story in stories.items() if name.startswith("it_")}))
-
-
-if __name__ == "__main__":
-    tell(dict(globals()))

@@ -1,13 +1,9 @@
-"""Stories about what the Megatron host says of Megatron's own checkpoints; told like those of `megatron_stories`."""
+"""Stories about what the Megatron host says of Megatron's own checkpoints; see `gang_stories`."""
 
 from __future__ import annotations
 
 import functools
-import sys
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "launch" / "examples"))
 
 import gpt_job
 import torch
@@ -15,7 +11,7 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory, apply_factories
 from megatron.core.utils import unwrap_model
-from megatron_stories import SHARDED_BF16, job, tell, trained
+from megatron_stories import SHARDED_BF16, job, trained
 
 from ft_plugins.adapters.megatron.assembly import assemble
 from ft_plugins.snapshot.checkpoint.index import Index
@@ -131,7 +127,3 @@ def it_keeps_what_is_no_tensor() -> None:
     assert names["optimizers"] == ["float16"]
     assert names["arguments"] is None, "a loop of its own has none"
     assert {tuple(told["value"]) for told in names["objects"]} == {("value", "c0")}, "None, in msgpack"
-
-
-if __name__ == "__main__":
-    tell(globals())

@@ -35,12 +35,6 @@ def taken(source: object, count: int) -> torch.Tensor:
     return torch.cat([next(source)[0] for _ in range(count)])  # type: ignore[call-overload]
 
 
-def test_labels_are_the_tokens_one_byte_on(byte_text: ModuleType) -> None:
-    tokens, labels = next(sampler(byte_text))
-    assert tokens.shape == labels.shape == (2, 8)
-    assert torch.equal(tokens + 1, labels)
-
-
 def test_a_restored_position_continues_the_same_order_over_the_end_of_an_epoch(byte_text: ModuleType) -> None:
     whole = taken(sampler(byte_text), 40)  # 31 windows: more than two epochs
     for position in (0, 14, 30, 62):
@@ -68,16 +62,6 @@ def test_skipping_moves_as_far_as_reading(byte_text: ModuleType) -> None:
     skipped.skip(5)
     assert read.position == skipped.position
     assert torch.equal(taken(read, 2), taken(skipped, 2))
-
-
-def test_another_seed_is_another_order(byte_text: ModuleType) -> None:
-    assert not torch.equal(taken(sampler(byte_text), 5), taken(sampler(byte_text, seed=2), 5))
-
-
-def test_the_standard_library_is_bounded_and_the_same_every_time(byte_text: ModuleType) -> None:
-    first, second = byte_text.Text.read(None), byte_text.Text.read(None)
-    assert first.fingerprint() == second.fingerprint()
-    assert 1 << 20 < len(first.content) <= byte_text.STANDARD_LIBRARY_BYTES
 
 
 @pytest.mark.parametrize(("content", "complaint"), [(None, "no such file"), (b"", "is empty"), (b"short", "too few")])

@@ -38,20 +38,3 @@ def test_an_export_is_what_deepspeed_would_have_saved(found: dict[str, list[str]
 def test_what_deepspeed_itself_cannot_load_is_not_told(found: dict[str, list[str]]) -> None:
     (problem,) = found["pipeline bf16 zero0"]
     assert "cannot load its own checkpoints of bf16 without ZeRO" in problem
-
-
-WITHOUT = """
-import sys
-sys.modules["deepspeed"] = None  # as where it is not installed
-from ft_plugins.adapters.deepspeed import export
-from ft_plugins.errors import UnsupportedError
-try:
-    export.export(None, None)
-except UnsupportedError as error:
-    print(error)
-"""
-
-
-def test_where_deepspeed_is_not_installed_that_is_said() -> None:
-    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=120)
-    assert "deepspeed is not installed here: pip install 'ft_plugins[deepspeed]'" in done.stdout, done.stderr

@@ -16,22 +16,10 @@ from torch.utils.data import DataLoader, RandomSampler  # noqa: E402
 
 from ft_plugins.adapters.data.loaders import generator_states, set_generator_states
 from ft_plugins.adapters.deepspeed.position import Positions  # noqa: E402
+from ft_plugins.adapters.script.script_hooks import around  # noqa: E402
 from ft_plugins.errors import ResumeError  # noqa: E402
 from ft_plugins.snapshot.capture import codec  # noqa: E402
-
-
-class Numbers(torch.utils.data.Dataset):
-    """0 to 19, that count how often they were loaded."""
-
-    def __init__(self) -> None:
-        self.loaded = 0
-
-    def __len__(self) -> int:
-        return 20
-
-    def __getitem__(self, index: int) -> int:
-        self.loaded += 1
-        return index
+from tests.unit.adapters.test_deepspeed_loaders import Numbers  # noqa: E402
 
 
 class Followed:
@@ -194,7 +182,7 @@ def test_an_iterator_around_a_loader_that_is_shuffled_again_is_refused(
 ) -> None:
     def source(followed: Followed) -> Iterator[torch.Tensor]:
         own = torch.Generator().manual_seed(3) if kind == "generator of its own" else None
-        iterating = followed.positions._passes._iterating(DataLoader.__iter__)
+        iterating = around(followed.positions._passes._iterating)(DataLoader.__iter__)
         loader: Any = type("Own", (DataLoader,), {"__iter__": iterating})(
             followed.data, 4, shuffle=kind != "sequential", generator=own
         )

@@ -7,11 +7,9 @@ of its own if DeepSpeed did not broadcast those of the first one.
 
 from __future__ import annotations
 
-import os
-import sys
+import functools
 from collections.abc import Iterator
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -22,13 +20,12 @@ from torch import nn
 
 pytest.importorskip("deepspeed")
 
-sys.path.insert(0, str(Path(__file__).parent))
-from edge_log import EdgeLog, backward, forward  # noqa: E402
 
-from ft_plugins.adapters.deepspeed import prepare  # noqa: E402
 from ft_plugins.adapters.deepspeed.shard_groups import ReplicaBuild  # noqa: E402
 from ft_plugins.model.reduction import ReducedOver, ReductionControl  # noqa: E402
 from harness.gang import gang  # noqa: E402
+from tests.unit.adapters import deepspeed_engines as engines  # noqa: E402
+from tests.unit.adapters.edge_log import EdgeLog, backward, forward
 
 ALL, LOCAL = ReducedOver.ALL, ReducedOver.LOCAL
 STEPS, ACCUMULATED, MICRO = 4, 2, 3
@@ -69,6 +66,7 @@ WIDE = {  # 8 ranks
     "pipeline, zero1, replicas of 2": Mode(1, "fp32", 2, False, pp=2),
     "pipeline, bf16 zero1, replicas of 2": Mode(1, "bf16", 2, True, "fp32", pp=2),
 }
+SETS = (PLAIN, PIPELINES, WIDE)
 MODES = PLAIN | PIPELINES | WIDE
 
 
@@ -119,14 +117,8 @@ def batches(place: int, step: int, dtype: torch.dtype) -> Iterator[Any]:
 
 
 def start(rank: int, world: int) -> None:
-    """Import and initialise DeepSpeed on this rank."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    prepare()
-    import deepspeed
-
-    deepspeed.init_distributed("gloo")
-    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True  # slow on a CPU, but the same code
+    """DeepSpeed on this rank, with fp16: slow on a CPU, but the same code."""
+    engines.start(rank, world).accelerator.get_accelerator().is_fp16_supported = lambda: True
 
 
 def jobs(rank: int, world: int, runs: list[tuple[str, ReducedOver | None, int]]) -> list[Any]:
@@ -235,25 +227,15 @@ class Jobs:
         return self._alone[name, None, replica][stage * mode.inner + at]
 
 
-@pytest.fixture(scope="module")
-def plain() -> Jobs:
-    return Jobs(PLAIN, 4)
-
-
-@pytest.fixture(scope="module")
-def pipelines() -> Jobs:
-    return Jobs(PIPELINES, 4)
-
-
-@pytest.fixture(scope="module")
-def wide() -> Jobs:
-    return Jobs(WIDE, 8)
+@functools.cache
+def ran(number: int) -> Jobs:
+    """The jobs of all modes of a set, each run once."""
+    return Jobs(SETS[number], 4 if number < 2 else 8)
 
 
 @pytest.fixture
-def trained(request: pytest.FixtureRequest, name: str) -> Jobs:
-    of: Jobs = request.getfixturevalue("plain" if name in PLAIN else "pipelines" if name in PIPELINES else "wide")
-    return of
+def trained(name: str) -> Jobs:
+    return ran(next(number for number, modes in enumerate(SETS) if name in modes))
 
 
 every = pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def test_a_rank_that_joined_leaves_if_protection_does_not_start(where: str, monk
     settings = {"ft_plugins": {"reft": {}}}
     engine = SimpleNamespace(_config=SimpleNamespace(_param_dict=settings))
     with pytest.raises(ResumeError):
-        EngineHooks(join)._initializing(lambda config=None: (engine,))(config=settings)
+        EngineHooks(join).initialize(lambda config=None: (engine,), config=settings)
     assert left == [False]
 
 
@@ -90,7 +90,7 @@ def test_a_job_that_cannot_be_protected_is_refused_before_its_engine_is_built(mo
     monkeypatch.setattr(training, "require_own_loop", refuse)
     monkeypatch.setattr(training, "launch_context", lambda: SimpleNamespace(config=Config(), run_dir=None))
     with pytest.raises(UnsupportedError, match="another library"):
-        EngineHooks()._initializing(lambda config=None: built.append("engine"))(config={"ft_plugins": {"reft": {}}})
+        EngineHooks().initialize(lambda config=None: built.append("engine"), config={"ft_plugins": {"reft": {}}})
     assert built == []
 
 
@@ -115,9 +115,9 @@ def test_settings_that_cannot_be_protected_are_refused_before_an_engine_is_built
         built.append("engine")
 
     with pytest.raises(UnsupportedError, match=re.escape(named) + ".*Drop the option, or remove the block"):
-        EngineHooks()._initializing(initialize)(config={"ft_plugins": {"reft": {}}, **settings}, optimizer=optimizer)
+        EngineHooks().initialize(initialize, config={"ft_plugins": {"reft": {}}, **settings}, optimizer=optimizer)
     assert built == []
     harmless = {"offload_optimizer": {"device": "none"}}
     with pytest.raises(TypeError):  # it goes on to what this function does not return
-        EngineHooks()._initializing(initialize)(config={"ft_plugins": {"reft": {}}, "zero_optimization": harmless})
+        EngineHooks().initialize(initialize, config={"ft_plugins": {"reft": {}}, "zero_optimization": harmless})
     assert built == ["engine"]

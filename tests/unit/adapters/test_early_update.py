@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from ft_plugins.adapters.torch.early_update import EarlyUpdate, early_refusal
-from ft_plugins.errors import StateChangedError
+from ft_plugins.adapters.torch.fsdp import FsdpHost
+from ft_plugins.errors import StateChangedError, UnsupportedError
+from ft_plugins.systems.local_sgd.layered import LayeredAveraging
 
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01),
@@ -168,3 +171,18 @@ def test_optimizers_that_look_at_all_parameters_are_refused():
     assert early_refusal(torch.optim.SGD(parameters, lr=1)) == ""
     assert early_refusal(torch.optim.LBFGS(parameters)).startswith("LBFGS may update a parameter by more than")
     assert early_refusal(Own(parameters, lr=1)).startswith("Own may update")
+
+
+@pytest.mark.parametrize(
+    ("host", "why"),
+    [
+        (SimpleNamespace(framework="DeepSpeed 0.19.8"), "DeepSpeed 0.19.8 updates all layers together, after the"),
+        (FsdpHost.__new__(FsdpHost), "fully_shard completes the gradients of shards at the end of the backward"),
+    ],
+    ids=["engine", "fsdp"],
+)
+def test_where_modules_cannot_be_updated_early_that_order_is_refused(host, why):
+    averaging = LayeredAveraging.__new__(LayeredAveraging)
+    averaging._config = SimpleNamespace(order="update_first")
+    with pytest.raises(UnsupportedError, match=f"--sync-order update_first: {why}.*; choose average_first"):
+        averaging._order(host)

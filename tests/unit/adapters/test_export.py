@@ -142,8 +142,9 @@ def test_tensors_are_held_no_longer_than_their_file(tmp_path: Path) -> None:
 
 WITHOUT = """
 import sys
-sys.modules["megatron"] = None  # as where it is not installed
-from ft_plugins.adapters.megatron import export
+sys.modules[sys.argv[1]] = None  # as where it is not installed
+from importlib import import_module
+export = import_module(f"ft_plugins.adapters.{sys.argv[1]}.export")
 from ft_plugins.errors import UnsupportedError
 try:
     export.export(None, None)
@@ -152,9 +153,10 @@ except UnsupportedError as error:
 """
 
 
-def test_where_megatron_is_not_installed_that_is_said() -> None:
-    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=120)
-    assert "megatron-core is not installed here; pip install 'ft_plugins[megatron]'" in done.stdout, done.stderr
+@pytest.mark.parametrize(("extra", "package"), [("megatron", "megatron-core"), ("deepspeed", "deepspeed")])
+def test_where_the_framework_is_not_installed_that_is_said(extra: str, package: str) -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT, extra], capture_output=True, text=True, timeout=120)
+    assert f"{package} is not installed here: pip install 'ft_plugins[{extra}]'" in done.stdout, done.stderr
 
 
 # ---- the target ----

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as checkpoint
 
-from ft_plugins.adapters.forward_edges import follow_forwards, follow_saving
+from ft_plugins.adapters.forward_edges import Saving, follow_forwards
 from ft_plugins.model.progress import WorkPhase
 
 INPUT = torch.ones(1, 2)
@@ -85,14 +85,15 @@ def test_saving_is_a_phase_of_the_training_thread_alone() -> None:
     progress = Recorded()
     called: list[object] = []
     owner = SimpleNamespace(save=lambda *args, **kwargs: called.append((args, kwargs)) or "saved", other=1)
-    follow_saving(owner, ("save", "other", "absent"), progress)
+    saving = Saving(progress)
+    saving.follow(owner, ("save", "other", "absent"))
     assert owner.save(1, to=2) == "saved" and called == [((1,), {"to": 2})]
     assert progress.phases == [WorkPhase.SAVING, WorkPhase.AFTER_UPDATE] and owner.other == 1
     thread = threading.Thread(target=owner.save)
     thread.start()
     thread.join()
     assert len(called) == 2 and len(progress.phases) == 2
-    follow_saving(None, ("save",), progress)
+    saving.follow(None, ("save",))
 
 
 def test_saving_that_saves_by_another_followed_function_ends_with_the_outer_one() -> None:
@@ -100,8 +101,9 @@ def test_saving_that_saves_by_another_followed_function_ends_with_the_outer_one(
     progress = Recorded()
     inner = SimpleNamespace(save=lambda: None)
     outer = SimpleNamespace(save=lambda: [inner.save(), inner.save(), progress.phases.append(WorkPhase.STARTING)])
-    follow_saving(inner, ("save",), progress)
-    follow_saving(outer, ("save",), progress)
+    saving = Saving(progress)
+    saving.follow(inner, ("save",))
+    saving.follow(outer, ("save",))
     outer.save()
     assert progress.phases == [WorkPhase.SAVING, WorkPhase.STARTING, WorkPhase.AFTER_UPDATE]
     inner.save()
@@ -117,9 +119,10 @@ def test_a_checkpoint_of_torch_is_a_save_until_it_is_on_the_disk(
         monkeypatch.setattr(owner, "save", owner.save)
     progress, save = Recorded(), checkpoint.save
     during: list[WorkPhase] = []
-    follow_saving(torch, ("save",), progress)
+    saving = Saving(progress)
+    saving.follow(torch, ("save",))
     if known:
-        follow_saving(checkpoint, ("save",), progress)
+        saving.follow(checkpoint, ("save",))
         save = checkpoint.save
     monkeypatch.setattr(os, "fsync", lambda descriptor: during.append(progress.phases[-1]))
     save({"one": torch.ones(3), "two": torch.ones(4)}, checkpoint_id=tmp_path / "saved", no_dist=True)
@@ -134,7 +137,7 @@ def test_an_error_while_saving_ends_the_phase_and_passes() -> None:
         raise OSError("full")
 
     owner = SimpleNamespace(save=save)
-    follow_saving(owner, ("save",), progress)
+    Saving(progress).follow(owner, ("save",))
     with pytest.raises(OSError, match="full"):
         owner.save()
     assert progress.phases == [WorkPhase.SAVING, WorkPhase.AFTER_UPDATE]

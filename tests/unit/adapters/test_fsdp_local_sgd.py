@@ -2,9 +2,9 @@
 
 The reference has neither FSDP nor the package: whole models, one for each replica; the batches of a replica's ranks one
 after another, the mean of their gradients, torch's optimizer. After an iteration that is a multiple of tau it combines
-the replicas by formulas of its own: NumPy's mean, the penalty as in the paper, torch's SGD as outer optimizer. Under
-DreamDDP it also writes means of some modules right before each update, taken of what replicas had before any of them
-was updated. Compared are the parameters with which each iteration's gradients were computed, and those at the end.
+the replicas (`local_sgd_reference`). Under DreamDDP it also writes means of some modules right before each update,
+taken of what replicas had before any of them was updated. Compared are the parameters with which each iteration's
+gradients were computed, and those at the end.
 
 Sizes do not divide: shards are uneven, and one is empty.
 """
@@ -25,12 +25,10 @@ from torch.distributed.fsdp import fully_shard
 from ft_plugins.adapters.host_parts import local_part
 from ft_plugins.adapters.torch.fsdp import FsdpHost
 from ft_plugins.config import Config, LaunchContext
-from ft_plugins.errors import ConfigError, FtError, UnsupportedError
 from ft_plugins.session import attach
-from ft_plugins.sync.layers import layers_job
 from ft_plugins.sync.rounds import synchronisation
-from ft_plugins.systems.local_sgd import layered, local_sgd
 from harness.gang import gang
+from tests.unit.adapters.local_sgd_reference import Reference, mean_of
 
 WORLD, TAU, STEPS = 4, 2, 7  # three synchronisations, and an iteration behind the last one
 SECONDS = 200.0
@@ -41,7 +39,6 @@ Verdict = tuple[int, str, str, int]  # iteration, what happened, module, replica
 POST = {"policy": "post_local_sgd"}
 DILOCO = {"policy": "diloco"}
 EDIT = {"policy": "edit", "penalty_warmup": 2, "alpha": 0.3, "threshold": 3.0, "clip": 0.04}
-OUTER = {"post_local_sgd": None, "dreamddp": None, "diloco": (0.7, 0.9), "edit": (0.8, 0.85)}  # rate and momentum
 EVEN = {"policy": "dreamddp", "h": 2, "schedule": "equal"}
 HALVES = ({"layers.2", "layers.1"}, {"layers.0", ""})  # of the modules, in the order of the backward
 
@@ -49,7 +46,7 @@ HALVES = ({"layers.2", "layers.1"}, {"layers.0", ""})  # of the modules, in the 
 class Case(NamedTuple):
     """A job of four ranks. `mesh`: replicas and shards of each. `bad`: the replica whose loss is multiplied in the
     iterations of the last synchronisation. `turns`: the modules that are averaged in each iteration of a period of
-    DreamDDP. `wrong`: what is broken on purpose."""
+    DreamDDP."""
 
     keys: Mapping[str, Any]
     apply: str
@@ -61,7 +58,6 @@ class Case(NamedTuple):
     tau: int = TAU
     eager: bool = False  # the root is resharded after its forward, and gathers the first layers early
     turns: Sequence[Set[str]] = ()
-    wrong: str = ""
 
     @property
     def sync(self) -> dict[str, Any]:
@@ -108,14 +104,6 @@ LAYERED = {
     "from a profile": Case(  # what hides is averaged in both iterations
         {"policy": "dreamddp", "h": 2}, "", warmup=1, tau=5, turns=({*PROFILE} - {""}, {*PROFILE})
     ),
-}
-WRONG = {
-    "the mean is divided by another size": CASES["diloco, forward"]._replace(wrong="divided"),
-    "a module is left out": CASES["diloco, wait"]._replace(wrong="left out"),
-    "gradients are reduced over all replicas": CASES["diloco, wait"]._replace(wrong="gradients"),
-    "norms are those of the first shard": CASES["edit, wait"]._replace(wrong="norms"),
-    "a module is left out of its turn": CASES["dreamddp"]._replace(wrong="turn"),
-    "modules are averaged after their update": CASES["dreamddp"]._replace(wrong="order"),
 }
 
 
@@ -189,7 +177,6 @@ def _trained(rank: int, world: int, case: Case, more: Mapping[str, Any]) -> tupl
     optimizer = optimizer_of(model, case.optimizer)
     events: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
-        break_on_purpose(patch, case.wrong)
         if more.get("offload"):  # tensors are in host memory anyway: copies of them stand for those on a device
             patch.setattr(synchronisation, "_on_device", lambda tensor, device: tensor.clone())
         host = FsdpHost(model, optimizer, mesh=mesh)
@@ -215,45 +202,12 @@ def shards_of(model: Any) -> Arrays:
     return {name: local_part(one).detach().numpy().copy() for name, one in model.named_parameters()}
 
 
-def break_on_purpose(patch: pytest.MonkeyPatch, wrong: str) -> None:
-    aggregate, plan, over = synchronisation.aggregate, local_sgd.plan_modules, local_sgd.LocalSgdPolicy.reduced_over
-    if wrong == "divided":  # by the ranks of the job instead of the replicas
-        patch.setattr(synchronisation, "aggregate", lambda values, how: aggregate(values, how) * 0.5)
-    elif wrong == "left out":
-        patch.setattr(local_sgd, "plan_modules", lambda *given: plan(*given)[:-1])
-    elif wrong == "gradients":
-        patch.setattr(local_sgd.LocalSgdPolicy, "reduced_over", lambda policy, step: over(policy, 0))
-    elif wrong == "norms":
-        gather = synchronisation.Links.all_gather
-
-        def of_first(links: Any, ranks: tuple[int, ...], own: torch.Tensor) -> torch.Tensor:
-            found = gather(links, ranks, own)
-            return found[:1] if own.dtype is torch.float64 and own.numel() == 1 else found  # sums of squares
-
-        patch.setattr(synchronisation.Links, "all_gather", of_first)
-    elif wrong == "turn":
-        due = layers_job.JobSchedule.due
-        patch.setattr(layers_job.JobSchedule, "due", lambda *given: due(*given)[:-1])
-    elif wrong == "order":
-        begin = layered.LayeredAveraging.iteration_begin
-
-        def iteration_begin(averaging: Any, step: int) -> None:
-            averaging.updates_first = True  # so nothing is exchanged before the update
-            begin(averaging, step)
-
-        patch.setattr(layered.LayeredAveraging, "iteration_begin", iteration_begin)
-
-
 # ---- the reference ----
 
 
 def simulated(rank: int, world: int, cases: list[Case]) -> list[Any]:
     """For each case, by replica: its parameters in each iteration and at the end. And what was judged."""
     return [Simulation(case).run() for case in cases]
-
-
-def flat(arrays: Arrays, names: list[str]) -> np.ndarray:
-    return np.concatenate([arrays[name].reshape(-1) for name in names])
 
 
 class Simulation:
@@ -265,7 +219,6 @@ class Simulation:
         self.models = [Net(case.tied) for _ in range(replicas)]
         self.optimizers = [optimizer_of(model, case.optimizer) for model in self.models]
         self.used: list[list[Arrays]] = [[] for _ in self.models]
-        self.statistics: dict[tuple[str, int], tuple[float, float, int]] = {}
         self.judged: list[Verdict] = []
         self.remember()
 
@@ -277,11 +230,8 @@ class Simulation:
 
     def remember(self) -> None:
         """The anchors, and the outer optimizer over them."""
-        self.anchors = {name: torch.nn.Parameter(one.detach().clone()) for name, one in self.parameters(0).items()}
-        outer = OUTER[self.case.keys["policy"]]
-        self.outer = None
-        if outer is not None:
-            self.outer = torch.optim.SGD(self.anchors.values(), lr=outer[0], momentum=outer[1], nesterov=True)
+        start = self.parameters(0)
+        self.reference = Reference(self.case.keys, start, {name: module_of(name) for name in start})
 
     def run(self) -> Any:
         case, pending = self.case, False
@@ -321,73 +271,27 @@ class Simulation:
 
     def average(self, modules: Set[str]) -> None:
         """All replicas get the means of these modules; no gradient changes."""
-        for name in [name for name in self.anchors if module_of(name) in modules]:
-            values = np.stack([self.arrays(replica)[name].astype(np.float64) for replica in range(self.size)])
-            mean = torch.from_numpy(values.mean(0).astype(np.float32))
-            for replica in range(self.size):
-                self.parameters(replica)[name].data.copy_(mean)
+        for name in [name for name in self.reference.anchors if module_of(name) in modules]:
+            same = [self.parameters(replica)[name] for replica in range(self.size)]
+            mean = mean_of(same)
+            for one in same:
+                one.data.copy_(mean)
 
     def combine(self, step: int) -> None:
-        """Move the anchors. A module that is rolled back is not stepped, so its anchors have no gradient."""
-        modules: dict[str, list[str]] = {}
-        for name in self.anchors:
-            modules.setdefault(module_of(name), []).append(name)
-        for module, names in modules.items():
-            anchor = flat({name: one.detach().numpy() for name, one in self.anchors.items()}, names)
-            values = np.stack([flat(self.arrays(replica), names) for replica in range(self.size)])
-            if "clip" in self.case.keys:
-                target = self.penalised(step, module, values.astype(np.float64), anchor.astype(np.float64))
-            else:
-                target = values.astype(np.float64).mean(0)
-            if target is None:
-                for name in names:
-                    self.anchors[name].grad = None
-                continue
-            parts = np.split(target.astype(np.float32), np.cumsum([self.anchors[name].numel() for name in names])[:-1])
-            for name, part in zip(names, parts, strict=True):
-                mean = torch.from_numpy(part.copy()).view_as(self.anchors[name])
-                if self.outer is None:
-                    self.anchors[name].data.copy_(mean)
-                else:
-                    self.anchors[name].grad = self.anchors[name].data - mean
-        if self.outer is not None:
-            self.outer.step()
+        left_out, clipped = self.reference.combine([self.parameters(replica) for replica in range(self.size)])
+        for module, those in left_out.items():
+            self.judged += [(step, "left out", module, replica) for replica in those]
+            self.judged += [(step, "rolled back", module, 0)] if len(those) == self.size else []
+        self.judged += [(step, "clipped", module, 0) for module in clipped]
 
     @property
     def size(self) -> int:
         return len(self.models)
 
-    def penalised(self, step: int, module: str, values: np.ndarray, anchor: np.ndarray) -> np.ndarray | None:
-        """EDiT's Algorithm 2; None if the module is rolled back."""
-        keys, changes = self.case.keys, values - anchor
-        norms = np.sqrt(np.square(changes).sum(1)).tolist()
-        known = [self.statistics.get((module, replica), (norm, 0.0, 0)) for replica, norm in enumerate(norms)]
-        sound = []
-        for replica, (mean, deviation, count) in enumerate(known):
-            if count >= keys["penalty_warmup"] and (norms[replica] - mean) / deviation > keys["threshold"]:
-                self.judged.append((step, "left out", module, replica))
-            else:
-                sound.append(replica)
-        for replica in sound or range(self.size):
-            mean, deviation, count = known[replica]
-            new = keys["alpha"] * norms[replica] + (1 - keys["alpha"]) * mean
-            variance = (1 - keys["alpha"]) * deviation**2 + keys["alpha"] * (norms[replica] - new) ** 2
-            self.statistics[module, replica] = (new, float(np.sqrt(variance)), count + 1)
-        if not sound:
-            self.judged.append((step, "rolled back", module, 0))
-            return None
-        powers = np.exp([-norms[replica] for replica in sound])
-        mean = anchor + (powers / powers.sum()) @ changes[sound]
-        change = mean.astype(np.float32) - anchor  # rounded as it is exchanged
-        factor = keys["clip"] / (np.sqrt(np.square(change).sum()) + 1e-6)
-        if factor < 1:
-            self.judged.append((step, "clipped", module, 0))
-        return anchor + min(1.0, factor) * change
-
     def write(self) -> None:
         for replica in range(self.size):
             for name, one in self.parameters(replica).items():
-                one.data.copy_(self.anchors[name].data)
+                one.data.copy_(self.reference.anchors[name].data)
 
 
 # ---- comparisons ----
@@ -396,7 +300,7 @@ class Simulation:
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[Any]]:
     """By case, the results of all ranks."""
-    cases: dict[str, tuple[Case, dict[str, Any]]] = {name: (case, {}) for name, case in (CASES | WRONG).items()}
+    cases: dict[str, tuple[Case, dict[str, Any]]] = {name: (case, {}) for name, case in CASES.items()}
     cases |= {name: (CASES[SAME], more) for name, more in CHANGES_NOTHING.items()}
     ranks = gang(trained, WORLD, list(cases.values()), seconds=SECONDS)
     return dict(zip(cases, map(list, zip(*ranks, strict=True)), strict=True))
@@ -507,87 +411,3 @@ def test_prefetch_and_host_memory_change_no_bit(found: dict[str, list[Any]], nam
         for one, other in zip(ours, theirs, strict=True):
             assert all(np.array_equal(one[key], other[key]) for key in one)
         assert [event | {"waited_seconds": 0} for event in seen] == [event | {"waited_seconds": 0} for event in others]
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_reduction_is_seen(found: dict[str, list[Any]], expected: dict[str, Any], name: str) -> None:
-    case = WRONG[name]
-    right = next(each for each, one in CASES.items() if one == case._replace(wrong=""))
-    difference = first_difference(found[name], expected[right], case, close)
-    assert difference is not None
-    assert difference[0] <= case.tau + 1 or case.wrong == "norms", "at the first synchronisation at the latest"
-
-
-# ---- theory ----
-
-
-def _theory(rank: int, world: int) -> tuple[list[Arrays], list[Arrays]]:
-    """SGD with HSDP, without the package; and the same job that averages parameters instead, after every update."""
-    case = Case(POST, "wait", "sgd", tau=1)
-    mesh = init_device_mesh("cpu", case.mesh, mesh_dim_names=("sync", "shard"))
-    model: Any = Net(case.tied)
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    optimizer = optimizer_of(model, case.optimizer)
-    plain = []
-    for step in range(1, STEPS + 1):
-        backward(model, case, rank, step)
-        plain.append(shards_of(model))
-        optimizer.step()
-        optimizer.zero_grad()
-    return [*plain, shards_of(model)], _trained(rank, world, case, {})[0]
-
-
-def test_synchronised_after_every_update_sgd_is_data_parallelism() -> None:
-    """mean(w - lr g_i) and w - lr mean(g_i) differ by rounding alone: a few units in the last place of float32 after
-    seven updates."""
-    averaged = gang(_theory, WORLD, seconds=SECONDS)
-    for plain, local in averaged:
-        for one, other in zip(plain, local, strict=True):
-            assert all(close(one[name], other[name]) for name in one)
-    first, last = averaged[0][0][0], averaged[0][0][-1]
-    assert not any(close(first[name], last[name]) for name in first), "it has trained"
-    for rank in (0, 1):
-        one, other = averaged[rank][1][-1], averaged[rank + 2][1][-1]
-        assert all(np.array_equal(one[name], other[name]) for name in one)
-
-
-# ---- refusals ----
-
-
-LAYERED_KEYS: dict[str, dict[str, Any]] = {  # by a part of the message
-    "--sync-order update_first: fully_shard completes the gradients of shards at the end of the backward; choose": {
-        "h": 2,
-        "order": "update_first",
-    },
-    "--sync-h 5: expected at most 4, because no pipeline stage has more than 4 layers": {"h": 5},
-    "profile of another model: expected 4 layers, found 5 layers; profile this model": {"h": 2, "profile": ""},
-}
-
-
-def _refused(rank: int, world: int, profile: str) -> dict[str, str]:
-    words = {}
-    own = [("one replica", (1, 4), {}), ("shard ranks", (2, 2), {"shard_ranks": 4})]
-    layered = {
-        name: {"policy": "dreamddp", **keys, **({"profile": profile} if "profile" in keys else {})}
-        for name, keys in LAYERED_KEYS.items()
-    }
-    for name, shape, keys in (*own, *((name, (2, 2), keys) for name, keys in layered.items())):
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("sync", "shard"))
-        model = fully_shard(Net(True), mesh=mesh["shard"])
-        host = FsdpHost(model, torch.optim.SGD(model.parameters(), 0.1), mesh=mesh)
-        with pytest.raises(FtError) as caught:
-            attach(host, Config.from_json({"sync": keys}), context(rank, world)).resume()
-        assert isinstance(caught.value, UnsupportedError | ConfigError)
-        words[name] = str(caught.value)
-    return words
-
-
-def test_what_cannot_be_synchronised_is_refused_on_every_rank(tmp_path: Path) -> None:
-    profile = write_profile(tmp_path, {**PROFILE, "layers.3": 1.0})
-    for words in gang(_refused, WORLD, profile, seconds=SECONDS):
-        assert "there is no other replica" in words["one replica"]
-        assert "--sync-shard-ranks 4: expected 2" in words["shard ranks"]
-        for message in LAYERED_KEYS:
-            assert message in words[message] and "\n" not in words[message]

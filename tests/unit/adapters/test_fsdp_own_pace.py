@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,11 +15,7 @@ from ft_plugins.adapters.torch.fsdp import FsdpHost
 from ft_plugins.config import Config
 from ft_plugins.session import attach
 from harness.gang import gang
-
-_spec = importlib.util.spec_from_file_location("fsdp_replicas", Path(__file__).parent / "test_fsdp_local_sgd.py")
-assert _spec is not None and _spec.loader is not None
-fsdp = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(fsdp)
+from tests.unit.adapters import test_fsdp_local_sgd as fsdp
 
 LAST = 20
 PACE = (0.0, 0.1)  # seconds of an iteration, by replica

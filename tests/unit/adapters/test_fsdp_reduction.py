@@ -6,9 +6,7 @@ ranks are exact in any order.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,16 +15,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-sys.path.insert(0, str(Path(__file__).parent))
-from edge_log import EdgeLog, backward, forward  # noqa: E402
-
-from ft_plugins.adapters.torch import fsdp  # noqa: E402
-from ft_plugins.adapters.torch.fsdp import FsdpHost  # noqa: E402
-from ft_plugins.config import Config, LaunchContext  # noqa: E402
-from ft_plugins.errors import ConfigError, UnsupportedError  # noqa: E402
-from ft_plugins.model.reduction import ReducedOver, ReductionControl  # noqa: E402
-from ft_plugins.session import Session, attach  # noqa: E402
-from harness.gang import gang  # noqa: E402
+from ft_plugins.adapters.torch import fsdp
+from ft_plugins.adapters.torch.fsdp import FsdpHost
+from ft_plugins.config import Config, LaunchContext
+from ft_plugins.errors import ConfigError, UnsupportedError
+from ft_plugins.model.reduction import ReducedOver, ReductionControl
+from ft_plugins.session import Session, attach
+from harness.gang import gang
+from tests.unit.adapters.edge_log import EdgeLog, backward, forward
 
 SECONDS = 100.0
 ALL, LOCAL = ReducedOver.ALL, ReducedOver.LOCAL

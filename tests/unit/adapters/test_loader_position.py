@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, Subset
 
 from ft_plugins.adapters.torch.torch_loop import TorchHost
 from ft_plugins.errors import ConfigError, ResumeError, StateChangedError
@@ -39,6 +39,18 @@ class Numbers(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         self.calls += 1
         return index, self.vectors[index] * (1 + self.level + self.rise * self.calls)
+
+
+class Noisy(Numbers):
+    """Draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(4)
+
+    def __getitem__(self, index: int) -> Any:
+        order, vector = super().__getitem__(index)
+        return order, vector + torch.rand(4, generator=self.generator)
 
 
 class InPlace(Sampler[int]):
@@ -254,6 +266,7 @@ LOADERS: dict[str, Loader] = {
     "generator": lambda: DataLoader(Numbers(), 4, shuffle=True, generator=torch.Generator().manual_seed(5)),
     "in place workers": lambda: DataLoader(Numbers(0.0), 4, sampler=InPlace(), num_workers=2),
     "in place": lambda: DataLoader(Numbers(), 4, sampler=InPlace()),
+    "noisy": lambda: DataLoader(ConcatDataset([Subset(Noisy(), range(SAMPLES))]), 4, sampler=InPlace()),  # type: ignore
     "weights": lambda: DataLoader(Numbers(), 4, sampler=Weights(np.random.RandomState(5))),
     "stateful": lambda: StatefulLoader(Numbers(), 4),
     "stateful epochs": lambda: StatefulLoader(Numbers(), 4, sampler=DistributedSampler(Numbers(), 1, 0)),

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-_spec = importlib.util.spec_from_file_location("gang_stories", Path(__file__).parent / "gang_stories.py")
-assert _spec is not None and _spec.loader is not None
-gang_stories = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(gang_stories)
-
-pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra [megatron]")
+from tests.unit.adapters import gang_stories
 
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest) -> dict[str, str | None]:
     """The traceback of each story that was selected, None if it held."""
-    return gang_stories.selected(request.session.items, Path(__file__), 500)  # type: ignore[no-any-return]
+    return gang_stories.selected(request.session.items, Path(__file__), 500)
 
 
-@pytest.mark.parametrize("name", gang_stories.stories("megatron_local_sgd_stories"))
+@gang_stories.stories("megatron_local_sgd_stories")
 def test_local_sgd_on_a_megatron_job(name: str, outcomes: dict[str, str | None]) -> None:
     assert outcomes[name] is None, outcomes[name]

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-_spec = importlib.util.spec_from_file_location("gang_stories", Path(__file__).parent / "gang_stories.py")
-assert _spec is not None and _spec.loader is not None
-gang_stories = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(gang_stories)
+from tests.unit.adapters import gang_stories
 
-FILES = ("megatron_reduction_stories", "megatron_module_stories", "megatron_instance_stories")
-
-pytestmark = [
-    pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra [megatron]"),
-    pytest.mark.all_configurations,  # by default trajectories of whole jobs prove it: test_megatron_local_sgd
-]
+# by default trajectories of whole jobs prove it: test_megatron_local_sgd
+pytestmark = pytest.mark.all_configurations
 
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest) -> dict[str, str | None]:
     """The traceback of each story that was selected, None if it held."""
-    return gang_stories.selected(request.session.items, Path(__file__))  # type: ignore[no-any-return]
+    return gang_stories.selected(request.session.items, Path(__file__))
 
 
-@pytest.mark.parametrize("name", gang_stories.stories(*FILES))
+@gang_stories.stories("megatron_reduction_stories", "megatron_module_stories", "megatron_instance_stories")
 def test_the_reduction_of_a_megatron_job(name: str, outcomes: dict[str, str | None]) -> None:
     assert outcomes[name] is None, outcomes[name]

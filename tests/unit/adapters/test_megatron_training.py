@@ -116,7 +116,7 @@ def test_a_function_is_wrapped_once() -> None:
     module = ModuleType("m")
     module.add = lambda value: value  # type: ignore[attr-defined]
     for _ in range(2):
-        replace(module, "add", lambda original: lambda value: original(value) + 1)
+        replace(module, "add", lambda original, value: original(value) + 1)
     assert module.add(1) == 2
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import enum
-import importlib.util
 import os
 import subprocess
 import sys
@@ -24,11 +23,7 @@ from ft_plugins.adapters.megatron import refusals, training
 from ft_plugins.adapters.megatron.training import MegatronLoop, require_followed
 from ft_plugins.errors import UnsupportedError
 from ft_plugins.patches import cpu_patches
-
-_spec = importlib.util.spec_from_file_location("megatron_sources", Path(__file__).with_name("megatron_sources.py"))
-assert _spec is not None and _spec.loader is not None
-sources = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(sources)
+from tests.unit.adapters import megatron_sources as sources
 
 ADAPTER = Path(training.__file__).parent
 VERSIONS = ("0.14", "0.15", "0.16", "0.17", "0.18", "0.19", "0.20")

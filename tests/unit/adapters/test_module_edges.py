@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +11,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-sys.path.insert(0, str(Path(__file__).parent))
-from edge_log import EdgeLog, backward, forward  # noqa: E402
-
-from ft_plugins.adapters.module_edges import EdgeReporter, require_followable  # noqa: E402
-from ft_plugins.errors import UnsupportedError  # noqa: E402
+from ft_plugins.adapters.module_edges import EdgeReporter, require_followable
+from ft_plugins.errors import UnsupportedError
+from tests.unit.adapters.edge_log import EdgeLog, backward, forward
 
 
 def follow(**parts: nn.Module) -> EdgeLog:

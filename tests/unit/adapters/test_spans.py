@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ft_plugins.adapters.update_spans import wrap_span, wrap_update
+from ft_plugins.adapters.script.script_hooks import around
+from ft_plugins.adapters.update_spans import span, update_spans
 from ft_plugins.model.timeline import Kind
 
 
@@ -39,7 +40,7 @@ def test_the_update_begins_with_the_first_optimizer_that_steps() -> None:
             optimizer.step()
         return told
 
-    wrapped = wrap_update(inner, heard)(step)
+    wrapped = around(update_spans(inner, heard))(step)
     for _ in range(2):
         assert wrapped(None, told=7) == 7
     once = [AGREED[0], ("norm", ""), AGREED[1], *UPDATED]
@@ -48,7 +49,7 @@ def test_the_update_begins_with_the_first_optimizer_that_steps() -> None:
 
 def test_a_skipped_update_is_none() -> None:
     heard, inner = Heard(), optimizers()
-    wrap_update(inner, heard)(lambda: None)()
+    around(update_spans(inner, heard))(lambda: None)()
     assert heard.edges == AGREED
     inner[0].step()
     assert heard.edges == AGREED, "a step elsewhere is no update of training"
@@ -56,5 +57,5 @@ def test_a_skipped_update_is_none() -> None:
 
 def test_what_is_around_something_hands_through_what_it_is_given_and_gives() -> None:
     heard = Heard()
-    assert wrap_span(Kind.SEND, lambda one, *, other: one + other, heard)(1, other=2) == 3
+    assert span(Kind.SEND, heard)(lambda one, *, other: one + other, 1, other=2) == 3
     assert heard.edges == [("begin", "send"), ("end", "send")]

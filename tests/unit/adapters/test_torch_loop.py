@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import functools
 import itertools
-import multiprocessing
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 import ft_plugins
-from ft_plugins.adapters.torch.plain import PlainHost
 from ft_plugins.adapters.torch.torch_loop import TorchHost
 from ft_plugins.config import Config, LaunchContext
 from ft_plugins.errors import (
@@ -27,7 +24,7 @@ from ft_plugins.errors import (
     UnsupportedError,
 )
 from ft_plugins.model.digest import readable, state_digest
-from ft_plugins.session import Session, attach
+from ft_plugins.session import attach
 from ft_plugins.snapshot.capture import codec
 
 Node = Any  # the fixture's class lives in tests/unit/conftest.py
@@ -44,32 +41,27 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 class Loop:
     """A model with dropout and batch norm, a scheduler, a loader that is shuffled; what it has read."""
 
-    def __init__(self, rank: int = 0, world: int = 1, optimizer: str = "adam", data: str = "distributed") -> None:
+    def __init__(self, optimizer: str = "adam", workers: int = 0) -> None:
         torch.manual_seed(5)
-        if "workers" in data:
-            multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # may have children
-        numbers = torch.randn(32 * world, 6)
-        self.sampler: Any = DistributedSampler(numbers, world, rank) if "distributed" in data else None
-        generator = torch.Generator().manual_seed(9) if data == "generator" else None
+        numbers = torch.randn(32, 6)
+        self.sampler = DistributedSampler(numbers, 1, 0)
         self.loader = DataLoader(
-            TensorDataset(torch.arange(len(numbers)), numbers), 8, shuffle=self.sampler is None, sampler=self.sampler,
-            generator=generator, num_workers=2 * ("workers" in data), persistent_workers="workers" in data,
+            TensorDataset(torch.arange(len(numbers)), numbers), 8, sampler=self.sampler, num_workers=workers,
+            persistent_workers=workers > 0,
         )  # fmt: skip
         self.model: torch.nn.Module = torch.nn.Sequential(
             torch.nn.Linear(6, 10), torch.nn.BatchNorm1d(10), torch.nn.ReLU(), torch.nn.Dropout(0.3),
             torch.nn.Linear(10, 3),
         )  # fmt: skip
-        self.parallel = DistributedDataParallel(self.model) if world > 1 else self.model
-        self.optimizer = OPTIMIZERS[optimizer](self.parallel.parameters())
+        self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
-        torch.manual_seed(70 + rank)
+        torch.manual_seed(70)
         self.read: dict[int, list[int]] = {}
         self.batches = self._endless()
 
     def _endless(self) -> Iterator[Any]:
-        for epoch in itertools.count(0 if self.sampler is None else self.sampler.epoch):
-            if self.sampler is not None:
-                self.sampler.set_epoch(epoch)
+        for epoch in itertools.count(self.sampler.epoch):
+            self.sampler.set_epoch(epoch)
             yield from self.loader
 
     @property
@@ -78,12 +70,12 @@ class Loop:
 
     def host(self, **given: Any) -> TorchHost:
         given = {"scheduler": self.scheduler, "sampler": self.loader, **given}
-        return TorchHost(self.parallel, self.optimizer, **given)
+        return TorchHost(self.model, self.optimizer, **given)
 
     def iterate(self, step: int) -> None:
         order, numbers = next(self.batches)
         self.read[step] = order.tolist()
-        self.parallel(numbers).square().mean().backward()
+        self.model(numbers).square().mean().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.scheduler.step()
@@ -97,117 +89,46 @@ class Loop:
         }
 
 
-def context(rank: int, world: int, run_dir: Path | None = None, token: int = 0) -> LaunchContext:
-    return LaunchContext(None, run_dir, token, None, rank, rank, world, world, 0, 0)
+def context(run_dir: Path | None = None, token: int = 0) -> LaunchContext:
+    return LaunchContext(None, run_dir, token, None, 0, 0, 1, 1, 0, 0)
 
 
-def protected(host: TorchHost, rank: int, world: int, run_dir: Path, token: int) -> Session:
-    return attach(host, Config.from_json({"reft": {}, "node_name": run_dir.name}), context(rank, world, run_dir, token))
-
-
-def _plain(rank: int, world: int, *made: Any) -> Any:
-    loop = Loop(rank, world, *made)
+def _plain(*made: Any) -> Any:
+    loop = Loop(*made)
     for step in range(1, ITERATIONS + 1):
         loop.iterate(step)
     return loop.described(), loop.read
 
 
-def _life(rank: int, world: int, run_dir: Path, token: int, left_in: int, *made: Any) -> Any:
-    """One incarnation; `left_in` is the iteration in which it goes, behind its update."""
-    loop = Loop(rank, world, *made)
-    for step in protected(loop.host(), rank, world, run_dir, token).iterations(ITERATIONS):
-        loop.iterate(step)
-        if step == left_in:
-            break
-    return loop.described(), loop.read
-
-
-WITH_ALL = pytest.mark.all_configurations
-
-
-@pytest.mark.parametrize(
-    "optimizer, data",
-    [
-        ("adamw-amsgrad", "distributed"),
-        ("sgd-momentum", "distributed workers"),
-        *(pytest.param(one, "distributed", marks=WITH_ALL) for one in ("adam", "sgd")),
-    ],
-)
-def test_two_replicas_go_on_bit_for_bit(node: Node, ranks: Ranks, optimizer: str, data: str) -> None:
-    """Over epochs, also with workers that persist."""
-    golden = ranks(_plain, 2, optimizer, data)
-    node.start()
-    first, second = (
-        ranks(_life, 2, node.run_dir, node.fence(), left_in, optimizer, data) for left_in in (LEFT_IN, ITERATIONS + 1)
-    )
-    for rank, (described, read) in enumerate(golden):
-        assert min(second[rank][1]) == LEFT_IN, "the iteration that was left is done again"
-        assert second[rank][0] == described
-        assert {**first[rank][1], **second[rank][1]} == read
-    assert golden[0][1] != golden[1][1] and golden[0][0]["rng"] != golden[1][0]["rng"]
-
-
 def run(loop: Loop, host: TorchHost, done: int, until: int, small: Any = None) -> None:
     """Iterations `done` + 1 to `until`, under a session that captures nothing."""
-    session = attach(host, Config(), context(0, 1))
+    session = attach(host, Config(), context())
     if small is not None:
         host.restore_position(small)
     for step in session.iterations(until, done):
         loop.iterate(step)
 
 
-@pytest.mark.parametrize(
-    "done, data, optimizer",
-    [
-        *((6, "distributed", optimizer) for optimizer in OPTIMIZERS),
-        *((done, data, "adam") for done in (1, 3, 4, 8) for data in ("distributed", "shuffled", "generator")),
-        (3, "workers", "adam"),
-    ],
-)
-def test_what_is_handed_over_is_gone_on_from_bit_for_bit(done: int, data: str, optimizer: str) -> None:
-    """Behind any iteration of an epoch, its first and its last as well, by a loop that was built again."""
-    golden = _plain(0, 1, optimizer, data)
-    first = Loop(0, 1, optimizer, data)
+@pytest.mark.parametrize("made", [*((one,) for one in OPTIMIZERS), ("adam", 2)], ids=str)
+def test_what_is_handed_over_is_gone_on_from_bit_for_bit(made: tuple[Any, ...]) -> None:
+    """By a loop that was built again; also with workers that persist."""
+    golden = _plain(*made)
+    first = Loop(*made)
     host = first.host()
-    run(first, host, 0, done)
+    run(first, host, 0, LEFT_IN)
     small = codec.decode(codec.encode(host.small_state()))
     tensors = {name: tensor.clone() for name, tensor in host.tensors().items()}
 
-    second = Loop(0, 1, optimizer, data)
+    second = Loop(*made)
     host = second.host()
     for name, tensor in host.tensors().items():
         tensor.copy_(tensors[name])
     host.restore(small)
-    run(second, host, done, ITERATIONS, small)
+    run(second, host, LEFT_IN, ITERATIONS, small)
     assert (second.described(), {**first.read, **second.read}) == golden
 
 
 # ---- what would be lost ----
-
-
-def test_tensors_without_the_moments_that_an_optimizer_creates_later_are_refused() -> None:
-    """As a loop of one's own registers them, before the first update: the moments would never be captured."""
-    model = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.Adam(model.parameters())
-    host = PlainHost(dict(model.state_dict()))
-    attach(host, Config(), context(0, 1))
-    model(torch.ones(1, 3)).sum().backward()
-    with pytest.raises(InventoryError, match=r"keeps '(step|exp_avg)' for 'weight'.*TorchHost"):
-        optimizer.step()
-
-
-def test_tensors_with_all_that_the_optimizer_keeps_are_not() -> None:
-    model = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    stranger = torch.optim.Adam(torch.nn.Linear(3, 2).parameters())
-    tensors = dict(model.state_dict())
-    for name, one in model.named_parameters():
-        tensors[f"{name}.momentum"] = optimizer.state[one]["momentum_buffer"] = torch.zeros_like(one)
-    attach(PlainHost(tensors), Config(), context(0, 1))
-    for each in (stranger, optimizer):
-        for one in each.param_groups[0]["params"]:
-            one.grad = torch.ones_like(one)
-        each.step()
 
 
 def _replace_moment(loop: Loop, added: torch.nn.Parameter) -> None:
@@ -241,25 +162,26 @@ def test_state_that_changes_later_is_an_error_at_the_version_point(change: str) 
     assert words.startswith("rank 0: iteration 2: ") and CHANGES[change][1] in words and "before TorchHost" in words
 
 
-def _changed(rank: int, world: int, run_dir: Path, token: int) -> Any:
-    loop = Loop()
+def _life(rank: int, world: int, run_dir: Path, token: int, changes: bool) -> Any:
+    """What it has read, and the error that ended it."""
+    loop, block = Loop(), {"reft": {}, "node_name": run_dir.name}
     try:
-        for step in protected(loop.host(), 0, 1, run_dir, token).iterations(ITERATIONS):
+        for step in attach(loop.host(), Config.from_json(block), context(run_dir, token)).iterations(ITERATIONS):
             loop.iterate(step)
-            if step == 3:
+            if step == 3 and changes:
                 loop.model.register_buffer("late", torch.ones(1))
     except FtError as error:
-        return type(error), str(error)
-    return None, ""
+        return loop.read, type(error), str(error)
+    return loop.read, None, ""
 
 
 def test_such_an_error_ends_the_loop_and_the_version_before_stays(node: Node, ranks: Ranks) -> None:
     node.start()
-    [(kind, words)] = ranks(_changed, 1, node.run_dir, node.fence())
+    [(_, kind, words)] = ranks(_life, 1, node.run_dir, node.fence(), True)
     assert kind is StateChangedError and "iteration 3: 'late' was added" in words
     assert [event.fields["iteration"] for event in node.events("snapshot.sealed")] == [1, 2]
-    [(_, read)] = ranks(_life, 1, node.run_dir, node.fence(), ITERATIONS + 1)
-    assert min(read) == 3 and node.events("protection.lost") == []
+    [(read, _, words)] = ranks(_life, 1, node.run_dir, node.fence(), False)
+    assert min(read) == 3 and words == "" and node.events("protection.lost") == []
 
 
 @pytest.mark.parametrize(
@@ -359,13 +281,13 @@ def loop() -> Loop:
 
 
 def iterations(loop: Loop, **given: Any) -> Iterator[int]:
-    return attach(loop.host(**given), Config(), context(0, 1)).iterations(ITERATIONS)
+    return attach(loop.host(**given), Config(), context()).iterations(ITERATIONS)
 
 
 def test_a_loop_that_nothing_protects_trains_as_without_the_package(loop: Loop) -> None:
     for step in iterations(loop):
         loop.iterate(step)
-    assert (loop.described(), loop.read) == _plain(0, 1)
+    assert (loop.described(), loop.read) == _plain()
 
 
 def test_an_update_outside_of_an_iteration_is_refused(loop: Loop) -> None:
@@ -401,7 +323,7 @@ def test_a_pass_in_the_middle_of_another_one_is_refused(loop: Loop) -> None:
 def test_an_update_that_is_skipped_has_its_fence_all_the_same(loop: Loop) -> None:
     """As a GradScaler skips it."""
     fences: list[tuple[str, int]] = []
-    session = attach(loop.host(), Config(), context(0, 1))
+    session = attach(loop.host(), Config(), context())
     for name in ("before_update", "after_update", "iteration_end"):
         setattr(session, name, functools.partial(lambda name, step: fences.append((name, step)), name))
     steps = session.iterations(ITERATIONS)
@@ -411,13 +333,13 @@ def test_an_update_that_is_skipped_has_its_fence_all_the_same(loop: Loop) -> Non
 
 def test_an_epoch_that_is_not_the_captured_one_is_refused(loop: Loop) -> None:
     host = loop.host()
-    session = attach(host, Config(), context(0, 1))
+    session = attach(host, Config(), context())
     for step in itertools.islice(session.iterations(ITERATIONS), 6):
         loop.iterate(step)
     small = host.small_state()
     other = Loop()
     host = other.host()
-    attach(host, Config(), context(0, 1)).iteration_begin(7)
+    attach(host, Config(), context()).iteration_begin(7)
     host.restore(small)
     host.restore_position(small)
     assert other.sampler.epoch == 1

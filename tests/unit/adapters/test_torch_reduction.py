@@ -5,9 +5,7 @@ Parameters, inputs and losses are small integers and ranks a power of 2, so that
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,14 +14,12 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-sys.path.insert(0, str(Path(__file__).parent))
-from edge_log import EdgeLog, backward, forward  # noqa: E402
-
-from ft_plugins.adapters.torch.torch_loop import TorchHost  # noqa: E402
-from ft_plugins.adapters.torch.torch_reduction import called_paths, module_of, modules_of, outermost  # noqa: E402
-from ft_plugins.errors import UnsupportedError  # noqa: E402
-from ft_plugins.model.reduction import ReducedOver, ReductionControl  # noqa: E402
-from harness.gang import gang  # noqa: E402
+from ft_plugins.adapters.torch.torch_loop import TorchHost
+from ft_plugins.adapters.torch.torch_reduction import called_paths, module_of, modules_of, outermost
+from ft_plugins.errors import UnsupportedError
+from ft_plugins.model.reduction import ReducedOver, ReductionControl
+from harness.gang import gang
+from tests.unit.adapters.edge_log import EdgeLog, backward, forward
 
 SECONDS = 60.0
 ALL, LOCAL = ReducedOver.ALL, ReducedOver.LOCAL
@@ -251,16 +247,10 @@ def test_containers_are_followed_by_their_parts() -> None:
     ]  # fmt: skip
 
 
-class Scripted(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = torch.jit.script(torch.nn.Linear(2, 2))
-
-
 @pytest.mark.parametrize(
     "build, words",
     [
-        (lambda: Scripted(), "'inner' is a ScriptModule"),
+        (lambda: torch.nn.Sequential(torch.jit.script(torch.nn.Linear(2, 2))), "'0' .*is a ScriptModule"),
         (lambda: torch.nn.ModuleList([torch.nn.ParameterDict({"a": torch.nn.Parameter(torch.ones(2))})]),
          "'0.a' is in no module that has a forward"),
     ],
@@ -268,6 +258,8 @@ class Scripted(torch.nn.Module):
 def test_forwards_that_cannot_be_followed_are_refused(build: Callable[[], Any], words: str) -> None:
     with pytest.raises(UnsupportedError, match=words):
         host_of(build()).before_modules(lambda module: None)
+    with pytest.raises(UnsupportedError, match=words):
+        host_of(build()).follow_modules(EdgeLog())
 
 
 # ---- edges ----
@@ -296,19 +288,6 @@ def test_a_container_has_the_edges_of_its_parts() -> None:
     assert log.words[10] == "b+ shifts.0"
     # the shift is added last: all of the gradients of its module are there before those of layers
     assert log.words[11:] == ["b- shifts.0", *backward(*reversed(layers))]
-
-
-@pytest.mark.parametrize(
-    "build, words",
-    [
-        (lambda: torch.nn.Sequential(torch.jit.script(torch.nn.Linear(2, 2))), "'0' cannot .* is a ScriptModule"),
-        (lambda: torch.nn.ModuleList([torch.nn.ParameterDict({"a": torch.nn.Parameter(torch.ones(2))})]),
-         "'0.a' is in no module that has a forward"),
-    ],
-)  # fmt: skip
-def test_modules_without_hooks_are_not_followed(build: Callable[[], Any], words: str) -> None:
-    with pytest.raises(UnsupportedError, match=words):
-        host_of(build()).follow_modules(EdgeLog())
 
 
 def _followed(rank: int, world: int) -> None:

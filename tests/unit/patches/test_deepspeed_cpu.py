@@ -14,7 +14,7 @@ def test_a_flat_buffer_is_the_same_memory_without_a_graph() -> None:
         made.append(torch.cat(tensors))
         return made[0]
 
-    flat = detached(flatten)([torch.nn.Parameter(torch.ones(3))] * 2, alignment=2)
+    flat = detached(flatten, [torch.nn.Parameter(torch.ones(3))] * 2, alignment=2)
     assert made[0].requires_grad and not flat.requires_grad
     assert flat.data_ptr() == made[0].data_ptr() and torch.equal(flat, torch.ones(6))
     first, second = flat.split(3)

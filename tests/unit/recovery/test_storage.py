@@ -17,6 +17,7 @@ from ft_plugins.recovery.storage import StorageTier, with_storage
 from ft_plugins.snapshot.capture.retention import StoredCheckpoint
 from ft_plugins.snapshot.checkpoint import checkpoint, persist
 from ft_plugins.snapshot.checkpoint.checkpoint import Origin
+from ft_plugins.snapshot.checkpoint.digested_json import write_digested
 from ft_plugins.snapshot.segment.slots import Mark, Version
 
 S = Version(1, 40)
@@ -166,6 +167,17 @@ def test_where_nothing_is_older_what_there_is_is_listed(tmp_path: Path, monkeypa
         tier.recover(NOTHING, "before:40", 0, segment, 1)
     with pytest.raises(ResumeError, match="loaded its own checkpoint of iteration 40, which every restart"):
         tier.recover(NOTHING, "before:40", 40, segment, 1)
+
+
+def test_checkpoints_of_an_earlier_format_are_refused_by_what_to_do_and_are_no_fresh_start(tmp_path: Path) -> None:
+    folder = tmp_path / "job" / "v1-40"
+    folder.mkdir(parents=True)
+    write_digested(folder / "manifest.json", {"format": "ft_plugins checkpoint 1"})
+    told: list[str] = []
+    tier = StorageTier(tmp_path, "job", Collective(), lambda kind, reason: told.append(reason))
+    with pytest.raises(ResumeError, match="the newest: .*v1-40: .*found 'ft_plugins checkpoint 1': resume or export"):
+        tier.recover(NOTHING, "auto", 0, SimpleNamespace(fingerprint=ORIGIN.fingerprint), 1)
+    assert len(told) == 1 and "resume or export it with the ft_plugins that wrote it" in told[0]
 
 
 def test_what_the_job_went_back_past_is_renamed_and_found_no_more(tmp_path: Path) -> None:

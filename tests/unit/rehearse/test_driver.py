@@ -16,22 +16,25 @@ from rich.console import Console
 from ft_plugins.rehearse.display import LineDisplay, display_on
 from ft_plugins.rehearse.driven import GrowingLines
 from ft_plugins.rehearse.driver import NODE, DriveError, DrivenJob, DrivePhase, Progress
-from ft_plugins.report.comparison import RunRecord, compare_runs
 from ft_plugins.smp.serve.client import Client
 from ft_plugins.smp.serve.status import newest_common
 from ft_plugins.smp.watch import liveness
 from ft_plugins.snapshot.segment.paths import segments_of
 from ft_plugins.snapshot.segment.slots import Version
 from harness.job_control import wait_until
+from quickstart_report.comparison import RunRecord, compare_runs
 
 ITERATIONS, WAITS_AT = 8, 5
 
-SCRIPT = """
-    import json, signal, sys, time
+SCRIPT = f"""
+    import sys
+    sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+""" + """
+    import json, signal, time
     import torch
     import torch.distributed as dist
     from ft_plugins import session
-    from ft_plugins.adapters.torch.plain import PlainHost
+    from harness.plain_host import PlainHost
     from ft_plugins.config import launch_context
     from ft_plugins.smp.serve.client import Client
 

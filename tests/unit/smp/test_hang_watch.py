@@ -13,6 +13,7 @@ import pytest
 
 from ft_plugins.events import Event, Events, catalogue
 from ft_plugins.model.progress import WorkPhase
+from ft_plugins.smp.serve.node_context import NodeContext
 from ft_plugins.smp.watch import hang, hang_watch, liveness, stacks
 from ft_plugins.smp.watch.hang import Stall
 from ft_plugins.smp.watch.hang_watch import HangWatch
@@ -88,16 +89,15 @@ class Node:
             if rank not in self.segments:
                 create(path, Shape(1 << 12, 1 << 10, 1, 5, 3, 0, 0), rank, {})
                 self.segments[rank] = Segment(path)
-            self.segments[rank].owner = self.owner
-            self.segments[rank].attached = True
+            self.segments[rank].header.owner = self.owner
+            self.segments[rank].header.attached = True
             self.writers.append(ProgressWriter(path, ProgressFacts(token, seconds, 0, ranks, 2)))
 
     def watch(self) -> HangWatch:
         events = Events("node7")
         events.subscribe(self.events.append)
-        watch = HangWatch(
-            self.folder, self.segments, self.tree, events, lambda token, lost: self.lost.append((token, lost))
-        )
+        self.tree.restart_workers = lambda token, lost: self.lost.append((token, lost))
+        watch = HangWatch(NodeContext.of(self.folder, "j", "node7", events, self.segments), self.tree)
         watch._signs = Signs(self)  # type: ignore[assignment]
         return watch
 
@@ -201,15 +201,6 @@ def test_a_hang_that_cannot_be_written_down_is_declared_when_it_can(
     assert [token for token, _ in declared] == [TOKEN] and len(node.named(catalogue.JOB_HUNG)) == 1
 
 
-def test_a_job_that_makes_progress_is_left_alone(node: Node) -> None:
-    node.begin()
-    watch = node.watch()
-    for step in range(1, 30):
-        node.iterate(step, step)
-        node.look(watch, 3)
-    assert node.events == [] and node.lost == []
-
-
 def test_ranks_that_have_not_begun_or_have_ended_are_not_judged(node: Node) -> None:
     node.begin()
     watch = node.watch()
@@ -217,7 +208,7 @@ def test_ranks_that_have_not_begun_or_have_ended_are_not_judged(node: Node) -> N
     node.look(watch, 30, token=TOKEN + 1)  # the next incarnation is starting
     node.writers[0].close()
     node.look(watch, 30)
-    node.segments[1].owner = (0, 0)
+    node.segments[1].header.owner = (0, 0)
     node.look(watch, 30)
     assert node.events == [] and watch.status()["hang_seconds"] == 0
 
@@ -328,25 +319,6 @@ def test_the_alarm_of_an_incarnation_that_was_ended_ends_with_the_iterations_of_
     assert [each["iteration"] for each in node.named(catalogue.JOB_ADVANCED)] == [20]
 
 
-def test_a_rank_that_stays_past_its_update_for_half_an_hour_hangs(node: Node) -> None:
-    node.begin(seconds=None)
-    watch = node.watch()
-    upload_after(node, 20)
-    node.look(watch, hang.LONG_SECONDS)
-    assert node.lost == []
-    node.look(watch, 3)
-    assert "rank 0 of node node7, after the update of iteration 20" in node.lost[0][1][0]
-    assert watch.status()["waits_for"] == ""
-
-
-def test_a_limit_that_was_given_holds_between_iterations_too(node: Node) -> None:
-    node.begin(seconds=5.0)
-    watch = node.watch()
-    upload_after(node, 20)
-    node.look(watch, 7)
-    assert len(node.lost) == 1 and node.named(catalogue.JOB_WAITING) == []
-
-
 def test_a_rank_that_is_seen_at_work_in_an_iteration_is_waited_for_until_it_is_not_any_more(node: Node) -> None:
     node.begin(seconds=None)
     watch = node.watch()
@@ -404,7 +376,7 @@ def test_where_no_rank_lives_any_more_nothing_hangs(node: Node) -> None:
     node.iterate(1, 4)
     hang_in(node, 5)
     for segment in node.segments.values():
-        segment.owner = (os.getpid(), 1)  # another process has that number now
+        segment.header.owner = (os.getpid(), 1)  # another process has that number now
     node.look(watch, 100)
     assert node.events == [] and node.lost == [] and watch.status()["hang_seconds"] == 0
 
@@ -426,14 +398,6 @@ def test_a_hang_in_the_same_iteration_is_given_more_time_and_one_in_a_later_iter
     assert seconds_of_hang(node, watch, 1, 10) == pytest.approx(limit, abs=2)
     assert seconds_of_hang(node, watch, 2, 10) == pytest.approx(limit * hang.GROWTH, abs=2)
     assert seconds_of_hang(node, watch, 3, 30) == pytest.approx(limit, abs=2)
-
-
-def test_hangs_at_another_place_are_given_no_more_time(node: Node) -> None:
-    """The job continues from an older version, or from nothing, under the same SMP."""
-    watch = node.watch()
-    for token, grown in ((1, 1), (2, hang.GROWTH), (3, hang.GROWTH**2)):
-        assert seconds_of_hang(node, watch, token, 500) == pytest.approx(hang.LEAST_SECONDS * grown, abs=2)
-    assert seconds_of_hang(node, watch, 4, 20) == pytest.approx(hang.LEAST_SECONDS, abs=2)
 
 
 def test_a_rank_at_the_border_is_not_named_again_and_again(node: Node) -> None:

@@ -21,8 +21,8 @@ from ft_plugins.errors import ProtocolError
 from ft_plugins.events import Event, Events
 from ft_plugins.model.inventory import Inventory, Item, Role
 from ft_plugins.smp.exchange import replica_checks as checks
-from ft_plugins.smp.resize.previous_segments import PreviousSegments
 from ft_plugins.smp.serve.job_file import refer
+from ft_plugins.smp.serve.node_context import NodeContext
 from ft_plugins.smp.serve.requests import RebuildSlot
 from ft_plugins.smp.tree.node import NodeTier
 from ft_plugins.smp.tree.protection import Protection
@@ -157,7 +157,7 @@ class Cluster:
         events = Events(name)
         events.subscribe(self.events[name].append)
         segments = {rank: self.trainers[rank].segment for rank in self.ranks(position)}
-        return NodeTier(self.folder / name, self.job, name, segments, PreviousSegments(self.job, name), events)
+        return NodeTier(NodeContext.of(self.folder / name, self.job, name, events, segments))
 
     def _endpoints(self) -> tuple[tuple[str, int], ...]:
         return tuple(tier.endpoint("127.0.0.1", str(self.secret)) for tier in self.tiers)
@@ -423,7 +423,7 @@ def test_slots_that_are_laid_out_otherwise_than_the_plan_has_it_are_refused(clus
 
 def test_checks_are_bounded_and_answered_of_what_is_kept_only(cluster: Cluster) -> None:
     for trainer in cluster.trainers.values():
-        trainer.segment.await_version(Version(1, 1))
+        trainer.segment.header.await_version(Version(1, 1))
     cluster.train(Version(1, 1))
     plan, segments = cluster.told.plan(), {rank: trainer.segment for rank, trainer in cluster.trainers.items()}
     asked = [check for rank in RANKS for check in plan.checks(rank, segments[rank].ranges)]

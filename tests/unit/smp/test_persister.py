@@ -24,11 +24,14 @@ from ft_plugins.errors import ProtocolError
 from ft_plugins.events import Event, Events, catalogue, file_sink, read
 from ft_plugins.smp.serve import requests
 from ft_plugins.smp.serve.client import ensure
+from ft_plugins.smp.serve.node_context import NodeContext
 from ft_plugins.smp.storage import persister
 from ft_plugins.smp.storage.checkpoint_schedule import REQUEST
 from ft_plugins.smp.storage.notices import Notices
 from ft_plugins.smp.storage.persister import Persister
 from ft_plugins.smp.watch import liveness
+from ft_plugins.snapshot.capture import manifest
+from ft_plugins.snapshot.capture.manifest import Manifest, TensorRange
 from ft_plugins.snapshot.capture.retention import NodeOffer, Storage
 from ft_plugins.snapshot.checkpoint import checkpoint, persist
 from ft_plugins.snapshot.checkpoint.checkpoint import Origin
@@ -39,13 +42,19 @@ from ft_plugins.snapshot.segment.shape import Shape
 from ft_plugins.snapshot.segment.slots import Mark, Pin, Version, slots_for
 from ft_plugins.transport.protocol import ALARM
 
-SHAPE = Shape(nbytes=1 << 16, small_nbytes=100, buckets=2, layout=5, slots=slots_for(Pin.STORAGE))
+SHAPE = Shape(nbytes=1 << 16, small_nbytes=1000, buckets=2, layout=5, slots=slots_for(Pin.STORAGE))
 RANGES = [(0, 1 << 15), (1 << 15, 1 << 15)]
 FINGERPRINT = {"layers": 4}
 SECONDS = 20.0
 TOKEN = 3
 
 SmpNode = Any  # the fixture's class lives in conftest
+
+
+def small_of(rank: int, state: bytes) -> bytes:
+    """Small state whose manifest has a tensor in each bucket."""
+    held = tuple(TensorRange(f"t{at}", "uint8", "parameter", "own", n, 0, n, at, (n,)) for at, n in RANGES)
+    return manifest.join(manifest.write(Manifest(rank, 1, (0, 0), tuple(RANGES), held)), state)
 
 
 class Rank:
@@ -55,30 +64,31 @@ class Rank:
         self.path = path
         self.segment = Segment(path)
         self.segment.ranges = RANGES
-        self.segment.token = TOKEN
-        self.segment.attached = True
+        self.segment.header.token = TOKEN
+        self.segment.header.attached = True
         self.segment.open_lineage(lineage, None, ())
 
     def capture(self, *iterations: int) -> None:
         for iteration in iterations:
-            version = Version(self.segment.lineage, iteration)
+            version = Version(self.segment.header.opened.lineage, iteration)
             index = min(
                 (slot for slot in self.segment.slots() if not slot.pins),
                 key=lambda slot: (slot.state == 2, slot.version or Version(0, 0)),
             ).index
             self.segment.dirty(index, version, TOKEN)
-            self.segment.write_small(index, b"small")
+            small = small_of(self.segment.rank, b"small")
+            self.segment.write_small(index, small)
             self.segment.data(index)[:] = iteration % 251
             digests = np.array(
                 [xxhash.xxh3_64_intdigest(self.segment.data(index)[o : o + n].data) for o, n in RANGES], dtype=np.uint64
             )
             self.segment.digests(index)[:] = digests
-            self.segment.seal(index, version, TOKEN, b"small", digests)
-            self.segment.completed = iteration
+            self.segment.seal(index, version, TOKEN, small, digests)
+            self.segment.header.completed = iteration
 
     def mark(self, iteration: int, mark: Mark) -> None:
         """The verdict on a version; one of an unlike replica is void where nobody keeps it, as a trainer has it."""
-        version = Version(self.segment.lineage, iteration)
+        version = Version(self.segment.header.opened.lineage, iteration)
         for slot in self.segment.slots():
             if slot.version == version and mark is Mark.MISMATCHED and not slot.pins:
                 self.segment.dirty(slot.index, None, TOKEN)
@@ -98,7 +108,7 @@ class Host:
         self.events_path = self.run_dir / "events.jsonl"
         events = Events(name)
         events.subscribe(file_sink(self.events_path))
-        self.persister = Persister(self.run_dir, job, name, events, patience)
+        self.persister = Persister(NodeContext.of(self.run_dir, job, name, events, {}), patience)
         self.ranks = {}
         for rank in ranks:
             path = self.run_dir / f"segment-r{rank}"  # a file for which nobody sweeps
@@ -120,7 +130,7 @@ class Host:
     def train(self) -> None:
         """As if this process were the trainer of all ranks."""
         for rank in self.ranks.values():
-            rank.segment.owner = (os.getpid(), liveness.started(os.getpid()))
+            rank.segment.header.owner = (os.getpid(), liveness.started(os.getpid()))
 
     def events(self, name: str) -> list[Event]:
         return [event for event in read(self.events_path) if event.name == name]
@@ -167,7 +177,7 @@ def complete(base: Path) -> list[str]:
 
 def assert_filled(base: Path, iteration: int, host: Host) -> None:
     """The checkpoint holds that iteration on every rank of `host`, read back through its digests."""
-    version = Version(next(iter(host.ranks.values())).segment.lineage, iteration)
+    version = Version(next(iter(host.ranks.values())).segment.header.opened.lineage, iteration)
     for rank in host.ranks.values():
         index = persist.read_rank(checkpoint.folder_of(base, version), rank.segment, version, TOKEN)
         assert (rank.segment.data(index) == iteration % 251).all()
@@ -256,7 +266,7 @@ def test_a_turn_that_was_overwritten_before_it_was_seen_is_made_up_for(
     assert complete(base) == ["v1-14"]
     node.persister.stop()  # long after, too
     node.capture(*range(15, 30))
-    later = Persister(node.run_dir, node.job, node.name, Events())
+    later = Persister(NodeContext.of(node.run_dir, node.job, node.name, Events(), {}))
     later.adopt({number: rank.path for number, rank in node.ranks.items()})
     until(lambda: complete(base) == ["v1-14", "v1-29"])
     later.stop()
@@ -308,7 +318,7 @@ def test_before_the_lineage_is_open_nothing_is_due(host: Callable[..., Host], st
     node = host()
     node.capture(10)
     for rank in node.ranks.values():
-        rank.segment.token = TOKEN + 1
+        rank.segment.header.token = TOKEN + 1
     node.told(storage)
     time.sleep(0.3)
     assert complete(base) == []
@@ -320,7 +330,7 @@ def test_before_the_lineage_is_open_nothing_is_due(host: Callable[..., Host], st
 
 def test_the_ranks_of_a_wider_earlier_job_do_not_count(host: Callable[..., Host], storage: Storage, base: Path) -> None:
     node = host(ranks=range(3))
-    node.ranks[2].segment.attached = False
+    node.ranks[2].segment.header.attached = False
     node.ranks[2].capture(3)
     node.told(storage)
     for number in (0, 1):
@@ -495,7 +505,7 @@ def test_a_checkpoint_that_is_asked_for_to_be_kept_is_not_pruned_also_by_another
     node.wait("checkpoint.completed", 3)
     node.persister.stop()
 
-    again = Persister(node.run_dir, node.job, node.name, Events())
+    again = Persister(NodeContext.of(node.run_dir, node.job, node.name, Events(), {}))
     again.adopt({number: rank.path for number, rank in node.ranks.items()})
     node.capture(30)
     until(lambda: complete(base) == ["v1-10", "v1-11", "v1-30"], lambda: str(complete(base)))
@@ -698,7 +708,7 @@ def test_while_a_job_trains_on_two_nodes_a_request_names_a_version_ahead_and_bot
     outcome: dict[str, Any] = {}
     for node in (first, second):
         for rank in node.ranks.values():
-            rank.segment.owner = own
+            rank.segment.header.owner = own
         node.told(replace(storage, interval=0))
         node.capture(3, 4)
     asking = threading.Thread(target=lambda: outcome.update(second.persister.request(REQUEST, 3 * SECONDS)))
@@ -865,14 +875,3 @@ def test_the_end_leaves_off_what_is_being_written_at_its_next_piece(
     node.persister.stop()
     assert left_off.is_set(), "it did not end because it was no longer waited for"
     assert not any(rank.pinned() for rank in node.ranks.values()) and not node.events("checkpoint.failed")
-
-
-def test_an_orderly_end_leaves_the_last_good_one(node: SmpNode, storage: Storage, base: Path) -> None:
-    ranks = smp(node, storage)
-    for rank in ranks:
-        rank.capture(10)
-    until(lambda: complete(base) == ["v1-10"])
-    with node.client() as client:
-        until(lambda: client.status()["storage"]["newest"] == [1, 10])
-        client.end()
-    assert os.listdir(base) == ["v1-10"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +11,7 @@ import torch
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 
 from ft_plugins.errors import StorageError
 from ft_plugins.model.inventory import Inventory, Item, Role
@@ -42,7 +42,7 @@ def shard(name: str, tensor: torch.Tensor, rank: int, start: int, stop: int) -> 
 
 def written(
     base: Path, tensors: dict[str, torch.Tensor], cuts: dict[str, list[int]], nodes: tuple[str, ...], bucket_bytes: int,
-    replicas: int = 1,
+    replicas: int = 1, indexed: bool = True,
 ) -> Path:  # fmt: skip
     """A checkpoint of as many ranks as there are nodes: each tensor replicated over all of them, or cut into pieces.
     With several replicas each has its own of what is cut, larger by its number, and `cuts` of its own."""
@@ -66,13 +66,15 @@ def written(
                 raw[name] = flat[start * tensor.element_size() : stop * tensor.element_size()]
         inventory = Inventory.of(rank, items)
         layout = plan_layout(inventory, nodes, bucket_bytes)
-        shape = Shape(layout.nbytes, 100, len(layout.buckets), 77 + rank, slots_for(Pin.STORAGE))
+        shape = Shape(layout.nbytes, 10_000, len(layout.buckets), 77 + rank, slots_for(Pin.STORAGE))
         path = base / f"segment-{rank}"
         segments.create(path, shape, rank, dict(origin.fingerprint))
         segment = Segment(path)
         segment.ranges = [(bucket.offset, bucket.nbytes) for bucket in layout.buckets]
         segment.dirty(0, V, TOKEN)
-        small = manifest.join(b"", codec.encode({"rank": rank}))
+        small = manifest.join(
+            manifest.write(manifest.manifest_of(layout, world, (0, 0))), codec.encode({"rank": rank})
+        )
         segment.write_small(0, small)
         data = segment.data(0)
         for piece in (piece for bucket in layout.buckets for piece in bucket.pieces):
@@ -82,8 +84,9 @@ def written(
         segment.seal(0, V, TOKEN, small, digests)
         run_dir = base / f"run-{rank}"
         run_dir.mkdir()
-        index.stage(run_dir, index.describe(inventory, layout, shape.layout, {"framework": "none", "rank": rank}))
         staged = index.staged_path(run_dir, rank, shape.layout)
+        if indexed:
+            index.stage(run_dir, index.describe(inventory, shape.layout, {"framework": "none", "rank": rank}))
         persist.write_rank(checkpoint.partial_of(base, V), segment, V, origin, staged_index=staged)
         del data
         segment.close()
@@ -146,14 +149,10 @@ def flip(path: Path, at: int) -> None:
 
 
 def test_a_flipped_byte_is_found_wherever_it_is_read(folder: Path) -> None:
-    rank = 2  # which holds the rest of the pieces, and a share of the others
-    path = folder / checkpoint.data_file(rank)
-    record = checkpoint.read_record(folder, rank)
-    head, digests, _ = persist.read_head(path, record)
-    start = len(head) + digests.nbytes
-    entry = index.read(folder, rank).items["c:exp_avg"]
-    assert entry.piece == (200, 513, 513)
-    flip(path, start + entry.offset + entry.stored - 1)
+    path = folder / checkpoint.data_file(2)  # which holds the rest of the pieces, and a share of the others
+    with safe_open(path, framework="np") as file:
+        piece = file.get_tensor("c:exp_avg[200:513]").tobytes()
+    flip(path, path.read_bytes().index(piece) + len(piece) - 1)
     shares = CheckpointReader(folder)
     with pytest.raises(StorageError, match=f"{path.name}.*does not match the digest"):
         shares.whole("c:exp_avg", (0, 1, 2))
@@ -162,7 +161,7 @@ def test_a_flipped_byte_is_found_wherever_it_is_read(folder: Path) -> None:
 MISSING = {
     "manifest": ("manifest.json", "not a complete checkpoint"),
     "record": (checkpoint.record_file(1), "no such file"),
-    "index": (checkpoint.index_file(1), "written without an index"),
+    "data": (checkpoint.data_file(1), "No such file"),
 }
 
 
@@ -175,28 +174,51 @@ def test_a_missing_file_is_named(folder: Path, what: str) -> None:
     assert name in str(raised.value)
 
 
-def change(folder: Path, rank: int, how: Callable[[dict], None]) -> None:
-    """Edit an index, its digest made to fit."""
-    content = read_digested(folder / checkpoint.index_file(rank))
-    how(content)
-    write_digested(folder / checkpoint.index_file(rank), content)
+def test_a_checkpoint_without_indices_has_its_tensors_and_no_names(tmp_path: Path) -> None:
+    reader = CheckpointReader(written(tmp_path, TENSORS, {}, ("n0", "n1"), 1024, indexed=False))
+    assert reader.whole("a", (0, 1))[0].tobytes() == TENSORS["a"].numpy().tobytes()
+    with pytest.raises(StorageError, match=r"rank-00001\.safetensors: this checkpoint was written without an index"):
+        reader.index(1)
 
 
-def test_an_index_that_does_not_fit_is_refused(folder: Path) -> None:
-    path = folder / checkpoint.index_file(0)
-    whole = path.read_text()
-    path.write_text(whole.replace('"a"', '"A"', 1))
-    with pytest.raises(StorageError, match="does not match its digest"):
-        CheckpointReader(folder)
-    path.write_text(whole)
-    change(folder, 0, lambda content: content.update(layout=5))
-    with pytest.raises(StorageError, match="its layout differs from that of the file of rank"):
-        CheckpointReader(folder)
-    change(folder, 0, lambda content: content.update(layout=77, rank=1))
-    with pytest.raises(StorageError, match="it belongs to rank 1"):
-        CheckpointReader(folder)
-    path.write_text(json.dumps({"digest": ""}))
-    with pytest.raises(StorageError):
+def test_an_index_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    inventory = Inventory.of(0, [replicated("a", TENSORS["a"], (0,))])
+    staged = index.staged_path(tmp_path, 0, 1)
+    index.stage(tmp_path, index.describe(inventory, 1, None))
+    text = index.staged_text(staged) or ""
+    assert index.read(text, "f").items["a"].shape == (10, 100)
+    for wrong, why in [
+        (text.replace('"a"', '"A"', 1), "f: its index: does not match its digest"),
+        (json.dumps({"digest": ""}), "f: its index: does not match"),
+        ("[]", "f: its index: cannot be read"),
+    ]:
+        with pytest.raises(StorageError, match=why):
+            index.read(wrong, "f")
+    for key, value in {"format": "other", "items": [["a"]], "rank": -1, "replicas": 5}.items():
+        content = read_digested(staged)
+        write_digested(tmp_path / "x", {**content, key: value})
+        with pytest.raises(StorageError, match="^f: (not an index|expected format)"):
+            index.read((tmp_path / "x").read_text(), "f")
+    staged.unlink()
+    assert index.staged_text(staged) is None, "then a checkpoint has none"
+
+
+@pytest.mark.parametrize("changed", [{"rank": 1}, {"layout": 5}])
+def test_the_index_of_another_rank_or_layout_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, int]
+) -> None:
+    before = index.describe
+    monkeypatch.setattr(index, "describe", lambda *told: {**before(*told), **changed})
+    monkeypatch.setattr(index, "staged_path", lambda *told: tmp_path / "staged")
+    reader = CheckpointReader(written(tmp_path, TENSORS, {}, ("n0",), 1024))
+    with pytest.raises(StorageError, match=r"its index is of rank \d, or of another layout"):
+        reader.index(0)
+
+
+def test_an_earlier_format_is_refused_with_what_to_do(folder: Path) -> None:
+    content = read_digested(folder / "manifest.json")
+    write_digested(folder / "manifest.json", {**content, "format": "ft_plugins checkpoint 1"})
+    with pytest.raises(StorageError, match=f"{folder}: .*found 'ft_plugins checkpoint 1': resume or export it with"):
         CheckpointReader(folder)
 
 
@@ -208,24 +230,17 @@ def test_a_part_that_no_file_has_is_told_of(folder: Path) -> None:
         shares.whole("d", (0, 1, 2))
 
 
-def test_a_checkpoint_is_written_also_where_no_index_was_left(tmp_path: Path) -> None:
-    tmp_path.joinpath("ck").mkdir()
-    index.copy_into(tmp_path / "ck", 0, index.staged_path(tmp_path, 0, 1))
-    assert list((tmp_path / "ck").iterdir()) == []
-
-
 def test_only_the_index_of_the_newest_layout_is_kept(tmp_path: Path) -> None:
     inventory = Inventory.of(0, [replicated("a", TENSORS["a"], (0,))])
-    layout = plan_layout(inventory, (), 64)
     for digest in (1, 2):
-        index.stage(tmp_path, index.describe(inventory, layout, digest, None))
+        index.stage(tmp_path, index.describe(inventory, digest, None))
     assert [path.name for path in tmp_path.iterdir()] == [index.staged_path(tmp_path, 0, 2).name]
 
 
-def test_what_is_withdrawn_takes_its_index_along(folder: Path) -> None:
-    (folder / "manifest.json").unlink()
-    checkpoint.withdraw(folder, [0, 1, 2])
-    assert not folder.exists()
+def test_a_tensor_without_elements_is_whole_though_no_file_has_a_part(tmp_path: Path) -> None:
+    reader = CheckpointReader(written(tmp_path, {**TENSORS, "empty": torch.empty(0, 3)}, {}, ("n0", "n1"), 1024))
+    raw, dtype = reader.whole("empty", (0, 1))
+    assert (raw.nbytes, dtype) == (0, "float32")
 
 
 def test_where_replicas_differ_the_chosen_one_is_read_alone_also_if_others_are_cut_elsewhere(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ft_plugins.errors import BudgetError, FencedError, SegmentError
 from ft_plugins.snapshot.segment import claims, segment_file
-from ft_plugins.snapshot.segment.claims import SlotClaims, slot_to_rebuild
+from ft_plugins.snapshot.segment.claims import CaptureOwner, SlotClaims, slot_to_rebuild
 from ft_plugins.snapshot.segment.segment import Segment, create
 from ft_plugins.snapshot.segment.segment_file import slot_start
 from ft_plugins.snapshot.segment.shape import PAGE, Shape
@@ -352,26 +352,41 @@ def test_pages_are_mapped_in_pieces_so_that_training_does_not_wait_for_all_of_th
     assert max(nbytes for _, nbytes in calls) == piece and len(calls) == 4
 
 
+class Told(CaptureOwner):
+    def __init__(self) -> None:
+        self.told: list[BudgetError | None] = []
+        self.lacking = False
+
+    def check_room(self, nbytes: int) -> None:
+        assert nbytes == SHAPE.slot_room
+        if self.lacking:
+            raise BudgetError("no room")
+
+    def slot_claimed(self, refused: BudgetError | None) -> None:
+        self.told.append(refused)
+
+
 @pytest.mark.parametrize("lacking", [False, True])
 def test_who_was_superseded_while_memory_was_allocated_says_nothing_about_it(segment: Segment, lacking: bool) -> None:
     """The incarnation that took over decides by what the segment says, and may be using that slot by now."""
 
-    def check(nbytes: int) -> None:
-        segment.token = 2
-        if lacking:
-            raise BudgetError("no room")
+    class Owner(CaptureOwner):
+        def check_room(self, nbytes: int) -> None:
+            segment.header.token = 2
+            if lacking:
+                raise BudgetError("no room")
 
     def permitted() -> None:
-        if segment.token != 1:
+        if segment.header.token != 1:
             raise FencedError("superseded")
 
-    segment.token = 1
-    slots = SlotClaims(segment, check=check, permitted=permitted)
+    segment.header.token = 1
+    slots = SlotClaims(segment, Owner(), permitted=permitted)
     write(segment, 0, 1)
     write(segment, 1, 2)
     with pytest.raises(FencedError):
         slots.make_room(v(3))
-    assert not segment.short and segment.slot(2).state is UNCLAIMED
+    assert not segment.header.short and segment.slot(2).state is UNCLAIMED
 
 
 def test_no_memory_is_claimed_in_a_segment_that_took_the_place_of_this_one(segment: Segment) -> None:
@@ -387,9 +402,9 @@ def test_no_memory_is_claimed_in_a_segment_that_took_the_place_of_this_one(segme
 
 
 def test_capture_claims_a_slot_before_it_would_overwrite_what_a_rank_may_need(segment: Segment) -> None:
-    told: list[BudgetError | None] = []
-    used: list[int] = []
-    slots = SlotClaims(segment, used.append, report=told.append)
+    owner, used = Told(), list[int]()
+    told = owner.told
+    slots = SlotClaims(segment, owner, used.append)
     for iteration in (1, 2):
         index = slots.slot_for(v(iteration))
         assert index == iteration - 1
@@ -409,47 +424,40 @@ def test_capture_claims_a_slot_before_it_would_overwrite_what_a_rank_may_need(se
 def test_where_memory_is_lacking_a_version_is_left_out_and_then_slots_are_overwritten_as_with_fewer(
     segment: Segment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[BudgetError | None] = []
-    lacking = True
-
-    def check(nbytes: int) -> None:
-        assert nbytes == SHAPE.slot_room
-        if lacking:
-            raise BudgetError("no room")
-
+    owner = Told()
+    owner.lacking, told = True, owner.told
     now = [1000.0]
     monkeypatch.setattr(claims.time, "monotonic", lambda: now[0])
-    slots = SlotClaims(segment, check=check, report=told.append)
+    slots = SlotClaims(segment, owner)
     write(segment, 0, 1)
     write(segment, 1, 2)
     assert segment.free == SLOTS and segment.pinnable(segment.slots(), v(2)) == 1
-    assert slots.slot_for(v(3)) is None and segment.short and [str(error) for error in told] == ["no room"]
+    assert slots.slot_for(v(3)) is None and segment.header.short and [str(error) for error in told] == ["no room"]
     assert segment.free == FIRST - SHARED and segment.pinnable(segment.slots(), v(2)) is None, "it may go next"
     now[0] += 5
     slots.make_room(v(4))
     assert slots.slot_for(v(4)) == 0 and len(told) == 1
     write(segment, 0, 4)
-    assert Segment(segment.path).short, "the SMP reads it, and a trainer that starts again"
-    lacking = False
+    assert Segment(segment.path).header.short, "the SMP reads it, and a trainer that starts again"
+    owner.lacking = False
     slots.make_room(v(5))
-    assert segment.short, "not tried at each iteration"
+    assert segment.header.short, "not tried at each iteration"
     now[0] += 100
     slots.make_room(v(5))
-    assert not segment.short and told[1:] == [None] and segment.claimed == (0, 1, 2)
+    assert not segment.header.short and told[1:] == [None] and segment.claimed == (0, 1, 2)
     assert slots.slot_for(v(5)) == 2 and segment.free == SLOTS
 
 
 def test_the_version_that_first_lacks_memory_is_left_out_whenever_that_is_found(segment: Segment) -> None:
     """The SMP may be about to pin what capture overwrites from now on: it has an iteration to read that it may not."""
 
-    def refuse(nbytes: int) -> None:
-        raise BudgetError("no room")
-
-    slots = SlotClaims(segment, check=refuse)
+    owner = Told()
+    owner.lacking = True
+    slots = SlotClaims(segment, owner)
     write(segment, 0, 1)
     write(segment, 1, 2)
     slots.make_room(v(3))
-    assert segment.short and [slots.slot_for(v(iteration)) for iteration in (3, 4)] == [None, 0]
+    assert segment.header.short and [slots.slot_for(v(iteration)) for iteration in (3, 4)] == [None, 0]
 
 
 def test_what_other_ranks_of_a_node_have_claimed_already_they_lack_no_longer(

@@ -22,6 +22,7 @@ from ft_plugins.errors import FencedError, InventoryError
 from ft_plugins.model.inventory import Inventory, Item, IterationSpan, Role
 from ft_plugins.redundancy.exchange_plan import ExchangePlan, plan_exchange
 from ft_plugins.redundancy.sections import Encoding, Extent
+from ft_plugins.snapshot.capture import manifest
 from ft_plugins.snapshot.capture.capture import Capture
 from ft_plugins.snapshot.capture.double import replica_extents, replica_shares, with_parity
 from ft_plugins.snapshot.capture.layout import Layout, plan_layout
@@ -102,6 +103,10 @@ def test_trainers_and_smps_find_the_same_parity_made_of_the_same_bytes(data: st.
     assert not made_from & synchronous
 
 
+def small_of(layout: Layout) -> bytes:
+    return manifest.join(manifest.write(manifest.manifest_of(layout, 1, (0, 0))), b"small")
+
+
 class World:
     """The ranks of a job, each with a segment; replicas of an item hold equal bytes."""
 
@@ -119,7 +124,7 @@ class World:
             path = path_of(job, nodes[rank], rank)
             shape = Shape(
                 layout.nbytes + layout.parity_nbytes,
-                100,
+                10_000,
                 len(layout.ranges),
                 7,
                 4,
@@ -129,7 +134,7 @@ class World:
             create(path, shape, rank, {})
             self.segments.append(Segment(path))
             self.segments[rank].ranges = layout.ranges
-            self.segments[rank].token = 1
+            self.segments[rank].header.token = 1
         self.captures = [self._capture(rank) for rank in range(len(nodes))]
 
     def _capture(self, rank: int) -> Capture:
@@ -145,10 +150,10 @@ class World:
 
     def capture(self, iteration: int, awaited: bool = True) -> None:
         """All ranks capture an iteration; `awaited`: their SMPs have said that it is exchanged next."""
-        for capture, segment in zip(self.captures, self.segments, strict=True):
+        for capture, segment, layout in zip(self.captures, self.segments, self.layouts, strict=True):
             if awaited:
-                segment.await_version(Version(1, iteration))
-            capture.start(Version(1, iteration), b"small")
+                segment.header.await_version(Version(1, iteration))
+            capture.start(Version(1, iteration), small_of(layout))
         for capture in self.captures:
             capture.wait()
 
@@ -270,7 +275,7 @@ def test_a_version_of_another_lineage_with_the_same_iteration_is_not_what_is_awa
     job = world("2 nodes")
     job.train(3)
     for segment in job.segments:
-        segment.await_version(Version(2, 3))
+        segment.header.await_version(Version(2, 3))
     job.capture(3, awaited=False)
     assert all(segment.parity_of(Version(1, 3)) is None for segment in job.segments)
     assert all(not segment.has_parity(Version(1, 3)) for segment in job.segments)
@@ -335,7 +340,7 @@ def test_a_version_whose_parity_is_not_written_to_its_end_is_never_sealed(world:
     last = len(job.layouts[0].ranges) - 1
     assert last >= len(job.layouts[0].buckets)
     faults.arm(f"capture.bucket.end@bucket={last}:raise")
-    job.segments[0].await_version(Version(1, 2))
+    job.segments[0].header.await_version(Version(1, 2))
     job.captures[0].start(Version(1, 2), b"small")
     with pytest.raises(RuntimeError, match="capture.bucket.end"):
         job.captures[0].wait()
@@ -350,11 +355,11 @@ def test_a_superseded_writer_stops_at_the_edge_of_a_parity_bucket(world: Callabl
     real = job.captures[0]._encoder.encode
 
     def encode(index: int, number: int, private: bool = False) -> tuple[int, list[int]]:
-        job.segments[0].token = 2
+        job.segments[0].header.token = 2
         return real(index, number, private)
 
     job.captures[0]._encoder.encode = encode  # type: ignore[method-assign]
-    job.segments[0].await_version(Version(1, 1))
+    job.segments[0].header.await_version(Version(1, 1))
     job.captures[0].start(Version(1, 1), b"small")
     with pytest.raises(FencedError):
         job.captures[0].wait()

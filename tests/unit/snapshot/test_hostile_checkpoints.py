@@ -43,7 +43,7 @@ V, TOKEN = Version(2, 300), 9
 ORIGIN = Origin("job", 2, {"layers": 4, "seed": 1})
 NBYTES = 3000
 SHAPE = Shape(NBYTES, 2000, 2, 7, slots_for(Pin.STORAGE))
-ITEM = ["w", "uint8", [NBYTES], NBYTES, 0, None, 0, 0, NBYTES]
+ITEM = TensorRange("w", "uint8", "parameter", "replicated", NBYTES, 0, NBYTES, 0, (NBYTES,))
 MANY = settings(derandomize=True, max_examples=150)
 RANDOM = st.randoms(use_true_random=False)
 
@@ -51,7 +51,7 @@ RANDOM = st.randoms(use_true_random=False)
 def segment(path: Path, rank: int) -> Segment:
     segments.create(path, SHAPE, rank, dict(ORIGIN.fingerprint))
     found = Segment(path)
-    found.ranges, found.token = [(0, 2000), (2000, 1000)], TOKEN
+    found.ranges, found.header.token = [(0, 2000), (2000, 1000)], TOKEN
     return found
 
 
@@ -65,15 +65,16 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("storage") / "job"
     for rank in range(2):
         source = segment(base.parent / f"segment-{rank}", rank)
-        small = manifest.join(manifest.write(Manifest(rank, 2, (0, 0), ((0, 3000),), ())), codec.encode({"rank": rank}))
+        described = Manifest(rank, 2, (0, 0), ((0, 2000), (2000, 1000)), (ITEM,))
+        small = manifest.join(manifest.write(described), codec.encode({"rank": rank}))
         source.dirty(0, V, TOKEN)
         source.write_small(0, small)
         source.data(0)[:] = data(rank)
         digests = [xxhash.xxh3_64_intdigest(source.data(0)[at : at + n].tobytes()) for at, n in source.ranges]
         source.digests(0)[:] = np.array(digests, dtype=np.uint64)
         source.seal(0, V, TOKEN, small, source.digests(0).copy())
-        content = {"format": index.FORMAT, "rank": rank, "layout": 7, "replicas": [[0, 1]], "items": [ITEM]}
-        index.stage(base.parent, {**content, "names": None})
+        content = {"format": index.FORMAT, "rank": rank, "layout": 7, "replicas": [[0, 1]], "names": None}
+        index.stage(base.parent, {**content, "items": [["w", "uint8", [NBYTES], 0, None]]})
         staged = index.staged_path(base.parent, rank, 7)
         persist.write_rank(checkpoint.partial_of(base, V), source, V, ORIGIN, staged_index=staged)
         source.close()
@@ -104,6 +105,7 @@ def read_everything(base: Path, folder: Path) -> None:
     with suppress(FtError):
         shares = CheckpointReader(folder)
         assert (shares.small(1), shares.whole("w", (0, 1))[0].tolist()) == ({"rank": 1}, data(0).tolist())
+        assert shares.index(0).items["w"].shape == (NBYTES,)
     for rank in range(2):
         path = base.parent / "target"
         path.unlink(missing_ok=True)
@@ -171,7 +173,7 @@ def test_a_name_that_is_no_versions_is_passed_over_with_a_line(original: Path, t
 def test_files_are_for_their_owner_alone(original: Path) -> None:
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in original.rglob("*")}
     folders = {"v2-300": 0o700}
-    assert modes == {name: folders.get(name, 0o600) for name in modes} and len(modes) == 10
+    assert modes == {name: folders.get(name, 0o600) for name in modes} and len(modes) == 8
     assert stat.S_IMODE(original.stat().st_mode) == 0o700
 
 
@@ -205,7 +207,7 @@ def test_a_checkpoint_that_is_a_link_is_unlinked_and_what_it_leads_to_stays(orig
     assert not (tmp_path / "v2-300").is_symlink() and (tmp_path / "archive" / "manifest.json").exists()
 
 
-@pytest.mark.parametrize("name", [checkpoint.data_file(0), checkpoint.record_file(0), checkpoint.index_file(0)])
+@pytest.mark.parametrize("name", [checkpoint.data_file(0), checkpoint.record_file(0)])
 def test_a_pipe_in_the_place_of_a_file_keeps_no_reader_waiting(original: Path, tmp_path: Path, name: str) -> None:
     base = tmp_path / "job"
     shutil.copytree(original, base)
@@ -249,7 +251,7 @@ def test_whatever_is_called_keep_keeps_a_checkpoint(original: Path, tmp_path: Pa
 def test_small_state_that_has_no_room_is_passed_over_before_a_slot_is_given_up(original: Path, tmp_path: Path) -> None:
     segments.create(tmp_path / "narrow", replace(SHAPE, small_nbytes=8), 0, dict(ORIGIN.fingerprint))
     target = Segment(tmp_path / "narrow")
-    target.ranges, target.token = [(0, 2000), (2000, 1000)], TOKEN
+    target.ranges, target.header.token = [(0, 2000), (2000, 1000)], TOKEN
     before = target.slots()
     with pytest.raises(StorageError, match=r"rank 0: .* has [0-9]+ bytes of small state; this job claimed 8 at start"):
         persist.read_rank(original / "v2-300", target, V, TOKEN)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import gc
-import json
 import os
 import shutil
 import sys
@@ -15,11 +14,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import xxhash
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 from ft_plugins.base import faults
 from ft_plugins.errors import BudgetError, CorruptSlotError, FencedError, ResumeError, StorageError
+from ft_plugins.snapshot.capture import manifest
+from ft_plugins.snapshot.capture.manifest import Manifest, TensorRange
 from ft_plugins.snapshot.checkpoint import checkpoint, persist
 from ft_plugins.snapshot.checkpoint.checkpoint import Origin
 from ft_plugins.snapshot.segment import segment as segments
@@ -31,7 +34,7 @@ V = Version(2, 300)
 ORIGIN = Origin("job", 2, {"layers": 4, "seed": 1})
 RANGES = [(0, 4000), (4032, 3000), (7040, 960)]  # gaps between them, as between items
 NBYTES = 8000
-SHAPE = Shape(NBYTES, 300, len(RANGES), 2**64 - 5, slots_for(Pin.STORAGE))
+SHAPE = Shape(NBYTES, 1000, len(RANGES), 2**64 - 5, slots_for(Pin.STORAGE))
 TOKEN = 9
 
 
@@ -45,16 +48,23 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Segment]:
         segments.create(path, shape, rank, dict(ORIGIN.fingerprint))
         found = Segment(path)
         found.ranges = RANGES[: shape.buckets]
-        found.token = TOKEN
+        found.header.token = TOKEN
         return found
 
     return segment
 
 
+def small_of(segment: Segment, state: bytes) -> bytes:
+    """Small state whose manifest has a tensor in each bucket."""
+    held = [TensorRange(f"t{at}", "int16", "parameter", "own", n, 0, n, at, (2, n // 4)) for at, n in segment.ranges]
+    described = Manifest(segment.rank, 2, (0, 0), tuple(segment.ranges), tuple(held))
+    return manifest.join(manifest.write(described), state)
+
+
 def capture(segment: Segment, version: Version, seed: int, index: int = 0) -> None:
     """Put a version into a slot as a trainer does: random bytes, rubbish in the gaps."""
     segment.dirty(index, version, TOKEN)
-    small = f"small state of rank {segment.rank}, {version}".encode()
+    small = small_of(segment, f"small state of rank {segment.rank}, {version}".encode())
     segment.write_small(index, small)
     segment.data(index)[:] = np.random.default_rng(seed).integers(0, 256, segment.shape.nbytes, dtype=np.uint8)
     digests = np.array(
@@ -97,23 +107,81 @@ def test_what_was_captured_comes_back_bit_for_bit_and_sealed(make: Callable[...,
         target.verify(index)
 
 
-def test_the_safetensors_library_reads_the_file_and_finds_everything_in_it(
-    make: Callable[..., Segment], tmp_path: Path
-) -> None:
+def test_anyones_reader_of_safetensors_finds_the_tensors_by_name(make: Callable[..., Segment], tmp_path: Path) -> None:
     folder, (source, _) = written(make, tmp_path)
     with safe_open(folder / "rank-00000.safetensors", framework="np") as file:
-        assert sorted(file.keys()) == ["data", "digests", "small"]
+        gaps = ["ft_plugins.gap.4000", "ft_plugins.gap.7032"]
+        assert sorted(file.keys()) == ["ft_plugins.digests", *gaps, "ft_plugins.small", "t0", "t4032", "t7040"]
         told = file.metadata()
         assert (told["rank"], told["lineage"], told["iteration"], told["world_size"]) == ("0", "2", "300", "2")
         assert told["fingerprint"] == ORIGIN.digest and told["layout"] == str(SHAPE.layout)
-        assert [tuple(each) for each in json.loads(told["buckets"])] == RANGES
-        assert np.array_equal(file.get_tensor("digests"), source.digests(0))
-        assert file.get_tensor("small").tobytes() == source.small(0)
-        data = file.get_tensor("data")
-    assert data.dtype == np.uint8 and len(data) == NBYTES
-    for offset, nbytes in RANGES:
-        assert data[offset : offset + nbytes].tobytes() == source.data(0)[offset : offset + nbytes].tobytes()
-    assert not data[4000:4032].any(), "what belongs to no bucket is not carried out of memory"
+        assert np.array_equal(file.get_tensor("ft_plugins.digests"), source.digests(0))
+        assert file.get_tensor("ft_plugins.small").tobytes() == source.small(0)
+        for offset, nbytes in RANGES:
+            tensor = file.get_tensor(f"t{offset}")
+            assert (tensor.dtype, tensor.shape) == (np.int16, (2, nbytes // 4))
+            assert tensor.tobytes() == source.data(0)[offset : offset + nbytes].tobytes()
+        assert not any(file.get_tensor(gap).any() for gap in gaps), "what belongs to no item stays in memory"
+
+
+ITEMS: dict[str, tuple[TensorRange, str, torch.Tensor | None]] = {
+    "a whole tensor": (TensorRange("w", "bfloat16", "", "", 24, 0, 24, 64, (3, 4)), "w", torch.arange(12).view(3, 4)),
+    "a scalar": (TensorRange("w", "float64", "", "", 8, 0, 8, 64), "w", torch.tensor(0.0)),
+    "a part": (TensorRange("w", "float32", "", "", 400, 128, 192, 64, (10, 10)), "w[32:48]", torch.arange(16)),
+    "another order in memory": (TensorRange("w", "int32", "", "", 24, 0, 24, 64), "w", torch.arange(6)),
+    "a dtype that the format lacks": (TensorRange("w", "complex128", "", "", 32, 0, 32, 64, (2,)), "w", None),
+}
+
+
+@pytest.mark.parametrize("what", ITEMS)
+def test_an_item_is_stored_as_what_it_is(make: Callable[..., Segment], tmp_path: Path, what: str) -> None:
+    held, name, expected = ITEMS[what]
+    size = held.stop - held.start
+    source = make(0, "from", Shape(320, 1000, 1, 1, SHAPE.slots))
+    source.ranges = [(64, size)]
+    small = manifest.join(manifest.write(Manifest(0, 1, (0, 0), ((64, size),), (held,))), b"")
+    source.dirty(0, V, TOKEN)
+    source.write_small(0, small)
+    raw = np.arange(size, dtype=np.uint8)
+    if expected is not None:
+        expected = expected.to(getattr(torch, held.dtype))
+        raw = expected.reshape(-1).view(torch.uint8).numpy()
+    source.data(0)[64 : 64 + size] = raw
+    digests = np.array([xxhash.xxh3_64_intdigest(raw.tobytes())], dtype=np.uint64)
+    source.digests(0)[:] = digests
+    source.seal(0, V, TOKEN, small, digests)
+    persist.write_rank(tmp_path, source, V, ORIGIN)
+    tensors = load_file(tmp_path / "rank-00000.safetensors")
+    found = tensors.pop(name)
+    assert torch.equal(found, torch.from_numpy(raw) if expected is None else expected) and found.shape == (
+        (size,) if expected is None else expected.shape
+    )
+    assert all(other.startswith("ft_plugins.") for other in tensors)
+
+
+@pytest.mark.parametrize(
+    ("held", "why"),
+    [
+        ([("a", 0, 64), ("b", 32, 64)], "64 bytes of 'b' at 32, expected from 64 on"),
+        ([("a", 0, 64), ("a", 64, 64)], "two tensors are called 'a'"),
+        ([("ft_plugins.small", 0, 64)], "two tensors are called 'ft_plugins.small'"),
+        ([("__metadata__", 0, 64)], "two tensors are called '__metadata__'"),
+        ([("a", 0, 8064)], "up to byte 8064 of 8000"),
+    ],
+)
+def test_a_manifest_that_does_not_describe_the_slot_gets_no_file(
+    make: Callable[..., Segment], tmp_path: Path, held: list[tuple[str, int, int]], why: str
+) -> None:
+    source = make(0)
+    capture(source, V, 1)
+    tensors = tuple(TensorRange(name, "uint8", "", "", n, 0, n, at, (n,)) for name, at, n in held)
+    small = manifest.join(manifest.write(Manifest(0, 1, (0, 0), tuple(RANGES), tensors)), b"")
+    source.dirty(0, V, TOKEN)
+    source.write_small(0, small)
+    source.seal(0, V, TOKEN, small, source.digests(0).copy())
+    with pytest.raises(StorageError, match=why):
+        persist.write_rank(tmp_path / "p", source, V, ORIGIN)
+    assert os.listdir(tmp_path / "p") == []
 
 
 @pytest.mark.parametrize("piece", [1000, 4000, 4001])
@@ -128,7 +196,7 @@ def test_buckets_larger_than_the_buffer_are_written_in_pieces(
 
 
 def test_a_rank_without_a_share_has_a_file_all_the_same(make: Callable[..., Segment], tmp_path: Path) -> None:
-    nothing = Shape(0, 300, 0, 1, SHAPE.slots)
+    nothing = Shape(0, 1000, 0, 1, SHAPE.slots)
     source, target = make(0, "from", nothing), make(0, "to", nothing)
     capture(source, V, 0)
     origin = replace(ORIGIN, world_size=1)
@@ -414,7 +482,7 @@ def test_the_memory_that_writing_takes_is_bounded(
     monkeypatch.setattr(persist, "COPY_BYTES", copy)
     nbytes, bucket = 128 << 20, copy // 2 if copy < 128 << 20 else copy
     monkeypatch.setattr(sys.modules[__name__], "RANGES", [(at, bucket) for at in range(0, nbytes, bucket)])
-    source = make(0, "big", Shape(nbytes, 300, nbytes // bucket, 1, 3))
+    source = make(0, "big", Shape(nbytes, 10_000, nbytes // bucket, 1, 3))
     capture(source, V, 1)
     gc.collect()  # what tests before this one left: given back meanwhile, it would hide what is looked for
     ctypes.CDLL(None).malloc_trim(0)

@@ -48,7 +48,7 @@ def test_each_rank_of_a_node_gets_the_slot_for_which_there_is_room_or_none_does(
     for rank, segment in enumerate(segments):
         one: Any = SimpleNamespace(_paths=paths, _host=SimpleNamespace(rank=rank), _mapped=lambda own=segment: own)
         try:
-            Reft._check_room(one, SHAPE.slot_room)
+            Reft.check_room(one, SHAPE.slot_room)
         except BudgetError as error:
             assert f"rank {rank}: another slot for each of the {RANKS} ranks of this node" in str(error)
         else:

@@ -18,10 +18,12 @@ import pytest
 import xxhash
 
 from ft_plugins.events import Event, Events
-from ft_plugins.smp.resize.previous_segments import PreviousSegments
 from ft_plugins.smp.resize.previous_storage import PreviousStorage
 from ft_plugins.smp.serve.client import ensure
+from ft_plugins.smp.serve.node_context import NodeContext
 from ft_plugins.smp.watch import liveness
+from ft_plugins.snapshot.capture import manifest
+from ft_plugins.snapshot.capture.manifest import Manifest, TensorRange
 from ft_plugins.snapshot.capture.retention import Storage
 from ft_plugins.snapshot.checkpoint import checkpoint, persist
 from ft_plugins.snapshot.segment.paths import path_of, previous_path_of, previous_segments_of, remove
@@ -29,7 +31,7 @@ from ft_plugins.snapshot.segment.segment import Segment, create
 from ft_plugins.snapshot.segment.shape import Shape
 from ft_plugins.snapshot.segment.slots import Pin, Version, slots_for
 
-SHAPE = Shape(nbytes=1 << 16, small_nbytes=100, buckets=2, layout=5, slots=slots_for(Pin.STORAGE))
+SHAPE = Shape(nbytes=1 << 16, small_nbytes=1000, buckets=2, layout=5, slots=slots_for(Pin.STORAGE))
 RANGES = [(0, 1 << 15), (1 << 15, 1 << 15)]
 FINGERPRINT = {"layers": 4, "parallel": {"dp": 2}}
 SECONDS = 20.0
@@ -38,16 +40,22 @@ V4, V5 = Version(1, 4), Version(1, 5)
 SmpNode = Any  # the fixture's class lives in conftest
 
 
+def small_of(rank: int, state: bytes) -> bytes:
+    """Small state whose manifest has a tensor in each bucket."""
+    held = tuple(TensorRange(f"t{at}", "uint8", "parameter", "own", n, 0, n, at, (n,)) for at, n in RANGES)
+    return manifest.join(manifest.write(Manifest(rank, 1, (0, 0), tuple(RANGES), held)), state)
+
+
 def capture(segment: Segment, *versions: Version) -> None:
     segment.ranges = RANGES
     for index, version in enumerate(versions):
         segment.dirty(index, version, 1)
-        segment.write_small(index, f"small {segment.rank}".encode())
+        segment.write_small(index, small_of(segment.rank, f"small {segment.rank}".encode()))
         segment.data(index)[:] = 10 * segment.rank + version.iteration
         table = [xxhash.xxh3_64_intdigest(segment.data(index)[at : at + n].data) for at, n in RANGES]
         segment.digests(index)[:] = np.array(table, dtype=np.uint64)
         segment.seal(index, version, 1, segment.small(index), segment.digests(index).copy())
-        segment.completed = version.iteration
+        segment.header.completed = version.iteration
 
 
 def until(holds: Callable[[], bool], found: Callable[[], str] = str) -> None:
@@ -64,7 +72,7 @@ def assert_loads(folder: Path, path: Path, rank: int, version: Version) -> None:
         fresh.ranges = RANGES
         index = persist.read_rank(folder, fresh, version, 0)
         assert (fresh.data(index) == 10 * rank + version.iteration).all()
-        assert fresh.small(index) == f"small {rank}".encode()
+        assert fresh.small(index) == small_of(rank, f"small {rank}".encode())
 
 
 @pytest.fixture
@@ -89,7 +97,7 @@ def test_an_orphaned_smp_writes_state_that_was_not_restored(
             )
             with closing(Segment(path)) as segment:
                 capture(segment, V4, V5)
-                segment.owner = (0, 0)
+                segment.header.owner = (0, 0)
         token = client.fence()
         assert client.resize(0, token, 4), "the job starts again with four ranks, none of which attaches"
     assert [path.name for path in previous_segments_of(node.job, node.name)]
@@ -119,7 +127,7 @@ def test_without_storage_or_at_the_orderly_end_nothing_is_written(node: SmpNode,
             )
             with closing(Segment(path)) as segment:
                 capture(segment, V4, V5)
-                segment.owner = (0, 0)
+                segment.header.owner = (0, 0)
         client.resize(0, client.fence(), 4)
         assert client.checkpoint("the job ends", 5.0, only_due=True)["state"] == "nothing"
         found = client.checkpoint("ft-run was told to end", SECONDS)
@@ -143,11 +151,12 @@ class ResizedNode:
         create(path_of(job, name, rank), SHAPE, rank, FINGERPRINT, 2)
         segment = Segment(path_of(job, name, rank))
         capture(segment, *versions)
-        self.previous = PreviousSegments(job, name)
+        smp = NodeContext.of(self.run_dir, job, name, events, {})
+        self.previous = smp.previous
         self.previous.switch({rank: segment}, 4)
         self.path = previous_path_of(job, name, rank, 2)
         persister: Any = SimpleNamespace(storage=storage)
-        self.storage = PreviousStorage(self.run_dir, job, name, self.previous, persister, events)
+        self.storage = PreviousStorage(smp, persister)
 
 
 @pytest.fixture

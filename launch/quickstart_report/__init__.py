@@ -1,0 +1,1 @@
+"""What the quickstart shows of its two runs: figures, a table, pictures."""

@@ -1,0 +1,163 @@
+"""A claim that is not true is seen not to be: each against what a job has written, right and wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+
+from ft_plugins.events import Event
+from ft_plugins.snapshot.capture import manifest
+from ft_plugins.snapshot.capture.manifest import Manifest, TensorRange
+from ft_plugins.snapshot.checkpoint import checkpoint, persist
+from ft_plugins.snapshot.checkpoint.checkpoint import Origin
+from ft_plugins.snapshot.segment import segment as segments
+from ft_plugins.snapshot.segment.segment import Segment
+from ft_plugins.snapshot.segment.shape import Shape
+from ft_plugins.snapshot.segment.slots import Pin, Version, slots_for
+from harness import claims
+
+RANKS = 4
+ORIGIN = Origin("j", RANKS, {"layers": 4})
+
+
+@dataclass
+class Node:
+    """A node of two ranks that has written these events."""
+
+    written: list[Event]
+    spec: Any = field(default_factory=lambda: SimpleNamespace(node="s", nproc=2))
+
+    def events(self, name: str = "") -> list[Event]:
+        return [event for event in self.written if name in ("", event.name)]
+
+    def tail(self) -> str:
+        return ""
+
+
+def event(name: str, time: float = -1.0, pid: int = 1, **fields: Any) -> Event:
+    return Event(name, time, pid=pid, fields={"lineage": 1, **fields})
+
+
+def restored(tier: str, iteration: int, pid: int = 1, lineage: int = 1) -> Event:
+    return event("state.restored", 0.0, pid, tier=tier, iteration=iteration, lineage=lineage)
+
+
+def stored(iteration: int, lineage: int = 1) -> Event:
+    return event("checkpoint.completed", iteration=iteration, lineage=lineage)
+
+
+def lost(*names: str) -> Event:
+    return event("node.lost", lost=list(names))
+
+
+ATTACHED = [event("rank.attached", pid=pid, token=pid // 2, share_bytes=100) for pid in (2, 3, 4, 5)]
+NODE = [restored("node", 4, 4), restored("node", 4, 5)]
+STORED = [restored("storage", 6, 4), restored("storage", 6, 5)]
+AT_4 = [event("exchange.started", iteration=4), event("version.committed", iteration=4)]
+HALF, AT_8 = event("exchange.started", iteration=8), event("version.committed", iteration=8)
+COMPARED = event("exchange.sent", compared=True, bytes=10)
+CLAIMS: dict[str, Callable[[Any], object]] = {
+    "restored": lambda nodes: claims.assert_restored(nodes["s"], "node", 4),
+    "restored exactly": lambda nodes: claims.assert_restored(nodes["s"], "node", 4, 4),
+    "newest stored": claims.assert_newest_stored_restored,
+    "committed": lambda nodes: claims.assert_committed_restored(nodes, "s"),
+    "declared lost": lambda nodes: claims.assert_declared_lost(nodes, "n1"),
+    "compared": claims.assert_replicas_compared,
+}
+
+
+@pytest.mark.parametrize(
+    ("claim", "right", "wrong"),
+    [
+        ("restored", NODE, [NODE[0], restored("node", 0, 5)]),
+        ("restored", [restored("node", 0, 2), restored("node", 0, 3), *NODE], [*NODE, *[restored("node", 0)] * 2]),
+        ("restored", NODE, []),
+        ("restored", NODE, [restored("process", 5)] * 2),
+        ("restored exactly", NODE, [restored("node", 5)] * 2),
+        ("newest stored", [stored(3), stored(6), *STORED, stored(9, 2)], [stored(3), stored(6), stored(9), *STORED]),
+        ("newest stored", [stored(4), restored("storage", 4, 4)], [stored(4), *NODE]),
+        ("committed", [*AT_4, HALF, *NODE], [*AT_4, *NODE]),
+        ("committed", [*AT_4, HALF, *NODE], [*AT_4, HALF, restored("node", 8, 4)]),
+        ("committed", [*AT_4, HALF, *NODE], [*AT_4, HALF, AT_8, *NODE]),
+        ("committed", [*AT_4, HALF, *NODE], [HALF, *NODE]),
+        (
+            "committed",
+            [*AT_4, HALF, *NODE, event("version.committed", 1.0, iteration=8)],
+            [*AT_4, event("exchange.started", 1.0, iteration=8), *NODE],
+        ),
+        ("committed", [*AT_4, HALF, *NODE], [*AT_4, event("exchange.started", iteration=8, lineage=2), *NODE]),
+        ("declared lost", [lost("node n1"), lost("node n1")], [lost("node n1"), lost("node n0")]),
+        ("declared lost", [lost("node n1")], []),
+        ("compared", [COMPARED], []),
+        ("compared", [COMPARED], [COMPARED, event("replica.mismatched")]),
+        ("compared", [COMPARED], [COMPARED, event("exchange.sent", compared=True, bytes=90)]),
+        ("compared", [COMPARED], [COMPARED, event("exchange.sent", compared=False, bytes=10)]),
+    ],
+)
+def test_a_claim_holds_of_what_was_written_or_does_not(claim: str, right: list[Event], wrong: list[Event]) -> None:
+    CLAIMS[claim]({"s": Node([*ATTACHED, *right])})
+    with pytest.raises((AssertionError, IndexError)):
+        CLAIMS[claim]({"s": Node([*ATTACHED, *wrong])})
+
+
+def test_restores_are_those_of_each_incarnation_and_of_all_its_ranks_the_same() -> None:
+    first = [restored("process", 3, pid) for pid in (2, 3)]
+    assert claims.restored(Node([*ATTACHED, *NODE, *first])) == [3, 4]  # type: ignore[arg-type]
+    with pytest.raises(AssertionError, match="different versions"):
+        claims.restored(Node([*ATTACHED, NODE[0], restored("node", 5, 5)]))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[Version], Path]:
+    """Writes a complete checkpoint."""
+
+    def written(version: Version) -> Path:
+        for rank in range(RANKS):
+            path = tmp_path / f"segment-{version.iteration}-{rank}"
+            segments.create(path, Shape(8000, 1000, 1, 5, slots_for(Pin.STORAGE)), rank, dict(ORIGIN.fingerprint))
+            segment = Segment(path)
+            segment.ranges = [(0, 8000)]
+            segment.dirty(0, version, 0)
+            held = TensorRange("t", "uint8", "parameter", "own", 8000, 0, 8000, 0, (8000,))
+            described = Manifest(rank, RANKS, (0, 0), ((0, 8000),), (held,))
+            small = manifest.join(manifest.write(described), b"small")
+            segment.write_small(0, small)
+            segment.data(0)[:] = np.arange(8000, dtype=np.uint8) + rank
+            digests = np.array([xxhash.xxh3_64_intdigest(segment.data(0).tobytes())], dtype=np.uint64)
+            segment.digests(0)[:] = digests
+            segment.seal(0, version, 0, small, digests)
+            persist.write_rank(checkpoint.partial_of(tmp_path / "j", version), segment, version, ORIGIN)
+            segment.close()
+        return checkpoint.commit(tmp_path / "j", version, ORIGIN)
+
+    return written
+
+
+def test_checkpoints_that_are_there_and_whole_are_told_from_others(
+    tmp_path: Path, write: Callable[[Version], Path]
+) -> None:
+    write(Version(1, 3))
+    assert claims.stored(tmp_path / "j") == {3}
+    with pytest.raises(AssertionError, match="v1-3"):
+        claims.assert_checkpoints_intact(tmp_path / "j", RANKS, 6)
+    folder = write(Version(1, 6))
+    claims.assert_checkpoints_intact(tmp_path / "j", RANKS, 6)
+    with pytest.raises(AssertionError, match="is of 4 ranks, expected 8"):
+        claims.assert_whole(folder, 8)
+    with open(folder / checkpoint.data_file(2), "r+b") as file:
+        file.seek(4000)
+        byte = file.read(1)
+        file.seek(4000)
+        file.write(bytes([byte[0] ^ 1]))
+    with pytest.raises(AssertionError, match="rank-00002.*does not match its digest"):
+        claims.assert_checkpoints_intact(tmp_path / "j", RANKS, 6)
+    (folder / checkpoint.record_file(3)).unlink()
+    with pytest.raises(AssertionError, match=r"the files of ranks \[3\] are missing"):
+        claims.assert_whole(folder, RANKS)
