@@ -289,6 +289,8 @@ def test_what_ranks_had_imported_is_imported_ahead_of_the_next_start_and_by_the_
     make: Callable[..., Node],
 ) -> None:
     node = make()
+    node.words = ("-m", "train")
+    node.parent = PreloadedParent(node.parent._job, node.command, 1, node.parent._events)
     node.install("seldom", "import sys; AHEAD = 'ft-preload' in open('/proc/self/comm').read()\nprint(f'{AHEAD=}')")
     node.parent.begin()
     node.said(node.start())
