@@ -69,7 +69,7 @@ class Killed:
         return [pytest.param(self, framework, id=f"{name}-{framework}") for framework in self.frameworks]
 
 
-FOUR_REPLICAS, LONG = JobShape(2, 2, 4, True, MANY), replace(SHARDED, iterations=60)
+FOUR_REPLICAS, LONG = JobShape(2, 2, 4, True, MANY), replace(SHARDED, iterations=120)
 KILLED = {
     "of-one-stage": Killed(SHARDED, frameworks=(DEEPSPEED,)),
     "that-serves-the-rendezvous": Killed(SHARDED, lost=("n0",), order=(LAST,)),
@@ -84,7 +84,7 @@ KILLED = {
     "copied-to-the-neighbouring-stage": Killed(SHARDED, ("--reft-redundancy", "neighbour"), frameworks=BOTH),
     "copied-in-bubbles": Killed(LONG, ("--baft",), committed=14, frameworks=BOTH),
     "both-with-the-copies-of-the-other": Killed(  # parity, which the same snapshots fed, has what they held
-        replace(SHARDED, iterations=80), ("--baft", "--reft-redundancy", "both"), lost=("n0", "n1"), committed=14
+        LONG, ("--baft", "--reft-redundancy", "both"), lost=("n0", "n1"), committed=14
     ),
     "two-of-different-sharding-groups": Killed(SHARDED, lost=("n0", "n1")),
     "two-of-different-redundancy-groups": Killed(FOUR_REPLICAS, ("--reft-group-nodes", "2"), lost=("n0", "n1")),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import select
 import signal
 import threading
 import time
@@ -41,6 +40,7 @@ from ft_plugins.snapshot.segment.segment import Segment
 from ft_plugins.snapshot.segment.shape import Shape
 from ft_plugins.snapshot.segment.slots import Mark, Pin, Version, slots_for
 from ft_plugins.transport.protocol import ALARM
+from harness.job_control import wait_until_gone
 
 SHAPE = Shape(nbytes=1 << 16, small_nbytes=1000, buckets=2, layout=5, slots=slots_for(Pin.STORAGE))
 RANGES = [(0, 1 << 15), (1 << 15, 1 << 15)]
@@ -766,19 +766,6 @@ def smp(node: SmpNode, storage: Storage, faults: str = "", orphan_seconds: float
     return found
 
 
-def gone(pid: int) -> None:
-    """Wait until all threads of a process have ended: then its locks are free."""
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    poller = select.poll()
-    poller.register(descriptor, select.POLLIN)
-    found = poller.poll(1000 * SECONDS)
-    os.close(descriptor)
-    assert found, f"{pid} is still there"
-
-
 POINTS = ["persist.rank.before@rank=1", "persist.write@rank=1", "persist.file@rank=0", "persist.file@rank=1"]
 POINTS += ["persist.rename@rank=1", "persist.manifest.before", "persist.manifest.after"]
 
@@ -794,7 +781,7 @@ def test_an_smp_killed_at_any_point_loses_no_checkpoint_and_its_successor_writes
     until(lambda: complete(base) == ["v1-10"])
     for rank in ranks:
         rank.capture(20)
-    gone(node.pids[-1])
+    wait_until_gone(node.pids[-1], SECONDS)
     assert "v1-10" in complete(base)
     assert complete(base) == (["v1-10", "v1-20.partial"] if point.endswith("after") else ["v1-10"])
     for rank in ranks:
@@ -846,7 +833,7 @@ def test_an_smp_whose_time_is_over_removes_the_memory_only_when_it_is_in_storage
         rank.capture(7)
     os.kill(watched, signal.SIGKILL)
     os.waitpid(watched, 0)
-    gone(node.pids[-1])
+    wait_until_gone(node.pids[-1], SECONDS)
     assert complete(base) == ["v1-7"] and not any(rank.path.exists() for rank in ranks)
     assert [event.fields["reason"] for event in node.events("smp.ended")] == [f"orphaned for {seconds} s"]
     assert len(node.events("checkpoint.failed")) == (1 if seconds else 0)
