@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
 
@@ -28,8 +28,6 @@ from ft_plugins.smp.tree.node_step import (
     SwitchExchange,
     step,
 )
-from ft_plugins.smp.tree.tree import children_of
-from ft_plugins.smp.tree.tree_state import TreeState
 from ft_plugins.snapshot.segment.slots import Mark, Version
 
 DETECT = 5.0
@@ -71,9 +69,10 @@ def test_a_version_that_a_rank_has_passed_by_is_reported_as_missed_until_another
     state, actions = run(FRESH, Switched(ExchangeDecision(v(4))), SealChecked(Sealing.MISSED))
     assert actions == [] and state.awaited is None
     state, sent = reported(state, Observation(6))
-    assert sent.report.missed == v(4)
+    assert sent.report.missed == sent.report.late == v(4)
     state, _ = run(state, Switched(ExchangeDecision(v(8))))
-    assert state.awaited == v(8) and reported(state, Observation(6))[1].report.missed is None
+    after = reported(state, Observation(6))[1].report
+    assert state.awaited == v(8) and after.missed is after.late is None
 
 
 @pytest.mark.parametrize(
@@ -172,167 +171,6 @@ def test_an_older_version_is_never_committed_in_place_of_a_newer_one() -> None:
 
 
 # ---- a whole job, of which nothing runs ----
-
-
-@dataclass
-class Simulated:
-    """One node of 8 ranks: carries out actions in no time, on memory that always has what was captured."""
-
-    state: NodeState
-    captured: int = 0
-    complete: bool = False
-    down: bool = False
-    declared: list[tuple[int, ...]] = field(default_factory=list)
-
-    def observe(self) -> Observation:
-        return Observation(self.captured, self.state.committed, self.state.sending, self.complete)
-
-    def feed(self, event: Event) -> SendReport | None:
-        sent, events = None, [event]
-        while events:
-            self.state, actions = step(self.state, events.pop(0))
-            for action in actions:
-                match action:
-                    case SendReport():
-                        sent = action
-                    case CommitVersion(version):
-                        events.append(Committed(version))
-                    case SwitchExchange(decision):
-                        self.complete = False
-                        events.append(Switched(decision))
-                    case StartExchange():
-                        self.complete = True
-                    case DeclareLost(positions):
-                        self.declared.append(positions)
-                        events.append(Declared())
-        return sent
-
-
-class SimulatedJob:
-    """The nodes, and the tree over which they agree: messages take no time."""
-
-    def __init__(self, nodes: int, base: Version | None = None) -> None:
-        self.now = 100.0
-        self.epoch = ExchangeEpoch(base.lineage + 1 if base else 1, base, nodes, 1)
-        self.nodes = [self.fresh(position, base.iteration if base else 0) for position in range(nodes)]
-        self.trees = [self.placed(position) for position in range(nodes)]
-
-    def fresh(self, position: int, captured: int) -> Simulated:
-        return Simulated(NodeState(self.epoch, position, False), captured)
-
-    def placed(self, position: int) -> TreeState:
-        state = TreeState(self.epoch, position, DETECT, self.now)
-        parent = state.advance(self.now).connect
-        if parent is not None:
-            state.joined(parent, self.now)
-        return state
-
-    def replace_first_smp(self) -> None:
-        self.trees[0] = self.placed(0)
-        self.nodes[0] = self.fresh(0, self.nodes[0].captured)
-        for child in children_of(0, len(self.nodes)):
-            self.trees[child].joined(0, self.now)
-
-    def round(self) -> None:
-        """All nodes that live report; the decision reaches them all."""
-        self.now += self.trees[0].heartbeat_seconds
-        living = [(position, node) for position, node in enumerate(self.nodes) if not node.down]
-        for position, node in living:
-            sent = node.feed(ReportDue(node.observe()))
-            assert sent is not None
-            self.trees[position].report(sent.report, self.now)
-        for position, _ in [*reversed(living), *living]:  # up, then down
-            outbox = self.trees[position].advance(self.now)
-            parent = self.trees[position].parent
-            if outbox.up is not None and parent is not None and not self.nodes[parent].down:
-                self.trees[parent].hear_child(position, outbox.up, self.now)
-            for child in outbox.down:
-                self.trees[child].hear_parent(position, self.trees[position].announcement, self.now)
-        for position, node in living:
-            announcement = self.trees[position].announcement
-            node.feed(Announced(announcement.decision, announcement.lost))
-
-    @property
-    def decision(self) -> ExchangeDecision:
-        return self.trees[0].announcement.decision
-
-    def train(self) -> None:
-        """One iteration: every rank of every node seals it."""
-        for node in self.nodes:
-            node.captured += 1
-            if node.state.awaited is not None and node.state.awaited.iteration <= node.captured:
-                node.feed(SealChecked(Sealing.DONE))
-
-    def committed(self) -> set[Version | None]:
-        return {node.state.committed for node in self.nodes if not node.down}
-
-
-def test_4096_nodes_commit_version_after_version() -> None:
-    job = SimulatedJob(4096)
-    job.round()
-    for iteration in range(1, 4):
-        job.train()
-        job.round()
-        assert job.committed() == {v(iteration)}
-    assert {node.state.awaited for node in job.nodes} == {v(4)}
-
-
-def test_a_lost_node_of_1024_is_declared_by_all_others_once_and_nothing_is_committed_without_it() -> None:
-    job = SimulatedJob(1024)
-    job.round()
-    job.train()
-    job.nodes[777].down = True  # no node is below it
-    rounds = int(DETECT / job.trees[0].heartbeat_seconds) + 3
-    for _ in range(rounds):
-        job.round()
-    assert job.committed() == {None}
-    assert all(node.declared == [(777,)] for node in job.nodes if not node.down)
-
-
-def test_after_a_recovery_of_4096_nodes_the_restored_version_is_committed_first() -> None:
-    job = SimulatedJob(4096, base=v(10))
-    job.round()
-    assert {node.state.awaited for node in job.nodes} == {v(10)}
-    for node in job.nodes:
-        node.feed(SealChecked(Sealing.DONE))
-    job.round()
-    assert job.committed() == {v(10)}
-    job.round()
-    assert {node.state.awaited for node in job.nodes} == {v(11, 2)}
-
-
-@pytest.mark.parametrize("nodes", [8, 40])
-def test_a_first_smp_that_is_replaced_decides_the_same_from_reports_alone(nodes: int) -> None:
-    job = SimulatedJob(nodes)
-    job.round()
-    job.train()
-    job.round()
-    before = job.decision
-    assert before.committed == v(1)
-    job.replace_first_smp()
-    job.nodes[0].state = replace(job.nodes[0].state, committed=v(1))  # from its file
-    assert job.decision == ExchangeDecision()
-    job.round()
-    assert job.decision == before
-    job.train()
-    job.round()
-    assert job.committed() == {v(2)}
-
-
-@pytest.mark.parametrize("nodes", [8, 40])
-def test_a_first_smp_that_is_replaced_while_ranks_capture_the_announced_version_keeps_it(nodes: int) -> None:
-    """No node sends it yet, and it is too late to announce it: what the nodes wait for is in their reports."""
-    job = SimulatedJob(nodes)
-    job.round()
-    job.replace_first_smp()
-    for node in job.nodes:
-        node.captured = 1  # begun, not sealed
-    job.round()
-    assert job.decision.exchange == v(1) and {node.state.awaited for node in job.nodes} == {v(1)}
-    for node in job.nodes:
-        node.feed(SealChecked(Sealing.DONE))
-    job.round()
-    assert job.committed() == {v(1)}
 
 
 def test_a_node_that_a_replaced_first_smp_hears_first_goes_on_waiting_for_the_announced_version() -> None:

@@ -7,7 +7,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,8 @@ from ft_plugins.smp.tree import tree
 from ft_plugins.snapshot.segment.slots import Version
 from ft_plugins.transport.channel import Party
 from ft_plugins.transport.wire import PURPOSE, Peer
-from tests.unit.smp.test_node import DETECT, PER_NODE, Cluster, Node, driver_of, wait
+
+from .node_clusters import DETECT, Cluster, Node, clusters, wait
 
 GROUP = 8  # nodes
 
@@ -25,19 +25,13 @@ GROUP = 8  # nodes
 @pytest.fixture
 def cluster(tmp_path: Path, job: str) -> Iterator[Callable[[int], Cluster]]:
     """Nodes in redundancy groups of at most eight."""
-    made: list[Cluster] = []
+    with clusters(tmp_path, job) as make:
 
-    def make(count: int) -> Cluster:
-        made.append(Cluster(tmp_path, job, count, 1))
-        halves = [range(at, min(at + GROUP, count)) for at in range(0, count, GROUP)]
-        groups = tuple(tuple(PER_NODE * node + at for node in half) for half in halves for at in range(PER_NODE))
-        made[-1].protection = replace(made[-1].protection, groups=groups)
-        return made[-1]
+        def grouped(count: int) -> Cluster:
+            halves = [range(at, min(at + GROUP, count)) for at in range(0, count, GROUP)]
+            return make(count, groups=tuple(tuple(2 * node + at for node in half) for half in halves for at in (0, 1)))
 
-    yield make
-    for each in made:
-        for node in each.made:
-            node.destroy()
+        yield grouped
 
 
 @pytest.fixture
@@ -51,13 +45,13 @@ def deep(cluster: Callable[[int], Cluster], monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def parents(job: Cluster) -> list[int | None]:
-    return [driver_of(node)._member._state.parent for node in job.nodes]
+    return [node.driver._member._state.parent for node in job.nodes]
 
 
 def die(node: Node) -> None:
     """The SMP ends, and none replaces it."""
-    driver_of(node)._stop.set()
-    driver_of(node).leave()
+    node.driver._stop.set()
+    node.driver.leave()
     node.tier._endpoint.close()
 
 
@@ -83,7 +77,7 @@ def test_a_lost_node_is_declared_by_all_others_wherever_it_was(deep: Cluster, lo
     die(deep.nodes[lost])
     others = [node for node in deep.nodes if node.position != lost]
     wait(lambda: all(declared(node) == [f"node n{lost}"] for node in others))
-    silent = [event.fields["reason"] for node in others for event in node.seen if event.name == "coordinator.lost"]
+    silent = [fields["reason"] for node in others for fields in node.named("coordinator.lost")]
     assert len(silent) == (lost == 0), "found out by the node that acts as root in its place"
     assert all(reason.startswith("position 0: ") for reason in silent)
 
@@ -98,9 +92,9 @@ def test_none_but_the_node_of_a_position_reports_for_it(deep: Cluster) -> None:
         peer.ask("join", epoch=9, position=3)
     peer.ask("join", epoch=1, position=3)
     peer.wait_until_closed(5)
-    wait(lambda: any(event.name == "peer.disconnected" for event in deep.nodes[1].seen))
-    (event,) = [event for event in deep.nodes[1].seen if event.name == "peer.disconnected"]
-    assert event.fields["peer"] == "n5" and "node n3 is at position 3" in event.fields["reason"]
+    wait(lambda: bool(deep.nodes[1].named("peer.disconnected")))
+    (fields,) = deep.nodes[1].named("peer.disconnected")
+    assert fields["peer"] == "n5" and "node n3 is at position 3" in fields["reason"]
     peer.close()
     deep.train(1, 1)
 
@@ -111,10 +105,9 @@ def test_a_version_is_committed_without_waiting_for_the_next_look_at_memory(
     """What is looked for again and again is only what ranks write: that they have sealed."""
     monkeypatch.setattr("ft_plugins.smp.tree.node_driver.OBSERVE_SECONDS", 10.0)
     job = cluster(3)
-    job.protection = replace(job.protection, detect_seconds=60.0)
-    job.protect()
+    job.protect(detect_seconds=60.0)
     job.train(1, 1)
-    wait(lambda: all(driver_of(node)._state.awaited == Version(1, 2) for node in job.nodes))
+    wait(lambda: all(node.driver._state.awaited == Version(1, 2) for node in job.nodes))
     time.sleep(0.2)
     began = time.monotonic()
     job.train(2, 5)
