@@ -18,8 +18,7 @@ from ..config import Config
 from ..errors import ConfigError
 from ..planner.survival import columns, demand
 from ..snapshot.segment.room import SHM, SPARE, MemoryLimit, memory_limits, sizes_text
-from ..systems.reft.dry_claim import ORDER, DryClaim, DryJob, NodeClaim, block_of, plan_claim
-from ..systems.reft.memory_advice import smaller_claims
+from ..systems.reft.dry_claim import ORDER, DryClaim, DryJob, NodeClaim, block_of, plan_claim, smaller_claims
 
 GIB = float(1 << 30)
 _LARGEST_GIB = 1024  # captured by a rank: a plan has its buckets one by one

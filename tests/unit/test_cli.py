@@ -26,6 +26,8 @@ from ft_plugins.config import Config, keys, run_directory
 from ft_plugins.events import Events, catalogue, file_sink
 from ft_plugins.smp.serve import client as smp
 from ft_plugins.smp.watch import liveness
+from ft_plugins.snapshot.capture import manifest
+from ft_plugins.snapshot.capture.manifest import Manifest, TensorRange
 from ft_plugins.snapshot.capture.retention import Storage
 from ft_plugins.snapshot.segment import paths
 from ft_plugins.snapshot.segment.paths import path_of
@@ -133,9 +135,9 @@ def test_status_shows_how_old_the_newest_iteration_and_version_are(ft_plugins: C
         client.open_lineage(0, 1, 1, None)
     segment = Segment(path)
     segment.ranges = [(0, 8192)]
-    segment.dirty(0, Version(1, 3), segment.token)
-    segment.seal(0, Version(1, 3), segment.token, b"", segment.digests(0))
-    segment.completed = 4
+    segment.dirty(0, Version(1, 3), segment.header.token)
+    segment.seal(0, Version(1, 3), segment.header.token, b"", segment.digests(0))
+    segment.header.completed = 4
     segment.close()
     (report,) = jobs_in(ft_plugins("status", "--json"))
     time.sleep(1.2)
@@ -413,8 +415,11 @@ def test_a_checkpoint_before_there_is_a_version_says_so_and_one_that_fails_says_
     assert "no version is in memory yet" in ft_plugins("checkpoint", "now", "--job", job, status=1)
     mapped = Segment(path)
     mapped.ranges = [(0, 8192)]
-    mapped.dirty(0, Version(1, 3), mapped.token)
-    mapped.seal(0, Version(1, 3), mapped.token, b"", np.array([5], dtype=np.uint64))
+    mapped.dirty(0, Version(1, 3), mapped.header.token)
+    held = (TensorRange("weight", "uint8", "parameter", "own", 8192, 0, 8192, 0, (8192,)),)
+    small = manifest.join(manifest.write(Manifest(0, 1, (0, 0), ((0, 8192),), held)), b"")
+    mapped.write_small(0, small)
+    mapped.seal(0, Version(1, 3), mapped.header.token, small, np.array([5], dtype=np.uint64))
     assert "no version is in memory yet" in ft_plugins("checkpoint", "now", status=1), "a seal that does not fit"
     mapped.digests(0)[:] = 5
     line = ft_plugins("checkpoint", "now", "--seconds", "20", status=1)
