@@ -41,7 +41,7 @@ from ft_plugins.redundancy import blocked, kernels
 from ft_plugins.redundancy.field import power
 from ft_plugins.redundancy.kernels import Loops
 from ft_plugins.redundancy.parity import Placement, Stripe, StripeRebuild, place_parity, plan_decode
-from ft_plugins.transport.authenticated import PAYLOAD_LIMIT
+from ft_plugins.transport.frame_codec import PAYLOAD_LIMIT
 from workloads.running import PROGRESS, Figures, arguments, run, say
 
 GROUP_BYTES = 128 << 20  # four times the last-level cache of the reference machine

@@ -29,14 +29,15 @@ from typing import Any
 
 from ft_plugins.base.intake import parsed
 from ft_plugins.launcher import job_secret
-from ft_plugins.launcher.rendezvous.peer_client import ADMITTED, HEAD, PURPOSE, length_prefix
+from ft_plugins.launcher.rendezvous.peer_client import PURPOSE
 from ft_plugins.launcher.rounds.held_looks import longest_hold
 from ft_plugins.launcher.rounds.node_messages import Message
 from ft_plugins.launcher.rounds.roster import Roster, RosterPage, assembled
 from ft_plugins.launcher.rounds.waiting_nodes import Application
-from ft_plugins.transport import connections, protocol
-from ft_plugins.transport.channel import HANDSHAKE_LIMIT, TAG, Channel, ClientHandshake, Party
-from ft_plugins.transport.protocol import FRAME_LIMIT
+from ft_plugins.transport import connections
+from ft_plugins.transport.channel import ClientHandshake, Party, Sealer
+from ft_plugins.transport.dial import ADMITTED
+from ft_plugins.transport.frame_codec import HANDSHAKE, PLAIN, Decoder, seal
 
 SILENCE = 10.0  # seconds without a message after which a node is lost: the default
 NAME_LENGTH = 48  # characters of a node's name: the longest
@@ -151,7 +152,8 @@ class _Link:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, traffic: _Traffic) -> None:
         self._reader, self._writer, self._traffic = reader, writer, traffic
-        self._channel: Channel
+        self._decoder = Decoder(HANDSHAKE)
+        self._sealer: Sealer | None = None
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -175,37 +177,34 @@ class _Link:
             pause = min(2 * pause, longest)
 
     async def _prove(self, client: ClientHandshake) -> None:
-        self._write(protocol.pack(client.hello()), b"")
-        length = protocol.announced(await self._read(HEAD), HANDSHAKE_LIMIT)
-        answer, self._channel = client.answer(protocol.unpack(await self._read(length), proven=False))
-        self._write(protocol.pack(answer), b"")
+        self._write(client.hello())
+        answer, channel = client.answer(await self._receive())
+        self._write(answer)
+        self._decoder, self._sealer = Decoder(PLAIN, channel.opener), channel.sealer
         if await self._receive() != ADMITTED:
             raise ConnectionError("not admitted")
 
     async def ask(self, message: Message, held: float = 0.0) -> Message:
         """The reply, which the lead may hold back for `held` seconds."""
         began = time.monotonic()
-        payload = protocol.pack(message)
-        _, tag = self._channel.sealer.seal(payload)
-        self._write(payload, tag)
+        self._write(message)
         reply = await self._receive()
         self._traffic.longest_reply = max(self._traffic.longest_reply, time.monotonic() - began - held)
         return reply
 
-    def _write(self, payload: bytes, tag: bytes) -> None:
-        self._writer.write(b"".join((length_prefix(payload), payload, tag)))
+    def _write(self, message: Message) -> None:
+        nbytes, buffers = seal(message, sealer=self._sealer)
+        self._writer.writelines(buffers)
         self._traffic.messages += 1
-        self._traffic.bytes += HEAD + len(payload) + len(tag)
+        self._traffic.bytes += nbytes
 
     async def _receive(self) -> Message:
-        length = protocol.announced(await self._read(HEAD), FRAME_LIMIT)
-        sealed = memoryview(await self._read(length + TAG))
-        self._traffic.messages += 1
-        return protocol.unpack(self._channel.opener.open(sealed[:length], bytes(sealed[length:])))
-
-    async def _read(self, count: int) -> bytes:
-        self._traffic.bytes += count
-        return await self._reader.readexactly(count)
+        while True:
+            part = await self._reader.readexactly(sum(map(len, self._decoder.space)))
+            self._traffic.bytes += len(part)
+            for message, _ in self._decoder.feed(part):
+                self._traffic.messages += 1
+                return message
 
 
 @dataclass

@@ -24,11 +24,13 @@ from dataclasses import dataclass, replace
 
 from ft_plugins.smp.tree import tree
 from ft_plugins.smp.tree.agreement import ExchangeEpoch, NodeReport
-from ft_plugins.smp.tree.tree_loop import Connected, TreeLoop, TreeMember
+from ft_plugins.smp.tree.tree_link import TreeLink
+from ft_plugins.smp.tree.tree_member import Connected, TreeMember
 from ft_plugins.smp.tree.tree_state import TreeState
 from ft_plugins.snapshot.segment.slots import Version
 from ft_plugins.transport import connections, protocol
 from ft_plugins.transport.channel import ClientHandshake, Party, ServerHandshake
+from ft_plugins.transport.loop import Loop
 
 DETECT_SECONDS = 10.0  # the default of --ftp-detect-seconds
 # Every iteration is exchanged. It takes a second, less than in most jobs, or as long as all nodes together need on one
@@ -83,9 +85,9 @@ class _Member(TreeMember):
     seconds = 0.0
     wakes = 0
 
-    def ready(self, link: object, mask: int) -> None:
+    def _ready(self, link: TreeLink) -> None:
         began = time.thread_time()
-        super().ready(link, mask)  # type: ignore[arg-type]
+        super()._ready(link)
         self.seconds += time.thread_time() - began
 
     def advance(self, now: float) -> None:
@@ -106,7 +108,7 @@ class _Job:
     def __init__(self, nodes: int, detect_seconds: float) -> None:
         self.epoch = ExchangeEpoch(1, None, nodes, 1)
         self.detect = detect_seconds
-        self.loop = TreeLoop()
+        self.loop = Loop("tree")
         self.alive = [True] * nodes
         self.reports = [NodeReport(0) for _ in range(nodes)]
         self.followed: dict[int, float] = {}  # when a node knew that the version of an iteration is committed, the last
@@ -293,7 +295,7 @@ def _joined(job: _Job) -> bool:
 
 
 def _sent(member: TreeMember) -> tuple[int, int]:
-    return sum(link.sent_messages for link in member.links), sum(link.sent_bytes for link in member.links)
+    return sum(link.sent_messages for link in member.links), sum(link.written for link in member.links)
 
 
 def _lose_one(job: _Job, position: int) -> float:

@@ -30,12 +30,15 @@ from typing import Any, TypeVar
 
 from ..errors import ConfigError, ProtocolError
 from ..events import Events
-from ..transport import protocol
-from ..transport.channel import HANDSHAKE_LIMIT, Channel, ClientHandshake, Party, ServerHandshake
+from ..transport.channel import Channel, ClientHandshake, Party, ServerHandshake
 from ..transport.connections import RejectedConnections
+from ..transport.dial import ADMITTED, Dialer
+from ..transport.door import Door, DoorLimits
+from ..transport.frame_codec import HANDSHAKE, Message
+from ..transport.framed import FramedSocket
+from ..transport.loop import Loop
 from ..transport.own_address import IDENTITY, host_identity, known_apart, only_local, towards_peer
-from ..transport.unproven import Unproven
-from .rank_links import Link
+from .rank_links import RankLink
 from .rank_tree import RankPlace, place_of
 
 NONCE = 32  # bytes
@@ -44,8 +47,8 @@ _ENTRY_LIMIT = _ENTRY_HEAD + 64  # bytes: and address
 _MOST_ON_NODE = 1 << 16  # ranks
 _PROOF_SECONDS = 15.0  # for the second proof of a rank that has sent the first
 _DOUBT_SECONDS = 3.0  # for the rank itself to come after one that failed its second proof
-_PAUSE_SECONDS = (0.02, 1.0)  # before a rank tries to connect again: first, longest
 _PURPOSE = "ranks"
+_LIMITS = DoorLimits()
 
 T = TypeVar("T")
 Arrived = tuple[socket.socket, int, Channel]
@@ -78,7 +81,7 @@ class Met:
     """
 
     place: RankPlace
-    links: dict[int, Link]
+    links: dict[int, RankLink]
     key: bytes
     refusal: str
     address: str
@@ -94,17 +97,17 @@ def meet(meeting: RankMeeting) -> Met:
     if only_local(address) and known_apart(meeting.host, host):
         raise _unreachable(meeting, meeting.rank, address, 0)
     key = hmac.digest(meeting.secret or b"none", b"ft_plugins ranks" + nonce, "sha256")
-    links: dict[int, Link] = {}
+    links: dict[int, RankLink] = {}
     refusals: list[str] = []
 
     def admit(connection: socket.socket, rank: int, channel: Channel, proven: Channel | str) -> None:
         if isinstance(proven, str):
             refusals.append(f"rank {place.rank}: rank {rank} {proven}")
             proven = channel
-        links[rank] = Link(rank, connection, proven)
+        links[rank] = RankLink(rank, connection, proven)
 
     proving = Party(_PURPOSE, meeting.name, str(place.rank), meeting.encrypt)
-    with Door(address, nonce, meeting.name, place.rank, meeting.events) as door:
+    with RankDoor(address, nonce, meeting.name, place.rank, meeting.events) as door:
         if place.children:
             door.open()
             entry = door.endpoint[1].to_bytes(2, "big") + meeting.host + address.encode()
@@ -142,7 +145,7 @@ def meet(meeting: RankMeeting) -> Met:
     return Met(place, links, key, refusals[0] if refusals else "", address)
 
 
-class Door:
+class RankDoor:
     """A listening socket for ranks that prove that they know `secret`."""
 
     def __init__(
@@ -153,7 +156,8 @@ class Door:
         self._secret = secret
         self._events = events
         self._arrived: queue.SimpleQueue[Arrived] = queue.SimpleQueue()
-        self._unproven: Unproven | None = None
+        self._loop: Loop | None = None
+        self._door: Door | None = None
         self.endpoint = ("", 0)
 
     def open(self) -> None:
@@ -169,13 +173,16 @@ class Door:
                 "--ftp-interface"
             ) from error
         self.endpoint = (self._address, int(listener.getsockname()[1]))
-        self._unproven = Unproven(
-            listener, self._secret, self.me, self._admit, RejectedConnections(self._events), "ft-ranks-door"
+        self._loop = Loop("ft-ranks-door")
+        self._door = Door(
+            self._loop, listener, self._secret, self.me, self._admit, RejectedConnections(self._events), _LIMITS
         )
+        self._loop.start()
 
     def _admit(self, connection: socket.socket, address: str, channel: Channel) -> None:
         try:
-            protocol.send(connection, {"ok": True})  # a new connection has room for it
+            FramedSocket(connection, channel).send(ADMITTED)  # a new connection has room for it
+            connection.setblocking(True)
             self._arrived.put((connection, int(channel.node), channel))
         except (OSError, ValueError):
             connection.close()
@@ -194,7 +201,7 @@ class Door:
             "check that the nodes reach each other there, or choose another --ftp-interface"
         )
 
-    def __enter__(self) -> Door:
+    def __enter__(self) -> RankDoor:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -202,9 +209,10 @@ class Door:
 
     def close(self) -> None:
         """Stop listening. Idempotent."""
-        if self._unproven is not None:
-            self._unproven.close()
-            self._unproven = None
+        if self._loop is not None and self._door is not None:
+            self._loop.stop()
+            self._door.close()
+            self._loop.close()
         with suppress(queue.Empty):
             while True:
                 self._arrived.get_nowait()[0].close()
@@ -218,62 +226,52 @@ def dial(
     Tries again when the connection is cut off: it may have made room for others. Raises ProtocolError if the rank
     cannot be reached in time, or is another one.
     """
-    pause, longest = _PAUSE_SECONDS
-    while True:
-        try:
-            connection = socket.create_connection(where, max(0.001, until - time.monotonic()))
-        except OSError as error:
-            cause: Exception = error
-        else:
-            try:
-                handshake = ClientHandshake(secret, me)
-                protocol.send(connection, handshake.hello())
-                answer, channel = handshake.answer(_message(connection, until))
-                if channel.node != str(rank):
-                    raise ProtocolError(f"it is rank {channel.node}")
-                protocol.send(connection, answer)
-                _message(connection, until)  # it is admitted
-                return connection, rank, channel, greet(connection)
-            except (OSError, ProtocolError) as error:
-                connection.close()
-                cause = error
-        if time.monotonic() + pause >= until:
-            raise ProtocolError(
-                f"rank {me.node}: rank {rank} cannot be reached at {where[0]}:{where[1]} ({cause}); check that the "
-                "nodes reach each other there, or choose another --ftp-interface"
-            ) from cause
-        time.sleep(pause)
-        pause = min(2 * pause, longest)
+
+    def met(connection: socket.socket, channel: Channel) -> tuple[socket.socket, int, Channel, T]:
+        if channel.node != str(rank):
+            raise ProtocolError(f"it is rank {channel.node}")
+        return connection, rank, channel, greet(connection)
+
+    dialer = Dialer(where, secret, me, retried=(OSError, ProtocolError))
+    try:
+        found = dialer.connect(until, met)
+    except (OSError, ProtocolError) as error:
+        raise ProtocolError(
+            f"rank {me.node}: rank {rank} cannot be reached at {where[0]}:{where[1]} ({error}); check that the "
+            "nodes reach each other there, or choose another --ftp-interface"
+        ) from error
+    dialer.surrender()
+    return found
 
 
 def _prove(connection: socket.socket, until: float, key: bytes, me: Party) -> Channel | str:
     """As the one that has dialled, prove that this rank knows the job's secret. Returns what is wrong with the other
     one if it cannot prove that. Raises OSError, ProtocolError."""
-    handshake = ClientHandshake(key, me)
-    protocol.send(connection, handshake.hello())
-    challenge = _message(connection, until)
+    line, handshake = FramedSocket(connection, bounds=HANDSHAKE), ClientHandshake(key, me)
+    line.send(handshake.hello())
+    challenge = _message(line, until)
     try:
         answer, channel = handshake.answer(challenge)
     except ProtocolError:
-        protocol.send(connection, {"proof": bytes(NONCE)})
+        line.send({"proof": bytes(NONCE)})
         return _wrong(challenge, me)
-    protocol.send(connection, answer)
+    line.send(answer)
     return channel
 
 
 def _check(connection: socket.socket, until: float, key: bytes, me: Party) -> Channel | str:
     """The other side of `_prove`."""
-    handshake = ServerHandshake(key, me)
-    hello = _message(connection, until)
-    protocol.send(connection, handshake.challenge(hello))
-    answer = _message(connection, until)
+    line, handshake = FramedSocket(connection, bounds=HANDSHAKE), ServerHandshake(key, me)
+    hello = _message(line, until)
+    line.send(handshake.challenge(hello))
+    answer = _message(line, until)
     try:
         return handshake.finish(answer)
     except ProtocolError:
         return _wrong(hello, me)
 
 
-def _wrong(message: dict[str, Any], me: Party) -> str:
+def _wrong(message: Message, me: Party) -> str:
     if (message.get("encrypt") is True) is not me.encrypt:
         return "differs in --ftp-encrypt; give all nodes the same"
     return (
@@ -282,11 +280,10 @@ def _wrong(message: dict[str, Any], me: Party) -> str:
     )
 
 
-def _message(connection: socket.socket, until: float) -> dict[str, Any]:
-    message = protocol.receive(connection, until, HANDSHAKE_LIMIT)
-    if message is None:
+def _message(line: FramedSocket, until: float) -> Message:
+    if (received := line.receive(until)) is None:
         raise ConnectionResetError("it hung up")
-    return message
+    return received[0]
 
 
 def _key(meeting: RankMeeting, what: str) -> str:

@@ -25,7 +25,7 @@ from ..config import LaunchContext, launch_context
 from ..errors import ConfigError, FtError, ProtocolError
 from ..events import Events
 from ..transport.own_address import depends_on_name, own_address
-from .meeting import Door, RankMeeting, meet
+from .meeting import RankDoor, RankMeeting, meet
 from .operations import FrameKind, failed, failure, framed, payloads
 from .switch import Call, LostNeighbour, Switch
 from .transfers import Transfers
@@ -205,7 +205,7 @@ class Collective:
     def transfers(self) -> Transfers:
         """Connections for bulk data, for a `with` block. Every rank of the job calls. Raises ProtocolError."""
         with contextlib.ExitStack() as stack:
-            door: Door | None = None
+            door: RankDoor | None = None
             with self.agreement():
                 door = self.listen("transfers")
             if door is None:
@@ -215,18 +215,18 @@ class Collective:
             stack.pop_all()
         return self.through(door, endpoints)
 
-    def listen(self, purpose: str) -> Door | None:
+    def listen(self, purpose: str) -> RankDoor | None:
         """Listen for transfers of that purpose; None in a job of one rank. Waits for no other rank. Raises
         ConfigError."""
         if self._meeting is None:
             return None
         meeting = self._meeting
-        door = Door(meeting.address, self._key, purpose, self.rank, meeting.events, meeting.encrypt)
+        door = RankDoor(meeting.address, self._key, purpose, self.rank, meeting.events, meeting.encrypt)
         door.open()
         return door
 
     def through(
-        self, door: Door | None, endpoints: Sequence[tuple[str, int]], most_seconds: float = math.inf
+        self, door: RankDoor | None, endpoints: Sequence[tuple[str, int]], most_seconds: float = math.inf
     ) -> Transfers:
         """Transfers between ranks that listen at `endpoints`, this one at `door`; each wait of theirs takes at most
         `most_seconds`. This call waits for no other rank, and transfers may be used on another thread."""

@@ -27,8 +27,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from ..errors import ProtocolError
+from ..transport.loop import Loop
 from .operations import Action, Buffer, Finished, FrameKind, Known, Operations, RankFrame, SendFrame
-from .rank_links import Link
+from .rank_links import RankLink
 from .rank_tree import RankPlace
 
 _PARTING_SECONDS = 1.0  # in which the reason of a loss is sent on
@@ -57,7 +58,7 @@ class Call:
 class Switch:
     """The connections of one rank, until `close`."""
 
-    def __init__(self, place: RankPlace, links: Mapping[int, Link], seconds: float) -> None:
+    def __init__(self, place: RankPlace, links: Mapping[int, RankLink], seconds: float) -> None:
         """`seconds` bounds each wait for other ranks."""
         self._place = place
         self._links = dict(links)
@@ -72,11 +73,9 @@ class Switch:
         self.lost: LostNeighbour | None = None  # if this rank noticed the loss, rather than another one
         self._lock = threading.Lock()
         self._closing = False
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._wake, selectors.EVENT_READ)
+        self._loop = Loop("ft-ranks")
         for link in self._links.values():
-            self._selector.register(link.connection, selectors.EVENT_READ, link)
+            self._watch(link)
         _SWITCHES.add(self)
         self._thread = threading.Thread(target=self._run, name="ft-ranks", daemon=True)
         self._thread.start()
@@ -125,16 +124,14 @@ class Switch:
         """End in order: close the connections, after what this rank has passed on was sent. Idempotent."""
         with self._lock:
             self._closing = True
-            self._notify()
+        self._loop.wake()
         self._thread.join(2 * _PARTING_SECONDS)
 
     def close_copies(self) -> None:
         """In a child that was forked: close what it has inherited, so the others notice the end of this rank."""
         for link in self._links.values():
             link.connection.close()
-        self._selector.close()
-        if self._wake >= 0:
-            os.close(self._wake)
+        self._loop.close_copies()
 
     def _request(self, call: Callable[[], None], waiting: Call | None = None) -> bool:
         """Have the thread `call`. Returns whether it will; else `waiting` has failed."""
@@ -143,14 +140,8 @@ class Switch:
                 _fail(waiting, self._reason or f"rank {self._place.rank}: the connections are closed")
                 return False
             self._requests.append((call, waiting))
-            self._notify()
-            return True
-
-    def _notify(self) -> None:
-        """Wake the thread. Call with the lock held: the descriptor is -1 once it is closed."""
-        if self._wake >= 0:
-            with contextlib.suppress(BlockingIOError):  # full: it is awake anyway
-                os.eventfd_write(self._wake, 1)
+        self._loop.wake()
+        return True
 
     # ---- the thread ----
 
@@ -162,20 +153,12 @@ class Switch:
             self._lose(f"rank {self._place.rank}: {type(error).__name__}: {error}")
         if not self._reason:
             for link in self._links.values():
-                link.push(RankFrame(FrameKind.ENDED))
+                link.send(RankFrame(FrameKind.ENDED))
         self._part()
 
     def _turn(self) -> None:
-        for key, _ in self._selector.select():
-            link: Link | None = key.data
-            if link is None:
-                with contextlib.suppress(BlockingIOError):
-                    os.eventfd_read(self._wake)
-            else:
-                self._serve(link)
-                if self._reason:
-                    return
-        while self._requests:
+        self._loop.step()
+        while self._requests and not self._reason:
             request, call = self._requests.popleft()
             try:
                 request()
@@ -185,15 +168,17 @@ class Switch:
                 return
         self._finish()
 
-    def _serve(self, link: Link) -> None:
+    def _serve(self, link: RankLink) -> None:
         """Write and read what there is."""
+        if self._reason:
+            return
         broken: OSError | None = None
         try:
             link.write()
         except OSError as error:  # what the neighbour sent before it closed may be the reason
             broken = error
         try:
-            for frame in link.read():
+            for frame in link.frames():
                 if not self._take_frame(link, frame):
                     return
             if broken is not None:
@@ -208,7 +193,7 @@ class Switch:
                 "it has ended, or its node cannot be reached",
             )
 
-    def _take_frame(self, link: Link, frame: RankFrame) -> bool:
+    def _take_frame(self, link: RankLink, frame: RankFrame) -> bool:
         """Returns whether more can follow."""
         if frame.kind is FrameKind.LOST:
             self._lose(bytes(frame.body).decode(errors="replace"), link)
@@ -219,7 +204,7 @@ class Switch:
             self._lose(str(error))
             return False
         if frame.kind is FrameKind.ENDED:
-            self._selector.unregister(link.connection)
+            self._loop.forget(link.connection)
             del self._links[link.rank]
             link.close()
             return False
@@ -236,15 +221,15 @@ class Switch:
                     self._known.add(word)
                     self._words.setdefault(word, threading.Event()).set()
 
-    def _send(self, link: Link, frame: RankFrame) -> None:
-        link.push(frame)
+    def _send(self, link: RankLink, frame: RankFrame) -> None:
+        link.send(frame)
         with contextlib.suppress(OSError):  # reading from it says what is wrong
             link.write()
         self._watch(link)
 
-    def _watch(self, link: Link) -> None:
+    def _watch(self, link: RankLink) -> None:
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.waiting else 0)
-        self._selector.modify(link.connection, events, link)
+        self._loop.watch(link.connection, lambda _: self._serve(link), events)
 
     def _take(self, number: int, result: Buffer) -> None:
         call = self._calls.pop(number, None)
@@ -262,11 +247,11 @@ class Switch:
                 return
             self._finishing.popleft()[1].over.set()
 
-    def _lose_neighbour(self, link: Link, reason: str) -> None:
+    def _lose_neighbour(self, link: RankLink, reason: str) -> None:
         self.lost = LostNeighbour(link.rank, reason, time.monotonic())
         self._lose(reason, link)
 
-    def _lose(self, reason: str, source: Link | None = None) -> None:
+    def _lose(self, reason: str, source: RankLink | None = None) -> None:
         """Fail whatever is not finished, and send all neighbours but `source`, which has it or is gone, the reason."""
         with self._lock:
             if self._reason:
@@ -275,7 +260,7 @@ class Switch:
             waiting = [*self._calls.values(), *(call for _, call in self._requests)]
         for link in self._links.values():
             if link is not source:
-                link.push(RankFrame(FrameKind.LOST, body=reason.encode()))
+                link.send(RankFrame(FrameKind.LOST, body=reason.encode()))
         for _, done in self._finishing:  # a result that is here is not lost
             done.over.set()
         for call in waiting:
@@ -311,10 +296,7 @@ class Switch:
             word.set()
         for link in self._links.values():
             link.close()
-        self._selector.close()
-        with self._lock:
-            os.close(self._wake)
-            self._wake = -1
+        self._loop.close()
 
 
 def _close_copies() -> None:

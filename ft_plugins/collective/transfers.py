@@ -10,97 +10,31 @@ rank or a timeout.
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import select
-import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
 
 from ..errors import ProtocolError
-from ..transport.channel import TAG, Channel
-from .meeting import Door, dial
-from .rank_links import UNIT
+from ..transport.frame_codec import FrameBounds, Message
+from ..transport.framed import Link
+from .meeting import RankDoor, dial
 
 PART_BYTES = 32 << 20  # of a share, passed around at a time: bounds the memory of a restore
 
+_BOUNDS = FrameBounds(64, 1 << 48)  # bytes of a payload: what is received has to be as long as its place
+
 Bytes = npt.NDArray[np.uint8]
-
-
-class _Outgoing:
-    """Bytes to one rank, in units with their tags."""
-
-    def __init__(self, connection: socket.socket, channel: Channel, data: Bytes) -> None:
-        self.connection = connection
-        self._seal = channel.sealer.seal
-        self._view = data.data.cast("B")
-        self._at = 0
-        self._left: list[memoryview] = []
-
-    def advance(self) -> bool:
-        """Send what the connection takes now. Returns whether all was sent. Raises OSError."""
-        while True:
-            if not self._left:
-                if self._at == len(self._view):
-                    return True
-                unit = self._view[self._at : self._at + UNIT]
-                self._at += len(unit)
-                self._left = [memoryview(part) for part in self._seal(unit)]
-            try:
-                sent = self.connection.sendmsg(self._left)
-            except (BlockingIOError, InterruptedError):
-                return False
-            while self._left and sent >= len(self._left[0]):
-                sent -= len(self._left.pop(0))
-            if sent:
-                self._left[0] = self._left[0][sent:]
-
-
-class _Incoming:
-    """Bytes from one rank, in units with their tags."""
-
-    def __init__(self, connection: socket.socket, channel: Channel, into: Bytes) -> None:
-        self.connection = connection
-        self._open = channel.opener.open
-        self._view = into.data.cast("B")
-        self._at = 0
-        self._tag = bytearray(TAG)
-        self._left: list[memoryview] = []
-
-    def advance(self) -> bool:
-        """Receive what has arrived. Returns whether all has. Raises ProtocolError, OSError."""
-        while True:
-            unit = self._view[self._at : self._at + UNIT]
-            if not unit:
-                return True
-            if not self._left:
-                self._left = [unit, memoryview(self._tag)]
-            try:
-                received = self.connection.recvmsg_into(self._left)[0]
-            except (BlockingIOError, InterruptedError):
-                return False
-            if not received:
-                raise ConnectionResetError(errno.ECONNRESET, "it has ended")
-            while self._left and received >= len(self._left[0]):
-                received -= len(self._left.pop(0))
-            if received:
-                self._left[0] = self._left[0][received:]
-            if not self._left:
-                opened = self._open(unit, bytes(self._tag))
-                if opened is not unit:
-                    unit[:] = opened
-                self._at += len(unit)
 
 
 class Transfers:
     """Connections of one rank to others, until the end of a `with` block."""
 
     def __init__(
-        self, rank: int, endpoints: Sequence[tuple[str, int]], door: Door | None, key: bytes, seconds: float
+        self, rank: int, endpoints: Sequence[tuple[str, int]], door: RankDoor | None, key: bytes, seconds: float
     ) -> None:
         """`endpoints`: where each rank listens; `door`: where this one does, for those that know `key`; None in a job
         of one rank. `seconds` bounds each wait."""
@@ -109,8 +43,8 @@ class Transfers:
         self._door = door
         self._key = key
         self._seconds = seconds
-        self._to: dict[int, tuple[socket.socket, Channel]] = {}
-        self._from: dict[int, tuple[socket.socket, Channel]] = {}
+        self._to: dict[int, Link] = {}
+        self._from: dict[int, Link] = {}
 
     def __enter__(self) -> Transfers:
         return self
@@ -118,8 +52,8 @@ class Transfers:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self._door is not None:
             self._door.close()
-        for connection, _ in (*self._to.values(), *self._from.values()):
-            connection.close()
+        for link in (*self._to.values(), *self._from.values()):
+            link.connection.close()
 
     def swap(self, send: Mapping[int, Bytes], receive: Mapping[int, Bytes]) -> None:
         """Send bytes to ranks and receive from ranks, by rank; returns when all of `receive` is filled.
@@ -128,30 +62,30 @@ class Transfers:
         ProtocolError.
         """
         until = time.monotonic() + self._seconds
-        moving: dict[int, tuple[int, _Outgoing | _Incoming, int]] = {}  # by descriptor: rank, bytes, event
-        for rank, data in sorted(send.items()):
-            connection, channel = self._connected(rank, until)
-            moving[connection.fileno()] = rank, _Outgoing(connection, channel, data), select.POLLOUT
-        for rank, into in sorted(receive.items()):
-            connection, channel = self._accepted(rank, until)
-            moving[connection.fileno()] = rank, _Incoming(connection, channel, into), select.POLLIN
+        moving: dict[int, tuple[int, Callable[[], bool]]] = {}  # by descriptor: rank, and what moves bytes
         poller = select.poll()
-        for descriptor, (_, _, event) in moving.items():
-            poller.register(descriptor, event)
+        for rank, data in sorted(send.items()):
+            link = self._connected(rank, until)
+            link.push({}, data.data.cast("B"))
+            moving[link.connection.fileno()] = rank, _sending(link)
+            poller.register(link.connection, select.POLLOUT)
+        for rank, into in sorted(receive.items()):
+            link = self._accepted(rank, until)
+            moving[link.connection.fileno()] = rank, _receiving(link, into.data.cast("B"))
+            poller.register(link.connection, select.POLLIN)
         while moving:
             ready = poller.poll(1000 * self._seconds)
             if not ready:
-                ranks = ", ".join(str(rank) for rank, _, _ in moving.values())
+                ranks = ", ".join(str(rank) for rank, _ in moving.values())
                 raise ProtocolError(f"rank {self._rank}: no byte passed to or from rank {ranks} in {self._seconds:g} s")
             for descriptor, _ in ready:
-                rank, way, _ = moving[descriptor]
-                if self._advance(rank, way):
+                if self._advance(*moving[descriptor]):
                     poller.unregister(descriptor)
                     del moving[descriptor]
 
-    def _advance(self, rank: int, way: _Outgoing | _Incoming) -> bool:
+    def _advance(self, rank: int, move: Callable[[], bool]) -> bool:
         try:
-            return way.advance()
+            return move()
         except OSError as error:
             raise ProtocolError(f"rank {self._rank}: rank {rank} was lost during a transfer ({error})") from error
         except ProtocolError as error:
@@ -186,26 +120,46 @@ class Transfers:
                     yield shares[source][0] + at, arriving
                 piece = arriving
 
-    def _connected(self, rank: int, until: float) -> tuple[socket.socket, Channel]:
+    def _connected(self, rank: int, until: float) -> Link:
         assert self._door is not None
         if rank not in self._to:
             where, me = self._endpoints[rank], self._door.me
             connection, _, channel, _ = dial(where, self._key, me, rank, until, lambda connection: None)
-            self._to[rank] = _ready(connection), channel
+            self._to[rank] = Link(connection, channel, _BOUNDS)
         return self._to[rank]
 
-    def _accepted(self, rank: int, until: float) -> tuple[socket.socket, Channel]:
+    def _accepted(self, rank: int, until: float) -> Link:
         assert self._door is not None
         while rank not in self._from:
             connection, sender, channel = self._door.next(until, set(range(len(self._endpoints))) - {self._rank})
             if (before := self._from.get(sender)) is not None:  # cut off before it had sent anything
-                before[0].close()
-            self._from[sender] = _ready(connection), channel
+                before.connection.close()
+            self._from[sender] = Link(connection, channel, _BOUNDS)
         return self._from[rank]
 
 
-def _ready(connection: socket.socket) -> socket.socket:
-    connection.setblocking(False)
-    with contextlib.suppress(OSError):
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return connection
+def _sending(link: Link) -> Callable[[], bool]:
+    """Sends what the connection takes now, and returns whether that was all. Raises OSError."""
+
+    def move() -> bool:
+        link.write()
+        return not link.waiting
+
+    return move
+
+
+def _receiving(link: Link, into: memoryview) -> Callable[[], bool]:
+    """Receives what has arrived, and returns whether that was all. Raises ProtocolError, OSError."""
+
+    def place(message: Message, nbytes: int) -> memoryview:
+        if nbytes != len(into):
+            raise ProtocolError(f"expected {len(into)} bytes, found {nbytes}")
+        return into
+
+    def move() -> bool:
+        for message, payload in link.read():
+            return len(payload) == len(into) or bool(place(message, len(payload)))
+        return False
+
+    link.decoder.room = place
+    return move

@@ -10,16 +10,16 @@ In: open connections, functions to serve and to end one. Out: calls of these fun
 
 from __future__ import annotations
 
-import contextlib
 import math
 import select
-import selectors
 import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
+
+from .loop import Loop
 
 # A thread stays with its connection for so long after a reply, unless others wait: the lanes of an exchange send frame
 # after frame, and on a node that is fully loaded each change of threads costs as much as several frames.
@@ -58,97 +58,77 @@ class Serving(Generic[T]):
         self._name = name
         self._most = most
         self._idle_seconds = idle_seconds
-        self._lock = threading.Lock()
-        self._added: list[T] = []
         self._waiting: deque[T] = deque()  # with a request, for a thread
         self._active = 0  # threads that serve
         self._watched: dict[T, float] = {}  # idle ones, and since when; the longest idle comes first
         self._closing = False
-        self._selector = selectors.DefaultSelector()
-        self._woken, self._waker = socket.socketpair()
-        self._woken.setblocking(False)
-        self._waker.setblocking(False)
-        self._selector.register(self._woken, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._run, name=f"{name}-idle", daemon=True)
-        self._thread.start()
+        self._loop = Loop(f"{name}-idle")
+        self._loop.start()
 
     def add(self, one: T) -> None:
         """Serve a connection from now on. From any thread."""
-        with self._lock:
-            if not self._closing:
-                self._added.append(one)
-                self._wake_up()
-                return
-        self._end(one, "")
+        self._loop.call(lambda: self._watch(one))
 
     def close(self) -> None:
         """End the connections that are idle now, and the others after their requests. Idempotent."""
-        with self._lock:
-            self._closing = True
-        self._wake_up()
-        if self._thread is not threading.current_thread():
-            self._thread.join()
-
-    def _wake_up(self) -> None:
-        with contextlib.suppress(OSError):  # full: it will wake anyway; closed: it has ended
-            self._waker.send(b"1")
+        self._closing = True
+        self._loop.stop()
+        while self._watched:
+            self._unwatch(next(iter(self._watched)))
+        while self._waiting:
+            self._end(self._waiting.popleft(), "")
+        self._loop.close()
 
     # ---- the watching thread ----
 
-    def _run(self) -> None:
-        while not self._closing:
-            for key, _ in self._selector.select(self._wait()):
-                if key.data is None:
-                    with contextlib.suppress(OSError):
-                        self._woken.recv(4096)
-                else:
-                    self._selector.unregister(key.fileobj)
-                    del self._watched[key.data]
-                    self._waiting.append(key.data)
-            with self._lock:
-                added, self._added = self._added, []
-            for one in added:
-                self._watch(one)
-            self._start_threads()
-            while self._watched and (one := next(iter(self._watched))) and self._idle_until(one) <= time.monotonic():
-                self._unwatch(one)
-        with self._lock:
-            left = [*self._watched, *self._added, *self._waiting]
-        for one in left:
-            self._end(one, "")
-        for each in (self._selector, self._woken, self._waker):
-            each.close()
-
-    def _idle_until(self, one: T) -> float:
-        return self._watched[one] + self._idle_seconds
-
-    def _wait(self) -> float | None:
-        """Seconds until the longest idle connection has been idle for too long; None: there is none."""
-        until = self._idle_until(next(iter(self._watched))) if self._watched else math.inf
-        return max(0.0, until - time.monotonic()) if until < math.inf else None
-
     def _watch(self, one: T) -> None:
+        if self._closing:
+            self._end(one, "")
+            return
         try:
-            self._selector.register(one.connection, selectors.EVENT_READ, one)
-            self._watched[one] = time.monotonic()
+            self._loop.watch(one.connection, lambda _: self._ready(one))
         except (OSError, ValueError) as error:  # it was closed meanwhile
             self._end(one, str(error))
+            return
+        self._watched[one] = time.monotonic()
+        self._schedule()
+
+    def _served(self, one: T, goes_on: bool) -> None:
+        """A thread is free again, and perhaps its connection."""
+        self._active -= 1
+        if goes_on:
+            self._watch(one)
+        self._start_threads()
+
+    def _ready(self, one: T) -> None:
+        self._loop.forget(one.connection)
+        del self._watched[one]
+        self._waiting.append(one)
+        self._start_threads()
 
     def _unwatch(self, one: T) -> None:
-        self._selector.unregister(one.connection)
+        self._loop.forget(one.connection)
         del self._watched[one]
         self._end(one, "")
 
+    def _schedule(self) -> None:
+        """Look again when the longest idle connection has been idle for too long."""
+        if self._watched:
+            self._loop.at(next(iter(self._watched.values())) + self._idle_seconds, self._end_idle)
+
+    def _end_idle(self, now: float) -> None:
+        while self._watched and (one := next(iter(self._watched))) and self._watched[one] + self._idle_seconds <= now:
+            self._unwatch(one)
+        self._schedule()
+
     def _start_threads(self) -> None:
-        while self._waiting and self._active < self._most:
+        while self._waiting and self._active < self._most and not self._closing:
             one = self._waiting.popleft()
-            with self._lock:
-                self._active += 1
+            self._active += 1
             try:
                 threading.Thread(target=self._work, args=(one,), name=self._name, daemon=True).start()
             except RuntimeError as error:
-                with self._lock:
-                    self._active -= 1
+                self._active -= 1
                 self._end(one, f"no thread for its connection ({error})")
 
     # ---- a serving thread ----
@@ -160,12 +140,7 @@ class Serving(Generic[T]):
                 if not self._stays(one, began):
                     break
         finally:
-            with self._lock:
-                self._active -= 1
-            if goes_on:
-                self.add(one)
-            else:
-                self._wake_up()  # another one may wait
+            self._loop.call(lambda: self._served(one, goes_on))
 
     def _stays(self, one: T, began: float) -> bool:
         """Whether this thread, which began to serve the connection at that time, goes on with it: there is a request,

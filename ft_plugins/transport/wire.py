@@ -9,10 +9,7 @@ In: requests by name. Out: replies; a `ProtocolError` for anything malformed.
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import os
-import random
 import select
 import socket
 import stat
@@ -23,27 +20,34 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from ..base.intake import read_bytes
 from ..errors import ConfigError, FtError, ProtocolError
 from ..events import Events, catalogue
-from . import connections, protocol, unproven
-from .authenticated import AuthenticatedConnection, Bytes, limit_in_kernel
-from .channel import HANDSHAKE_LIMIT, Channel, ClientHandshake, Party
+from . import connections, protocol
+from .channel import Channel, Party
 from .connections import Connections, OpenConnection, RejectedConnections
+from .dial import ADMITTED, Dialer
+from .door import Door, DoorLimits
+from .frame_codec import FRAME_LIMIT, PAYLOAD_LIMIT, FrameBounds, Message
+from .framed import PART_SECONDS, FramedSocket, limit_in_kernel
+from .loop import Loop
 from .serving import Serving
 
 PURPOSE = "smp"  # of these connections, among all of a job
+BOUNDS = FrameBounds(FRAME_LIMIT, PAYLOAD_LIMIT)
 SECRET_LIMIT = 4096
+_LIMITS = DoorLimits()
 _CONNECTIONS = 4096  # authenticated connections
 _THREADS = 8  # that carry out requests at a time: as many as a node of eight ranks needs to restore them together
-_OTHERS = 512 + unproven.CONNECTIONS  # the SMP's other connections: those of its own node, and unproven ones
+_OTHERS = 512 + _LIMITS.connections  # the SMP's other connections: those of its own node, and unproven ones
 # A connection without a request for so long is closed: its peer may be without power, or a relay may hold it open. A
 # live peer connects again. The launcher's connections have the same limit.
 IDLE_SECONDS = 120.0
-PART_SECONDS = 120.0  # for a length, message or payload: a reader may wait for other nodes between two replies
-# kernel probes on an idle connection: seconds before the first, seconds between two, number
-_KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
-_RETRY_SECONDS = (0.02, 1.0)  # pause before a handshake that was cut off is retried: first, longest
+
+Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ class Handover:
     take: Callable[[socket.socket, Channel, Callable[[], None]], None]
 
 
-Handler = Callable[[dict[str, Any], Bytes], "tuple[dict[str, Any], Bytes | None] | Handover"]
+Handler = Callable[[Message, Bytes], "tuple[Message, Bytes | None] | Handover"]
 
 
 def read_secret(path: Path) -> bytes:
@@ -87,17 +91,14 @@ class Peer:
     def __init__(self, endpoint: tuple[str, int], me: Party, secret: bytes, timeout: float, node: str = "") -> None:
         """`node` is the name of the node expected at `endpoint`; '' for any of the job."""
         self.endpoint = endpoint
-        self._me = me
-        self._secret = secret
+        self._dialer = Dialer(endpoint, secret, me)
         self._timeout = timeout
         self._node = node
-        self._connection: socket.socket | None = None
-        self._authenticated: AuthenticatedConnection | None = None
+        self._line: FramedSocket | None = None
+        self._channel: Channel | None = None
         self._lock = threading.Lock()  # held during a request
-        self._connecting = threading.Lock()  # never held for long
-        self._closed = False
 
-    def ask(self, name: str, payload: Bytes | None = None, **fields: Any) -> tuple[dict[str, Any], Bytes]:
+    def ask(self, name: str, payload: Bytes | None = None, **fields: Any) -> tuple[Message, Bytes]:
         """Send one request; returns its reply and payload. Raises ProtocolError, or the error of the peer's refusal.
         After a connection error the next request makes a new connection.
 
@@ -106,7 +107,7 @@ class Peer:
         """
         with self._lock:
             try:
-                reused = self._authenticated is not None
+                reused = self._line is not None
                 answer = self._ask_once({"do": name, **fields}, payload)
                 if answer is None and reused:
                     self._drop()
@@ -120,137 +121,73 @@ class Peer:
         protocol.raise_refusal(answer[0])
         return answer
 
-    def _ask_once(self, message: dict[str, Any], payload: Bytes | None) -> tuple[dict[str, Any], Bytes] | None:
+    def _ask_once(self, message: Message, payload: Bytes | None) -> tuple[Message, Bytes] | None:
         """The reply; None if the peer hangs up before its first byte. Raises ProtocolError, OSError."""
-        if self._closed:
-            raise ProtocolError("this side has hung up")
-        if self._authenticated is None:
-            self._authenticated = self._connect()
-        assert self._connection is not None
+        line = self._connected()
         try:
-            self._authenticated.send(message, payload)
-            self._connection.recv(1, socket.MSG_PEEK)
+            send(line, message, payload)
+            line.connection.recv(1, socket.MSG_PEEK)
         except (ConnectionResetError, BrokenPipeError):
             return None
-        return self._authenticated.receive()
+        return receive(line)
 
-    def _connect(self) -> AuthenticatedConnection:
-        """Connect and authenticate within `timeout`. `close` interrupts it at any stage.
+    def _connected(self) -> FramedSocket:
+        """The connection; a new one, within `timeout`, if there is none. `close` interrupts that at any stage."""
+        if self._dialer.is_closed:
+            raise ProtocolError("this side has hung up")
+        if self._line is None:
+            self._line = self._dialer.connect(time.monotonic() + self._timeout, self._greet)
+        return self._line
 
-        Retries a connection that was cut off before it was admitted: it may have made room for others.
-        """
-        deadline = time.monotonic() + self._timeout
-        pause, longest = _RETRY_SECONDS
-        while True:
-            try:
-                return self._authenticate(deadline)
-            except (ConnectionResetError, BrokenPipeError):
-                self._drop()
-                if self._closed or time.monotonic() + pause >= deadline:
-                    raise
-            except BaseException:
-                self._drop()
-                raise
-            time.sleep(pause * random.uniform(0.5, 1.0))
-            pause = min(2 * pause, longest)
-
-    def _authenticate(self, deadline: float) -> AuthenticatedConnection:
-        """Connect, run the handshake, and wait to be admitted. Raises ConnectionResetError if the peer hangs up
-        before that."""
-        connection = self._start_connecting()
-        _wait_established(connection, deadline)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.settimeout(self._timeout)
-        handshake = ClientHandshake(self._secret, self._me)
-        protocol.send(connection, handshake.hello())
-        answer, channel = handshake.answer(_expected(protocol.receive(connection, deadline, HANDSHAKE_LIMIT)))
+    def _greet(self, connection: socket.socket, channel: Channel) -> FramedSocket:
         if self._node not in ("", channel.node):
             raise ProtocolError(f"expected the SMP of node {self._node} there, found that of node {channel.node}")
-        protocol.send(connection, answer)
-        authenticated = AuthenticatedConnection(connection, channel)
-        connection.settimeout(max(0.001, deadline - time.monotonic()))
-        _expected(authenticated.message())
         connection.settimeout(self._timeout)
-        return authenticated
-
-    def _start_connecting(self) -> socket.socket:
-        """A non-blocking socket on which `connect` has begun."""
-        connection = socket.socket(socket.AF_INET6 if ":" in self.endpoint[0] else socket.AF_INET, socket.SOCK_STREAM)
-        connection.setblocking(False)
-        with self._connecting:  # so `close` either comes first, or has a socket to shut down
-            if self._closed:
-                connection.close()
-                raise ProtocolError("this side has hung up")
-            self._connection = connection
-            code = connection.connect_ex(self.endpoint)
-        if code not in (0, errno.EINPROGRESS):
-            self._drop()
-            raise OSError(code, os.strerror(code))
-        return connection
+        self._channel = channel
+        return framed(connection, channel)
 
     def _drop(self) -> None:
-        with self._connecting:
-            if self._connection is not None:
-                self._connection.close()
-            self._connection = self._authenticated = None
+        self._dialer.drop()
+        self._line = None
 
     def wait_until_closed(self, seconds: float) -> None:
         """Wait until the peer, or `close`, ends the connection, but no longer than `seconds`. Returns at once if there
         is none. For the thread that makes the requests."""
-        connection = self._connection
-        if connection is not None and not self._closed:
+        if self._line is not None and not self._dialer.is_closed:
             poller = select.poll()
-            poller.register(connection, select.POLLIN)
+            poller.register(self._line.connection, select.POLLIN)
             poller.poll(1000 * seconds)
 
     def surrender(self) -> tuple[socket.socket, Channel]:
         """The connection, after a request that was answered: the caller owns it now. Raises ProtocolError."""
-        with self._lock, self._connecting:
-            connection, authenticated = self._connection, self._authenticated
-            if connection is None or authenticated is None or self._closed:
+        with self._lock:
+            connection, self._line = self._dialer.surrender(), None
+            if connection is None or self._channel is None:
                 raise ProtocolError("this side has hung up")
-            self._connection = self._authenticated = None
-            return connection, authenticated.channel
+            return connection, self._channel
 
     def close(self) -> None:
         """Hang up for good, without waiting: a request in flight or a connection attempt fails."""
-        with self._connecting:
-            self._closed = True
-            if self._connection is not None:
-                with contextlib.suppress(OSError):  # no longer connected
-                    self._connection.shutdown(socket.SHUT_RDWR)
+        self._dialer.close()
 
 
-def _wait_established(connection: socket.socket, deadline: float) -> None:
-    """Wait until a connection is established. Raises OSError."""
-    poller = select.poll()
-    poller.register(connection, select.POLLOUT)
-    if not poller.poll(1000 * max(0.0, deadline - time.monotonic())):
-        raise TimeoutError("timed out")
-    if code := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-        raise OSError(code, os.strerror(code))
+def framed(connection: socket.socket, channel: Channel) -> FramedSocket:
+    """The connection for requests, replies and their payloads."""
+    made = FramedSocket(connection, channel, BOUNDS)
+    made.decoder.room = lambda message, nbytes: np.empty(nbytes, dtype=np.uint8).data  # not filled with zeros first
+    return made
 
 
-def _set_timeouts(connection: socket.socket) -> None:
-    """Have the kernel bound every wait for the peer, and detect when it is gone. Raises OSError."""
-    keep_alive(connection)
-    limit_in_kernel(connection, PART_SECONDS)
+def send(line: FramedSocket, message: Message, payload: Bytes | None) -> None:
+    """Write a message and a payload. Raises ProtocolError, OSError."""
+    line.send(message, b"" if payload is None else payload.data)
 
 
-def keep_alive(connection: socket.socket) -> None:
-    """Have the kernel send small messages at once, and detect when the peer of an idle connection is gone. Raises
-    OSError."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in {**_KEEPALIVE, "TCP_USER_TIMEOUT": int(1000 * PART_SECONDS)}.items():
-        if (option := getattr(socket, name, None)) is not None:  # not on every system
-            connection.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
-def _expected(message: dict[str, Any] | None) -> dict[str, Any]:
-    if message is None:
-        raise ConnectionResetError("it hung up during the handshake; is it of this job?")
-    return message
+def receive(line: FramedSocket) -> tuple[Message, Bytes] | None:
+    """Read a message and its payload; None if the peer has closed between two frames. Raises ProtocolError, OSError."""
+    if (received := line.receive()) is None:
+        return None
+    return received[0], np.frombuffer(received[1], dtype=np.uint8)
 
 
 @dataclass(eq=False)
@@ -260,7 +197,7 @@ class _Served:
     connection: socket.socket
     admitted: OpenConnection
     channel: Channel
-    frames: AuthenticatedConnection
+    line: FramedSocket
 
 
 class Server:
@@ -286,19 +223,23 @@ class Server:
         self.endpoint: tuple[str, int] = (address, int(listener.getsockname()[1]))
         self._rejected = RejectedConnections(events)
         self._serving = Serving(self._serve, self._end, "smp-peer", _THREADS, IDLE_SECONDS)
-        self._unproven = unproven.Unproven(listener, secret, me, self._admit, self._rejected, "smp-peers")
+        self._loop = Loop("smp-peers")
+        self._door = Door(self._loop, listener, secret, me, self._admit, self._rejected, _LIMITS)
+        self._loop.start()
 
     def _admit(self, connection: socket.socket, address: str, channel: Channel) -> None:
         """Serve an authenticated connection."""
+        connection.setblocking(True)
         admitted = self._connections.take(connection, channel.node)
         if admitted is None:
             connection.close()
             self._rejected.count(address, f"node {channel.node}: all {self._connections.most} connections are busy")
             return
-        served = _Served(connection, admitted, channel, AuthenticatedConnection(connection, channel, PART_SECONDS))
+        served = _Served(connection, admitted, channel, framed(connection, channel))
+        served.line.seconds = PART_SECONDS
         try:
-            _set_timeouts(connection)
-            served.frames.send({"ok": True})  # its first bytes: they do not wait
+            limit_in_kernel(connection, PART_SECONDS)
+            served.line.send(ADMITTED)  # its first bytes: they do not wait
         except (FtError, OSError) as error:
             self._end(served, protocol.legible(error))
             return
@@ -308,7 +249,7 @@ class Server:
         """Carry out one request. False once the connection has ended: the peer has hung up, or sent a malformed frame,
         or it has to make room, or is handed over; then it keeps its place until it is closed."""
         try:
-            if self._closing or not self._connections.begin(served.admitted) or not (frame := served.frames.receive()):
+            if self._closing or not self._connections.begin(served.admitted) or not (frame := receive(served.line)):
                 self._end(served, "")
                 return False
             try:
@@ -316,11 +257,11 @@ class Server:
             except FtError as error:
                 answer = protocol.refusal(error), None
             if isinstance(answer, Handover):
-                served.frames.send({"ok": True})
+                served.line.send({"ok": True})
                 own = socket.socket(fileno=served.connection.detach())
                 answer.take(own, served.channel, lambda: self._connections.leave(served.admitted))
                 return False
-            served.frames.send({"ok": True, **answer[0]}, answer[1])
+            send(served.line, {"ok": True, **answer[0]}, answer[1])
             self._connections.rest(served.admitted)
             return True
         except Exception as error:  # a malformed frame or request, or a dead peer: this connection ends
@@ -341,5 +282,7 @@ class Server:
     def close(self) -> None:
         """Stop listening and end idle connections; others end after their request."""
         self._closing = True
-        self._unproven.close()
+        self._loop.stop()
+        self._door.close()
+        self._loop.close()
         self._serving.close()

@@ -17,7 +17,7 @@ from ...redundancy.exchange_plan import ExchangePlan
 from ...redundancy.parity import StripeRebuild, plan_decode
 from ...redundancy.sections import Encoding, Section
 from ...snapshot.segment.slots import Version
-from ...transport.authenticated import PAYLOAD_LIMIT
+from ...transport.frame_codec import PAYLOAD_LIMIT
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ import numpy as np
 
 from ...snapshot.segment.segment import Segment
 from ...snapshot.segment.slots import Version
-from ...transport.authenticated import PAYLOAD_LIMIT, Bytes
-from ...transport.wire import Handover
+from ...transport.frame_codec import PAYLOAD_LIMIT
+from ...transport.wire import Bytes, Handover
 from ..serve import requests
 from . import replica_checks
 from .frames import Data, Parity

@@ -19,9 +19,10 @@ from ...errors import ProtocolError, SegmentError
 from ...snapshot.segment.segment import Segment
 from ...snapshot.segment.slots import SlotState, Version
 from ...transport import protocol
-from ...transport.authenticated import Bytes, limit_in_kernel
-from ...transport.channel import Party
-from ...transport.wire import Peer
+from ...transport.channel import Channel, Party
+from ...transport.frame_codec import Message
+from ...transport.framed import FramedSocket, limit_in_kernel
+from ...transport.wire import Bytes, Peer
 from ..resize.previous_segments import PreviousSegments
 from .exchange import descriptor_of, parity_slot_of, slot_of
 from .frames import Data, Parity
@@ -165,42 +166,44 @@ class PipelinedPeer(Peer):
         else:
             fields |= {"what": "data", "rank": wanted.rank}
         with self._named():
-            if self._closed:
-                raise ProtocolError("this side has hung up")
             if not self._in_flight and self._hung_up():
                 self._drop()
-            if self._authenticated is None:
-                self._authenticated = self._connect()
-                assert self._connection is not None
-                self._connection.settimeout(None)
-                limit_in_kernel(self._connection, self._timeout)
-            self._authenticated.send({"do": "read", **fields})
+            self._connected().send({"do": "read", **fields})
             self._in_flight += 1
+
+    def _greet(self, connection: socket.socket, channel: Channel) -> FramedSocket:
+        line = super()._greet(connection, channel)
+        connection.settimeout(None)
+        limit_in_kernel(connection, self._timeout)
+        return line
 
     def take(self, into: Bytes) -> None:
         """Receive the next reply's payload. Raises ProtocolError, also if it was changed on the way, or the error of
         the peer's refusal."""
+
+        def place(message: Message, nbytes: int) -> memoryview:
+            if nbytes != len(into):
+                raise ProtocolError(f"expected {len(into)} bytes, found {nbytes}")
+            return into.data
+
         with self._named():
-            if self._closed or self._authenticated is None:
+            if self._dialer.is_closed or self._line is None:
                 raise ProtocolError("this side has hung up")
-            reply = self._authenticated.message()
-            if reply is None:
+            self._line.decoder.room = place
+            if (received := self._line.receive()) is None:
                 raise ProtocolError("it hung up")
-            if reply.get("ok") is True:
-                announced = protocol.number({"bytes": 0, **reply}, "bytes")
-                if announced != len(into):
-                    raise ProtocolError(f"expected {len(into)} bytes, found {announced}")
-                if announced:
-                    self._authenticated.payload(into)
+            reply, payload = received
+            if reply.get("ok") is True and len(payload) != len(into):
+                raise ProtocolError(f"expected {len(into)} bytes, found {len(payload)}")
             self._in_flight -= 1
         protocol.raise_refusal(reply)
 
     def _hung_up(self) -> bool:
         """Whether the peer has closed the connection while no request was in flight."""
-        if self._connection is None:
+        if self._line is None:
             return False
         try:
-            return self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+            return self._line.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
         except BlockingIOError:
             return False
         except OSError:

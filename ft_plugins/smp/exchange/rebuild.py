@@ -36,7 +36,7 @@ from ...snapshot.segment.claims import slot_to_rebuild
 from ...snapshot.segment.segment import Segment
 from ...snapshot.segment.shape import PAGE
 from ...snapshot.segment.slots import Version
-from ...transport.authenticated import PAYLOAD_LIMIT
+from ...transport.frame_codec import PAYLOAD_LIMIT
 from .frames import Data, Frame, Parity, copied, decoded
 
 THREADS = 2  # for each slot that is rebuilt

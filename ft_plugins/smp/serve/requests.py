@@ -19,7 +19,7 @@ from ...base.intake import Address, Count, Flag, Port, Seconds, Text, Unfit, par
 from ...errors import ProtocolError
 from ...snapshot.capture.retention import Storage
 from ...snapshot.segment.shape import Shape
-from ...transport.authenticated import PAYLOAD_LIMIT
+from ...transport.frame_codec import PAYLOAD_LIMIT
 from ..exchange.packed_version import MaybeVersion, PackedVersion
 from .job_file import JobDigest, ProtectionReference
 

@@ -28,6 +28,7 @@ from ...errors import FtError
 from ...events import Events, catalogue
 from ...snapshot.segment.segment import Segment
 from ...snapshot.segment.slots import Mark, Version
+from ...transport.loop import Loop
 from ...transport.wire import Handover, Peer
 from ..exchange.exchange import NO_RANK, ExchangeSender, ExchangeSource
 from ..exchange.pace import Pace
@@ -40,7 +41,7 @@ from .agreement import NodeReport, Sealing
 from .pinned import PinnedVersions
 from .protection import Protection
 from .standstill import Standing
-from .tree_loop import TreeLoop, TreeMember
+from .tree_member import TreeMember
 from .tree_peers import TreePeers
 from .tree_state import TreeState
 
@@ -86,7 +87,7 @@ class NodeDriver:
         self._reported_at, self._refresh = now, protection.detect_seconds / 10
         self._wake = threading.Event()  # there is something to look at
         self._peers = TreePeers(protection, self.plan.nodes, connect, events)
-        self._loop = TreeLoop()
+        self._loop = Loop("smp-tree")
         place = TreeState(epoch, protection.position, protection.detect_seconds, now)
         self._member = TreeMember(
             self._loop, place, self._peers.connect, self.wake, self._peers.disconnected, self._peers.rejected

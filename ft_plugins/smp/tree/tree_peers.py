@@ -18,7 +18,7 @@ from ...transport.channel import Channel
 from ...transport.protocol import unexpected
 from ...transport.wire import Handover, Peer
 from .protection import Protection
-from .tree_loop import Connected, TreeMember
+from .tree_member import Connected, TreeMember
 
 CONNECTING = 0.2  # of `detect_seconds`, for a connection to a parent, and for its answer
 

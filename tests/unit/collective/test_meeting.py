@@ -7,9 +7,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,13 +16,13 @@ from torch.distributed import HashStore
 
 from ft_plugins.collective import meeting as module
 from ft_plugins.collective.meeting import Met, RankMeeting, meet
-from ft_plugins.collective.operations import FrameKind, RankFrame, framed, payloads
-from ft_plugins.collective.rank_links import UNIT, Link
+from ft_plugins.collective.operations import FrameKind, framed, payloads
 from ft_plugins.collective.switch import Switch
 from ft_plugins.errors import ConfigError, FtError, ProtocolError
 from ft_plugins.events import Events
 from ft_plugins.transport import own_address
-from ft_plugins.transport.channel import Channel, Opener, Party, Sealer
+from ft_plugins.transport.channel import Party
+from ft_plugins.transport.frame_codec import UNIT
 from ft_plugins.transport.own_address import IDENTITY, UNKNOWN
 
 SECRET = b"sixteen bytes or more"
@@ -226,7 +225,7 @@ def test_a_stranger_that_has_read_the_nonce_in_the_store_takes_no_ranks_place() 
         if rank == 1:
             nonce = bytes(store.get("ft_plugins/ranks/0/tree"))[: module.NONCE]
             where = "127.0.0.1", int.from_bytes(store.get("ft_plugins/ranks/0/0")[:2], "big")
-            me, proving = (module.Door("127.0.0.1", nonce, "0", 1, Events()).me, Party("ranks", "0", "1"))
+            me, proving = (module.RankDoor("127.0.0.1", nonce, "0", 1, Events()).me, Party("ranks", "0", "1"))
             until = time.monotonic() + SECONDS
             greet = lambda one: module._prove(one, until, b"no key of this job", proving)  # noqa: E731
             strangers.append(module.dial(where, nonce, me, 0, until, greet))
@@ -236,25 +235,6 @@ def test_a_stranger_that_has_read_the_nonce_in_the_store_takes_no_ranks_place() 
     met = together(2, work)
     assert [sorted(one.links) for one in met] == [[1], [0]] and not any(one.refusal for one in met)
     strangers[0][0].close()
-
-
-def test_strangers_at_the_port_of_a_rank_keep_no_rank_out() -> None:
-    store = HashStore()
-    silent: list[socket.socket] = []
-
-    def work(rank: int) -> Any:
-        if rank == 1:
-            entry = store.get("ft_plugins/ranks/0/0")
-            port = int.from_bytes(entry[:2], "big")
-            for _ in range(30):
-                silent.append(socket.create_connection(("127.0.0.1", port), 5))
-            silent[0].sendall(b"\0\0\0\5hello")
-        return meet(meeting(rank, 2, store))
-
-    met = together(2, work)
-    assert [sorted(one.links) for one in met] == [[1], [0]] and not any(one.refusal for one in met)
-    for connection in silent:
-        connection.close()
 
 
 @pytest.mark.parametrize("error", [ConnectionResetError(), ProtocolError("it sent something else")])
@@ -410,93 +390,6 @@ def test_ranks_that_never_come_are_named() -> None:
     with pytest.raises(ProtocolError, match="rank 0: rank 1, 2 did not connect to 127.0.0.1:"):
         meet(meeting(0, 3, HashStore(), seconds=0.3))
     assert time.monotonic() - began < SECONDS
-
-
-# ---- frames on one connection ----
-
-
-def pair(encrypt: bool = False) -> tuple[Link, Link]:
-    near, far = socket.socketpair()
-    keys = [bytes([number]) * 32 for number in range(2)]
-    near_end = Channel("0", Sealer(keys[0], encrypt), Opener(keys[1], encrypt))
-    far_end = Channel("1", Sealer(keys[1], encrypt), Opener(keys[0], encrypt))
-    return Link(1, near, near_end), Link(0, far, far_end)
-
-
-def pump(source: Link, target: Link) -> list[RankFrame]:
-    found: list[RankFrame] = []
-    while source.waiting:
-        source.write()
-        found += target.read()
-    while more := list(target.read()):
-        found += more
-    return found
-
-
-@pytest.mark.parametrize("encrypt", [False, True])
-@pytest.mark.parametrize("sizes", [[0], [1, 0, UNIT], [UNIT + 1, 5 * UNIT + 3], [0] * 300])
-def test_frames_arrive_whole_and_in_order(sizes: Sequence[int], encrypt: bool) -> None:
-    near, far = pair(encrypt)
-    sent = [RankFrame(FrameKind.GATHER, number, bytes([number % 251]) * size) for number, size in enumerate(sizes)]
-    for frame in sent:
-        near.push(frame)
-    found = pump(near, far)
-    assert [(one.kind, one.number, bytes(one.body)) for one in found] == [
-        (one.kind, one.number, bytes(one.body)) for one in sent
-    ]
-    assert near.queued == near.written > 0
-
-
-@pytest.mark.parametrize("at", [0, 3, 4, 20, 21, 40, 50, -1])
-def test_a_byte_that_was_altered_on_the_way_ends_the_connection(at: int) -> None:
-    near, far = pair()
-    tapped, onwards = socket.socketpair()
-    near.connection, wire = tapped, near.connection
-    near.push(RankFrame(FrameKind.GATHER, 1, b"payload"))
-    near.write()
-    data = bytearray(onwards.recv(1 << 16))
-    data[at] ^= 1
-    wire.sendall(data)
-    wire.shutdown(socket.SHUT_WR)
-    with pytest.raises((ProtocolError, ConnectionResetError)):
-        list(far.read())
-        list(far.read())
-
-
-def test_a_frame_that_was_sent_before_is_not_taken_again() -> None:
-    near, far = pair()
-    tapped, onwards = socket.socketpair()
-    near.connection, wire = tapped, near.connection
-    near.push(RankFrame(FrameKind.GATHER, 1, b"payload"))
-    near.write()
-    data = onwards.recv(1 << 16)
-    wire.sendall(data + data)
-    with pytest.raises(ProtocolError, match="failed its authentication"):
-        list(far.read())
-
-
-@pytest.mark.parametrize("head", [b"\0\0\0\0", b"\xff\xff\xff\xff", (UNIT + 1).to_bytes(4, "big")])
-def test_the_length_of_a_unit_is_bounded(head: bytes) -> None:
-    near, far = pair()
-    near.connection.sendall(head)
-    with pytest.raises(ProtocolError, match="was announced; the limit is"):
-        list(far.read())
-
-
-def test_closing_twice_touches_no_descriptor_that_is_another_files_by_then(tmp_path: Path) -> None:
-    path = tmp_path / "checkpoint"
-    path.write_bytes(b"")
-    with switches(2) as made:
-        number = made[0]._wake
-        made[0].close()
-        other = os.open(path, os.O_WRONLY)
-        try:
-            os.dup2(other, number)  # the same one, if the system gave it out again
-            made[0].close()
-            assert path.read_bytes() == b""
-        finally:
-            for each in {other, number}:
-                os.close(each)
 
 
 def test_a_forked_child_keeps_no_connection_of_its_parent() -> None:

@@ -13,9 +13,9 @@ import pytest
 
 from ft_plugins.collective import Collective, Transfers, operations
 from ft_plugins.collective import transfers as module
-from ft_plugins.collective.transfers import _Outgoing
 from ft_plugins.config import launch_context
 from ft_plugins.errors import BudgetError, ConfigError, FtError, ProtocolError, ResumeError
+from ft_plugins.transport.framed import Link
 
 Ranks = Callable[..., list[Any]]
 SECRET = b"sixteen bytes or more"
@@ -151,14 +151,14 @@ def _swap(rank: int, world: int, nbytes: int, change: bool) -> list[str]:
     collective = Collective(SECRET)
     others = [other for other in range(world) if other != rank]
     if change and rank == 0:
-        real = _Outgoing.advance
+        real = Link.write
 
-        def altering(way: _Outgoing) -> bool:
-            if way._left:
-                way._left[0] = memoryview(bytes(way._left[0][:-1]) + bytes([way._left[0][-1] ^ 1]))
-            return real(way)
+        def altering(link: Link) -> None:
+            if link._left and len(link._left[0]) > 1000:
+                link._left[0] = memoryview(bytes(link._left[0][:-1]) + bytes([link._left[0][-1] ^ 1]))
+            real(link)
 
-        module._Outgoing.advance = altering  # type: ignore[method-assign]
+        Link.write = altering  # type: ignore[method-assign]
     found = []
     with collective.transfers() as transfers:
         for turn in range(2):

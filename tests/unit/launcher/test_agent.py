@@ -227,7 +227,7 @@ def fail_after_an_iteration(told: Told) -> None:
     with Client(context.run_dir) as client:
         path = client.attach(context.rank, context.token, SHAPE, {"job": "test"}, fresh=False)
     segment = Segment(path)
-    segment.completed = 1
+    segment.header.completed = 1
     segment.close()
     raise RuntimeError("the loss is infinite")
 

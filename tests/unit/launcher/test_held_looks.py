@@ -345,7 +345,7 @@ def test_a_look_whose_connection_ends_is_sent_again_on_a_new_one(nodes: list[Nod
     assert b.link.watch(4, 0.0) is None
     connection = b.link._connection
     assert connection is not None
-    connection._socket.shutdown(2)  # as a network does that forgets connections
+    connection._line.connection.shutdown(2)  # as a network does that forgets connections
     assert news(b).waits
     assert b.link._connection is not connection
 

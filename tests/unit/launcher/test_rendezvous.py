@@ -53,7 +53,8 @@ from ft_plugins.launcher.rounds.node_service import NodeService
 from ft_plugins.launcher.rounds.roster_file import RosterFile
 from ft_plugins.launcher.rounds.round_machine import Place, Roster
 from ft_plugins.rehearse.ports import free_port
-from ft_plugins.transport import protocol
+from ft_plugins.transport.dial import REFUSED
+from ft_plugins.transport.frame_codec import seal
 
 WAIT = 60.0
 SILENCE = 2.0  # seconds; more than a process is kept waiting for a core here
@@ -558,13 +559,13 @@ def test_who_says_without_a_proof_that_a_node_is_not_of_the_job_does_not_end_it(
     with socket.create_server(("127.0.0.1", b.port)) as stranger:
         stranger.settimeout(WAIT / 6)
         b.tell("join")
-        refusal = protocol.pack(peer_client.REFUSED)
+        refusal = b"".join(seal(REFUSED)[1])
         began = time.monotonic()
         while time.monotonic() - began < 2:  # four times what it waits for
             connection, _ = stranger.accept()
             with connection:
                 connection.recv(1 << 10)
-                connection.sendall(peer_client.length_prefix(refusal) + refusal)
+                connection.sendall(refusal)
     start(1, "a", **config).tell("join")
     assert b.hear()["names"] == ["a", "b"]
 

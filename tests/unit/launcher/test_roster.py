@@ -13,7 +13,7 @@ from ft_plugins.base.intake import parsed
 from ft_plugins.errors import ProtocolError
 from ft_plugins.launcher.rounds.field_types import MOST_NODES
 from ft_plugins.launcher.rounds.roster import MOST_PAGES, PAGE, Place, Roster, RosterPage, RosterPages, assembled
-from ft_plugins.transport import protocol
+from ft_plugins.transport import frame_codec
 
 PLACES = st.builds(
     Place, st.sampled_from([f"n{number}" for number in range(6)]), st.sampled_from(["h:1", "i:2", "j:3"])
@@ -36,7 +36,7 @@ def received(pages: RosterPages, base: str) -> list[RosterPage]:
 
 
 def through(page: dict[str, Any]) -> RosterPage:
-    return parsed(RosterPage, protocol.unpack(protocol.pack(page)))
+    return parsed(RosterPage, frame_codec.unpack(frame_codec.pack(page)))
 
 
 @settings(max_examples=300, deadline=None)
@@ -56,7 +56,7 @@ def test_a_node_that_knows_the_round_before_receives_what_changed_and_others_all
     pages = RosterPages(new, old)
     [page] = received(pages, old.digest)
     assert page.nodes == ((700, "substitute", "10.9.9.9:1"), (2048, "spare", "10.9.9.8:1"))
-    assert len(protocol.pack(asdict(page))) < 400
+    assert len(frame_codec.pack(asdict(page))) < 400
     for base in ("", named(2048, 7).digest):
         found = received(pages, base)
         assert [len(each.nodes) for each in found] == [PAGE] * 4 + [1]
@@ -71,7 +71,7 @@ def test_pages_of_the_longest_names_and_endpoints_fit_into_messages() -> None:
     assert len(found) == MOST_PAGES and all(len(each.nodes) == PAGE for each in found)
     for number in range(MOST_PAGES):
         view = {"do": "look", "roster": pages.page("", number), "names": [places[0].node] * 32, "text": "x" * 4000}
-        assert len(protocol.pack(view)) < protocol.FRAME_LIMIT
+        assert len(frame_codec.pack(view)) < frame_codec.FRAME_LIMIT
     assert assembled(found, Roster(0)) == pages.roster
 
 

@@ -17,7 +17,7 @@ from ft_plugins.launcher.rounds.node_messages import Leader
 from ft_plugins.launcher.rounds.node_service import NodeIdentity, NodeService
 from ft_plugins.launcher.rounds.round_machine import Application, Phase, Place, Roster, RoundMachine
 from ft_plugins.launcher.rounds.rounds import Candidate, Rules, Seat
-from ft_plugins.transport import protocol
+from ft_plugins.transport import frame_codec
 
 SILENCE = 10.0
 
@@ -367,7 +367,7 @@ def costs(lead: Lead) -> dict[str, int]:
     view = lead.look(3, known=1)
     assert view is not None and view["phase"] == "open" and view["waiting"] == lead.count - 1
     changes = view["changes"]
-    found = {"look": work(lambda: lead.look(5, known=1)), "bytes": len(protocol.pack(view))}
+    found = {"look": work(lambda: lead.look(5, known=1)), "bytes": len(frame_codec.pack(view))}
     found["look held"] = work(lambda: lead.look(6, known=1, wait=2.0, seen=changes))
     found["nothing released"] = work(lead.service.released)
     found["step"] = work(lead.tick)

@@ -16,8 +16,8 @@ import numpy as np
 import xxhash
 
 from ft_plugins.events import Event, Events
-from ft_plugins.smp.serve.context import NodeContext
 from ft_plugins.smp.serve.job_file import refer
+from ft_plugins.smp.serve.node_context import NodeContext
 from ft_plugins.smp.serve.requests import RebuildSlot
 from ft_plugins.smp.tree import node_step
 from ft_plugins.smp.tree.node import NodeTier

@@ -260,7 +260,7 @@ def test_a_clock_that_has_jumped_makes_nothing_old(
 ) -> None:
     path = abandoned(tmp_path / gone, job, "a")
     trainer = Segment(path)
-    trainer.owner = (1 << 22, liveness.started(os.getpid()))  # it has died
+    trainer.header.owner = (1 << 22, liveness.started(os.getpid()))  # it has died
     trainer.close()
     leftovers.stamp(tmp_path / gone / job / "a")
     true = time.time
@@ -291,12 +291,12 @@ def test_the_sweep_takes_what_is_left_of_a_job_whose_run_directory_is_gone(
     lock_of(job, "a").touch()
     os.utime(lock_of(job, "a"), (long_ago, long_ago))
     trainer = Segment(used)
-    trainer.owner = (os.getpid(), liveness.started(os.getpid()))
+    trainer.header.owner = (os.getpid(), liveness.started(os.getpid()))
     assert held is not None
     assert sweep(tmp_path / "new", 3600, keep=(job, "d")) == [old]
     assert not lock_of(job, "a").exists() and all(path.exists() for path in (owned, young, own, used))
     os.close(held)
-    trainer.owner = (0, 0)
+    trainer.header.owner = (0, 0)
     os.utime(used, (long_ago, long_ago))
     os.utime(lock_of(job, "b"))  # as an SMP does now and then, which died just now
     assert sweep(tmp_path / "new", 3600, keep=(job, "d")) == [used] and owned.exists()

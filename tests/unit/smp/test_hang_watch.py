@@ -13,7 +13,7 @@ import pytest
 
 from ft_plugins.events import Event, Events, catalogue
 from ft_plugins.model.progress import WorkPhase
-from ft_plugins.smp.serve.context import NodeContext
+from ft_plugins.smp.serve.node_context import NodeContext
 from ft_plugins.smp.watch import hang, hang_watch, liveness, stacks
 from ft_plugins.smp.watch.hang import Stall
 from ft_plugins.smp.watch.hang_watch import HangWatch
@@ -90,8 +90,8 @@ class Node:
             if rank not in self.segments:
                 create(path, Shape(1 << 12, 1 << 10, 1, 5, 3, 0, 0), rank, {})
                 self.segments[rank] = Segment(path)
-            self.segments[rank].owner = self.owner
-            self.segments[rank].attached = True
+            self.segments[rank].header.owner = self.owner
+            self.segments[rank].header.attached = True
             self.writers.append(ProgressWriter(path, ProgressFacts(token, seconds, 0, ranks, 2)))
         return self.watch()
 
@@ -206,7 +206,7 @@ def test_ranks_that_have_not_begun_or_have_ended_are_not_judged(node: Node) -> N
     node.look(watch, 30, token=TOKEN + 1)  # the next incarnation is starting
     node.writers[0].close()
     node.look(watch, 30)
-    node.segments[1].owner = (0, 0)
+    node.segments[1].header.owner = (0, 0)
     node.look(watch, 30)
     assert node.events == [] and watch.status()["hang_seconds"] == 0
 
@@ -363,7 +363,7 @@ def test_where_no_rank_lives_any_more_nothing_hangs(node: Node) -> None:
     node.iterate(1, 4)
     hang_in(node, 5)
     for segment in node.segments.values():
-        segment.owner = (os.getpid(), 1)  # another process has that number now
+        segment.header.owner = (os.getpid(), 1)  # another process has that number now
     node.look(watch, 100)
     assert node.events == [] and node.lost == [] and watch.status()["hang_seconds"] == 0
 

@@ -148,7 +148,7 @@ def test_an_smp_counts_restarts_and_downtime_and_its_replacement_goes_on_countin
     with node.client() as client:
         client.open_lineage(0, token, 1, None)
         segment = Segment(Path(client.status()["segments"][0]["path"]))
-        segment.completed = 1
+        segment.header.completed = 1
     began = history_of(node, lambda history: history["iteration"] == 1)
     assert (began["restarts"], began["downtime_seconds"]) == (0, 0.0)
     killed.end()
@@ -161,7 +161,7 @@ def test_an_smp_counts_restarts_and_downtime_and_its_replacement_goes_on_countin
     with node.client() as client:
         client.open_lineage(0, token, 2, None)
     assert history_of(node, lambda history: True)["down_for_seconds"] is not None
-    segment.completed = 1
+    segment.header.completed = 1
     again = history_of(node, lambda history: history["down_for_seconds"] is None)
     assert (again["restarts"], again["iteration"]) == (1, 1) and 0 < again["downtime_seconds"] < SECONDS
     segment.close()

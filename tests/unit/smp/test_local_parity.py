@@ -21,8 +21,8 @@ from ft_plugins.errors import ProtocolError
 from ft_plugins.events import Event, Events
 from ft_plugins.model.inventory import Inventory, Item, Role
 from ft_plugins.smp.exchange import replica_checks as checks
-from ft_plugins.smp.serve.context import NodeContext
 from ft_plugins.smp.serve.job_file import refer
+from ft_plugins.smp.serve.node_context import NodeContext
 from ft_plugins.smp.serve.requests import RebuildSlot
 from ft_plugins.smp.tree.node import NodeTier
 from ft_plugins.smp.tree.protection import Protection
@@ -394,7 +394,7 @@ def test_slots_that_are_laid_out_otherwise_than_the_plan_has_it_are_refused(clus
 
 def test_checks_are_bounded_and_answered_of_what_is_kept_only(cluster: Cluster) -> None:
     for trainer in cluster.trainers.values():
-        trainer.segment.await_version(Version(1, 1))
+        trainer.segment.header.await_version(Version(1, 1))
     cluster.train(Version(1, 1))
     plan, segments = cluster.told.plan(), {rank: trainer.segment for rank, trainer in cluster.trainers.items()}
     asked = [check for rank in RANKS for check in plan.checks(rank, segments[rank].ranges)]

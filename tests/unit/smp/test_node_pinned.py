@@ -226,7 +226,7 @@ def test_what_ranks_with_few_slots_have_left_out_counts_as_begun(
     create(path, replace(shape, slots=2 + free, free=free), 0, {})
     segment = Segment(path)
     segment.open_lineage(1, None, ())
-    segment.completed = 7
+    segment.header.completed = 7
     pinned = PinnedVersions(tmp_path, {0: segment})
     pinned._ranks = (0,)
     assert pinned.begun(1) == (7 if free < SHARED else 0) and pinned.begun(2) == 0

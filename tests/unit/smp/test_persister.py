@@ -21,7 +21,7 @@ from ft_plugins.errors import ProtocolError
 from ft_plugins.events import Event, Events, catalogue, file_sink, read
 from ft_plugins.smp.serve import requests
 from ft_plugins.smp.serve.client import ensure
-from ft_plugins.smp.serve.context import NodeContext
+from ft_plugins.smp.serve.node_context import NodeContext
 from ft_plugins.smp.storage import persister
 from ft_plugins.smp.storage.checkpoint_schedule import REQUEST
 from ft_plugins.smp.storage.notices import Notices
@@ -57,8 +57,8 @@ class Rank:
         self.path = path
         self.segment = Segment(path)
         self.segment.ranges = RANGES
-        self.segment.token = TOKEN
-        self.segment.attached = True
+        self.segment.header.token = TOKEN
+        self.segment.header.attached = True
         self.segment.open_lineage(lineage, None, ())
 
     def capture(self, *iterations: int) -> None:
@@ -68,15 +68,15 @@ class Rank:
                 key=lambda slot: (slot.state == 2, slot.version or Version(0, 0)),
             ).index
             version, small = (
-                Version(self.segment.lineage, iteration),
+                Version(self.segment.header.opened.lineage, iteration),
                 small_of_tensors(self.segment.rank, RANGES, b"small"),
             )
             capture(self.segment, index, version, iteration % 251, small, TOKEN)
-            self.segment.completed = iteration
+            self.segment.header.completed = iteration
 
     def mark(self, iteration: int, mark: Mark) -> None:
         """The verdict on a version; one of an unlike replica is void where nobody keeps it, as a trainer has it."""
-        version = Version(self.segment.lineage, iteration)
+        version = Version(self.segment.header.opened.lineage, iteration)
         for slot in self.segment.slots():
             if slot.version == version and mark is Mark.MISMATCHED and not slot.pins:
                 self.segment.dirty(slot.index, None, TOKEN)
@@ -123,7 +123,7 @@ class Host:
     def train(self) -> None:
         """As if this process were the trainer of all ranks."""
         for rank in self.ranks.values():
-            rank.segment.owner = (os.getpid(), liveness.started(os.getpid()))
+            rank.segment.header.owner = (os.getpid(), liveness.started(os.getpid()))
 
     def events(self, name: str) -> list[Event]:
         return [event for event in read(self.events_path) if event.name == name]
@@ -182,7 +182,7 @@ def complete(base: Path) -> list[str]:
 
 def assert_filled(base: Path, iteration: int, host: Host) -> None:
     """The checkpoint holds that iteration on every rank of `host`, read back through its digests."""
-    version = Version(next(iter(host.ranks.values())).segment.lineage, iteration)
+    version = Version(next(iter(host.ranks.values())).segment.header.opened.lineage, iteration)
     for rank in host.ranks.values():
         index = persist.read_rank(checkpoint.folder_of(base, version), rank.segment, version, TOKEN)
         assert (rank.segment.data(index) == iteration % 251).all()
@@ -311,7 +311,7 @@ def test_before_the_lineage_is_open_nothing_is_due(alone: Host) -> None:
     """What a new incarnation finds may be void in a moment."""
     alone.capture(10)
     for rank in alone.ranks.values():
-        rank.segment.token = TOKEN + 1
+        rank.segment.header.token = TOKEN + 1
     alone.told()
     time.sleep(0.3)
     assert alone.complete() == []
@@ -323,7 +323,7 @@ def test_before_the_lineage_is_open_nothing_is_due(alone: Host) -> None:
 
 def test_the_ranks_of_a_wider_earlier_job_do_not_count(host: Make, base: Path) -> None:
     node = host(ranks=range(3))
-    node.ranks[2].segment.attached = False
+    node.ranks[2].segment.header.attached = False
     node.ranks[2].capture(3)
     node.told()
     for number in (0, 1):
@@ -657,7 +657,7 @@ def test_while_a_job_trains_on_two_nodes_a_request_names_a_version_ahead_and_bot
     outcome: dict[str, Any] = {}
     for node in (first, second):
         for rank in node.ranks.values():
-            rank.segment.owner = own
+            rank.segment.header.owner = own
         node.told(interval=0)
         node.capture(3, 4)
     asking = threading.Thread(target=lambda: outcome.update(second.persister.request(REQUEST, 3 * SECONDS)))

@@ -63,8 +63,8 @@ def write(path: Path, index: int, version: Version) -> None:
     """Put a version into a slot as a trainer does."""
     segment = Segment(path)
     segment.ranges = [(0, SHAPE.nbytes)]
-    capture(segment, index, version, token=segment.token)
-    segment.completed = version.iteration
+    capture(segment, index, version, token=segment.header.token)
+    segment.header.completed = version.iteration
     segment.close()
 
 
@@ -133,11 +133,11 @@ def test_restore_opens_the_lineage_and_voids_what_is_newer_than_its_base(node: N
         client.open_lineage(0, 0, 2, Version(1, 5))
         assert versions(path) == [Version(1, 4), Version(1, 5)]
         segment = Segment(path)
-        assert (segment.lineage, segment.completed) == (2, 5)
+        assert (segment.header.opened.lineage, segment.header.completed) == (2, 5)
         client.open_lineage(0, 0, 2, Version(1, 5))  # a retried request
         assert versions(path) == [Version(1, 4), Version(1, 5)]
         client.open_lineage(0, 0, 3, None)
-        assert versions(path) == [] and (segment.lineage, segment.completed) == (3, 0)
+        assert versions(path) == [] and (segment.header.opened.lineage, segment.header.completed) == (3, 0)
         with pytest.raises(ProtocolError, match="rank 1: restore before attach"):
             client.open_lineage(1, 0, 3, None)
 
@@ -185,7 +185,7 @@ def test_a_fence_ends_the_trainers_running_or_stopped_before_it_returns(
     for each in (running, stopped):
         assert liveness.started(each.pid) == 0
         assert each.ended_by() == signal.SIGKILL
-    assert [Segment(node.segment(rank)).token for rank in (0, 1)] == [1, 1]
+    assert [Segment(node.segment(rank)).header.token for rank in (0, 1)] == [1, 1]
     assert [(entry["owner_pid"], entry["attached"]) for entry in node.status()["segments"]] == [(0, False)] * 2
 
 
@@ -212,10 +212,10 @@ def test_a_process_that_got_the_number_of_a_dead_trainer_is_spared(
 ) -> None:
     node.start()
     path, began = attach(node), liveness.started(sleeper.pid)
-    Segment(path).owner = (sleeper.pid, began - 1)
+    Segment(path).header.owner = (sleeper.pid, began - 1)
     node.fence()
     assert sleeper.poll() is None and liveness.started(sleeper.pid)
-    Segment(path).owner = (sleeper.pid, began)
+    Segment(path).header.owner = (sleeper.pid, began)
     node.fence()
     assert sleeper.wait(SECONDS) == -signal.SIGKILL
 
@@ -226,7 +226,7 @@ def test_a_fence_told_to_skip_the_kill_leaves_the_trainer_without_a_token(
     node.start(armed="fence.kill:skip")
     spared = trainer(0, 0)
     node.fence()
-    assert liveness.started(spared.pid) and Segment(node.segment(0)).token == 1
+    assert liveness.started(spared.pid) and Segment(node.segment(0)).header.token == 1
 
 
 # ---- lost and replaced ----
@@ -265,14 +265,14 @@ def test_a_segment_whose_file_was_removed_is_an_alarm_and_the_next_rank_finds_wh
     wait_until(lambda: bool(node.events("segments.removed")), 20, lambda: "no alarm")
     (removed,) = node.events("segments.removed")
     assert removed.fields["paths"] == [str(path)] and path.name in removed.fields["reason"]
-    held.completed = 9
+    held.header.completed = 9
     held.pin(Version(3, 8), Pin.STORAGE, idle=True)
     token = node.fence()
     assert old.ended_by() == signal.SIGKILL
     assert not path.exists() and trainer(0, token).pid
     assert versions(path) == [Version(3, 8)] and not held.linked
     again = Segment(path)
-    assert again.completed == 9 and again.small(1) == b"small" and (again.data(1) == 1).all()
+    assert again.header.completed == 9 and again.small(1) == b"small" and (again.data(1) == 1).all()
     assert not any(slot.pins for slot in again.slots()), "the checkpoint that is being written is of the old memory"
     wait_until(lambda: bool(node.events("segments.recovered")), 20, lambda: "the alarm stays")
     held.close()
@@ -386,7 +386,7 @@ def test_a_request_over_which_it_dies_is_carried_out_by_its_successor(node: Node
     segments.create(node.segment(0), SHAPE, 0, FINGERPRINT)  # as if of an earlier incarnation
     with open(node.run_dir / "token", "w") as file:
         file.write("1")
-    Segment(node.segment(0)).token = 1
+    Segment(node.segment(0)).header.token = 1
     write(node.segment(0), 0, Version(1, 1))
     write(node.segment(0), 1, Version(1, 2))
     doomed = node.start(armed=f"smp.{name}.{moment}:kill")
@@ -415,7 +415,7 @@ def test_a_request_over_which_it_dies_is_carried_out_by_its_successor(node: Node
     }
     assert versions(node.segment(0)) == expected[name]
     if name == "fence":
-        assert found[0] >= 2 and node.status()["token"] == found[0] == Segment(node.segment(0)).token
+        assert found[0] >= 2 and node.status()["token"] == found[0] == Segment(node.segment(0)).header.token
 
 
 # ---- whose memory ----
@@ -495,13 +495,13 @@ def test_a_segment_whose_fingerprint_is_damaged_is_lost_and_another_one_says_so(
         node.start()
     assert attach(node) == path
     found = Segment(path)
-    assert found.fingerprint == FINGERPRINT and found.lost, "until a lineage is opened"
+    assert found.fingerprint == FINGERPRINT and found.header.opened.lost, "until a lineage is opened"
     assert all(slot.state is SlotState.EMPTY for slot in found.slots())
     reasons = [event.fields["reason"] for event in node.events("segment.corrupted")]
     assert reasons and all(str(path) in reason for reason in reasons)
     with node.client() as client:
         client.open_lineage(0, 0, 1, None)
-    assert not found.lost and not Segment(attach(node)).lost
+    assert not found.header.opened.lost and not Segment(attach(node)).lost
 
 
 def test_memory_that_is_not_there_is_refused_with_mount_and_bytes_and_it_serves_on(node: Node) -> None:
@@ -797,9 +797,9 @@ def test_an_incarnation_superseded_while_it_allocates_leaves_the_next_one_free_t
             protocol.raise_refusal(replies["old"])
         assert replies["new"]["ok"] is True, replies["new"]
         trainers = Segment(Path(replies["new"]["path"]))
-        assert trainers.token == 1 and trainers.shape == SHAPE
+        assert trainers.header.token == 1 and trainers.shape == SHAPE
         daemon.answer({"do": "fence"})
-        assert trainers.token == 2, "the SMP maps the same file as the trainer"
+        assert trainers.header.token == 2, "the SMP maps the same file as the trainer"
     finally:
         daemon.finish("test")
 

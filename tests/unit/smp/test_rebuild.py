@@ -31,10 +31,11 @@ from ft_plugins.snapshot.segment.paths import path_of, remove
 from ft_plugins.snapshot.segment.segment import NOT_COMPUTED, Segment, create
 from ft_plugins.snapshot.segment.shape import Shape
 from ft_plugins.snapshot.segment.slots import SlotState, Version
-from ft_plugins.transport import channel, protocol
-from ft_plugins.transport.authenticated import PAYLOAD_LIMIT, AuthenticatedConnection
+from ft_plugins.transport import channel, protocol, wire
 from ft_plugins.transport.channel import TAG, Party
-from ft_plugins.transport.wire import Peer
+from ft_plugins.transport.dial import Dialer
+from ft_plugins.transport.frame_codec import PAYLOAD_LIMIT
+from ft_plugins.transport.framed import FramedSocket
 
 NBYTES = 7 * PAYLOAD_LIMIT + 12_345
 BUCKET = 3_000_000  # straddles frames
@@ -257,17 +258,17 @@ class Answering:
         me = Party("smp", "a-job", "here", encrypt)
         client, server = channel.ClientHandshake(SECRET, me), channel.ServerHandshake(SECRET, me)
         proof, near = client.answer(server.challenge(client.hello()))
-        self.link = AuthenticatedConnection(self.theirs, server.finish(proof))
+        self.link = wire.framed(self.theirs, server.finish(proof))
 
-        def connect(peer: Peer) -> AuthenticatedConnection:
-            peer._connection = ours
-            return AuthenticatedConnection(ours, near)
+        def connect(dialer: Dialer, until: float, greet: Callable[..., FramedSocket]) -> FramedSocket:
+            dialer.connection = ours
+            return greet(ours, near)
 
-        monkeypatch.setattr(Peer, "_connect", connect)
+        monkeypatch.setattr(Dialer, "connect", connect)
         self.line = PipelinedPeer(("127.0.0.1", 1), me, SECRET, 1.0)
 
     def answer(self, payload: bytes) -> None:
-        self.link.send({"ok": True}, np.frombuffer(payload, dtype=np.uint8))
+        self.link.send({"ok": True}, payload)
 
 
 @pytest.fixture(params=[False, True], ids=["authenticated", "encrypted"])
@@ -284,7 +285,7 @@ WANTED = Data(1, VERSION, 5, 100)
 def test_answers_come_in_the_order_in_which_was_asked(node: Answering) -> None:
     node.line.ask_for(WANTED)
     node.line.ask_for(Parity((2, 3, 1), VERSION, 7, 60))
-    asked = [node.link.message() for _ in range(2)]
+    asked = [received[0] for _ in range(2) if (received := node.link.receive())]
     told = {"do": "read", "version": [2, 5]}
     assert asked[0] == {**told, "what": "data", "rank": 1, "at": 5, "nbytes": 100}
     assert asked[1] == {**told, "what": "parity", "key": [2, 3, 1], "at": 7, "nbytes": 60}

@@ -43,7 +43,7 @@ def test_an_smp_says_it_of_its_node(node: Any, sleeper: subprocess.Popen[bytes])
     token = node.fence()
     with node.client() as client:
         segment = Segment(client.attach(0, token, SHAPE, {}, fresh=False))
-        segment.owner = (sleeper.pid, liveness.started(sleeper.pid))
+        segment.header.owner = (sleeper.pid, liveness.started(sleeper.pid))
         segment.ranges = [(0, 100)]
         assert client.status()["signal"] == "HEALTHY"
         segment.dirty(0, Version(1, 1), token)
@@ -60,7 +60,7 @@ def test_a_lost_trainer_is_declared_when_there_is_room_for_it_and_one_that_moves
 ) -> None:
     process, room, declared = SnapshotProcess(tmp_path, job, "n0", Events("n0")), [False], list[list[str]]()
     process._detect_seconds = -1.0
-    process._segments = {0: SimpleNamespace(owner=(4, 4)), 1: SimpleNamespace()}  # type: ignore[dict-item]
+    process._segments = {0: SimpleNamespace(header=SimpleNamespace(owner=(4, 4))), 1: SimpleNamespace()}  # type: ignore[dict-item]
 
     def declare(token: int, lost: list[str]) -> None:
         if not room[0]:
@@ -83,7 +83,7 @@ def test_a_trainer_is_not_lost_because_its_whole_node_was_suspended(
 ) -> None:
     """It was stopped before its SMP was, and goes on after it."""
     process, now, declared = SnapshotProcess(tmp_path, job, "n0", Events("n0")), [100.0], list[list[str]]()
-    process._detect_seconds, process._segments = 10.0, {0: SimpleNamespace(owner=(4, 4))}  # type: ignore[dict-item]
+    process._detect_seconds, process._segments = 10.0, {0: SimpleNamespace(header=SimpleNamespace(owner=(4, 4)))}  # type: ignore[dict-item]
     monkeypatch.setattr(process._tier, "declare_lost", lambda token, lost: declared.append(lost))
     monkeypatch.setattr(process._transition, "drop_if_safe", lambda: None)
     monkeypatch.setattr(liveness, "is_stopped", lambda pid, began: True)

@@ -9,7 +9,7 @@ import pytest
 
 from ft_plugins.recovery.nodes import links_of
 from ft_plugins.smp.exchange import traffic
-from ft_plugins.transport.authenticated import PAYLOAD_LIMIT
+from ft_plugins.transport.frame_codec import PAYLOAD_LIMIT
 
 
 def _niceness() -> int:

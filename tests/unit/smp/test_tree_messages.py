@@ -19,7 +19,7 @@ from ft_plugins.smp.tree.tree_messages import (
     packed_summary,
 )
 from ft_plugins.snapshot.segment.slots import Version
-from ft_plugins.transport import protocol
+from ft_plugins.transport import frame_codec
 
 numbers = st.integers(0, 2**63 - 1)
 versions = st.none() | st.builds(Version, numbers, numbers)
@@ -30,14 +30,14 @@ summaries = st.builds(Summary, bitmaps, numbers, versions, versions, versions, v
 
 @given(summaries)
 def test_a_summary_arrives_as_it_was_and_within_the_limit(summary: Summary) -> None:
-    message = protocol.pack(packed_summary(summary))
+    message = frame_codec.pack(packed_summary(summary))
     assert len(message) <= MESSAGE_LIMIT
-    assert from_child(protocol.unpack(message)) == summary
+    assert from_child(frame_codec.unpack(message)) == summary
 
 
 @given(st.builds(Announcement, st.builds(ExchangeDecision, versions, versions), lost))
 def test_an_announcement_arrives_as_it_was(announcement: Announcement) -> None:
-    assert from_parent(protocol.unpack(protocol.pack(packed_announcement(announcement)))) == announcement
+    assert from_parent(frame_codec.unpack(frame_codec.pack(packed_announcement(announcement)))) == announcement
 
 
 def test_a_child_may_leave() -> None:

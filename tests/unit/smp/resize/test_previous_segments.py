@@ -34,7 +34,7 @@ def segment(job: str, rank: int, world_size: int, *versions: Version, place: tup
     found.ranges = [(0, SHAPE.nbytes)]
     for index, version in enumerate(versions):
         put(found, index, version, place)
-    found.completed = max((version.iteration for version in versions), default=0)
+    found.header.completed = max((version.iteration for version in versions), default=0)
     return found
 
 

@@ -16,7 +16,7 @@ import pytest
 from ft_plugins.events import Event, Events
 from ft_plugins.smp.resize.previous_storage import PreviousStorage
 from ft_plugins.smp.serve.client import ensure
-from ft_plugins.smp.serve.context import NodeContext
+from ft_plugins.smp.serve.node_context import NodeContext
 from ft_plugins.smp.watch import liveness
 from ft_plugins.snapshot.capture.retention import Storage
 from ft_plugins.snapshot.checkpoint import checkpoint, persist
@@ -42,7 +42,7 @@ def put(segment: Segment, *versions: Version) -> None:
     for index, version in enumerate(versions):
         small = small_of_tensors(segment.rank, RANGES, f"small {segment.rank}".encode())
         capture(segment, index, version, 10 * segment.rank + version.iteration, small)
-        segment.completed = version.iteration
+        segment.header.completed = version.iteration
 
 
 def until(holds: Callable[[], bool], found: Callable[[], str] = str) -> None:
@@ -77,7 +77,7 @@ def test_an_orphaned_smp_writes_state_that_was_not_restored(
             )
             with closing(Segment(path)) as segment:
                 put(segment, V4, V5)
-                segment.owner = (0, 0)
+                segment.header.owner = (0, 0)
         token = client.fence()
         assert client.resize(0, token, 4), "the job starts again with four ranks, none of which attaches"
     assert [path.name for path in previous_segments_of(node.job, node.name)]
@@ -106,7 +106,7 @@ def test_without_storage_or_at_the_orderly_end_nothing_is_written(node: SmpNode,
             )
             with closing(Segment(path)) as segment:
                 put(segment, V4, V5)
-                segment.owner = (0, 0)
+                segment.header.owner = (0, 0)
         client.resize(0, client.fence(), 4)
         assert client.checkpoint("the job ends", 5.0, only_due=True)["state"] == "nothing"
         found = client.checkpoint("ft-run was told to end", SECONDS)

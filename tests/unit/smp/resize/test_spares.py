@@ -55,7 +55,7 @@ def put(path: Path, *versions: Version) -> None:
     for index, version in enumerate(versions):
         small = manifest.join(manifest.write(Manifest(found.rank, 6, (0, 0), RANGES, ())), b"state")
         capture(found, index, version, data(found.rank, version), small)
-    found.completed = versions[-1].iteration
+    found.header.completed = versions[-1].iteration
     found.close()
 
 
@@ -193,7 +193,7 @@ def test_a_damaged_slot_is_refused_and_leaves_no_partial_version(pair: Job) -> N
 
 def test_a_node_whose_trainers_live_is_no_spare(pair: Job) -> None:
     busy = pair.outside.process._segments[5]
-    busy.owner = (1, liveness.started(1))
+    busy.header.owner = (1, liveness.started(1))
     assert pair.spare() == {"busy": [5]} and _protects(pair.outside.process)
     pair.member.process._spare_client._release([pair.where], 2, 5.0)
     assert len(segments_of(pair.job, "n2")) == 2

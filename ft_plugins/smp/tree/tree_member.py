@@ -1,8 +1,8 @@
-"""Drive nodes of the tree: one thread and one selector for all tree connections of an SMP, in both directions.
+"""Drive a node of the tree: one loop for all tree connections of an SMP, in both directions.
 
-Invariant: nothing here waits for a peer. Everything that has arrived is read before the state is asked what is due, so
-a node that was itself stopped for a while presumes none of its neighbours lost before it has read their messages. An
-error ends one connection, never the thread.
+Invariant: everything that has arrived is read before the state is asked what is due (`loop`), so a node that was itself
+stopped for a while presumes none of its neighbours lost before it has read their messages. An error ends one
+connection, never the thread.
 
 In: reports of this node, connections from children, a function that connects to parents. Out: announcements; a call
 whenever a new one is there.
@@ -11,25 +11,21 @@ whenever a new one is there.
 from __future__ import annotations
 
 import contextlib
-import heapq
-import itertools
 import selectors
 import socket
-import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...errors import FtError
 from ...transport import protocol
 from ...transport.channel import Channel
+from ...transport.framed import EndedError
+from ...transport.loop import Loop
 from .agreement import Announcement, NodeReport
 from .tree_link import TreeLink
 from .tree_messages import LEAVE, from_child, from_parent, packed_announcement, packed_summary
 from .tree_state import TreeState
-
-_LONGEST_SECONDS = 60.0  # of a wait
 
 
 @dataclass(frozen=True)
@@ -43,123 +39,12 @@ class Connected:
 Connect = Callable[[int, Callable[[Connected | str], None]], None]
 
 
-class TreeLoop:
-    """The selector of one or, in measurements, many members. `run` it in a thread."""
-
-    def __init__(self) -> None:
-        self._selector = selectors.DefaultSelector()
-        self._calls: deque[Callable[[], None]] = deque()
-        self._touched: dict[TreeMember, None] = {}
-        self._wakes: list[tuple[float, int, TreeMember]] = []
-        self._numbers = itertools.count()
-        self._woken, self._waker = socket.socketpair()
-        self._woken.setblocking(False)
-        self._waker.setblocking(False)
-        self._selector.register(self._woken, selectors.EVENT_READ)
-        self._stopping = threading.Event()
-        self._closed = False
-        self._thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        """Run in a thread until `stop`."""
-        self._thread = threading.Thread(target=self._run, name="smp-tree", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End the thread, if there is one; then the caller closes the members. Idempotent."""
-        self._stopping.set()
-        self._wake_up()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
-            self._thread = None
-
-    def close(self) -> None:
-        """Free the selector, after `stop`, once the members are closed."""
-        self._closed = True
-        while True:  # connections may have been made meanwhile; closed members close them
-            try:
-                what = self._calls.popleft()
-            except IndexError:  # another thread may have taken the last one
-                break
-            what()
-        for one in (self._selector, self._woken, self._waker):
-            one.close()
-
-    def call(self, what: Callable[[], None]) -> None:
-        """Have the loop's thread call `what` soon. From any thread."""
-        self._calls.append(what)
-        self._wake_up()
-        if self._closed:
-            self.close()
-
-    def _wake_up(self) -> None:
-        with contextlib.suppress(OSError):  # full: it will wake anyway; closed: it has ended
-            self._waker.send(b"1")
-
-    def _run(self) -> None:
-        while not self._stopping.is_set():
-            self.step()
-
-    def step(self, longest: float = _LONGEST_SECONDS) -> None:
-        """Wait for something to do, but no longer than `longest` seconds, and do it.
-
-        Members look what is due at a time before which everything that had arrived has been read, however long this
-        process was stopped in between.
-        """
-        now = time.monotonic()
-        ready = self._selector.select(self._seconds(longest))
-        if not ready:
-            now = time.monotonic()
-            ready = self._selector.select(0)
-        for key, mask in ready:
-            if key.data is None:
-                with contextlib.suppress(OSError):
-                    self._woken.recv(4096)
-            else:
-                member, link = key.data
-                member.ready(link, mask)
-                self.touch(member)
-        for _ in range(len(self._calls)):
-            self._calls.popleft()()
-        while self._wakes and self._wakes[0][0] <= now:
-            when, _, member = heapq.heappop(self._wakes)
-            if member.wake == when:
-                self.touch(member)
-        touched, self._touched = self._touched, {}
-        for member in touched:
-            member.advance(now)
-            heapq.heappush(self._wakes, (member.wake, next(self._numbers), member))
-
-    def _seconds(self, longest: float) -> float:
-        if self._calls or self._touched:
-            return 0.0
-        while self._wakes and self._wakes[0][2].wake != self._wakes[0][0]:
-            heapq.heappop(self._wakes)
-        return max(0.0, min(longest, self._wakes[0][0] - time.monotonic())) if self._wakes else longest
-
-    def touch(self, member: TreeMember) -> None:
-        """Have `member` look what is due, in this step."""
-        self._touched[member] = None
-
-    def watch(self, member: TreeMember, link: TreeLink, known: bool) -> None:
-        """Wait for `link`, which was registered before if it is `known`."""
-        mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.waits else 0)
-        if not known:
-            self._selector.register(link.connection, mask, (member, link))
-        elif self._selector.get_key(link.connection).events != mask:
-            self._selector.modify(link.connection, mask, (member, link))
-
-    def forget(self, link: TreeLink) -> None:
-        """Wait for `link` no more."""
-        self._selector.unregister(link.connection)
-
-
 class TreeMember:
     """One node of the tree: its state, and its connections."""
 
     def __init__(
         self,
-        loop: TreeLoop,
+        loop: Loop,
         state: TreeState,
         connect: Connect,
         changed: Callable[[], None],
@@ -170,7 +55,6 @@ class TreeMember:
         with the connection or with the reason why there is none. `changed` is called, in the loop's thread, when there
         is another announcement; `failed` with a node and a reason when its connection was closed because of an
         error; `rejected` with a position and a reason when it begins to report what cannot be."""
-        self.wake = 0.0
         self._loop = loop
         self._state = state
         self._connect = connect
@@ -179,7 +63,7 @@ class TreeMember:
         self._rejected = rejected
         self._links: dict[int, TreeLink] = {}
         self._closed = False
-        loop.call(lambda: loop.touch(self))
+        loop.call(lambda: loop.soon(self.advance))
 
     # ---- from any thread ----
 
@@ -217,7 +101,7 @@ class TreeMember:
     def _report(self, report: NodeReport) -> None:
         if not self._closed:
             self._following(lambda: self._state.report(report, time.monotonic()))
-            self._loop.touch(self)
+            self._loop.soon(self.advance)
 
     def _adopt(self, link: TreeLink) -> None:
         if self._closed:
@@ -225,14 +109,14 @@ class TreeMember:
             return
         if self._add(link):
             self._state.child_joined(link.position)
-            self._loop.touch(self)
+            self._loop.soon(self.advance)
 
     def _add(self, link: TreeLink) -> bool:
         """Wait for one more connection; false if the system refuses that."""
         if link.position in self._links:
             self._drop(self._links[link.position])
         try:
-            self._loop.watch(self, link, known=False)
+            self._watch(link)
         except OSError as error:  # no memory
             link.close()
             self._words(link, error)
@@ -240,20 +124,22 @@ class TreeMember:
         self._links[link.position] = link
         return True
 
-    def ready(self, link: TreeLink, mask: int) -> None:
+    def _watch(self, link: TreeLink) -> None:
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.waiting else 0)
+        self._loop.watch(link.connection, lambda _: self._ready(link), events)
+
+    def _ready(self, link: TreeLink) -> None:
         """Read and write what can be."""
-        if self._links.get(link.position) is not link:
-            return  # closed in this step
+        self._loop.soon(self.advance)
         try:
-            if mask & selectors.EVENT_WRITE:
-                link.flush()
-                self._loop.watch(self, link, known=True)
-            if mask & selectors.EVENT_READ:
-                messages, closed = link.receive()
-                for message in messages:
-                    self._hear(link, message)
-                if closed:
-                    self._end(link, "it hung up")
+            link.write()
+            for message, _ in link.read():
+                self._hear(link, message)
+                if self._links.get(link.position) is not link:
+                    return  # closed by that
+            self._watch(link)
+        except EndedError:
+            self._end(link, "it hung up")
         except Exception as error:  # any error: this thread serves all connections
             self._end(link, self._words(link, error))
 
@@ -280,7 +166,7 @@ class TreeMember:
                 self._state.failed(link.position, reason, time.monotonic())
 
     def _drop(self, link: TreeLink) -> None:
-        self._loop.forget(link)
+        self._loop.forget(link.connection)
         del self._links[link.position]
         link.close()
 
@@ -294,7 +180,6 @@ class TreeMember:
     def advance(self, now: float) -> None:
         """Do what is due at `now`."""
         if self._closed:
-            self.wake = float("inf")
             return
         before = self._state.announcement
         outbox = self._state.advance(now)
@@ -315,7 +200,7 @@ class TreeMember:
                 self._send(position, announcement)
         if outbox.connect is not None:
             self._join(outbox.connect)
-        self.wake = outbox.wake
+        self._loop.at(outbox.wake, self.advance)
 
     def _send(self, position: int, message: dict[str, object]) -> None:
         link = self._links.get(position)
@@ -323,11 +208,10 @@ class TreeMember:
             return
         try:
             link.send(message)
-            if link.waits:
-                self._loop.watch(self, link, known=True)
+            self._watch(link)
         except (FtError, OSError) as error:
             self._end(link, str(error))
-            self._loop.touch(self)
+            self._loop.soon(self.advance)
 
     def _join(self, position: int) -> None:
         def done(result: Connected | str) -> None:
@@ -348,4 +232,4 @@ class TreeMember:
             self._state.joined(position, time.monotonic())
         else:
             self._state.failed(position, "its connection cannot be used", time.monotonic())
-        self._loop.touch(self)
+        self._loop.soon(self.advance)

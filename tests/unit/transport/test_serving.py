@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import threading
 import time
@@ -16,6 +17,7 @@ from ft_plugins.errors import ProtocolError
 from ft_plugins.events import Event, Events
 from ft_plugins.smp.tree.tree_link import TreeLink
 from ft_plugins.transport.channel import Channel, Party
+from ft_plugins.transport.framed import EndedError
 from ft_plugins.transport.serving import Serving
 from ft_plugins.transport.wire import Handover, Peer, Server
 
@@ -56,7 +58,8 @@ class Echo:
         self.begun = threading.Event()
         self.serving = Serving[One](self.serve, self.end, NAME, most, idle_seconds)
         self.made: list[One] = []
-        self.most_threads = 0
+        self.most_threads = 0  # that serve at a time
+        self._serving: list[One] = []
 
     def one(self) -> One:
         ours, theirs = socket.socketpair()
@@ -66,7 +69,14 @@ class Echo:
         return self.made[-1]
 
     def serve(self, one: One) -> bool:
-        self.most_threads = max(self.most_threads, threads())
+        self._serving.append(one)
+        self.most_threads = max(self.most_threads, len(self._serving))
+        try:
+            return self._serve(one)
+        finally:
+            self._serving.remove(one)
+
+    def _serve(self, one: One) -> bool:
         what = one.connection.recv(1)
         if what == b"w":
             self.begun.set()
@@ -246,13 +256,15 @@ def test_a_connection_is_handed_over_by_both_sides_with_its_keys_and_keeps_its_p
     ours.send({"do": "leave", "number": 1})
     theirs.send({"do": "announce", "number": 2})
     heard: list[Any] = []
-    wait(lambda: bool(heard.extend(theirs.receive()[0]) or heard))
-    wait(lambda: bool(heard.extend(ours.receive()[0]) or len(heard) > 1))
+    wait(lambda: bool(heard.extend([message for message, _ in theirs.read()]) or heard))
+    wait(lambda: bool(heard.extend([message for message, _ in ours.read()]) or len(heard) > 1))
     assert [message["number"] for message in heard] == [1, 2]
     assert there.places == 1 and (ours.node, theirs.node) == ("there", "here")
     wait(lambda: not any(thread.name == "smp-peer" for thread in threading.enumerate()))
     ours.close()
-    wait(lambda: theirs.receive()[1])
+    assert select.select([theirs.connection], [], [], SECONDS)[0]
+    with pytest.raises(EndedError):
+        next(theirs.read())
     there.ended[0]()
     assert there.places == 0 and not there.seen
     with pytest.raises(ProtocolError, match="hung up"):

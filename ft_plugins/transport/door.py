@@ -1,0 +1,223 @@
+"""Accept connections at a listening socket, and authenticate each by the job's secret, in the thread of a loop.
+
+Invariant: an unauthenticated connection costs a descriptor, HANDSHAKE_LIMIT bytes, a few seconds and no thread. Only so
+many of them are open at a time, in all and of one address (`crowd_of`); one more closes the oldest (of the same
+address, or of the address with the most), so silent connections keep no peer out. A peer whose connection was closed
+for another one connects again (`dial`).
+
+In: a listening socket, limits. Out: sockets with their channel; counts of all others.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+import socket
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..errors import FtError, ProtocolError
+from . import protocol
+from .channel import Channel, Party, ServerHandshake
+from .connections import RejectedConnections
+from .dial import REFUSED
+from .frame_codec import HANDSHAKE, PLAIN
+from .framed import Link, close_connection
+from .loop import Loop
+
+_NETWORK_BITS = 64  # of an IPv6 address: one machine can have all addresses of its network
+_PAUSE_SECONDS = 0.5  # after a failed accept, if no connection can make room
+
+Admit = Callable[[socket.socket, str, Channel], None]
+
+
+@dataclass(frozen=True)
+class DoorLimits:
+    """Of connections that are not authenticated: how many at a time, how many of them of one address, and for how many
+    seconds each, however slowly its bytes arrive.
+
+    `any_job`: a peer of another job or purpose that knows the secret gets `REFUSED`, and one that does not know it
+    learns no name; else the reply to either is a close.
+    """
+
+    connections: int = 64
+    of_one_address: int = 8
+    seconds: float = 5.0
+    any_job: bool = False
+
+
+def crowd_of(address: str) -> str:
+    """The group that an address belongs to when connections are counted: itself, or its IPv6 network."""
+    try:
+        parsed = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if isinstance(parsed, ipaddress.IPv4Address):
+        return str(parsed)
+    if parsed.ipv4_mapped:
+        return str(parsed.ipv4_mapped)
+    return str(ipaddress.ip_network((int(parsed), _NETWORK_BITS), strict=False))
+
+
+@dataclass(eq=False)
+class _Stranger:
+    """A connection during its handshake."""
+
+    link: Link
+    address: str
+    crowd: str
+    until: float  # monotonic
+    handshake: ServerHandshake
+    challenged: bool = False
+
+    def step(self) -> Channel | None:
+        """Process what has arrived; the channel, once the peer is authenticated. Raises ProtocolError, OSError."""
+        try:
+            for message, _ in self.link.read():
+                if self.challenged:
+                    return self._finish(message)
+                self.link.push(self.handshake.challenge(message))
+                self.challenged = True
+                self._write()
+        except ConnectionResetError:
+            raise ProtocolError("it hung up before it had proved that it knows the secret") from None
+        return None
+
+    def _finish(self, answer: dict[str, object]) -> Channel:
+        channel = self.handshake.finish(answer)
+        if self.handshake.is_foreign:
+            self.link.protect(channel, PLAIN)
+            self.link.push(REFUSED)
+            self._write()
+            raise ProtocolError("it belongs to another job")
+        return channel
+
+    def _write(self) -> None:
+        self.link.write()
+        if self.link.waiting:  # a new connection has room for it
+            raise ProtocolError("it did not accept the reply")
+
+
+class Door:
+    """The unauthenticated connections of one listening socket."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        listener: socket.socket,
+        secret: bytes,
+        me: Party,
+        admit: Admit,
+        rejected: RejectedConnections,
+        limits: DoorLimits,
+        room: Callable[[], float] = lambda: math.inf,
+    ) -> None:
+        """Make it before the loop runs. `admit` is called with a non-blocking socket, its address and its channel, in
+        the loop's thread; its first frame to the peer is `ADMITTED`. `room()` is how many unauthenticated connections
+        the server has places for."""
+        self._loop = loop
+        self._listener = listener
+        self._secret = secret
+        self._me = me
+        self._admit = admit
+        self._rejected = rejected
+        self._limits = limits
+        self._room = room
+        self._strangers: OrderedDict[_Stranger, None] = OrderedDict()  # oldest first
+        self._crowds: Counter[str] = Counter()
+        listener.setblocking(False)
+        self._listen(0.0)
+
+    def close(self) -> None:
+        """Stop listening and close the unauthenticated connections, in the loop's thread or after it has ended.
+        Idempotent."""
+        self._loop.forget(self._listener)
+        self._listener.close()
+        self._loop.at(math.inf, self._check)
+        self._loop.at(math.inf, self._listen)
+        for stranger in list(self._strangers):
+            self._forget(stranger)
+            close_connection(stranger.link.connection)
+
+    def _listen(self, now: float) -> None:
+        self._loop.watch(self._listener, self._accept)
+
+    def _accept(self, events: int) -> None:
+        """Accept one connection, after those that are open had their turn."""
+        self._loop.soon(self._take)
+
+    def _take(self, now: float) -> None:
+        try:
+            connection, (address, *_) = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:  # out of descriptors
+            self._rejected.count("unknown", f"a connection could not be accepted: {error.strerror}")
+            self._schedule()
+            if not self._make_room(None):
+                self._loop.forget(self._listener)
+                self._loop.at(time.monotonic() + _PAUSE_SECONDS, self._listen)
+            return
+        crowd, room = crowd_of(str(address)), self._room() - len(self._strangers)
+        if self._crowds[crowd] >= self._limits.of_one_address:
+            self._make_room(crowd)
+        elif (len(self._strangers) >= self._limits.connections or room <= 0) and not self._make_room(None):
+            self._rejected.count(str(address), "as many connections as may be open are authenticated")
+            connection.close()
+            return
+        handshake = ServerHandshake(self._secret, self._me, self._limits.any_job)
+        until = time.monotonic() + self._limits.seconds
+        stranger = _Stranger(Link(connection, bounds=HANDSHAKE), str(address), crowd, until, handshake)
+        try:
+            self._loop.watch(connection, lambda events: self._step(stranger))
+        except OSError as error:  # no memory
+            connection.close()
+            self._rejected.count(str(address), str(error))
+            return
+        self._strangers[stranger] = None
+        self._crowds[crowd] += 1
+        self._schedule()
+
+    def _make_room(self, crowd: str | None) -> bool:
+        """Close the oldest connection of `crowd`; None: of the crowd with the most. Whether there was one."""
+        if not self._strangers:
+            return False
+        if crowd is None:
+            crowd = self._crowds.most_common(1)[0][0]
+        self._reject(next(each for each in self._strangers if each.crowd == crowd), "made room for a newer connection")
+        return True
+
+    def _step(self, stranger: _Stranger) -> None:
+        try:
+            channel = stranger.step()
+        except Exception as error:  # any error: this thread has to go on admitting peers
+            known = isinstance(error, (FtError, OSError))
+            self._reject(stranger, str(error) if known else str(protocol.unexpected(error)))
+            return
+        if channel is not None:
+            self._forget(stranger)
+            self._admit(stranger.link.connection, stranger.address, channel)
+
+    def _reject(self, stranger: _Stranger, reason: str) -> None:
+        self._forget(stranger)
+        close_connection(stranger.link.connection)
+        self._rejected.count(stranger.address, reason)
+        self._schedule()
+
+    def _forget(self, stranger: _Stranger) -> None:
+        self._loop.forget(stranger.link.connection)
+        del self._strangers[stranger]
+        self._crowds -= Counter([stranger.crowd])
+
+    def _schedule(self) -> None:
+        """Look again when the oldest connection is late, or an event about rejected ones is due."""
+        until = next(iter(self._strangers)).until if self._strangers else math.inf
+        self._loop.at(min(until, self._rejected.due or math.inf), self._check)
+
+    def _check(self, now: float) -> None:
+        while self._strangers and (oldest := next(iter(self._strangers))).until <= now:
+            self._reject(oldest, f"no proof within {self._limits.seconds:g} s")
+        self._rejected.report()
+        self._schedule()
