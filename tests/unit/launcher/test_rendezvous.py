@@ -42,7 +42,7 @@ from ft_plugins.launcher import plugin
 from ft_plugins.launcher.agent.agent import ProgressAgent
 from ft_plugins.launcher.agent.watcher import Job
 from ft_plugins.launcher.node_launch import _specify
-from ft_plugins.launcher.rendezvous import peer_client, rendezvous, round_join
+from ft_plugins.launcher.rendezvous import rendezvous, round_join
 from ft_plugins.launcher.rendezvous.endpoint import Endpoint
 from ft_plugins.launcher.rendezvous.rendezvous import Rendezvous
 from ft_plugins.launcher.rendezvous.rendezvous_settings import BACKEND, RendezvousSettings

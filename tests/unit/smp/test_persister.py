@@ -416,7 +416,7 @@ def test_a_request_waits_for_a_verdict_within_its_time_and_then_takes_what_is_no
     alone.told(interval=0, audits=1)
     alone.capture(5, 6)
     for rank in alone.ranks.values():
-        rank.segment.mark(Version(1, 6), Mark.MISMATCHED)  # kept, as it is while it is sent to another alone
+        rank.segment.mark(Version(1, 6), Mark.MISMATCHED)  # kept, as it is while it is sent to another node
     alone.train()
     outcome: dict[str, Any] = {}
     seconds = SECONDS if verdict else 12.0  # half of it to wait, the other to write on a slow machine
