@@ -3,8 +3,8 @@
     python benchmarks/all.py [--quick] [--only NAME ...] [--output FOLDER]
 
 Each keeps its last line and its pictures in a folder of FOLDER (default build/benchmarks), so that another run with
---only replaces only those. What one of them needs and is missing is named before the first begins; the others run. With
---quick the table is written to FOLDER alone, as such figures are measured less often.
+--only replaces only those. What one of them needs and is missing is named before the first begins; the others run.
+Status 1 if one failed. With --quick the table is written to FOLDER alone, as such figures are measured less often.
 """
 
 from __future__ import annotations
@@ -84,6 +84,7 @@ def main() -> None:
     figures = measure(ready(chosen.only, chosen.smoke), words, folder)
     print(f"the table: {write(folder, bool(words))}")
     print(last_line("all", figures, bool(words)))
+    sys.exit(0 if figures["all_ended_well"] else 1)
 
 
 if __name__ == "__main__":

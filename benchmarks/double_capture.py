@@ -58,7 +58,7 @@ class TimedCapture:
         stack.callback(remove, job, "n")
         self._segment = Segment(path_of(job, "n", 0), populate=True)
         stack.callback(self._segment.close)
-        self._segment.ranges, self._segment.token = layout.ranges, 1
+        self._segment.ranges, self._segment.header.token = layout.ranges, 1
         self._capture = Capture(self._segment, layout, lambda: state, 1)
         stack.callback(self._capture.close)
         self._iteration = 0
@@ -66,7 +66,7 @@ class TimedCapture:
     def seconds(self) -> float:
         """Seconds of one capture."""
         self._iteration += 1
-        self._segment.await_version(Version(1, self._iteration))  # so that its parity is computed
+        self._segment.header.await_version(Version(1, self._iteration))  # so that its parity is computed
         started = self._clock()
         self._capture.start(Version(1, self._iteration), b"small")
         self._capture.wait()

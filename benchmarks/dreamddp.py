@@ -49,7 +49,6 @@ from pathlib import Path
 
 from ft_plugins.sync.layers.layer_profile import NANO, LayerProfile, write_profile
 from harness.emulated_nodes import EmulatedHost, network
-from harness.gang import gang
 from workloads import real_replica, sleeping_replica
 from workloads.dreamddp_scenarios import (
     COMPARED,
@@ -64,9 +63,9 @@ from workloads.dreamddp_scenarios import (
     measured_profile,
 )
 from workloads.layer_shapes import COLUMNS
-from workloads.local_blocks import PLAIN, PolicyFigure, StepLog
+from workloads.local_blocks import PLAIN, StepLog
 from workloads.running import PROGRESS, Figures, arguments, run, say
-from workloads.sleeping_replica import LocalBlock
+from workloads.sync_blocks import PolicyFigure
 
 OVERLAPPED_LEAST, FULL_LEAST, ENP_LEAST, PERIOD_MOST = 1.73, 1.16, 1.02, 0.05
 BOUND = 500.0  # seconds for one round
@@ -138,14 +137,10 @@ def measure_column(scenario: ColumnScenario, hosts: Sequence[EmulatedHost], seed
     """Measure the layers of one column, then run all its rounds."""
     order, path = random.Random(f"{seed} {scenario.name}"), folder / f"{scenario.name}.json"
 
-    def run_blocks(blocks: Sequence[LocalBlock]) -> list[list[StepLog]]:
-        """The logs of each replica."""
-        arguments = (blocks, scenario.mbps, hosts, scenario.burst)
-        return gang(sleeping_replica.run_blocks, REPLICAS, *arguments, hosts=hosts, seconds=BOUND)
-
     PROGRESS.step(f"{scenario.name}, its layers")
-    logs = run_blocks([scenario.profiled()])
-    result = ColumnResult(scenario, measured_profile(scenario.model, [own[0] for own in logs]))
+    arguments = (scenario.mbps, hosts, BOUND, scenario.burst)
+    logs = sleeping_replica.run_round([scenario.profiled()], *arguments)[FULL]
+    result = ColumnResult(scenario, measured_profile(scenario.model, logs))
     write_profile(result.profile, path)
     plan, link = result.plan, scenario.column.ratio * scenario.compute
     say(
@@ -156,8 +151,7 @@ def measure_column(scenario: ColumnScenario, hosts: Sequence[EmulatedHost], seed
     for number in range(scenario.rounds):
         PROGRESS.step(f"{scenario.name}, round {number + 1}", 2)
         blocks = [scenario.block(policy, path, number == 0) for policy in order.sample(COMPARED, len(COMPARED))]
-        by_block = zip(*run_blocks(blocks), strict=True)
-        result.add({block.policy: list(each) for block, each in zip(blocks, by_block, strict=True)})
+        result.add(sleeping_replica.run_round(blocks, *arguments))
         times = "   ".join(f"{policy} {1000 * result.seconds[-1][policy]:.1f}" for policy in COMPARED)
         say(f"{scenario.name}, round {number + 1}: ms of an iteration: {times}")
     return result

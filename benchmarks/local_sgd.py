@@ -49,7 +49,7 @@ from ft_plugins.errors import ConfigError
 from harness.emulated_nodes import EmulatedHost, network
 from harness.gang import gang
 from workloads import sleeping_replica
-from workloads.local_blocks import PLAIN, PolicyFigure, StepLog, gains, stalls
+from workloads.local_blocks import PLAIN, StepLog, gains, stalls
 from workloads.local_bounds import LinkLoad, own_pace_gain, periodic_gain
 from workloads.local_scenarios import (
     A_EDIT,
@@ -67,6 +67,7 @@ from workloads.local_scenarios import (
     sync_block,
 )
 from workloads.running import PROGRESS, Figures, arguments, run, say
+from workloads.sync_blocks import PolicyFigure
 
 WITHIN, TRIES = 0.01, 6  # of a calibration
 CALIBRATED = 0.03  # closer than this to what it is to be
@@ -153,9 +154,7 @@ def measure_scenario(
         PROGRESS.step(f"{scenario.name}, round {number + 1}", scenario.block_seconds(number))
         chosen = [policy for policy in scenario.chosen(number) if policy in known]
         blocks = [scenario.block(policy, lag, seed, number == 0) for policy in order.sample(chosen, len(chosen))]
-        logs = gang(sleeping_replica.run_blocks, REPLICAS, blocks, mbps, hosts, hosts=hosts, seconds=BOUND)
-        by_block = zip(*logs, strict=True)
-        result.add({block.policy: list(each) for block, each in zip(blocks, by_block, strict=True)})
+        result.add(sleeping_replica.run_round(blocks, mbps, hosts, BOUND))
         times = "   ".join(f"{policy} {1000 * result.seconds[-1][policy]:.1f}" for policy in chosen)
         say(f"{scenario.name}, round {number + 1}: ms of an iteration: {times}")
     return result
@@ -241,11 +240,11 @@ def measure(chosen: argparse.Namespace) -> Figures:
     with network(range(1, REPLICAS + 1)) as hosts:
         results, values = run_scenarios(scenarios, known, hosts, chosen.seed)
     if chosen.output is not None:
-        from workloads.local_pictures import draw_iterations, draw_timeline
+        from workloads.local_pictures import draw_iterations, draw_synchronisation
 
         draw_iterations({name: one.seconds for name, one in results.items()}, chosen.output / "iterations.png")
         if "even" in results:
-            draw_timeline(results["even"].logs, chosen.output / "synchronisation.png")
+            draw_synchronisation(results["even"].logs, chosen.output / "synchronisation.png")
     return values
 
 

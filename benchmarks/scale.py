@@ -37,7 +37,7 @@ SHAPES = ("tp8 pp16", "tp4 pp4", "tp1 pp4")
 RANKS = (64, 512, 4096, 16384)
 MET = (64, 512, 4096)  # ranks that meet for real: more do not fit a machine
 NODES = (8, 64, 512, 2048)
-QUICK = 512  # the most ranks of --quick; nodes: an eighth
+QUICK = 4096  # ranks of --quick; nodes: an eighth
 ON_NODE = 8
 GROUP_NODES = 8  # of a redundancy group: the default of --reft-group-nodes
 WAITING_SECONDS, TREE_SECONDS = 15.0, 10.0
@@ -51,11 +51,11 @@ _SMP_THREADS = 16  # of an SMP, besides its lanes: 8 that serve other nodes, 4 o
 Found = dict[str, float]
 
 
-def plans(most: int) -> tuple[Found, list[dict[str, object]]]:
+def plans(wanted: range) -> tuple[Found, list[dict[str, object]]]:
     """Seconds and memory of every plan; all single figures for the picture."""
     found: Found = {}
     rows: list[dict[str, object]] = []
-    for ranks in (number for number in RANKS if number <= most):
+    for ranks in (number for number in RANKS if number in wanted):
         seconds, peak = 0.0, 0.0
         for shape in SHAPES:
             PROGRESS.step(f"plans of {ranks} ranks, {shape}")
@@ -69,10 +69,10 @@ def plans(most: int) -> tuple[Found, list[dict[str, object]]]:
     return found, rows
 
 
-def ranks_meet(most: int) -> Found:
+def ranks_meet(wanted: range) -> Found:
     """How the ranks of a job meet and agree."""
     found: Found = {}
-    for ranks in (number for number in MET if number <= most):
+    for ranks in (number for number in MET if number in wanted):
         PROGRESS.step(f"{ranks} ranks meet")
         figures = asdict(rank_scale.measure(ranks, ON_NODE))
         say(
@@ -82,10 +82,10 @@ def ranks_meet(most: int) -> Found:
     return found
 
 
-def smps(most: int) -> Found:
+def smps(wanted: range) -> Found:
     """How the SMPs of a job report and agree. Nothing for a size whose emulation this machine cannot keep up with."""
     found: Found = {}
-    for nodes in (number for number in NODES if number * ON_NODE <= most):
+    for nodes in (number for number in NODES if number * ON_NODE in wanted):
         PROGRESS.step(f"{nodes} SMPs")
         figures = tree_scale.measure(nodes, TREE_SECONDS)
         if not figures.kept_up:
@@ -108,10 +108,10 @@ def smps(most: int) -> Found:
     return found
 
 
-def rendezvous(most: int) -> Found:
+def rendezvous(wanted: range) -> Found:
     """What a job costs its rendezvous lead."""
     found: Found = {}
-    for nodes in (number for number in NODES if number * ON_NODE <= most):
+    for nodes in (number for number in NODES if number * ON_NODE in wanted):
         PROGRESS.step(f"{nodes} nodes form rounds")
         figures = rendezvous_scale.measure(nodes, WAITING_SECONDS)
         say(
@@ -163,15 +163,16 @@ def claims(found: Mapping[str, float]) -> dict[str, bool]:
 def measure(chosen: argparse.Namespace) -> Figures:
     """All parts that are chosen."""
     most = chosen.most or (RANKS[0] if chosen.smoke else QUICK if chosen.quick else RANKS[-1])
+    wanted = range(most if chosen.quick else 0, most + 1)  # a quick run has one size
     found, rows = Found(), list[dict[str, object]]()
-    nodes = [number for number in NODES if number * ON_NODE <= most]
-    steps = {"plans": len(SHAPES) * sum(number <= most for number in RANKS), "ranks": sum(n <= most for n in MET)}
+    nodes = [number for number in NODES if number * ON_NODE in wanted]
+    steps = {"plans": len(SHAPES) * sum(n in wanted for n in RANKS), "ranks": sum(n in wanted for n in MET)}
     PROGRESS.plan(sum(steps.get(part, len(nodes)) for part in chosen.parts))
     if "plans" in chosen.parts:
-        found, rows = plans(most)
+        found, rows = plans(wanted)
     for name, part in (("ranks", ranks_meet), ("smps", smps), ("rendezvous", rendezvous)):
         if name in chosen.parts:
-            found |= part(most)
+            found |= part(wanted)
     for number in nodes:
         found |= of_a_node(number)
     if chosen.output is not None:
@@ -183,7 +184,7 @@ def measure(chosen: argparse.Namespace) -> Figures:
 
 
 if __name__ == "__main__":
-    parser = arguments(__doc__, f"up to {QUICK} ranks")
+    parser = arguments(__doc__, f"only {QUICK} ranks, {QUICK // ON_NODE} nodes")
     parser.add_argument("--most", type=int, choices=RANKS, help="the most ranks; nodes: an eighth")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     run("scale", measure, parser)

@@ -32,11 +32,11 @@ from pathlib import Path
 import torch
 
 from baselines import GIB, memcpy
-from ft_plugins.adapters.torch.plain import PlainHost
 from ft_plugins.config import Config, LaunchContext
 from ft_plugins.events import catalogue
 from ft_plugins.session import Session
 from ft_plugins.smp.serve.client import Client, ensure
+from harness.plain_host import PlainHost
 from workloads.running import PROGRESS, Figures, arguments, run, say
 
 TENSORS = 198  # as in a GPT of this size: alternately 1.35 and 9.5 MB

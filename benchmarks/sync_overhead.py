@@ -29,7 +29,7 @@ from harness.emulated_nodes import network
 from harness.gang import gang
 from workloads import sync_blocks, sync_cost
 from workloads.running import PROGRESS, Figures, arguments, run, say
-from workloads.sync_blocks import PLAIN, SyncCost
+from workloads.sync_blocks import PLAIN, PolicyFigure
 from workloads.sync_cost import ADAPTIVE, SyncMeasurement, SyncPlan
 
 RANKS = 4
@@ -73,17 +73,17 @@ def run_plan(plan: SyncPlan, seconds: float) -> SyncMeasurement:
     return SyncMeasurement(means, ranks[0].calibration, ranks[0].mbps, ranks[0].intervals)
 
 
-def figures(plan: SyncPlan, measured: SyncMeasurement, costs: dict[str, SyncCost]) -> Figures:
+def figures(plan: SyncPlan, measured: SyncMeasurement, costs: dict[str, PolicyFigure]) -> Figures:
     """The figures of the last line."""
     sync, dyn = costs["paft_sync"], costs["paft_dyn"]
-    values: Figures = {name: cost.share for name, cost in costs.items()}
+    values: Figures = {name: cost.value for name, cost in costs.items()}
     for name, cost in costs.items():
         values |= {f"{name}_low": cost.low, f"{name}_high": cost.high}
-    calibrated = abs(sync.share - TARGET) <= WITHIN
+    calibrated = abs(sync.value - TARGET) <= WITHIN
     return values | {
-        "paft_dyn_of_sync": dyn.share / sync.share,
+        "paft_dyn_of_sync": dyn.value / sync.value,
         "calibrated": calibrated,
-        "holds": calibrated and dyn.share <= sync.share / 2 and costs["audit_10"].share <= AUDIT_MOST,
+        "holds": calibrated and dyn.value <= sync.value / 2 and costs["audit_10"].value <= AUDIT_MOST,
         "adaptive_interval": statistics.median(measured.intervals) if measured.intervals else 0.0,
         "h": H,
         "ranks": RANKS,
@@ -107,7 +107,7 @@ def measure(chosen: argparse.Namespace) -> Figures:
         say(f"calibration: {mbps:7.1f} Mbit/s   plain {1000 * plain:6.1f} ms   PAFT-Sync {share:+.1%}")
     costs = sync_blocks.costs(measured.seconds)
     for name, cost in costs.items():
-        say(f"{name:<14} {cost}")
+        say(f"{name:<14} {cost.value:8.2%} ({cost.low:.2%} to {cost.high:.2%})")
     if chosen.output is not None:
         from workloads.pictures import draw_costs
 

@@ -25,8 +25,7 @@ from .model.host import Checking, Host
 from .model.observation import ObservedHost
 from .model.progress import FollowedHost, WorkPhase
 from .model.timeline import SenderFacts
-from .systems.disconnection import Disconnection
-from .systems.followed import ProgressReport
+from .systems.followed import Disconnection, ProgressReport
 from .systems.iteration_ledger import IterationLedger, learning_rate_of
 from .systems.reft.carried import CarryingHost
 from .systems.reft.claim import LossRecord, claim_memory, join_ranks, require_arguments, require_one_job

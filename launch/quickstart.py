@@ -27,6 +27,7 @@ from rich.console import Console
 
 from ft_plugins.config import Config
 from ft_plugins.errors import ConfigError, FtError
+from ft_plugins.events import catalogue
 from ft_plugins.rehearse.display import Display, display_on
 from ft_plugins.rehearse.driver import DriveError, DrivenJob, DrivePhase
 from ft_plugins.rehearse.stopping import raising_signals
@@ -57,7 +58,7 @@ _OF_NODES = ("node*/output.log", "node*/events*.jsonl", "node*/smp.log")
 @dataclass(frozen=True)
 class QuickstartPlan:
     """What to run. The process of `rank` is killed once iteration `kill_at` is logged; None: a whole
-    node.
+    node, once a version is committed, too.
 
     Megatron's example is protected by flags, DeepSpeed's by a block of its configuration, `settings`.
     """
@@ -235,15 +236,21 @@ def follow(drive: DrivenJob, plan: QuickstartPlan, kill: bool, display: Display)
     failed = not kill
     while (progress := drive.follow(_POLL_SECONDS, plan.patience)).phase is not DrivePhase.DONE:
         display.show(progress)
-        due = progress.iteration >= plan.kill_at
+        due = progress.iteration >= plan.kill_at and (plan.rank is not None or _is_protected(drive))
         if not failed and progress.phase is DrivePhase.TRAINING and due:
             display.say(f"{inject_failure(drive, plan)} after iteration {progress.iteration} was logged")
             failed = True
     display.show(progress)
     if not failed:
         raise DriveError(
-            f"the job ended before iteration {plan.kill_at} was seen, so no process was killed; see {drive.log}"
+            f"the job ended before iteration {plan.kill_at} was seen"
+            f"{'' if plan.rank is not None else ' and a version committed'}, so no process was killed; see {drive.log}"
         )
+
+
+def _is_protected(drive: DrivenJob) -> bool:
+    """Whether a version outlives the loss of a node."""
+    return any(event.type is catalogue.VERSION_COMMITTED for event in drive.events())
 
 
 def inject_failure(drive: DrivenJob, plan: QuickstartPlan) -> str:

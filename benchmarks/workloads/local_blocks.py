@@ -10,7 +10,7 @@ as stalled, but the wait of the slowest is.
 
 Invariant: a ratio is of two blocks of the same round.
 
-In: when each replica began its iterations. Out: seconds per iteration; stalls; `PolicyFigure`s over rounds."""
+In: when each replica began its iterations. Out: seconds per iteration; stalls; gains by round."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from workloads.sync_blocks import interval
-
-PLAIN = "plain"
+from workloads.sync_blocks import PLAIN
 
 
 @dataclass(frozen=True)
@@ -47,22 +45,6 @@ class StepLog:
     @property
     def steps(self) -> int:
         return len(self.begins)
-
-
-@dataclass(frozen=True)
-class PolicyFigure:
-    """A median over rounds, and the ends of its 95% interval."""
-
-    value: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float], seed: int = 1) -> PolicyFigure:
-        return cls(statistics.median(values), *interval(values, seed))
-
-    def __str__(self) -> str:
-        return f"{self.value:.4g} ({self.low:.4g} to {self.high:.4g})"
 
 
 def job_begins(logs: Sequence[StepLog]) -> dict[int, float]:

@@ -22,7 +22,7 @@ from workloads.pipelines.goodput import GoodputPlan, ProtectionKind
 from workloads.pipelines.pipeline import PipelineSchedule
 from workloads.sdc_runs import BURSTS, CLEAN, NOISED, VARIANCES
 from workloads.study import ScaleStudy, ShapeStudy
-from workloads.sync_blocks import SyncCost
+from workloads.sync_blocks import PolicyFigure
 
 SCHEDULES = dict(zip(PipelineSchedule, ("#7a8794", "#0b6fb8", "#2c8a4b", "#c8322b", "#d98e04"), strict=True))
 PROTECTIONS = dict(zip(ProtectionKind, ("#7a8794", "#c8322b", "#d98e04", "#0b6fb8", "#2c8a4b"), strict=True))
@@ -202,14 +202,14 @@ def draw_learner(name: str, scores: Curves, divergences: Curves, score: str, pat
     figure.savefig(path)
 
 
-def draw_costs(costs: Mapping[str, SyncCost], path: Path) -> None:
+def draw_costs(costs: Mapping[str, PolicyFigure], path: Path) -> None:
     """Draw the cost of each mode as a share of an iteration, with its interval."""
     figure = new_figure(path, 8, 4.5)
     axes = figure.subplots()
     names = list(costs)
-    shares = [100 * one.share for one in costs.values()]
-    below = [max(0.0, 100 * (one.share - one.low)) for one in costs.values()]
-    above = [max(0.0, 100 * (one.high - one.share)) for one in costs.values()]
+    shares = [100 * one.value for one in costs.values()]
+    below = [max(0.0, 100 * (one.value - one.low)) for one in costs.values()]
+    above = [max(0.0, 100 * (one.high - one.value)) for one in costs.values()]
     axes.bar(names, shares, color="#0b6fb8", yerr=[below, above], capsize=4)
     for at, share in enumerate(shares):
         axes.annotate(f"{share:.2f}%", (at, share), xytext=(12, 4), textcoords="offset points", fontsize=9)

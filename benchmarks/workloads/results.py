@@ -135,6 +135,11 @@ ROWS = (
     *(ResultRow("dreamddp_quality", f"{learner}_loss_x", f"{title}: loss of DreamDDP over that of local SGD", most=1.01)
       for learner, title in (("deep_noisy_digits", "digits"), ("deep_text", "GPT"))),
     ResultRow("scale", "plans_4096_seconds", "s for all plans of 4,096 ranks, worst process", most=10.0),
+    ResultRow("scale", "ranks_4096_store_operations", "of a rank of 4,096, operations of the store at start",
+              most=20),
+    ResultRow("scale", "lead_512_form_seconds", "s until 512 nodes have formed a round", most=3.0),
+    ResultRow("scale", "lead_512_waiting_share", "of a processor, the lead while 512 nodes wait", most=0.05,
+              share=True),
     ResultRow("scale", "smps_2048_share", "of a processor, the busiest of 2,048 SMPs", most=0.1, share=True),
     ResultRow("scale", "node_2048_sockets", "sockets of a node of 2,048", most=64),
 )  # fmt: skip

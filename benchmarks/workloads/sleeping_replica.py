@@ -33,6 +33,7 @@ from ft_plugins.config import Config
 from ft_plugins.session import attach
 from ft_plugins.sync.rounds.synchronisation import Synchronisation
 from harness.emulated_nodes import EmulatedHost
+from harness.gang import gang
 from workloads.emulated_rank import Sleeper, StageSpec
 from workloads.local_blocks import LaneSpan, StepLog
 from workloads.local_bounds import Stragglers, laggard, next_link_rate
@@ -278,12 +279,19 @@ def run_block(rank: int, world: int, block: LocalBlock) -> StepLog:
     return StepLog(block.first, tuple(begins), ended, tuple(recorder.spans))
 
 
-def run_blocks(
-    rank: int, world: int, blocks: Sequence[LocalBlock], mbps: float, hosts: Sequence[EmulatedHost],
-    burst: int = BURST_BYTES,
-) -> list[StepLog]:  # fmt: skip
-    """Run the blocks of one round on one rank, in order, on a link of `mbps`. `burst`: bytes that pass a link at once
-    after a pause."""
+def run_round(
+    blocks: Sequence[LocalBlock], mbps: float, hosts: Sequence[EmulatedHost], seconds: float, burst: int = BURST_BYTES
+) -> dict[str, list[StepLog]]:
+    """Run the blocks of one round in order, on a replica for each host with a link of `mbps`; the logs by policy.
+    `burst`: bytes that pass a link at once after a pause."""
+    logs = gang(_run_blocks, len(hosts), blocks, mbps, hosts, burst, hosts=hosts, seconds=seconds)
+    by_block = zip(*logs, strict=True)
+    return {block.policy: list(each) for block, each in zip(blocks, by_block, strict=True)}
+
+
+def _run_blocks(
+    rank: int, world: int, blocks: Sequence[LocalBlock], mbps: float, hosts: Sequence[EmulatedHost], burst: int
+) -> list[StepLog]:
     hosts[rank].throttle(mbps, burst, QUEUE_MS)
     return [run_block(rank, world, block) for block in blocks]
 

@@ -6,7 +6,7 @@ rounds, with its 95% bootstrap interval.
 
 Invariant: the same seed gives the same order and the same interval.
 
-In: seconds by round and mode. Out: `SyncCost`; the order of blocks; the next rate of a link.
+In: seconds by round and mode. Out: `PolicyFigure`s; the order of blocks; the next rate of a link.
 """
 
 from __future__ import annotations
@@ -28,15 +28,19 @@ FACTOR = 8.0  # maximum change of a rate in one step
 
 
 @dataclass(frozen=True)
-class SyncCost:
-    """A share of the plain iteration's time, and the ends of its 95% interval."""
+class PolicyFigure:
+    """A median over rounds, and the ends of its 95% interval."""
 
-    share: float
+    value: float
     low: float
     high: float
 
+    @classmethod
+    def of(cls, values: Sequence[float], seed: int = 1) -> PolicyFigure:
+        return cls(statistics.median(values), *interval(values, seed))
+
     def __str__(self) -> str:
-        return f"{self.share:8.2%} ({self.low:.2%} to {self.high:.2%})"
+        return f"{self.value:.4g} ({self.low:.4g} to {self.high:.4g})"
 
 
 def shuffled(modes: Sequence[str], rounds: int, seed: int) -> tuple[tuple[str, ...], ...]:
@@ -45,13 +49,13 @@ def shuffled(modes: Sequence[str], rounds: int, seed: int) -> tuple[tuple[str, .
     return tuple(tuple(order.sample(list(modes), len(modes))) for _ in range(rounds))
 
 
-def costs(seconds: Sequence[Mapping[str, float]], seed: int = 1) -> dict[str, SyncCost]:
+def costs(seconds: Sequence[Mapping[str, float]], seed: int = 1) -> dict[str, PolicyFigure]:
     """The cost of each mode. `seconds`: per iteration by mode, one mapping per round."""
     by_mode = {}
     for mode in seconds[0]:
         if mode != PLAIN:
             shares = [each[mode] / each[PLAIN] - 1 for each in seconds]
-            by_mode[mode] = SyncCost(statistics.median(shares), *interval(shares, seed))
+            by_mode[mode] = PolicyFigure.of(shares, seed)
     return by_mode
 
 

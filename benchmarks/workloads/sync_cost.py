@@ -27,12 +27,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ft_plugins.adapters.torch.plain import PlainHost
 from ft_plugins.config import Config, launch_context
 from ft_plugins.events import catalogue, read
 from ft_plugins.model.inventory import Role
 from ft_plugins.session import Session, attach
 from harness.emulated_nodes import EmulatedHost
+from harness.plain_host import PlainHost
 from workloads.sync_blocks import PLAIN, next_rate
 
 RATE = 1e-4  # learning rate

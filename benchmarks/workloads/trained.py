@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from ft_plugins.adapters.torch.plain import PlainHost
 from ft_plugins.config import Config, launch_context
 from ft_plugins.errors import FtError
 from ft_plugins.events import Event, read
 from ft_plugins.model.inventory import Role
 from ft_plugins.session import Session, attach
 from harness.gang import gang
+from harness.plain_host import PlainHost
 from workloads.learners import learner
 
 MOMENTUM, BETAS = 0.9, (0.9, 0.99)  # the paper's

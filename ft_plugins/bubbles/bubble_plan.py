@@ -88,7 +88,6 @@ class BubblePlan:
 
     @property
     def paced_by_rate(self) -> tuple[SenderPlan, ...]:
-        """The senders that do not use bubbles."""
         return tuple(sender for sender in self.senders if sender.reason)
 
     def slowed_to(self, iterations: int) -> BubblePlan:
@@ -131,17 +130,11 @@ class BubblePlan:
 
 @gc_paused()
 def plan_bubbles(
-    transfers: Sequence[Transfer],
-    timelines: Mapping[int, Timeline],
-    bubbles: Mapping[int, Sequence[Bubble]],
-    bytes_per_second: float | Mapping[int, float],
-    reserve: Reserve,
-    granularity: Granularity = Granularity.BYTES,
-    ready_seconds: float = 0.0,
-    least_bytes: int = 0,
-    most_iterations: int = MOST_ITERATIONS,
+    transfers: Sequence[Transfer], timelines: Mapping[int, Timeline], bubbles: Mapping[int, Sequence[Bubble]],
+    bytes_per_second: float | Mapping[int, float], reserve: Reserve, granularity: Granularity = Granularity.BYTES,
+    ready_seconds: float = 0.0, least_bytes: int = 0, most_iterations: int = MOST_ITERATIONS,
     messages: Mapping[int, Traffic] | None = None,
-) -> BubblePlan:
+) -> BubblePlan:  # fmt: skip
     """The plan of a job, or of a set of nodes that share no links with others, from one iteration of each rank.
 
     `bytes_per_second`: of the link of each position's node, each way; or of every node. `ready_seconds`: time in the
@@ -161,16 +154,9 @@ def plan_bubbles(
         raise ConfigError(f"rank {bare[0]}: its layers are unknown; use granularity bytes, or give its layers")
     seconds = max(timeline.seconds for timeline in timelines.values())
     offered = offers(
-        transfers,
-        timelines,
-        bubbles,
-        bytes_per_second,
-        reserve,
-        ready_seconds,
-        least_bytes,
-        most_iterations,
+        transfers, timelines, bubbles, bytes_per_second, reserve, ready_seconds, least_bytes, most_iterations,
         messages or {},
-    )
+    )  # fmt: skip
     planned = [offer.plan(granularity) for offer in offered]
     rate_seconds = [one.link_seconds / LARGEST_RATE_DUTY for one, (_, why) in zip(offered, planned, strict=True) if why]
     iterations = max(1, *(len(grants) for grants, _ in planned), *(ceil(one / seconds) for one in rate_seconds))

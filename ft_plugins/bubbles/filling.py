@@ -181,16 +181,10 @@ class WindowOffer:
 
 
 def offers(
-    transfers: Sequence[Transfer],
-    timelines: Mapping[int, Timeline],
-    bubbles: Mapping[int, Sequence[Bubble]],
-    bytes_per_second: float | Mapping[int, float],
-    reserve: Reserve,
-    ready_seconds: float,
-    least: int,
-    most: int,
+    transfers: Sequence[Transfer], timelines: Mapping[int, Timeline], bubbles: Mapping[int, Sequence[Bubble]],
+    bytes_per_second: float | Mapping[int, float], reserve: Reserve, ready_seconds: float, least: int, most: int,
     messages: Mapping[int, Traffic],
-) -> list[WindowOffer]:
+) -> list[WindowOffer]:  # fmt: skip
     """The offer for each transfer, in order. Arguments as for `bubble_plan.plan_bubbles`."""
     pairs: dict[tuple[int, int], list[int]] = {}
     for place, one in enumerate(transfers):

@@ -271,10 +271,9 @@ class Profiler:
         else:
             self.left_out = {rank: tuple(one.left_out) for rank, one in enumerate(summaries) if one.left_out}
             self.profile = Profile(
-                Packed(timelines),
-                tuple(SenderFacts(*one.facts) for one in summaries),
+                Packed(timelines), tuple(SenderFacts(*one.facts) for one in summaries),
                 reduce_work([one.reductions for one in summaries]),
-            )
+            )  # fmt: skip
             self._misses = self._settings.misses_of(self.profile.timelines[self._rank].seconds)
             number = min(self._on_profile(self.profile), _LARGEST)
         self._summaries, self._exchange = [], None

@@ -55,7 +55,6 @@ class Windows:
 
     @property
     def seconds(self) -> float:
-        """Total length."""
         return float((self.end - self.begin).sum())
 
     @property

@@ -18,8 +18,7 @@ from ..config import Config
 from ..errors import ConfigError
 from ..planner.survival import columns, demand
 from ..snapshot.segment.room import SHM, SPARE, MemoryLimit, memory_limits, sizes_text
-from ..systems.reft.dry_claim import ORDER, DryClaim, DryJob, NodeClaim, block_of, plan_claim
-from ..systems.reft.memory_advice import smaller_claims
+from ..systems.reft.dry_claim import ORDER, DryClaim, DryJob, NodeClaim, block_of, plan_claim, smaller_claims
 
 GIB = float(1 << 30)
 _LARGEST_GIB = 1024  # captured by a rank: a plan has its buckets one by one
@@ -97,7 +96,7 @@ def memory(
         return
     head = f"host memory of protection on each node; tp {tp}, pp {pp}, dp {job.dp}, {ranks_per_node} ranks on a node\n"
     head += f"{parameters:g} parameters; captured of each: {each:g} bytes ({what})"
-    notes = ["not counted: training itself, processes that stand by for a restart, and page cache"]
+    notes = ["not counted: training itself, the process that ranks are forked from, and page cache"]
     if averaging and job.sharded:
         notes.append("nor parameters that averaged replicas hold apart from a sharded optimizer")
     less = "" if fit.fits else smaller_claims(config, claim.losses)

@@ -1,21 +1,31 @@
-"""Names of jobs and nodes, which become folders, sockets and shared memory. Pure.
+"""Names of jobs and nodes, which become folders, sockets and shared memory; and one ft-run for each of them.
 
 Invariant: the same command is the same job; different commands are different jobs unless they are given one name.
-Different inputs never yield the same derived name.
+Different inputs never yield the same derived name. The kernel frees the lock of a job on a node when its owner dies. A
+worker that is forked (not exec'ed) from the owner closes its copy first, so it never holds the lock of a dead ft-run.
 
-In: flags, rendezvous id, user, working directory, script and its arguments. Out: names that match config's rule.
+In: flags, rendezvous id, user, working directory, script and its arguments; a run directory. Out: names that match
+config's rule; the lock, or a BusyError that names its owner.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import re
+import time
 from collections.abc import Sequence
-from pathlib import PurePath
+from pathlib import Path, PurePath
+
+from ..errors import BusyError
+from ..smp.watch import liveness
 
 NAME_LIMIT = 40  # characters; job and node together are part of a socket's path (107 bytes)
 _DIGEST = 10
 _NO_RENDEZVOUS_ID = ("", "none")  # the default of torchrun, the same for all jobs
+_PATIENCE_SECONDS = 1.0  # for a live owner, which may have just been killed
+_DEAD_PATIENCE_SECONDS = 5.0  # for processes that a dead owner forked
+_RETRY_SECONDS = 0.02
 
 
 def job_name(
@@ -44,3 +54,34 @@ def safe_name(text: str) -> str:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:_DIGEST]
+
+
+class JobLock:
+    """Makes this process the ft-run of `run_dir`, by a lock on `lock` there, held for its life; a context manager.
+    Raises BusyError if another process is."""
+
+    def __init__(self, run_dir: Path) -> None:
+        path = run_dir / "lock"
+        began = time.monotonic()
+        while (descriptor := liveness.acquire(path)) is None:
+            owner = liveness.pid_in(path)
+            patience = _PATIENCE_SECONDS if liveness.started(owner) else _DEAD_PATIENCE_SECONDS
+            if time.monotonic() - began > patience:
+                raise BusyError(
+                    f"job {run_dir.parent.name} is already running on node {run_dir.name} under the ft-run with pid "
+                    f"{owner}; end that one, or give this job another name with --ftp-job (this node: --ftp-node-name)"
+                )
+            time.sleep(_RETRY_SECONDS)
+        self._descriptor = descriptor
+
+    def __enter__(self) -> JobLock:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close this process's copy of the lock; the owner thereby releases it."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1

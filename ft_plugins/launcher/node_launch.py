@@ -43,8 +43,8 @@ from .agent.agent import ProgressAgent
 from .agent.restarts import Status
 from .agent.signals import SignalStop, end_by_signals, notices, report_missed
 from .agent.watcher import Job, Watcher
-from .job_lock import JobLock
-from .rendezvous import refused_node
+from .job_identity import JobLock
+from .rendezvous import round_join
 from .rendezvous.endpoint import Endpoint, address_towards
 from .rendezvous.rendezvous import Rendezvous
 from .rendezvous.rendezvous_settings import BACKEND, RendezvousSettings
@@ -158,11 +158,11 @@ def ending(outcome: Outcome | None, error: BaseException | None) -> FtRunNote:
 
 
 def _report_refusal(config: LaunchConfig, job: Job, error: FtError, serves: bool) -> None:
-    """Report to the other nodes, if there are any, that this one does not come. See `refused_node.report`."""
+    """Report to the other nodes, if there are any, that this one does not come. See `round_join.report_refusal`."""
     if config.rdzv_backend == BACKEND and config.max_nodes > 1:
         with suppress(FtError, OSError):
             reachable = replace(job, config=job.config.model_copy(update={"interface": None}))
-            refused_node.report(RendezvousSettings.read(_parameters(config, reachable)), str(error), serves)
+            round_join.report_refusal(RendezvousSettings.read(_parameters(config, reachable)), str(error), serves)
 
 
 def _sweep_old(job: Job, events: Events) -> None:

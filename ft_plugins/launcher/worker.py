@@ -17,6 +17,7 @@ agent.
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import os
 import re
@@ -35,10 +36,10 @@ from ..smp.watch import liveness
 from . import hooks
 from .binding import bind_to_agent
 from .preload import preloader
-from .start_collection import collect_seldom
 
 _HANDLED = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, *liveness.NOTICES)  # by the agent
 _EXIT_FAILED = 1  # a restart may cure it
+_OBJECTS = 200_000  # new ones before a collection; imports of torch and a framework leave half a million
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -55,6 +56,25 @@ def enter(context: LaunchContext) -> None:
     if context.run_dir is not None:
         stamps.follow_groups(importlib.import_module("torch.distributed"))
         stamps.afterwards(collect_seldom())
+
+
+def collect_seldom() -> Callable[[], None]:
+    """Let Python's cyclic garbage collector run seldom while a rank starts: it would find little, and takes a sixth of
+    the processor time of a start. It is never off, so a script that never gets further is collected too.
+
+    Returns a function that undoes it, unless the thresholds were changed meanwhile.
+    """
+    usual = gc.get_threshold()
+    if not gc.isenabled() or not 0 < usual[0] < _OBJECTS:
+        return lambda: None
+    seldom = (_OBJECTS, *usual[1:])
+    gc.set_threshold(*seldom)
+
+    def undo() -> None:
+        if gc.get_threshold() == seldom:
+            gc.set_threshold(*usual)
+
+    return undo
 
 
 def guarded(function: Callable[P, R]) -> Callable[P, R]:

@@ -9,6 +9,7 @@ later jobs; `Imported` for readers. Raises OSError.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -66,8 +67,8 @@ def write(run_dir: Path, local_rank: int, token: int, variables: tuple[str, ...]
 
 
 def write_to(path: Path, content: Imported) -> None:
-    """Raises OSError."""
-    files.write_json(path, asdict(content))
+    """Several jobs may write the same record at once. Raises OSError."""
+    files.write(path, json.dumps(asdict(content)), shared=True)
 
 
 def read(run_dir: Path, local_rank: int) -> Imported:

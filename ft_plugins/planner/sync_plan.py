@@ -3,7 +3,7 @@ where. Pure.
 
     plain       data parallelism: in every iteration each layer's gradients are reduced once its backward ends (WFBP)
     DreamDDP    each layer averaged once in H iterations, in the one chosen by `layers_schedule`, after its backward
-    spread      as DreamDDP, but sets of layers need not be contiguous (`layers_spread`)
+    spread      as DreamDDP, but sets of layers need not be contiguous (`spread_layers`)
     EDiT        all layers every H iterations, each before its next forward, while the one before runs (`forward`)
     full        local SGD: all layers every H iterations, while training waits (Eq. 4)
     ENP         as DreamDDP, but equal numbers of layers
@@ -40,10 +40,10 @@ from ..sync.layers.layers_schedule import (
     iteration_ns,
     period_ns,
     plan_layers,
+    spread_layers,
     unavoidable_ns,
     unhidden_period_ns,
 )
-from ..sync.layers.layers_spread import spread_layers
 from .survival import columns
 
 PAYS = 0.02

@@ -36,7 +36,6 @@ class RankFacts:
 
     @property
     def damaged_slots(self) -> tuple[int, ...]:
-        """The slots whose headers cannot be read."""
         return tuple(slot.index for slot in self.slots if slot.damaged)
 
     def damage(self) -> str:

@@ -3,7 +3,7 @@
 Invariant: the lowest rank of each node asks the SMP of that node, and all ranks receive all answers. Unless stated
 otherwise every rank of the job makes each call, in the same order, and errors are raised on all of them.
 
-In: nodes, redundancy groups and segment shapes of all ranks. Out: `recovery.restore.Nodes` for a recovery; after it,
+In: nodes, redundancy groups and segment shapes of all ranks. Out: `SeenNodes` for a recovery; after it,
 `JobNodes.protect` makes the SMPs protect each other's slots.
 """
 
@@ -94,7 +94,6 @@ class SeenNodes:
         return [msgpack.unpackb(answers[ranks[0]], strict_map_key=False) for ranks in self.ranks]
 
     def facts(self) -> list[NodeFacts]:
-        """What every node's SMP can provide now."""
         return [
             NodeFacts(
                 {rank: frozenset(Version(*version) for version in held) for rank, held in inventory["slots"]},
@@ -225,12 +224,10 @@ class RankLayout:
     replicated: Sequence[ReplicaShare]
 
     def pack(self) -> bytes:
-        """For other ranks."""
         return bytes(msgpack.packb([astuple(self.shape), self.replicated]))
 
     @classmethod
     def unpack(cls, packed: bytes) -> RankLayout:
-        """The inverse of `pack`."""
         shape, replicated = msgpack.unpackb(packed)
         return cls(Shape(*shape), [(*share,) for share in replicated])
 
@@ -255,14 +252,9 @@ class JobNodes(LinkedNodes):
     """The nodes of a job that protect each other, for one incarnation."""
 
     def __init__(
-        self,
-        collective: Collective,
-        nodes: Sequence[str],
-        groups: Sequence[Sequence[int]],
-        shape: Shape,
-        replicated: Sequence[ReplicaShare],
-        config: NodeTierConfig,
-    ) -> None:
+        self, collective: Collective, nodes: Sequence[str], groups: Sequence[Sequence[int]], shape: Shape,
+        replicated: Sequence[ReplicaShare], config: NodeTierConfig,
+    ) -> None:  # fmt: skip
         """`replicated`: this rank's part in each replica set (snapshot.capture.double).
 
         Raises ConfigError (secret, interface), ProtocolError, on all ranks.

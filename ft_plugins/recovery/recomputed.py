@@ -44,7 +44,6 @@ class LoopDifference:
 
     @property
     def sentence(self) -> str:
-        """What differs, for people."""
         if self.read_in is not None:
             return (
                 f"iteration {self.iteration} reads what iteration {self.read_in} read, not what it read before the "
@@ -58,12 +57,9 @@ class LoopDifference:
 
 
 def judge(
-    now: LedgerEntry,
-    before: LedgerEntry,
-    known: Mapping[int, LedgerEntry],
-    differed: Collection[LedgerPart] = (),
+    now: LedgerEntry, before: LedgerEntry, known: Mapping[int, LedgerEntry], differed: Collection[LedgerPart] = (),
     mode: str = "auto",
-) -> LoopDifference | None:
+) -> LoopDifference | None:  # fmt: skip
     """Compare an iteration with its lost self.
 
     `known`: entries of all iterations. `differed`: what differed since the restore, in earlier iterations or earlier in

@@ -130,14 +130,10 @@ class RecoveryPlan:
 
 
 def plan_recovery(
-    facts: Sequence[RankFacts],
-    corrupt: Corrupt = (),
-    nodes: Sequence[NodeFacts] = (),
-    exchange: ExchangePlan | None = None,
-    plan_digest: int = 0,
-    banned: Collection[Version] = (),
+    facts: Sequence[RankFacts], corrupt: Corrupt = (), nodes: Sequence[NodeFacts] = (),
+    exchange: ExchangePlan | None = None, plan_digest: int = 0, banned: Collection[Version] = (),
     before: int | None = None,
-) -> RecoveryPlan:
+) -> RecoveryPlan:  # fmt: skip
     """The newest version that all ranks can have, or the newest preferred one if there is any.
 
     `before`: only versions older than that iteration.
@@ -207,7 +203,6 @@ def newest_committed(
 
 
 def _why_none(facts: Sequence[RankFacts], marks: Mapping[Version, Mark], damaged: bool) -> str:
-    """Why no version can be restored."""
     held = {rank.rank: set(rank.restorable()) for rank in facts}
     empty = [rank for rank, versions in held.items() if not versions]
     if set.intersection(*held.values()):
@@ -220,13 +215,9 @@ def _why_none(facts: Sequence[RankFacts], marks: Mapping[Version, Mark], damaged
 
 
 def _locate(
-    version: Version,
-    own: Mapping[int, Collection[Version]],
-    corrupt: Corrupt,
-    nodes: Sequence[NodeFacts],
-    exchange: ExchangePlan | None,
-    plan_digest: int,
-) -> tuple[tuple[Source, ...], dict[int, int], tuple[int, ...]] | None:
+    version: Version, own: Mapping[int, Collection[Version]], corrupt: Corrupt, nodes: Sequence[NodeFacts],
+    exchange: ExchangePlan | None, plan_digest: int,
+) -> tuple[tuple[Source, ...], dict[int, int], tuple[int, ...]] | None:  # fmt: skip
     """`sources`, `holders` and `gone` of a plan that restores `version`; None if some rank cannot have it."""
     node_of = {rank: index for index, node in enumerate(nodes) for rank in node.slots
                if version in node.slots[rank] and (rank, version) not in corrupt}  # fmt: skip

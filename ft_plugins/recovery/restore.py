@@ -9,9 +9,9 @@ In: segment, layout, live tensors. Out: the plan, the restored tensors, the slot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -21,39 +21,22 @@ import torch
 from ..base import faults
 from ..collective import Collective
 from ..errors import CorruptHeaderError, CorruptSlotError, FtError, ProtocolError, SegmentError
-from ..redundancy.exchange_plan import ExchangePlan
 from ..snapshot.capture.copiers import flat_bytes
 from ..snapshot.capture.layout import Layout, ReplicaStream
-from ..snapshot.segment.segment import COMPLETED, Segment
+from ..snapshot.segment.header import COMPLETED
+from ..snapshot.segment.segment import Segment
 from ..snapshot.segment.slots import Mark, Slot, SlotState, Version
-from .facts import NodeFacts, RankFacts
+from .facts import RankFacts
+from .nodes import SeenNodes
 from .recovery_plan import RecoveryPlan, Way, plan_recovery
 
 _FACTS_BYTES = 1 << 16  # of a rank's report on its slots
 
 
-class Nodes(Protocol):
-    """The other nodes, as recovery needs them."""
-
-    exchange: ExchangePlan | None  # None: nodes report what they hold, but send each other nothing
-    digest: int  # of `exchange`
-
-    def facts(self) -> Sequence[NodeFacts]:
-        """What every node's SMP can provide now. Every rank of the job calls."""
-        ...
-
-    def rebuild(self, plan: RecoveryPlan) -> None:
-        """Rebuild this rank's slot according to the plan. Raises an FtError if that fails."""
-        ...
-
-
 def agree_on_version(
-    segment: Segment,
-    collective: Collective,
-    report: Callable[[FtError], None],
-    nodes: Nodes | None = None,
+    segment: Segment, collective: Collective, report: Callable[[FtError], None], nodes: SeenNodes | None = None,
     before: int | None = None,
-) -> RecoveryPlan:
+) -> RecoveryPlan:  # fmt: skip
     """Choose the newest version that all ranks can have, and have it verified in every rank's own segment.
 
     A corrupt slot is reported, then rebuilt from other nodes or its version skipped. A version that cannot be rebuilt
@@ -91,7 +74,7 @@ def agree_on_version(
 
 
 def _verify_or_rebuild(
-    plan: RecoveryPlan, segment: Segment, facts: RankFacts, nodes: Nodes | None, report: Callable[[FtError], None]
+    plan: RecoveryPlan, segment: Segment, facts: RankFacts, nodes: SeenNodes | None, report: Callable[[FtError], None]
 ) -> bytes:
     """Verify this rank's slot, or have it rebuilt. Returns whole, rebuilt, corrupt or failed."""
     assert plan.version is not None
@@ -166,6 +149,8 @@ def _damage(segment: Segment) -> list[FtError]:
 
 
 def _facts(segment: Segment) -> bytes:
+    header = segment.header
+    opened = header.opened
     slots = [
         [
             slot.index,
@@ -173,13 +158,13 @@ def _facts(segment: Segment) -> bytes:
             slot.version.lineage if slot.version else None,
             slot.version.iteration if slot.version else None,
             int(slot.mark),
-            slot.damaged and not segment.voiding,  # else it would block a fresh start that was interrupted
+            slot.damaged and not opened.voiding,  # else it would block a fresh start that was interrupted
         ]
         for slot in segment.slots()
     ]
-    completed = None if COMPLETED in segment.damaged else segment.completed
-    facts = [segment.rank, slots, segment.lineage, completed, segment.from_nothing, segment.damaged, segment.lost]
-    facts += [segment.agreed, segment.doubted]
+    completed = None if COMPLETED in segment.damaged else header.completed
+    facts = [segment.rank, slots, opened.lineage, completed, opened.from_nothing, segment.damaged, opened.lost]
+    facts += [header.agreed, header.doubted]
     return bytes(msgpack.packb(facts))
 
 

@@ -54,14 +54,9 @@ class StorageListing:
 
 
 def with_storage(
-    plan: RecoveryPlan,
-    mode: str,
-    loaded: int,
-    stored: Version | None,
-    later: bool,
-    resized: Version | None = None,
+    plan: RecoveryPlan, mode: str, loaded: int, stored: Version | None, later: bool, resized: Version | None = None,
     mark: Mark = Mark.NONE,
-) -> RecoveryPlan:
+) -> RecoveryPlan:  # fmt: skip
     """`choose_source`, if a checkpoint of version `stored` is available as well. Pure.
 
     `later`: its lineage is newer than any in memory; `mark` is its mark. Of it and the framework's own checkpoint, the

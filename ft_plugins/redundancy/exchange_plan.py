@@ -85,7 +85,6 @@ class ExchangePlan:
     name: str  # of the redundancy, for messages
 
     def encoded(self, encoding: Encoding) -> Iterator[Section]:
-        """The sections of one encoding."""
         return (section for section in self.sections if section.encoding is encoding)
 
     @cached_property
@@ -146,7 +145,6 @@ class ExchangePlan:
 
     @cached_property
     def position_of_rank(self) -> dict[int, int]:
-        """The position of each rank's node."""
         return {rank: position for position, ranks in enumerate(self.ranks) for rank in ranks}
 
     @cached_property
@@ -298,13 +296,9 @@ def why_unprotected(nodes: Sequence[str], groups: Iterable[Sequence[int]], losse
 
 
 def plan_exchange(
-    nodes: Sequence[str],
-    groups: Sequence[Sequence[int]],
-    nbytes: Sequence[int],
-    losses: int,
-    replicated: Sequence[Sequence[Extent]] = (),
-    first: int = 0,
-) -> ExchangePlan:
+    nodes: Sequence[str], groups: Sequence[Sequence[int]], nbytes: Sequence[int], losses: int,
+    replicated: Sequence[Sequence[Extent]] = (), first: int = 0,
+) -> ExchangePlan:  # fmt: skip
     """Plan the exchange of a job: `nodes[rank]`, redundancy groups as ranks, `nbytes[rank]` of slot data. Sections are
     numbered from `first`.
 

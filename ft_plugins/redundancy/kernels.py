@@ -50,13 +50,9 @@ def fastest_loops() -> Loops:
 
 
 def combine_into(
-    targets: Sequence[Bytes],
-    sources: Sequence[Bytes],
-    factors: Sequence[Sequence[int]],
-    *,
-    overwrite: bool = False,
+    targets: Sequence[Bytes], sources: Sequence[Bytes], factors: Sequence[Sequence[int]], *, overwrite: bool = False,
     loops: Loops | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """targets[i] += sum_j factors[i][j] * sources[j], as far as each target reaches.
 
     += is XOR; with `overwrite` the previous content of the targets is ignored, which saves clearing them. Memory is

@@ -52,7 +52,6 @@ class Mirror(Placement):
 
     @cached_property
     def stripes(self) -> Sequence[Stripe]:
-        """The one stripe."""
         return OnDemand(1, self._stripe)
 
     def _parity_nodes(self, stripe: int) -> tuple[int, ...]:
@@ -108,7 +107,6 @@ class NeighbourPlan:
         return sum(_aligned(copy.nbytes) for copy in self.kept_on[position])
 
     def sent_bytes(self, position: int) -> int:
-        """Bytes that a node sends per version."""
         return sum(copy.nbytes for copy in self.sent_from[position])
 
     def linked_copies(self, rank: int) -> tuple[NeighbourCopy, ...]:
@@ -181,7 +179,6 @@ class CopyPlan(ExchangePlan):
     neighbours: NeighbourPlan
 
     def table(self) -> str:
-        """The plan as text."""
         return self.neighbours.table()
 
 
@@ -216,17 +213,13 @@ class CopyAndParityPlan(CopyPlan):
         return nbytes
 
     def table(self) -> str:
-        """The plan as text."""
         return f"{self.neighbours.table()}\n{self.parity.table()}"
 
 
 def plan_copies_and_parity(
-    nodes: Sequence[str],
-    stages: Sequence[Sequence[int]],
-    groups: Sequence[Sequence[int]],
-    nbytes: Sequence[int],
+    nodes: Sequence[str], stages: Sequence[Sequence[int]], groups: Sequence[Sequence[int]], nbytes: Sequence[int],
     replicated: Sequence[Sequence[Extent]] = (),
-) -> CopyAndParityPlan:
+) -> CopyAndParityPlan:  # fmt: skip
     """Plan copies on pipeline neighbours, and parity against the loss of one node of each redundancy group. Arguments
     as for `plan_neighbours` and `plan_exchange`. Raises TopologyError if either is impossible."""
     copies = plan_neighbours(nodes, stages, nbytes).exchange()

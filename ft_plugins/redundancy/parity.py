@@ -88,7 +88,6 @@ class Placement:
 
     @cached_property
     def stripes(self) -> Sequence[Stripe]:
-        """By index."""
         return OnDemand(len(self.sizes), self._stripe)
 
     def _stripe(self, index: int) -> Stripe:

@@ -76,7 +76,6 @@ class Section:
                 at += extent.nbytes
 
     def members(self, node: int) -> tuple[int, ...]:
-        """The ranks of a node that are in the section."""
         return tuple(dict.fromkeys(extent.rank for extent in self.streams[node]))
 
 
@@ -93,12 +92,9 @@ class ParityPart:
 
 
 def local_sections(
-    positions: Sequence[int],
-    groups: Sequence[Sequence[int]],
-    replicated: Iterable[Sequence[Extent]],
-    losses: int,
+    positions: Sequence[int], groups: Sequence[Sequence[int]], replicated: Iterable[Sequence[Extent]], losses: int,
     first: int = 0,
-) -> list[Section]:
+) -> list[Section]:  # fmt: skip
     """The LOCAL sections, numbered from `first`: for each of the `replicated` streams (in the same order on every
     process), one for each redundancy group with ranks of the stream on two or more nodes.
 

@@ -46,11 +46,9 @@ class BackgroundTask(Generic[T]):
         return self._done.wait(seconds)
 
     def run(self) -> None:
-        """Do the work, on the thread."""
         self._result.append(self._work())
 
     def end(self, failure: BaseException | None) -> None:
-        """Release the waiters."""
         self._failure = failure
         self._done.set()
 

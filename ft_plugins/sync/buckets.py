@@ -50,17 +50,14 @@ class ReplicaBucket:
 
     @property
     def elements(self) -> int:
-        """Elements of all its pieces."""
         return sum(piece.stop - piece.start for piece in self.pieces)
 
     @property
     def can_be_averaged(self) -> bool:
-        """Whether a mean of its elements is meaningful."""
         return self.dtype in FLOATING and not self.derived
 
     @property
     def derived(self) -> bool:
-        """Whether it is derived from other state."""
         return self.role is Role.COPY
 
     @property
@@ -102,7 +99,6 @@ class Buckets:
 
     @property
     def has_copies(self) -> bool:
-        """Whether any bucket is a copy."""
         return any(bucket.derived for bucket in self.all)
 
     def averaged(self, optimizer_state: bool) -> tuple[ReplicaBucket, ...]:

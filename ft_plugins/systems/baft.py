@@ -50,13 +50,9 @@ class Baft:
     """BAFT on one rank. `begin` and `end` are `model.host.Edges`. `pipelines`: ranks in the order of their stages."""
 
     def __init__(
-        self,
-        rank: int,
-        config: BaftConfig,
-        events: Events,
-        pipelines: Sequence[Sequence[int]] = (),
+        self, rank: int, config: BaftConfig, events: Events, pipelines: Sequence[Sequence[int]] = (),
         clock_ns: Callable[[], int] = time.monotonic_ns,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._rank = rank
         self._config = config
         self._events = events
@@ -178,7 +174,6 @@ class Baft:
             self._keeper.iteration_end()
 
     def begin(self, kind: Kind, microbatch: int = -1, chunk: int = 0) -> None:
-        """A span begins."""
         if self._held:
             if self._clock_ns() - self._held_ns > HOLD_SECONDS / 2 * 1e9:
                 self._hold()
@@ -186,7 +181,6 @@ class Baft:
             self._keeper.begin(kind, microbatch, chunk)
 
     def end(self, kind: Kind, microbatch: int = -1, chunk: int = 0) -> None:
-        """The newest span ends."""
         if self._keeper is not None and not self._held:
             self._keeper.end(kind, microbatch, chunk)
 

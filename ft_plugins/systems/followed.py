@@ -1,6 +1,13 @@
-"""What a rank lets its SMP see of its progress, and its stacks if it makes none.
+"""What a rank lets its SMP see of its progress, and its stacks if it makes none; when it reports a lost connection.
 
 Invariant: an error here never stops training: the rank is then not watched, and says so once.
+
+A lost connection is not reported while it can be the death of the other rank, which the launcher reports and ends by a
+restart: a job that is killed stays as quiet as it was. That rank can have contributed to the iteration in which the
+loss was seen and to the next one, but to none after those; and where replicas train without each other, the launcher
+has restarted the job before `QUIET_SECONDS`. A job that trains on has lost the connection alone. Both ends report it,
+once; the other ranks, which learn of it from them, do not. Protection goes on: an outage of the network that training
+does not use would else end it, and with it the job, although all versions are whole.
 
 In: host, configuration, launch context. Out: words in the rank's segment, written at each edge.
 """
@@ -10,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..bubbles.timeline.record import EdgeFanout
+from ..collective import LostNeighbour
 from ..config import Config, LaunchContext
 from ..errors import UnsupportedError
 from ..events import Events, catalogue
@@ -29,7 +37,6 @@ class ProgressReport:
 
     @property
     def written(self) -> bool:
-        """Whether the words are read."""
         return isinstance(self.words, ProgressWriter)
 
     def begin(self, host: Host, config: Config, context: LaunchContext, events: Events) -> None:
@@ -71,3 +78,26 @@ class ProgressReport:
         deafen, self._deafen = self._deafen, None
         if deafen is not None:
             deafen()
+
+
+QUIET_ITERATIONS = 2
+QUIET_SECONDS = 30.0
+
+
+class Disconnection:
+    """The lost connection of one rank, if it loses one."""
+
+    def __init__(self) -> None:
+        self._seen: int | None = None  # the iteration at whose end the loss was first seen
+        self._over = False
+
+    def due(self, lost: LostNeighbour | None, step: int, now: float) -> LostNeighbour | None:
+        """The loss, if it is to be reported at the end of iteration `step`, at `time.monotonic()`."""
+        if lost is None or self._over:
+            return None
+        if self._seen is None:
+            self._seen = step
+        if step < self._seen + QUIET_ITERATIONS or now < lost.at + QUIET_SECONDS:
+            return None
+        self._over = True
+        return lost

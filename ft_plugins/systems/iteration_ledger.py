@@ -82,7 +82,6 @@ class IterationLedger:
         self._compared, self._differed = {}, {}
 
     def close(self) -> None:
-        """The segment is unmapped."""
         self._ledger = None
 
     # ---- observations ----

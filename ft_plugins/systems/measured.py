@@ -35,14 +35,9 @@ class Measurement:
     """The measurement of one rank. The host calls `edges`."""
 
     def __init__(
-        self,
-        host: Host,
-        config: BaftConfig | None,
-        settings: Profiling,
-        collective: Gathers,
-        events: Events,
+        self, host: Host, config: BaftConfig | None, settings: Profiling, collective: Gathers, events: Events,
         sender: Callable[[], SenderFacts],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Measure by the clock of the parameters' device. `config`: None measures only. `sender`: what only this rank
         knows about its copies."""
         self._rank = host.rank
@@ -64,19 +59,16 @@ class Measurement:
         return self._profiler.profile
 
     def use_gate(self, gate: Gate, copies: NeighbourPlan, links: Mapping[int, float]) -> None:
-        """`Baft.use_gate`, if BAFT is on."""
         if self.baft is not None:
             self.baft.use_gate(gate, copies, links)
 
     def release_gate(self) -> None:
-        """`Baft.release_gate`, if BAFT is on."""
         if self.baft is not None:
             self.baft.release_gate()
 
     # ---- hooks ----
 
     def iteration_begin(self, step: int) -> None:
-        """Begin an iteration; while it is recorded, copies are held."""
         if self.baft is not None:
             self.baft.iteration_begin(held=self._profiler.phase is ProfilingPhase.RECORDING)
         self._profiler.iteration_begin(step)
@@ -87,7 +79,6 @@ class Measurement:
             self.baft.iteration_end()
 
     def iteration_end(self, step: int) -> None:
-        """End an iteration."""
         self._ended_iteration = step
         self._profiler.iteration_end(step)
 
@@ -153,10 +144,9 @@ class Measurement:
     def _report(self, plan: BubblePlan, profile: Profile, iterations: Sequence[int], links_known: bool) -> None:
         (own,) = (sender for sender in plan.senders if sender.transfer.sender == self._rank)
         self._events.emit(
-            catalogue.TIMELINE_RECORDED,
-            iteration=self._ended_iteration,
+            catalogue.TIMELINE_RECORDED, iteration=self._ended_iteration,
             **shown(profile.timelines[self._rank], profile.bubbles(self._rank), own),
-        )
+        )  # fmt: skip
         if self._rank != 0:
             return
         say(plan.table())

@@ -25,9 +25,10 @@ import msgpack
 import torch
 import torch.distributed as dist
 
+from ..base.corruption import Corruption
 from ..collective import Collective
 from ..config import PaftConfig
-from ..errors import ReplicaError, UnsupportedError
+from ..errors import ConfigError, ReplicaError, UnsupportedError
 from ..events import Events, catalogue
 from ..model.host import Host, ReplicaOperations
 from ..model.inventory import Inventory, Item
@@ -43,7 +44,6 @@ from ..sync.background import Background
 from ..sync.buckets import plan_buckets, require_replicas
 from ..sync.layers.turns import SyncTurns
 from ..sync.links import Links
-from .injection import FaultInjector
 
 
 class Paft:
@@ -285,3 +285,41 @@ class Paft:
             self._turns.replicas_agreed(changed=not verdict.state_agreed)
         if recompute and not verdict.agreed:
             self._operations.recompute(step)
+
+
+_REDUCING = "reduce.gradients"
+_GRADIENTS = "update.gradients"
+_PARAMETERS = "update.parameters"
+_COPIES = "update.copies"
+
+
+class FaultInjector:
+    """Injects faults that alter numbers (`corruption`) into one rank: gradients, state, copies. Off unless armed. An
+    armed fault that could never take effect here is an error at start, by name."""
+
+    def __init__(self, host: Host, operations: ReplicaOperations, events: Events) -> None:
+        """Raises ConfigError for an action that alters no numbers, and for copies if there are none; UnsupportedError
+        for a point that this host cannot reach."""
+        self._host, self._operations, self._events = host, operations, events
+        self._corruption = Corruption(host.rank)
+        if self._corruption.armed(_COPIES) and not operations.copies().items:
+            raise ConfigError(f"fault at {_COPIES}: {host.framework} computes with the parameters themselves here")
+        if self._corruption.armed(_REDUCING):
+            operations.before_reduction(lambda step, gradients: self._at(_REDUCING, step, gradients))
+
+    def before_update(self, step: int) -> None:
+        """Alter gradients after their reduction."""
+        if self._corruption.armed(_GRADIENTS):
+            self._at(_GRADIENTS, step, self._operations.gradients())
+
+    def after_update(self, step: int) -> None:
+        """Alter state and copies."""
+        if self._corruption.armed(_PARAMETERS):
+            self._at(_PARAMETERS, step, self._host.tensors())
+        if self._corruption.armed(_COPIES):
+            self._at(_COPIES, step, self._operations.copy_tensors())
+
+    def _at(self, point: str, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        strike = self._corruption.strike(point, step, tensors)
+        if strike is not None:
+            self._events.emit(catalogue.FAULT_INJECTED, iteration=step, **vars(strike))

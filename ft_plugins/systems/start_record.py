@@ -40,14 +40,12 @@ class StartRecord:
     """The start of one rank, from `attach` to its first completed iteration."""
 
     def __init__(self, context: LaunchContext, events: Events) -> None:
-        """The model is built."""
         stamps.pass_step("built")
         self._context, self._events = context, events
         self._file = None if context.run_dir is None else context.run_dir / _FILE
         self._lineage = 0
 
     def restored(self, lineage: int) -> None:
-        """The state is loaded."""
         stamps.pass_step("restored")
         self._lineage = lineage
         if self._file is not None:

@@ -27,7 +27,6 @@ RESTORED, ITERATION = "restored", "iteration"
 
 
 def transcript_path(folder: Path, rank: int) -> Path:
-    """The file of one rank."""
     return folder / f"rank-{rank:05d}.jsonl"
 
 

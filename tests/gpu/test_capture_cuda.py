@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ft_plugins.adapters.torch.plain import PlainHost
 from ft_plugins.config import Config, LaunchContext, run_directory
 from ft_plugins.session import Session
 from ft_plugins.smp.serve.client import Client, ensure
+from harness.plain_host import PlainHost
 
 pytestmark = pytest.mark.gpu
 

@@ -41,13 +41,13 @@ def slot_of(stack: ExitStack, tensors: Mapping[str, torch.Tensor], name: str) ->
     stack.callback(remove, name, "b")
     segment = Segment(path)
     stack.callback(segment.close)
-    segment.ranges, segment.token = layout.ranges, 1
+    segment.ranges, segment.header.token = layout.ranges, 1
     capture = Capture(segment, layout, lambda: tensors, 1)
     stack.callback(capture.close)
     for iteration in (1, 2):
         for tensor in tensors.values():
             tensor.add_(iteration)
-        segment.await_version(Version(1, iteration))
+        segment.header.await_version(Version(1, iteration))
         capture.start(Version(1, iteration), b"")
         capture.wait()
     (slot,) = [slot for slot in segment.slots() if slot.version == Version(1, 2)]

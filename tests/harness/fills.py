@@ -21,10 +21,11 @@ import torch
 import torch.distributed as dist
 
 from ft_plugins import session
-from ft_plugins.adapters.torch.plain import PlainHost
 from ft_plugins.base import faults
 from ft_plugins.config import launch_context
 from ft_plugins.smp.serve.client import Client
+
+from .plain_host import PlainHost
 
 
 def check(tensors: Mapping[str, torch.Tensor], iteration: int) -> list[str]:

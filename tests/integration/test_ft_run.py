@@ -36,10 +36,11 @@ WAIT = 240.0  # a start imports torch in every rank
 ITERATIONS = 6
 TRAINER = f"""
 import os, sys
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 import torch, torch.distributed as dist
 import ft_plugins
 from ft_plugins.base import faults
-from ft_plugins.adapters.torch.plain import PlainHost
+from harness.plain_host import PlainHost
 from ft_plugins.config import launch_context
 
 assert sys.argv[1:] == ["--lr", "1"], sys.argv
@@ -175,6 +176,8 @@ def test_a_rank_killed_in_its_fourth_iteration_costs_at_most_one_and_the_result_
     assert [event.fields["iteration"] for event in job.events("state.restored") if event.rank == 0] == [resumed]
     assert [event.fields["status"] for event in job.events("job.ended")] == ["succeeded"]
     assert job.left_behind() == [] and not liveness.held(job.run_dir() / "smp.lock")
+    used = [(event.fields["count"], event.fields["cold"]) for event in job.events("preload.used")]
+    assert used == [(2, 0)] * 2, job.events("preload.refused")
     [phases] = recovery_phases(events.read(job.run_dir() / "events.jsonl"))
     [again] = [event for event in job.events("ranks.resumed") if event.fields["restart"] == 1]
     assert (phases.iteration, phases.ranks, phases.detect) == (resumed + 1, 2, None)

@@ -2,7 +2,7 @@
 
     --loader shuffled | distributed | stream <flags of the DeepSpeed example>
 
-With `--own-start` it trains two epochs from its first one on, whatever was restored. `--frozen` layers: all embeddings.
+`--frozen` layers: all embeddings.
 
 An epoch has three iterations of two batches each, and an evaluation that is broken off. `--skip-at` has the gradients
 of these iterations overflow. `--mode eval` trains in evaluation mode, `--mode module` calls the module rather than the
@@ -45,7 +45,6 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--loader", default="shuffled")
     parser.add_argument("--mode", default="train")
     parser.add_argument("--skip-at", type=int, nargs="*", default=[])
-    parser.add_argument("--own-start", action="store_true")
     parser.add_argument("--frozen", action="store_true")
     parser.add_argument("--load")
     parser.add_argument("--save")
@@ -70,9 +69,6 @@ def main(argv: Sequence[str]) -> None:
     if own.mode == "eval":
         engine.eval()
     validation = DataLoader(Subset(valid, range(8)), micro, shuffle=True)
-    for _ in range(2 if own.own_start else 0):
-        for outcome in iterations(engine, training, own.skip_at, engine):
-            log(args, engine, outcome)
     epoch = engine.global_steps // EPOCH
     while engine.global_steps < args.iterations:
         if own.loader == "distributed":

@@ -177,8 +177,9 @@ def test_a_second_job_of_the_same_name_is_refused_and_the_first_one_ends_undistu
 
 def test_without_an_smp_required_protection_is_refused_and_a_job_without_it_trains_on() -> None:
     program = (
-        "import sys, torch; from ft_plugins import session; from ft_plugins.config import Config;"
-        "from ft_plugins.adapters.torch.plain import PlainHost; host = PlainHost({'a': torch.zeros(4)});"
+        f"import sys, torch; sys.path.insert(0, {str(Path(__file__).parents[1])!r});"
+        "from ft_plugins import session; from ft_plugins.config import Config;"
+        "from harness.plain_host import PlainHost; host = PlainHost({'a': torch.zeros(4)});"
         "protection = session.attach(host, Config.from_flags(sys.argv[1:])[0]); print(protection.resume());"
         "[protection.iteration_end(step) for step in (1, 2)]; protection.shutdown()"
     )

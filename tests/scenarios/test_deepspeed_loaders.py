@@ -57,18 +57,6 @@ def test_frozen_layers_of_zero3_are_restored_too(jobs: Jobs, tmp_path: Path) -> 
     assert [sorted({event.fields["iteration"] for event in job.events("state.restored")})] == [[2, 4]]
 
 
-@pytest.mark.all_configurations
-def test_a_loop_that_begins_at_its_own_start_is_refused_when_it_starts_again(jobs: Jobs, tmp_path: Path) -> None:
-    kill = "update.begin@iteration=5,rank=1,restart=0:kill"
-    block = {"reft": {}, "faults": kill}
-    run = DeepSpeedRun("own", tmp_path, CONFIGURATION, block, 1234, ITERATIONS, SCRIPT, ("--own-start",))
-    job = jobs.start(run)
-    outcome = job.wait(240)
-    assert (outcome["status"], outcome["restarts"]) == ("refused", 1), (outcome, job.tail())
-    assert "iteration 4 was restored, but the loop begins at its own start" in outcome["reason"]
-    assert [json.loads(line)["iteration"] for line in run.loss_log.read_text().splitlines()] == [1, 2, 3, 4]
-
-
 @pytest.mark.parametrize("stage", [1, *(pytest.param(each, marks=pytest.mark.all_configurations) for each in (2, 3))])
 def test_a_skipped_update_is_an_iteration_of_its_own(
     jobs: Jobs, tmp_path: Path, stage: int

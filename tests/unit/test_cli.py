@@ -26,6 +26,8 @@ from ft_plugins.config import Config, keys, run_directory
 from ft_plugins.events import Events, catalogue, file_sink
 from ft_plugins.smp.serve import client as smp
 from ft_plugins.smp.watch import liveness
+from ft_plugins.snapshot.capture import manifest
+from ft_plugins.snapshot.capture.manifest import Manifest, TensorRange
 from ft_plugins.snapshot.capture.retention import Storage
 from ft_plugins.snapshot.segment import paths
 from ft_plugins.snapshot.segment.paths import path_of
@@ -133,9 +135,9 @@ def test_status_shows_how_old_the_newest_iteration_and_version_are(ft_plugins: C
         client.open_lineage(0, 1, 1, None)
     segment = Segment(path)
     segment.ranges = [(0, 8192)]
-    segment.dirty(0, Version(1, 3), segment.token)
-    segment.seal(0, Version(1, 3), segment.token, b"", segment.digests(0))
-    segment.completed = 4
+    segment.dirty(0, Version(1, 3), segment.header.token)
+    segment.seal(0, Version(1, 3), segment.header.token, b"", segment.digests(0))
+    segment.header.completed = 4
     segment.close()
     (report,) = jobs_in(ft_plugins("status", "--json"))
     time.sleep(1.2)
@@ -413,8 +415,11 @@ def test_a_checkpoint_before_there_is_a_version_says_so_and_one_that_fails_says_
     assert "no version is in memory yet" in ft_plugins("checkpoint", "now", "--job", job, status=1)
     mapped = Segment(path)
     mapped.ranges = [(0, 8192)]
-    mapped.dirty(0, Version(1, 3), mapped.token)
-    mapped.seal(0, Version(1, 3), mapped.token, b"", np.array([5], dtype=np.uint64))
+    mapped.dirty(0, Version(1, 3), mapped.header.token)
+    held = (TensorRange("weight", "uint8", "parameter", "own", 8192, 0, 8192, 0, (8192,)),)
+    small = manifest.join(manifest.write(Manifest(0, 1, (0, 0), ((0, 8192),), held)), b"")
+    mapped.write_small(0, small)
+    mapped.seal(0, Version(1, 3), mapped.header.token, small, np.array([5], dtype=np.uint64))
     assert "no version is in memory yet" in ft_plugins("checkpoint", "now", status=1), "a seal that does not fit"
     mapped.digests(0)[:] = 5
     line = ft_plugins("checkpoint", "now", "--seconds", "20", status=1)
@@ -480,51 +485,25 @@ SAVING = (
 )
 
 
-def details(text: str) -> str:
-    """What `plan` prints after its recommendation, without the terms."""
-    return text.partition("\n\n")[2].partition("\n\nterms ")[0]
-
-
-def test_plan_prints_survival_and_with_what_saving_takes_the_intervals(ft_plugins: Command) -> None:
-    survival = ft_plugins(*PAPER, "--threshold", "0.9")
-    assert "REFT, RAIM5                      1            16.2" in survival and "0.408" in survival
-    assert "intervals" not in details(survival)
-    both = ft_plugins(*PAPER, *SAVING)
-    assert details(both).startswith(details(survival)) and "1398 iterations" in both and "52.75%" in both
-
-
-def test_plan_begins_with_one_recommendation_and_its_reasons(ft_plugins: Command) -> None:
-    lines = ft_plugins(*PAPER, *SAVING).partition("\n\n")[0].splitlines()
+def test_plan_begins_with_one_recommendation_and_its_reasons_and_ends_with_the_words_of_its_tables(
+    ft_plugins: Command,
+) -> None:
+    advised, *tables, terms = ft_plugins(*PAPER, *SAVING).split("\n\n")
+    lines = advised.splitlines()
     flags = "--reft --reft-redundancy raim5 --reft-group-nodes 6 --reft-interval 6 --reft-checkpoint-dir FOLDER "
     assert lines[0] == f"recommended: {flags}--reft-checkpoint-interval 978"
     assert Config.from_flags(lines[0].removeprefix("recommended: ").split())[1] == []
     assert all(line.startswith("  - ") for line in lines[1:]) and len(lines) == 7
-    assert lines[1].startswith(
-        "  - a snapshot every 6 iterations (60 s) costs least: training waits 0.08% of the time "
-    )
     assert lines[-1] == "  - in all this costs 0.21% of each day; checkpoints alone 52.75%"
-    advice = json.loads(ft_plugins(*PAPER, *SAVING, "--json"))["recommendation"]
-    assert (advice["interval"], advice["redundancy"], advice["checkpoint_interval"]) == (6, "raim5", 978)
-    assert [f"  - {reason}" for reason in advice["reasons"]] == lines[1:]
-
-
-def test_plan_names_one_interval_for_snapshots_in_all_of_its_tables(ft_plugins: Command) -> None:
-    found = json.loads(ft_plugins(*PAPER, *SAVING, "--json"))
-    tiers = found["intervals"]["schemes"]["raim5"]["tiers"]
-    assert found["recommendation"]["interval"] == tiers["process"]["every"] == tiers["node"]["every"]
-
-
-def test_plan_explains_the_words_of_its_tables(ft_plugins: Command) -> None:
-    terms = ft_plugins(*PAPER).partition("\n\nterms ")[2]
-    assert all(word in terms for word in ("interval", "losses per group", "survival", "tiers", "goodput", "glossary"))
-
-
-def test_plan_as_json_is_one_object(ft_plugins: Command) -> None:
-    found = json.loads(ft_plugins(*PAPER, "--json"))
-    assert round(found["survival"]["schemes"]["raim5"]["days"], 1) == 16.2 and found["intervals"] is None
+    assert "REFT, RAIM5                      1            16.2" in tables[0] and "1398 iterations" in tables[-1]
+    assert terms.startswith("terms ") and all(word in terms for word in ("losses per group", "tiers", "glossary"))
     found = json.loads(ft_plugins(*PAPER, *SAVING, "--replace-seconds", "60", "--json"))
-    assert found["intervals"]["costs"]["replace_seconds"] == 60
+    assert [f"  - {reason}" for reason in found["recommendation"]["reasons"]][0] == lines[1]
+    tiers = found["intervals"]["schemes"]["raim5"]["tiers"]
+    assert found["recommendation"]["interval"] == tiers["process"]["every"] == tiers["node"]["every"] == 6
     assert found["intervals"]["schemes"]["raim6"]["rebuild_seconds"] == 60 + 6 * 60 / 20
+    without = json.loads(ft_plugins(*PAPER, "--json"))
+    assert round(without["survival"]["schemes"]["raim5"]["days"], 1) == 16.2 and without["intervals"] is None
 
 
 def test_plan_cuts_large_sharding_groups_as_a_job_does_and_knows_failure_domains(ft_plugins: Command) -> None:
@@ -541,21 +520,6 @@ def test_plan_cuts_large_sharding_groups_as_a_job_does_and_knows_failure_domains
     assert days() > days(*racks) > days("--domain-nodes", "300", "--domain-rate", "1e-3")
     assert "some redundancy groups lose too many" in ft_plugins(*large, "--domain-nodes", "300", *racks[2:])
     assert "lose too many" not in ft_plugins(*large, *racks)
-
-
-def test_plan_compares_sizes_of_redundancy_groups(ft_plugins: Command, tmp_path: Path) -> None:
-    large = ("plan", "interval", "--nodes", "2048", "--group-nodes", "512", "--hw-rate", "1e-3", "--sw-rate", "1e-4")
-    table = ft_plugins(*large)
-    assert "survival by size of redundancy groups" in table and "  8 *" in table
-    found = json.loads(ft_plugins(*large, "--reft-group-nodes", "16", "--json"))
-    by_size = {one["nodes"]: one["days"] for one in found["group_sizes"] if one["scheme"] == "raim5"}
-    assert by_size[16] == found["survival"]["schemes"]["raim5"]["days"] < by_size[8]
-    ft_plugins(*large, "--plot-groups", str(tmp_path / "groups.svg"))
-    drawn = (tmp_path / "groups.svg").read_text()
-    assert all(f"<!-- {label} -->" in drawn for label in ("RAIM5, groups of 8", "RAIM6, groups of 512", "14%"))
-    still = ("plan", "interval", "--nodes", "8", "--group-nodes", "8", "--hw-rate", "0", "--sw-rate", "0")
-    ft_plugins(*still, "--plot-groups", str(tmp_path / "still.png"))
-    assert (tmp_path / "still.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
@@ -695,13 +659,19 @@ def test_each_plan_names_what_it_needs(ft_plugins: Command, command: str, missin
     assert missing in ft_plugins("plan", command, status=2)
 
 
-def test_plan_draws_the_curves(ft_plugins: Command, tmp_path: Path) -> None:
-    ft_plugins(*PAPER, "--plot", str(tmp_path / "survival.svg"))
-    drawn = (tmp_path / "survival.svg").read_text()
-    labels = [f"REFT, RAIM5, {nodes} nodes" for nodes in (768, 3072, 12288)] + ["16.2 d", "0.408 d", "64.2 d"]
-    assert all(f"<!-- {label} -->" in drawn for label in labels)
-    still = ("plan", "interval", "--nodes", "2", "--group-nodes", "2", "--hw-rate", "0", "--sw-rate", "0")
-    ft_plugins(*still, "--plot", str(tmp_path / "still.png"))  # nothing ever fails: drawn as well
+@pytest.mark.parametrize(
+    "option, labels",
+    [
+        ("--plot", ("REFT, RAIM5, 512 nodes", "REFT, RAIM6, 8192 nodes", "checkpoints only, 2048 nodes")),
+        ("--plot-groups", ("RAIM5, groups of 8", "RAIM6, groups of 512", "14%")),
+    ],
+)
+def test_plan_draws_the_curves(ft_plugins: Command, tmp_path: Path, option: str, labels: tuple[str, ...]) -> None:
+    words = ("plan", "interval", "--nodes", "2048", "--group-nodes", "512", "--sw-rate", "0", "--hw-rate")
+    ft_plugins(*words, "1e-3", option, str(tmp_path / "drawn.svg"))
+    drawn = (tmp_path / "drawn.svg").read_text()
+    assert not [label for label in labels if f"<!-- {label} -->" not in drawn]
+    ft_plugins(*words, "0", option, str(tmp_path / "still.png"))  # nothing ever fails: drawn as well
     assert (tmp_path / "still.png").read_bytes().startswith(b"\x89PNG")
 
 

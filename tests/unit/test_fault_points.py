@@ -10,13 +10,13 @@ import pytest
 import torch
 
 import ft_plugins
-from ft_plugins.adapters.torch.plain import PlainHost
 from ft_plugins.base import corruption, fault_points, faults
 from ft_plugins.base.fault_points import OF_HOSTS, POINTS
 from ft_plugins.config import Config, launch_context
 from ft_plugins.errors import ConfigError
 from ft_plugins.session import attach
 from ft_plugins.smp.serve import requests
+from harness.plain_host import PlainHost
 
 SOURCE = Path(ft_plugins.__file__).parent
 

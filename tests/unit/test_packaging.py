@@ -46,7 +46,7 @@ def test_the_core_is_few_and_light() -> None:
 
 
 def test_the_extras_are_those_that_the_documentation_names() -> None:
-    assert set(setup_lists()) == {"", "megatron", "deepspeed", "bench", "report", "docs", "dev"}
+    assert set(setup_lists()) == {"", "megatron", "deepspeed", "bench", "report", "docs", "dev", "mutants"}
 
 
 def test_the_indexs_apex_is_no_dependency_of_ours() -> None:

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from ft_plugins.adapters.torch.plain import PlainHost
 from ft_plugins.config import Config, LaunchContext
 from ft_plugins.errors import FtError
 from ft_plugins.session import Session, attach
 from ft_plugins.snapshot.segment.segment import Segment
-from ft_plugins.systems import disconnection
+from ft_plugins.systems import followed
+from harness.plain_host import PlainHost
 
 Node = Any  # the fixture's class lives in conftest
 Ranks = Callable[..., list[Any]]
@@ -361,7 +361,7 @@ def test_a_superseded_incarnation_ends_rather_than_going_on_unprotected(
 
     def run(self: Loop, session: Session, until: int) -> None:
         update(self, session, 2)
-        Segment(node.segment(0)).token = 99
+        Segment(node.segment(0)).header.token = 99
         update(self, session, until)
 
     monkeypatch.setattr(Loop, "run", run)
@@ -576,7 +576,7 @@ def test_a_loss_of_protection_on_one_rank_alone_leaves_the_last_version_of_all(n
 
 def _cut_off(rank: int, world: int, run_dir: Path, token: int, faults: str) -> list[Any]:
     """Ranks that lose the connection between them at the end of iteration 2, and train on."""
-    disconnection.QUIET_SECONDS = 0.0
+    followed.QUIET_SECONDS = 0.0
     loop = Loop(rank, world, meets=True)
     session = attach(loop.host, config(faults=faults), context(rank, world, run_dir, token))
     session.resume(0)
@@ -623,7 +623,7 @@ def test_ranks_that_end_in_order_report_no_loss(node: Node, ranks: Ranks) -> Non
 
 
 def _ends_later(rank: int, world: int, run_dir: Path, token: int) -> int:
-    disconnection.QUIET_SECONDS = 0.0
+    followed.QUIET_SECONDS = 0.0
     loop = Loop(rank, world)
     session = attach(loop.host, config(), context(rank, world, run_dir, token))
     session.resume(0)
@@ -725,7 +725,7 @@ def _open_from_nothing(rank: int, world: int, node: Node, token: int) -> None:
     segment = Segment(node.segment(0))
     with node.client() as client:
         client.attach(0, token, segment.shape, segment.fingerprint, fresh=True)
-        client.open_lineage(0, token, segment.lineage + 1, None)
+        client.open_lineage(0, token, segment.header.opened.lineage + 1, None)
 
 
 def test_another_kind_of_number_in_the_same_bytes_is_another_state(node: Node, ranks: Ranks) -> None:

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from ft_plugins.adapters.torch.plain import PlainHost
 from ft_plugins.config import Config, LaunchContext
 from ft_plugins.errors import FtError
 from ft_plugins.model.inventory import Inventory, Item, Role
 from ft_plugins.session import attach
 from ft_plugins.smp.serve import job_file
+from harness.plain_host import PlainHost
 
 Node = Any  # the fixture's class lives in conftest
 Ranks = Callable[..., list[Any]]

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from ft_plugins.adapters.torch.plain import PlainHost
 from ft_plugins.config import Config, LaunchContext
 from ft_plugins.errors import ConfigError, UnsupportedError
 from ft_plugins.session import Session, attach
+from harness.plain_host import PlainHost
 
 Ranks = Callable[..., list[Any]]
 Node = Any  # the fixture's class lives in conftest

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from ft_plugins.adapters.torch.plain import PlainHost
 from ft_plugins.config import Config, LaunchContext
 from ft_plugins.errors import ConfigError, ReplicaError
 from ft_plugins.model.inventory import Item, Role
@@ -22,6 +21,7 @@ from ft_plugins.smp.serve.status import marks_in, newest_common
 from ft_plugins.snapshot.segment.paths import remove
 from ft_plugins.snapshot.segment.slots import SLOTS, Mark, Version
 from ft_plugins.systems.reft.carried import CarryingHost
+from harness.plain_host import PlainHost
 
 Ranks = Callable[..., list[Any]]
 Node = Any  # the fixture's class lives in conftest

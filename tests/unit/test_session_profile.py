@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from ft_plugins.adapters.torch.plain import PlainHost
 from ft_plugins.bubbles.gate.gate import GATE_BYTES, Gate
 from ft_plugins.bubbles.profile import Profiling
 from ft_plugins.bubbles.timeline.record import EdgeFanout, Recorder
@@ -25,6 +24,7 @@ from ft_plugins.model.timeline import Kind, Profile, Span, Timeline
 from ft_plugins.redundancy.neighbour import plan_neighbours
 from ft_plugins.session import Session, attach
 from ft_plugins.systems.baft import Baft
+from harness.plain_host import PlainHost
 
 Ranks = Callable[..., list[Any]]
 SETTINGS = Profiling(warmup=1, iterations=2)

@@ -93,8 +93,9 @@ class MegatronReplay:
         began, machine = rng_state(), _machine()
         validation = {name: copy.deepcopy(getattr(machine, name)) for name in _VALIDATION} if machine else {}
         buffers = [one.read().clone() for one in self._buffers]
-        recording, batches = _recording_iterators(arguments["data_iterator"])
-        losses = original(**{**arguments, "data_iterator": recording})
+        source = arguments["data_iterator"]
+        batches: list[_Batches] = [[] for _ in source] if isinstance(source, list) else [[]]
+        losses = original(**{**arguments, "data_iterator": _each(source, _RecordingIterator, batches)})
         number = self._completed() + 1
         self._recorded = _RecordedIteration(number, original, arguments, began, buffers, validation, batches, losses)
         return losses
@@ -148,7 +149,9 @@ class MegatronReplay:
         self._recomputing = True
         try:
             with _validating(recorded.validation):
-                losses = recorded.schedule(**{**recorded.arguments, "data_iterator": _recorded_iterators(recorded)})
+                source = recorded.arguments["data_iterator"]
+                replayed = _each(source, lambda one, read: _replayed(read), recorded.batches)
+                losses = recorded.schedule(**{**recorded.arguments, "data_iterator": replayed})
         finally:
             self._recomputing = False
         recorded.losses[:] = losses
@@ -173,26 +176,18 @@ class _RecordingIterator:
         return getattr(self._source, name)
 
 
-def _recording_iterators(source: Any) -> tuple[Any, list[list[tuple[Any, Mapping[str, Any]]]]]:
-    """The schedule's data iterator, or one per chunk, recording; and the lists that their batches go to."""
-    several = isinstance(source, list)
-    sources = source if several else [source]
-    batches: list[list[tuple[Any, Mapping[str, Any]]]] = [[] for _ in sources]
-    recording = [
-        None if one is None else _RecordingIterator(one, into) for one, into in zip(sources, batches, strict=True)
-    ]
-    return (recording if several else recording[0]), batches
+_Batches = list[tuple[Any, Mapping[str, Any]]]
 
 
-def _recorded_iterators(recorded: _RecordedIteration) -> Any:
-    source = recorded.arguments["data_iterator"]
+def _each(source: Any, made: Callable[[Any, _Batches], Any], batches: list[_Batches]) -> Any:
+    """What is made of the schedule's data iterator, or of each if there is one per chunk; None of None."""
     several = isinstance(source, list)
-    sources = source if several else [source]
-    iterators = [None if one is None else _replayed(read) for one, read in zip(sources, recorded.batches, strict=True)]
+    pairs = zip(source if several else [source], batches, strict=True)
+    iterators = [None if one is None else made(one, own) for one, own in pairs]
     return iterators if several else iterators[0]
 
 
-def _replayed(batches: list[tuple[Any, Mapping[str, Any]]]) -> Iterator[Any]:
+def _replayed(batches: _Batches) -> Iterator[Any]:
     for batch, generators in batches:
         restore_rng(generators)
         yield copy.deepcopy(batch)

@@ -57,7 +57,7 @@ from ..optimizers import Optimizers, scheduler_of
 from ..parameter_groups import packed, regrouped
 from ..script.undeclared_search import Given, UndeclaredSearch, lines_to_add
 from .early_update import EarlyUpdate, early_refusal
-from .plain import PlainHost
+from .plain import PlainLoop
 from .torch_module import (
     missing_scheduler,
     notices,
@@ -76,7 +76,7 @@ from .torch_watch import ChangeWatch, changed_since, identity, set_zero_gradient
 _CONTAINERS = (torch.nn.ModuleDict, torch.nn.ModuleList)
 
 
-class TorchHost(PlainHost, ReducingHost):
+class TorchHost(PlainLoop, ReducingHost):
     """A model and its optimizer, with all state that training depends on. All ranks of the job build it together.
 
     `optimizer` and `scheduler` may be a sequence or dict of several, over one module that holds all their parameters.
@@ -120,8 +120,8 @@ class TorchHost(PlainHost, ReducingHost):
         self._known: dict[str, tuple[Role, torch.Tensor]] = {}
         context = launch_context()
         started = dist.is_initialized()
-        rank = dist.get_rank() if started else context.rank
-        self.rank = rank
+        rank, world = (dist.get_rank(), dist.get_world_size()) if started else (context.rank, context.world_size)
+        super().__init__(rank, world)
         self._require_parameters(f"rank {rank}")
         require_known_parameters(self._module, self._optimizers, f"rank {rank}")
         self._require_scheduler()
@@ -146,17 +146,8 @@ class TorchHost(PlainHost, ReducingHost):
         self._position: DataPosition | None = None
         if sampler is not None:
             self._position = position_of(sampler, lambda: self._iteration, lambda: self._module.training)
-        super().__init__(
-            {name: local_part(tensor).detach() for name, (_, tensor) in self._known.items()},
-            rank=rank,
-            world_size=dist.get_world_size() if started else context.world_size,
-            replicated=True,
-            fingerprint={"architecture": self._architecture(), **(fingerprint or {})},
-            get_state=self._values,
-            set_state=self._set_values,
-            learning_rate=lambda: max(float(group["lr"]) for group in self._optimizers.param_groups),
-            gradients=self._live_gradients,
-        )
+        self._tensors = {name: local_part(tensor).detach() for name, (_, tensor) in self._known.items()}
+        self._fingerprint = {"world_size": world, "architecture": self._architecture(), **(fingerprint or {})}
         if started:
             shared = {name: one for name, one in self._known.items() if one[0] is not Role.BUFFER}
             self._require_equal({name: (local_part(one[1]), self._placed(*one)[0][0]) for name, one in shared.items()})
@@ -168,6 +159,12 @@ class TorchHost(PlainHost, ReducingHost):
 
     def inventory(self) -> Inventory:
         return Inventory.of(self.rank, (self._item(name, *one) for name, one in self._known.items()))
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        return self._tensors
+
+    def fingerprint(self) -> Mapping[str, Any]:
+        return self._fingerprint
 
     def _item(self, name: str, role: Role, tensor: torch.Tensor) -> Item:
         replicas, piece = self._placed(role, tensor)
@@ -243,12 +240,12 @@ class TorchHost(PlainHost, ReducingHost):
         self._require_scheduler()
         if self._iteration > 0:  # before the first iteration only the size is needed
             self._watch.mark(self._iteration)
-        small = super().small_state()
+        values = self._values()
         if self._iteration == 0:
-            require_encodable_caller(small["caller"]["caller"], f"rank {self.rank}")
+            require_encodable_caller(values["caller"], f"rank {self.rank}")
         else:
-            self._undeclared.check(self._iteration, small["caller"]["caller"], *self._caller_state)
-        return small
+            self._undeclared.check(self._iteration, values["caller"], *self._caller_state)
+        return {"caller": values, **self.generators()}
 
     def regrouped(self, small: Mapping[str, Any]) -> str:
         return regrouped(small["caller"].get("members"), self._packed_groups)
@@ -264,7 +261,8 @@ class TorchHost(PlainHost, ReducingHost):
             "caller": self._caller_state[0](),
         }
 
-    def _set_values(self, saved: Mapping[str, Any]) -> None:
+    def restore(self, small: Mapping[str, Any]) -> None:
+        saved = small["caller"]
         if (saved["scheduler"] is None) != (self._scheduler is None):
             raise ResumeError(
                 f"rank {self.rank}: only one of this job and the captured job has a learning rate scheduler: resume "
@@ -375,7 +373,7 @@ class TorchHost(PlainHost, ReducingHost):
         if not self._optimizers.several:  # of several any may step again: the update lasts until the body ends
             hooks.after_update(hooks.iteration)
 
-    def _live_gradients(self) -> dict[str, torch.Tensor]:
+    def gradients(self) -> Mapping[str, torch.Tensor]:
         return {name: local_part(one.grad) for one, name in self._names().items() if one.grad is not None}
 
     # ---- local SGD, PAFT ----
@@ -394,7 +392,7 @@ class TorchHost(PlainHost, ReducingHost):
 
     def learning_rate(self) -> float:
         self._optimizers.single("--paft works")
-        return super().learning_rate()
+        return max(float(group["lr"]) for group in self._optimizers.param_groups)
 
     def early_refusal(self) -> str:
         return early_refusal(self._optimizers.single("--sync-order update_first works"))

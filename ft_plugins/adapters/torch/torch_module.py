@@ -28,7 +28,7 @@ from ...systems.reft.claim import join_ranks
 from ..host_parts import local_part
 from ..optimizers import EXPECTED, Optimizers
 
-_SCHEDULED = ("_wrapped_by_lr_sched", "_with_counter")  # set on `step` by torch's schedulers; older ones the second
+_SCHEDULED = "_wrapped_by_lr_sched"  # set on `step` by torch's schedulers
 _DEPTH = 3  # of the attributes searched for schedulers
 _COMMUTES = 2  # replicas whose sum does not depend on the order of the summands
 _BUCKETS = (
@@ -112,7 +112,7 @@ def missing_scheduler(optimizers: Sequence[torch.optim.Optimizer], given: Any, s
 
     `search`: also where `given` is one, which is slow: all objects of the process are visited.
     """
-    marked = given is None and any(hasattr(one.step, mark) for one in optimizers for mark in _SCHEDULED)
+    marked = given is None and any(hasattr(one.step, _SCHEDULED) for one in optimizers)
     other = _other_scheduler(optimizers, given) if search and not marked else None
     if not marked and other is None:
         return ""

@@ -229,6 +229,10 @@ class DdpReduction(ModuleCalls):
         self._parallel.require_backward_grad_sync = self._parallel.require_forward_param_sync = synced
 
 
+def _passed_on(name: str) -> Any:
+    return lambda host, *arguments: getattr(host._control, name)(*arguments)
+
+
 class ReducingHost:
     """The `ReductionControl` of a host: it passes calls on to the control that the host makes."""
 
@@ -239,23 +243,10 @@ class ReducingHost:
     def _control(self) -> ReductionControl:
         return self._make_control()
 
-    def prepare_reduction(self) -> None:
-        self._control.prepare_reduction()
-
-    def reduce_over(self, replicas: ReducedOver) -> None:
-        self._control.reduce_over(replicas)
-
-    def require_own_pace(self) -> None:
-        self._control.require_own_pace()
-
-    def shard_group(self) -> tuple[int, ...]:
-        return self._control.shard_group()
-
-    def modules(self) -> Mapping[str, str]:
-        return self._control.modules()
-
-    def before_modules(self, call: Callable[[str], None]) -> None:
-        self._control.before_modules(call)
-
-    def follow_modules(self, edges: ModuleEdges) -> None:
-        self._control.follow_modules(edges)
+    prepare_reduction = _passed_on("prepare_reduction")
+    reduce_over = _passed_on("reduce_over")
+    require_own_pace = _passed_on("require_own_pace")
+    shard_group = _passed_on("shard_group")
+    modules = _passed_on("modules")
+    before_modules = _passed_on("before_modules")
+    follow_modules = _passed_on("follow_modules")

@@ -99,7 +99,6 @@ class Gate:
 
     @property
     def openings(self) -> int:
-        """The number of openings so far."""
         return int(self._words[_NUMBER])
 
     def wait(self, seen: int, seconds: float) -> float:
@@ -163,13 +162,9 @@ class Gatekeeper:
     """
 
     def __init__(
-        self,
-        gate: Gate,
-        plan: SenderPlan,
-        clock_ns: Callable[[], int] = time.monotonic_ns,
-        steady: bool = False,
+        self, gate: Gate, plan: SenderPlan, clock_ns: Callable[[], int] = time.monotonic_ns, steady: bool = False,
         tolerance: float = math.inf,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._gate = gate
         self._plan = plan
         self._clock_ns = clock_ns

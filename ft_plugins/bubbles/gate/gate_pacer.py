@@ -28,13 +28,9 @@ class GatePacer:
     """
 
     def __init__(
-        self,
-        gate: Gate,
-        otherwise: Pacer | None = None,
-        rate_duty: float = LARGEST_RATE_DUTY,
-        clock_ns: Callable[[], int] = time.monotonic_ns,
-        limits: PacingLimits = LIMITS,
-    ) -> None:
+        self, gate: Gate, otherwise: Pacer | None = None, rate_duty: float = LARGEST_RATE_DUTY,
+        clock_ns: Callable[[], int] = time.monotonic_ns, limits: PacingLimits = LIMITS,
+    ) -> None:  # fmt: skip
         self._gate = gate
         self._otherwise = otherwise
         self._limits = limits
@@ -46,12 +42,10 @@ class GatePacer:
 
     @property
     def planned(self) -> int:
-        """`Gate.planned`."""
         return self._gate.planned
 
     @property
     def inside_bytes(self) -> int:
-        """Bytes that were through within a window of a bubble."""
         return self._state.inside_bytes
 
     @property
@@ -61,12 +55,10 @@ class GatePacer:
 
     @property
     def rate_bytes(self) -> int:
-        """Bytes sent by rate."""
         return self._state.rate_bytes
 
     @property
     def fullness(self) -> Fullness:
-        """How full the windows were."""
         return self._state.fullness
 
     def filled(self, most: int | None = None) -> list[tuple[int, int]]:

@@ -203,10 +203,9 @@ class PacingState:
         self.rate_bytes += nbytes
         pace, limits = nbytes / took * 1e9, self.limits
         self.rate_frame_bytes = max(
-            limits.least_rate_frame_bytes,
-            min(limits.slow_frame_bytes, int(pace * limits.slow_frame_seconds)),
+            limits.least_rate_frame_bytes, min(limits.slow_frame_bytes, int(pace * limits.slow_frame_seconds)),
             int(pace * limits.least_frame_seconds),
-        )
+        )  # fmt: skip
         self.trickle_ns = now + _rest(took, limits.trickle_duty)
         self.rate_ns = now + _rest(took, self.rate_duty)
 
@@ -262,7 +261,6 @@ def _starved(state: PacingState, sight: GateSight, now: int) -> bool:
 
 
 def _in_opening(state: PacingState, opening: Opening | None, nbytes: int, now: int) -> SendNow | WaitFor:
-    """What the current opening allows."""
     if opening is None or not stands(opening, now):
         return WaitFor(None)
     if opening.bubble == STEADY:
@@ -303,7 +301,6 @@ def _pace(state: PacingState, rate: float) -> float:
 
 
 def _longest(state: PacingState, rate: float) -> int:
-    """Most bytes of a frame in a window."""
     pace, limits = _pace(state, rate) * 1e9, state.limits
     slow = min(limits.slow_frame_bytes, int(pace * limits.slow_frame_seconds))
     return max(1, int(pace * limits.frame_seconds), slow)

@@ -112,5 +112,4 @@ def leads(host: Sequence[float], device: Sequence[float]) -> list[float]:
 
 
 def clock_of(device: torch.device) -> Clock:
-    """The clock of a rank that computes on `device`."""
     return CudaClock() if device.type == "cuda" else HostClock()

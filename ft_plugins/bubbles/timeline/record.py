@@ -45,7 +45,6 @@ class Recorder:
         return not self._recorded
 
     def iteration_begin(self) -> None:
-        """Record the iteration that begins now."""
         self._recording, self._recorded, self._depth, self._count = True, False, 0, 0
         self._clock.mark(0)
 
@@ -72,7 +71,6 @@ class Recorder:
             self._count += 1
 
     def iteration_end(self) -> None:
-        """End the recorded iteration."""
         if not self._recording:
             return
         self._recording = False

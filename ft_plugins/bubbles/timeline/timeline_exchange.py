@@ -127,7 +127,6 @@ class TimelineExchange:
         return list(self._pending.result())
 
     def close(self) -> None:
-        """Stop listening. Idempotent."""
         if self._door is not None:
             self._door.close()
             self._door = None

@@ -33,13 +33,11 @@ _KINDS = tuple(Kind)
 
 
 def pack(timeline: Timeline) -> list[object]:
-    """`timeline` as plain values."""
     spans = [[_KINDS.index(one.kind), one.begin, one.end, one.microbatch, one.chunk] for one in timeline.spans]
     return [timeline.rank, timeline.seconds, spans, list(timeline.memory), list(timeline.leads)]
 
 
 def unpack(values: Sequence[object]) -> Timeline:
-    """The inverse of `pack`."""
     rank, seconds, spans, memory, leads = values
     unpacked = tuple(Span(_KINDS[kind], *rest) for kind, *rest in spans)  # type: ignore[attr-defined]
     return Timeline(rank, seconds, unpacked, tuple(memory), tuple(leads))  # type: ignore[arg-type]
@@ -109,15 +107,11 @@ class Row:
     def read(cls, rank: int, fields: Mapping[str, Any]) -> Row:
         """The row in the fields that `shown` made."""
         return cls(
-            rank,
-            fields["seconds"],
-            tuple((Kind(kind), begin, end) for kind, begin, end in fields["spans"]),
+            rank, fields["seconds"], tuple((Kind(kind), begin, end) for kind, begin, end in fields["spans"]),
             tuple((index, begin, end) for index, begin, end in fields["bubbles"]),
-            tuple(Window(*window) for window in fields["windows"]),
-            fields["bytes"],
-            fields["receiver"],
+            tuple(Window(*window) for window in fields["windows"]), fields["bytes"], fields["receiver"],
             fields["reason"],
-        )
+        )  # fmt: skip
 
 
 def shown(timeline: Timeline, bubbles: Sequence[Bubble], plan: SenderPlan) -> dict[str, Any]:

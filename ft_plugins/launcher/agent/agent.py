@@ -48,7 +48,7 @@ from .recurring import Life, advice, recurring
 from .restarts import LostPeers, Verdict, WorkerFailure, judge, root_cause
 from .signals import SignalStop
 from .watcher import Job, Watcher
-from .worker_exits import WorkerExits
+from .worker_failures import WorkerExits
 
 _ENDED_PATIENCE = timedelta(seconds=10)  # after torch's barrier
 _KILLED_SECONDS = 5.0

@@ -1,13 +1,16 @@
-"""Which workers of a node failed, and how: from their exit statuses and error files.
+"""When workers of a node end, which of them failed, and how: from the kernel, their exit statuses and error files.
 
-In: torch's context of the workers. Out: exit codes, `WorkerFailure`. Nothing here reaps a worker: that is torch's part.
+In: process ids, torch's context of the workers. Out: waits that end early; exit codes, `WorkerFailure`. Nothing here
+reaps a worker: that is torch's part.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import signal
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -90,3 +93,38 @@ def signal_group(pid: int, number: signal.Signals) -> None:
 def close_at_once(context: PContext, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
     """`PContext.close`, which torch calls without a signal after a failure: with SIGKILL instead of SIGTERM."""
     type(context).close(context, death_sig or signal.SIGKILL, timeout)
+
+
+class WorkerExits:
+    """The ends of the processes `pids`, children of this process that are not reaped yet. Each is reported once, when
+    the kernel knows of it. Descriptors are of this process alone."""
+
+    def __init__(self, pids: Iterable[int] = ()) -> None:
+        self._poller = select.poll()
+        self._open: set[int] = set()
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                descriptor = os.pidfd_open(pid)
+                self._open.add(descriptor)
+                self._poller.register(descriptor, select.POLLIN)
+
+    def wait(self, seconds: float) -> None:
+        """Wait until one more of them has ended, at most for `seconds`."""
+        for descriptor, _ in self._poller.poll(1000 * seconds):
+            self._close(descriptor)
+
+    def wait_for_all(self, seconds: float) -> None:
+        """Wait until all of them have ended, at most for `seconds`."""
+        deadline = time.monotonic() + seconds
+        while self._open and (left := deadline - time.monotonic()) > 0:
+            self.wait(left)
+
+    def close(self) -> None:
+        """Watch none of them any longer. Idempotent."""
+        for descriptor in list(self._open):
+            self._close(descriptor)
+
+    def _close(self, descriptor: int) -> None:
+        self._poller.unregister(descriptor)
+        self._open.remove(descriptor)
+        os.close(descriptor)

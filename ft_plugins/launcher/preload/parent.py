@@ -35,10 +35,11 @@ from ...config import worker_environment
 from ...events import Events, catalogue, say
 from ...model import imported
 from ..agent.watcher import Job
-from ..agent.worker_exits import WorkerExits
+from ..agent.worker_failures import WorkerExits
 from . import packets, preloader, what_to_import
 
 _WORKER = ("-u", "-m", "ft_plugins.launcher.worker")  # then [-m] script args...
+_RECORD, _RECORDS = "imported-{}.json", 32  # of scripts, in the folder of run directories; the newest ones are kept
 _READY_SECONDS = 300.0  # for all imports; without a preloader each rank does them
 _FORK_SECONDS = 60.0
 _LOOK_SECONDS = 600.0  # between two looks at a rank
@@ -170,7 +171,11 @@ class PreloadedParent:
         before = imported.read_record(self._record)
         names = dict.fromkeys(name for each in (*ranks, before) for name in each.names)
         variables = {name for each in (*ranks, before) for name in each.variables}
-        imported.write_to(self._record, imported.Imported(0, tuple(names), tuple(sorted(variables)), self._left))
+        with suppress(OSError):
+            imported.write_to(self._record, imported.Imported(0, tuple(names), tuple(sorted(variables)), self._left))
+            records = sorted(self._record.parent.glob(_RECORD.format("*")), key=lambda path: path.stat().st_mtime)
+            for old in records[:-_RECORDS]:
+                old.unlink()
         if set(names) - set(before.names) or variables - set(before.variables):
             self._ready = False
             packets.send(self._end, {"again": True})
@@ -254,7 +259,7 @@ def record_of(folder: Path, command: Command) -> Path:
         content = b"" if module else Path(script).read_bytes()
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("torch", "ft_plugins")]
     named = "\0".join([script, sys.version, sys.prefix, *versions]).encode() + content
-    return folder / f"imported-{hashlib.blake2b(named, digest_size=12).hexdigest()}.json"
+    return folder / _RECORD.format(hashlib.blake2b(named, digest_size=12).hexdigest())
 
 
 @contextmanager

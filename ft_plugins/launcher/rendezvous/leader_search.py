@@ -10,19 +10,23 @@ In: this node's service, endpoints. Out: a `Leader` that was alive and leading w
 
 from __future__ import annotations
 
+import os
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from dataclasses import asdict
 
 from ...base.intake import parsed
-from ...errors import ProtocolError
+from ...errors import ProtocolError, printable
 from ..rounds.node_messages import Leader, Meeting, Message, Vote
 from ..rounds.node_service import NodeService
 from ..rounds.roster_file import RosterFile
-from . import port_holder
 from .endpoint import Endpoint
 from .peer_client import ASKED_AT_ONCE, Credentials, ForeignError, ask_all
 
+_SHOWN = 80  # characters of a command line
+_EVERY_ADDRESS = ("0.0.0.0", "::")
 _AT_ONCE = 8  # nodes before this one in the order that are asked together, before the rest; candidates' first voters
 
 Check = Callable[[], None]
@@ -203,7 +207,7 @@ class LeaderSearch:
         the job answers this one; '' for none."""
         for text in self._given:
             unanswered = text in self.unreached or text == self._me.endpoint
-            if unanswered and (who := port_holder.others_at(Endpoint.read(text))):
+            if unanswered and (who := _others_at(Endpoint.read(text))):
                 return (
                     f"--rdzv-endpoint {text}: {who} listens there and is not a node of this job that answers; end it "
                     "and give this command again, or choose another port on all nodes"
@@ -220,3 +224,46 @@ def _batches(voters: list[str]) -> Iterator[list[str]]:
 
 
 _ABSENT = Meeting("", "", False, 0, None, ())
+
+
+def _others_at(place: Endpoint) -> str:
+    """The processes of this machine, but this one, that listen there, for people; '' if there is none, or it is another
+    machine's."""
+    import psutil  # slow, and only needed here
+
+    try:
+        resolved = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
+        addresses = {str(each[0]) for *_, each in resolved if _is_here(str(each[0]))}
+        listening = psutil.net_connections("tcp") if addresses else []
+    except (OSError, UnicodeError, psutil.Error):
+        return ""
+    pids = [
+        each.pid
+        for each in listening
+        if each.status == psutil.CONN_LISTEN
+        and each.laddr.port == place.port
+        and each.laddr.ip in (*addresses, *_EVERY_ADDRESS)
+    ]
+    return ", ".join(_described(pid) for pid in dict.fromkeys(pids) if pid != os.getpid())
+
+
+def _is_here(address: str) -> bool:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with closing(socket.socket(family, socket.SOCK_STREAM)) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True
+
+
+def _described(pid: int | None) -> str:
+    import psutil
+
+    if pid is None:
+        return "a process of another user"
+    try:
+        words = " ".join(psutil.Process(pid).cmdline()).split()
+        return f"process {pid} ({printable(' '.join(words))[:_SHOWN]})"
+    except psutil.Error:
+        return f"process {pid}"

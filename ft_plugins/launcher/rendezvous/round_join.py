@@ -3,13 +3,15 @@
 Invariant: the wait is bounded by `join_timeout` and `wait_seconds`, except a spare's for a vacant rank. The node of
 rank 0 serves the round's store before the round is complete.
 
-In: a `LocalNode`. Out: the view of a complete round in which this node has a rank, and the store if it serves it.
+In: a `LocalNode`. Out: the view of a complete round in which this node has a rank, and the store if it serves it. In
+place of that, from a node that was refused: a request to the leader, or replies to nodes that look for one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import random
+import secrets
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -23,16 +25,23 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from ...base.intake import parsed
-from ...errors import ConfigError, ProtocolError
+from ...errors import ConfigError, FtError, ProtocolError
 from ...events import say
 from ...smp.watch.ft_run_note import FtRunNote, FtRunPhase, write_note
 from ..rounds import round_store
+from ..rounds.field_types import reason_text
 from ..rounds.node_messages import Admission, Leader, RoundView
+from ..rounds.node_service import NodeIdentity, NodeService
 from ..rounds.roster import RosterPage
+from ..rounds.roster_file import RosterFile
 from ..rounds.round_machine import Phase
 from ..rounds.waiting_nodes import Application
+from . import peer_client
 from .endpoint import Endpoint
+from .leader_search import LeaderSearch
 from .local_node import LocalNode
+from .peer_client import Credentials
+from .rendezvous_settings import RendezvousSettings
 from .wait_report import REPEAT_SECONDS, WaitReport, awaited, incomplete
 
 LOOK_SECONDS = 0.1  # between two looks at an incomplete round, on the leader; between two checks, on other nodes
@@ -276,3 +285,40 @@ def search_pauses(nodes: int) -> Iterator[float]:
 def pause(seconds: float = LOOK_SECONDS) -> None:
     """Sleep for about `seconds`, at a random time."""
     time.sleep(seconds * random.uniform(0.5, 1.0))
+
+
+def report_refusal(settings: RendezvousSettings, reason: str, serves: bool) -> None:
+    """Report to the other nodes of the job that this node was refused before it could join them. `serves`: no other
+    process of this node takes part.
+
+    Bounded in time, and without effect on a job that runs, or in which a live node has this node's name: a command that
+    is given twice does no harm. The leader decides what the refusal means (`RoundMachine.refuse`). If none can be
+    elected because the endpoint that all nodes were given is this node's, it opens its port to say that the job is
+    over."""
+    given = [str(each) for each in settings.endpoints if each.port]
+    say(f"{reason} (this is being reported to the other nodes of job '{settings.run}')", alarm=True, who="ft-run: ")
+    if _reach_leader(settings, given, reason) or not serves or not settings.rules.is_fixed:
+        return
+    with contextlib.suppress(FtError, OSError), contextlib.closing(LocalNode(settings)) as node:
+        if node.me.endpoint in given:
+            node.service.close(reason_text(f"node {settings.node} was refused: {reason}"), "refused")
+            time.sleep(settings.silence)  # others look for a leader at least once a second
+
+
+def _reach_leader(settings: RendezvousSettings, given: list[str], reason: str) -> bool:
+    """Whether a leader was found within the time after which a silent node is lost, or the job is over."""
+    me = NodeIdentity(settings.run, settings.node, secrets.token_hex(8), "")
+    service = NodeService(me, settings.rules, settings.silence)
+    us = Credentials(settings.secret, settings.run, settings.node, settings.encrypt)
+    search = LeaderSearch(service, RosterFile(settings.run, settings.run_dir), given, settings.reach, us)
+    request = {"do": "refuse", "token": me.token, "node": me.node, "reason": reason_text(reason)}
+    until = time.monotonic() + settings.silence
+    while time.monotonic() < until:
+        leader = search.best(search.meet(search.order()))
+        if service.closed:
+            return True
+        with contextlib.suppress(ConnectionError):
+            if leader and not peer_client.ask(leader.endpoint, request, settings.reach, us).get("moved"):
+                return True
+        pause()
+    return False

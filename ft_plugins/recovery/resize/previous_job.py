@@ -45,12 +45,7 @@ class PreviousJob:
     """The job at its previous sizes, as far as its state is left in memory."""
 
     def __init__(
-        self,
-        collective: Collective,
-        nodes: SeenNodes,
-        token: int,
-        run_dir: Path,
-        report: Callable[[FtError], None],
+        self, collective: Collective, nodes: SeenNodes, token: int, run_dir: Path, report: Callable[[FtError], None]
     ) -> None:
         """`report` is called with errors that the job survives: a corrupt slot, a spare that does not answer."""
         self._collective = collective
@@ -168,12 +163,9 @@ class PreviousJob:
                 return ResizePlan(size.world_size, version, version, nodes, coordinates, plan.completed, plan.mark)
 
     def _verify_or_rebuild(
-        self,
-        size: PreviousSize,
-        plan: RecoveryPlan,
-        nodes: Mapping[int, int],
+        self, size: PreviousSize, plan: RecoveryPlan, nodes: Mapping[int, int],
         rebuilt: Collection[tuple[int, Version]],
-    ) -> dict[int, str]:
+    ) -> dict[int, str]:  # fmt: skip
         """The result for each rank of the previous job, obtained by one rank of its node in `nodes`.
 
         whole    its slot passed verification     corrupt  it did not

@@ -105,9 +105,7 @@ def _reference(report: Mapping[str, Any]) -> ProtectionReference | None:
 
 
 def read_previous_sizes(
-    reports: Sequence[Mapping[str, Any]],
-    spares: Sequence[Mapping[str, Any]] = (),
-    described: Described | None = None,
+    reports: Sequence[Mapping[str, Any]], spares: Sequence[Mapping[str, Any]] = (), described: Described | None = None
 ) -> tuple[PreviousSize, ...]:
     """The previous sizes in the reports of every node's SMP and of spares, ascending. Raises ProtocolError.
 

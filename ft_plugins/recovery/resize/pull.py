@@ -102,13 +102,9 @@ def _frames(one: PullRange) -> list[PullRange]:
 
 
 def _round(
-    transfers: Transfers,
-    number: int,
-    send: Mapping[int, Sequence[_Requested]],
-    receive: Mapping[int, Sequence[PullRange]],
-    read: Callable[[int], Bytes],
-    into: Bytes,
-) -> None:
+    transfers: Transfers, number: int, send: Mapping[int, Sequence[_Requested]],
+    receive: Mapping[int, Sequence[PullRange]], read: Callable[[int], Bytes], into: Bytes,
+) -> None:  # fmt: skip
     outgoing = {
         rank: np.array(read(frames[number].previous_rank)[frames[number].offset :][: frames[number].nbytes])
         for rank, frames in send.items()

@@ -83,15 +83,9 @@ class _PreviousSlots:
 
 
 def refill(
-    plan: ResizePlan,
-    segment: Segment,
-    target: Manifest,
-    members: Sequence[Sequence[int]],
-    collective: Collective,
-    run_dir: Path,
-    token: int,
-    host: TakingOver,
-) -> int:
+    plan: ResizePlan, segment: Segment, target: Manifest, members: Sequence[Sequence[int]], collective: Collective,
+    run_dir: Path, token: int, host: TakingOver,
+) -> int:  # fmt: skip
     """Restore the planned state into a slot of `segment`, as `target` describes it. `members`: the ranks of each node.
 
     Returns the bytes of tensor data moved into this rank's slot. Every rank of the job calls. Raises ResumeError,
@@ -134,7 +128,7 @@ def refill(
     for version in [slot.version for slot in segment.slots() if slot.version is not None]:
         # versions that were certified at this size before are older: they must not be preferred to the restored one
         segment.mark(version, plan.mark if version == plan.now else Mark.NONE)
-    segment.completed = plan.completed
+    segment.header.completed = plan.completed
     collective.barrier()  # all ranks have their state: only then may the previous segments be removed
     return sum(move.nbytes for move in moves)
 
@@ -147,12 +141,9 @@ def _ranks_at(coordinates: Coordinates, collective: Collective) -> list[int]:
 
 
 def _small_sizes(
-    plan: ResizePlan,
-    readable: set[int],
-    members: Sequence[Sequence[int]],
-    slots: _PreviousSlots,
+    plan: ResizePlan, readable: set[int], members: Sequence[Sequence[int]], slots: _PreviousSlots,
     collective: Collective,
-) -> dict[int, int]:
+) -> dict[int, int]:  # fmt: skip
     """Bytes of the small state of every rank of the previous job, read by the first rank of its node."""
     mine = {rank for rank in readable if members[plan.holders[rank]][0] == collective.rank}
     with collective.agreement():

@@ -91,7 +91,6 @@ def _tensors(previous: Sequence[Manifest], inherited: Collection[int] | None) ->
 
 
 def _is_whole(parts: Sequence[_Part]) -> bool:
-    """Whether the parts cover the tensor once."""
     end = 0
     for _, held in sorted(parts, key=lambda part: part[1].start):
         if held.start != end:

@@ -28,10 +28,7 @@ _MAX_NODES = 1024
 
 
 def admissible(
-    topology: Topology,
-    nodes: Sequence[str],
-    admits: Callable[[int], bool],
-    survives: Callable[[Topology, int], bool],
+    topology: Topology, nodes: Sequence[str], admits: Callable[[int], bool], survives: Callable[[Topology, int], bool]
 ) -> tuple[int, ...]:
     """The admissible numbers of nodes; () if nodes have different numbers of ranks, or experts are parallel. Pure.
 
@@ -69,7 +66,6 @@ def packed(numbers: Sequence[int]) -> bytes:
 
 
 def unpacked(message: bytes) -> tuple[int, ...]:
-    """The inverse of `packed`."""
     return tuple(np.flatnonzero(np.unpackbits(np.frombuffer(message, dtype=np.uint8))).tolist())
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ...snapshot.segment.segment import Segment
-from ..serve.context import NodeContext
+from ..serve.node_context import NodeContext
 from ..storage.persister import Persister
 from ..tree.node import NodeTier
 from .previous_storage import PreviousStorage

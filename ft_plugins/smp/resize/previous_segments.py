@@ -146,4 +146,5 @@ class PreviousSegments:
             with suppress(SegmentError):
                 coordinates = list(manifest.read(manifest.split(segment.small(slot.index))[0]).coordinates)
         versions = sorted([slot.version.lineage, slot.version.iteration] for slot in clean if slot.version)
-        return [segment.rank, coordinates, segment.lineage, segment.completed, segment.from_nothing, versions]
+        opened = segment.header.opened
+        return [segment.rank, coordinates, opened.lineage, segment.header.completed, opened.from_nothing, versions]

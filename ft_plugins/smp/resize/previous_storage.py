@@ -18,7 +18,7 @@ from ...errors import FtError
 from ...events import catalogue
 from ...snapshot.capture.retention import Storage
 from ...snapshot.segment.slots import SlotState
-from ..serve.context import NodeContext
+from ..serve.node_context import NodeContext
 from ..storage.persister import Persister
 
 

@@ -31,8 +31,8 @@ from ...events import catalogue
 from ...snapshot.segment.segment import Segment
 from ...transport.wire import Peer
 from ..serve import job_file
-from ..serve.context import NodeContext
 from ..serve.job_file import ProtectionReference
+from ..serve.node_context import NodeContext
 from ..serve.requests import HostPort, ReleaseSpare, SpareState
 from ..tree.node import NodeTier
 from ..watch import liveness
@@ -113,7 +113,7 @@ class SpareServer:
 
 
 def _has_trainer(segment: Segment) -> bool:
-    pid, began = segment.owner
+    pid, began = segment.header.owner
     return bool(began) and liveness.started(pid) == began
 
 

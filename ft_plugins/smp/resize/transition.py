@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...events import catalogue
-from ...snapshot.segment.slots import SlotState, Version
+from ...snapshot.segment.slots import Version, captured_after
 from .context import ResizeContext
 from .spares import SpareClient
 
@@ -84,10 +84,10 @@ class ResizeTransition:
 
     def _oldest_where_all_have_two(self) -> Version | None:
         """The oldest version of this incarnation, if every rank of this node has a newer one as well."""
+        opened = [(segment, segment.header.opened) for segment in list(self._smp.segments.values())]
         own_versions = [
-            [slot.version for slot in segment.slots()
-             if slot.state is SlotState.CLEAN and slot.version is not None and slot.version.lineage == segment.lineage]
-            for segment in list(self._smp.segments.values()) if segment.lineage_token == self._smp.token
+            [version for _, version in captured_after(segment.slots(), own.lineage, -1)]
+            for segment, own in opened if own.token == self._smp.token
         ]  # fmt: skip
         if len(own_versions) < max(1, len(self._smp.segments)) or min(map(len, own_versions)) < 2:
             return None

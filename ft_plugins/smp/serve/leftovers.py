@@ -104,7 +104,7 @@ def _abandoned(job: str, node: str, seconds: float) -> bool:
             segment = segments.Segment(path)
         except SegmentError:
             continue  # damaged, or of another version: no process uses it
-        pid, began = segment.owner
+        pid, began = segment.header.owner
         segment.close()
         if began and (liveness.started(pid) == began or _age(youngest, liveness.age(began)) < seconds):
             return False  # it lives, or was started so lately that the system's clock is wrong

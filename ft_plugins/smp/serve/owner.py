@@ -25,7 +25,8 @@ from ...errors import FencedError, FtError, ProtocolError, SegmentError
 from ...events import Events, catalogue
 from ...snapshot.segment import paths
 from ...snapshot.segment import segment as segments
-from ...snapshot.segment.segment import OWNER, Segment
+from ...snapshot.segment.header import OWNER
+from ...snapshot.segment.segment import Segment
 from ...snapshot.segment.slots import voided_slots
 from ...transport import protocol
 from ..resize.context import ResizeContext
@@ -40,7 +41,7 @@ from ..watch import liveness, stacks
 from ..watch.hang_watch import HangWatch
 from ..watch.job_history import NODE, STORAGE, JobHistory
 from . import adoption, job_file, leftovers, requests
-from .context import NodeContext
+from .node_context import NodeContext
 from .status import described, signal_of
 
 _TOKEN = TypeAdapter(Count)
@@ -79,7 +80,7 @@ class SnapshotProcess:
         self._removed: list[str] | None = None if self._orphaned else []
         self._allocating: dict[int, threading.Lock] = {}  # by rank: one attach at a time, even of two incarnations
         self._segments, self._refused = adoption.adopt(job, node, events)
-        self.token = max([self.token, *(segment.token for segment in self._segments.values())])
+        self.token = max([self.token, *(segment.header.token for segment in self._segments.values())])
         self.adopted = len(self._segments)
         self._adopted_token = self.token  # of the incarnation whose memory it is
         self._history = JobHistory(run_dir, continues=self.adopted > 0)
@@ -171,16 +172,16 @@ class SnapshotProcess:
     def _fence(self, request: requests.WithoutFields) -> dict[str, Any]:
         """Supersede the running incarnation: void its token, kill its trainers and wait until they are gone."""
         self._tier.suspend()
-        self._history.fenced(any(segment.attached for segment in self._segments.values()))
+        self._history.fenced(any(segment.header.attached for segment in self._segments.values()))
         self.token += 1
         files.write_json(self._token_path, self.token)
         for rank, segment in self._segments.items():
             if OWNER in segment.damaged:
                 reason = f"rank {rank}: the owner of its segment cannot be read; only its token keeps it from writing"
                 self._events.emit(catalogue.SEGMENT_CORRUPTED, about=rank, reason=reason)
-            segment.token = self.token
+            segment.header.token = self.token
         if faults.reach("fence.kill", token=self.token) != "skip":
-            owners = [segment.owner for segment in self._segments.values()]
+            owners = [segment.header.owner for segment in self._segments.values()]
             alive = liveness.kill_and_wait(owners, KILL_SECONDS)
             if alive:
                 raise FencedError(
@@ -188,8 +189,8 @@ class SnapshotProcess:
                     f"{KILL_SECONDS:.0f} s after SIGKILL (a hung device?); no rank may capture before they are gone"
                 )
         for segment in self._segments.values():
-            segment.owner = (0, 0)
-            segment.attached = False
+            segment.header.owner = (0, 0)
+            segment.header.attached = False
         self._events.emit(catalogue.INCARNATION_FENCED, token=self.token)
         return {"token": self.token}
 
@@ -222,9 +223,9 @@ class SnapshotProcess:
                 if old is not None:
                     old.close()
                 self._require_current(request)  # a fence may have passed meanwhile
-                segment.token = self.token
-                segment.owner = (request.pid, liveness.started(request.pid))
-                segment.attached = True
+                segment.header.token = self.token
+                segment.header.owner = (request.pid, liveness.started(request.pid))
+                segment.header.attached = True
         self.persister.attached(rank, path, request.storage)
         return {"path": str(path), "resident_bytes": segment.resident_bytes}
 
@@ -255,7 +256,7 @@ class SnapshotProcess:
         self._require_current(request)
         self._tier.suspend()  # training has ended: silent nodes are not lost
         if request.rank in self._segments:
-            self._segments[request.rank].owner = (0, 0)
+            self._segments[request.rank].header.owner = (0, 0)
         return {}
 
     # ---- other nodes ----
@@ -368,7 +369,7 @@ class SnapshotProcess:
         owners = {}
         for rank, segment in list(self._segments.items()):
             with suppress(AttributeError):  # closed meanwhile: the rank is on another node now
-                owners[rank] = segment.owner
+                owners[rank] = segment.header.owner
         return owners
 
     @property
@@ -384,8 +385,8 @@ class SnapshotProcess:
             self._files_checked = time.monotonic()
             removed = [segment.path for segment in self._segments.values() if not segment.linked]
             removed += self._tier.removed_files()
-            attached = [segment for segment in self._segments.values() if segment.attached]
-            if attached and all(segment.lineage_token > self._adopted_token for segment in attached):
+            attached = [segment for segment in self._segments.values() if segment.header.attached]
+            if attached and all(segment.header.opened.token > self._adopted_token for segment in attached):
                 self._orphaned = []  # the ranks have started again, from what there is
             orphaned = [path for path in self._orphaned if not path.exists()]
             if self._segments and not paths.lock_of(self._job, self._node).exists():

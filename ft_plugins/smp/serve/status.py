@@ -43,7 +43,7 @@ def signal(*, answers: bool, trainers_work: bool, on_its_way: bool, complete: bo
 
 def signal_of(segments: Collection[Segment], tier: Mapping[str, Any], trainers_work: bool) -> Signal:
     """The signal of this node, whose SMP answers. `tier` is the status of its node tier."""
-    owners = [segment.owner for segment in segments if segment.attached and segment.owner[1]]
+    owners = [segment.header.owner for segment in segments if segment.header.attached and segment.header.owner[1]]
     slots = [slot for segment in segments for slot in segment.slots()]
     clean = any(slot.state is SlotState.CLEAN for slot in slots)
     return signal(
@@ -61,11 +61,11 @@ def described(rank: int, segment: Segment) -> dict[str, Any]:
         "path": str(segment.path),
         "bytes": segment.claimed_bytes,
         "resident_bytes": segment.resident_bytes,
-        "owner_pid": segment.owner[0],
-        "attached": segment.attached,
-        "completed": segment.completed,
-        "lineage": segment.lineage,
-        "lineage_token": segment.lineage_token,
+        "owner_pid": segment.header.owner[0],
+        "attached": segment.header.attached,
+        "completed": segment.header.completed,
+        "lineage": segment.header.opened.lineage,
+        "lineage_token": segment.header.opened.token,
         "slots": _slots(segment),
     }
 
@@ -84,20 +84,20 @@ def _slots(segment: Segment) -> list[dict[str, Any]]:
 
 def newest_complete(segments: Iterable[Segment]) -> Version | None:
     """`newest_common` of this node's segments."""
-    return newest_common({"segments": [{"attached": each.attached, "slots": _slots(each)} for each in segments]})
+    return newest_common({"segments": [{"attached": each.header.attached, "slots": _slots(each)} for each in segments]})
 
 
 def completed_by_all(segments: Collection[Segment], token: int) -> int | None:
     """The last iteration that all ranks of the incarnation `token` have completed; None before they all have opened
     its lineage."""
-    attached = [segment for segment in segments if segment.attached]
-    begun = bool(attached) and all(segment.lineage_token == token for segment in attached)
-    return min(segment.completed for segment in attached) if begun else None
+    attached = [segment for segment in segments if segment.header.attached]
+    begun = bool(attached) and all(segment.header.opened.token == token for segment in attached)
+    return min(segment.header.completed for segment in attached) if begun else None
 
 
 def any_failed(segments: Iterable[Segment]) -> bool:
     """Whether a trainer that had attached has ended, and not in order."""
-    owners = [segment.owner for segment in segments if segment.attached and segment.owner[1]]
+    owners = [segment.header.owner for segment in segments if segment.header.attached and segment.header.owner[1]]
     return any(liveness.started(pid) != began for pid, began in owners)
 
 

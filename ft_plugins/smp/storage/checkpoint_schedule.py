@@ -71,28 +71,28 @@ class NodeView:
     @property
     def opened(self) -> bool:
         """Whether every rank has opened its lineage, so that versions newer than its base are void."""
-        return all(segment.lineage_token == segment.token for segment in self.segments.values())
+        return all(segment.header.opened.token == segment.header.token for segment in self.segments.values())
 
     @property
     def moving(self) -> bool:
         """Whether a trainer of this node lives."""
-        owners = [segment.owner for segment in self.segments.values()]
+        owners = [segment.header.owner for segment in self.segments.values()]
         return any(began and liveness.started(pid) == began for pid, began in owners)
 
     @property
     def lineage(self) -> int:
-        return max(segment.lineage for segment in self.segments.values())
+        return max(segment.header.opened.lineage for segment in self.segments.values())
 
     @property
     def completed(self) -> int:
-        return min(segment.completed for segment in self.segments.values())
+        return min(segment.header.completed for segment in self.segments.values())
 
 
 def taking_part(segments: Mapping[int, Segment], world_size: int) -> dict[int, Segment]:
     """The ranks that participate: all ranks of the job if all are here; otherwise those of the incarnation that runs or
     ran last; before any rank has attached, all that are here."""
     whole = {rank: segment for rank, segment in sorted(segments.items()) if rank < world_size}
-    attached = {rank: segment for rank, segment in whole.items() if segment.attached}
+    attached = {rank: segment for rank, segment in whole.items() if segment.header.attached}
     return whole if len(whole) == world_size else attached or whole
 
 
@@ -129,7 +129,7 @@ class CheckpointSchedule:
 
         The pause is shorter if one is due soon, and grows while no iteration completes. `last`: as for `due`.
         """
-        now, completed = time.monotonic(), min(segment.completed for segment in segments.values())
+        now, completed = time.monotonic(), min(segment.header.completed for segment in segments.values())
         if completed < self._pace[1] or now - self._pace[0] > _PACE_SECONDS:
             self._pace = (now, completed)
         turn = retention.next_turn(max(0, completed - _NEAR_ITERATIONS), storage, self._wanted)

@@ -28,7 +28,7 @@ from ...snapshot.checkpoint.checkpoint import Origin
 from ...snapshot.checkpoint.index import staged_path
 from ...snapshot.segment.segment import Segment
 from ...snapshot.segment.slots import Mark, Pin, SlotState, Version
-from ..serve.context import NodeContext
+from ..serve.node_context import NodeContext
 from ..watch.alarms import RepeatedFailure
 from .checkpoint_schedule import CheckpointCall, NodeView
 from .notices import Notices

@@ -26,7 +26,7 @@ from ...snapshot.capture.retention import Storage
 from ...snapshot.checkpoint.checkpoint import Origin
 from ...snapshot.segment.segment import Segment
 from ...snapshot.segment.slots import Pin, Version
-from ..serve.context import NodeContext
+from ..serve.node_context import NodeContext
 from .checkpoint_schedule import (
     FAR_SECONDS,
     NEAR_SECONDS,

@@ -39,7 +39,7 @@ from ..exchange.peer_requests import PeerRequests
 from ..exchange.readers import LocalReader
 from ..exchange.rebuild import decode, fetch
 from ..serve import job_file
-from ..serve.context import NodeContext
+from ..serve.node_context import NodeContext
 from ..serve.requests import RebuildSlot, ReleaseSpare, SpareState
 from ..watch.hang import Stall
 from .node_driver import NodeDriver
@@ -168,7 +168,7 @@ class NodeTier:
                 "slots": [[rank, _clean(segment)] for rank, segment in sorted(self._segments.items())],
                 "marks": marks_in(self._segments.values()),
                 "damage": reason,
-                "completed": [[rank, segment.completed] for rank, segment in sorted(self._segments.items())],
+                "completed": [[rank, segment.header.completed] for rank, segment in sorted(self._segments.items())],
                 "lineage": max(
                     [self._released, self._previous.lineage, *(s.newest_lineage for s in self._segments.values())]
                 ),

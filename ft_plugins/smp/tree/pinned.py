@@ -85,8 +85,8 @@ class PinnedVersions:
         segments = [self._segments[rank] for rank in self._ranks]
         versions = (slot.version for segment in segments for slot in segment.slots())
         begun = max((v.iteration for v in versions if v is not None and v.lineage == lineage), default=0)
-        passed = (one.completed for one in segments if one.free < SHARED and one.lineage == lineage)
-        return max([begun, *passed])
+        own = (one for one in segments if one.free < SHARED and one.header.opened.lineage == lineage)
+        return max([begun, *(one.header.completed for one in own)])
 
     def commit(self, version: Version) -> bool:
         """Make `version`, which is complete on all nodes, the committed version. False if it is not here."""
@@ -138,7 +138,7 @@ class PinnedVersions:
         passed = passed and base not in (decision.committed, self.committed, self._committed_before)
         for segment in self._segments.values():
             if version is not None:
-                segment.await_version(version)
+                segment.header.await_version(version)
             for slot in segment.slots():
                 if slot.version != version:
                     segment.unpin(slot.index, Pin.SOURCE)

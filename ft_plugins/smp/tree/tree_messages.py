@@ -13,7 +13,7 @@ In, out: `Summary`, `Announcement`; messages of `protocol`, maps of plain values
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
@@ -30,36 +30,21 @@ from .standstill import Behind, Lack
 MESSAGE_LIMIT = 1 << 14  # bytes of a message: a bitmap of all nodes, and the lost positions
 _BITMAP = 1 << 13  # bytes: 65,536 nodes
 
-_NUMBERS = 8  # of a stall
+
+def _integer(value: object) -> object:
+    if type(value) is not int:
+        raise Unfit("expected an integer")
+    return value
 
 
-def _stall(value: Any) -> Stall | None:
-    """A stall. Raises Unfit."""
-    if value is None or isinstance(value, Stall):
-        return value
-    numbers = value if isinstance(value, (list, tuple)) else ()
-    if len(numbers) != _NUMBERS or not all(type(one) is int and 0 <= one < 1 << 32 for one in numbers):
-        raise Unfit(f"expected {_NUMBERS} numbers")
-    iteration, waits, edges, rank, phase, position, even, patient = numbers
-    if phase not in list(WorkPhase) or max(waits, even, patient) > 1:
-        raise Unfit(f"unknown phase {phase}")
-    return Stall(iteration, bool(waits), edges, rank, WorkPhase(phase), position, bool(even), bool(patient))
-
-
-def _behind(value: Any) -> Behind | None:
-    """What an exchange lacks. Raises Unfit."""
-    if value is None or isinstance(value, Behind):
-        return value
-    numbers = value if isinstance(value, (list, tuple)) else ()
-    if len(numbers) != 3 or not all(type(one) is int and 0 <= one < 8 * _BITMAP for one in numbers):
-        raise Unfit("expected a lack and two positions")
-    if numbers[0] not in list(Lack):
-        raise Unfit(f"unknown lack {numbers[0]}")
-    return Behind(Lack(numbers[0]), numbers[1], numbers[2])
-
-
-MaybeBehind = Annotated[Behind | None, BeforeValidator(_behind)]
-MaybeStall = Annotated[Stall | None, BeforeValidator(_stall)]
+Integer = BeforeValidator(_integer)
+Number = Annotated[int, Integer, Field(ge=0, lt=1 << 32)]
+Position = Annotated[int, Integer, Field(ge=0, lt=8 * _BITMAP)]
+Bit = Annotated[bool, Integer]
+Phase = Annotated[WorkPhase, Integer]
+Missing = Annotated[Lack, Integer]
+StallNumbers = tuple[Number, Bit, Number, Number, Phase, Number, Bit, Bit]  # the fields of a `Stall`
+BehindNumbers = tuple[Missing, Position, Position]  # of a `Behind`
 Lost = Annotated[tuple[Count, ...], Field(max_length=LOST_LIMIT)]
 Versions = Annotated[tuple[MaybeVersion, ...], Field(min_length=7, max_length=7)]
 
@@ -70,8 +55,8 @@ class _Up:
     begun: Count
     versions: Versions
     lost: Lost
-    stall: MaybeStall
-    behind: MaybeBehind
+    stall: StallNumbers | None
+    behind: BehindNumbers | None
 
 
 @dataclass(frozen=True)
@@ -79,8 +64,8 @@ class _Down:
     exchange: MaybeVersion
     committed: MaybeVersion
     lost: Lost
-    stall: MaybeStall
-    behind: MaybeBehind
+    stall: StallNumbers | None
+    behind: BehindNumbers | None
 
 
 LEAVE: Mapping[str, Any] = {"do": "leave"}  # this child reports to another node from now on
@@ -95,7 +80,7 @@ def packed_summary(summary: Summary) -> dict[str, Any]:
     covered = summary.covered.to_bytes((summary.covered.bit_length() + 7) // 8, "little")
     return {
         "do": "summary", "covered": covered, "begun": summary.begun, "versions": list(map(packed, versions)),
-        "lost": list(summary.lost), "stall": _packed(summary.stall), "behind": _packed_behind(summary.behind),
+        "lost": list(summary.lost), "stall": _packed(summary.stall), "behind": _packed(summary.behind),
     }  # fmt: skip
 
 
@@ -109,7 +94,7 @@ def from_child(message: Mapping[str, Any]) -> Summary | None:
     exchange, missed, least_encoded, newest_encoded, least_committed, newest_committed, late = up.versions
     return Summary(
         int.from_bytes(up.covered, "little"), up.begun, exchange, missed, least_encoded, newest_encoded,
-        least_committed, newest_committed, up.lost, late, up.stall, up.behind,
+        least_committed, newest_committed, up.lost, late, *_read(up),
     )  # fmt: skip
 
 
@@ -119,7 +104,7 @@ def packed_announcement(announcement: Announcement) -> dict[str, Any]:
     return {
         "do": "announce", "exchange": packed(decision.exchange), "committed": packed(decision.committed),
         "lost": list(announcement.lost), "stall": _packed(announcement.stall),
-        "behind": _packed_behind(announcement.behind),
+        "behind": _packed(announcement.behind),
     }  # fmt: skip
 
 
@@ -128,17 +113,12 @@ def from_parent(message: Mapping[str, Any]) -> Announcement:
     if message.get("do") != "announce":
         raise ProtocolError(f"unknown message of a parent: {shown(message.get('do'))}")
     down = parsed(_Down, message, "announce")
-    return Announcement(ExchangeDecision(down.exchange, down.committed), down.lost, down.stall, down.behind)
+    return Announcement(ExchangeDecision(down.exchange, down.committed), down.lost, *_read(down))
 
 
-def _packed(stall: Stall | None) -> list[int] | None:
-    if stall is None:
-        return None
-    return [
-        stall.iteration, int(stall.waits), stall.edges, stall.rank, int(stall.phase), stall.position, int(stall.even),
-        int(stall.patient),
-    ]  # fmt: skip
+def _packed(what: Stall | Behind | None) -> list[int] | None:
+    return None if what is None else list(map(int, astuple(what)))
 
 
-def _packed_behind(behind: Behind | None) -> list[int] | None:
-    return None if behind is None else [int(behind.lack), behind.position, behind.target]
+def _read(message: _Up | _Down) -> tuple[Stall | None, Behind | None]:
+    return Stall(*message.stall) if message.stall else None, Behind(*message.behind) if message.behind else None

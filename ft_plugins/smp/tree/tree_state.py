@@ -7,7 +7,7 @@ that it knows and with its own report, so neither part goes back when it changes
 
 Who is lost:
 - A child, or this node's own driver, from which nothing is heard for `detect_seconds`. Its parent reports that at once.
-- Any position that the root has not seen in a summary for half of that time (`tree_presence`): its parent may be lost,
+- Any position that the root has not seen in a summary for half of that time (`Presence`): its parent may be lost,
   too. Within that time it has to attach to another parent, for which it has begun to look earlier: after PATIENCE of
   that time without a message of its parent. So the loss of an inner node usually leaves no gap. A position is never
   lost while any parent hears of it.
@@ -44,8 +44,7 @@ from .agreement import (
     summarize,
 )
 from .report_bounds import Bounds
-from .tree import candidates, parent_of
-from .tree_presence import Presence
+from .tree import Presence, candidates, parent_of
 
 _HEARTBEATS_PER_DETECTION = 5
 _SLOWEST_SECONDS = 1.0  # between two heartbeats

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 from ...base import files
 from ...events import catalogue
 from ...snapshot.segment.progress_words import RankProgress, read
-from ..serve.context import NodeContext
+from ..serve.node_context import NodeContext
 from . import liveness, stacks
 from .hang import HANG, HangVerdict, SlowRank, Stall, culprits, judge, slow_ranks
 from .signs_of_work import SignsOfWork
@@ -133,8 +133,8 @@ class HangWatch:
         found: list[RankProgress | None] = []
         for rank, segment in sorted(self._segments.items()):
             with suppress(AttributeError):  # closed meanwhile: the rank is on another node now
-                owner = segment.owner
-                if segment.attached and owner[1]:
+                owner = segment.header.owner
+                if segment.header.attached and owner[1]:
                     self._owners[rank] = owner
                     found.append(read(rank, token, segment.bytes))
         return [one for one in found if one is not None], len(found)

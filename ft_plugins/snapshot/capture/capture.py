@@ -220,7 +220,7 @@ class Capture:
             self._copy(index, offset + number, bucket, version)
             slot = None if (index, offset + number) in self._suspect else self._segment.data(index)
             self._samples.require_unchanged(number, slot, self._layout.rank, version.iteration)
-        if self._layout.parity and self._segment.is_awaited(version):
+        if self._layout.parity and self._segment.header.is_awaited(version):
             self._encode(version)
         self._check_token()
         faults.reach("capture.seal.before", iteration=version.iteration, slot=index)
@@ -316,7 +316,7 @@ class Capture:
         return digest.intdigest()
 
     def _check_token(self) -> None:
-        current = self._segment.token
+        current = self._segment.header.token
         if current != self._token:
             raise FencedError(
                 f"rank {self._layout.rank}: this incarnation (token {self._token}) was superseded (token {current}); "

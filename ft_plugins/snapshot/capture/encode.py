@@ -28,12 +28,9 @@ class Encoder:
     """Computes the parity buckets of one layout. Owns the staging buffer: one bucket at a time."""
 
     def __init__(
-        self,
-        segment: Segment,
-        layout: Layout,
-        flat: Mapping[str, torch.Tensor],
+        self, segment: Segment, layout: Layout, flat: Mapping[str, torch.Tensor],
         copiers: Mapping[torch.device, Copier],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`flat` are the bytes of the live tensors by item, `copiers` those of capture."""
         self._segment = segment
         self._buckets = layout.parity
@@ -86,7 +83,6 @@ class Encoder:
         return digest, digests
 
     def close(self) -> None:
-        """Release tensors and pinned memory."""
         self._staged.clear()
         self._in_place.clear()
         self._direct.clear()

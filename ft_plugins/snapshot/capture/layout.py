@@ -91,7 +91,6 @@ class ReplicaStream:
     slot_offset: int
 
     def share_of(self, rank: int) -> Share:
-        """The share of `rank`."""
         return self.shares[self.replicas.index(rank)]
 
     def pieces(self, start: int, stop: int, offset: int) -> Iterator[SlotPiece]:
@@ -133,12 +132,10 @@ class Layout:
 
     @property
     def parity_nbytes(self) -> int:
-        """Bytes of parity after the data."""
         return sum(bucket.nbytes for bucket in self.parity)
 
     @property
     def source_digest_count(self) -> int:
-        """The number of digests of parity sources in a slot."""
         return sum(len(bucket.sources) for bucket in self.parity)
 
 
@@ -178,11 +175,7 @@ def plan_layout(inventory: Inventory, nodes: Sequence[str], bucket_bytes: int) -
     synchronous = [piece for stream in streams if not stream.background for piece in pieces_of(stream, inventory.rank)]
     deferred = [piece for stream in streams if stream.background for piece in pieces_of(stream, inventory.rank)]
     return Layout(
-        inventory.rank,
-        tuple(streams),
-        _buckets(synchronous, bucket_bytes),
-        _buckets(deferred, bucket_bytes),
-        offset,
+        inventory.rank, tuple(streams), _buckets(synchronous, bucket_bytes), _buckets(deferred, bucket_bytes), offset
     )
 
 

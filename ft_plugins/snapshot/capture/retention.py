@@ -71,13 +71,9 @@ class StoredCheckpoint:
 
 
 def due(
-    held: Collection[Version],
-    storage: Storage,
-    last: Version | None,
-    wanted: Version | None,
-    alone: bool,
+    held: Collection[Version], storage: Storage, last: Version | None, wanted: Version | None, alone: bool,
     good: Collection[Version] | None = None,
-) -> Version | None:
+) -> Version | None:  # fmt: skip
     """The version to write now, newer than `last` (the newest one already handled); None for none.
 
     It is the first snapshot from each multiple of the interval on, or the announced version (`wanted`). If a scheduled

@@ -73,7 +73,6 @@ class CopySamples:
                 )
 
     def close(self) -> None:
-        """Release the tensors."""
         self._samples.clear()
 
 

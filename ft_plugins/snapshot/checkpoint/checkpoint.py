@@ -63,7 +63,6 @@ class Origin:
 
     @property
     def digest(self) -> str:
-        """Digest of the fingerprint."""
         return xxhash.xxh3_64_hexdigest(json.dumps(self.fingerprint, sort_keys=True).encode())
 
 

@@ -76,15 +76,9 @@ _DTYPES = {  # of torch: code and bytes of an element
 
 
 def write_rank(
-    folder: Path,
-    segment: Segment,
-    version: Version,
-    origin: Origin,
-    proceed: Callable[[int], None] = lambda nbytes: None,
-    *,
-    staged_index: Path | None = None,
-    **facts: object,
-) -> RankRecord:
+    folder: Path, segment: Segment, version: Version, origin: Origin,
+    proceed: Callable[[int], None] = lambda nbytes: None, *, staged_index: Path | None = None, **facts: object,
+) -> RankRecord:  # fmt: skip
     """Durably write the slot of `version` into `folder`, which is created if needed; do nothing if the file exists.
 
     `proceed` is called before each piece with its size in bytes, and may raise to stop. `staged_index` is the index
@@ -317,8 +311,8 @@ def _read_data(path: Path, start: int, segment: Segment, index: int, digests: An
         raise StorageError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
     with open(descriptor, "rb", buffering=0) as file:
         for number, (offset, nbytes) in enumerate(segment.data_ranges):
-            if segment.token != token:
-                raise FencedError(f"rank {segment.rank}: token {token} was superseded by {segment.token}")
+            if segment.header.token != token:
+                raise FencedError(f"rank {segment.rank}: token {token} was superseded by {segment.header.token}")
             faults.reach("restore.storage", bucket=number)
             area = data[offset : offset + nbytes]
             done = 0

@@ -65,7 +65,7 @@ class SlotClaims:
 
     def make_room(self, version: Version) -> None:
         """Claim now what a capture of `version`, which follows soon, will need."""
-        if self._segment.short or self._segment.slot_to_capture(version) is None:
+        if self._segment.header.short or self._segment.slot_to_capture(version) is None:
             self._claim()
 
     def _claim(self) -> bool:
@@ -79,11 +79,11 @@ class SlotClaims:
         except BudgetError as error:
             self._permitted()
             self._refused_at = time.monotonic()
-            if not self._segment.short:
-                self._segment.short = self._just_refused = True
+            if not self._segment.header.short:
+                self._segment.header.short = self._just_refused = True
                 self._owner.slot_claimed(error)
             return False
-        self._segment.short = False
+        self._segment.header.short = False
         self._use(index)
         self._owner.slot_claimed(None)
         return True

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ import xxhash
 
 from ...errors import CorruptHeaderError, SegmentError
 from .shape import PAGE, Shape
+from .slots import Version
 
 MAGIC = int.from_bytes(b"FTPSEG08", "little")
 GATE = 512  # offset in the page; zeros, as at creation, mean closed
@@ -46,6 +47,8 @@ _LIMIT = 1 << 32  # values that share a word with their digest are smaller
 _READS = 8  # attempts: a reader may catch the writer first in one copy, then in the other
 
 Words = npt.NDArray[np.uint64]
+
+OWNER, COMPLETED = "owner", "completed iteration"  # names in `Header.damaged`
 
 
 def guarded_word(value: int, seed: int) -> int:
@@ -71,7 +74,6 @@ class Constants:
     fingerprint: bytes  # JSON
 
     def write(self, page: Words) -> None:
-        """Fill the page of a new segment."""
         values = {**vars(self.shape), "rank": self.rank, "world_size": self.world_size}
         page[0] = MAGIC
         page[1:_SEAL] = [values[name] for name in _CONSTANTS]
@@ -175,13 +177,14 @@ class OpenedLineage:
 
     lineage: int = 0
     token: int = 0
-    from_nothing: int = 0
-    lost: int = 0
-    voiding: int = 0
+    from_nothing: bool = False
+    lost: bool = False
+    voiding: bool = False
 
 
 class Header:
-    """The header page of a mapped segment."""
+    """The header page of a mapped segment. What does not match its digest has the value of a new segment, and is in
+    `damaged`."""
 
     def __init__(self, page: Words) -> None:
         self._page = page
@@ -190,31 +193,82 @@ class Header:
 
     def begin(self, lost: bool) -> None:
         """Write the initial values of everything that changes, into a page of zeros."""
-        self.incarnation = Incarnation()
-        self.opened = OpenedLineage(lost=int(lost))
+        self._write_incarnation(Incarnation())
+        self.opened = OpenedLineage(lost=lost)
         self.completed = 0
 
     @property
-    def incarnation(self) -> Incarnation | None:
-        values = self._incarnation.read()
-        return None if values is None else Incarnation(*values)
+    def damaged(self) -> tuple[str, ...]:
+        """The parts that do not match their digests, by name."""
+        parts = {OWNER: self._incarnation.read(), "lineage": self._opened.read(), COMPLETED: self._value(_COMPLETED)}
+        return tuple(name for name, value in parts.items() if value is None)
 
-    @incarnation.setter
-    def incarnation(self, value: Incarnation) -> None:
+    def _value(self, word: int) -> int | None:
+        return checked_value(int(self._page[word]), word)
+
+    # ---- the incarnation, written by the SMP ----
+
+    @property
+    def incarnation(self) -> Incarnation:
+        return Incarnation(*(self._incarnation.read() or ()))
+
+    def _write_incarnation(self, value: Incarnation) -> None:
         self._incarnation.write(tuple(vars(value).values()))
 
     @property
-    def opened(self) -> OpenedLineage | None:
-        values = self._opened.read()
-        return None if values is None else OpenedLineage(*values)
+    def token(self) -> int:
+        """The fencing token of the incarnation that may write; 0 if unknown."""
+        return self.incarnation.token
+
+    @token.setter
+    def token(self, value: int) -> None:
+        self._write_incarnation(replace(self.incarnation, token=value))
+
+    @property
+    def attached(self) -> bool:
+        """Whether a trainer of this incarnation has attached, even if it has ended since."""
+        return bool(self.incarnation.attached)
+
+    @attached.setter
+    def attached(self, value: bool) -> None:
+        self._write_incarnation(replace(self.incarnation, attached=int(value)))
+
+    @property
+    def owner(self) -> tuple[int, int]:
+        """(pid, start time in clock ticks) of the trainer that attached last; (0, 0) for none."""
+        incarnation = self.incarnation
+        return incarnation.owner_pid, incarnation.owner_started
+
+    @owner.setter
+    def owner(self, value: tuple[int, int]) -> None:
+        pid, started = value
+        self._write_incarnation(replace(self.incarnation, owner_pid=pid, owner_started=started))
+
+    @property
+    def opened(self) -> OpenedLineage:
+        lineage, token, *flags = self._opened.read() or (0, 0)
+        return OpenedLineage(lineage, token, *map(bool, flags))
 
     @opened.setter
     def opened(self, value: OpenedLineage) -> None:
-        self._opened.write(tuple(vars(value).values()))
+        self._opened.write([int(one) for one in vars(value).values()])
+
+    def await_version(self, version: Version) -> None:
+        """Record, in one store, the version that is exchanged next, whose parity the rank is to compute. Called by the
+        SMP alone, once the pins of this segment are as the decision that names it has them. The lineage is part of the
+        digest."""
+        self._page[_AWAITED] = guarded_word(version.iteration, _seed_of(version.lineage))
+
+    def is_awaited(self, version: Version) -> bool:
+        """Whether `version` is exchanged next, as far as this node knows."""
+        return int(self._page[_AWAITED]) == guarded_word(version.iteration, _seed_of(version.lineage))
+
+    # ---- words of the rank, written by its trainer ----
 
     @property
-    def completed(self) -> int | None:
-        return checked_value(int(self._page[_COMPLETED]), _COMPLETED)
+    def completed(self) -> int:
+        """The last iteration that this rank has completed, in any incarnation; 0 if unknown."""
+        return self._value(_COMPLETED) or 0
 
     @completed.setter
     def completed(self, value: int) -> None:
@@ -222,8 +276,9 @@ class Header:
 
     @property
     def agreed(self) -> int | None:
-        """See `Segment.agreed`."""
-        return checked_value(int(self._page[_AGREED]), _AGREED)
+        """The last iteration after which the replicas of the job were found to agree; None if that is not known, or
+        replicas are not compared."""
+        return self._value(_AGREED)
 
     @agreed.setter
     def agreed(self, value: int) -> None:
@@ -231,26 +286,19 @@ class Header:
 
     @property
     def doubted(self) -> tuple[int, int] | None:
-        """See `Segment.doubted`."""
-        first, last = (checked_value(int(self._page[at]), at) for at in (_DOUBTED_FIRST, _DOUBTED_LAST))
+        """The first and the last of the iterations after which replicas may have differed; None if there are none."""
+        first, last = self._value(_DOUBTED_FIRST), self._value(_DOUBTED_LAST)
         return None if first is None or last is None else (first, last)
 
-    @doubted.setter
-    def doubted(self, value: tuple[int, int]) -> None:
-        for at, iteration in zip((_DOUBTED_FIRST, _DOUBTED_LAST), value, strict=True):
-            self._page[at] = guarded_word(iteration, at)
-
-    def await_version(self, lineage: int, iteration: int) -> None:
-        """Record, in one store, which version is exchanged next. The lineage is part of the digest."""
-        self._page[_AWAITED] = guarded_word(iteration, _seed_of(lineage))
-
-    def is_awaited(self, lineage: int, iteration: int) -> bool:
-        """Whether that version is recorded."""
-        return int(self._page[_AWAITED]) == guarded_word(iteration, _seed_of(lineage))
+    def doubt(self, first: int, last: int) -> None:
+        """Add the iterations `first` to `last` to those, and what lies between."""
+        known = self.doubted or (first, last)
+        for at, one in ((_DOUBTED_FIRST, min(first, known[0])), (_DOUBTED_LAST, max(last, known[1]))):
+            self._page[at] = guarded_word(one, at)
 
     @property
     def short(self) -> bool:
-        """Whether memory for another slot was lacking: anything but zero, as at creation, means yes."""
+        """Whether memory for another slot was lacking when capture needed it: anything but zero, as at creation."""
         return bool(self._page[_SHORT])
 
     @short.setter
@@ -259,7 +307,6 @@ class Header:
 
     @property
     def ranges(self) -> int:
-        """The digest of the bucket ranges."""
         return int(self._page[_RANGES])
 
     @ranges.setter

@@ -118,11 +118,9 @@ class Ledger:
             self._words[place + part + 1] = guarded_word(high, _seed(place + part + 1, iteration))
 
     def entries(self) -> dict[int, LedgerEntry]:
-        """All entries, by iteration."""
         return {entry.iteration: entry for entry in self._read()}
 
     def entry(self, iteration: int) -> LedgerEntry | None:
-        """What is known of one iteration."""
         place = self._place(iteration)
         return self._read_at(place) if self._iteration_at(place) == iteration else None
 
@@ -136,7 +134,6 @@ class Ledger:
         self._words[_CONDEMNED] = guarded_word(int(value), _CONDEMNED)
 
     def forget(self, after: int) -> None:
-        """Forget the iterations after this one."""
         for place in range(0, _CONDEMNED, _WORDS):
             if (self._iteration_at(place) or 0) > after:
                 self._words[place : place + _WORDS] = 0

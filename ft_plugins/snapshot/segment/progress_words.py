@@ -139,7 +139,6 @@ class ProgressWriter:
         words[_PLACE] = self._iteration << 32 | (self._count & _EDGES) << 8 | phase
 
     def begin(self, step: int) -> None:
-        """Iteration `step` begins."""
         if step != self._iteration:
             self._iteration, self._count = step & _HALF, 0
         self.edge(WorkPhase.DATA)
@@ -147,7 +146,6 @@ class ProgressWriter:
             self._began, self._left_out, self._computed = self._at, 0, 0
 
     def end(self, step: int) -> None:
-        """Iteration `step` is completed."""
         self.edge(WorkPhase.BETWEEN)
         words, now = self._words, self._at
         took = now - self._began - self._left_out
@@ -210,20 +208,8 @@ def read(rank: int, token: int, page: npt.NDArray[np.uint8]) -> RankProgress | N
     first = max(0, done - 1 - KEPT)
     ordered = [ring[number % KEPT] for number in range(first, max(0, done - 1))]
     return RankProgress(
-        rank,
-        place >> 32,
-        place >> 8 & _EDGES,
-        phase,
-        words[_EDGE] / 1e9,
-        words[_SINCE] / 1e9,
-        done,
-        None if limit == AUTOMATIC else limit / 1e9,
-        facts >> 1 & 0x7FFF,
-        facts >> 32,
-        facts >> 16 & 0xFFFF,
-        bool(facts & 1),
-        words[_LONGEST] / 1e9,
-        words[_FIRST] / 1e9,
-        tuple((word >> 32) / 1e6 for word in ordered),
+        rank, place >> 32, place >> 8 & _EDGES, phase, words[_EDGE] / 1e9, words[_SINCE] / 1e9, done,
+        None if limit == AUTOMATIC else limit / 1e9, facts >> 1 & 0x7FFF, facts >> 32, facts >> 16 & 0xFFFF,
+        bool(facts & 1), words[_LONGEST] / 1e9, words[_FIRST] / 1e9, tuple((word >> 32) / 1e6 for word in ordered),
         tuple((word & _HALF) / 1e6 for word in ordered),
-    )
+    )  # fmt: skip

@@ -22,7 +22,7 @@ import xxhash
 
 from ...base import files
 from ...errors import CorruptSlotError
-from .header import Constants, Header, Incarnation, OpenedLineage, encoded, guarded_word
+from .header import Constants, Header, OpenedLineage, encoded, guarded_word
 from .room import check_room
 from .segment_file import SegmentFile, allocate, digest_of_ranges, extents, slot_start
 from .shape import PAGE, Shape
@@ -42,7 +42,6 @@ from .slots import (
     voided_slots,
 )
 
-OWNER, COMPLETED = "owner", "completed iteration"  # names in `Segment.damaged`
 NOT_COMPUTED = 0  # digest of a bucket that is not in this slot: of parity in a slot, of data in a parity slot
 
 
@@ -75,120 +74,22 @@ def create(
 
 
 class Segment(SegmentFile):
-    """A mapped segment. Its constants were verified on mapping; everything else is read from shared memory."""
+    """A mapped segment. Its constants were verified on mapping; everything else is read from shared memory: what is the
+    rank's by `header`, its slots by the methods here."""
 
-    # ---- incarnations and lineages ----
+    # ---- lineages ----
 
     @property
     def damaged(self) -> tuple[str, ...]:
         """The parts of the header that do not match their digests, by name."""
-        records: dict[str, object] = {OWNER: self._header.incarnation, "lineage": self._header.opened}
-        records[COMPLETED] = self._header.completed
-        names = [name for name, value in records.items() if value is None]
-        return (*names, *([] if self._ranges_fit() else ["bucket ranges"]))
-
-    @property
-    def token(self) -> int:
-        """The fencing token of the incarnation that may write; 0 if unknown."""
-        return (self._header.incarnation or Incarnation()).token
-
-    @token.setter
-    def token(self, value: int) -> None:
-        self._header.incarnation = replace(self._header.incarnation or Incarnation(), token=value)
-
-    @property
-    def _opened(self) -> OpenedLineage:
-        return self._header.opened or OpenedLineage()
-
-    @property
-    def lineage(self) -> int:
-        """The newest lineage that was opened; 0 before the first, and if unknown."""
-        return self._opened.lineage
+        return (*self.header.damaged, *([] if self._ranges_fit() else ["bucket ranges"]))
 
     @property
     def newest_lineage(self) -> int:
-        """`lineage`, or that of a newer version in a slot: state taken over from another size has its own lineage."""
+        """The newest lineage that was opened, or that of a newer version in a slot: state taken over from another size
+        has its own lineage."""
         captured = [slot.version.lineage for slot in self.slots() if slot.state is SlotState.CLEAN and slot.version]
-        return max([self.lineage, *captured])
-
-    @property
-    def from_nothing(self) -> bool:
-        """Whether the newest lineage began without a restored version, so that no rank can use older versions."""
-        return bool(self._opened.from_nothing)
-
-    @property
-    def voiding(self) -> bool:
-        """Whether void versions may still be in the slots: such a lineage was recorded, its voiding not completed."""
-        return bool(self._opened.voiding)
-
-    @property
-    def lineage_token(self) -> int:
-        """The token that opened the newest lineage; 0 before the first."""
-        return self._opened.token
-
-    @property
-    def lost(self) -> bool:
-        """Whether this segment replaced a damaged one and no lineage was opened since."""
-        return bool(self._opened.lost)
-
-    @property
-    def attached(self) -> bool:
-        """Whether a trainer of this incarnation has attached, even if it has ended since."""
-        return bool((self._header.incarnation or Incarnation()).attached)
-
-    @attached.setter
-    def attached(self, value: bool) -> None:
-        self._header.incarnation = replace(self._header.incarnation or Incarnation(), attached=int(value))
-
-    @property
-    def completed(self) -> int:
-        """The last iteration that this rank has completed, in any incarnation; 0 if unknown."""
-        return self._header.completed or 0
-
-    @completed.setter
-    def completed(self, value: int) -> None:
-        self._header.completed = value
-
-    @property
-    def agreed(self) -> int | None:
-        """The last iteration after which the replicas of the job were found to agree; None if that is not known, or
-        replicas are not compared."""
-        return self._header.agreed
-
-    @agreed.setter
-    def agreed(self, value: int) -> None:
-        self._header.agreed = value
-
-    @property
-    def doubted(self) -> tuple[int, int] | None:
-        """The first and the last of the iterations after which replicas may have differed; None if there are none."""
-        return self._header.doubted
-
-    def doubt(self, first: int, last: int) -> None:
-        """Add the iterations `first` to `last` to those, and what lies between."""
-        known = self._header.doubted or (first, last)
-        self._header.doubted = min(first, known[0]), max(last, known[1])
-
-    @property
-    def owner(self) -> tuple[int, int]:
-        """(pid, start time in clock ticks) of the trainer that attached last; (0, 0) for none."""
-        incarnation = self._header.incarnation or Incarnation()
-        return incarnation.owner_pid, incarnation.owner_started
-
-    @owner.setter
-    def owner(self, value: tuple[int, int]) -> None:
-        pid, started = value
-        incarnation = self._header.incarnation or Incarnation()
-        self._header.incarnation = replace(incarnation, owner_pid=pid, owner_started=started)
-
-    def await_version(self, version: Version) -> None:
-        """Name the version that is exchanged next, whose parity the rank is to compute. Called by the SMP alone, once
-        the pins of this segment are as the decision that names it has them."""
-        self._header.await_version(version.lineage, version.iteration)
-
-    def is_awaited(self, version: Version) -> bool:
-        """Whether `version` is exchanged next, as far as this node knows."""
-        return self._header.is_awaited(version.lineage, version.iteration)
+        return max([self.header.opened.lineage, *captured])
 
     def release(self, slots: Iterable[int]) -> None:
         """Void these slots and return their memory, except for their headers, to the system."""
@@ -207,15 +108,15 @@ class Segment(SegmentFile):
         completed = base.iteration if base else 0
         guarded_word(completed, 0)  # raises before any slot is void
         if base is None:
-            self._header.opened = OpenedLineage(lineage, self.token, from_nothing=1, voiding=1)
+            self.header.opened = OpenedLineage(lineage, self.header.token, from_nothing=True, voiding=True)
         for index in (*voided, *voided_slots(self.parity_slots(), base)):
             self._void(index)
-        self.completed = completed
-        self._header.opened = OpenedLineage(lineage, self.token, int(base is None))
+        self.header.completed = completed
+        self.header.opened = OpenedLineage(lineage, self.header.token, base is None)
 
     def _void(self, index: int) -> None:
         self.unpin(index, ~Pin(0))
-        self.dirty(index, None, self.token)
+        self.dirty(index, None, self.header.token)
 
     # ---- slots ----
 
@@ -224,11 +125,9 @@ class Segment(SegmentFile):
         return self._slots[index].read(index, self.digests(index), self._small_area(index))
 
     def slots(self) -> tuple[Slot, ...]:
-        """All slots, by index."""
         return tuple(self.slot(index) for index in range(self.shape.slots))
 
     def parity_slots(self) -> tuple[Slot, ...]:
-        """All parity slots, by index."""
         return tuple(self.slot(index) for index in self.shape.parity_indices)
 
     def parity_of(self, version: Version) -> int | None:
@@ -262,7 +161,6 @@ class Segment(SegmentFile):
         return self._slots[index].cursor
 
     def set_cursor(self, index: int, bucket: int | None) -> None:
-        """Record which bucket is being written."""
         self._slots[index].cursor = bucket
 
     def mark(self, version: Version, mark: Mark) -> bool:
@@ -281,23 +179,14 @@ class Segment(SegmentFile):
         return self._slots[index].pins
 
     @property
-    def short(self) -> bool:
-        """Whether memory for another slot was lacking when capture needed it. Set by the trainer alone."""
-        return self._header.short
-
-    @short.setter
-    def short(self, value: bool) -> None:
-        self._header.short = value
-
-    @property
     def free(self) -> int:
         """How many slots are never pinned. While memory for others is lacking, only those that have it count."""
-        return self.shape.free - (self.shape.slots - len(self.claimed) if self.short else 0)
+        return self.shape.free - (self.shape.slots - len(self.claimed) if self.header.short else 0)
 
     def slot_to_capture(self, version: Version) -> int | None:
         """The slot that a capture of `version` overwrites; None if another one is to be claimed, or there is none."""
         slots = self.slots()
-        if self.short or slot_to_claim(slots) is None:
+        if self.header.short or slot_to_claim(slots) is None:
             return free_slot(slots, version)
         return slot_to_reuse(slots, version, self.shape.free - 1, self._until_committed)
 
@@ -335,7 +224,7 @@ class Segment(SegmentFile):
     def pin_awaited(self, index: int, version: Version) -> None:
         """Pin the slot in which `version` is captured for sending, if it is exchanged next and capture would overwrite
         it before the SMP can pin it. Called by the trainer alone, before it seals the slot."""
-        if self.free < SHARED and self.is_awaited(version):
+        if self.free < SHARED and self.header.is_awaited(version):
             self._slots[index].pins = self.pins(index) | Pin.SOURCE
 
     def unpin(self, index: int, purpose: Pin) -> None:

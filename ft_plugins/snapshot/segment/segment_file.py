@@ -72,7 +72,7 @@ class SegmentFile:
         self._file = stat.st_dev, stat.st_ino
         self.bytes: Bytes = np.frombuffer(self._map, dtype=np.uint8)
         self._page = self.bytes[:PAGE].view(np.uint64)
-        self._header = Header(self._page)
+        self.header = Header(self._page)
         constants = constants_of(self._page, path)
         self.shape, self.rank, self.world_size = constants.shape, constants.rank, constants.world_size
         self._fingerprint = constants.fingerprint
@@ -88,7 +88,7 @@ class SegmentFile:
 
     def close(self) -> None:
         """Unmap. Views that are still held keep the mapping until they are released."""
-        del self.bytes, self._page, self._header, self._slots
+        del self.bytes, self._page, self.header, self._slots
         self.__dict__.pop("ledger", None)
         try:
             self._map.close()
@@ -141,7 +141,6 @@ class SegmentFile:
 
     @property
     def claimed_bytes(self) -> int:
-        """The memory that was claimed."""
         return self.shape.bytes_with(len(self.claimed))
 
     def area_of(self, index: int) -> Bytes:
@@ -212,14 +211,14 @@ class SegmentFile:
         if len(value) != self.shape.buckets:
             raise SegmentError(f"rank {self.rank}: {len(value)} bucket ranges; expected {self.shape.buckets}")
         self._ranges[:] = np.array(value, dtype=np.uint64).reshape(-1)
-        self._header.ranges = digest_of_ranges(self._ranges)
+        self.header.ranges = digest_of_ranges(self._ranges)
 
     @property
     def _ranges(self) -> npt.NDArray[np.uint64]:
         return self.bytes[PAGE : PAGE + 16 * self.shape.buckets].view(np.uint64)
 
     def _ranges_fit(self) -> bool:
-        return self._header.ranges == digest_of_ranges(self._ranges)
+        return self.header.ranges == digest_of_ranges(self._ranges)
 
     @property
     def data_ranges(self) -> list[tuple[int, int]]:
@@ -253,7 +252,6 @@ class SegmentFile:
         return self._area(index, self.shape.table_room, self.shape.small_nbytes if index < self.shape.slots else 0)
 
     def small(self, index: int) -> bytes:
-        """The small state of a slot."""
         return self._small_area(index)[: self._slots[index].small_bytes].tobytes()
 
     def write_small(self, index: int, encoded: bytes) -> None:

@@ -35,12 +35,10 @@ class Shape:
 
     @cached_property
     def data_nbytes(self) -> int:
-        """Bytes of captured tensors."""
         return self.nbytes - self.parity_nbytes
 
     @cached_property
     def digests(self) -> int:
-        """Entries of the digest table."""
         return self.buckets + self.checks
 
     @cached_property
@@ -57,7 +55,6 @@ class Shape:
 
     @cached_property
     def slots_start(self) -> int:
-        """Where the first slot starts in the file."""
         return PAGE + self.ranges_room + LEDGER_ROOM
 
     @cached_property
@@ -83,7 +80,6 @@ class Shape:
 
     @cached_property
     def first_slots(self) -> int:
-        """How many slots have memory from the start."""
         return min(self.first, self.slots) or self.slots
 
     def bytes_with(self, slots: int) -> int:
@@ -92,7 +88,6 @@ class Shape:
 
     @cached_property
     def first_total(self) -> int:
-        """Bytes of memory at the start."""
         return self.bytes_with(self.first_slots)
 
 

@@ -100,7 +100,6 @@ class SlotHeader:
 
     @property
     def small_bytes(self) -> int:
-        """Bytes of the small state."""
         return int(self._words[_SMALL])
 
     @small_bytes.setter

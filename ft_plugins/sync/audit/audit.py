@@ -115,7 +115,6 @@ class Remedy:
 
     @property
     def changes(self) -> bool:
-        """Whether the state of any replica changes."""
         return bool(self.copies or self.averages)
 
 

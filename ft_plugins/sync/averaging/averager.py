@@ -46,7 +46,6 @@ def views(bucket: ReplicaBucket, tensors: Mapping[str, torch.Tensor]) -> list[to
 
 
 def read(bucket: ReplicaBucket, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Copy a bucket out of the live tensors."""
     return torch.cat(views(bucket, tensors))
 
 
@@ -86,7 +85,6 @@ class Averaging:
 
     @property
     def nbytes(self) -> int:
-        """Memory that is held permanently."""
         return sum(saved.nbytes for saved in self._saved.values())
 
     def save_parameters(self) -> None:
@@ -118,7 +116,6 @@ class Averaging:
         return total
 
     def apply(self) -> None:
-        """Make the last average live."""
         live = self._tensors()
         for bucket in self._buckets:
             write(bucket, live, self._saved[bucket.number])

@@ -56,15 +56,11 @@ class NoisePart:
 
     def __add__(self, other: NoisePart) -> NoisePart:
         return NoisePart(
-            self.divergence + other.divergence,
-            self.weight + other.weight,
-            self.signal + other.signal,
-            self.elements + other.elements,
-            self.nonfinite + other.nonfinite,
-        )
+            self.divergence + other.divergence, self.weight + other.weight, self.signal + other.signal,
+            self.elements + other.elements, self.nonfinite + other.nonfinite,
+        )  # fmt: skip
 
     def row(self) -> list[float]:
-        """The `FIELDS` numbers, for a gather."""
         return [self.divergence, self.weight, self.signal, self.elements, float(self.nonfinite)]
 
 
@@ -105,13 +101,10 @@ def combine(parts: Table | Sequence[Sequence[float]], rates_squared: float) -> N
     table = np.asarray(parts, dtype=np.float64).reshape(-1, FIELDS)
     divergence, weight, signal, elements = (math.fsum(table[:, column]) for column in range(FIELDS - 1))
     return NoiseMeasurement(
-        math.sqrt(divergence) if divergence >= 0 else math.nan,
-        estimate(divergence, weight, rates_squared),
-        math.sqrt(signal) if signal >= 0 else math.nan,
-        round(elements),
-        rates_squared,
+        math.sqrt(divergence) if divergence >= 0 else math.nan, estimate(divergence, weight, rates_squared),
+        math.sqrt(signal) if signal >= 0 else math.nan, round(elements), rates_squared,
         tuple(int(rank) for rank in np.flatnonzero(table[:, FIELDS - 1])),
-    )
+    )  # fmt: skip
 
 
 def weight_of(dimension: float, replicas: int) -> float:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
 
 from .averaging_times import SyncSchedule, Turn
 
@@ -55,19 +54,6 @@ class StepActions:
     audit: bool = False
 
 
-class Policy(Protocol):
-    """When replicas are averaged and audited, and what that says of a version."""
-
-    def actions(self, step: int, turn: Turn | None) -> StepActions:
-        """The actions around the update of iteration `step`; `turn` is the schedule's next turn."""
-        ...
-
-    def label(self, step: int, turn: Turn | None, differs: bool | None, diverged: bool) -> Label:
-        """How the replicas of version `step` compare. `differs`: the digests' result, None if they were not compared;
-        `diverged`: whether the last averaging found that the replicas differed."""
-        ...
-
-
 @dataclass(frozen=True)
 class PaftPolicy:
     """PAFT: gradients are reduced in every iteration, so replicas are identical except for faults.
@@ -80,11 +66,14 @@ class PaftPolicy:
     audit_interval: int = 0
 
     def actions(self, step: int, turn: Turn | None) -> StepActions:
+        """The actions around the update of iteration `step`; `turn` is the schedule's next turn."""
         due = turn is not None and turn.at == step
         audit = bool(self.audit_interval) and step % self.audit_interval == 0
         return StepActions(save_parameters=due, average=due, waits=due and self.waits, audit=audit)
 
     def label(self, step: int, turn: Turn | None, differs: bool | None, diverged: bool) -> Label:
+        """How the replicas of version `step` compare. `differs`: the digests' result, None if they were not compared;
+        `diverged`: whether the last averaging found that the replicas differed."""
         if differs is not None:
             return Label(Replicas.UNIQUE if differs else Replicas.IDENTICAL, True)
         averaged = self.waits and turn is not None and turn.at - turn.interval == step

@@ -99,7 +99,6 @@ class LayerProfile:
 
     @cached_property
     def forward_ns(self) -> int:
-        """Nanoseconds of the whole forward."""
         return sum(self.forwards_ns)
 
     @cached_property
@@ -115,7 +114,6 @@ class LayerProfile:
 
     @property
     def compute_ns(self) -> int:
-        """Nanoseconds of forward and backward of all layers."""
         return self.backward_ends_ns[0]
 
     def at_link(self, bytes_per_second: float) -> LayerProfile:
@@ -145,7 +143,6 @@ class LayerProfile:
             raise ConfigError(f"profile of another model: expected {expected}, found {found}; profile this model")
 
     def block(self) -> dict[str, Any]:
-        """The profile as in its file."""
         layers = [
             {
                 "name": layer.name,

@@ -20,8 +20,7 @@ from typing import Any, Literal
 from ...errors import ConfigError
 from .layer_profile import MOST_SECONDS, NANO, LayerProfile, LayerTimes
 from .layers_filling import fill
-from .layers_schedule import LayerSchedule, choose_period, equal_number, iteration_ns
-from .layers_spread import spread_layers
+from .layers_schedule import LayerSchedule, choose_period, equal_number, iteration_ns, spread_layers
 
 USUAL_PERIOD = 5  # as in the paper's experiments; also until the first plan, if the period is to be chosen
 
@@ -92,12 +91,10 @@ class JobSchedule:
         return self.exposed is not None and self.seconds is not None and exposed - self.exposed > beyond * self.seconds
 
     def block(self) -> dict[str, Any]:
-        """As plain values, for `JobSchedule.of`."""
         return {"stages": [[list(own) for own in one] for one in self.stages], "planned": [self.exposed, self.seconds]}
 
     @classmethod
     def of(cls, block: Mapping[str, Any]) -> JobSchedule:
-        """From `block`."""
         stages = tuple(tuple(tuple(own) for own in one) for one in block["stages"])
         return cls(stages, *block["planned"])
 

@@ -14,12 +14,22 @@ beyond T is exposed. (Section 3.3 simplifies the recursion to the sum of c over 
 waits for a backward.)
 
 The sets are contiguous in the order of the backward, so the best ones are a shortest path over cuts: `plan_layers` is
-exact among contiguous sets, in O(H L^2) steps. Sets that are not contiguous are in `layers_spread`; `least_exposed_ns`
-bounds them too.
+exact among contiguous sets, in O(H L^2) steps.
 
 Two facts about the exposed time x(S): a subset exposes no more; and x(A) + x(B) <= x(A and B together), for any two
 disjoint sets. So no set needs to be empty while H <= L, a longer period never exposes more, and no period exposes less
 than every layer would alone.
+
+`spread_layers` goes beyond the paper. With contiguous sets one iteration has only the first layers, whose
+backward ends last, so there is hardly any backward left to hide them behind, while its link idles until then. Nothing
+but the search needs contiguous sets: the convergence theorem asks that each layer is averaged at least once in H
+iterations. Where layers launched early and late share an iteration, both hide.
+
+Minimising exposed time over all sets is bin packing. So sets are filled greedily: from the first layer to the last,
+each goes to the iteration in which it adds the least exposed time. The time that a layer adds is final, because layers
+after it are launched earlier and change nothing for it (see the formula). Of equal ones the
+fullest iteration is taken, and in a second attempt the emptiest; the best of both and of the contiguous schedule is
+kept. A schedule that exposes no more than `least_exposed_ns` is optimal.
 
 Invariant: whole nanoseconds, so costs are exact and schedules are the same on all ranks. Of several best schedules the
 chosen one has the largest first set, then the largest second one, and so on: link time is left idle at the end of a
@@ -252,3 +262,23 @@ def _cut(layers: int, ends: list[int]) -> LayerSchedule:
     """The order of the backward, cut before each of `ends`."""
     order = range(layers - 1, -1, -1)
     return LayerSchedule(layers, tuple(tuple(order[i:j]) for i, j in zip([0, *ends], ends, strict=False)))
+
+
+def spread_layers(profile: LayerProfile, period: int) -> LayerSchedule:
+    """The best schedule found whose sets need not be contiguous. Raises ConfigError."""
+    contiguous = plan_layers(profile, period)
+    found = (contiguous, *(_filled_greedily(profile, period, fullest) for fullest in (True, False)))
+    return min(found, key=lambda schedule: exposed_ns(profile, schedule))
+
+
+def _filled_greedily(profile: LayerProfile, period: int, fullest: bool) -> LayerSchedule:
+    used, exposed = np.zeros(period, dtype=np.int64), np.zeros(period, dtype=np.int64)
+    chosen: list[list[int]] = [[] for _ in range(period)]
+    for layer, (seconds, launched) in enumerate(zip(profile.communication_ns, profile.backward_ends_ns, strict=True)):
+        added = np.maximum(used + (seconds + launched - profile.compute_ns) - exposed, 0)
+        least = np.flatnonzero(added == added.min())
+        number = int(least[(used[least].argmax() if fullest else used[least].argmin())])
+        used[number] += seconds
+        exposed[number] += added[number]
+        chosen[number].append(layer)
+    return LayerSchedule(len(profile), tuple(tuple(reversed(own)) for own in chosen))

@@ -21,7 +21,7 @@ from ...events import Events, catalogue
 from ..averaging.averager import Averaging
 from ..averaging.averaging_times import SyncSchedule, Turn
 from ..averaging.noise import NoiseMeasurement, NoisePart, combine
-from ..averaging.policy import Policy
+from ..averaging.policy import PaftPolicy
 from ..background import Background, BackgroundTask
 from ..links import Links
 
@@ -39,7 +39,7 @@ class SyncTurns:
     """Runs one rank's averaging. Owns the tasks in flight."""
 
     def __init__(
-        self, policy: Policy, schedule: SyncSchedule, averaging: Averaging, links: Links, background: Background,
+        self, policy: PaftPolicy, schedule: SyncSchedule, averaging: Averaging, links: Links, background: Background,
         events: Events,
     ) -> None:  # fmt: skip
         self._policy, self._schedule = policy, schedule

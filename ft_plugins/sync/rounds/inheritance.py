@@ -35,12 +35,10 @@ class ReplicaPlace:
         return self.position % before
 
     def values(self) -> list[int]:
-        """Both numbers, for a snapshot."""
         return [self.position, self.count]
 
     @classmethod
     def of(cls, carried: Mapping[str, Any]) -> ReplicaPlace:
-        """The place in a carried state."""
         position, count = carried[PLACE]
         return cls(int(position), int(count))
 

@@ -32,7 +32,6 @@ class ModulePlan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its parameters on this rank."""
         return sum(bucket.nbytes for bucket in self.buckets)
 
 
@@ -129,7 +128,6 @@ class JobGroups:
         return tuple(sorted(ranks for ranks in {*self.sync, *self.replicas, *shared} if len(ranks) > 1))
 
     def of(self, rank: int) -> GroupPlan:
-        """Those of one rank."""
         position, own = self.sync[rank].index(rank), self.modules[rank]
         holders = self.holders[position]
         spanning = frozenset(name for name in own if any(self.modules[number] != own for number in holders[name]))
@@ -158,8 +156,6 @@ def plan_groups(sync: Sequence[Ranks], modules: Sequence[Sequence[str]]) -> JobG
         for name in modules[rank]:
             holders[position].setdefault(name, []).append(rank)
     return JobGroups(
-        sync=tuple(sync),
-        modules=tuple(tuple(names) for names in modules),
-        replicas=tuple(map(tuple, replicas)),
+        sync=tuple(sync), modules=tuple(tuple(names) for names in modules), replicas=tuple(map(tuple, replicas)),
         holders=tuple({name: tuple(ranks) for name, ranks in by_module.items()} for by_module in holders),
-    )
+    )  # fmt: skip

@@ -44,7 +44,6 @@ class OuterRules:
 
     @property
     def has_buffer(self) -> bool:
-        """Whether a momentum buffer is needed."""
         return self.momentum != 0
 
     @property

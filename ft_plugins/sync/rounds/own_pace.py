@@ -85,7 +85,6 @@ class Timekeeper:
 
     @property
     def elapsed(self) -> float:
-        """Seconds of the present period."""
         return self._clock() - self._started
 
     def begin(self, period: float, quota: float = float("inf")) -> None:

@@ -91,12 +91,10 @@ class NormStatistics:
         return NormStatistics(mean, deviation, self.count + 1)
 
     def values(self) -> list[float]:
-        """The three numbers, for a gather or a snapshot."""
         return [self.mean, self.deviation, float(self.count)]
 
     @classmethod
     def from_values(cls, values: Sequence[float]) -> NormStatistics:
-        """The inverse of `values`, exactly."""
         mean, deviation, count = values
         return cls(float(mean), float(deviation), int(count))
 
@@ -122,11 +120,9 @@ class Judgement:
 
 
 def judge(
-    norms: Sequence[float | None],
-    statistics: Sequence[NormStatistics],
-    rules: PenaltyRules,
+    norms: Sequence[float | None], statistics: Sequence[NormStatistics], rules: PenaltyRules,
     weights_by: Sequence[float] | None = None,
-) -> Judgement:
+) -> Judgement:  # fmt: skip
     """Judge one module. `norms`: G_i by member, None for one that is absent; `weights_by`: a further factor of each
     weight, such as the member's tokens. If it is 0 for all members that are not anomalous, it is ignored.
 

@@ -107,7 +107,6 @@ class Synchronisation:
 
     @property
     def nbytes(self) -> int:
-        """Memory that is held permanently."""
         held = [each for state in self.states.values() for each in (*state.anchors.values(), *state.momentum.values())]
         return sum(tensor.nbytes for tensor in held)
 

@@ -34,11 +34,10 @@ from ...model.reduction import EarlyUpdates, ReductionControl
 from ...sync.layers.layer_profile import read_profile
 from ...sync.layers.layers_job import JobSchedule, equal_schedule, job_period, planned_schedule
 from ...sync.layers.module_times import EdgeKind
-from ...sync.layers.stopwatch import Stopwatch
 from ...sync.rounds.local_policy import LocalSgdPolicy
 from ...sync.rounds.modules import ModulePlan
 from ...sync.rounds.synchronisation import Synchronisation
-from .layers_planning import LayerMeasurement, LayerPlanning
+from .layers_planning import LayerMeasurement, LayerPlanning, Stopwatch
 from .sync_groups import SyncGroups
 from .under_way import SynchronisationUnderWay
 

@@ -16,6 +16,7 @@ In: edges of modules, marks. Out: `JobSchedule`; the profile, as a file of rank 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,12 +31,13 @@ from ...sync.layers.layer_profile import LayerProfile, write_profile
 from ...sync.layers.layers_job import JobLayers, JobSchedule, next_schedule, profile_of
 from ...sync.layers.layers_measured import ModuleSamples, Row, over_ranks, over_replicas, row_of, times_of
 from ...sync.layers.module_times import EdgeKind, ModuleTimes, TimedEdge, module_times
-from ...sync.layers.stopwatch import Mark, Stopwatch
 from .sync_groups import SyncGroups
 from .under_way import SynchronisationUnderWay
 
 _MEASURED = 3  # periods: a median of three ignores one outlier, also for a layer that is averaged once in a period
 _CHECKED = 10  # periods from one check of the plan to the next: measuring costs a call for each edge of a module
+
+Mark = float | torch.cuda.Event
 
 
 class LayerMeasurement:
@@ -48,7 +50,6 @@ class LayerMeasurement:
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything."""
         self._edges = []
         self._averagings: list[tuple[str, Mark, Mark]] = []
         self._waits: list[tuple[Mark, Mark]] = []
@@ -60,7 +61,6 @@ class LayerMeasurement:
             self._edges.append((kind, module, self._stopwatch.mark()))
 
     def averaging(self, module: str, exchange: Callable[[str], float]) -> float:
-        """Exchange a module."""
         begin = self._stopwatch.mark()
         factor = exchange(module)
         if self.recording:
@@ -75,7 +75,6 @@ class LayerMeasurement:
             self._waits.append((begin, self._stopwatch.mark()))
 
     def iteration_end(self) -> None:
-        """The update of an iteration is done."""
         if self._edges:
             self._iterations.append((self._edges, self._stopwatch.mark()))
         self._edges = []
@@ -156,7 +155,6 @@ class LayerPlanning:
         return plan.schedule
 
     def close(self) -> None:
-        """End the thread. Idempotent."""
         if self._planner is not None:
             self._planner.close()
 
@@ -186,3 +184,27 @@ class LayerPlanning:
         """Merge what all ranks of this replica's sync groups measured. A collective of all of them."""
         merged = over_replicas(np.asarray(self._groups.peers.gather_job(row.tolist())))
         return over_ranks(np.asarray(self._groups.replica.gather_job(merged.tolist())))
+
+
+class Stopwatch:
+    """The clock of one device: that of the processor, or events of the current stream of a GPU. A mark never waits for
+    the device. `seconds` does, until the later mark has passed, so it is asked for marks of an earlier iteration."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+
+    def mark(self) -> Mark:
+        """Now, in the order of what the calling thread has given to the device."""
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, begin: Mark, end: Mark) -> float:
+        if isinstance(begin, torch.cuda.Event):
+            assert isinstance(end, torch.cuda.Event)
+            end.synchronize()
+            return begin.elapsed_time(end) / 1e3
+        assert isinstance(end, float)
+        return end - begin

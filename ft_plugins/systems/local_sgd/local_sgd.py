@@ -40,8 +40,7 @@ from ...sync.rounds.penalty import NormStatistics
 from ...sync.rounds.synchronisation import Synchronisation, SynchronisationRules
 from .clocked import ClockedReplica, timekeeper
 from .layered import LayeredAveraging
-from .sync_groups import SyncGroups, connect_groups
-from .sync_items import OuterItems
+from .sync_groups import OuterItems, SyncGroups, connect_groups
 from .under_way import SynchronisationUnderWay
 
 _BUCKET_BYTES = 16 << 20  # of parameters exchanged at once; temporary memory is about 8 times that
@@ -52,9 +51,7 @@ class LocalSgd:
 
     name = "local_sgd"
 
-    def __init__(
-        self, host: Host, config: SyncConfig, events: Events, every: bool, folder: Path | None = None
-    ) -> None:
+    def __init__(self, host: Host, config: SyncConfig, events: Events, every: bool, folder: Path | None = None) -> None:
         """Plan, without communication. `every`: versions are also taken between synchronisations; `folder`: of files
         about this run. Raises ConfigError; UnsupportedError if local SGD is impossible here."""
         self.on_complete: Callable[[], None] = lambda: None

@@ -1,4 +1,5 @@
-"""Create the process groups of local SGD: which ranks are synchronised with each other, which form a replica.
+"""Create the process groups of local SGD: which ranks are synchronised with each other, which form a replica; and the
+state items that it adds.
 
 Invariant: every rank of the job creates the same groups in the same order, and each group has `sync.timeout`.
 
@@ -7,8 +8,8 @@ In: a host, its sync group and modules, the collective of the job. Out: `SyncGro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import msgpack
@@ -17,10 +18,12 @@ import torch.distributed as dist
 
 from ...collective import Collective
 from ...model.host import Host
+from ...model.inventory import Item, IterationSpan, Role
 from ...sync.layers.layers_job import JobLayers, job_layers
 from ...sync.links import Links, Ranks
 from ...sync.rounds.late_peers import PeerWait
-from ...sync.rounds.modules import GroupPlan, JobGroups, plan_groups
+from ...sync.rounds.modules import GroupPlan, JobGroups, ModulePlan, plan_groups
+from ...sync.rounds.synchronisation import ModuleState
 
 _CPU = torch.device("cpu")
 
@@ -41,7 +44,6 @@ class SyncGroups:
 
     @property
     def stage(self) -> int:
-        """The pipeline stage of this rank."""
         return self.stages[self.rank]
 
     def layers(self) -> JobLayers:
@@ -78,12 +80,48 @@ def connect_groups(
     device = next((tensor.device for tensor in host.tensors().values()), _CPU)
     made = {ranks: dist.new_group(list(ranks), timeout=timedelta(seconds=timeout)) for ranks in job.all()}
     return SyncGroups(
-        rank=host.rank,
-        job=job,
-        plan=plan,
-        stages=tuple(stage for _, _, stage in reports),
+        rank=host.rank, job=job, plan=plan, stages=tuple(stage for _, _, stage in reports),
         peers=Links(host.rank, made, made.get(members), device),
-        replica=Links(host.rank, made, made.get(plan.replica), device),
-        device=device,
+        replica=Links(host.rank, made, made.get(plan.replica), device), device=device,
         wait=PeerWait(host.rank, members, plan.replica, timeout),
-    )
+    )  # fmt: skip
+
+
+_UPDATE = frozenset({IterationSpan.UPDATE})
+
+
+class OuterItems:
+    """The tensors of local SGD on one rank as state items: last synchronised parameters (anchors), outer momentum.
+    `anchors`: whether versions are taken where anchors differ from parameters.
+
+    Anchors equal the parameters at a synchronisation, so they are captured only if versions are taken elsewhere, or
+    where their dtype is wider than that of the parameters. Both are equal on all replicas at every version point, so
+    replicas share out their capture. They are divided as their parameters are, so a resize reshards them the same way.
+    """
+
+    def __init__(self, modules: Sequence[ModulePlan], states: Mapping[str, ModuleState], anchors: bool) -> None:
+        self._live: dict[str, torch.Tensor] = {}
+        self.items: list[Item] = []
+        self.has_anchors = anchors
+        for item, state in ((item, states[module.name]) for module in modules for item in module.items):
+            anchor = state.anchors.get(item.name)
+            widened = anchor is not None and str(anchor.dtype).removeprefix("torch.") != item.dtype
+            self.has_anchors = self.has_anchors or widened
+        for item, state in ((item, states[module.name]) for module in modules for item in module.items):
+            if self.has_anchors and item.name in state.anchors:
+                self._add(item, "anchor", state.anchors[item.name])
+            if item.name in state.momentum:
+                self._add(item, "momentum", state.momentum[item.name])
+
+    def _add(self, of: Item, kind: str, tensor: torch.Tensor) -> None:
+        name = f"local_sgd.{kind}:{of.name}"
+        self.items.append(
+            replace(
+                of, name=name, dtype=str(tensor.dtype).removeprefix("torch."), nbytes=tensor.nbytes, role=Role.OUTER,
+                shape=tuple(tensor.shape), changed_by=_UPDATE,
+            )
+        )  # fmt: skip
+        self._live[name] = tensor
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        return self._live

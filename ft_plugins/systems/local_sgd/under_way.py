@@ -52,11 +52,9 @@ class SynchronisationUnderWay:
 
     @property
     def names(self) -> Sequence[str]:
-        """The modules of the last synchronisation."""
         return self._order
 
     def __bool__(self) -> bool:
-        """Whether a synchronisation is under way."""
         return bool(self._waiting)
 
     def start(self, step: int, factors: Sequence[float] | None = None) -> None:
@@ -90,7 +88,6 @@ class SynchronisationUnderWay:
         return self._background.start(partial(self._wait.within, self.step, what, work))
 
     def before_forward(self, name: str) -> None:
-        """The forward of a module is about to begin."""
         if name in self._waiting and self._apply_at is AppliedAt.FORWARD:
             self._apply(name)
 
@@ -108,14 +105,12 @@ class SynchronisationUnderWay:
             self._waiting, self._unfinished = {}, False
 
     def apply_all(self) -> None:
-        """Apply what is still to be applied."""
         for name in self._order if self._waiting else ():
             if name in self._waiting:
                 self._apply(name)
         self._finish_if_applied()
 
     def close(self) -> None:
-        """End the thread. Idempotent."""
         if self._background is not None:
             self._background.close()
             self._background = None

@@ -2,7 +2,9 @@
 
 Invariant: the names are in the small state, which is bounded by the rank's own segment, not in the fingerprint, which
 has to fit into a header and into messages. So groups are compared when small state is read; where a segment is refused
-before that, its newest small state is read to add the name to the reason.
+before that, its newest small state is read to add the name to the reason. The fingerprint has a digest of all tensors;
+the manifest of each version names them. Only what is certain is said: a rank captures a share of what its replicas
+hold, so a tensor is new only if no share has it, and all shares are known.
 
 In: a host, small state or a segment. Out: nothing, or ResumeError.
 """
@@ -14,12 +16,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...base.outside_values import shown
 from ...errors import FtError, ResumeError
 from ...model.host import Grouped, Host
+from ...model.inventory import Inventory, Item, Role
 from ...snapshot.capture import codec, manifest
+from ...snapshot.capture.manifest import REPLICATED, Manifest
 from ...snapshot.segment.segment import Segment
 from ...snapshot.segment.slots import SlotState
-from .captured_tensors import changed_tensor
 
 
 def require_same_groups(host: Host, small: Mapping[str, Any]) -> None:
@@ -59,3 +63,45 @@ def _newest(path: Path) -> tuple[bytes, bytes] | None:
         return manifest.split(segment.small(versions[max(versions)])) if versions else None
     finally:
         segment.close()
+
+
+def changed_tensor(captured: Sequence[Manifest], now: Inventory) -> str:
+    """The first tensor by name that has changed, is gone or is new; '' if none is known to be."""
+    own = captured[0]
+    alike = [one for one in captured if one.coordinates == own.coordinates]
+    were = {
+        tensor.name: tensor
+        for one in reversed(alike)
+        for tensor in one.tensors
+        if one is own or tensor.kind == REPLICATED
+    }
+    are = {item.name: item for item in now.items if item.nbytes and item.role is not Role.COPY}
+    found: list[str] = []
+    for name in sorted(were.keys() | are.keys()):
+        before, after = were.get(name), are.get(name)
+        if after is None:
+            found.append(f"{_named(before.role if before else '', name)} is gone")
+        elif before is None:
+            if len(captured) == own.world_size:
+                found.append(f"{_named(after.role.value, name)} of {_shape(after)} is new")
+        elif (before.dtype, before.whole) != (after.dtype, whole_bytes(after)):
+            had = f"{before.whole} bytes of {before.dtype}"
+            found.append(f"{_named(before.role, name)} had {had}, and has {whole_bytes(after)}, {_shape(after)}")
+    more = f" ({len(found) - 1} more tensors differ)" if len(found) > 1 else ""
+    return f"{found[0]}{more}" if found else ""
+
+
+def whole_bytes(item: Item) -> int:
+    """Bytes of the whole tensor of which an item may be a piece."""
+    if item.piece is None:
+        return item.nbytes
+    start, stop, elements = item.piece
+    return elements * (item.nbytes // (stop - start))
+
+
+def _named(role: str, name: str) -> str:
+    return f"{role.replace('_', ' ')} {shown(name)}"
+
+
+def _shape(item: Item) -> str:
+    return f"shape {' x '.join(map(str, item.shape)) or 'scalar'} of {item.dtype}"

@@ -50,12 +50,10 @@ class CarryingHost:
         return Inventory.of(inventory.rank, [*items, *synchronizer.items()])
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """The live tensors of all items."""
         tensors = self._host.tensors()
         return tensors if self.synchronizer is None else {**tensors, **self.synchronizer.tensors()}
 
     def small_state(self) -> dict[str, Any]:
-        """The host's small state, with the carried state."""
         held = self._held if self._uses_held else None
         small = self._host.small_state() if held is None else codec.decode(held)
         if self.synchronizer is None:
@@ -91,7 +89,6 @@ class CarryingHost:
         self._host.restore(_without(small))
 
     def restore_position(self, small: Mapping[str, Any]) -> None:
-        """Restore the host's data position and RNG."""
         self._host.restore_position(_without(small))
 
     def regrouped(self, small: Mapping[str, Any]) -> str:

@@ -31,8 +31,8 @@ from ...snapshot.segment.room import check_room, memory_bytes
 from ...snapshot.segment.shape import Shape
 from ...transport.wire import read_secret
 from ..iteration_ledger import IterationLedger
+from .dry_claim import smaller_claims
 from .failure_domains import JobNodeNames, exchange_names
-from .memory_advice import smaller_claims
 from .reft import Reft
 from .reft_plan import check_replicas
 from .reft_reports import budget_table

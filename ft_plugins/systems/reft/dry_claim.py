@@ -28,6 +28,7 @@ from ...recovery.nodes import RankLayout
 from ...redundancy.exchange_plan import positions
 from ...snapshot.capture.double import replica_shares
 from ...snapshot.capture.layout import Layout, plan_layout
+from ...snapshot.segment.slots import FIRST
 from .failure_domains import JobNodeNames
 from .reft_nodes import ReftNodes
 from .reft_plan import CapturePlan
@@ -60,7 +61,6 @@ class DryJob:
 
     @cached_property
     def nodes(self) -> tuple[str, ...]:
-        """The node of each rank, in order."""
         return tuple(f"node{rank // self.ranks_per_node}" for rank in range(self.topology.world_size))
 
     def inventory(self, rank: int) -> Inventory:
@@ -89,7 +89,6 @@ class NodeClaim:
 
     @property
     def total(self) -> int:
-        """Bytes claimed on the node at start."""
         return self.snapshots + self.own_parity + self.store
 
 
@@ -202,6 +201,26 @@ def _claim(facts: list[RankLayout], ranks: tuple[int, ...], store: int) -> NodeC
 
 
 def block_of(claim: DryClaim) -> dict[str, Any]:
-    """As JSON."""
     kinds: list[Mapping[str, Any]] = [{**vars(kind), "total": kind.total} for kind in claim.kinds]
     return {"nodes": kinds, "losses": claim.losses, "unprotected": claim.unprotected}
+
+
+def smaller_claims(config: Config, losses: int) -> str:
+    """Ways for a message, separated by semicolons; '' for none. `losses`: lost nodes that a group survives."""
+    reft, ways = config.capture, []
+    if reft is None:
+        return ""
+    if losses and (reft.slots or 0) > FIRST:
+        ways.append(
+            f"no --reft-slots ({FIRST} of the {reft.slots} snapshots are then claimed at start, others when needed)"
+        )
+    if losses and reft.redundancy in ("raim5", "raim6", "both"):
+        ways.append(
+            "larger redundancy groups (--reft-group-nodes, and data parallelism over more nodes), in which each node "
+            "keeps less parity"
+        )
+    if losses and reft.redundancy == "raim6":
+        ways.append("--reft-redundancy raim5 (one lost node of a group instead of two)")
+    if losses and config.baft is None:
+        ways.append("--reft-redundancy none (a lost node is then survived from checkpoints only)")
+    return "; ".join(ways)

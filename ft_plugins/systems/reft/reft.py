@@ -99,7 +99,6 @@ class Reft(CaptureOwner):
 
     @property
     def claimed_slots(self) -> int:
-        """How many slots have memory."""
         return len(self._mapped().claimed)
 
     def find_previous_size(self, mode: str) -> None:
@@ -155,7 +154,7 @@ class Reft(CaptureOwner):
         condemned = [rank for rank, ending in enumerate(ended) if ending]
         self._ledger.open(segment.ledger, plan.version.iteration if again and plan.version else None, condemned)
         if self._audits:
-            segment.agreed = plan.loaded if plan.version is None else plan.version.iteration
+            segment.header.agreed = plan.loaded if plan.version is None else plan.version.iteration
         self._capture = Capture(segment, self.plan.layout, self._host.tensors, self._token, self)
         if plan.version is not None:  # exchanged first; the SMPs have settled by now which parity has to stay
             self._capture.add_parity(plan.version)
@@ -229,7 +228,7 @@ class Reft(CaptureOwner):
 
     def record_completed(self, step: int) -> None:
         """Record that iteration `step` is over, captured or not; a recovery counts the lost iterations from it."""
-        self._mapped().completed = step
+        self._mapped().header.completed = step
 
     def mark(self, step: int, mark: Mark) -> None:
         """Record the verdict on the replicas of version `step`, if it was captured. Its capture is sealed.
@@ -237,7 +236,7 @@ class Reft(CaptureOwner):
         The restored version keeps its mark: its replicas are identical because they were restored from the same parts.
         """
         if self._audits and mark is Mark.CERTIFIED:
-            self._mapped().agreed = step
+            self._mapped().header.agreed = step
         if self._base is None or step > self._base.iteration:
             self._mapped().mark(Version(self._lineage, step), mark)
 
@@ -249,7 +248,7 @@ class Reft(CaptureOwner):
         """
         segment = self._mapped()
         if self._audits:  # what the framework has saved since is not used either
-            segment.doubt(since + 1, max(segment.completed, since + 1))
+            segment.header.doubt(since + 1, max(segment.header.completed, since + 1))
         discarded, tainted = list[int](), list[int]()
         for slot, version in captured_after(segment.slots(), self._lineage, since):
             if slot.pins:
@@ -269,7 +268,7 @@ class Reft(CaptureOwner):
             self._end_capture()
             self._ledger.close()
             if self._segment is not None and self._audits and not in_order:
-                self._segment.agreed = UNJUDGED
+                self._segment.header.agreed = UNJUDGED
             if self._segment is not None and in_order:
                 self._segment.close()
                 self._segment = None

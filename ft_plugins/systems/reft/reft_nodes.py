@@ -56,15 +56,9 @@ class ReftNodes:
     whether this rank is the lowest of its node, which acts for it."""
 
     def __init__(
-        self,
-        host: Host,
-        config: Config,
-        collective: Collective,
-        names: JobNodeNames,
-        run_dir: Path,
-        token: int,
+        self, host: Host, config: Config, collective: Collective, names: JobNodeNames, run_dir: Path, token: int,
         events: Events,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Raises ConfigError."""
         if config.capture is None:
             raise ConfigError("REFT is not on")

@@ -53,7 +53,6 @@ class CapturePlan:
 
     @cached_property
     def shape(self) -> Shape:
-        """The shape of the segment."""
         small = max(_SMALL_FLOOR, 2 * len(self.small()))
         kinds = [(item.name, item.dtype, item.shape) for item in self._host.inventory().items]
         digest = layout_digest(self.layout, self._config.bucket_mib, kinds)

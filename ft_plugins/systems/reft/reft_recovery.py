@@ -90,7 +90,7 @@ class ReftRecovery:
         seconds = time.perf_counter() - verified
         self._void_checkpoints(plan, mode)
         if plan.refused:  # also at later restarts, at which the framework loads it again
-            segment.doubt(plan.agreed or 0, max(plan.completed, plan.refused))
+            segment.header.doubt(plan.agreed or 0, max(plan.completed, plan.refused))
         self._open_lineage(plan)
         return Recovered(plan, small, nodes, verified - started, seconds)
 

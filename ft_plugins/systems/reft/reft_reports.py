@@ -68,7 +68,6 @@ class ReftReports:
         self._events.emit(kind, reason=str(error))
 
     def storage(self, kind: EventType, reason: str) -> None:
-        """Report an event of the storage tier."""
         self._events.emit(kind, reason=reason)
 
     def restored(self, plan: RecoveryPlan, **seconds: float) -> None:
@@ -78,16 +77,10 @@ class ReftReports:
             self._events.emit(kind, reason=plan.reason, completed=plan.completed, lost=plan.lost)
             return
         self._events.emit(
-            catalogue.STATE_RESTORED,
-            lineage=plan.version.lineage if plan.version else None,
-            iteration=plan.version.iteration if plan.version else plan.loaded,
-            tier=plan.tier,
-            reason=plan.reason,
-            completed=plan.completed,
-            lost=plan.lost,
-            **({"mark": plan.mark.word} if plan.mark else {}),
-            **seconds,
-        )
+            catalogue.STATE_RESTORED, lineage=plan.version.lineage if plan.version else None,
+            iteration=plan.version.iteration if plan.version else plan.loaded, tier=plan.tier, reason=plan.reason,
+            completed=plan.completed, lost=plan.lost, **({"mark": plan.mark.word} if plan.mark else {}), **seconds,
+        )  # fmt: skip
 
     def voided(self, since: int, discarded: Sequence[int], tainted: Sequence[int]) -> None:
         """Report versions captured after iteration `since`, which hold a wrong replica: `tainted` ones are pinned."""
@@ -129,13 +122,11 @@ class ReftReports:
         self._waits.append((step, seconds))
 
     def report_waits(self) -> None:
-        """Report the fences since the last call."""
         waits, self._waits = self._waits, []
         for step, seconds in waits:
             self._events.emit(catalogue.FENCE_WAITED, iteration=step, seconds=seconds)
 
     def print_alarms(self) -> None:
-        """Print new alarms of the SMP."""
         if self._alarms is None:
             return
         with contextlib.suppress(OSError, ValueError):

@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("deepspeed")
 
 from ft_plugins.adapters.deepspeed.stepping import DeepSpeedStepping  # noqa: E402
+from ft_plugins.errors import UnsupportedError  # noqa: E402
 from tests.unit.adapters import deepspeed_engines as engines  # noqa: E402
 
 Ranks = Callable[..., list[Any]]
@@ -77,25 +78,6 @@ def _once_more(rank: int, world: int, pp: int, told: dict[str, Any]) -> Any:
 
     first = engines.run(rank, world, pp, told, clean)
     return first, engines.run(rank, world, pp, told, repair, spoil), gradients, wrong[0]
-
-
-def test_a_script_of_its_own_cannot_be_run_once_more_and_the_reason_is_said(ranks: Ranks) -> None:
-    for recomputes, no_recompute_reason, error in ranks(_of_a_script, 2):
-        assert not recomputes and "between engine(...) and engine.backward(...)" in no_recompute_reason
-        assert "--paft-audit-at forward" in no_recompute_reason and no_recompute_reason in error
-
-
-def _of_a_script(rank: int, world: int) -> Any:
-    from ft_plugins.adapters.deepspeed.core import DeepSpeedHost
-    from ft_plugins.errors import UnsupportedError
-
-    host = DeepSpeedHost(engines.built(rank, world, 0, **FP32))
-    host.keep_iterations()
-    try:
-        host.recompute(1)
-    except UnsupportedError as error:
-        return host.recomputes, host.no_recompute_reason, str(error)
-    return None
 
 
 @pytest.mark.parametrize(
@@ -202,21 +184,6 @@ def _before_reduction(rank: int, world: int, pp: int, told: dict[str, Any]) -> A
     return steps, names, *found
 
 
-def test_where_gradients_are_reduced_while_backward_goes_on_there_is_no_moment_before(ranks: Ranks) -> None:
-    assert all("during backward" in error for error in ranks(_no_moment, 2))
-
-
-def _no_moment(rank: int, world: int) -> str:
-    from ft_plugins.adapters.deepspeed.core import DeepSpeedHost
-    from ft_plugins.errors import UnsupportedError
-
-    try:
-        DeepSpeedHost(engines.built(rank, world, 0, **PLAIN["bf16 zero2"])).before_reduction(lambda step, found: None)
-    except UnsupportedError as error:
-        return str(error)
-    return ""
-
-
 # ---- copies ----
 
 
@@ -255,22 +222,33 @@ def _copies(rank: int, world: int, pp: int, told: dict[str, Any]) -> Any:
     return (inventory, list(host.copy_tensors())), items, computed, before, wrong, now()
 
 
-def test_zero3_has_nothing_that_could_be_compared_and_is_refused_by_name(ranks: Ranks) -> None:
-    for found, error in ranks(_stage3, 2):
-        assert found == {}
-        assert "ZeRO-3 gathers parameters only while they are used" in error and "drop --paft" in error
+REFUSED: dict[str, tuple[dict[str, Any], Callable[[Any], Any]]] = {  # by a part of the message
+    "recomputed: the script may compute anything between engine(...) and engine.backward(...); with --paft-audit-at": (
+        FP32, lambda host: (host.keep_iterations(), host.recompute(1)),
+    ),
+    "reduce gradients during backward": (
+        PLAIN["bf16 zero2"], lambda host: host.before_reduction(lambda step, found: None),
+    ),
+    "ZeRO-3 gathers parameters only while they are used: between two updates a single rank holds each element, and": (
+        {"stage": 3, "bf16": True}, lambda host: (host.gradients() == {} and host.copies()),
+    ),
+}  # fmt: skip
 
 
-def _stage3(rank: int, world: int) -> Any:
+def test_what_an_engine_cannot_do_is_refused_by_name(ranks: Ranks) -> None:
+    for found in ranks(_refused, 2):
+        assert all(message in said for message, said in found.items()), found
+
+
+def _refused(rank: int, world: int) -> dict[str, str]:
     from ft_plugins.adapters.deepspeed.core import DeepSpeedHost
-    from ft_plugins.errors import UnsupportedError
 
-    host = DeepSpeedHost(engines.built(rank, world, 0, stage=3, bf16=True))
-    try:
-        host.copies()
-    except UnsupportedError as error:
-        return host.gradients(), str(error)
-    return {}, ""
+    said = {}
+    for message, (told, call) in REFUSED.items():
+        with pytest.raises(UnsupportedError) as caught:
+            call(DeepSpeedHost(engines.built(rank, world, 0, **told)))
+        said[message] = str(caught.value)
+    return said
 
 
 # ---- beside tensors ----

@@ -13,7 +13,6 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 import ft_plugins
-from ft_plugins.adapters.torch.plain import PlainHost
 from ft_plugins.adapters.torch.torch_loop import TorchHost
 from ft_plugins.config import Config, LaunchContext
 from ft_plugins.errors import (
@@ -130,31 +129,6 @@ def test_what_is_handed_over_is_gone_on_from_bit_for_bit(made: tuple[Any, ...]) 
 
 
 # ---- what would be lost ----
-
-
-def test_tensors_without_the_moments_that_an_optimizer_creates_later_are_refused() -> None:
-    """As a loop of one's own registers them, before the first update: the moments would never be captured."""
-    model = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.Adam(model.parameters())
-    host = PlainHost(dict(model.state_dict()))
-    attach(host, Config(), context())
-    model(torch.ones(1, 3)).sum().backward()
-    with pytest.raises(InventoryError, match=r"keeps '(step|exp_avg)' for 'weight'.*TorchHost"):
-        optimizer.step()
-
-
-def test_tensors_with_all_that_the_optimizer_keeps_are_not() -> None:
-    model = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    stranger = torch.optim.Adam(torch.nn.Linear(3, 2).parameters())
-    tensors = dict(model.state_dict())
-    for name, one in model.named_parameters():
-        tensors[f"{name}.momentum"] = optimizer.state[one]["momentum_buffer"] = torch.zeros_like(one)
-    attach(PlainHost(tensors), Config(), context())
-    for each in (stranger, optimizer):
-        for one in each.param_groups[0]["params"]:
-            one.grad = torch.ones_like(one)
-        each.step()
 
 
 def _replace_moment(loop: Loop, added: torch.nn.Parameter) -> None:

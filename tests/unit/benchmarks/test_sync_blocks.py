@@ -21,13 +21,13 @@ def test_a_cost_is_that_of_its_own_round_so_that_a_slower_machine_does_not_count
     rounds = [{PLAIN: slow, "sync": 1.25 * slow, "dyn": 1.01 * slow} for slow in (1.0, 3.0, 2.0, 1.0)]
     found = costs(rounds)
     assert found.keys() == {"sync", "dyn"}
-    assert found["sync"].share == pytest.approx(0.25) and found["dyn"].share == pytest.approx(0.01)
+    assert found["sync"].value == pytest.approx(0.25) and found["dyn"].value == pytest.approx(0.01)
     assert found["sync"].low == pytest.approx(found["sync"].high)
 
 
 def test_one_disturbed_block_moves_the_interval_and_not_the_figure() -> None:
     rounds = [{PLAIN: 1.0, "sync": 1.2}] * 8 + [{PLAIN: 1.0, "sync": 3.0}]
-    assert costs(rounds)["sync"].share == pytest.approx(0.2)
+    assert costs(rounds)["sync"].value == pytest.approx(0.2)
 
 
 def test_the_interval_has_what_the_shares_have() -> None:

@@ -78,10 +78,11 @@ def test_it_lies_in_a_segment_between_what_else_is_in_the_header(segment_path: P
     segment, other = Segment(segment_path), Segment(segment_path)
     before = segment.bytes.copy()
     Gate(segment.gate).open([grant(1, 0, 1, 2**40)] * WINDOWS, 1, 5)
-    segment.completed, segment.token = 9, 2**63
+    segment.header.completed, segment.header.token = 9, 2**63
     found = Gate(other.gate).read()
     assert found is not None and found.windows == ((5, 5 + 10**9, 2**40),) * WINDOWS
-    assert segment.fingerprint == {"model": "x" * 2900} and (segment.completed, segment.token) == (9, 2**63)
+    assert segment.fingerprint == {"model": "x" * 2900}
+    assert (segment.header.completed, segment.header.token) == (9, 2**63)
     changed = np.nonzero(segment.bytes != before)[0]
     assert all(at < 512 + GATE_BYTES for at in changed)
     segment.close()

@@ -35,6 +35,8 @@ from ft_plugins.snapshot.segment.segment import Segment
 from ft_plugins.snapshot.segment.shape import Shape
 from ft_plugins.snapshot.segment.slots import Version, choose
 
+from ..conftest import gone
+
 WAIT = 90.0
 SHAPE = Shape(nbytes=4096, small_nbytes=64, buckets=1, layout=1)
 fork = get_context("fork")
@@ -143,18 +145,6 @@ def node(tmp_path: Path) -> Iterator[Node]:
     assert node.left_behind() == []
 
 
-def gone(pid: int) -> bool:
-    """Wait for the end of a process that may be nobody's child here."""
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        return bool(select.select([descriptor], [], [], WAIT)[0])
-    finally:
-        os.close(descriptor)
-
-
 def capture(iteration: int) -> None:
     """This rank's share of a version, complete."""
     context = launch_context(os.environ)
@@ -237,7 +227,7 @@ def fail_after_an_iteration(told: Told) -> None:
     with Client(context.run_dir) as client:
         path = client.attach(context.rank, context.token, SHAPE, {"job": "test"}, fresh=False)
     segment = Segment(path)
-    segment.completed = 1
+    segment.header.completed = 1
     segment.close()
     raise RuntimeError("the loss is infinite")
 
@@ -368,11 +358,6 @@ def test_a_job_that_fails_after_the_same_version_each_time_is_stopped(node: Node
     assert "iteration 7 was restored 3 times without a newer version" in outcome.reason
 
 
-def test_a_job_that_gets_further_is_restarted_more_often_than_that(node: Node) -> None:
-    outcome = node.run(fail_with_progress)
-    assert (outcome.status, outcome.restarts, outcome.return_values) == ("succeeded", 6, {0: 6, 1: 6})
-
-
 def test_a_job_that_gets_further_is_restarted_also_beside_the_segments_of_a_wider_earlier_one(node: Node) -> None:
     segments.create(path_of(node.job.name, "n", 2), SHAPE, 2, {"job": "test"})
     outcome = node.run(fail_with_progress)
@@ -386,7 +371,8 @@ def test_a_command_to_begin_afresh_holds_until_a_rank_has_begun_and_no_longer(no
     with Client(node.job.run_dir) as client:
         client.open_lineage(0, 1, 3, None)  # what an earlier ft-run opened is no beginning of this one's
     agent.kill()
-    assert all(gone(pid) for pid in ranks.values())
+    for pid in ranks.values():
+        gone(pid, WAIT)
     outcome = node.run(resume_as_told)
     assert (outcome.return_values, outcome.restarts) == ({0: "auto", 1: "auto"}, 2), outcome
 
@@ -414,7 +400,8 @@ def test_ranks_end_with_a_killed_agent_and_the_same_job_goes_on_from_memory(node
     agent = node.start(wait_to_be_killed)
     ranks = node.pids()
     agent.kill()
-    assert all(gone(pid) for pid in ranks.values())
+    for pid in ranks.values():
+        gone(pid, WAIT)
     with Client(node.job.run_dir) as client:
         assert len(client.status()["segments"]) == 2
     outcome = node.run(wait_to_be_killed)
@@ -437,7 +424,7 @@ def test_a_killed_smp_comes_back_with_the_segments_while_ranks_run_on(node: Node
     with Client(node.job.run_dir) as client:
         old = client.status()["pid"]
     os.kill(old, signal.SIGKILL)
-    assert gone(old)
+    gone(old, WAIT)
     with Client(node.job.run_dir, WAIT) as client:
         found = client.status()
     assert found["pid"] != old and len(found["segments"]) == 2
@@ -467,7 +454,8 @@ def test_ranks_that_hold_the_signal_are_killed_when_their_part_of_the_grace_is_o
     assert node.told.hear("held") and node.told.hear("held"), "they have got it"
     assert node.told.hear("agent") == ["SignalException"]
     assert time.monotonic() - began < 25, "torch would give them 30 s"
-    assert all(gone(pid) for pid in ranks.values())
+    for pid in ranks.values():
+        gone(pid, WAIT)
     assert len(node.left_behind()) == 2
 
 
@@ -476,6 +464,7 @@ def test_a_terminated_agent_ends_its_ranks_and_leaves_the_memory(node: Node) -> 
     ranks = node.pids()
     os.kill(agent.pid or 0, signal.SIGTERM)
     assert node.told.hear("agent") == ["SignalException"]
-    assert all(gone(pid) for pid in ranks.values())
+    for pid in ranks.values():
+        gone(pid, WAIT)
     assert [event["status"] for event in node.events("job.ended")] == ["signalled"]
     assert len(node.left_behind()) == 2

@@ -108,6 +108,9 @@ def test_a_bad_flag_is_one_line_and_a_status(folder: Path, capsys: pytest.Captur
     assert len(errors) == 1 and "did you mean --reft-interval?" in errors[0]
 
 
+PROTECTED = ["--reft", "--ftp-job", "j", "--ftp-node-name", "a"]
+
+
 def where() -> str:
     """The end of a protected job's last line."""
     return f" (node a; what happened is in {run_directory('j', 'a') / 'events.jsonl'})"
@@ -141,8 +144,7 @@ def test_how_the_job_ended_is_the_status_and_at_most_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(command, "execute", lambda planned: outcome)
-    words = ["--reft", "--ftp-job", "j", "--ftp-node-name", "a", str(folder / "train.py")]
-    assert command.main(words) == code
+    assert command.main([*PROTECTED, str(folder / "train.py")]) == code
     assert capsys.readouterr().err.splitlines() == [line + where() for line in lines]
 
 
@@ -151,8 +153,7 @@ def test_a_job_that_was_stopped_ends_with_torchs_report_and_our_line(
 ) -> None:
     outcome = Outcome("stuck", "stopped: iteration 7 ...: rank 3 ...", failures={3: failed(3, "loss is infinite")})
     monkeypatch.setattr(command, "execute", lambda planned: outcome)
-    words = ["--reft", "--ftp-job", "j", "--ftp-node-name", "a", str(folder / "train.py")]
-    assert command.main(words) == 1
+    assert command.main([*PROTECTED, str(folder / "train.py")]) == 1
     shown = capsys.readouterr().err
     assert "train.py FAILED" in shown and "loss is infinite" in shown
     assert shown.splitlines()[-1] == f"ft-run: stopped: iteration 7 ...: rank 3 ...{where()}"
@@ -166,8 +167,7 @@ def test_a_signal_is_told_by_the_status_as_a_shell_does(
 
     monkeypatch.setattr(command, "execute", execute)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "error.json"))
-    words = ["--reft", "--ftp-job", "j", "--ftp-node-name", "a", str(folder / "train.py")]
-    assert command.main(words) == 128 + signal.SIGTERM
+    assert command.main([*PROTECTED, str(folder / "train.py")]) == 128 + signal.SIGTERM
     assert capsys.readouterr().err == f"ft-run: ended by SIGTERM; give the same command again to resume{where()}\n"
     written = json.loads((folder / "error.json").read_text())["message"]  # as torchrun writes it
     assert written["message"] == "SignalException: Process 7 got signal: 15"

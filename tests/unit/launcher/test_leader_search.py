@@ -198,10 +198,34 @@ def test_of_a_connection_the_station_remembers_one_process(make: Callable[..., l
     assert not a.service._connections
 
 
-def test_who_does_not_lead_says_so_to_those_who_ask_it_to(make: Callable[..., list[Node]]) -> None:
+APPLICATION = {"node": "x", "token": "t", "endpoint": "127.0.0.1:1"}
+IMPLAUSIBLE: list[dict[str, Any]] = [
+    *({"seat": {"round": number, "rank": rank, "size": 1}} for number, rank in ((2**32 - 1, 0), (1, 1))),
+    *({"knows": value} for value in (2**64 - 1, -1, True)),
+    *({"node": value} for value in ("x" * 1000, "9" * 5000, "a\nb")),
+    {"endpoint": "h:\u00b2"},
+    {"token": ""},
+]
+WRONG: list[dict[str, Any]] = [
+    *({"do": name} for name in ("look", "no", "elect", "pickle", ["look"])),
+    {"do": "look", "token": 7},
+    {"do": "apply", "application": {"node": "x"}},
+    {"do": "elect", "lead": {"node": "x", "token": "t", "endpoint": "e", "generation": 1 << 40}},
+    {"do": "meet", "lead": [[[[[1]]]]]},
+    {"do": "close", "reason": "\x1b[2J", "status": "failed"},
+    {"do": "close", "reason": "x" * 2000, "status": "failed"},
+    {"do": "serve", "token": "t", "store": "no\nplace"},
+    {},
+]
+
+
+def test_who_does_not_lead_says_so_and_a_request_that_makes_no_sense_is_refused(
+    make: Callable[..., list[Node]],
+) -> None:
     [a] = make("a")
     assert a.service.answer({"do": "look", "token": "t"})["moved"] is True
-    for request in ({"do": "look"}, {}, {"do": "no"}, {"do": "elect"}, {"do": ["look"]}):
+    applying = ({"do": "apply", "token": "t", "application": APPLICATION | more} for more in IMPLAUSIBLE)
+    for request in (*applying, *WRONG):
         with pytest.raises(ProtocolError):
             a.service.answer(request)
 

@@ -368,3 +368,13 @@ def test_an_error_of_the_preloader_never_ends_the_agent(
     assert "Too many" in node.reasons("preload.refused")[0]
     node.said(node.start())
     assert node.forked() == [(0, 1)]
+
+
+def test_a_forked_rank_that_cannot_be_made_a_new_process_imports_by_itself(make: Callable[..., Node]) -> None:
+    node = make()
+    node.install("package", f"{PACKAGE}import numpy.random\nnumpy.random.seed = None\n")
+    node.parent.begin()
+    [handler] = node.start()
+    node.said([handler])
+    assert node.forked() == [(1, 0)] and handler.proc.returncode == 0
+    assert "imports by itself: TypeError" in node.output(0, "err").read_text()

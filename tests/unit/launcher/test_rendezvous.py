@@ -38,13 +38,12 @@ from torch.distributed.launcher.api import LaunchConfig
 from ft_plugins.base.intake import within
 from ft_plugins.config import Config
 from ft_plugins.events import Events
-from ft_plugins.launcher import job_secret, plugin
+from ft_plugins.launcher import plugin
 from ft_plugins.launcher.agent.agent import ProgressAgent
 from ft_plugins.launcher.agent.watcher import Job
 from ft_plugins.launcher.node_launch import _specify
-from ft_plugins.launcher.rendezvous import peer_client, rendezvous, round_join
+from ft_plugins.launcher.rendezvous import rendezvous, round_join
 from ft_plugins.launcher.rendezvous.endpoint import Endpoint
-from ft_plugins.launcher.rendezvous.peer_client import Credentials
 from ft_plugins.launcher.rendezvous.rendezvous import Rendezvous
 from ft_plugins.launcher.rendezvous.rendezvous_settings import BACKEND, RendezvousSettings
 from ft_plugins.launcher.rendezvous.wait_report import command
@@ -221,15 +220,6 @@ def test_nodes_are_ranked_by_name_and_each_round_has_a_store_of_its_own(start: S
     assert before.startswith("127.0.0.3:") and after.startswith("127.0.0.3:") and before != after
 
 
-def test_a_substitute_takes_the_vacant_rank_and_the_others_keep_theirs(start: Start) -> None:
-    a, b, c = start(1, "a"), start(2, "b"), start(3, "c")
-    assert join(a, b, c)["b"]["rank"] == 1
-    b.kill()
-    new = start(4, "0-new")
-    found = join(a, c, new)
-    assert found["a"]["names"] == ["a", "0-new", "c"]
-
-
 def test_a_surplus_node_waits_until_a_rank_is_vacant(start: Start) -> None:
     a, b = start(1, "a", nodes="2:2"), start(2, "b", nodes="2:2")
     join(a, b)
@@ -259,45 +249,6 @@ def test_a_node_that_begins_anew_is_seen_by_those_whose_workers_run(start: Start
     nodes[0].tell("join")
     until(nodes[2], 2)
     assert nodes[2].tell("join").hear()["names"] == ["a", "b", "c"]
-
-
-def test_one_more_node_makes_the_round_larger_where_it_may_be(start: Start) -> None:
-    config: dict[str, Any] = {"nodes": "2:4", "sizes": "4/2", "last_call_timeout": 1}
-    a, b = start(1, "a", **config), start(2, "b", **config)
-    assert join(a, b)["a"]["names"] == ["a", "b"]
-    c = start(3, "c", **config).tell("join")
-    assert c.quiet(SILENCE) and a.ask("num_nodes_waiting") == 0  # three is no size
-    d = start(4, "d", **config).tell("join")
-    until(a, 2)
-    until(b, 2)
-    a.tell("join"), b.tell("join")
-    assert [node.hear()["rank"] for node in (a, b, c, d)] == [0, 1, 2, 3]
-
-
-def test_a_round_goes_on_smaller_after_it_waited_for_a_substitute(start: Start) -> None:
-    config: dict[str, Any] = {"nodes": "2:3", "last_call_timeout": 1, "wait_seconds": 3}
-    a, b, c = (start(number, name, **config) for number, name in ((1, "a"), (2, "b"), (3, "c")))
-    join(a, b, c)
-    b.kill()
-    a.tell("join"), c.tell("join")
-    assert a.quiet(2.5)
-    assert a.hear()["names"] == ["a", "c"]
-    assert c.hear()["rank"] == 1
-
-
-def test_a_stopped_node_is_in_no_round(start: Start) -> None:
-    a, b, c = start(1, "a"), start(2, "b"), start(3, "c")
-    b.ask("num_nodes_waiting")  # it is up
-    a.tell("join"), b.tell("join")
-    assert a.quiet(1)
-    b.kill(signal.SIGSTOP)
-    c.tell("join")
-    assert c.quiet(2 * SILENCE)
-    d = start(4, "d").tell("join")
-    assert d.hear()["names"] == ["a", "c", "d"]
-    assert a.hear()["rank"] == 0
-    b.kill(signal.SIGCONT)
-    assert b.quiet(SILENCE)  # a spare now
 
 
 # ---- the node that leads is lost ----
@@ -399,37 +350,12 @@ def test_a_spare_at_the_address_of_the_lost_one_is_found_while_workers_run(start
     assert new.hear()["names"] == ["c", "b", "new"]
 
 
-@pytest.mark.all_configurations
-def test_the_lead_is_lost_again_and_again(start: Start) -> None:
-    nodes = [start(number, f"n{number}", nodes="1:5", wait_seconds=1, last_call_timeout=WAIT) for number in range(1, 6)]
-    names = join(*nodes)["n1"]["names"]
-    assert names == ["n1", "n2", "n3", "n4", "n5"]
-    for number in (2, 3, 4, 5):
-        found = join(*nodes)
-        assert found[nodes[0].name]["round"] == 2 * number - 2 and len(found) == 6 - number + 1
-        [lost] = [node for node in nodes if found[node.name]["leads"]]
-        lost.kill()
-        nodes.remove(lost)
-        for node in nodes:
-            until(node, 1)
-        assert len(join(*nodes)) == len(nodes)
-
-
 def test_of_nodes_that_start_at_once_only_one_leads(start: Start) -> None:
     nodes = [start(number, f"n{number}", nodes="1:1", endpoints="1,2,3") for number in (1, 2, 3)]
     for node in nodes:
         node.tell("join")
     assert wait([node.connection for node in nodes], WAIT)
     assert sum(not node.quiet(1) for node in nodes) == 1  # two that lead would each have a job of their own
-
-
-def test_too_few_nodes_never_make_a_round(start: Start) -> None:
-    a, b, c = (start(number, name, nodes="2:3", last_call_timeout=1) for number, name in ((1, "a"), (2, "b"), (3, "c")))
-    join(a, b, c)
-    a.kill()
-    b.kill()
-    c.tell("join")
-    assert c.quiet(3 * SILENCE)
 
 
 # ---- memory ----
@@ -651,50 +577,6 @@ def test_whether_any_node_has_captured_is_said_to_all(start: Start) -> None:
     nodes[1].ask("__setattr__", "opened", True)
     join(*nodes)
     assert [node.ask("__getattribute__", "opened_anywhere") for node in nodes] == [True] * 3
-
-
-def test_a_request_that_makes_no_sense_ends_the_connection_and_nothing_else(start: Start) -> None:
-    a, b = start(1, "a", nodes="2:2"), start(2, "b", nodes="2:2")
-    join(a, b)
-    own = a.ask("me")
-    wrong: list[dict[str, Any]] = [
-        {"do": "pickle"},
-        {"do": "look", "token": 7},
-        {"do": "apply", "application": {"node": "x"}},
-        *({"do": "apply", "token": "t", "application": APPLICATION | more} for more in IMPLAUSIBLE),
-        {"do": "elect", "lead": {"node": "x", "token": "t", "endpoint": "e", "generation": 1 << 40}},
-        {"do": "meet", "lead": nested(5)},
-        {"do": "meet", "lead": nested(100)},
-        {"do": "close", "reason": "\x1b[2J", "status": "failed"},
-        {"do": "close", "reason": "x" * 2000, "status": "failed"},
-        {"do": "serve", "token": "t", "store": "no\nplace"},
-        {},
-    ]
-    us = Credentials(job_secret.user_secret(), own.run, "c")
-    assert peer_client.ask(own.endpoint, {"do": "meet"}, WAIT, us)["node"] == "a"
-    for request in wrong:
-        with pytest.raises(ConnectionError):
-            peer_client.ask(own.endpoint, request, WAIT, us)
-    assert [node.ask("num_nodes_waiting") for node in (a, b)] == [0, 0]
-
-
-def nested(depth: int) -> Any:
-    return [nested(depth - 1)] if depth else 1
-
-
-APPLICATION = {"node": "x", "token": "t", "endpoint": "127.0.0.1:1"}
-IMPLAUSIBLE: list[dict[str, Any]] = [
-    {"seat": {"round": 2**32 - 1, "rank": 0, "size": 1}},
-    {"seat": {"round": 1, "rank": 1, "size": 1}},
-    {"knows": 2**64 - 1},
-    {"knows": -1},
-    {"knows": True},
-    {"node": "x" * 1000},
-    {"node": "9" * 5000},
-    {"node": "a\nb"},
-    {"endpoint": "h:\u00b2"},
-    {"token": ""},
-]
 
 
 @pytest.mark.parametrize(

@@ -413,18 +413,6 @@ def test_a_refused_node_of_the_last_round_is_replaced_at_once_by_a_spare_that_wa
     assert rounds.members == ["a", "c"]
 
 
-def test_a_spare_that_is_silent_is_gone_and_one_that_leaves_too() -> None:
-    rounds = Rounds(Rules(1, 1))
-    rounds.come("a")
-    rounds.pass_by(1)
-    rounds.come("b", "c")
-    rounds.silent = {"b/1"}
-    rounds.pass_by(SILENCE + 1)
-    assert rounds.gathering.waiting == ["c"]
-    rounds.gathering.leave("c/1")
-    assert rounds.gathering.waiting == []
-
-
 def test_a_node_with_which_the_round_can_be_larger_opens_it_and_one_with_which_it_cannot_does_not() -> None:
     rounds = Rounds(Rules(2, 4, (2, 4), last_call=5))
     rounds.come("a", "b")
@@ -461,32 +449,6 @@ def test_survivors_that_an_admissible_size_leaves_over_are_spares_until_it_can_b
     assert (rounds.gathering.round, rounds.members) == (3, [*"abcd"]), "c and d have the ranks that they had"
 
 
-def test_rounds_go_on_counting_from_the_newest_that_anybody_remembers() -> None:
-    rounds = Rounds(Rules(2, 2))  # a lead that was started just now
-    rounds.come("new", "old", old=Seat(6, 1, 2))
-    rounds.pass_by(40)
-    assert (rounds.gathering.round, rounds.members) == (7, ["new", "old"])
-
-
-def test_a_round_has_a_number_that_nobody_who_waits_has_heard_of() -> None:
-    """One that was a spare of round 10 knows of it, too: it would take the word for round 1 for that of an old one."""
-    rounds = Rounds(Rules(2, 2))
-    rounds.come("new")
-    rounds.gathering.apply(Application("spare", "spare/1", "spare:1", knows=10), rounds.now)
-    rounds.known.add("spare/1")
-    rounds.pass_by(40)
-    assert (rounds.gathering.round, rounds.members) == (11, ["new", "spare"]) and rounds.gathering.begun
-
-
-def test_a_lead_that_remembers_the_last_round_knows_a_node_by_its_name() -> None:
-    last = Roster(4, (Place("z", "z:1"), Place("y", "y:1")))
-    rounds = Rounds(Rules(2, 2))
-    rounds.gathering = RoundMachine(rounds.rules, SILENCE, last, rounds.now)
-    rounds.come("y", "z", life=2)  # started again, with nothing in mind
-    rounds.pass_by(1)
-    assert (rounds.gathering.round, rounds.members) == (5, ["z", "y"])
-
-
 def test_a_name_is_free_again_when_its_holder_is_silent_but_not_before() -> None:
     rounds = Rounds(Rules(2, 2))
     rounds.come("a", "b")
@@ -517,18 +479,6 @@ def test_a_node_whose_connection_has_ended_is_replaced_by_one_that_waits_unless_
     rounds.come("b")
     rounds.pass_by(1)
     assert rounds.members == ["c", "b"] and rounds.gathering.lost(rounds.now) == []
-
-
-def test_a_lead_that_was_stopped_does_not_take_others_for_silent() -> None:
-    rounds = Rounds(Rules(3, 3))
-    rounds.come("a", "b")
-    rounds.pass_by(1)
-    rounds.now += 1000  # nothing was answered meanwhile
-    rounds.gathering.step(rounds.now)
-    assert rounds.gathering.waiting == ["a", "b"]
-    rounds.silent = {"a/1", "b/1"}
-    rounds.pass_by(SILENCE + 2)
-    assert rounds.gathering.waiting == []
 
 
 def test_nodes_tell_when_they_are_done_with_the_round_they_are_in() -> None:

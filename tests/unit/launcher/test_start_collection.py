@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ft_plugins.launcher.start_collection import collect_seldom
+from ft_plugins.launcher.worker import collect_seldom
 
 
 @pytest.fixture(autouse=True)

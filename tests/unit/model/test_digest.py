@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from ft_plugins.adapters.torch.plain import PlainHost
 from ft_plugins.model.digest import readable, state_digest, tensor_digest
+from harness.plain_host import PlainHost
 
 
 def next_float(value: float) -> float:

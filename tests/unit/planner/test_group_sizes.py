@@ -1,10 +1,9 @@
-"""Smaller redundancy groups survive longer and take more parity; large jobs are compared in a moment."""
+"""Smaller redundancy groups survive longer and take more parity."""
 
 from __future__ import annotations
 
 import json
 import math
-import time
 from dataclasses import replace
 
 import pytest
@@ -60,9 +59,3 @@ def test_racks_cost_days_and_keep_groups_small() -> None:
     alone = plan_group_sizes(LARGE, 0.9).of(Scheme.RAIM5)
     assert all(one.days < other.days for one, other in zip(racks[:5], alone[:5], strict=True))
     assert {(one.groups, one.days) for one in racks[4:]} == {(64, racks[4].days)}, "16 of a rack are in 16 groups"
-
-
-def test_a_job_of_16384_ranks_is_planned_in_seconds() -> None:
-    begin = time.process_time()
-    plan_group_sizes(replace(LARGE, domain_nodes=16, domain_rate=1e-3), 0.9).table()
-    assert time.process_time() - begin < 10

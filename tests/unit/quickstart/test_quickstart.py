@@ -9,6 +9,7 @@ import pytest
 
 from ft_plugins.bubbles.profile import Profiling
 from ft_plugins.config import Config
+from ft_plugins.events import Event
 from ft_plugins.rehearse.driver import DriveError, DrivePhase, Progress
 from quickstart import FAILED_STATUS, LINK_MBPS, PROFILED, follow, main, parse
 
@@ -100,9 +101,13 @@ class Script:
 
     log = Path("output.log")
 
-    def __init__(self, moments: list[tuple[DrivePhase, int]]) -> None:
+    def __init__(self, moments: list[tuple[DrivePhase, int]], committed_at: int = 0) -> None:
         self.moments, self.kills = moments, []  # type: ignore[var-annotated]
+        self.committed_at = committed_at  # iteration
         self.lost = 0
+
+    def events(self) -> list[Event]:
+        return [Event("version.committed", 0.0)] if self.iteration >= self.committed_at else []
 
     def follow(self, seconds: float, patience: float) -> Progress:
         self.now, self.iteration = self.moments.pop(0)
@@ -138,8 +143,9 @@ def test_one_process_is_killed_once_and_not_before_its_iteration_is_logged() -> 
     assert strikes([*before, (DrivePhase.TRAINING, 5), *after], kill=False) == []
 
 
-def test_a_whole_node_is_killed_once(tmp_path: Path) -> None:
-    job = Script([(DrivePhase.TRAINING, 3), (DrivePhase.TRAINING, 5), (DrivePhase.TRAINING, 6), (DrivePhase.DONE, 30)])
+def test_a_whole_node_is_killed_once_when_a_version_is_committed() -> None:
+    moments = [(DrivePhase.TRAINING, iteration) for iteration in (3, 4, 5, 6)]
+    job = Script([*moments, (DrivePhase.DONE, 30)], committed_at=5)
     said: list[str] = []
     display = Silent()
     display.say = said.append  # type: ignore[attr-defined]

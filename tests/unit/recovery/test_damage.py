@@ -121,7 +121,7 @@ class Job:
             segment.ranges = RANGES
             for index, iteration in enumerate(ITERATIONS):
                 capture(segment, index, Version(1, iteration), token)
-            segment.completed = max(ITERATIONS)
+            segment.header.completed = max(ITERATIONS)
 
     def start(self, smp: SnapshotProcess, mode: str = "auto") -> Start:
         """The same command again, until a lineage is opened or something is refused."""

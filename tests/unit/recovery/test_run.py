@@ -92,7 +92,7 @@ def _capture_then_restore(
             live[name].copy_(tensor)
         capture.start(Version(1, iteration), f"{rank} at {iteration}".encode())
         capture.wait()
-        segment.completed = iteration
+        segment.header.completed = iteration
     capture.close()
     for kind, iteration in damage.get(rank, []):
         (index,) = [slot.index for slot in segment.slots() if slot.version == Version(1, iteration)]

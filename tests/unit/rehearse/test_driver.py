@@ -26,12 +26,15 @@ from quickstart_report.comparison import RunRecord, compare_runs
 
 ITERATIONS, WAITS_AT = 8, 5
 
-SCRIPT = """
-    import json, signal, sys, time
+SCRIPT = f"""
+    import sys
+    sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+""" + """
+    import json, signal, time
     import torch
     import torch.distributed as dist
     from ft_plugins import session
-    from ft_plugins.adapters.torch.plain import PlainHost
+    from harness.plain_host import PlainHost
     from ft_plugins.config import launch_context
     from ft_plugins.smp.serve.client import Client
 

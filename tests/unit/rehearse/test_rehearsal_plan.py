@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from ft_plugins.cli.rehearse_command import rehearse
 from ft_plugins.errors import ConfigError
 from ft_plugins.rehearse.rehearsal import RehearsalPlan, faults_of, place_kills, plan_rehearsal
 
@@ -75,3 +80,25 @@ def test_the_last_rank_is_killed_first_then_the_first_and_a_node_is_held_for_its
         "update.end@iteration=5,rank=7,restart=0:kill;update.end@iteration=6,rank=0,restart=1:kill"
     )
     assert faults_of((5, 6), 8, 2).startswith("update.end@iteration=5,rank=7,restart=0:stop;")
+
+
+def test_a_rehearsal_that_is_stopped_by_a_signal_leaves_by_way_of_its_clean_up(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    cleaned: list[RehearsalPlan] = []
+
+    def stopped(plan: RehearsalPlan, display: object) -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+        finally:
+            cleaned.append(plan)
+
+    monkeypatch.setattr("ft_plugins.rehearse.rehearsal.rehearse", stopped)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            rehearse(SimpleNamespace(args=["ft-run", "train.py", "--reft"]), out=tmp_path)  # type: ignore[arg-type]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ended.value.code == 128 + signal.SIGTERM and len(cleaned) == 1

@@ -6,7 +6,7 @@ Trainers are played by `Node.write`. The exchange of a version is held back by a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,13 +16,15 @@ import numpy as np
 import xxhash
 
 from ft_plugins.events import Event, Events
-from ft_plugins.smp.serve.context import NodeContext
 from ft_plugins.smp.serve.job_file import refer
+from ft_plugins.smp.serve.node_context import NodeContext
 from ft_plugins.smp.serve.requests import RebuildSlot
 from ft_plugins.smp.tree import node_step
 from ft_plugins.smp.tree.node import NodeTier
 from ft_plugins.smp.tree.node_driver import NodeDriver
 from ft_plugins.smp.tree.protection import Protection
+from ft_plugins.snapshot.capture import manifest
+from ft_plugins.snapshot.capture.manifest import Manifest, TensorRange
 from ft_plugins.snapshot.segment.paths import path_of, remove
 from ft_plugins.snapshot.segment.segment import Segment, create
 from ft_plugins.snapshot.segment.shape import Shape
@@ -56,6 +58,12 @@ def wait(condition: Callable[[], bool], seconds: float = PATIENCE) -> None:
 
 def small_of(rank: int, iteration: int) -> bytes:
     return f"small state of rank {rank} at {iteration}".encode() * 7
+
+
+def small_of_tensors(rank: int, ranges: Sequence[tuple[int, int]], state: bytes) -> bytes:
+    """Small state whose manifest has a tensor in each bucket."""
+    held = tuple(TensorRange(f"t{at}", "uint8", "parameter", "own", n, 0, n, at, (n,)) for at, n in ranges)
+    return manifest.join(manifest.write(Manifest(rank, 1, (0, 0), tuple(ranges), held)), state)
 
 
 def write_secret(folder: Path) -> Path:

@@ -8,7 +8,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +165,7 @@ def test_the_memory_of_a_job_has_one_smp_whatever_its_run_directory(node: Any, t
 # ---- the newest version ----
 
 Slots = list[tuple[str, int, int]]
+AHEAD = [("CLEAN", 1, 6), ("CLEAN", 1, 4), ("CLEAN", 1, 5)]
 
 
 def status(attached: Sequence[Slots], others: Sequence[Slots] = ()) -> dict[str, Any]:
@@ -181,11 +181,20 @@ def status(attached: Sequence[Slots], others: Sequence[Slots] = ()) -> dict[str,
     }
 
 
-def test_the_newest_version_is_one_that_every_segment_holds_complete() -> None:
-    ahead = [("CLEAN", 1, 6), ("CLEAN", 1, 4), ("CLEAN", 1, 5)]
-    behind = [("DIRTY", 1, 6), ("CLEAN", 1, 4), ("CLEAN", 1, 5)]
-    assert newest_common(status([ahead, behind])) == Version(1, 5)
-    assert newest_common(status([ahead])) == Version(1, 6)
+@pytest.mark.parametrize(
+    ("told", "newest"),
+    [
+        (status([AHEAD, [("DIRTY", 1, 6), *AHEAD[1:]]]), Version(1, 5)),
+        (status([AHEAD]), Version(1, 6)),
+        (status([[("CLEAN", 1, 6), ("CLEAN", 1, 5)], [("CLEAN", 2, 6), ("CLEAN", 1, 5)]]), Version(1, 5)),
+        (status([]), None),
+        (status([[("EMPTY", 0, 0)], [("CLEAN", 1, 1)]]), None),
+        (status([[("CLEAN", 2, 9)]], [[("CLEAN", 1, 3)]]), Version(2, 9)),  # others: of a wider earlier run
+        (status([], [[("CLEAN", 1, 3)]] * 2), Version(1, 3)),  # before any has attached
+    ],
+)
+def test_the_newest_version_is_one_that_every_rank_holds_complete(told: dict[str, Any], newest: Version | None) -> None:
+    assert newest_common(told) == newest
 
 
 def test_the_newest_version_is_the_one_that_a_recovery_would_take() -> None:
@@ -194,35 +203,6 @@ def test_the_newest_version_is_the_one_that_a_recovery_would_take() -> None:
     assert newest_common(told) == Version(1, 5)
     told["segments"][0]["slots"][0]["mark"] = "certified"
     assert newest_common(told) == Version(1, 4)
-
-
-def test_versions_of_two_lineages_are_not_one() -> None:
-    two = status([[("CLEAN", 1, 6), ("CLEAN", 1, 5)], [("CLEAN", 2, 6), ("CLEAN", 1, 5)]])
-    assert newest_common(two) == Version(1, 5)
-
-
-def test_without_segments_or_complete_slots_there_is_no_version() -> None:
-    assert newest_common({"segments": []}) is None
-    assert newest_common(status([[("EMPTY", 0, 0)], [("CLEAN", 1, 1)]])) is None
-
-
-def test_ranks_of_a_wider_earlier_run_hide_no_progress_and_count_only_until_one_has_attached() -> None:
-    running, left = [[("CLEAN", 2, 9)]], [[("CLEAN", 1, 3)]]
-    assert newest_common(status(running, left)) == Version(2, 9)
-    assert newest_common(status([], left * 2)) == Version(1, 3)
-
-
-def test_who_has_attached_is_told_until_the_next_fence(node: Any) -> None:
-    node.start()
-    with node.client() as client:
-        for rank in (0, 1):
-            client._ask(
-                "attach", rank=rank, token=0, shape=asdict(SHAPE), fingerprint={}, pid=0, fresh=False
-            )  # by nobody: the fence kills nobody
-        client.shutdown(1, 0)
-        assert [segment["attached"] for segment in client.status()["segments"]] == [True, True]
-        client.fence()
-        assert [segment["attached"] for segment in client.status()["segments"]] == [False, False]
 
 
 # ---- sweep ----
@@ -280,7 +260,7 @@ def test_a_clock_that_has_jumped_makes_nothing_old(
 ) -> None:
     path = abandoned(tmp_path / gone, job, "a")
     trainer = Segment(path)
-    trainer.owner = (1 << 22, liveness.started(os.getpid()))  # it has died
+    trainer.header.owner = (1 << 22, liveness.started(os.getpid()))  # it has died
     trainer.close()
     leftovers.stamp(tmp_path / gone / job / "a")
     true = time.time
@@ -311,12 +291,12 @@ def test_the_sweep_takes_what_is_left_of_a_job_whose_run_directory_is_gone(
     lock_of(job, "a").touch()
     os.utime(lock_of(job, "a"), (long_ago, long_ago))
     trainer = Segment(used)
-    trainer.owner = (os.getpid(), liveness.started(os.getpid()))
+    trainer.header.owner = (os.getpid(), liveness.started(os.getpid()))
     assert held is not None
     assert sweep(tmp_path / "new", 3600, keep=(job, "d")) == [old]
     assert not lock_of(job, "a").exists() and all(path.exists() for path in (owned, young, own, used))
     os.close(held)
-    trainer.owner = (0, 0)
+    trainer.header.owner = (0, 0)
     os.utime(used, (long_ago, long_ago))
     os.utime(lock_of(job, "b"))  # as an SMP does now and then, which died just now
     assert sweep(tmp_path / "new", 3600, keep=(job, "d")) == [used] and owned.exists()

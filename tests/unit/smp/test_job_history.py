@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -129,34 +127,6 @@ def test_a_damaged_file_is_no_history(tmp_path: Path, change: dict[str, Any]) ->
 # ------------------------------------------------------------------------------------------------ a real SMP
 
 
-@pytest.fixture
-def trainer(node: Any) -> Iterator[Callable[[int], int]]:
-    """Fork a process that attaches as rank 0 with a token and stands still; its pid."""
-    pids: list[int] = []
-
-    def start(token: int) -> int:
-        readable, writable = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            try:
-                with node.client() as client:
-                    client.attach(0, token, SHAPE, {}, fresh=False)
-                os.write(writable, b"1")
-                time.sleep(60)
-            finally:
-                os._exit(1)
-        os.close(writable)
-        assert os.read(readable, 1) == b"1", "the trainer could not attach"
-        os.close(readable)
-        pids.append(pid)
-        return pid
-
-    yield start
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-
-
 def history_of(node: Any, until: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
     """The SMP's history once it is as expected."""
     deadline = time.monotonic() + SECONDS
@@ -170,28 +140,28 @@ def history_of(node: Any, until: Callable[[dict[str, Any]], bool]) -> dict[str, 
 
 
 def test_an_smp_counts_restarts_and_downtime_and_its_replacement_goes_on_counting(
-    node: Any, trainer: Callable[[int], int]
+    node: Any, trainer: Callable[..., Any]
 ) -> None:
     node.start()
     token = node.fence()
-    pid = trainer(token)
+    killed = trainer(0, token)
     with node.client() as client:
         client.open_lineage(0, token, 1, None)
         segment = Segment(Path(client.status()["segments"][0]["path"]))
-        segment.completed = 1
+        segment.header.completed = 1
     began = history_of(node, lambda history: history["iteration"] == 1)
     assert (began["restarts"], began["downtime_seconds"]) == (0, 0.0)
-    os.kill(pid, signal.SIGKILL)
+    killed.end()
     history_of(node, lambda history: history["down_for_seconds"] is not None)
     token = node.fence()
-    trainer(token)
+    trainer(0, token)
     node.kill()
     node.start()
     assert history_of(node, lambda history: True)["restarts"] == 1
     with node.client() as client:
         client.open_lineage(0, token, 2, None)
     assert history_of(node, lambda history: True)["down_for_seconds"] is not None
-    segment.completed = 1
+    segment.header.completed = 1
     again = history_of(node, lambda history: history["down_for_seconds"] is None)
     assert (again["restarts"], again["iteration"]) == (1, 1) and 0 < again["downtime_seconds"] < SECONDS
     segment.close()

@@ -11,22 +11,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from ft_plugins.errors import BusyError, ConfigError
 from ft_plugins.smp.watch import liveness
-
-
-@pytest.fixture
-def sleeper() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that does nothing for as long as nobody ends it."""
-    process = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
-    yield process
-    process.kill()
-    process.wait()
 
 
 def test_a_process_goes_with_its_start_time_and_a_dead_one_has_none(sleeper: subprocess.Popen[bytes]) -> None:
@@ -104,7 +94,7 @@ def test_a_process_that_does_not_go_is_reported_after_the_time_given(
 HOLD = """
 import sys
 from pathlib import Path
-from ft_plugins.smp import liveness
+from ft_plugins.smp.watch import liveness
 got = liveness.acquire(Path(sys.argv[1]))
 print(got is not None, flush=True)
 sys.stdin.read()

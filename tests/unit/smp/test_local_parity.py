@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,8 +21,8 @@ from ft_plugins.errors import ProtocolError
 from ft_plugins.events import Event, Events
 from ft_plugins.model.inventory import Inventory, Item, Role
 from ft_plugins.smp.exchange import replica_checks as checks
-from ft_plugins.smp.serve.context import NodeContext
 from ft_plugins.smp.serve.job_file import refer
+from ft_plugins.smp.serve.node_context import NodeContext
 from ft_plugins.smp.serve.requests import RebuildSlot
 from ft_plugins.smp.tree.node import NodeTier
 from ft_plugins.smp.tree.protection import Protection
@@ -34,6 +34,8 @@ from ft_plugins.snapshot.segment.segment import Segment, create
 from ft_plugins.snapshot.segment.shape import Shape
 from ft_plugins.snapshot.segment.slots import SLOTS, Pin, SlotState, Version, slots_for
 from ft_plugins.transport import protocol
+
+from .node_clusters import wait, write_secret
 
 BUCKET = 64 << 10
 NODES = ("n0", "n0", "n1", "n2")  # of each rank
@@ -106,24 +108,14 @@ class Cluster:
 
     def __init__(self, folder: Path, job: str, free: int = SLOTS) -> None:
         self.folder, self.job = folder, job
-        self.secret = folder / "secret"
-        self.secret.write_text("a secret of this job alone")
-        self.secret.chmod(0o600)
+        self.secret = write_secret(folder)
         plain = [plan_layout(inventory(rank), NODES, BUCKET) for rank in RANKS]
         self.layouts = [with_parity(layout, NODES, [RANKS], 1, BUCKET) for layout in plain]
         slots = slots_for(Pin.NODE, Pin.SOURCE, free=free)
+        counted = ((la.nbytes, len(la.ranges), la.parity_nbytes, la.source_digest_count) for la in self.layouts)
         self.shapes = [
-            Shape(
-                la.nbytes + la.parity_nbytes,
-                1000,
-                len(la.ranges),
-                7,
-                slots,
-                la.parity_nbytes,
-                la.source_digest_count,
-                free,
-            )  # fmt: skip
-            for la in self.layouts
+            Shape(nbytes + parity, 1000, buckets, 7, slots, parity, digests, free)
+            for nbytes, buckets, parity, digests in counted
         ]
         self.events: dict[str, list[Event]] = {}
         self.trainers: dict[int, Trainer] = {}
@@ -223,13 +215,6 @@ class Cluster:
             remove(self.job, name)
 
 
-def wait(condition: Callable[[], bool], seconds: float = SECONDS) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s"
-        time.sleep(0.005)
-
-
 @pytest.fixture
 def cluster(tmp_path: Path, job: str) -> Iterator[Cluster]:
     made = Cluster(tmp_path, job)
@@ -237,51 +222,37 @@ def cluster(tmp_path: Path, job: str) -> Iterator[Cluster]:
     made.end()
 
 
+@pytest.mark.parametrize("copies", [False, True])
 @pytest.mark.parametrize("position", [0, 1, 2])
 def test_a_lost_node_comes_back_with_its_data_and_computes_the_parity_that_it_kept(
-    cluster: Cluster, position: int
+    cluster: Cluster, position: int, copies: bool
 ) -> None:
+    """From parity, or from a copy where there are copies beside it."""
+    if copies:
+        cluster.told = replace(cluster.told, stages=((0, 1, 2, 3),), both=True)
     cluster.protect()
     cluster.counted(Version(1, 1), Version(1, 2))
     before = {rank: cluster.trainers[rank].data(Version(1, 2)) for rank in RANKS}
     parity = {rank: cluster.trainers[rank].parity(Version(1, 2)) for rank in RANKS}
     cluster.substitute(position)
     cluster.rebuild(position, Version(1, 2))
+    plan = cluster.told.plan()
     for rank in cluster.ranks(position):
-        assert cluster.trainers[rank].holds(Version(1, 2), before[rank])
-        assert not cluster.trainers[rank].segment.has_parity(Version(1, 2))
+        trainer = cluster.trainers[rank]
+        assert trainer.holds(Version(1, 2), before[rank])
+        if copies:
+            assert plan.recovery_sections(rank, [position]) == (plan.sections[rank],)
+        assert not trainer.segment.has_parity(Version(1, 2))
     cluster.protect(2, Version(1, 2))
     cluster.until_counts(Version(1, 2))
-    for rank in RANKS:
-        assert (cluster.trainers[rank].parity(Version(1, 2)) == parity[rank]).all()
+    for rank, kept in parity.items():
+        assert (cluster.trainers[rank].parity(Version(1, 2)) == kept).all()
     cluster.counted(Version(2, 3))
     before = {rank: cluster.trainers[rank].data(Version(2, 3)) for rank in RANKS}
     cluster.substitute((position + 1) % 3)  # what the first substitute keeps is of use
     cluster.rebuild((position + 1) % 3, Version(2, 3))
     for rank in cluster.ranks((position + 1) % 3):
         assert cluster.trainers[rank].holds(Version(2, 3), before[rank])
-    assert cluster.events_of("replica.mismatched") == []
-
-
-@pytest.mark.parametrize("position", [0, 1, 2])
-def test_with_copies_beside_it_a_lost_node_comes_from_a_copy_and_computes_its_parity_again(
-    cluster: Cluster, position: int
-) -> None:
-    cluster.told = replace(cluster.told, stages=((0, 1, 2, 3),), both=True)
-    cluster.protect()
-    cluster.counted(Version(1, 1), Version(1, 2))
-    before = {rank: cluster.trainers[rank].data(Version(1, 2)) for rank in RANKS}
-    cluster.substitute(position)
-    cluster.rebuild(position, Version(1, 2))
-    plan = cluster.told.plan()
-    for rank in cluster.ranks(position):
-        trainer = cluster.trainers[rank]
-        assert plan.recovery_sections(rank, [position]) == (plan.sections[rank],)
-        assert trainer.holds(Version(1, 2), before[rank])
-        assert trainer.segment.has_parity(Version(1, 2)) == (not cluster.layouts[rank].parity)
-    cluster.protect(2, Version(1, 2))
-    cluster.until_counts(Version(1, 2))
-    cluster.counted(Version(2, 3))
     assert cluster.events_of("replica.mismatched") == []
 
 
@@ -423,7 +394,7 @@ def test_slots_that_are_laid_out_otherwise_than_the_plan_has_it_are_refused(clus
 
 def test_checks_are_bounded_and_answered_of_what_is_kept_only(cluster: Cluster) -> None:
     for trainer in cluster.trainers.values():
-        trainer.segment.await_version(Version(1, 1))
+        trainer.segment.header.await_version(Version(1, 1))
     cluster.train(Version(1, 1))
     plan, segments = cluster.told.plan(), {rank: trainer.segment for rank, trainer in cluster.trainers.items()}
     asked = [check for rank in RANKS for check in plan.checks(rank, segments[rank].ranges)]

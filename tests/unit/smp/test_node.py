@@ -41,8 +41,11 @@ from .node_clusters import DETECT, Cluster, clusters, wait
 SECONDS = 20
 
 
+Make = Callable[..., Cluster]
+
+
 @pytest.fixture
-def cluster(tmp_path: Path, job: str) -> Iterator[Callable[..., Cluster]]:
+def cluster(tmp_path: Path, job: str) -> Iterator[Make]:
     with clusters(tmp_path, job) as make:
         yield make
 
@@ -65,7 +68,7 @@ COPIES = {"stages": ((0, 2), (1, 3))}  # of two nodes
     ],
 )  # fmt: skip
 def test_what_counts_is_rebuilt_on_fresh_nodes_and_protected_again(
-    cluster: Callable[..., Cluster], count: int, losses: int, how: dict[str, Any], lost: tuple[int, ...]
+    cluster: Make, count: int, losses: int, how: dict[str, Any], lost: tuple[int, ...]
 ) -> None:
     """From parity, from copies on pipeline neighbours, and from parity beside copies of what is lost with its copy."""
     job = cluster(count, losses, encrypt=how == {"encrypt": True})
@@ -86,9 +89,7 @@ def test_what_counts_is_rebuilt_on_fresh_nodes_and_protected_again(
 
 
 @pytest.mark.parametrize("how", [{}, STAGES], ids=["parity", "copies"])
-def test_more_nodes_than_parity_or_copies_make_up_for_are_refused(
-    cluster: Callable[..., Cluster], how: dict[str, Any]
-) -> None:
+def test_more_nodes_than_parity_or_copies_make_up_for_are_refused(cluster: Make, how: dict[str, Any]) -> None:
     job = cluster(4)
     job.protect(**how)
     job.train(1, 1)
@@ -99,7 +100,7 @@ def test_more_nodes_than_parity_or_copies_make_up_for_are_refused(
 
 
 def test_the_end_of_an_exchange_does_not_wait_until_large_slots_are_verified(
-    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+    cluster: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The node's reports wait for it: for longer than a node may be silent, it would seem lost."""
     job = cluster(2)
@@ -121,7 +122,7 @@ def test_the_end_of_an_exchange_does_not_wait_until_large_slots_are_verified(
     assert time.monotonic() - began < 10, "all buckets take 15 s"
 
 
-def test_what_takes_time_is_done_before_any_node_begins_to_miss_another(cluster: Callable[..., Cluster]) -> None:
+def test_what_takes_time_is_done_before_any_node_begins_to_miss_another(cluster: Make) -> None:
     job = cluster(2)
     job.protect()
     job.train(1, 2)
@@ -138,9 +139,7 @@ def test_what_takes_time_is_done_before_any_node_begins_to_miss_another(cluster:
     job.train(3, 3, lineage=2)
 
 
-def test_a_version_that_is_only_half_sent_leaves_the_one_before_to_be_rebuilt(
-    cluster: Callable[..., Cluster],
-) -> None:
+def test_a_version_that_is_only_half_sent_leaves_the_one_before_to_be_rebuilt(cluster: Make) -> None:
     job = cluster(3)
     job.protect()
     job.train(1, 2)
@@ -160,7 +159,7 @@ def test_a_version_that_is_only_half_sent_leaves_the_one_before_to_be_rebuilt(
 
 
 def test_an_smp_that_is_replaced_in_the_middle_gathers_anew_and_loses_nothing(
-    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+    cluster: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = cluster(3)
     job.protect()
@@ -188,9 +187,7 @@ def test_an_smp_that_is_replaced_in_the_middle_gathers_anew_and_loses_nothing(
 
 
 @pytest.mark.parametrize("silent", [0, 2])
-def test_a_silent_node_is_declared_lost_by_the_others_and_by_them_only(
-    cluster: Callable[..., Cluster], silent: int
-) -> None:
+def test_a_silent_node_is_declared_lost_by_the_others_and_by_them_only(cluster: Make, silent: int) -> None:
     job = cluster(3)
     job.protect(4)
     job.nodes[silent].driver._stop.set()  # nothing is heard of it any more; its connections stay open
@@ -204,7 +201,7 @@ def test_a_silent_node_is_declared_lost_by_the_others_and_by_them_only(
         assert not (node.run_dir / "lost.json").exists(), "a new incarnation starts with a clean slate"
 
 
-def test_a_stranger_on_the_port_of_a_dead_smp_costs_the_next_one_only_the_port(cluster: Callable[..., Cluster]) -> None:
+def test_a_stranger_on_the_port_of_a_dead_smp_costs_the_next_one_only_the_port(cluster: Make) -> None:
     job = cluster(2)
     job.protect()
     job.train(1, 2)
@@ -225,9 +222,7 @@ def test_a_stranger_on_the_port_of_a_dead_smp_costs_the_next_one_only_the_port(c
     job.train(3, 3, 2)
 
 
-def test_what_a_full_disk_did_not_take_of_a_loss_is_told_again(
-    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_full_disk_did_not_take_of_a_loss_is_told_again(cluster: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     job = cluster(2)
     refused, write = [], files.write_json
 
@@ -245,7 +240,7 @@ def test_what_a_full_disk_did_not_take_of_a_loss_is_told_again(
     assert job.nodes[0].named("node.lost") == [{"lost": ["node n1"]}]
 
 
-def test_corrupt_bytes_are_never_sent_nor_loaded(cluster: Callable[..., Cluster]) -> None:
+def test_corrupt_bytes_are_never_sent_nor_loaded(cluster: Make) -> None:
     job = cluster(3)
     job.protect()
     job.train(1, 1)
@@ -269,7 +264,7 @@ def test_corrupt_bytes_are_never_sent_nor_loaded(cluster: Callable[..., Cluster]
     assert all(slot.state is not SlotState.CLEAN for slot in fresh.segments[0].slots())
 
 
-def test_parity_that_is_damaged_is_an_alarm_when_a_recovery_asks_for_it(cluster: Callable[..., Cluster]) -> None:
+def test_parity_that_is_damaged_is_an_alarm_when_a_recovery_asks_for_it(cluster: Make) -> None:
     job = cluster(2)
     job.protect()
     job.train(1, 1)
@@ -287,7 +282,7 @@ def test_parity_that_is_damaged_is_an_alarm_when_a_recovery_asks_for_it(cluster:
     store.close()
 
 
-def test_strangers_get_no_answer(cluster: Callable[..., Cluster]) -> None:
+def test_strangers_get_no_answer(cluster: Make) -> None:
     job = cluster(2)
     job.protect()
     where = job.nodes[0].endpoint
@@ -301,7 +296,7 @@ def test_strangers_get_no_answer(cluster: Callable[..., Cluster]) -> None:
         job.nodes[0].tier.endpoint("127.0.0.2", str(job.secret))
 
 
-def test_another_secret_or_encryption_takes_effect_at_the_same_endpoint(cluster: Callable[..., Cluster]) -> None:
+def test_another_secret_or_encryption_takes_effect_at_the_same_endpoint(cluster: Make) -> None:
     job = cluster(2)
     tier, where = job.nodes[0].tier, job.nodes[0].endpoint
     job.secret.write_text("another secret of this job")
@@ -315,7 +310,7 @@ def test_another_secret_or_encryption_takes_effect_at_the_same_endpoint(cluster:
         peer.ask("beat me")
 
 
-def test_what_belongs_to_another_incarnation_or_to_no_plan_is_refused(cluster: Callable[..., Cluster]) -> None:
+def test_what_belongs_to_another_incarnation_or_to_no_plan_is_refused(cluster: Make) -> None:
     job = cluster(2)
     job.protect(5)
     peer = Peer(job.nodes[0].endpoint, Party(PURPOSE, job.job, "n1"), job.secret.read_bytes(), 5)
@@ -333,7 +328,7 @@ def test_what_belongs_to_another_incarnation_or_to_no_plan_is_refused(cluster: C
     assert parity_path_of(job.job, "n0").exists(), "and what was kept is still there"
 
 
-def test_capture_finds_a_slot_however_long_a_copy_takes(cluster: Callable[..., Cluster]) -> None:
+def test_capture_finds_a_slot_however_long_a_copy_takes(cluster: Make) -> None:
     job = cluster(2)
     job.protect(**COPIES)
     job.train(1, 1)
@@ -349,7 +344,7 @@ def test_capture_finds_a_slot_however_long_a_copy_takes(cluster: Callable[..., C
     assert all(node.holds(rank, Version(1, 2)) for node in job.nodes for rank in node.segments)
 
 
-def test_what_the_links_carry_is_measured_where_it_is_wanted(cluster: Callable[..., Cluster]) -> None:
+def test_what_the_links_carry_is_measured_where_it_is_wanted(cluster: Make) -> None:
     job = cluster(2)
     job.protection = replace(job.protection, **COPIES)
     first, second = job.nodes
@@ -367,7 +362,7 @@ def test_what_the_links_carry_is_measured_where_it_is_wanted(cluster: Callable[.
 
 
 def test_whatever_fails_while_a_copy_is_sent_is_said_and_tried_again(
-    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+    cluster: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A lane that ended of it would be missed by nobody, and no version would count any more."""
     take, failures = GatePacer.take, iter([ZeroDivisionError("by no time")])
@@ -385,9 +380,7 @@ def test_whatever_fails_while_a_copy_is_sent_is_said_and_tried_again(
     assert said["reason"] == "ZeroDivisionError: by no time"
 
 
-def test_that_checkpoints_get_rarer_is_left_for_the_trainers_to_print_on_one_node(
-    cluster: Callable[..., Cluster],
-) -> None:
+def test_that_checkpoints_get_rarer_is_left_for_the_trainers_to_print_on_one_node(cluster: Make) -> None:
     job = cluster(2)
     job.protect(**COPIES)
     job.train(1, 1)
@@ -403,7 +396,7 @@ def test_that_checkpoints_get_rarer_is_left_for_the_trainers_to_print_on_one_nod
     assert not second.exists() and job.nodes[0].status("rarer")
 
 
-def test_copies_go_out_while_their_rank_s_gate_is_open_and_not_otherwise(cluster: Callable[..., Cluster]) -> None:
+def test_copies_go_out_while_their_rank_s_gate_is_open_and_not_otherwise(cluster: Make) -> None:
     job = cluster(2)
     job.protect(**COPIES)
     job.train(1, 1)  # without a plan yet, by the rate, which is divided among ranks by what they send

@@ -24,8 +24,11 @@ from .node_clusters import Cluster, Node, clusters, wait
 HELD_BACK = 0.001  # megabits a second: the first frame takes minutes
 
 
+Make = Callable[..., Cluster]
+
+
 @pytest.fixture
-def make(tmp_path: Path, job: str) -> Iterator[Callable[..., Cluster]]:
+def make(tmp_path: Path, job: str) -> Iterator[Make]:
     """Jobs of which iteration 1 counts on all nodes, unless the test begins them."""
     with clusters(tmp_path, job) as make:
 
@@ -55,7 +58,7 @@ def assert_only_1_counts(job: Cluster) -> None:
     assert all(node.status("committed") == [1, 1] for node in job.nodes)
 
 
-def test_a_version_that_is_held_back_leaves_capture_its_slots(make: Callable[..., Cluster]) -> None:
+def test_a_version_that_is_held_back_leaves_capture_its_slots(make: Make) -> None:
     job = make(2)
     job.protect(2, Version(1, 1), HELD_BACK)
     job.begin(2, 2)
@@ -63,9 +66,7 @@ def test_a_version_that_is_held_back_leaves_capture_its_slots(make: Callable[...
     assert job.whole() == {Version(1, 1)} and job.leaves_room()
 
 
-def test_an_smp_that_is_replaced_while_iterations_pass_goes_on_with_the_version_it_was_sending(
-    make: Callable[..., Cluster],
-) -> None:
+def test_an_smp_that_is_replaced_while_iterations_pass_goes_on_with_the_version_it_was_sending(make: Make) -> None:
     """The same lets go of a version that counts on others already: then none is whole on all nodes."""
     job = make(2, counts=False)
     job.protect(mbps=HELD_BACK)
@@ -79,7 +80,7 @@ def test_an_smp_that_is_replaced_while_iterations_pass_goes_on_with_the_version_
 
 
 def test_a_restored_version_does_not_count_before_every_node_has_it_and_leaves_its_slot_if_it_never_does(
-    make: Callable[..., Cluster],
+    make: Make,
 ) -> None:
     """Given a recovery to a version newer than what counted, two nodes that have gathered it and one that has not, when
     an SMP is replaced: what counted is still whole everywhere. Then training dies again."""
@@ -99,7 +100,7 @@ def test_a_restored_version_does_not_count_before_every_node_has_it_and_leaves_i
     assert job.whole() == {Version(1, 1)} and job.leaves_room()
 
 
-def test_recoveries_that_follow_each_other_leave_capture_its_slots(make: Callable[..., Cluster]) -> None:
+def test_recoveries_that_follow_each_other_leave_capture_its_slots(make: Make) -> None:
     job = make(2)
     for lineage in range(2, 6):  # four times training dies before what it restored is on other nodes again
         base = Version(lineage - 1, 3 * lineage)
@@ -109,7 +110,7 @@ def test_recoveries_that_follow_each_other_leave_capture_its_slots(make: Callabl
         assert Version(1, 1) in job.whole() and job.leaves_room(), lineage
 
 
-def test_what_counts_on_one_node_is_kept_by_the_one_that_had_not_heard_of_it(make: Callable[..., Cluster]) -> None:
+def test_what_counts_on_one_node_is_kept_by_the_one_that_had_not_heard_of_it(make: Make) -> None:
     """Given a version that all have encoded, and that counts on node 0, when training dies before node 1 has heard."""
     job = make(2)
     job.until_exchanged(2)
@@ -136,9 +137,7 @@ def test_what_counts_on_one_node_is_kept_by_the_one_that_had_not_heard_of_it(mak
     assert all(node.status("committed") == [1, 2] for node in job.nodes)
 
 
-def test_what_is_complete_on_two_nodes_of_three_does_not_count_however_often_an_smp_is_replaced(
-    make: Callable[..., Cluster],
-) -> None:
+def test_what_is_complete_on_two_nodes_of_three_does_not_count_however_often_an_smp_is_replaced(make: Make) -> None:
     """Given version 2 on its way, which one node has not taken: version 1 stays whole everywhere."""
     job = make(3)
     takes_nothing(job.nodes[2])
@@ -153,9 +152,7 @@ def test_what_is_complete_on_two_nodes_of_three_does_not_count_however_often_an_
     assert_only_1_counts(job)
 
 
-def test_versions_that_one_group_misses_again_and_again_leave_the_other_group_its_slots(
-    make: Callable[..., Cluster],
-) -> None:
+def test_versions_that_one_group_misses_again_and_again_leave_the_other_group_its_slots(make: Make) -> None:
     """Two pairs of nodes: what the first has complete counts for nothing, as long as the second misses each version."""
     job = make(4, groups=((0, 1), (2, 3)))
     behind = job.nodes[2]
@@ -173,9 +170,7 @@ def test_versions_that_one_group_misses_again_and_again_leave_the_other_group_it
         assert Version(1, 1) in job.whole() and job.leaves_room(), iteration
 
 
-def test_a_restored_version_that_one_node_cannot_send_is_left_for_a_newer_one_and_leaves_its_slot(
-    make: Callable[..., Cluster],
-) -> None:
+def test_a_restored_version_that_one_node_cannot_send_is_left_for_a_newer_one_and_leaves_its_slot(make: Make) -> None:
     """Given a slot of it that went bad after it had been verified: what counted stays until something newer does."""
     job = make(3)
     job.suspend()
@@ -190,9 +185,7 @@ def test_a_restored_version_that_one_node_cannot_send_is_left_for_a_newer_one_an
     assert all(Version(2, 5) in {slot.version for slot in node.segment.slots()} for node in job.nodes)
 
 
-def test_where_replicas_are_compared_a_version_counts_when_they_were_found_to_agree(
-    make: Callable[..., Cluster],
-) -> None:
+def test_where_replicas_are_compared_a_version_counts_when_they_were_found_to_agree(make: Make) -> None:
     """Else a node that is lost would have the job go back to what nobody has compared, and the rest would be void."""
     job = make(2, counts=False)
     job.protect(audited=True)
@@ -211,9 +204,7 @@ def test_where_replicas_are_compared_a_version_counts_when_they_were_found_to_ag
     assert all(node.status("committed") == [1, 1] for node in job.nodes)
 
 
-def test_a_version_found_to_hold_a_wrong_replica_is_given_up_however_long_it_would_take_to_send(
-    make: Callable[..., Cluster],
-) -> None:
+def test_a_version_found_to_hold_a_wrong_replica_is_given_up_however_long_it_would_take_to_send(make: Make) -> None:
     """It can never be committed: until it had been sent, no other version would be."""
     job = make(2, counts=False)
     job.protect(mbps=HELD_BACK, audited=True)
@@ -227,7 +218,7 @@ def test_a_version_found_to_hold_a_wrong_replica_is_given_up_however_long_it_wou
 
 @pytest.mark.parametrize("free", [0, 1, 2, 3])
 def test_what_ranks_with_few_slots_have_left_out_counts_as_begun(
-    make: Callable[..., Cluster], tmp_path: Path, job: str, free: int
+    make: Make, tmp_path: Path, job: str, free: int
 ) -> None:
     """All of their slots are pinned: else the version that is announced next would long be past."""
     path = path_of(job, "few", 0)
@@ -235,7 +226,7 @@ def test_what_ranks_with_few_slots_have_left_out_counts_as_begun(
     create(path, replace(shape, slots=2 + free, free=free), 0, {})
     segment = Segment(path)
     segment.open_lineage(1, None, ())
-    segment.completed = 7
+    segment.header.completed = 7
     pinned = PinnedVersions(tmp_path, {0: segment})
     pinned._ranks = (0,)
     assert pinned.begun(1) == (7 if free < SHARED else 0) and pinned.begun(2) == 0

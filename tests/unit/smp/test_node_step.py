@@ -69,9 +69,10 @@ def test_a_version_that_a_rank_has_passed_by_is_reported_as_missed_until_another
     state, actions = run(FRESH, Switched(ExchangeDecision(v(4))), SealChecked(Sealing.MISSED))
     assert actions == [] and state.awaited is None
     state, sent = reported(state, Observation(6))
-    assert sent.report.missed == v(4)
+    assert sent.report.missed == sent.report.late == v(4)
     state, _ = run(state, Switched(ExchangeDecision(v(8))))
-    assert state.awaited == v(8) and reported(state, Observation(6))[1].report.missed is None
+    after = reported(state, Observation(6))[1].report
+    assert state.awaited == v(8) and after.missed is after.late is None
 
 
 @pytest.mark.parametrize(

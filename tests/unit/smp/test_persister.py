@@ -5,8 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-import select
-import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,23 +14,19 @@ from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import xxhash
 
 from ft_plugins.base import faults
 from ft_plugins.errors import ProtocolError
 from ft_plugins.events import Event, Events, catalogue, file_sink, read
 from ft_plugins.smp.serve import requests
 from ft_plugins.smp.serve.client import ensure
-from ft_plugins.smp.serve.context import NodeContext
+from ft_plugins.smp.serve.node_context import NodeContext
 from ft_plugins.smp.storage import persister
 from ft_plugins.smp.storage.checkpoint_schedule import REQUEST
 from ft_plugins.smp.storage.notices import Notices
 from ft_plugins.smp.storage.persister import Persister
 from ft_plugins.smp.watch import liveness
-from ft_plugins.snapshot.capture import manifest
-from ft_plugins.snapshot.capture.manifest import Manifest, TensorRange
 from ft_plugins.snapshot.capture.retention import NodeOffer, Storage
 from ft_plugins.snapshot.checkpoint import checkpoint, persist
 from ft_plugins.snapshot.checkpoint.checkpoint import Origin
@@ -41,6 +36,10 @@ from ft_plugins.snapshot.segment.segment import Segment
 from ft_plugins.snapshot.segment.shape import Shape
 from ft_plugins.snapshot.segment.slots import Mark, Pin, Version, slots_for
 from ft_plugins.transport.protocol import ALARM
+from harness.job_control import wait_until
+
+from ..conftest import gone
+from .node_clusters import capture, small_of_tensors
 
 SHAPE = Shape(nbytes=1 << 16, small_nbytes=1000, buckets=2, layout=5, slots=slots_for(Pin.STORAGE))
 RANGES = [(0, 1 << 15), (1 << 15, 1 << 15)]
@@ -51,12 +50,6 @@ TOKEN = 3
 SmpNode = Any  # the fixture's class lives in conftest
 
 
-def small_of(rank: int, state: bytes) -> bytes:
-    """Small state whose manifest has a tensor in each bucket."""
-    held = tuple(TensorRange(f"t{at}", "uint8", "parameter", "own", n, 0, n, at, (n,)) for at, n in RANGES)
-    return manifest.join(manifest.write(Manifest(rank, 1, (0, 0), tuple(RANGES), held)), state)
-
-
 class Rank:
     """A rank's segment, written as a trainer does."""
 
@@ -64,31 +57,26 @@ class Rank:
         self.path = path
         self.segment = Segment(path)
         self.segment.ranges = RANGES
-        self.segment.token = TOKEN
-        self.segment.attached = True
+        self.segment.header.token = TOKEN
+        self.segment.header.attached = True
         self.segment.open_lineage(lineage, None, ())
 
     def capture(self, *iterations: int) -> None:
         for iteration in iterations:
-            version = Version(self.segment.lineage, iteration)
             index = min(
                 (slot for slot in self.segment.slots() if not slot.pins),
                 key=lambda slot: (slot.state == 2, slot.version or Version(0, 0)),
             ).index
-            self.segment.dirty(index, version, TOKEN)
-            small = small_of(self.segment.rank, b"small")
-            self.segment.write_small(index, small)
-            self.segment.data(index)[:] = iteration % 251
-            digests = np.array(
-                [xxhash.xxh3_64_intdigest(self.segment.data(index)[o : o + n].data) for o, n in RANGES], dtype=np.uint64
+            version, small = (
+                Version(self.segment.header.opened.lineage, iteration),
+                small_of_tensors(self.segment.rank, RANGES, b"small"),
             )
-            self.segment.digests(index)[:] = digests
-            self.segment.seal(index, version, TOKEN, small, digests)
-            self.segment.completed = iteration
+            capture(self.segment, index, version, iteration % 251, small, TOKEN)
+            self.segment.header.completed = iteration
 
     def mark(self, iteration: int, mark: Mark) -> None:
         """The verdict on a version; one of an unlike replica is void where nobody keeps it, as a trainer has it."""
-        version = Version(self.segment.lineage, iteration)
+        version = Version(self.segment.header.opened.lineage, iteration)
         for slot in self.segment.slots():
             if slot.version == version and mark is Mark.MISMATCHED and not slot.pins:
                 self.segment.dirty(slot.index, None, TOKEN)
@@ -101,8 +89,9 @@ class Rank:
 class Host:
     """A node with a persister and ranks, in this process."""
 
-    def __init__(self, folder: Path, job: str, name: str, ranks: range, patience: float = 300.0) -> None:
-        self.run_dir = folder / name
+    def __init__(self, storage: Storage, job: str, name: str, ranks: range, patience: float = 300.0) -> None:
+        self.storage, self.base = storage, Path(storage.folder) / job
+        self.run_dir = Path(storage.folder).with_name(name)
         self.run_dir.mkdir()
         self.job, self.name = job, name
         self.events_path = self.run_dir / "events.jsonl"
@@ -115,9 +104,13 @@ class Host:
             segments.create(path, SHAPE, rank, FINGERPRINT)
             self.ranks[rank] = Rank(path)
 
-    def told(self, storage: Storage | None) -> None:
+    def told(self, **changes: Any) -> None:
+        """Its trainers attach, and say where checkpoints go."""
         for number, rank in self.ranks.items():
-            self.persister.attached(number, rank.path, storage)
+            self.persister.attached(number, rank.path, replace(self.storage, **changes))
+
+    def complete(self) -> list[str]:
+        return complete(self.base)
 
     def capture(self, *iterations: int) -> None:
         for rank in self.ranks.values():
@@ -130,7 +123,7 @@ class Host:
     def train(self) -> None:
         """As if this process were the trainer of all ranks."""
         for rank in self.ranks.values():
-            rank.segment.owner = (os.getpid(), liveness.started(os.getpid()))
+            rank.segment.header.owner = (os.getpid(), liveness.started(os.getpid()))
 
     def events(self, name: str) -> list[Event]:
         return [event for event in read(self.events_path) if event.name == name]
@@ -141,11 +134,11 @@ class Host:
         return self.events(name)
 
 
-def until(holds: Callable[[], bool], found: Callable[[], str] = str, seconds: float = SECONDS) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, found()
-        time.sleep(0.005)
+Make = Callable[..., Host]
+
+
+def until(holds: Callable[[], bool], found: Callable[[], str] = str) -> None:
+    wait_until(holds, SECONDS, found)
 
 
 @pytest.fixture
@@ -159,16 +152,28 @@ def base(storage: Storage, job: str) -> Path:
 
 
 @pytest.fixture
-def host(tmp_path: Path, job: str) -> Iterator[Callable[..., Host]]:
+def host(storage: Storage, job: str) -> Iterator[Make]:
     made: list[Host] = []
 
     def make(name: str = "n", ranks: range = range(2), patience: float = 300.0) -> Host:
-        made.append(Host(tmp_path, job, name, ranks, patience))
+        made.append(Host(storage, job, name, ranks, patience))
         return made[-1]
 
     yield make
     for each in made:
         each.persister.stop()
+
+
+@pytest.fixture
+def alone(host: Make) -> Host:
+    """The only node of a job."""
+    return host()
+
+
+@pytest.fixture
+def pair(host: Make) -> tuple[Host, Host]:
+    """Two nodes with a rank each."""
+    return host("a", range(0, 1)), host("b", range(1, 2))
 
 
 def complete(base: Path) -> list[str]:
@@ -177,7 +182,7 @@ def complete(base: Path) -> list[str]:
 
 def assert_filled(base: Path, iteration: int, host: Host) -> None:
     """The checkpoint holds that iteration on every rank of `host`, read back through its digests."""
-    version = Version(next(iter(host.ranks.values())).segment.lineage, iteration)
+    version = Version(next(iter(host.ranks.values())).segment.header.opened.lineage, iteration)
     for rank in host.ranks.values():
         index = persist.read_rank(checkpoint.folder_of(base, version), rank.segment, version, TOKEN)
         assert (rank.segment.data(index) == iteration % 251).all()
@@ -186,31 +191,27 @@ def assert_filled(base: Path, iteration: int, host: Host) -> None:
 # ---- alone ----
 
 
-def test_a_version_is_written_when_its_turn_comes_and_every_rank_has_it(
-    host: Callable[..., Host], storage: Storage, base: Path
-) -> None:
-    node = host()
-    node.told(storage)
-    node.capture(8, 9)
-    node.ranks[0].capture(10)
+def test_a_version_is_written_when_its_turn_comes_and_every_rank_has_it(alone: Host) -> None:
+    alone.told()
+    alone.capture(8, 9)
+    alone.ranks[0].capture(10)
     time.sleep(0.3)  # three looks and more: nothing may happen, which no event tells
-    assert complete(base) == [] and not node.events("checkpoint.started")
-    node.ranks[1].capture(10)
-    (done,) = node.wait("checkpoint.completed")
-    assert complete(base) == ["v1-10"]
-    assert (done.fields["iteration"], done.fields["path"]) == (10, str(base / "v1-10"))
-    assert done.fields["bytes"] == sum(path.stat().st_size for path in (base / "v1-10").glob("*.safetensors"))
+    assert alone.complete() == [] and not alone.events("checkpoint.started")
+    alone.ranks[1].capture(10)
+    (done,) = alone.wait("checkpoint.completed")
+    assert alone.complete() == ["v1-10"]
+    assert (done.fields["iteration"], done.fields["path"]) == (10, str(alone.base / "v1-10"))
+    assert done.fields["bytes"] == sum(path.stat().st_size for path in (alone.base / "v1-10").glob("*.safetensors"))
     assert 0 < done.fields["seconds"] < SECONDS
-    assert [event.fields["ranks"] for event in node.events("checkpoint.started")] == [[0, 1]]
-    assert_filled(base, 10, node)
-    until(lambda: not any(rank.pinned() for rank in node.ranks.values()))
+    assert [event.fields["ranks"] for event in alone.events("checkpoint.started")] == [[0, 1]]
+    assert_filled(alone.base, 10, alone)
+    until(lambda: not any(rank.pinned() for rank in alone.ranks.values()))
 
 
 def test_a_rank_that_attaches_while_the_others_are_looked_at_takes_part(
-    host: Callable[..., Host], storage: Storage, base: Path, monkeypatch: pytest.MonkeyPatch
+    alone: Host, storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Given a thread that pauses after it has seen that rank 0 alone has attached, until rank 0 holds a due version."""
-    node = host()
     paused, go_on = threading.Event(), threading.Event()
     before = persister.taking_part
 
@@ -222,21 +223,18 @@ def test_a_rank_that_attaches_while_the_others_are_looked_at_takes_part(
         return ranks
 
     monkeypatch.setattr(persister, "taking_part", slow)
-    node.persister.attached(0, node.ranks[0].path, storage)
+    alone.persister.attached(0, alone.ranks[0].path, storage)
     assert paused.wait(SECONDS)
-    node.persister.attached(1, node.ranks[1].path, storage)
-    node.ranks[0].capture(8, 9, 10)
+    alone.persister.attached(1, alone.ranks[1].path, storage)
+    alone.ranks[0].capture(8, 9, 10)
     go_on.set()
-    node.ranks[1].capture(8, 9, 10)
-    node.wait("checkpoint.completed")
-    assert [event.fields["ranks"] for event in node.events("checkpoint.started")] == [[0, 1]]
-    assert_filled(base, 10, node)
+    alone.ranks[1].capture(8, 9, 10)
+    alone.wait("checkpoint.completed")
+    assert [event.fields["ranks"] for event in alone.events("checkpoint.started")] == [[0, 1]]
+    assert_filled(alone.base, 10, alone)
 
 
-def test_it_is_pinned_in_every_rank_before_the_first_byte_and_training_goes_on_meanwhile(
-    host: Callable[..., Host], storage: Storage, base: Path
-) -> None:
-    node = host()
+def test_it_is_pinned_in_every_rank_before_the_first_byte_and_training_goes_on_meanwhile(alone: Host) -> None:
     held = threading.Event()
     before = persist.write_rank
 
@@ -246,93 +244,88 @@ def test_it_is_pinned_in_every_rank_before_the_first_byte_and_training_goes_on_m
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(persist, "write_rank", slow)
-        node.told(storage)
-        node.capture(9, 10)
-        until(lambda: all(rank.pinned() == [Version(1, 10)] for rank in node.ranks.values()))
-        node.capture(*range(11, 18))  # overwrites every other slot more than once
-        assert all(rank.pinned() == [Version(1, 10)] for rank in node.ranks.values())
+        alone.told()
+        alone.capture(9, 10)
+        until(lambda: all(rank.pinned() == [Version(1, 10)] for rank in alone.ranks.values()))
+        alone.capture(*range(11, 18))  # overwrites every other slot more than once
+        assert all(rank.pinned() == [Version(1, 10)] for rank in alone.ranks.values())
         held.set()
-        node.wait("checkpoint.completed")
-    assert_filled(base, 10, node)
+        alone.wait("checkpoint.completed")
+    assert_filled(alone.base, 10, alone)
 
 
-def test_a_turn_that_was_overwritten_before_it_was_seen_is_made_up_for(
-    host: Callable[..., Host], storage: Storage, base: Path
-) -> None:
-    node = host()
-    node.capture(9, 10, 11, 12, 13, 14)
-    node.told(storage)
-    node.wait("checkpoint.completed")
-    assert complete(base) == ["v1-14"]
-    node.persister.stop()  # long after, too
-    node.capture(*range(15, 30))
-    later = Persister(NodeContext.of(node.run_dir, node.job, node.name, Events(), {}))
-    later.adopt({number: rank.path for number, rank in node.ranks.items()})
-    until(lambda: complete(base) == ["v1-14", "v1-29"])
+def test_a_turn_that_was_overwritten_before_it_was_seen_is_made_up_for(alone: Host) -> None:
+    alone.capture(9, 10, 11, 12, 13, 14)
+    alone.told()
+    alone.wait("checkpoint.completed")
+    assert alone.complete() == ["v1-14"]
+    alone.persister.stop()  # long after, too
+    alone.capture(*range(15, 30))
+    later = Persister(NodeContext.of(alone.run_dir, alone.job, alone.name, Events(), {}))
+    later.adopt({number: rank.path for number, rank in alone.ranks.items()})
+    until(lambda: alone.complete() == ["v1-14", "v1-29"])
     later.stop()
 
 
-def test_the_newest_are_kept_and_older_ones_and_leftovers_removed_after_the_new_one_is_complete(
-    host: Callable[..., Host], storage: Storage, base: Path
-) -> None:
-    node = host()
-    checkpoint.partial_of(base, Version(1, 5)).mkdir(parents=True)
-    node.told(storage)
+def test_the_newest_are_kept_and_older_ones_and_leftovers_removed_after_the_new_one_is_complete(alone: Host) -> None:
+    checkpoint.partial_of(alone.base, Version(1, 5)).mkdir(parents=True)
+    alone.told()
     for count, iteration in enumerate((10, 20, 30, 40), start=1):
-        node.capture(iteration)
-        node.wait("checkpoint.completed", count)
-    removed = [name for event in node.wait("checkpoint.pruned", 3) for name in event.fields["removed"]]
+        alone.capture(iteration)
+        alone.wait("checkpoint.completed", count)
+    removed = [name for event in alone.wait("checkpoint.pruned", 3) for name in event.fields["removed"]]
     assert removed == ["v1-5.partial", "v1-10", "v1-20"]
-    assert sorted(os.listdir(base)) == ["v1-30", "v1-40"]
-    assert_filled(base, 30, node)
+    assert sorted(os.listdir(alone.base)) == ["v1-30", "v1-40"]
+    assert_filled(alone.base, 30, alone)
 
 
-def test_on_request_the_newest_version_is_written_and_asked_again_is_there_already(
-    host: Callable[..., Host], storage: Storage, base: Path
-) -> None:
-    node = host()
-    assert node.persister.request("request", 0) == {"state": "off"}
-    node.told(replace(storage, interval=0))
-    assert node.persister.request("request", SECONDS) == {"state": "nothing"}
-    node.capture(20, 21, 22)
-    node.ranks[0].capture(23)
-    expected = {"state": "done", "lineage": 1, "iteration": 22, "path": str(base / "v1-22")}
-    assert node.persister.request("request", SECONDS) == expected
-    assert node.persister.request("request", SECONDS) == expected
-    assert complete(base) == ["v1-22"] and len(node.events("checkpoint.started")) == 1
-    assert node.persister.status() == {"path": str(base), "newest": [1, 22], "writing": None, "failed": "", "kept": []}
+def test_on_request_the_newest_version_is_written_and_asked_again_is_there_already(alone: Host) -> None:
+    assert alone.persister.request("request", 0) == {"state": "off"}
+    alone.told(interval=0)
+    assert alone.persister.request("request", SECONDS) == {"state": "nothing"}
+    alone.capture(20, 21, 22)
+    alone.ranks[0].capture(23)
+    expected = {"state": "done", "lineage": 1, "iteration": 22, "path": str(alone.base / "v1-22")}
+    assert alone.persister.request("request", SECONDS) == expected
+    assert alone.persister.request("request", SECONDS) == expected
+    assert alone.complete() == ["v1-22"] and len(alone.events("checkpoint.started")) == 1
+    assert alone.persister.status() == {
+        "path": str(alone.base),
+        "newest": [1, 22],
+        "writing": None,
+        "failed": "",
+        "kept": [],
+    }
 
 
-def test_only_what_was_due_is_written_when_a_job_ends(host: Callable[..., Host], storage: Storage, base: Path) -> None:
-    node = host()
-    node.told(storage)
-    node.capture(10)
-    assert node.persister.request("end", SECONDS, only_due=True)["state"] == "done"
-    node.capture(11, 12)
-    assert node.persister.request("end", SECONDS, only_due=True)["iteration"] == 10
-    assert complete(base) == ["v1-10"]
+def test_only_what_was_due_is_written_when_a_job_ends(alone: Host) -> None:
+    alone.told()
+    alone.capture(10)
+    assert alone.persister.request("end", SECONDS, only_due=True)["state"] == "done"
+    alone.capture(11, 12)
+    assert alone.persister.request("end", SECONDS, only_due=True)["iteration"] == 10
+    assert alone.complete() == ["v1-10"]
 
 
-def test_before_the_lineage_is_open_nothing_is_due(host: Callable[..., Host], storage: Storage, base: Path) -> None:
+def test_before_the_lineage_is_open_nothing_is_due(alone: Host) -> None:
     """What a new incarnation finds may be void in a moment."""
-    node = host()
-    node.capture(10)
-    for rank in node.ranks.values():
-        rank.segment.token = TOKEN + 1
-    node.told(storage)
+    alone.capture(10)
+    for rank in alone.ranks.values():
+        rank.segment.header.token = TOKEN + 1
+    alone.told()
     time.sleep(0.3)
-    assert complete(base) == []
-    for rank in node.ranks.values():
+    assert alone.complete() == []
+    for rank in alone.ranks.values():
         rank.segment.open_lineage(2, Version(1, 10), ())
-    node.wait("checkpoint.completed")
-    assert complete(base) == ["v1-10"]
+    alone.wait("checkpoint.completed")
+    assert alone.complete() == ["v1-10"]
 
 
-def test_the_ranks_of_a_wider_earlier_job_do_not_count(host: Callable[..., Host], storage: Storage, base: Path) -> None:
+def test_the_ranks_of_a_wider_earlier_job_do_not_count(host: Make, base: Path) -> None:
     node = host(ranks=range(3))
-    node.ranks[2].segment.attached = False
+    node.ranks[2].segment.header.attached = False
     node.ranks[2].capture(3)
-    node.told(storage)
+    node.told()
     for number in (0, 1):
         node.ranks[number].capture(10)
     node.wait("checkpoint.completed")
@@ -342,63 +335,55 @@ def test_the_ranks_of_a_wider_earlier_job_do_not_count(host: Callable[..., Host]
 # ---- where replicas are compared ----
 
 
-def test_a_turn_waits_for_the_verdict_of_every_rank(host: Callable[..., Host], storage: Storage, base: Path) -> None:
-    node = host()
-    node.told(replace(storage, audits=1))
-    node.capture(9, 10, 11)
-    node.ranks[0].mark(10, Mark.CERTIFIED)
+def test_a_turn_waits_for_the_verdict_of_every_rank(alone: Host) -> None:
+    alone.told(audits=1)
+    alone.capture(9, 10, 11)
+    alone.ranks[0].mark(10, Mark.CERTIFIED)
     time.sleep(0.3)  # three looks and more: nothing may happen, which no event tells
-    assert not node.events("checkpoint.started")
-    node.ranks[1].mark(10, Mark.CERTIFIED)
-    node.wait("checkpoint.completed")
-    assert complete(base) == ["v1-10"] and checkpoint.read_manifest(base / "v1-10").certified
-    until(lambda: not any(rank.pinned() for rank in node.ranks.values()))
+    assert not alone.events("checkpoint.started")
+    alone.ranks[1].mark(10, Mark.CERTIFIED)
+    alone.wait("checkpoint.completed")
+    assert alone.complete() == ["v1-10"] and checkpoint.read_manifest(alone.base / "v1-10").certified
+    until(lambda: not any(rank.pinned() for rank in alone.ranks.values()))
 
 
-def test_a_version_whose_replicas_differ_gives_its_turn_to_the_next_that_agrees(
-    host: Callable[..., Host], storage: Storage, base: Path
-) -> None:
-    node = host()
-    node.told(replace(storage, audits=1))
-    node.capture(10)
-    node.mark(10, Mark.MISMATCHED)
-    node.capture(11)
-    node.mark(11, Mark.CERTIFIED)
-    node.wait("checkpoint.completed")
-    assert complete(base) == ["v1-11"]
+def test_a_version_whose_replicas_differ_gives_its_turn_to_the_next_that_agrees(alone: Host) -> None:
+    alone.told(audits=1)
+    alone.capture(10)
+    alone.mark(10, Mark.MISMATCHED)
+    alone.capture(11)
+    alone.mark(11, Mark.CERTIFIED)
+    alone.wait("checkpoint.completed")
+    assert alone.complete() == ["v1-11"]
 
 
 def test_a_verdict_that_comes_while_it_is_written_withdraws_it_and_says_why(
-    host: Callable[..., Host], storage: Storage, base: Path, monkeypatch: pytest.MonkeyPatch
+    alone: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Asked for where no trainer lives, so that it is begun without its verdict."""
-    node = host()
     before = persist.write_rank
 
     def late(folder: Path, segment: Segment, *arguments: Any, **facts: Any) -> Any:
         found = before(folder, segment, *arguments, **facts)
         if segment.rank == 1:
-            node.ranks[0].mark(7, Mark.MISMATCHED)
+            alone.ranks[0].mark(7, Mark.MISMATCHED)
         return found
 
     monkeypatch.setattr(persist, "write_rank", late)
-    node.told(replace(storage, audits=1))
-    node.capture(7)
-    found = node.persister.request("signal", SECONDS)
+    alone.told(audits=1)
+    alone.capture(7)
+    found = alone.persister.request("signal", SECONDS)
     assert found["state"] == "failed" and "differ on ranks 0" in found["reason"], found
-    (failed,) = node.wait("checkpoint.failed")
+    (failed,) = alone.wait("checkpoint.failed")
     assert failed.fields["iteration"] == 7 and "audit.failed" in failed.fields["reason"]
-    assert os.listdir(base) == []
-    assert not any(rank.pinned() for rank in node.ranks.values())
+    assert os.listdir(alone.base) == []
+    assert not any(rank.pinned() for rank in alone.ranks.values())
 
 
-def test_a_verdict_on_another_node_before_its_manifest_withdraws_a_checkpoint(
-    host: Callable[..., Host], storage: Storage, base: Path
-) -> None:
+def test_a_verdict_on_another_node_before_its_manifest_withdraws_a_checkpoint(host: Make, base: Path) -> None:
     first, second = host("a", range(0, 1), 1.0), host("b", range(1, 2), 1.0)
-    audited = replace(storage, audits=1)
     for node in (first, second):
-        node.told(audited)
+        node.told(audits=1)
         node.capture(10)
     second.mark(10, Mark.CERTIFIED)
     second.wait("checkpoint.started")
@@ -413,156 +398,130 @@ def test_a_verdict_on_another_node_before_its_manifest_withdraws_a_checkpoint(
     assert not second.ranks[1].pinned()
 
 
-def test_on_request_what_is_certified_is_written_before_what_is_newer(
-    host: Callable[..., Host], storage: Storage, base: Path
-) -> None:
-    node = host()
-    node.told(replace(storage, interval=0, audits=5))
-    node.capture(5)
-    node.mark(5, Mark.CERTIFIED)
-    for rank in node.ranks.values():  # it lies in the slot that is kept for it, behind newer ones
+def test_on_request_what_is_certified_is_written_before_what_is_newer(alone: Host) -> None:
+    alone.told(interval=0, audits=5)
+    alone.capture(5)
+    alone.mark(5, Mark.CERTIFIED)
+    for rank in alone.ranks.values():  # it lies in the slot that is kept for it, behind newer ones
         rank.capture(6, 7)
-    node.train()
-    assert node.persister.request("signal", SECONDS)["iteration"] == 5
-    assert complete(base) == ["v1-5"]
+    alone.train()
+    assert alone.persister.request("signal", SECONDS)["iteration"] == 5
+    assert alone.complete() == ["v1-5"]
 
 
 @pytest.mark.parametrize("verdict", [Mark.CERTIFIED, None])
 def test_a_request_waits_for_a_verdict_within_its_time_and_then_takes_what_is_not_known_to_differ(
-    host: Callable[..., Host], storage: Storage, base: Path, verdict: Mark | None
+    alone: Host, verdict: Mark | None
 ) -> None:
-    node = host()
-    node.told(replace(storage, interval=0, audits=1))
-    node.capture(5, 6)
-    for rank in node.ranks.values():
-        rank.segment.mark(Version(1, 6), Mark.MISMATCHED)  # kept, as it is while it is sent to another node
-    node.train()
+    alone.told(interval=0, audits=1)
+    alone.capture(5, 6)
+    for rank in alone.ranks.values():
+        rank.segment.mark(Version(1, 6), Mark.MISMATCHED)  # kept, as it is while it is sent to another alone
+    alone.train()
     outcome: dict[str, Any] = {}
     seconds = SECONDS if verdict else 12.0  # half of it to wait, the other to write on a slow machine
-    asking = threading.Thread(target=lambda: outcome.update(node.persister.request(REQUEST, seconds)))
+    asking = threading.Thread(target=lambda: outcome.update(alone.persister.request(REQUEST, seconds)))
     begun = time.monotonic()
     asking.start()
     if verdict:
-        until(lambda: bool(node.persister._calls))
-        node.mark(5, verdict)
+        until(lambda: bool(alone.persister._calls))
+        alone.mark(5, verdict)
     asking.join(SECONDS)
     assert outcome["iteration"] == 5
-    assert checkpoint.read_manifest(base / "v1-5").certified is bool(verdict)
+    assert checkpoint.read_manifest(alone.base / "v1-5").certified is bool(verdict)
     waited = time.monotonic() - begun
     assert waited < SECONDS / 2 if verdict else waited > 5.0, "half of its time, and less where it is known"
 
 
 @pytest.mark.parametrize("differs", [False, True])
 def test_at_the_end_of_a_job_what_was_due_is_written_though_no_verdict_will_come(
-    host: Callable[..., Host], storage: Storage, base: Path, differs: bool
+    alone: Host, storage: Storage, differs: bool
 ) -> None:
-    node = host()
-    node.told(replace(storage, audits=1))
-    node.capture(10, 11)
+    alone.told(audits=1)
+    alone.capture(10, 11)
     if differs:
-        node.ranks[1].segment.mark(Version(1, 10), Mark.MISMATCHED)  # kept for another purpose
+        alone.ranks[1].segment.mark(Version(1, 10), Mark.MISMATCHED)  # kept for another purpose
     expected = 11 if differs else 10
-    assert node.persister.request("end", SECONDS, only_due=True)["iteration"] == expected
-    assert checkpoint.read_manifest(base / f"v1-{expected}").certified is False
+    assert alone.persister.request("end", SECONDS, only_due=True)["iteration"] == expected
+    assert checkpoint.read_manifest(alone.base / f"v1-{expected}").certified is False
 
 
 # ---- errors of a storage ----
 
 
-def test_a_full_disk_is_an_event_leaves_the_last_good_one_and_the_next_turn_is_tried(
-    host: Callable[..., Host], storage: Storage, base: Path
-) -> None:
-    node = host()
-    node.told(storage)
-    node.capture(10)
-    node.wait("checkpoint.completed")
-    faults.arm("persist.write@rank=1,iteration=20:enospc")
-    node.capture(20)
-    (failed,) = node.wait("checkpoint.failed")
-    assert "No space left on device" in failed.fields["reason"] and failed.fields["iteration"] == 20
-    assert failed.fields["newest_complete"] == str(base / "v1-10")
-    assert sorted(os.listdir(base)) == ["v1-10"], "what was begun is removed"
-    assert "No space left" in node.persister.status()["failed"]
-    assert not any(rank.pinned() for rank in node.ranks.values())
-    node.capture(21, 22, 23, 30)
-    node.wait("checkpoint.completed", 2)
-    assert complete(base) == ["v1-10", "v1-30"] and node.persister.status()["failed"] == ""
-    assert len(node.events("checkpoint.failed")) == 1
+def test_a_full_disk_is_an_event_leaves_the_last_good_one_and_the_next_turn_is_tried(alone: Host) -> None:
+    """A trainer prints it once, and that there is room again."""
+    alone.told()
+    alone.capture(10)
+    alone.wait("checkpoint.completed")
+    assert not (alone.run_dir / ALARM).exists()
+    faults.arm("persist.write@rank=1:enospc")
+    for count in (1, 2):
+        alone.capture(10 + 10 * count)
+        failed = alone.wait("checkpoint.failed", count)[0].fields
+        assert "No space left on device" in failed["reason"] and failed["iteration"] == 20
+        assert failed["newest_complete"] == str(alone.base / "v1-10")
+        assert sorted(os.listdir(alone.base)) == ["v1-10"], "what was begun is removed"
+        assert "No space left" in alone.persister.status()["failed"]
+        (first,) = json.loads((alone.run_dir / ALARM).read_text()).values()
+        assert first.startswith("checkpoint.failed: alone n: iteration 20 was not written: No space left on device")
+        assert first.endswith(f"the newest checkpoint is {alone.base / 'v1-10'}. {catalogue.CHECKPOINT_FAILED.action}")
+    assert not any(rank.pinned() for rank in alone.ranks.values())
+    faults.arm("")
+    alone.capture(31, 32, 33, 40)
+    alone.wait("checkpoint.completed", 2)
+    assert alone.complete() == ["v1-10", "v1-40"] and len(alone.events("checkpoint.failed")) == 2
+    said = f"checkpoint.completed: alone n: iteration 40 is in {alone.base / 'v1-40'}, after 2 failed attempts"
+    until(lambda: list(json.loads((alone.run_dir / ALARM).read_text()).values()) == [said])
+    assert alone.persister.status()["failed"] == ""
 
 
-def test_a_checkpoint_that_is_asked_for_to_be_kept_is_not_pruned_also_by_another_smp(
-    host: Callable[..., Host], storage: Storage, base: Path
-) -> None:
-    node = host()
-    node.told(replace(storage, keep=1))
-    node.capture(10)
-    node.wait("checkpoint.completed")
-    assert node.persister.request("request", SECONDS, keep=True)["path"] == str(base / "v1-10"), "it was there already"
-    node.capture(11)
-    assert node.persister.request("request", SECONDS, keep=True)["iteration"] == 11
-    assert [event.fields["iteration"] for event in node.events("checkpoint.kept")] == [10, 11]
-    node.capture(20)
-    node.wait("checkpoint.completed", 3)
-    node.persister.stop()
+def test_a_checkpoint_that_is_asked_for_to_be_kept_is_not_pruned_also_by_another_smp(alone: Host) -> None:
+    alone.told(keep=1)
+    alone.capture(10)
+    alone.wait("checkpoint.completed")
+    assert alone.persister.request("request", SECONDS, keep=True)["path"] == str(alone.base / "v1-10"), (
+        "it was there already"
+    )
+    alone.capture(11)
+    assert alone.persister.request("request", SECONDS, keep=True)["iteration"] == 11
+    assert [event.fields["iteration"] for event in alone.events("checkpoint.kept")] == [10, 11]
+    alone.capture(20)
+    alone.wait("checkpoint.completed", 3)
+    alone.persister.stop()
 
-    again = Persister(NodeContext.of(node.run_dir, node.job, node.name, Events(), {}))
-    again.adopt({number: rank.path for number, rank in node.ranks.items()})
-    node.capture(30)
-    until(lambda: complete(base) == ["v1-10", "v1-11", "v1-30"], lambda: str(complete(base)))
+    again = Persister(NodeContext.of(alone.run_dir, alone.job, alone.name, Events(), {}))
+    again.adopt({number: rank.path for number, rank in alone.ranks.items()})
+    alone.capture(30)
+    until(lambda: alone.complete() == ["v1-10", "v1-11", "v1-30"], lambda: str(alone.complete()))
     assert again.status()["kept"] == [[1, 10], [1, 11]]
     again.stop()
 
 
-def test_a_checkpoint_that_cannot_be_kept_says_so_and_is_there(
-    host: Callable[..., Host], storage: Storage, base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_that_cannot_be_kept_says_so_and_is_there(alone: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(folder: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder / "keep"))
 
     monkeypatch.setattr("ft_plugins.snapshot.checkpoint.checkpoint.keep", full)
-    node = host()
-    node.told(storage)
-    node.capture(7)
-    found = node.persister.request("request", SECONDS, keep=True)
+    alone.told()
+    alone.capture(7)
+    found = alone.persister.request("request", SECONDS, keep=True)
     assert found["state"] == "failed"
     assert "is written, but cannot be marked as kept: No space left on device" in found["reason"]
-    assert complete(base) == ["v1-7"] and node.persister.status()["kept"] == []
-
-
-def test_a_full_disk_is_left_for_a_trainer_to_print_once_and_that_it_has_room_again(
-    host: Callable[..., Host], storage: Storage, base: Path
-) -> None:
-    node = host()
-    node.told(storage)
-    node.capture(10)
-    node.wait("checkpoint.completed")
-    assert not (node.run_dir / ALARM).exists()
-    faults.arm("persist.write@rank=1:enospc")
-    for count in range(1, 6):
-        node.capture(10 + 10 * count)
-        node.wait("checkpoint.failed", count)
-        (first,) = json.loads((node.run_dir / ALARM).read_text()).values()
-        assert first.startswith("checkpoint.failed: node n: iteration 20 was not written: No space left on device")
-        assert first.endswith(f"the newest checkpoint is {base / 'v1-10'}. {catalogue.CHECKPOINT_FAILED.action}")
-    faults.arm("")
-    node.capture(70)
-    node.wait("checkpoint.completed", 2)
-    said = f"checkpoint.completed: node n: iteration 70 is in {base / 'v1-70'}, after 5 failed attempts"
-    until(lambda: list(json.loads((node.run_dir / ALARM).read_text()).values()) == [said])
+    assert alone.complete() == ["v1-7"] and alone.persister.status()["kept"] == []
 
 
 @pytest.mark.parametrize("what", ["folder is a file", "it vanishes"])
 def test_a_storage_that_cannot_be_used_is_an_event_and_is_used_again_when_it_is_back(
-    host: Callable[..., Host], storage: Storage, base: Path, what: str
+    alone: Host, storage: Storage, what: str
 ) -> None:
-    node = host()
     folder = Path(storage.folder)
     if what == "folder is a file":
         folder.write_text("")
-        node.told(storage)
-        node.capture(10)
+        alone.told()
+        alone.capture(10)
     else:
-        node.told(storage)
+        alone.told()
         before = persist.write_rank
 
         def gone(target: Path, segment: Segment, *arguments: Any, **facts: Any) -> Any:
@@ -574,44 +533,38 @@ def test_a_storage_that_cannot_be_used_is_an_event_and_is_used_again_when_it_is_
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(persist, "write_rank", gone)
-            node.capture(10)
-            node.wait("checkpoint.failed")
-    (failed,) = node.wait("checkpoint.failed")
+            alone.capture(10)
+            alone.wait("checkpoint.failed")
+    (failed,) = alone.wait("checkpoint.failed")
     reason = failed.fields["reason"]
     assert ("Not a directory" in reason or "File exists" in reason) and str(folder) in reason
     folder.unlink()
-    node.capture(20)
-    node.wait("checkpoint.completed")
-    assert complete(base) == ["v1-20"]
-    assert_filled(base, 20, node)
+    alone.capture(20)
+    alone.wait("checkpoint.completed")
+    assert alone.complete() == ["v1-20"]
+    assert_filled(alone.base, 20, alone)
 
 
-def test_a_slot_that_is_corrupt_is_not_written_and_told(
-    host: Callable[..., Host], storage: Storage, base: Path
-) -> None:
-    node = host()
-    node.capture(9)
-    for slot in node.ranks[1].segment.slots():
+def test_a_slot_that_is_corrupt_is_not_written_and_told(alone: Host) -> None:
+    alone.capture(9)
+    for slot in alone.ranks[1].segment.slots():
         if slot.version:
-            node.ranks[1].segment.data(slot.index)[70] ^= 1
-    node.told(storage)
-    found = node.persister.request("request", SECONDS)
+            alone.ranks[1].segment.data(slot.index)[70] ^= 1
+    alone.told()
+    found = alone.persister.request("request", SECONDS)
     assert found["state"] == "failed" and "rank 1: bucket 0" in found["reason"]
-    assert complete(base) == []
+    assert alone.complete() == []
 
 
-def test_a_checkpoint_of_another_job_in_its_place_is_left_alone(
-    host: Callable[..., Host], storage: Storage, base: Path
-) -> None:
-    node = host()
-    folder = checkpoint.partial_of(base, Version(1, 10))
+def test_a_checkpoint_of_another_job_in_its_place_is_left_alone(alone: Host) -> None:
+    folder = checkpoint.partial_of(alone.base, Version(1, 10))
     folder.mkdir(parents=True)
-    checkpoint.commit(base, Version(1, 10), Origin("other", 0, {"layers": 5}))
-    node.told(storage)
-    node.capture(10)
-    (failed,) = node.wait("checkpoint.failed")
+    checkpoint.commit(alone.base, Version(1, 10), Origin("other", 0, {"layers": 5}))
+    alone.told()
+    alone.capture(10)
+    (failed,) = alone.wait("checkpoint.failed")
     assert "another job" in failed.fields["reason"]
-    assert os.listdir(base / "v1-10") == ["manifest.json"]
+    assert os.listdir(alone.base / "v1-10") == ["manifest.json"]
 
 
 @pytest.mark.parametrize(
@@ -634,24 +587,22 @@ def test_a_trainer_s_malformed_description_of_its_storage_is_refused(storage: St
         requests.local({"do": "attach", **attach, "storage": {**asdict(storage), **fields}})
 
 
-def test_told_of_no_storage_any_more_it_stops(host: Callable[..., Host], storage: Storage, base: Path) -> None:
-    node = host()
-    node.told(storage)
-    node.told(None)
-    node.capture(10)
-    assert node.persister.request("request", 0) == {"state": "off"} and not base.exists()
-    assert not (node.run_dir / "storage.json").exists()
+def test_told_of_no_storage_any_more_it_stops(alone: Host) -> None:
+    alone.told()
+    for number, rank in alone.ranks.items():
+        alone.persister.attached(number, rank.path, None)
+    alone.capture(10)
+    assert alone.persister.request("request", 0) == {"state": "off"} and not alone.base.exists()
+    assert not (alone.run_dir / "storage.json").exists()
 
 
 # ---- several nodes ----
 
 
-def test_the_files_of_two_nodes_become_one_checkpoint_and_both_know_it(
-    host: Callable[..., Host], storage: Storage, base: Path
-) -> None:
-    first, second = host("a", range(0, 1)), host("b", range(1, 2))
+def test_the_files_of_two_nodes_become_one_checkpoint_and_both_know_it(pair: tuple[Host, Host], base: Path) -> None:
+    first, second = pair
     for node in (first, second):
-        node.told(storage)
+        node.told()
     second.capture(10)
     second.wait("checkpoint.started")
     assert complete(base) == []
@@ -662,12 +613,10 @@ def test_the_files_of_two_nodes_become_one_checkpoint_and_both_know_it(
     assert complete(base) == ["v1-10"]
 
 
-def test_storage_that_only_one_node_sees_is_reported_with_the_remedy(
-    host: Callable[..., Host], storage: Storage, base: Path, tmp_path: Path
-) -> None:
+def test_storage_that_only_one_node_sees_is_reported_with_the_remedy(host: Make, base: Path, tmp_path: Path) -> None:
     first, second = host("a", range(0, 1), 0.5), host("b", range(1, 2), 0.5)
-    first.told(storage)
-    second.told(replace(storage, folder=str(tmp_path / "local")))
+    first.told()
+    second.told(folder=str(tmp_path / "local"))
     for node in (first, second):
         node.capture(10)
     reason = first.wait("checkpoint.failed")[0].fields["reason"]
@@ -679,11 +628,11 @@ def test_storage_that_only_one_node_sees_is_reported_with_the_remedy(
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_nodes_whose_training_has_ended_write_the_newest_version_that_both_hold(
-    host: Callable[..., Host], storage: Storage, base: Path, ahead: int
+    pair: tuple[Host, Host], base: Path, ahead: int
 ) -> None:
-    first, second = host("a", range(0, 1)), host("b", range(1, 2))
+    first, second = pair
     for node in (first, second):
-        node.told(storage)
+        node.told()
         node.capture(6, 7)
     (first, second)[ahead].capture(8)
     outcomes: dict[str, Any] = {}
@@ -701,15 +650,15 @@ def test_nodes_whose_training_has_ended_write_the_newest_version_that_both_hold(
 
 
 def test_while_a_job_trains_on_two_nodes_a_request_names_a_version_ahead_and_both_write_it(
-    host: Callable[..., Host], storage: Storage, base: Path
+    pair: tuple[Host, Host], base: Path
 ) -> None:
-    first, second = host("a", range(0, 1)), host("b", range(1, 2))
+    first, second = pair
     own = (os.getpid(), liveness.started(os.getpid()))
     outcome: dict[str, Any] = {}
     for node in (first, second):
         for rank in node.ranks.values():
-            rank.segment.owner = own
-        node.told(replace(storage, interval=0))
+            rank.segment.header.owner = own
+        node.told(interval=0)
         node.capture(3, 4)
     asking = threading.Thread(target=lambda: outcome.update(second.persister.request(REQUEST, 3 * SECONDS)))
     asking.start()
@@ -766,19 +715,6 @@ def smp(node: SmpNode, storage: Storage, faults: str = "", orphan_seconds: float
     return found
 
 
-def gone(pid: int) -> None:
-    """Wait until all threads of a process have ended: then its locks are free."""
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    poller = select.poll()
-    poller.register(descriptor, select.POLLIN)
-    found = poller.poll(1000 * SECONDS)
-    os.close(descriptor)
-    assert found, f"{pid} is still there"
-
-
 POINTS = ["persist.rank.before@rank=1", "persist.write@rank=1", "persist.file@rank=0", "persist.file@rank=1"]
 POINTS += ["persist.rename@rank=1", "persist.manifest.before", "persist.manifest.after"]
 
@@ -794,7 +730,7 @@ def test_an_smp_killed_at_any_point_loses_no_checkpoint_and_its_successor_writes
     until(lambda: complete(base) == ["v1-10"])
     for rank in ranks:
         rank.capture(20)
-    gone(node.pids[-1])
+    gone(node.pids[-1], SECONDS)
     assert "v1-10" in complete(base)
     assert complete(base) == (["v1-10", "v1-20.partial"] if point.endswith("after") else ["v1-10"])
     for rank in ranks:
@@ -813,19 +749,14 @@ def test_an_smp_killed_at_any_point_loses_no_checkpoint_and_its_successor_writes
 
 
 def test_an_smp_that_is_orphaned_writes_the_newest_version_also_after_it_was_replaced(
-    node: SmpNode, storage: Storage, base: Path
+    node: SmpNode, storage: Storage, base: Path, sleeper: subprocess.Popen[bytes]
 ) -> None:
-    watched = os.fork()
-    if watched == 0:
-        threading.Event().wait(60)
-        os._exit(0)
-    ranks = smp(node, replace(storage, interval=0), watch=watched)
+    ranks = smp(node, replace(storage, interval=0), watch=sleeper.pid)
     for rank in ranks:
         rank.capture(3, 4, 5)
     node.kill()
-    start(node, watch=watched)
-    os.kill(watched, signal.SIGKILL)
-    os.waitpid(watched, 0)
+    start(node, watch=sleeper.pid)
+    sleeper.kill()
     until(lambda: complete(base) == ["v1-5"], lambda: str(node.events()))
     assert [event.fields["reason"] for event in node.events("checkpoint.started")] == ["orphaned"]
     assert all(rank.path.exists() for rank in ranks)
@@ -833,27 +764,22 @@ def test_an_smp_that_is_orphaned_writes_the_newest_version_also_after_it_was_rep
 
 @pytest.mark.parametrize("seconds", [0, 1])
 def test_an_smp_whose_time_is_over_removes_the_memory_only_when_it_is_in_storage(
-    node: SmpNode, storage: Storage, base: Path, seconds: int
+    node: SmpNode, storage: Storage, base: Path, sleeper: subprocess.Popen[bytes], seconds: int
 ) -> None:
     """Where it was orphaned the disk is full, when its time is over there is room again; or both at once."""
-    watched = os.fork()
-    if watched == 0:
-        threading.Event().wait(60)
-        os._exit(0)
     full = "persist.write@hit=1:enospc" if seconds else ""
-    ranks = smp(node, replace(storage, interval=0), full, orphan_seconds=seconds, watch=watched)
+    ranks = smp(node, replace(storage, interval=0), full, orphan_seconds=seconds, watch=sleeper.pid)
     for rank in ranks:
         rank.capture(7)
-    os.kill(watched, signal.SIGKILL)
-    os.waitpid(watched, 0)
-    gone(node.pids[-1])
+    sleeper.kill()
+    gone(node.pids[-1], SECONDS)
     assert complete(base) == ["v1-7"] and not any(rank.path.exists() for rank in ranks)
     assert [event.fields["reason"] for event in node.events("smp.ended")] == [f"orphaned for {seconds} s"]
     assert len(node.events("checkpoint.failed")) == (1 if seconds else 0)
 
 
 def test_the_end_leaves_off_what_is_being_written_at_its_next_piece(
-    host: Callable[..., Host], storage: Storage, monkeypatch: pytest.MonkeyPatch
+    alone: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, left_off = threading.Event(), threading.Event()
 
@@ -868,10 +794,9 @@ def test_the_end_leaves_off_what_is_being_written_at_its_next_piece(
 
     monkeypatch.setattr(persist, "write_rank", endless)
     monkeypatch.setattr(persister, "_STOP_SECONDS", SECONDS)  # the limit for a disk that hangs
-    node = host()
-    node.told(storage)
-    node.capture(10)
+    alone.told()
+    alone.capture(10)
     assert begun.wait(SECONDS)
-    node.persister.stop()
+    alone.persister.stop()
     assert left_off.is_set(), "it did not end because it was no longer waited for"
-    assert not any(rank.pinned() for rank in node.ranks.values()) and not node.events("checkpoint.failed")
+    assert not any(rank.pinned() for rank in alone.ranks.values()) and not alone.events("checkpoint.failed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -54,37 +55,43 @@ PEER: list[dict[str, Any]] = [
     {"do": "read", "what": "job", "job": REFERENCE.job, "offset": 0},
 ]
 OPTIONAL = {"base"}
+STRANGE = [None, -1, 1.5, "1", True, [], {}, 1 << 64]
 
 
 def test_every_request_of_this_node_is_in_the_sample() -> None:
     assert {message["do"] for message in LOCAL} | {"attach"} == set(requests.LOCAL)
 
 
-@pytest.mark.parametrize("message", LOCAL, ids=lambda message: message["do"])
-def test_a_request_of_this_node_without_one_of_its_fields_is_refused_by_that_name(message: dict[str, Any]) -> None:
-    assert requests.local(message)
-    for name in message.keys() - {"do"} - OPTIONAL:
-        with pytest.raises(ProtocolError, match=f"{message['do']}: {name}: Field required"):
-            requests.local({key: value for key, value in message.items() if key != name})
-
-
-@pytest.mark.parametrize("message", PEER, ids=lambda message: f"{message['do']} {message.get('what', '')}")
-def test_a_request_of_another_smp_without_one_of_its_fields_is_refused_by_that_name(message: dict[str, Any]) -> None:
-    assert requests.peer(message)
-    for name in message.keys() - {"do", "what"}:
-        with pytest.raises(ProtocolError, match=f"{name}: Field required"):
-            requests.peer({key: value for key, value in message.items() if key != name})
-
-
-@pytest.mark.parametrize("value", [None, -1, 1.5, "1", True, [], {}, 1 << 64])
-@pytest.mark.parametrize("message", [*LOCAL, *PEER], ids=lambda message: f"{message['do']} {message.get('what', '')}")
-def test_what_is_not_of_its_type_is_this_project_s_error(message: dict[str, Any], value: object) -> None:
-    for name in message.keys() - {"do", "what"}:
-        for read in (requests.local, requests.peer):
+@pytest.mark.parametrize("read", [requests.local, requests.peer])
+def test_a_request_without_one_of_its_fields_or_with_one_of_another_type_is_refused_by_that_name(read: Any) -> None:
+    for message in LOCAL if read is requests.local else PEER:
+        assert read(message)
+        for name in message.keys() - {"do", "what"} - OPTIONAL:
+            with pytest.raises(ProtocolError, match=f"{message.get('what', message['do'])}: {name}: Field required"):
+                read({key: value for key, value in message.items() if key != name})
+        for name, value in itertools.product(message.keys() - {"do", "what"}, STRANGE):
             try:
                 read({**message, name: value})
             except FtError as error:
                 assert str(error).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("", {}), ("", {"do": None}), ("", {"do": ["status"]}), ("", {"do": {"a": 1}}), ("", {"do": "_attach"}),
+        ("", {"do": "finish"}), ("", {"do": "watch"}),
+        *(("restore", {"token": value}) for value in (True, "0", None)),
+        *(("restore", {"rank": value}) for value in ("0", -5, 2**63)),
+        *(("restore", {"base": value}) for value in (5, [1], ["a", "b"], [1, -2])),
+        *(("restore", {"lineage": value}) for value in (-1, 2**64 - 1)),
+        ("watch", {"pid": -1}), ("watch", {"detect_seconds": "long"}), ("checkpoint", {"only_due": 1}),
+    ],
+)  # fmt: skip
+def test_a_request_of_this_node_with_strange_fields_is_refused(name: str, change: dict[str, Any]) -> None:
+    (sound,) = [message for message in LOCAL if message["do"] == name] or [{}]
+    with pytest.raises(ProtocolError):
+        requests.local({**sound, **change})
 
 
 @pytest.mark.parametrize(
@@ -115,11 +122,14 @@ def test_a_shape_names_its_fields_and_holds_no_more_parity_than_bytes() -> None:
     attach = {"do": "attach", **OF_RANK, "fingerprint": {"layers": (1, 2)}, "pid": 1, "fresh": False}
     fields = requests.local({**attach, "shape": {**SHAPES, **_others(SHAPES)}})
     assert fields.shape.nbytes == 100 and fields.fingerprint == {"layers": [1, 2]}, "as JSON gives it back"
-    for shape in ({}, SHAPES | {"more": 1}, [1, 2], {**SHAPES, **_others(SHAPES), "parity_nbytes": 101}):
+    whole = {**SHAPES, **_others(SHAPES)}
+    wrong = [{**whole, **more} for more in ({"parity_nbytes": 101}, {"nbytes": -1}, {"nbytes": 2.0}, {"layout": True})]
+    for shape in ({}, SHAPES | {"more": 1}, [1, 2], whole | {"more": 1}, *wrong):
         with pytest.raises(ProtocolError, match="attach: shape"):
             requests.local({**attach, "shape": shape})
-    with pytest.raises(ProtocolError, match="attach: fingerprint"):
-        requests.local({**attach, "shape": {**SHAPES, **_others(SHAPES)}, "fingerprint": {"a": object()}})
+    for fingerprint in ({"a": object()}, {"x": b"raw"}, []):
+        with pytest.raises(ProtocolError, match="attach: fingerprint"):
+            requests.local({**attach, "shape": whole, "fingerprint": fingerprint})
 
 
 def _others(shape: dict[str, int]) -> dict[str, int]:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from ft_plugins.events import Events
@@ -19,6 +17,8 @@ from ft_plugins.smp.watch import liveness
 from ft_plugins.snapshot.segment.segment import Segment
 from ft_plugins.snapshot.segment.shape import Shape
 from ft_plugins.snapshot.segment.slots import Version
+
+from .node_clusters import capture
 
 SHAPE = Shape(nbytes=100, small_nbytes=10, buckets=1, layout=1)
 
@@ -38,30 +38,20 @@ def test_the_worst_is_said(facts: tuple[bool, bool, bool, bool], expected: Signa
     assert signal(**dict(zip(names, facts, strict=True))) is expected
 
 
-@pytest.fixture
-def trainer() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that does nothing for as long as nobody ends it."""
-    process = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
-    yield process
-    process.kill()
-    process.wait()
-
-
-def test_an_smp_says_it_of_its_node(node: Any, trainer: subprocess.Popen[bytes]) -> None:
+def test_an_smp_says_it_of_its_node(node: Any, sleeper: subprocess.Popen[bytes]) -> None:
     node.start()
     token = node.fence()
     with node.client() as client:
         segment = Segment(client.attach(0, token, SHAPE, {}, fresh=False))
-        segment.owner = (trainer.pid, liveness.started(trainer.pid))
+        segment.header.owner = (sleeper.pid, liveness.started(sleeper.pid))
         segment.ranges = [(0, 100)]
         assert client.status()["signal"] == "HEALTHY"
         segment.dirty(0, Version(1, 1), token)
         assert client.status()["signal"] == "SNAP"
-        segment.write_small(0, b"")
-        segment.seal(0, Version(1, 1), token, b"", np.zeros(1, dtype=np.uint64))
+        capture(segment, 0, Version(1, 1), token=token)
         assert client.status()["signal"] == "CLEAN"
-        trainer.kill()
-        trainer.wait(20)
+        sleeper.kill()
+        sleeper.wait(20)
         assert client.status()["signal"] == "UNHEALTHY"
 
 
@@ -70,7 +60,7 @@ def test_a_lost_trainer_is_declared_when_there_is_room_for_it_and_one_that_moves
 ) -> None:
     process, room, declared = SnapshotProcess(tmp_path, job, "n0", Events("n0")), [False], list[list[str]]()
     process._detect_seconds = -1.0
-    process._segments = {0: SimpleNamespace(owner=(4, 4)), 1: SimpleNamespace()}  # type: ignore[dict-item]
+    process._segments = {0: SimpleNamespace(header=SimpleNamespace(owner=(4, 4))), 1: SimpleNamespace()}  # type: ignore[dict-item]
 
     def declare(token: int, lost: list[str]) -> None:
         if not room[0]:
@@ -93,7 +83,7 @@ def test_a_trainer_is_not_lost_because_its_whole_node_was_suspended(
 ) -> None:
     """It was stopped before its SMP was, and goes on after it."""
     process, now, declared = SnapshotProcess(tmp_path, job, "n0", Events("n0")), [100.0], list[list[str]]()
-    process._detect_seconds, process._segments = 10.0, {0: SimpleNamespace(owner=(4, 4))}  # type: ignore[dict-item]
+    process._detect_seconds, process._segments = 10.0, {0: SimpleNamespace(header=SimpleNamespace(owner=(4, 4)))}  # type: ignore[dict-item]
     monkeypatch.setattr(process._tier, "declare_lost", lambda token, lost: declared.append(lost))
     monkeypatch.setattr(process._transition, "drop_if_safe", lambda: None)
     monkeypatch.setattr(liveness, "is_stopped", lambda pid, began: True)

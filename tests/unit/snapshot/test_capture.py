@@ -92,7 +92,7 @@ class Rig(CaptureOwner):
         create(path, self.shape, 0, {})
         self.segment = Segment(path)
         self.segment.ranges = [(bucket.offset, bucket.nbytes) for bucket in self.layout.buckets]
-        self.segment.token = 1
+        self.segment.header.token = 1
         self.commits: list[tuple[Commit, str]] = []
         self.captures: list[Capture] = []
         self.stopped: set[int] = set()
@@ -176,7 +176,7 @@ def test_a_slot_is_claimed_once_if_a_second_update_begins_before_the_work_of_the
     rig.segment.path.unlink()
     create(rig.segment.path, replace(rig.shape, slots=5, first=2), 0, {})
     rig.segment = Segment(rig.segment.path)
-    rig.segment.token = 1
+    rig.segment.header.token = 1
     first_ends, claims, updates = threading.Event(), list[str](), list[int]()
 
     class Owner(CaptureOwner):
@@ -327,7 +327,7 @@ def test_a_failure_that_no_fence_has_met_surfaces_at_the_next_start(rig: Rig) ->
 
 def test_a_superseded_incarnation_cannot_start(rig: Rig) -> None:
     capture = rig.capture()
-    rig.segment.token = 2
+    rig.segment.header.token = 2
     before = rig.segment.bytes.tobytes()
     with pytest.raises(FencedError, match=r"rank 0: .*token 1.*superseded.*token 2"):
         capture.start(Version(1, 1), b"")
@@ -337,7 +337,7 @@ def test_a_superseded_incarnation_cannot_start(rig: Rig) -> None:
 def test_a_token_raised_in_mid_capture_stops_it_after_the_bucket_it_is_in(rig: Rig) -> None:
     """Given a slot full of a pattern, when the token is raised while background bucket 2 is being copied."""
     rig.segment.data(0)[:] = 0x5A
-    capture = rig.capture(gate=Gate(before=lambda n: setattr(rig.segment, "token", 2) if n == 2 else None))
+    capture = rig.capture(gate=Gate(before=lambda n: setattr(rig.segment.header, "token", 2) if n == 2 else None))
     capture.start(Version(1, 1), b"")
     with pytest.raises(FencedError, match="may not write"):
         capture.wait()
@@ -349,7 +349,7 @@ def test_a_token_raised_in_mid_capture_stops_it_after_the_bucket_it_is_in(rig: R
 
 def test_a_token_raised_during_the_last_bucket_prevents_the_seal(rig: Rig) -> None:
     last = len(rig.layout.background) - 1
-    capture = rig.capture(gate=Gate(after=lambda n: setattr(rig.segment, "token", 2) if n == last else None))
+    capture = rig.capture(gate=Gate(after=lambda n: setattr(rig.segment.header, "token", 2) if n == last else None))
     capture.start(Version(1, 1), b"")
     with pytest.raises(FencedError):
         capture.wait()
@@ -441,7 +441,7 @@ def test_a_late_write_into_the_bucket_it_was_in_is_never_restored(rig: Rig, mome
     number = len(rig.layout.synchronous) + 1
     pid = stopped_writer(rig, f"capture.bucket.begin@iteration=3,bucket={number}")
     assert rig.segment.slot(2).state is SlotState.DIRTY and rig.segment.cursor(2) == number
-    rig.segment.token = 2
+    rig.segment.header.token = 2
     for tensor in rig.tensors.values():
         tensor.fill_(30)
     expected = {Version(2, 3): contents(rig.tensors)}
@@ -466,7 +466,7 @@ def test_a_late_write_into_the_bucket_it_was_in_is_never_restored(rig: Rig, mome
 def test_a_late_start_of_a_capture_never_relabels_what_the_new_incarnation_wrote(rig: Rig, moment: str) -> None:
     """Given a writer stopped between choosing slot 2 and marking it; incarnation 2 writes that slot meanwhile."""
     pid = stopped_writer(rig, "capture.begin@iteration=3")
-    rig.segment.token = 2
+    rig.segment.header.token = 2
     for tensor in rig.tensors.values():
         tensor.fill_(30)
     expected = {Version(2, 3): contents(rig.tensors)}
@@ -542,7 +542,7 @@ def test_what_is_exchanged_next_is_pinned_before_it_is_sealed_if_the_next_captur
     segment.ranges = layout.ranges
     capture = Capture(segment, layout, lambda: tensors, 0)
     try:
-        segment.await_version(Version(1, 2))
+        segment.header.await_version(Version(1, 2))
         for iteration in (1, 2):
             capture.start(Version(1, iteration), b"")
             capture.wait()

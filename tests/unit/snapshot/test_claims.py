@@ -372,21 +372,21 @@ def test_who_was_superseded_while_memory_was_allocated_says_nothing_about_it(seg
 
     class Owner(CaptureOwner):
         def check_room(self, nbytes: int) -> None:
-            segment.token = 2
+            segment.header.token = 2
             if lacking:
                 raise BudgetError("no room")
 
     def permitted() -> None:
-        if segment.token != 1:
+        if segment.header.token != 1:
             raise FencedError("superseded")
 
-    segment.token = 1
+    segment.header.token = 1
     slots = SlotClaims(segment, Owner(), permitted=permitted)
     write(segment, 0, 1)
     write(segment, 1, 2)
     with pytest.raises(FencedError):
         slots.make_room(v(3))
-    assert not segment.short and segment.slot(2).state is UNCLAIMED
+    assert not segment.header.short and segment.slot(2).state is UNCLAIMED
 
 
 def test_no_memory_is_claimed_in_a_segment_that_took_the_place_of_this_one(segment: Segment) -> None:
@@ -432,19 +432,19 @@ def test_where_memory_is_lacking_a_version_is_left_out_and_then_slots_are_overwr
     write(segment, 0, 1)
     write(segment, 1, 2)
     assert segment.free == SLOTS and segment.pinnable(segment.slots(), v(2)) == 1
-    assert slots.slot_for(v(3)) is None and segment.short and [str(error) for error in told] == ["no room"]
+    assert slots.slot_for(v(3)) is None and segment.header.short and [str(error) for error in told] == ["no room"]
     assert segment.free == FIRST - SHARED and segment.pinnable(segment.slots(), v(2)) is None, "it may go next"
     now[0] += 5
     slots.make_room(v(4))
     assert slots.slot_for(v(4)) == 0 and len(told) == 1
     write(segment, 0, 4)
-    assert Segment(segment.path).short, "the SMP reads it, and a trainer that starts again"
+    assert Segment(segment.path).header.short, "the SMP reads it, and a trainer that starts again"
     owner.lacking = False
     slots.make_room(v(5))
-    assert segment.short, "not tried at each iteration"
+    assert segment.header.short, "not tried at each iteration"
     now[0] += 100
     slots.make_room(v(5))
-    assert not segment.short and told[1:] == [None] and segment.claimed == (0, 1, 2)
+    assert not segment.header.short and told[1:] == [None] and segment.claimed == (0, 1, 2)
     assert slots.slot_for(v(5)) == 2 and segment.free == SLOTS
 
 
@@ -457,7 +457,7 @@ def test_the_version_that_first_lacks_memory_is_left_out_whenever_that_is_found(
     write(segment, 0, 1)
     write(segment, 1, 2)
     slots.make_room(v(3))
-    assert segment.short and [slots.slot_for(v(iteration)) for iteration in (3, 4)] == [None, 0]
+    assert segment.header.short and [slots.slot_for(v(iteration)) for iteration in (3, 4)] == [None, 0]
 
 
 def test_what_other_ranks_of_a_node_have_claimed_already_they_lack_no_longer(

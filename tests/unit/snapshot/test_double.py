@@ -134,7 +134,7 @@ class World:
             create(path, shape, rank, {})
             self.segments.append(Segment(path))
             self.segments[rank].ranges = layout.ranges
-            self.segments[rank].token = 1
+            self.segments[rank].header.token = 1
         self.captures = [self._capture(rank) for rank in range(len(nodes))]
 
     def _capture(self, rank: int) -> Capture:
@@ -152,7 +152,7 @@ class World:
         """All ranks capture an iteration; `awaited`: their SMPs have said that it is exchanged next."""
         for capture, segment, layout in zip(self.captures, self.segments, self.layouts, strict=True):
             if awaited:
-                segment.await_version(Version(1, iteration))
+                segment.header.await_version(Version(1, iteration))
             capture.start(Version(1, iteration), small_of(layout))
         for capture in self.captures:
             capture.wait()
@@ -275,7 +275,7 @@ def test_a_version_of_another_lineage_with_the_same_iteration_is_not_what_is_awa
     job = world("2 nodes")
     job.train(3)
     for segment in job.segments:
-        segment.await_version(Version(2, 3))
+        segment.header.await_version(Version(2, 3))
     job.capture(3, awaited=False)
     assert all(segment.parity_of(Version(1, 3)) is None for segment in job.segments)
     assert all(not segment.has_parity(Version(1, 3)) for segment in job.segments)
@@ -340,7 +340,7 @@ def test_a_version_whose_parity_is_not_written_to_its_end_is_never_sealed(world:
     last = len(job.layouts[0].ranges) - 1
     assert last >= len(job.layouts[0].buckets)
     faults.arm(f"capture.bucket.end@bucket={last}:raise")
-    job.segments[0].await_version(Version(1, 2))
+    job.segments[0].header.await_version(Version(1, 2))
     job.captures[0].start(Version(1, 2), b"small")
     with pytest.raises(RuntimeError, match="capture.bucket.end"):
         job.captures[0].wait()
@@ -355,11 +355,11 @@ def test_a_superseded_writer_stops_at_the_edge_of_a_parity_bucket(world: Callabl
     real = job.captures[0]._encoder.encode
 
     def encode(index: int, number: int, private: bool = False) -> tuple[int, list[int]]:
-        job.segments[0].token = 2
+        job.segments[0].header.token = 2
         return real(index, number, private)
 
     job.captures[0]._encoder.encode = encode  # type: ignore[method-assign]
-    job.segments[0].await_version(Version(1, 1))
+    job.segments[0].header.await_version(Version(1, 1))
     job.captures[0].start(Version(1, 1), b"small")
     with pytest.raises(FencedError):
         job.captures[0].wait()

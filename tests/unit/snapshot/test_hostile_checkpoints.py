@@ -51,7 +51,7 @@ RANDOM = st.randoms(use_true_random=False)
 def segment(path: Path, rank: int) -> Segment:
     segments.create(path, SHAPE, rank, dict(ORIGIN.fingerprint))
     found = Segment(path)
-    found.ranges, found.token = [(0, 2000), (2000, 1000)], TOKEN
+    found.ranges, found.header.token = [(0, 2000), (2000, 1000)], TOKEN
     return found
 
 
@@ -251,7 +251,7 @@ def test_whatever_is_called_keep_keeps_a_checkpoint(original: Path, tmp_path: Pa
 def test_small_state_that_has_no_room_is_passed_over_before_a_slot_is_given_up(original: Path, tmp_path: Path) -> None:
     segments.create(tmp_path / "narrow", replace(SHAPE, small_nbytes=8), 0, dict(ORIGIN.fingerprint))
     target = Segment(tmp_path / "narrow")
-    target.ranges, target.token = [(0, 2000), (2000, 1000)], TOKEN
+    target.ranges, target.header.token = [(0, 2000), (2000, 1000)], TOKEN
     before = target.slots()
     with pytest.raises(StorageError, match=r"rank 0: .* has [0-9]+ bytes of small state; this job claimed 8 at start"):
         persist.read_rank(original / "v2-300", target, V, TOKEN)

@@ -48,7 +48,7 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Segment]:
         segments.create(path, shape, rank, dict(ORIGIN.fingerprint))
         found = Segment(path)
         found.ranges = RANGES[: shape.buckets]
-        found.token = TOKEN
+        found.header.token = TOKEN
         return found
 
     return segment

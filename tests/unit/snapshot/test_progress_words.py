@@ -71,13 +71,14 @@ def test_words_of_another_incarnation_are_none(segment: Segment) -> None:
 
 
 def test_words_damage_nothing_in_the_header(segment: Segment) -> None:
-    segment.token, segment.owner, segment.completed = 3, (7, 8), 9
+    segment.header.token, segment.header.owner, segment.header.completed = 3, (7, 8), 9
     writer = ProgressWriter(segment.path, FACTS)
     for step in range(1, 40):
         writer.begin(step)
         writer.end(step)
     segment.check()
-    assert segment.damaged == () and (segment.token, segment.owner, segment.completed) == (3, (7, 8), 9)
+    assert segment.damaged == ()
+    assert (segment.header.token, segment.header.owner, segment.header.completed) == (3, (7, 8), 9)
     assert segment.fingerprint == {"some": "job"}
     assert not segment.gate.any()
 

@@ -59,7 +59,8 @@ def test_a_new_segment_is_private_resident_and_empty(segment_path: Path) -> None
     segment = Segment(segment_path, populate=True)
     assert segment.shape == SHAPE and segment.rank == 7 and segment.fingerprint == FINGERPRINT
     assert segment.resident_bytes == SHAPE.total
-    assert (segment.token, segment.lineage, segment.completed, segment.owner) == (0, 0, 0, (0, 0))
+    header = segment.header
+    assert (header.token, header.opened.lineage, header.completed, header.owner) == (0, 0, 0, (0, 0))
     assert [slot.state for slot in segment.slots()] == [SlotState.EMPTY] * SLOTS
     assert not segment_path.with_name(segment_path.name + ".new").exists()
 
@@ -128,12 +129,12 @@ def test_a_fingerprint_that_does_not_fit_leaves_nothing_behind(segment_path: Pat
 
 def test_what_one_process_writes_another_reads(segment: Segment) -> None:
     data = fill(segment, 1, Version(2, 9))
-    segment.token, segment.completed, segment.owner = 4, 9, (123, 456)
+    segment.header.token, segment.header.completed, segment.header.owner = 4, 9, (123, 456)
     child = os.fork()
     if child == 0:
         other = Segment(segment.path, populate=True)
         right = (
-            (other.token, other.completed, other.owner) == (4, 9, (123, 456))
+            (other.header.token, other.header.completed, other.header.owner) == (4, 9, (123, 456))
             and other.slot(1).version == Version(2, 9)
             and other.slot(1).state is SlotState.CLEAN
             and other.small(1) == SMALL
@@ -262,14 +263,14 @@ def test_a_flip_in_the_constants_of_the_header_loses_the_segment_and_nothing_els
 
 def test_a_flip_of_any_byte_of_a_record_of_the_header_changes_nothing(segment: Segment) -> None:
     """Each lies there twice. Given both copies damaged, neither is believed, and that is said."""
-    segment.token, segment.owner, segment.attached = 7, (123, 456), True
+    segment.header.token, segment.header.owner, segment.header.attached = 7, (123, 456), True
     segment.open_lineage(5, None, ())
-    segment.completed = 3
+    segment.header.completed = 3
     before = segment.bytes.copy()
 
     def said() -> tuple[object, ...]:
-        opened = (segment.lineage, segment.lineage_token, segment.from_nothing, segment.lost)
-        return segment.token, segment.owner, segment.attached, opened
+        header = segment.header
+        return header.token, header.owner, header.attached, header.opened
 
     known = said()
     records = range(17 * 8, (17 + 26) * 8)
@@ -279,12 +280,12 @@ def test_a_flip_of_any_byte_of_a_record_of_the_header_changes_nothing(segment: S
         segment.bytes[at] = before[at]
     segment.bytes[records.start : records.stop] ^= 0x02
     assert said() == (0, (0, 0), False, (0, 0, False, False)) and segment.damaged == ("owner", "lineage")
-    segment.token = 8
-    assert (segment.token, segment.damaged) == (8, ("lineage",)), "one that is written again is believed again"
+    segment.header.token = 8
+    assert (segment.header.token, segment.damaged) == (8, ("lineage",)), "one that is written again is believed again"
     segment.bytes[:] = before
     for at in range(13 * 8, 14 * 8):
         segment.bytes[at] ^= 0x80
-        assert segment.completed == 0 and segment.damaged == ("completed iteration",)
+        assert segment.header.completed == 0 and segment.damaged == ("completed iteration",)
         segment.bytes[at] = before[at]
     for at in [*range(14 * 8, 15 * 8), *range(PAGE, PAGE + 16 * SHAPE.buckets)]:
         segment.bytes[at] ^= 0x40
@@ -299,13 +300,13 @@ def test_after_every_store_of_a_record_a_reader_sees_the_old_values_or_the_new_o
     """A writer may die at any instruction, and write again."""
     reader = Segment(segment.path)
     for lineage in (4, 5, 6):
-        segment.token = 10 * lineage
-        old = (reader.lineage, reader.lineage_token)
+        segment.header.token = 10 * lineage
+        old = (reader.header.opened.lineage, reader.header.opened.token)
         seen: list[tuple[int, int]] = []
-        record = segment._header._opened
+        record = segment.header._opened
 
         def observe(seen: list[tuple[int, int]] = seen) -> None:
-            seen.append((reader.lineage, reader.lineage_token))
+            seen.append((reader.header.opened.lineage, reader.header.opened.token))
 
         for place, copy in enumerate(record._copies):
             record._copies[place] = StoredByWord(copy, observe)
@@ -416,14 +417,14 @@ def test_small_state_that_outgrew_its_room_is_refused_with_both_sizes(segment: S
 def test_a_new_lineage_voids_then_says_so(segment: Segment) -> None:
     for index, iteration in enumerate((4, 5, 6)):
         fill(segment, index, Version(1, iteration), seed=iteration)
-    segment.completed = 6
+    segment.header.completed = 6
     for _ in range(2):  # a second time changes nothing
         segment.open_lineage(2, Version(1, 5), [2])
         assert [slot.state for slot in segment.slots()] == [SlotState.CLEAN, SlotState.CLEAN, SlotState.DIRTY]
-        assert (segment.lineage, segment.completed) == (2, 5)
+        assert (segment.header.opened.lineage, segment.header.completed) == (2, 5)
     segment.open_lineage(3, None, [0, 1])
     assert not any(restorable(segment, index) for index in range(SLOTS))
-    assert (segment.lineage, segment.completed) == (3, 0)
+    assert (segment.header.opened.lineage, segment.header.completed) == (3, 0)
 
 
 def test_the_cursor_tells_the_bucket_being_written(segment: Segment) -> None:

@@ -10,11 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_plugins.errors import ConfigError
-from ft_plugins.sync.layers import layers_spread
+from ft_plugins.sync.layers import layers_schedule
 from ft_plugins.sync.layers.layer_profile import LayerProfile, LayerTimes
 from ft_plugins.sync.layers.layers_filling import fill, interval_in_effect
-from ft_plugins.sync.layers.layers_schedule import exposed_ns, iteration_ns, least_exposed_ns, plan_layers
-from ft_plugins.sync.layers.layers_spread import spread_layers
+from ft_plugins.sync.layers.layers_schedule import (
+    exposed_ns,
+    iteration_ns,
+    least_exposed_ns,
+    plan_layers,
+    spread_layers,
+)
 from workloads.schedule_references import partitions
 
 
@@ -95,7 +100,7 @@ def test_two_iterations_by_hand() -> None:
 
 def test_where_greed_is_worse_than_contiguous_sets_those_are_kept() -> None:
     profile = profile_of((2, 0), (5, 8), (4, 6), (0, 11))
-    attempts = [layers_spread._filled_greedily(profile, 2, fullest) for fullest in (True, False)]
+    attempts = [layers_schedule._filled_greedily(profile, 2, fullest) for fullest in (True, False)]
     assert min(exposed_ns(profile, schedule) for schedule in attempts) == 8
     assert spread_layers(profile, 2) == plan_layers(profile, 2) and exposed_ns(profile, plan_layers(profile, 2)) == 7
 

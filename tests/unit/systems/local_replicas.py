@@ -11,9 +11,9 @@ import torch.distributed as dist
 import xxhash
 
 from ft_plugins.adapters.module_edges import EdgeReporter
-from ft_plugins.adapters.torch.plain import PlainHost
 from ft_plugins.model.inventory import Role
 from ft_plugins.model.reduction import ModuleEdges, ReducedOver
+from harness.plain_host import PlainHost
 
 SIZES = (12, 16, 16, 4)
 GARBAGE = 50.0  # by which the data of a bad replica is multiplied

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from ft_plugins.adapters.torch.plain import PlainHost
 from ft_plugins.base import faults
 from ft_plugins.collective import Collective
 from ft_plugins.config import PaftConfig
 from ft_plugins.events import Event, Events
 from ft_plugins.model.inventory import Role
 from ft_plugins.systems.paft import Paft
+from harness.plain_host import PlainHost
 
 LAYERS = (64, 128, 64, 8)  # 17,096 parameters
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ft_plugins.collective import LostNeighbour
-from ft_plugins.systems.disconnection import QUIET_ITERATIONS, QUIET_SECONDS, Disconnection
+from ft_plugins.systems.followed import QUIET_ITERATIONS, QUIET_SECONDS, Disconnection
 
 LOST = LostNeighbour(3, "rank 1: the connection to rank 3 is lost", 100.0)
 LATER = 100.0 + QUIET_SECONDS

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from ft_plugins.adapters.torch.plain import PlainHost
 from ft_plugins.base import faults
 from ft_plugins.config import PaftConfig
 from ft_plugins.errors import ConfigError, ReplicaError, UnsupportedError
 from ft_plugins.events import Events
 from ft_plugins.systems.paft import Paft
+from harness.plain_host import PlainHost
 
 Ranks = Callable[..., list[Any]]
 _spec = importlib.util.spec_from_file_location("replicas", Path(__file__).with_name("replicas.py"))

@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from ft_plugins.events import Events
@@ -22,6 +21,8 @@ from ft_plugins.snapshot.segment.segment import Segment, create
 from ft_plugins.snapshot.segment.shape import PAGE, Shape
 from ft_plugins.snapshot.segment.slots import SlotState, Version
 
+from ..node_clusters import capture
+
 SHAPE = Shape(nbytes=9000, small_nbytes=1000, buckets=1, layout=3)
 NODE = "n0"
 
@@ -33,18 +34,13 @@ def segment(job: str, rank: int, world_size: int, *versions: Version, place: tup
     found.ranges = [(0, SHAPE.nbytes)]
     for index, version in enumerate(versions):
         put(found, index, version, place)
-    found.completed = max((version.iteration for version in versions), default=0)
+    found.header.completed = max((version.iteration for version in versions), default=0)
     return found
 
 
 def put(found: Segment, index: int, version: Version, place: tuple[int, int] = (0, 0)) -> None:
     small = manifest.join(manifest.write(Manifest(found.rank, found.world_size, place, ((0, 9000),), ())), b"state")
-    digests = np.zeros(1, dtype=np.uint64)
-    found.dirty(index, version, 1)
-    found.write_small(index, small)
-    found.data(index)[:] = index + 1
-    found.digests(index)[:] = digests
-    found.seal(index, version, 1, small, digests)
+    capture(found, index, version, index + 1, small)
 
 
 def files(job: str) -> set[str]:
@@ -121,9 +117,7 @@ def test_a_lost_rank_of_the_previous_job_has_room_for_one_version(job: str) -> N
 
 def test_a_slot_that_does_not_say_what_it_holds_has_no_place(job: str) -> None:
     own = {0: segment(job, 0, 16)}
-    own[0].dirty(0, Version(1, 1), 1)
-    own[0].write_small(0, b"old")
-    own[0].seal(0, Version(1, 1), 1, b"old", np.zeros(1, dtype=np.uint64))
+    capture(own[0], 0, Version(1, 1), small=b"old")
     previous = PreviousSegments(job, NODE)
     previous.switch(own, 12)
     assert previous.report()["sizes"] == [[16, [[0, None, 0, 0, False, [[1, 1]]]]]]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
-import threading
-import time
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import asdict, replace
@@ -13,23 +11,22 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-import xxhash
 
 from ft_plugins.events import Event, Events
 from ft_plugins.smp.resize.previous_storage import PreviousStorage
 from ft_plugins.smp.serve.client import ensure
-from ft_plugins.smp.serve.context import NodeContext
+from ft_plugins.smp.serve.node_context import NodeContext
 from ft_plugins.smp.watch import liveness
-from ft_plugins.snapshot.capture import manifest
-from ft_plugins.snapshot.capture.manifest import Manifest, TensorRange
 from ft_plugins.snapshot.capture.retention import Storage
 from ft_plugins.snapshot.checkpoint import checkpoint, persist
 from ft_plugins.snapshot.segment.paths import path_of, previous_path_of, previous_segments_of, remove
 from ft_plugins.snapshot.segment.segment import Segment, create
 from ft_plugins.snapshot.segment.shape import Shape
 from ft_plugins.snapshot.segment.slots import Pin, Version, slots_for
+from harness.job_control import wait_until
+
+from ..node_clusters import capture, small_of_tensors
 
 SHAPE = Shape(nbytes=1 << 16, small_nbytes=1000, buckets=2, layout=5, slots=slots_for(Pin.STORAGE))
 RANGES = [(0, 1 << 15), (1 << 15, 1 << 15)]
@@ -40,29 +37,16 @@ V4, V5 = Version(1, 4), Version(1, 5)
 SmpNode = Any  # the fixture's class lives in conftest
 
 
-def small_of(rank: int, state: bytes) -> bytes:
-    """Small state whose manifest has a tensor in each bucket."""
-    held = tuple(TensorRange(f"t{at}", "uint8", "parameter", "own", n, 0, n, at, (n,)) for at, n in RANGES)
-    return manifest.join(manifest.write(Manifest(rank, 1, (0, 0), tuple(RANGES), held)), state)
-
-
-def capture(segment: Segment, *versions: Version) -> None:
+def put(segment: Segment, *versions: Version) -> None:
     segment.ranges = RANGES
     for index, version in enumerate(versions):
-        segment.dirty(index, version, 1)
-        segment.write_small(index, small_of(segment.rank, f"small {segment.rank}".encode()))
-        segment.data(index)[:] = 10 * segment.rank + version.iteration
-        table = [xxhash.xxh3_64_intdigest(segment.data(index)[at : at + n].data) for at, n in RANGES]
-        segment.digests(index)[:] = np.array(table, dtype=np.uint64)
-        segment.seal(index, version, 1, segment.small(index), segment.digests(index).copy())
-        segment.completed = version.iteration
+        small = small_of_tensors(segment.rank, RANGES, f"small {segment.rank}".encode())
+        capture(segment, index, version, 10 * segment.rank + version.iteration, small)
+        segment.header.completed = version.iteration
 
 
 def until(holds: Callable[[], bool], found: Callable[[], str] = str) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not holds():
-        assert time.monotonic() < deadline, found()
-        time.sleep(0.01)
+    wait_until(holds, SECONDS, found)
 
 
 def assert_loads(folder: Path, path: Path, rank: int, version: Version) -> None:
@@ -72,7 +56,7 @@ def assert_loads(folder: Path, path: Path, rank: int, version: Version) -> None:
         fresh.ranges = RANGES
         index = persist.read_rank(folder, fresh, version, 0)
         assert (fresh.data(index) == 10 * rank + version.iteration).all()
-        assert fresh.small(index) == small_of(rank, f"small {rank}".encode())
+        assert fresh.small(index) == small_of_tensors(rank, RANGES, f"small {rank}".encode())
 
 
 @pytest.fixture
@@ -83,29 +67,24 @@ def storage(tmp_path: Path) -> Storage:
 @pytest.mark.parametrize("replaced", [False, True])
 @pytest.mark.parametrize("patience", [600, 0])
 def test_an_orphaned_smp_writes_state_that_was_not_restored(
-    node: SmpNode, storage: Storage, tmp_path: Path, replaced: bool, patience: int
+    node: SmpNode, storage: Storage, tmp_path: Path, sleeper: subprocess.Popen[bytes], replaced: bool, patience: int
 ) -> None:
-    watched = os.fork()
-    if watched == 0:
-        threading.Event().wait(60)
-        os._exit(0)
-    node.pids.append(ensure(node.run_dir, node.job, node.name, patience, watch=watched))
+    node.pids.append(ensure(node.run_dir, node.job, node.name, patience, watch=sleeper.pid))
     with node.client() as client:
         for rank in range(2):
             path = client.attach(
                 rank, client.status()["token"], SHAPE, FINGERPRINT, fresh=False, world_size=2, storage=storage
             )
             with closing(Segment(path)) as segment:
-                capture(segment, V4, V5)
-                segment.owner = (0, 0)
+                put(segment, V4, V5)
+                segment.header.owner = (0, 0)
         token = client.fence()
         assert client.resize(0, token, 4), "the job starts again with four ranks, none of which attaches"
     assert [path.name for path in previous_segments_of(node.job, node.name)]
     if replaced:
         node.kill()
-        node.pids.append(ensure(node.run_dir, node.job, node.name, patience, watch=watched))
-    os.kill(watched, signal.SIGKILL)
-    os.waitpid(watched, 0)
+        node.pids.append(ensure(node.run_dir, node.job, node.name, patience, watch=sleeper.pid))
+    sleeper.kill()
     base = tmp_path / "ck" / node.job
     until(lambda: (base / "v1-5").exists(), lambda: str(node.events()))
     stored = [found for found in checkpoint.listing(base) if found.complete and not found.problem]
@@ -126,8 +105,8 @@ def test_without_storage_or_at_the_orderly_end_nothing_is_written(node: SmpNode,
                 rank, client.status()["token"], SHAPE, FINGERPRINT, fresh=False, world_size=2, storage=told
             )
             with closing(Segment(path)) as segment:
-                capture(segment, V4, V5)
-                segment.owner = (0, 0)
+                put(segment, V4, V5)
+                segment.header.owner = (0, 0)
         client.resize(0, client.fence(), 4)
         assert client.checkpoint("the job ends", 5.0, only_due=True)["state"] == "nothing"
         found = client.checkpoint("ft-run was told to end", SECONDS)
@@ -150,7 +129,7 @@ class ResizedNode:
         events.subscribe(self.seen.append)
         create(path_of(job, name, rank), SHAPE, rank, FINGERPRINT, 2)
         segment = Segment(path_of(job, name, rank))
-        capture(segment, *versions)
+        put(segment, *versions)
         smp = NodeContext.of(self.run_dir, job, name, events, {})
         self.previous = smp.previous
         self.previous.switch({rank: segment}, 4)
@@ -193,7 +172,7 @@ def test_a_size_that_cannot_be_read_is_an_event_and_the_others_go_to_storage(
     """The file of one size was removed; a rebuilt segment of another size is there."""
     node = pair[0]
     node.path.unlink()
-    capture(node.previous.create(1, 0, SHAPE, FINGERPRINT), V4)
+    put(node.previous.create(1, 0, SHAPE, FINGERPRINT), V4)
     found = node.storage.request("orphaned", SECONDS)
     assert (found["state"], found["iteration"]) == ("done", 4), found
     assert checkpoint.read_manifest(tmp_path / "ck" / job / "v1-4").world_size == 1

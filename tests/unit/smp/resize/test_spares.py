@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import xxhash
 
 from ft_plugins.base.intake import parsed
 from ft_plugins.errors import FtError, ProtocolError
@@ -36,6 +34,8 @@ from ft_plugins.snapshot.segment.segment import Segment, create
 from ft_plugins.snapshot.segment.shape import Shape
 from ft_plugins.snapshot.segment.slots import Pin, SlotState, Version, slots_for
 
+from ..node_clusters import capture, wait, write_secret
+
 RANGES = ((0, 50_000), (50_000, 40_000))
 SHAPE = Shape(90_000, 2000, len(RANGES), 3, slots_for(Pin.NODE, Pin.SOURCE))
 NAMES = ("n0", "n0", "n1", "n1", "n2", "n2")  # of the previous job's ranks; n0 and n1 go on, n2 is the spare
@@ -54,13 +54,8 @@ def put(path: Path, *versions: Version) -> None:
     found.open_lineage(versions[0].lineage, Version(0, 0), ())
     for index, version in enumerate(versions):
         small = manifest.join(manifest.write(Manifest(found.rank, 6, (0, 0), RANGES, ())), b"state")
-        found.dirty(index, version, 1)
-        found.write_small(index, small)
-        found.data(index)[:] = data(found.rank, version)
-        table = [xxhash.xxh3_64_intdigest(found.data(index)[at : at + n].data) for at, n in RANGES]
-        found.digests(index)[:] = np.array(table, dtype=np.uint64)
-        found.seal(index, version, 1, small, found.digests(index).copy())
-    found.completed = versions[-1].iteration
+        capture(found, index, version, data(found.rank, version), small)
+    found.header.completed = versions[-1].iteration
     found.close()
 
 
@@ -98,9 +93,7 @@ class Job:
 
     def __init__(self, folder: Path, job: str) -> None:
         self.folder, self.job = folder, job
-        self.secret = folder / "secret"
-        self.secret.write_text("a secret of this job alone")
-        self.secret.chmod(0o600)
+        self.secret = write_secret(folder)
         for rank, name in enumerate(NAMES):
             if name != "n1":
                 create(path_of(job, name, rank), SHAPE, rank, {"job": 1}, len(NAMES))
@@ -140,13 +133,6 @@ def pair(tmp_path: Path, job: str) -> Iterator[Job]:
     found = Job(tmp_path, job)
     yield found
     found.end()
-
-
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def _protects(smp: SnapshotProcess) -> bool:
@@ -207,7 +193,7 @@ def test_a_damaged_slot_is_refused_and_leaves_no_partial_version(pair: Job) -> N
 
 def test_a_node_whose_trainers_live_is_no_spare(pair: Job) -> None:
     busy = pair.outside.process._segments[5]
-    busy.owner = (1, liveness.started(1))
+    busy.header.owner = (1, liveness.started(1))
     assert pair.spare() == {"busy": [5]} and _protects(pair.outside.process)
     pair.member.process._spare_client._release([pair.where], 2, 5.0)
     assert len(segments_of(pair.job, "n2")) == 2
@@ -224,7 +210,7 @@ def test_it_is_released_when_a_version_of_the_current_size_is_committed_and_not_
     pair.member.process.check_trainers()
     assert len(segments_of(pair.job, "n2")) == 2 and parity_path_of(pair.job, "n2").exists()
     commit(pair, Version(3, 6))
-    until(lambda: "spare.released" in pair.outside.names())
+    wait(lambda: "spare.released" in pair.outside.names())
     assert not segments_of(pair.job, "n2") and not parity_path_of(pair.job, "n2").exists()
     assert not previous_segments_of(pair.job, "n0")
     inventory = pair.outside.ask("inventory")
@@ -257,9 +243,9 @@ def test_a_replacement_smp_releases_the_spares_that_were_asked(pair: Job) -> Non
     pair.member.stop()
     pair.member = Smp(pair.folder, pair.job, "n0")
     commit(pair, Version(2, 6))
-    until(lambda: "spare.released" in pair.outside.names())
+    wait(lambda: "spare.released" in pair.outside.names())
     assert not segments_of(pair.job, "n2")
-    until(lambda: not (pair.member.run_dir / "spares.json").exists())
+    wait(lambda: not (pair.member.run_dir / "spares.json").exists())
 
 
 def test_spares_to_release_stay_on_file_until_they_were_released(pair: Job, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,7 +253,7 @@ def test_spares_to_release_stay_on_file_until_they_were_released(pair: Job, monk
     pair.member.ask("settle", world_size=6, version=[1, 5], spares=[list(pair.where)])
     commit(pair, Version(2, 6))  # a thread starts to release them
     file, tier = pair.member.run_dir / "spares.json", pair.member.process._tier
-    until(lambda: not file.exists())
+    wait(lambda: not file.exists())
     peer, there = tier.peer, []
 
     def looked_at(where: tuple[str, int], timeout: float) -> Any:
@@ -277,7 +263,7 @@ def test_spares_to_release_stay_on_file_until_they_were_released(pair: Job, monk
     monkeypatch.setattr(tier, "peer", looked_at)
     pair.member.process._spare_client.release_later([pair.where])
     pair.member.process._spare_client.release(2, 5.0)
-    until(lambda: bool(there) and not file.exists())
+    wait(lambda: bool(there) and not file.exists())
     assert there == [True]
 
 
@@ -342,4 +328,4 @@ def test_a_spare_that_is_gone_is_reported_and_blocks_nothing(pair: Job, monkeypa
         pair.spare(seconds=0.5)
     pair.member.ask("settle", world_size=6, version=[1, 5], spares=[list(pair.where)])
     commit(pair, Version(2, 6))
-    until(lambda: "release.failed" in pair.member.names())
+    wait(lambda: "release.failed" in pair.member.names())

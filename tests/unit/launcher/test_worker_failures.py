@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 
-from ft_plugins.launcher.agent.worker_exits import WorkerExits
+from ft_plugins.launcher.agent.worker_failures import WorkerExits
 
 LONG = 60.0
 
