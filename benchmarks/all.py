@@ -89,4 +89,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     with raising_signals():
-        sys.exit(main())
+        main()

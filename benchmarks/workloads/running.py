@@ -135,7 +135,8 @@ def seconds_left(expected: float, steps: float, done: float, took: float, step: 
     has the weight `step` and began `since` seconds ago.
     """
     each = took / done if done else expected / steps
-    return max(each * step - since, 0.0) + each * max(steps - done - step, 0.0)
+    present = max(each * step - since, each * step / 10)  # one that takes longer than expected has not ended yet
+    return present + each * max(steps - done - step, 0.0)
 
 
 class Progress:

@@ -528,6 +528,7 @@ def test_plan_cuts_large_sharding_groups_as_a_job_does_and_knows_failure_domains
         (("--nodes", "3071"), "nodes: expected a multiple of group_nodes (6), found 3071"),
         (("--reft-group-nodes", "1"), "redundancy_nodes: expected an integer >= 2, found 1"),
         (("--reft-group-nodes", "some"), "--reft-group-nodes: expected 'auto' or an integer >= 1, found 'some'"),
+        (("--reft-group-nodes", "0"), "--reft-group-nodes: expected 'auto' or an integer >= 1, found '0'"),
         (("--domain-nodes", "0"), "domain_nodes: expected an integer >= 1, found 0"),
         (("--threshold", "1.5"), "threshold: expected a number above 0 and below 1, found 1.5"),
         (("--max-overhead", "0.02"), "max_overhead: no effect without state_gib, iteration_seconds, snapshot_"),

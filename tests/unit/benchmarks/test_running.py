@@ -22,8 +22,8 @@ from workloads.running import Benchmark, arguments, last_line, run, seconds_left
 def test_the_time_left_follows_from_the_steps_that_have_ended() -> None:
     assert seconds_left(expected=60, steps=6, done=0, took=0, step=0, since=0) == 60, "nothing is known yet"
     assert seconds_left(60, 6, done=2, took=40, step=1, since=5) == 15 + 3 * 20, "a step takes 20 s here"
-    assert seconds_left(60, 6, done=2, took=40, step=1, since=90) == 3 * 20, "the present one takes longer than that"
-    assert seconds_left(60, 6, done=5, took=50, step=1, since=10) == 0
+    assert seconds_left(60, 6, done=2, took=40, step=1, since=90) == 2 + 3 * 20, "it has not ended yet"
+    assert seconds_left(60, 6, done=5, took=50, step=1, since=4) == 6
 
 
 def test_a_missing_package_is_named_with_its_command_before_anything_is_measured(
