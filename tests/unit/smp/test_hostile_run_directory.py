@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ft_plugins.smp.serve.context import NodeContext
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -31,6 +30,7 @@ from ft_plugins.events import Event, Events, catalogue, file_sink
 from ft_plugins.launcher.agent.watcher import Job, Watcher
 from ft_plugins.recovery.resize import sizes
 from ft_plugins.smp.serve import client, job_file, leftovers
+from ft_plugins.smp.serve.node_context import NodeContext
 from ft_plugins.smp.serve.owner import SnapshotProcess
 from ft_plugins.smp.serve.requests import ReleaseSpare
 from ft_plugins.smp.storage.checkpoints import Checkpoints
