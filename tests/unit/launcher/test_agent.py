@@ -34,8 +34,7 @@ from ft_plugins.snapshot.segment.paths import path_of
 from ft_plugins.snapshot.segment.segment import Segment
 from ft_plugins.snapshot.segment.shape import Shape
 from ft_plugins.snapshot.segment.slots import Version, choose
-
-from ..conftest import gone
+from harness.job_control import wait_until_gone
 
 WAIT = 90.0
 SHAPE = Shape(nbytes=4096, small_nbytes=64, buckets=1, layout=1)
@@ -366,7 +365,7 @@ def test_a_command_to_begin_afresh_holds_until_a_rank_has_begun_and_no_longer(no
         client.open_lineage(0, 1, 3, None)  # what an earlier ft-run opened is no beginning of this one's
     agent.kill()
     for pid in ranks.values():
-        gone(pid, WAIT)
+        wait_until_gone(pid, WAIT)
     outcome = node.run(resume_as_told)
     assert (outcome.return_values, outcome.restarts) == ({0: "auto", 1: "auto"}, 2), outcome
 
@@ -391,7 +390,7 @@ def test_ranks_end_with_a_killed_agent_and_the_same_job_goes_on_from_memory(node
     ranks = node.pids()
     agent.kill()
     for pid in ranks.values():
-        gone(pid, WAIT)
+        wait_until_gone(pid, WAIT)
     with Client(node.job.run_dir) as client:
         assert len(client.status()["segments"]) == 2
     outcome = node.run(wait_to_be_killed)
@@ -414,7 +413,7 @@ def test_a_killed_smp_comes_back_with_the_segments_while_ranks_run_on(node: Node
     with Client(node.job.run_dir) as client:
         old = client.status()["pid"]
     os.kill(old, signal.SIGKILL)
-    gone(old, WAIT)
+    wait_until_gone(old, WAIT)
     with Client(node.job.run_dir, WAIT) as client:
         found = client.status()
     assert found["pid"] != old and len(found["segments"]) == 2
@@ -435,5 +434,5 @@ def test_ranks_that_hold_the_signal_are_killed_when_their_part_of_the_grace_is_o
     assert time.monotonic() - began < 25, "torch would give them 30 s"
     assert [event["status"] for event in node.events("job.ended")] == ["signalled"]
     for pid in ranks.values():
-        gone(pid, WAIT)
+        wait_until_gone(pid, WAIT)
     assert len(node.left_behind()) == 2

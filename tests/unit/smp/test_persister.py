@@ -36,9 +36,8 @@ from ft_plugins.snapshot.segment.segment import Segment
 from ft_plugins.snapshot.segment.shape import Shape
 from ft_plugins.snapshot.segment.slots import Mark, Pin, Version, slots_for
 from ft_plugins.transport.protocol import ALARM
-from harness.job_control import wait_until
+from harness.job_control import wait_until, wait_until_gone
 
-from ..conftest import gone
 from .node_clusters import capture, small_of_tensors
 
 SHAPE = Shape(nbytes=1 << 16, small_nbytes=1000, buckets=2, layout=5, slots=slots_for(Pin.STORAGE))
@@ -730,7 +729,7 @@ def test_an_smp_killed_at_any_point_loses_no_checkpoint_and_its_successor_writes
     until(lambda: complete(base) == ["v1-10"])
     for rank in ranks:
         rank.capture(20)
-    gone(node.pids[-1], SECONDS)
+    wait_until_gone(node.pids[-1], SECONDS)
     assert "v1-10" in complete(base)
     assert complete(base) == (["v1-10", "v1-20.partial"] if point.endswith("after") else ["v1-10"])
     for rank in ranks:
@@ -772,7 +771,7 @@ def test_an_smp_whose_time_is_over_removes_the_memory_only_when_it_is_in_storage
     for rank in ranks:
         rank.capture(7)
     sleeper.kill()
-    gone(node.pids[-1], SECONDS)
+    wait_until_gone(node.pids[-1], SECONDS)
     assert complete(base) == ["v1-7"] and not any(rank.path.exists() for rank in ranks)
     assert [event.fields["reason"] for event in node.events("smp.ended")] == [f"orphaned for {seconds} s"]
     assert len(node.events("checkpoint.failed")) == (1 if seconds else 0)
