@@ -55,6 +55,7 @@ from ft_plugins.launcher.rounds.round_machine import Place, Roster
 from ft_plugins.rehearse.ports import free_port
 from ft_plugins.transport.dial import REFUSED
 from ft_plugins.transport.frame_codec import seal
+from harness.job_control import wait_until
 
 WAIT = 60.0
 SILENCE = 2.0  # seconds; more than a process is kept waiting for a core here
