@@ -55,6 +55,7 @@ from ft_plugins.launcher.rounds.round_machine import Place, Roster
 from ft_plugins.rehearse.ports import free_port
 from ft_plugins.transport.dial import REFUSED
 from ft_plugins.transport.frame_codec import seal
+from harness.job_control import wait_until
 
 WAIT = 60.0
 SILENCE = 2.0  # seconds; more than a process is kept waiting for a core here
@@ -116,6 +117,7 @@ OWN = {
     "begin": begun,
     "me": lambda handler: handler._node.me,
     "why": lambda handler: handler.waiting_reason,
+    "present": lambda handler: [place.node for place in handler._node.service.present],  # on the leader
 }
 
 
@@ -402,6 +404,7 @@ def test_those_who_are_done_wait_for_the_others_and_a_spare_is_told_that_it_is_n
     a, b, c = (start(number, name, nodes="2:2") for number, name in ((1, "a"), (2, "b"), (3, "c")))
     join(a, b)
     c.tell("join")
+    wait_until(lambda: "c" in a.ask("present"), WAIT, lambda: "the spare has not come")
     a.tell("wait_for_all", WAIT)
     assert a.quiet(1)
     assert b.ask("wait_for_all", WAIT) is True
