@@ -127,6 +127,7 @@ class Decoder:
         self._then: Callable[[], Received | None]
         self._tag = bytearray(TAG if opener else 0)
         self._message: Message = {}
+        self._head = memoryview(bytearray(_LENGTH.size))
         self._await_length()
 
     @property
@@ -167,8 +168,7 @@ class Decoder:
             raise ProtocolError(f"the connection ended inside {what}")
 
     def _await_length(self) -> None:
-        self._unit = bytearray(_LENGTH.size)
-        self._space, self._then = [memoryview(self._unit)], self._take_length
+        self._unit, self._space, self._then = self._head, [self._head], self._take_length
 
     def _await(self, unit: bytearray | memoryview, then: Callable[[], Received | None]) -> None:
         self._unit, self._then = unit, then
@@ -193,7 +193,7 @@ class Decoder:
             self._await_length()
             return self._message, bytearray()
         self._place = self.room(self._message, self._nbytes) if self.room else None
-        self._units: list[Buffer] = []
+        self._grown = bytearray()
         self._await_unit()
         return None
 
@@ -205,16 +205,15 @@ class Decoder:
     def _take_unit(self) -> Received | None:
         opened = self._opened()
         if self._place is None:
-            self._units.append(opened)
+            self._grown += opened
         elif opened is not self._unit:
             self._place[self._at : self._at + len(opened)] = opened
         self._at += len(opened)
         if self._at < self._nbytes:
             self._await_unit()
             return None
-        payload = self._units[0] if len(self._units) == 1 else b"".join(self._units)
         self._await_length()
-        return self._message, payload if self._place is None else self._place
+        return self._message, self._grown if self._place is None else self._place
 
     def _opened(self) -> Buffer:
         return self._unit if self._opener is None else self._opener.open(self._unit, bytes(self._tag))

@@ -108,13 +108,12 @@ class Link(Framed):
     def write(self) -> None:
         """Write what the connection takes now. Raises OSError."""
         while self.waiting:
-            while self._frames and len(self._left) < _PARTS:
+            # a unit is sealed just before it is sent, while it is in the processor's cache
+            while self._frames and len(self._left) < _PARTS and not (self._left and len(self._left[-1]) >= _LARGE):
                 if (part := next(self._frames[0], None)) is None:
                     self._frames.popleft()
                 elif part:
                     self._left.append(memoryview(part))
-                    if len(part) >= _LARGE:  # sent while the next one is sealed
-                        break
             try:
                 sent = self.connection.sendmsg(self._left)
             except (BlockingIOError, InterruptedError):

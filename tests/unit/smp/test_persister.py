@@ -415,7 +415,7 @@ def test_a_request_waits_for_a_verdict_within_its_time_and_then_takes_what_is_no
     alone.told(interval=0, audits=1)
     alone.capture(5, 6)
     for rank in alone.ranks.values():
-        rank.segment.mark(Version(1, 6), Mark.MISMATCHED)  # kept, as it is while it is sent to another alone
+        rank.segment.mark(Version(1, 6), Mark.MISMATCHED)  # kept, as it is while it is sent to another node
     alone.train()
     outcome: dict[str, Any] = {}
     seconds = SECONDS if verdict else 12.0  # half of it to wait, the other to write on a slow machine
@@ -463,14 +463,14 @@ def test_a_full_disk_is_an_event_leaves_the_last_good_one_and_the_next_turn_is_t
         assert sorted(os.listdir(alone.base)) == ["v1-10"], "what was begun is removed"
         assert "No space left" in alone.persister.status()["failed"]
         (first,) = json.loads((alone.run_dir / ALARM).read_text()).values()
-        assert first.startswith("checkpoint.failed: alone n: iteration 20 was not written: No space left on device")
+        assert first.startswith("checkpoint.failed: node n: iteration 20 was not written: No space left on device")
         assert first.endswith(f"the newest checkpoint is {alone.base / 'v1-10'}. {catalogue.CHECKPOINT_FAILED.action}")
     assert not any(rank.pinned() for rank in alone.ranks.values())
     faults.arm("")
     alone.capture(31, 32, 33, 40)
     alone.wait("checkpoint.completed", 2)
     assert alone.complete() == ["v1-10", "v1-40"] and len(alone.events("checkpoint.failed")) == 2
-    said = f"checkpoint.completed: alone n: iteration 40 is in {alone.base / 'v1-40'}, after 2 failed attempts"
+    said = f"checkpoint.completed: node n: iteration 40 is in {alone.base / 'v1-40'}, after 2 failed attempts"
     until(lambda: list(json.loads((alone.run_dir / ALARM).read_text()).values()) == [said])
     assert alone.persister.status()["failed"] == ""
 
