@@ -247,7 +247,7 @@ def test_torchrun_finds_it_by_its_name(tmp_path: Path) -> None:
     done = subprocess.run(
         [*torchrun, str(RANK), str(journal), str(end)],
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}", "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"},
         timeout=BOUND,
         capture_output=True,
         text=True,
