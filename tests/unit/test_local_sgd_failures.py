@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,11 +19,10 @@ from ft_plugins.errors import ConfigError, ProtocolError
 from ft_plugins.model.inventory import Inventory
 from ft_plugins.sync.rounds.late_peers import PeerWait
 
+from . import test_session_local_sgd as sessions
+from .incarnation import Incarnation
+
 Ranks = Callable[..., list[Any]]
-_spec = importlib.util.spec_from_file_location("local_sessions", Path(__file__).parent / "test_session_local_sgd.py")
-assert _spec is not None and _spec.loader is not None
-sessions = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(sessions)
 
 POLICIES = {
     "post_local_sgd": {"policy": "post_local_sgd"},
@@ -47,7 +44,7 @@ def _poisoned(rank: int, world: int, sync: dict[str, Any], those: tuple[int, ...
             host.rank,
             (replace(item, in_norm=item.name != f"{MODULE}.weight") for item in inventory(host).items),
         )
-    one = sessions.Incarnation(rank, world, {"sync": {**sync, "tau": TAU}}, None, 0)
+    one = Incarnation(sessions.local.LocalTraining(rank, world), {"sync": {**sync, "tau": TAU}})
     named, before = one.training.named, {}
     start = {name: parameter.detach().numpy().copy() for name, parameter in named.items()}
 
@@ -119,7 +116,7 @@ def _stalled(rank: int, world: int, keys: dict[str, Any], where: str) -> str:
     """Rank 1 is stopped by SIGSTOP; rank 0 wakes it when its own wait has ended. Returns the error."""
     pids: list[Any] = [None] * world
     dist.all_gather_object(pids, os.getpid())
-    one = sessions.Incarnation(rank, world, {"sync": {"tau": TAU, "timeout": SECONDS, **keys}}, None, 0)
+    one = Incarnation(sessions.local.LocalTraining(rank, world), {"sync": {"tau": TAU, "timeout": SECONDS, **keys}})
     if rank == 1 and where == "exchange":
         faults.arm("sync.exchange@hit=2:stop")
     if rank == 1 and where == "update":

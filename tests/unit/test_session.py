@@ -15,12 +15,14 @@ from typing import Any
 import pytest
 import torch
 
-from ft_plugins.config import Config, LaunchContext
+from ft_plugins.config import Config
 from ft_plugins.errors import FtError
 from ft_plugins.session import Session, attach
 from ft_plugins.snapshot.segment.segment import Segment
 from ft_plugins.systems import followed
 from harness.plain_host import PlainHost
+
+from .incarnation import context
 
 Node = Any  # the fixture's class lives in conftest
 Ranks = Callable[..., list[Any]]
@@ -76,10 +78,6 @@ class Loop:
 
 def config(**block: Any) -> Config:
     return Config.from_json({"reft": {}, **block})
-
-
-def context(rank: int, world: int, run_dir: Path | None, token: int, restart: int = 0) -> LaunchContext:
-    return LaunchContext(None, run_dir, token, None, rank, rank, world, world, 0, restart)
 
 
 def _incarnation(

@@ -14,12 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from ft_plugins.config import Config, LaunchContext
+from ft_plugins.config import Config
 from ft_plugins.errors import FtError
 from ft_plugins.model.inventory import Inventory, Item, Role
 from ft_plugins.session import attach
 from ft_plugins.smp.serve import job_file
 from harness.plain_host import PlainHost
+
+from .incarnation import context
 
 Node = Any  # the fixture's class lives in conftest
 Ranks = Callable[..., list[Any]]
@@ -66,9 +68,8 @@ def _live(
     host = MixedHost(tensors, rank=rank, world_size=world, get_state=lambda: dict(done), set_state=done.update)
     name = run_dirs[rank].name
     block = {"node_name": name, **({"failure_domain": domains[name]} if name in domains else {}), **given}
-    context = LaunchContext(None, run_dirs[rank], token, None, rank, rank, world, world, 0, 0)
     try:
-        session = attach(host, Config.from_json(block), context)
+        session = attach(host, Config.from_json(block), context(rank, world, run_dirs[rank], token))
         resumed = session.resume()
         right = all(torch.equal(tensor, value_of(name, resumed)) for name, tensor in tensors.items())
         for step in range(resumed + 1, until + 1):

@@ -3,7 +3,6 @@ incarnation; planned from what the job measures, and the same way on all ranks."
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -17,19 +16,18 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ft_plugins.adapters.torch.torch_loop import TorchHost
-from ft_plugins.config import Config, LaunchContext
+from ft_plugins.config import Config
 from ft_plugins.errors import ConfigError, StateChangedError, UnsupportedError
 from ft_plugins.session import attach
 from ft_plugins.sync.layers.layer_profile import read_profile
 from ft_plugins.sync.layers.layers_schedule import equal_number
 from ft_plugins.sync.rounds.synchronisation import Synchronisation
 
+from .incarnation import context
+from .systems import local_replicas as local
+
 Ranks = Callable[..., list[Any]]
 Node = Any  # the fixture's class lives in conftest
-_spec = importlib.util.spec_from_file_location("local_replicas", Path(__file__).parent / "systems/local_replicas.py")
-assert _spec is not None and _spec.loader is not None
-local = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(local)
 
 LAYERS = ("0", "2", "4")
 WARMUP, TAU, LAST = 2, 7, 17
@@ -64,7 +62,7 @@ def _life(
     """One incarnation, which ends in iteration `left_in`, after its update. Digests by iteration; events; schedule."""
     job = Job(rank, world, kind, clips)
     session = attach(
-        job.host, Config.from_json(block), LaunchContext(None, run_dir, token, None, rank, rank, world, world, 0, 0)
+        job.host, Config.from_json(block), context(rank, world, run_dir, token)
     )
     events: list[Any] = []
     session._events.subscribe(events.append)
@@ -131,7 +129,7 @@ def test_update_first_in_every_iteration_is_data_parallelism(ranks: Ranks) -> No
 def _parameters(rank: int, world: int, block: dict[str, Any]) -> dict[str, Any]:
     job = Job(rank, world, "sgd")
     session = attach(
-        job.host, Config.from_json(block), LaunchContext(None, None, 0, None, rank, rank, world, world, 0, 0)
+        job.host, Config.from_json(block), context(rank, world)
     )
     for step in session.iterations(LAST):
         job.iterate(step)
@@ -203,8 +201,7 @@ def test_a_profile_that_cannot_be_written_does_not_end_training(node: Node, rank
 def _ends_after_a_begin(rank: int, world: int) -> str:
     """Ends in order in an iteration that only one rank has begun to train."""
     job = Job(rank, world, "sgd")
-    context = LaunchContext(None, None, 0, None, rank, rank, world, world, 0, 0)
-    session = attach(job.host, Config.from_json({"sync": {**SYNC, "warmup": 0}}), context)
+    session = attach(job.host, Config.from_json({"sync": {**SYNC, "warmup": 0}}), context(rank, world))
     session.resume()
     for step in range(1, 4):
         session.iteration_begin(step)

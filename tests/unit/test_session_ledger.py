@@ -13,9 +13,11 @@ import pytest
 import torch
 
 from ft_plugins.adapters.torch.torch_loop import TorchHost
-from ft_plugins.config import Config, LaunchContext
+from ft_plugins.config import Config
 from ft_plugins.errors import FtError
 from ft_plugins.session import attach
+
+from .incarnation import context
 
 Ranks = Callable[..., list[Any]]
 Node = Any  # the fixture's class lives in conftest
@@ -31,7 +33,7 @@ def _life(rank: int, world: int, run_dir: Path, token: int, block: dict[str, Any
     session = attach(
         TorchHost(model, optimizer, scheduler),
         Config.from_json({"reft": {}, "node_name": "n", **block}),
-        LaunchContext(None, run_dir, token, None, rank, rank, world, world, 0, int(bool(case))),
+        context(rank, world, run_dir, token, int(bool(case))),
     )
     done: list[int] = []
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,74 +10,25 @@ import numpy as np
 import pytest
 import torch
 
-from ft_plugins.config import Config, LaunchContext
+from ft_plugins.config import Config
 from ft_plugins.errors import ConfigError, UnsupportedError
 from ft_plugins.session import Session, attach
 from harness.plain_host import PlainHost
 
+from .incarnation import Incarnation, context
+from .systems import local_replicas as local
+
 Ranks = Callable[..., list[Any]]
 Node = Any  # the fixture's class lives in conftest
-_spec = importlib.util.spec_from_file_location("local_replicas", Path(__file__).parent / "systems/local_replicas.py")
-assert _spec is not None and _spec.loader is not None
-local = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(local)
 
 NO_PENALTY = {"penalty": False}
-
-
-def context(rank: int, world: int, run_dir: Path | None = None, token: int = 0) -> LaunchContext:
-    return LaunchContext(None, run_dir, token, None, rank, rank, world, world, 0, 0)
-
-
-class Incarnation:
-    """One life of a rank: what it was resumed with, then trained until."""
-
-    def __init__(
-        self,
-        rank: int,
-        world: int,
-        block: dict[str, Any],
-        run_dir: Path | None,
-        token: int,
-        kind: str = "sgd",
-        bad: Any = None,
-    ) -> None:
-        self.training = local.LocalTraining(rank, world, kind, bad)
-        self.completed = 0
-        host = self.training.host
-        host._get_state, host._set_state = lambda: {"completed": self.completed}, self._set
-        self.events: list[Any] = []
-        self.session = attach(host, Config.from_json(block), context(rank, world, run_dir, token))
-        self.session._events.subscribe(self.events.append)
-        self.resumed = self.session.resume()
-        self.fenced: dict[int, str] = {}  # parameters with which an iteration's gradients were computed
-        self.versions: dict[int, str] = {}  # all tensors after the fence of the next iteration
-
-    def _set(self, state: Any) -> None:
-        self.completed = state["completed"]
-
-    def run(self, until: int) -> Incarnation:
-        for step in range(self.completed + 1, until + 1):
-            self.session.iteration_begin(step)
-            self.training.backward(step)
-            self.fenced[step] = self.training.digest(moments=False)
-            self.session.before_update(step)
-            self.training.optimizer.step()
-            self.session.after_update(step)
-            self.completed = step
-            self.session.iteration_end(step)
-            self.versions[step] = self.training.digest()
-        return self
-
-    def synchronised(self) -> list[dict[str, Any]]:
-        return [event.fields for event in self.events if event.name == "replicas.synchronised"]
 
 
 def _life(
     rank: int, world: int, block: dict[str, Any], until: int, kind: str = "sgd", bad: Any = None,
     run_dir: Path | None = None, token: int = 0, ends: bool = True,
 ) -> Any:  # fmt: skip
-    one = Incarnation(rank, world, block, run_dir, token, kind, bad).run(until)
+    one = Incarnation(local.LocalTraining(rank, world, kind, bad), block, run_dir, token).run(until)
     if ends:
         one.session.shutdown()
     elif one.session._reft is not None:
@@ -182,7 +132,7 @@ def test_a_checkpoint_that_holds_one_of_several_replicas_is_named(ranks: Ranks, 
 
 
 def _resets(rank: int, world: int, loaded: int) -> list[dict[str, Any]]:
-    one = Incarnation(rank, world, {"sync": {"policy": "edit", "tau": 3, "warmup": 4}}, None, 0)
+    one = Incarnation(local.LocalTraining(rank, world), {"sync": {"policy": "edit", "tau": 3, "warmup": 4}})
     one.session.resume(loaded)
     one.session.shutdown()
     return [event.fields for event in one.events if event.name == "replicas.restarted"]
@@ -202,7 +152,7 @@ def test_synchronised_after_every_update_sgd_is_data_parallelism(ranks: Ranks) -
 
 
 def _weights(rank: int, world: int, block: dict[str, Any] | None) -> list[float]:
-    one = Incarnation(rank, world, block or {}, None, 0).run(8)
+    one = Incarnation(local.LocalTraining(rank, world), block or {}).run(8)
     one.session.shutdown()
     return list(flat(one.training.model))
 
@@ -229,7 +179,7 @@ def test_prefetch_and_host_memory_change_no_bit(ranks: Ranks, option: dict[str, 
 
 
 def _table(rank: int, world: int, keys: dict[str, Any]) -> tuple[str, int]:
-    one = Incarnation(rank, world, {"sync": keys}, None, 0)
+    one = Incarnation(local.LocalTraining(rank, world), {"sync": keys})
     nbytes = sum(parameter.nbytes for parameter in one.training.model.parameters())
     one.session.shutdown()
     return one.session._sync.table(), nbytes
@@ -302,7 +252,7 @@ def test_a_replica_that_trains_on_garbage_is_left_out_as_the_paper_has_it(ranks:
 
 
 def _trained(rank: int, world: int, block: dict[str, Any], until: int, bad: Any) -> dict[str, Any]:
-    one = Incarnation(rank, world, block, None, 0, "sgd", bad).run(until)
+    one = Incarnation(local.LocalTraining(rank, world, "sgd", bad), block).run(until)
     one.session.shutdown()
     return {"weights": flat(one.training.model), "events": one.synchronised()}
 
@@ -346,7 +296,7 @@ def test_if_no_replica_is_finite_all_go_back_to_the_last_synchronisation(ranks: 
 
 
 def _with_infinity(rank: int, world: int, block: dict[str, Any], those: tuple[int, ...] = (2,)) -> dict[str, Any]:
-    one = Incarnation(rank, world, block, None, 0)
+    one = Incarnation(local.LocalTraining(rank, world), block)
     begin = one.training.digest(moments=False)
     one.run(1)
     if rank in those:
@@ -420,7 +370,7 @@ def test_a_job_that_ends_at_a_synchronisation_continues_bit_for_bit(node: Node, 
 
 
 def _captured(rank: int, world: int, block: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    one = Incarnation(rank, world, block, None, 0, "adam")
+    one = Incarnation(local.LocalTraining(rank, world, "adam"), block)
     assert one.session._carrying.tensors().keys() == {item.name for item in one.session._carrying.inventory().items}
     return {item.name: item.replicas for item in one.session._carrying.inventory().items}
 

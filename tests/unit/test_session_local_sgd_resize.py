@@ -7,7 +7,6 @@ and outer momentum it keeps. The job does that by way of shared memory.
 from __future__ import annotations
 
 import copy
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,62 +14,28 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ft_plugins.config import Config, LaunchContext
 from ft_plugins.errors import ResumeError, UnsupportedError
-from ft_plugins.session import attach
+
+from .incarnation import Incarnation
+from .systems import local_replicas as local
 
 Ranks = Callable[..., list[Any]]
 Node = Any  # the fixture's class lives in conftest
-_spec = importlib.util.spec_from_file_location("local_replicas", Path(__file__).parent / "systems/local_replicas.py")
-assert _spec is not None and _spec.loader is not None
-local = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(local)
 
 TAU = 3
 RATES = {"diloco": (0.7, 0.9), "edit": (0.8, 0.85)}
 
 
-class Life:
-    """A rank from its resume on."""
-
-    def __init__(self, rank: int, world: int, block: dict[str, Any], run_dir: Path | None, token: int) -> None:
-        self.training = local.LocalTraining(rank, world, "adam")
-        self.completed = 0
-        host = self.training.host
-        host._get_state, host._set_state = lambda: {"completed": self.completed}, self._set
-        context = LaunchContext(None, run_dir, token, None, rank, rank, world, world, 0, 0)
-        self.session = attach(host, Config.from_json(block), context)
-        self.resumed = self.session.resume()
-
-    def _set(self, state: Any) -> None:
-        self.completed = state["completed"]
-
-    def run(self, until: int) -> dict[int, str]:
-        """Digests of the parameters with which the gradients of each iteration were computed."""
-        fenced = {}
-        for step in range(self.completed + 1, until + 1):
-            self.session.iteration_begin(step)
-            self.training.backward(step)
-            fenced[step] = self.training.digest(moments=False)
-            self.session.before_update(step)
-            self.training.optimizer.step()
-            self.session.after_update(step)
-            self.completed = step
-            self.session.iteration_end(step)
-        return fenced
-
-
 def _life(
     rank: int, world: int, block: dict[str, Any], until: int, run_dir: Path, token: int, ends: bool
 ) -> dict[str, Any]:  # fmt: skip
-    one = Life(rank, world, block, run_dir, token)
-    fenced = one.run(until)
+    one = Incarnation(local.LocalTraining(rank, world, "adam"), block, run_dir, token).run(until)
     if ends:
         one.session.shutdown()
     else:
         one.session._reft.wait_for_capture()  # type: ignore[union-attr]
     state = one.session._sync.state()  # type: ignore[union-attr]
-    return {"resumed": one.resumed, "fenced": fenced, "end": one.training.digest(moments=False), "state": state}
+    return {"resumed": one.resumed, "fenced": one.fenced, "end": one.training.parameters(), "state": state}
 
 
 class Job:
@@ -205,7 +170,7 @@ def test_statistics_of_norms_start_again_at_another_number_of_replicas_alone(nod
 
 def _refused(rank: int, world: int, block: dict[str, Any], run_dir: Path, token: int) -> str:
     try:
-        Life(rank, world, block, run_dir, token)
+        Incarnation(local.LocalTraining(rank, world, "adam"), block, run_dir, token)
     except (ResumeError, UnsupportedError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -231,6 +196,6 @@ def test_local_sgd_is_neither_dropped_nor_switched_on_by_a_resize(node: Node, ra
 
 
 def _plain(rank: int, world: int, block: dict[str, Any], until: int, run_dir: Path, token: int) -> None:
-    one = Life(rank, world, block, run_dir, token)
+    one = Incarnation(local.LocalTraining(rank, world, "adam"), block, run_dir, token)
     one.run(until)
     one.session._reft.wait_for_capture()  # type: ignore[union-attr]

@@ -16,9 +16,11 @@ import xxhash
 from torch.nn.parallel import DistributedDataParallel
 
 from ft_plugins.adapters.torch.torch_loop import TorchHost
-from ft_plugins.config import Config, LaunchContext
+from ft_plugins.config import Config
 from ft_plugins.errors import StateChangedError
 from ft_plugins.session import attach
+
+from .incarnation import context
 
 Ranks = Callable[..., list[Any]]
 Node = Any  # the fixture's class lives in conftest
@@ -96,8 +98,7 @@ def _life(
     """One incarnation, which ends in iteration `left_in`, after its update. Digests of all tensors by iteration, at its
     end: within its body a layer that was not used may still have to be synchronised."""
     job = Job(rank, world, cases)
-    context = LaunchContext(None, run_dir, token, None, rank, rank, world, world, 0, 0)
-    session = attach(job.host, Config.from_json(block), context)
+    session = attach(job.host, Config.from_json(block), context(rank, world, run_dir, token))
     digests = {}
     began = step = 0
     for step in session.iterations(LAST):
@@ -170,8 +171,7 @@ def _compiled(rank: int, world: int, sync: dict[str, Any], how: str) -> dict[str
         net.zero_grad()
     parallel = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(net.parameters(), 0.01)
-    context = LaunchContext(None, None, 0, None, rank, rank, world, world, 0, 0)
-    session = attach(TorchHost(parallel, optimizer), Config.from_json({"sync": sync}), context)
+    session = attach(TorchHost(parallel, optimizer), Config.from_json({"sync": sync}), context(rank, world))
     for step in session.iterations(LAST):
         made = torch.Generator().manual_seed(1000 * step + rank)
         parallel(torch.randn(6, 8, generator=made)).square().mean().backward()

@@ -3,7 +3,6 @@ incarnation; one clear line for what is impossible."""
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,26 +12,21 @@ import numpy as np
 import pytest
 import torch
 
-from ft_plugins.config import Config, LaunchContext
+from ft_plugins.config import Config
 from ft_plugins.errors import ConfigError, ResumeError, UnsupportedError
 from ft_plugins.session import attach
 
+from .incarnation import context
+from .systems import local_replicas as local
+
 Ranks = Callable[..., list[Any]]
 Node = Any  # the fixture's class lives in conftest
-_spec = importlib.util.spec_from_file_location("local_replicas", Path(__file__).parent / "systems/local_replicas.py")
-assert _spec is not None and _spec.loader is not None
-local = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(local)
 
 LAST, WARMUP = 30, 4
 SECONDS = 0.2  # between synchronisations
 PACE = (0.01, 0.06)  # seconds of an iteration, by replica
 POLICY = {"policy": "a_edit", "seconds": SECONDS, "warmup": WARMUP, "penalty": False}
 PROTECTED = {"reft": {}, "sync": {**POLICY, "apply": "forward"}, "node_name": "n"}
-
-
-def _context(rank: int, world: int, run_dir: Path | None, token: int) -> LaunchContext:
-    return LaunchContext(None, run_dir, token, None, rank, rank, world, world, 0, 0)
 
 
 def life(
@@ -44,7 +38,7 @@ def life(
     completed = {"completed": 0}
     training.host._get_state, training.host._set_state = lambda: dict(completed), completed.update
     events: list[dict[str, Any]] = []
-    session = attach(training.host, Config.from_json(block), _context(rank, world, run_dir, token))
+    session = attach(training.host, Config.from_json(block), context(rank, world, run_dir, token))
     session._events.subscribe(
         lambda event: events.append(event.fields) if event.name == "replicas.synchronised" else None
     )
@@ -144,7 +138,7 @@ def _weighted(rank: int, world: int, block: dict[str, Any]) -> tuple[dict[str, A
     """Parameters before and after the first synchronisation."""
     training = local.LocalTraining(rank, world)
     events: list[Any] = []
-    session = attach(training.host, Config.from_json(block), _context(rank, world, None, 0))
+    session = attach(training.host, Config.from_json(block), context(rank, world))
     session._events.subscribe(lambda event: events.append(event.fields))
     before = np.zeros(0)
     for step in session.iterations(LAST):
@@ -225,7 +219,7 @@ def _refusals(rank: int, world: int) -> tuple[str, str, str]:
         lambda session: session.resume(0, 9),  # ends in the warm-up
     ):
         training = local.LocalTraining(rank, world)
-        session = attach(training.host, Config.from_json(block), _context(rank, world, None, 0))
+        session = attach(training.host, Config.from_json(block), context(rank, world))
         with pytest.raises(ConfigError) as refused:
             trial(session)
         names.append(type(refused.value).__name__)
@@ -238,7 +232,7 @@ def _refusals(rank: int, world: int) -> tuple[str, str, str]:
     training = local.LocalTraining(rank, world)
     training.host.__class__ = Coupled
     with pytest.raises(UnsupportedError, match="agree in each iteration"):
-        attach(training.host, Config.from_json(block), _context(rank, world, None, 0))
+        attach(training.host, Config.from_json(block), context(rank, world))
     return (*names, "UnsupportedError")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from ft_plugins.config import Config, LaunchContext
+from ft_plugins.config import Config
 from ft_plugins.errors import ConfigError, ReplicaError
 from ft_plugins.model.inventory import Item, Role
-from ft_plugins.session import Session, attach
+from ft_plugins.session import Session
 from ft_plugins.smp.serve.client import Client
 from ft_plugins.smp.serve.status import marks_in, newest_common
 from ft_plugins.snapshot.segment.paths import remove
@@ -23,19 +22,14 @@ from ft_plugins.snapshot.segment.slots import SLOTS, Mark, Version
 from ft_plugins.systems.reft.carried import CarryingHost
 from harness.plain_host import PlainHost
 
+from .incarnation import Incarnation, context
+from .systems import replicas
+
 Ranks = Callable[..., list[Any]]
 Node = Any  # the fixture's class lives in conftest
-_spec = importlib.util.spec_from_file_location("replicas", Path(__file__).parent / "systems" / "replicas.py")
-assert _spec is not None and _spec.loader is not None
-replicas = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(replicas)
 
 NOISE = "update.gradients:gauss=0.05"
 PAFT = {"h": 5, "h_min": 4, "h_max": 6}
-
-
-def context(rank: int, world: int, run_dir: Path | None = None, token: int = 0) -> LaunchContext:
-    return LaunchContext(None, run_dir, token, None, rank, rank, world, world, 0, 0)
 
 
 def test_one_rank_alone_is_refused_by_the_session() -> None:
@@ -57,40 +51,10 @@ def _differently(rank: int, world: int) -> str:
     return ""
 
 
-class Incarnation:
-    """One life of a rank: what it was resumed with, then trained until."""
-
-    def __init__(
-        self, rank: int, world: int, block: dict[str, Any], run_dir: Path | None, token: int, loaded: int = 0
-    ) -> None:
-        self.training = replicas.Training(rank, world)
-        self.completed = 0
-        host = self.training.host
-        host._get_state, host._set_state = lambda: {"completed": self.completed}, self._set
-        self.session = attach(host, Config.from_json(block), context(rank, world, run_dir, token))
-        self.resumed = self.session.resume(loaded)
-        self.versions: dict[int, str] = {}
-
-    def _set(self, state: Any) -> None:
-        self.completed = state["completed"]
-
-    def run(self, until: int) -> Incarnation:
-        for step in range(self.completed + 1, until + 1):
-            self.session.iteration_begin(step)
-            self.training.backward(step)
-            self.session.before_update(step)
-            self.training.optimizer.step()
-            self.session.after_update(step)
-            self.versions[step] = self.training.digest()
-            self.completed = step
-            self.session.iteration_end(step)
-        return self
-
-
 def _life(
     rank: int, world: int, block: dict[str, Any], run_dir: Path | None, token: int, until: int, loaded: int = 0
 ) -> Any:
-    one = Incarnation(rank, world, block, run_dir, token, loaded).run(until)
+    one = Incarnation(replicas.Training(rank, world), block, run_dir, token, loaded).run(until)
     if run_dir is not None:
         one.session._reft.wait_for_capture()  # the last version is sealed, as at the next fence
     return one.resumed, one.versions
@@ -116,7 +80,7 @@ def test_a_noised_job_that_ends_while_an_averaging_is_in_flight_goes_on_bit_for_
 
 def _loaded_after(rank: int, world: int) -> tuple[int, int, bool]:
     """A restore from memory has carried a turn; then the framework's own checkpoint of 30 is loaded."""
-    one = Incarnation(rank, world, {"paft": PAFT}, None, 0)
+    one = Incarnation(replicas.Training(rank, world), {"paft": PAFT})
     turns = {"turn": [34, 6, ""], "diverged": True, "rates_squared": 1.0, "signal": None}
     one.session._carrying.restored_state = {"turns": turns, "offences": {}}
     return one.session.resume(30), one.session._sync._turns.turn.at, one.session._sync._turns.diverged
@@ -132,7 +96,7 @@ FLIP = "update.gradients@iteration=4,rank=1,restart=0:flip=29~5"
 
 def _until_found(rank: int, world: int, block: dict[str, Any], run_dir: Path, token: int, audited: int = 4) -> Any:
     """Until the verdict on iteration `audited` is there, right before the update after; then the job is gone."""
-    one = Incarnation(rank, world, block, run_dir, token).run(audited)
+    one = Incarnation(replicas.Training(rank, world), block, run_dir, token).run(audited)
     one.session.iteration_begin(audited + 1)
     one.training.backward(audited + 1)
     try:
@@ -166,7 +130,7 @@ LATE_FLIP = "update.gradients@iteration=13,rank=1,restart=0:flip=29~5"  # seen b
 
 def _until_sent_back(rank: int, world: int, block: dict[str, Any], run_dir: Path, token: int, until: int) -> Any:
     """As a job lives until an audit sends it back; what each rank was told then."""
-    one = Incarnation(rank, world, block, run_dir, token)
+    one = Incarnation(replicas.Training(rank, world), block, run_dir, token)
     try:
         one.run(until)
     except ReplicaError as error:
@@ -176,7 +140,7 @@ def _until_sent_back(rank: int, world: int, block: dict[str, Any], run_dir: Path
 
 def _rests(rank: int, world: int, block: dict[str, Any], run_dir: Path, token: int) -> list[int]:
     """Before which iterations a verdict had the capture under way waited for."""
-    one = Incarnation(rank, world, block, run_dir, token)
+    one = Incarnation(replicas.Training(rank, world), block, run_dir, token)
     found: list[int] = []
     wait = one.session._reft.wait_for_capture
     one.session._reft.wait_for_capture = lambda: (found.append(one.completed + 1), wait())
@@ -282,7 +246,7 @@ def _on_two_nodes(
 ) -> Any:
     """A life with a node for each rank, that pauses after iteration `rest` until a version counts on its node."""
     run_dir, token = places[rank]
-    one = Incarnation(rank, world, {**block, "node_name": run_dir.name}, run_dir, token)
+    one = Incarnation(replicas.Training(rank, world), {**block, "node_name": run_dir.name}, run_dir, token)
     with Client(run_dir) as client:
 
         def told(name: str) -> None:

@@ -16,15 +16,18 @@ from ft_plugins.bubbles.gate.gate import GATE_BYTES, Gate
 from ft_plugins.bubbles.profile import Profiling
 from ft_plugins.bubbles.timeline.record import EdgeFanout, Recorder
 from ft_plugins.bubbles.timeline.timeline_values import Row
-from ft_plugins.config import BaftConfig, Config, LaunchContext
+from ft_plugins.config import BaftConfig, Config
 from ft_plugins.errors import UnsupportedError
-from ft_plugins.events import Events, read
+from ft_plugins.events import Event, Events, read
 from ft_plugins.model.host import Edges
 from ft_plugins.model.timeline import Kind, Profile, Span, Timeline
 from ft_plugins.redundancy.neighbour import plan_neighbours
 from ft_plugins.session import Session, attach
 from ft_plugins.systems.baft import Baft
+from ft_plugins.systems.measured import Measurement
 from harness.plain_host import PlainHost
+
+from .incarnation import context
 
 Ranks = Callable[..., list[Any]]
 SETTINGS = Profiling(warmup=1, iterations=2)
@@ -45,6 +48,20 @@ class Telling(PlainHost):
             self.edges.end(kind, microbatch)
 
 
+def _begun(
+    run_dir: Path | None, rank: int = 0, world: int = 1, settings: Profiling = SETTINGS, kind: type[Telling] = Telling
+) -> tuple[Any, Session, Measurement]:
+    """A host, its session and what measures it."""
+    host = kind({"w": torch.zeros(4)}, rank=rank, world_size=world)
+    session = attach(host, Config(), context(rank, world, run_dir), settings)
+    assert session.measured is not None
+    return host, session, session.measured
+
+
+def _events(run_dir: Path, name: str) -> list[Event]:
+    return [event for event in read(run_dir / "events.jsonl") if event.name == name]
+
+
 def _run(session: Session, host: Telling) -> None:
     session.resume()
     for step in range(1, 7):
@@ -55,12 +72,9 @@ def _run(session: Session, host: Telling) -> None:
 
 
 def _train(rank: int, world: int, run_dir: Path) -> Profile | None:
-    host = Telling({"w": torch.zeros(4)}, rank=rank, world_size=world)
-    place = LaunchContext(None, run_dir, 0, None, rank, rank, world, world, 0, 0)
-    session = attach(host, Config(), place, SETTINGS)
+    host, session, measured = _begun(run_dir, rank, world)
     _run(session, host)
-    assert session.measured is not None
-    return session.measured.profile
+    return measured.profile
 
 
 def test_after_the_first_iterations_every_rank_knows_the_spans_of_all(
@@ -71,22 +85,18 @@ def test_after_the_first_iterations_every_rank_knows_the_spans_of_all(
     for rank, timeline in enumerate(first.timelines):
         assert timeline.rank == rank
         assert timeline.shape == ((Kind.FORWARD, rank, 0), (Kind.UPDATE, -1, 0))
-    done = [event for event in read(tmp_path / "events.jsonl") if event.name == "profile.completed"]
+    done = _events(tmp_path, "profile.completed")
     assert sorted((event.rank, event.fields["spans"]) for event in done) == [(0, 2), (1, 2)]
     printed = capfd.readouterr().out
     assert printed.count("where an iteration's time goes") == 1, "by one rank"
     assert len(printed.split("time goes\n")[1].strip().splitlines()) == 3, "a head, and a line for each rank"
 
 
-def _place() -> LaunchContext:
-    return LaunchContext(None, None, 0, None, 0, 0, 1, 1, 0, 0)
-
-
 def test_a_host_without_spans_is_refused_by_name_and_only_if_asked() -> None:
     host = PlainHost({"w": torch.zeros(4)})
     with pytest.raises(UnsupportedError, match="a plain torch loop has no pipeline"):
-        attach(host, Config(), _place(), SETTINGS)
-    session = attach(host, Config(), _place())
+        attach(host, Config(), context(0, 1), SETTINGS)
+    session = attach(host, Config(), context(0, 1))
     assert session.measured is None
     session.iteration_begin(1)
     session.iteration_end(1)
@@ -94,9 +104,7 @@ def test_a_host_without_spans_is_refused_by_name_and_only_if_asked() -> None:
 
 def _plan(rank: int, world: int, run_dir: Path, link_mbps: float | None = 8_000.0) -> None:
     """Train with copies that are planned by what was measured."""
-    host = Telling({"w": torch.zeros(4)}, rank=rank, world_size=world)
-    session = attach(host, Config(), LaunchContext(None, run_dir, 0, None, rank, rank, world, world, 0, 0), SETTINGS)
-    assert (measured := session.measured) is not None
+    host, session, measured = _begun(run_dir, rank, world)
     measured.baft = Baft(rank, BaftConfig(link_mbps=link_mbps), session._events)
     gate = Gate(np.zeros(GATE_BYTES + 8, dtype=np.uint8))
     measured.baft.use_gate(gate, plan_neighbours(("n0", "n1"), ((0, 1),), (8, 16)))
@@ -105,7 +113,7 @@ def _plan(rank: int, world: int, run_dir: Path, link_mbps: float | None = 8_000.
 
 def test_every_rank_tells_its_iteration_and_what_is_planned_in_it(ranks: Ranks, tmp_path: Path) -> None:
     ranks(_plan, 2, tmp_path)
-    told = sorted((e for e in read(tmp_path / "events.jsonl") if e.name == "timeline.recorded"), key=lambda e: e.rank)
+    told = sorted(_events(tmp_path, "timeline.recorded"), key=lambda e: e.rank)
     rows = [Row.read(event.rank, event.fields) for event in told]
     assert [(row.rank, row.receiver, row.nbytes) for row in rows] == [(0, 1, 8), (1, 0, 16)]
     assert len({event.fields["iteration"] for event in told}) == 1 and told[0].fields["iteration"] > 0
@@ -124,9 +132,7 @@ def test_where_nobody_knows_what_links_carry_one_line_says_what_is_assumed(
 
 def _apart(rank: int, world: int, run_dir: Path, faultless: bool = True) -> tuple[int, list[int]]:
     """Iterations of a version, and whose plans this rank knows, where ranks 0 and 2 share no links with 1 and 3."""
-    host = Telling({"w": torch.zeros(4)}, rank=rank, world_size=world)
-    session = attach(host, Config(), LaunchContext(None, run_dir, 0, None, rank, rank, world, world, 0, 0), SETTINGS)
-    assert (measured := session.measured) is not None
+    host, session, measured = _begun(run_dir, rank, world)
     measured.baft = Baft(rank, BaftConfig(), session._events)
     gate = Gate(np.zeros(GATE_BYTES + 8, dtype=np.uint8))
     links = {0: 1e9, 1: 1e9 if faultless else 0.0, 2: 1e9, 3: 1e9}
@@ -156,7 +162,7 @@ def test_where_some_ranks_cannot_plan_the_others_do_and_one_line_says_so(
     _, told = capfd.readouterr()
     lines = [line for line in told.splitlines() if "profile.lost" in line]
     assert len(lines) == 1 and "bubbles of 2 ranks could not be planned" in lines[0] and "rank 1" in lines[0]
-    events = [event for event in read(tmp_path / "events.jsonl") if event.name == "profile.lost"]
+    events = _events(tmp_path, "profile.lost")
     lost = {event.rank: event.fields["reason"] for event in events}
     assert "link from position 1 to 3 has no bandwidth" in lost[1] and "no bandwidth" in lost[3] and 2 not in lost
 
@@ -164,11 +170,8 @@ def test_where_some_ranks_cannot_plan_the_others_do_and_one_line_says_so(
 def test_copies_are_held_in_the_iterations_that_are_recorded_and_one_in_which_they_went_is_left_out(
     tmp_path: Path,
 ) -> None:
-    host = Telling({"w": torch.zeros(4)}, rank=0, world_size=1)
-    place = LaunchContext(None, tmp_path, 0, None, 0, 0, 1, 1, 0, 0)
-    session = attach(host, Config(), place, Profiling(warmup=2, iterations=3))
+    host, session, measured = _begun(tmp_path, settings=Profiling(warmup=2, iterations=3))
     gate = Gate(np.zeros(GATE_BYTES, dtype=np.uint8))
-    assert (measured := session.measured) is not None
     measured.baft = Baft(0, BaftConfig(), Events("n", 0))
     measured.baft.use_gate(gate, plan_neighbours(("n0", "n1"), ((0, 1),), (8, 8)))
     session.resume()
@@ -184,7 +187,7 @@ def test_copies_are_held_in_the_iterations_that_are_recorded_and_one_in_which_th
         assert gate.read() is None
     session.shutdown()
     assert seen == [None, None, 0, 0, 0, None, None]
-    (done,) = [event for event in read(tmp_path / "events.jsonl") if event.name == "profile.completed"]
+    (done,) = _events(tmp_path, "profile.completed")
     assert done.fields["left_out"] == [4]
 
 
@@ -204,13 +207,10 @@ class Paced(Telling):
 
 def _replan(rank: int, world: int, run_dir: Path) -> list[tuple[str, int]]:
     """What the gate says in each receive: how many bytes may go in how many ms, of a plan or held."""
-    host = Paced({"w": torch.zeros(4)}, rank=rank, world_size=world)
-    host.gate, host.gates = Gate(np.zeros(GATE_BYTES, dtype=np.uint8)), []  # type: ignore[attr-defined]
-    place = LaunchContext(None, run_dir, 0, None, rank, rank, world, world, 0, 0)
     settings = Profiling(warmup=1, iterations=3, watch_every=1, ask_every=4, tolerance=0.5, misses=2)
-    session = attach(host, Config(), place, settings)
+    host, session, measured = _begun(run_dir, rank, world, settings, Paced)
+    host.gate, host.gates = Gate(np.zeros(GATE_BYTES, dtype=np.uint8)), []
     # 1 kB/ms. By its clock no bubble is late, however busy this machine is: such would be left alone
-    assert (measured := session.measured) is not None
     measured.baft = Baft(rank, BaftConfig(link_mbps=8.0), Events("n", rank), clock_ns=lambda: 0)
     host.edges = EdgeFanout(measured.baft, measured.edges)
     measured.baft.use_gate(host.gate, plan_neighbours(("n0", "n1"), ((0, 1),), (10_000, 10_000)))
@@ -243,7 +243,7 @@ def test_a_profile_that_no_longer_fits_is_measured_and_planned_anew_and_the_gate
     lengths = [length for phase, length in first[7:again]]
     assert again > 10 and max(lengths) < 90, "longer bubbles are not used before they were measured"
     assert max(length for phase, length in first[again + 3 :] if phase == "planned") >= 90
-    plans = [event for event in read(tmp_path / "events.jsonl") if event.name == "profile.completed"]
+    plans = _events(tmp_path, "profile.completed")
     assert len(plans) >= 4, "two of each rank"
 
 
@@ -259,15 +259,13 @@ class Unplannable(Baft):
 
 
 def test_a_plan_that_fails_ends_neither_training_nor_anything_else(tmp_path: Path) -> None:
-    host = Telling({"w": torch.zeros(4)}, rank=0, world_size=1)
-    session = attach(host, Config(), LaunchContext(None, tmp_path, 0, None, 0, 0, 1, 1, 0, 0), SETTINGS)
+    host, session, measured = _begun(tmp_path)
     gate = Gate(np.zeros(GATE_BYTES + 8, dtype=np.uint8))
     baft = Unplannable(0, BaftConfig(link_mbps=8_000.0), Events("n", 0))
     baft.use_gate(gate, plan_neighbours(("n0", "n1"), ((0, 1),), (8, 8)))
-    assert (measured := session.measured) is not None
     measured.baft = baft
     _run(session, host)
-    (lost,) = [event for event in read(tmp_path / "events.jsonl") if event.name == "profile.lost"]
+    (lost,) = _events(tmp_path, "profile.lost")
     assert "IndexError: no such slot" in lost.fields["reason"]
     assert gate.read() is None and gate.planned == 0
     baft.fails = False
@@ -280,11 +278,8 @@ def test_where_iterations_can_no_longer_be_measured_a_plan_made_before_holds_no_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody would notice that it fits no more: then nothing would go but a trickle, for as long as the job runs."""
-    host = Telling({"w": torch.zeros(4)}, rank=0, world_size=1)
-    settings = Profiling(warmup=1, iterations=1, watch_every=1, ask_every=2)
-    session = attach(host, Config(), LaunchContext(None, tmp_path, 0, None, 0, 0, 1, 1, 0, 0), settings)
+    host, session, measured = _begun(tmp_path, settings=Profiling(warmup=1, iterations=1, watch_every=1, ask_every=2))
     gate = Gate(np.zeros(GATE_BYTES + 8, dtype=np.uint8))
-    assert (measured := session.measured) is not None
     session.resume()
     for step in range(1, 7):
         session.iteration_begin(step)
@@ -306,7 +301,7 @@ def test_where_iterations_can_no_longer_be_measured_a_plan_made_before_holds_no_
         session.iteration_end(step)
     session.shutdown()
     assert gate.planned == 0 and gate.read() is None
-    (lost,) = [event for event in read(tmp_path / "events.jsonl") if event.name == "profile.lost"]
+    (lost,) = _events(tmp_path, "profile.lost")
     assert "the clock of the device is gone" in lost.fields["reason"] and lost.fields["reason"].endswith(
         "restart the job to use bubbles again"
     )
@@ -314,7 +309,7 @@ def test_where_iterations_can_no_longer_be_measured_a_plan_made_before_holds_no_
 
 def test_a_log_on_a_full_disk_loses_lines_and_never_the_job(tmp_path: Path) -> None:
     host = Telling({"w": torch.zeros(4)}, rank=0, world_size=1)
-    session = attach(host, Config(), LaunchContext(None, tmp_path, 0, None, 0, 0, 1, 1, 0, 0), SETTINGS)
+    session = attach(host, Config(), context(0, 1, tmp_path), SETTINGS)
     with contextlib.suppress(OSError), open("/dev/full", "w") as full, contextlib.redirect_stdout(full):
         _run(session, host)
         assert session.measured is not None and session.measured.profile is not None

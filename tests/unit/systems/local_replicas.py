@@ -114,6 +114,9 @@ class LocalTraining:
             digest.update(name.encode() + tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
+    def parameters(self) -> str:
+        return self.digest(moments=False)
+
 
 class Simulation:
     """All replicas in one process. `combine(changes, anchor)` gives the target of one module from the parameters of all

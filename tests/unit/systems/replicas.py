@@ -20,6 +20,13 @@ from harness.plain_host import PlainHost
 LAYERS = (64, 128, 64, 8)  # 17,096 parameters
 
 
+def digest_of(tensors: dict[str, torch.Tensor]) -> str:
+    found = xxhash.xxh3_64()
+    for name in sorted(tensors):
+        found.update(tensors[name].detach().reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
 class Training:
     """One replica: a small network, real optimizer, data of its own, gradients averaged over all ranks."""
 
@@ -77,17 +84,11 @@ class Training:
 
     def digest(self) -> str:
         """Of all tensors, parameters and optimizer state."""
-        found = xxhash.xxh3_64()
-        for name in sorted(self.tensors):
-            found.update(self.tensors[name].detach().reshape(-1).view(torch.uint8).numpy().data)
-        return found.hexdigest()
+        return digest_of(self.tensors)
 
     def parameters(self) -> str:
         """A digest of the parameters alone."""
-        found = xxhash.xxh3_64()
-        for name in sorted(self.named):
-            found.update(self.named[name].detach().reshape(-1).view(torch.uint8).numpy().data)
-        return found.hexdigest()
+        return digest_of(self.named)
 
     def copy(self) -> dict[str, torch.Tensor]:
         return {name: tensor.detach().clone() for name, tensor in self.tensors.items()}

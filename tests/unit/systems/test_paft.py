@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,11 +17,9 @@ from ft_plugins.events import Events
 from ft_plugins.systems.paft import Paft
 from harness.plain_host import PlainHost
 
+from . import replicas
+
 Ranks = Callable[..., list[Any]]
-_spec = importlib.util.spec_from_file_location("replicas", Path(__file__).with_name("replicas.py"))
-assert _spec is not None and _spec.loader is not None
-replicas = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(replicas)
 train, Training, Watched = replicas.train, replicas.Training, replicas.Watched
 
 NOISE = "update.gradients:gauss={}"

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import xxhash
 
 from ft_plugins.base import faults
 from ft_plugins.config import PaftConfig
@@ -19,11 +16,9 @@ from ft_plugins.events import Events
 from ft_plugins.model.inventory import Inventory, Item, Role
 from ft_plugins.systems.paft import Paft
 
+from . import replicas
+
 Ranks = Callable[..., list[Any]]
-_spec = importlib.util.spec_from_file_location("replicas", Path(__file__).with_name("replicas.py"))
-assert _spec is not None and _spec.loader is not None
-replicas = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(replicas)
 
 AUDIT = {"mode": "audit", "audit_interval": 1}
 FLIP = "update.copies@iteration=4,rank=1:flip=12~5"
@@ -86,12 +81,6 @@ class Sharding(replicas.Training):  # type: ignore[name-defined, misc]
     def digest(self) -> Any:
         """Of the shard, and of the copies."""
         return super().digest(), self.parameters()
-
-    def parameters(self) -> str:
-        found = xxhash.xxh3_64()
-        for name in sorted(self.named):
-            found.update(self.named[name].detach().reshape(-1).view(torch.uint8).numpy().data)
-        return found.hexdigest()
 
 
 def _run(rank: int, world: int, block: Mapping[str, Any] | None, armed: str = "", recomputes: bool = True) -> Any:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,11 +15,9 @@ from ft_plugins.errors import ReplicaError
 from ft_plugins.model.inventory import Inventory
 from ft_plugins.model.topology import Topology
 
+from . import replicas
+
 Ranks = Callable[..., list[Any]]
-_spec = importlib.util.spec_from_file_location("replicas", Path(__file__).with_name("replicas.py"))
-assert _spec is not None and _spec.loader is not None
-replicas = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(replicas)
 train, Training, Watched = replicas.train, replicas.Training, replicas.Watched
 
 AUDIT = {"mode": "audit", "audit_interval": 1}

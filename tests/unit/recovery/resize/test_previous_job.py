@@ -16,22 +16,14 @@ from ft_plugins.recovery.recovery_plan import RecoveryPlan
 from ft_plugins.recovery.resize.previous_job import PreviousJob
 from ft_plugins.smp.serve.job_file import ProtectionReference, refer
 from ft_plugins.smp.tree.protection import Protection
-from ft_plugins.snapshot.segment.shape import Shape
 from ft_plugins.snapshot.segment.slots import Version
+
+from .protections import protection
 
 V4 = Version(1, 4)
 WHERE = ("10.0.0.2", 700)
 FINGERPRINT = {"seed": 1, "world_size": 2}
 PREVIOUS = {"seed": 1, "world_size": 4}
-
-
-def protection(position: int, losses: int = 1) -> Protection:
-    """Four nodes of one rank, one sharding group, RAIM5 or RAIM6."""
-    return Protection(
-        lineage=1, base=None, nodes=("n0", "n1", "n2", "n3"), groups=((0, 1, 2, 3),),
-        shapes=(Shape(640, 64, 1, 9),) * 4, losses=losses,
-        position=position, endpoints=(("127.0.0.1", 1),) * 4, interval=1, exchange_mbps=0.0, detect_seconds=5.0,
-    )  # fmt: skip
 
 
 def answer(rank: int, lineage: int = 1, losses: int = 1) -> dict[str, Any]:

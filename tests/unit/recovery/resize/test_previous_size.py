@@ -22,21 +22,11 @@ from ft_plugins.recovery.resize.previous_size import (
 )
 from ft_plugins.smp.serve.job_file import ProtectionReference, refer
 from ft_plugins.smp.tree.protection import Protection
-from ft_plugins.snapshot.segment.shape import Shape
 from ft_plugins.snapshot.segment.slots import Mark, Version
 
+from .protections import protection
+
 V3, V4, V5 = Version(1, 3), Version(1, 4), Version(1, 5)
-
-
-def protection(position: int) -> Protection:
-    """Four nodes of one rank, one sharding group, RAIM5."""
-    return Protection(
-        lineage=1, base=None, nodes=("n0", "n1", "n2", "n3"), groups=((0, 1, 2, 3),),
-        shapes=(Shape(640, 64, 1, 9),) * 4, losses=1,
-        position=position, endpoints=(("127.0.0.1", 1),) * 4, interval=1, exchange_mbps=0.0, detect_seconds=5.0,
-    )  # fmt: skip
-
-
 KNOWN: dict[str, Protection] = {}  # by the digest of the job file
 
 
