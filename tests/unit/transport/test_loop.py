@@ -69,15 +69,16 @@ def test_a_time_replaces_the_one_before_and_infinity_is_never(loop: Loop) -> Non
     loop.at(began + SECONDS, one)
     loop.at(began, other)
     loop.at(math.inf, other)
+    loop.at(began - 1.0, lambda now: called.append("earlier"))
     loop.step(0.0)
-    assert called == []
+    assert called == ["earlier"]
     loop.at(began + 0.05, one)
     loop.at(began + 0.04, other)
-    while len(called) < 2:
+    while len(called) < 3:
         assert time.monotonic() < began + SECONDS
         loop.step(SECONDS)
     loop.step(0.0)
-    assert called == ["other", "one"] and time.monotonic() >= began + 0.05
+    assert called == ["earlier", "other", "one"] and time.monotonic() >= began + 0.05
 
 
 def test_what_is_due_again_and_again_leaves_room_for_everything_else(loop: Loop) -> None:
