@@ -77,10 +77,11 @@ def measure(chosen: argparse.Namespace) -> Figures:
     """All figures. Prints a table."""
     torch.set_num_threads(1)
     quick, device = chosen.quick, chosen.device
-    state = {name: tensor.to(device) for name, tensor in make_state(NBYTES).items()}
+    made = make_state(NBYTES >> 5 if chosen.smoke else NBYTES)
+    state = {name: tensor.to(device) for name, tensor in made.items()}
     clock = time.process_time if device == "cpu" else time.perf_counter
     figures: Figures = {}
-    counts = (2, 4) if quick else (2, 3, 4, 8, 16)
+    counts = (2,) if chosen.smoke else (2, 4) if quick else (2, 3, 4, 8, 16)
     PROGRESS.plan(len(counts))
     for count in counts:
         PROGRESS.step(f"{count} nodes")

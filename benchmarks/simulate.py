@@ -61,13 +61,15 @@ def of(schedule: PipelineSchedule, ranks: int, microbatches: int) -> Pipeline:
     return Pipeline(schedule, ranks, microbatches, 2 if schedule is PipelineSchedule.INTERLEAVED else 1)
 
 
-def seconds_of(schedule: PipelineSchedule, rounds: int, nbytes: float = 1e9) -> tuple[float, int]:
+def seconds_of(
+    schedule: PipelineSchedule, rounds: int, microbatches: int, nbytes: float = 1e9
+) -> tuple[float, int]:
     """Seconds that a job takes to plan one pipeline, and the planned iterations for `nbytes` of each rank."""
     stage = LAYERS / STAGES * 1e-2
     times = Times((stage,), (2 * stage,), (stage,), links=(PipelineLink(1e-3),))
     seconds, iterations = [], 0
     for _ in range(rounds):
-        timelines = simulate(of(schedule, STAGES, MICROBATCHES), times)
+        timelines = simulate(of(schedule, STAGES, microbatches), times)
         started = time.thread_time()
         messages = traffic(timelines, [range(STAGES)])
         planned = fitting.plan(timelines, nbytes, 1e9, layers=LAYERS, messages=messages)
@@ -160,16 +162,16 @@ def draw(shapes: list[ShapeStudy], scales: list[ScaleStudy], folder: Path) -> No
 def measure(chosen: argparse.Namespace) -> Figures:
     """All figures. Prints tables."""
     outlook = own(chosen.own) if chosen.own else None
-    rounds = 1 if chosen.quick else 5
+    rounds, count = 1 if chosen.quick else 5, STAGES if chosen.smoke else MICROBATCHES
     PROGRESS.plan(len(PipelineSchedule) + 2)
     seconds = {}
     for schedule in PipelineSchedule:
         PROGRESS.step(f"planning {schedule.value}")
-        seconds[schedule] = seconds_of(schedule, rounds)[0]
+        seconds[schedule] = seconds_of(schedule, rounds, count)[0]
     PROGRESS.step("planning a state that takes many iterations")
-    long_seconds, long_iterations = seconds_of(PipelineSchedule.ONE_F_ONE_B, rounds, LONG_STATE)
+    long_seconds, long_iterations = seconds_of(PipelineSchedule.ONE_F_ONE_B, rounds, count, LONG_STATE)
     shown = "   ".join(f"{schedule.value} {took:.2f} s" for schedule, took in seconds.items())
-    say(f"{STAGES} stages, {MICROBATCHES} microbatches: {shown}\n")
+    say(f"{STAGES} stages, {count} microbatches: {shown}\n")
     PROGRESS.step("simulating jobs")
     figures: Figures = {
         "plan_seconds": seconds[PipelineSchedule.ONE_F_ONE_B],
@@ -179,7 +181,7 @@ def measure(chosen: argparse.Namespace) -> Figures:
         "analytic_error_worst": analytic_error(),
     }
     shapes = [study_shape(job) for batch in PAPER.values() for job in batch]
-    scales = [study_scale(job) for job in FAMILY]
+    scales = [study_scale(job) for job in FAMILY[: 2 if chosen.smoke else None]]
     for text in (shapes_table(shapes), scales_table(scales), table([one.plan for one in scales])):
         say(f"{text}\n")
     figures["bubble_share_least"] = min(min(one.bubble_shares) for one in shapes)

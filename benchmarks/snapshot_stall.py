@@ -57,7 +57,7 @@ class StallMeasurement:
         )
 
 
-def make_state(nbytes: int = GIB) -> dict[str, torch.Tensor]:
+def make_state(nbytes: int) -> dict[str, torch.Tensor]:
     """Tensors of `nbytes` in total, with sizes as in a transformer."""
     left, state = nbytes, {}
     while left > 0:
@@ -225,9 +225,9 @@ System = Ours | TorchSnapshot | DLRover
 PEERS: dict[str, type[TorchSnapshot] | type[DLRover]] = {"torchsnapshot": TorchSnapshot, "dlrover": DLRover}
 
 
-def measure_under_load(system: System, load: str, steps: int, rng: random.Random) -> StallMeasurement:
-    """Run steps of `load` with and without a snapshot before them, in random order."""
-    baseline = memcpy()
+def measure_under_load(system: System, load: str, steps: int, rng: random.Random, nbytes: int) -> StallMeasurement:
+    """Run steps of `load` with and without a snapshot of `nbytes` before them, in random order."""
+    baseline = memcpy(nbytes)
     step = step_of(LOADS[load](), 2 * baseline)
     step()
     committed, stalls, with_snapshot, without = [], [], [], []
@@ -254,11 +254,13 @@ def measure(chosen: argparse.Namespace) -> Figures:
     """All figures. Prints a table."""
     torch.set_num_threads(1)
     rng = random.Random(1)
-    quick, steps = chosen.quick, 7 if chosen.quick else 25
+    quick, steps, nbytes = chosen.quick, 7 if chosen.quick else 25, GIB
+    if chosen.smoke:
+        steps, nbytes = 2, GIB >> 6
     peers = [name for name in PEERS if importlib.util.find_spec(name) is not None]
     PROGRESS.plan(len(LOADS) + len(peers) * (1 if quick else len(LOADS)))
-    state = make_state()
-    figures: Figures = {"memcpy_seconds": memcpy()}
+    state = make_state(nbytes)
+    figures: Figures = {"memcpy_seconds": memcpy(nbytes)}
     with ExitStack() as stack:
         ours = Ours(state, stack)
         ours.snapshot()
@@ -268,7 +270,7 @@ def measure(chosen: argparse.Namespace) -> Figures:
         ours.fence()
         for load in LOADS:
             PROGRESS.step(f"under {load}")
-            measured = measure_under_load(ours, load, steps, rng)
+            measured = measure_under_load(ours, load, steps, rng, nbytes)
             say(measured.row(f"{ours.name} under {load}"))
             suffix = "" if load == "matmul" else f"_{load}"
             figures[f"committed{suffix}_x"] = measured.committed
@@ -281,7 +283,7 @@ def measure(chosen: argparse.Namespace) -> Figures:
             theirs.fence()
             for load in ["matmul"] if quick else LOADS:  # the peers take most of the time
                 PROGRESS.step(f"{name} under {load}")
-                measured = measure_under_load(theirs, load, 2 if quick else 5, rng)
+                measured = measure_under_load(theirs, load, 2 if quick else 5, rng, nbytes)
                 say(measured.row(f"{name} under {load}"))
                 figures[f"{name}_committed_{load}_x"] = measured.committed
                 figures[f"{name}_stall_{load}_x"] = measured.stall

@@ -87,7 +87,9 @@ class QuickstartPlan:
 
     def arguments(self, folder: Path) -> list[str]:
         """The arguments of ft-run for a run in `folder`."""
-        flags = ["--reft", "--reft-interval", "1", "--ftp-orphan-seconds", "60"] if self.settings is None else []
+        flags: list[str] = []
+        if self.settings is None:  # --ftp-cpu: so that Megatron can be imported before the script asks for the CPU
+            flags += ["--reft", "--reft-interval", "1", "--ftp-orphan-seconds", "60", "--ftp-cpu"]
         if self.settings is None and self.nodes > 1:
             block = Config.from_json({"baft": baft_block()})
             flags += block.flags()

@@ -14,7 +14,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -34,12 +34,11 @@ ModuleName = Annotated[str, Field(strict=True, max_length=_CHARACTERS, pattern=f
 @dataclass(frozen=True)
 class Imported:
     """The modules of a rank in the order in which their imports began. `variables`: of the environment, which a
-    preloaded module had read before the script set them. `left`: packages that no preloader may import, and why."""
+    preloaded module had read before the script set them."""
 
     token: Count = 0  # of the incarnation; 0: of a record
     names: Annotated[tuple[ModuleName, ...], Field(max_length=_NAMES)] = ()
     variables: Annotated[tuple[Text, ...], Field(max_length=_NAMES)] = ()
-    left: Annotated[dict[Text, Text], Field(max_length=_NAMES)] = field(default_factory=dict)
 
 
 _IMPORTED = TypeAdapter(Imported)

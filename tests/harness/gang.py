@@ -10,6 +10,7 @@ what a launcher sets, for `launch_context`: its place, and rank 0's address.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -47,11 +48,13 @@ def gang(
     *args: Any,
     hosts: Sequence[EmulatedHost] | None = None,
     seconds: float = SECONDS,
+    plain: bool = False,
 ) -> list[Any]:
     """Run `function(rank, world, *args)` on `world` gloo ranks and return the results by rank.
 
-    `hosts`: one per rank; None: all on the loopback device. Raises RankError if a rank fails or ends without a result,
-    TimeoutError if a result is missing after `seconds`.
+    `hosts`: one per rank; None: all on the loopback device. `plain`: ranks print where the caller does, and find
+    nothing of a launcher. Raises RankError if a rank fails or ends without a result, TimeoutError if a result is
+    missing after `seconds`.
     """
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="ftg-", dir="/tmp") as folder:
@@ -62,8 +65,9 @@ def gang(
         places = hosts or [LOCALHOST] * world
         for rank, host in enumerate(places):
             ours, theirs = context.Pipe(duplex=False)
-            variables = _variables(rank, places)
-            arguments = (function, rank, world, host, variables, str(store), str(log), os.getpid(), theirs, args)
+            variables = {} if plain else _variables(rank, places)
+            shown = "" if plain else str(log)
+            arguments = (function, rank, world, host, variables, str(store), shown, os.getpid(), theirs, args)
             process = context.Process(target=_rank, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -124,11 +128,13 @@ def _rank(
 ) -> None:  # fmt: skip
     """Run one rank, then exit."""
     try:
+        gc.freeze()  # what the caller has left is not this rank's
         bind_to_agent(parent)
-        descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
-        for target in (1, 2):
-            os.dup2(descriptor, target)
-        sys.stdout = sys.stderr = os.fdopen(descriptor, "w", buffering=1)  # line by line: the last line matters
+        if log:
+            descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
+            for target in (1, 2):
+                os.dup2(descriptor, target)
+            sys.stdout = sys.stderr = os.fdopen(descriptor, "w", buffering=1)  # line by line: the last line matters
         if host.namespace:
             enter(host.namespace)
         os.environ |= {**variables, "GLOO_SOCKET_IFNAME": host.device}

@@ -79,6 +79,19 @@ def wait_until_stopped(pid: int, seconds: float) -> None:
     wait_until(lambda: is_stopped(pid), seconds, lambda: f"process {pid} is not stopped")
 
 
+def wait_until_gone(pid: int, seconds: float) -> None:
+    """Wait until all threads of process `pid` have ended: then its locks are free. Raises AssertionError."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    poller = select.poll()
+    poller.register(descriptor, select.POLLIN)
+    ended = poller.poll(1000 * seconds)
+    os.close(descriptor)
+    assert ended, f"process {pid} was still there after {seconds} s"
+
+
 def is_stopped(pid: int) -> bool:
     """Whether process `pid` is stopped by a signal; one that has ended is not."""
     with suppress(FileNotFoundError):
@@ -133,11 +146,7 @@ def lose_memory(spec: JobSpec, seconds: float = BOUND) -> None:
     """Kill the SMP and remove its segments, as if the machine had lost power."""
     with Client(spec.run_dir) as client:
         pid = client.status()["pid"]
-    descriptor = os.pidfd_open(pid)
     os.kill(pid, signal.SIGKILL)
-    poller = select.poll()
-    poller.register(descriptor, select.POLLIN)
-    assert poller.poll(1000 * seconds)
-    os.close(descriptor)
+    wait_until_gone(pid, seconds)
     parity = paths.parity_path_of(spec.name, spec.node).exists()
     assert paths.remove(spec.name, spec.node) == spec.nproc + parity

@@ -37,7 +37,7 @@ def until(job: RunningJob, condition: Callable[[list[Entry]], bool], seconds: fl
         nonlocal ended
         if condition(lines):
             return True
-        assert not ended, f"node {job.spec.node} ended too early:\n{job.tail()}"
+        assert not ended, f"node {job.spec.node} ended too early; its last events: {lines[-5:]}\n{job.tail()}"
         ended = job.ended  # its last lines are read once more
         return False
 

@@ -6,7 +6,6 @@ Each node has a loopback address of its own and two ranks, which end with their 
 from __future__ import annotations
 
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from ft_plugins.rehearse.ports import free_port
 from ft_plugins.smp.watch import liveness
 from ft_plugins.snapshot.segment import paths
 from harness.forkserver import ForkServer, JobSpec, RunningJob
-from harness.job_control import wait_for, wait_for_success
+from harness.job_control import wait_for, wait_for_success, wait_until_gone
 
 BOUND = 120.0
 ROOT = Path(__file__).resolve().parents[2]
@@ -157,7 +156,7 @@ def test_ranks_that_had_ended_are_started_again_when_another_node_is_lost(nodes:
     first = nodes.met(1)
     for line in first:
         if line["node"] != lost:
-            gone(line["pid"])
+            wait_until_gone(line["pid"], BOUND)
     nodes.running.pop(lost).kill()
     nodes.start(3, "substitute")
     expected = {"a": 0, "b": 1}
@@ -237,18 +236,6 @@ def test_where_a_node_is_refused_every_node_says_which_and_why_and_ends(tmp_path
     assert {name: each.returncode for name, each in started.items()} == dict.fromkeys("ab", EXIT_REFUSED), said
     assert "has memory on node b already" in said["b"], said["b"]
     assert "node b was refused: " in said["a"] and "has memory on node b already" in said["a"], said["a"]
-
-
-def gone(pid: int) -> None:
-    """Wait until a process has ended."""
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    try:
-        assert select.select([descriptor], [], [], BOUND)[0], f"process {pid} did not end"
-    finally:
-        os.close(descriptor)
 
 
 def test_torchrun_finds_it_by_its_name(tmp_path: Path) -> None:

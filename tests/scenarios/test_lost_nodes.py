@@ -69,7 +69,7 @@ class Killed:
         return [pytest.param(self, framework, id=f"{name}-{framework}") for framework in self.frameworks]
 
 
-FOUR_REPLICAS, LONG = JobShape(2, 2, 4, True, MANY), replace(SHARDED, iterations=60)
+FOUR_REPLICAS, LONG = JobShape(2, 2, 4, True, MANY), replace(SHARDED, iterations=120)
 KILLED = {
     "of-one-stage": Killed(SHARDED, frameworks=(DEEPSPEED,)),
     "that-serves-the-rendezvous": Killed(SHARDED, lost=("n0",), order=(LAST,)),
@@ -84,7 +84,7 @@ KILLED = {
     "copied-to-the-neighbouring-stage": Killed(SHARDED, ("--reft-redundancy", "neighbour"), frameworks=BOTH),
     "copied-in-bubbles": Killed(LONG, ("--baft",), committed=14, frameworks=BOTH),
     "both-with-the-copies-of-the-other": Killed(  # parity, which the same snapshots fed, has what they held
-        replace(SHARDED, iterations=80), ("--baft", "--reft-redundancy", "both"), lost=("n0", "n1"), committed=14
+        LONG, ("--baft", "--reft-redundancy", "both"), lost=("n0", "n1"), committed=14
     ),
     "two-of-different-sharding-groups": Killed(SHARDED, lost=("n0", "n1")),
     "two-of-different-redundancy-groups": Killed(FOUR_REPLICAS, ("--reft-group-nodes", "2"), lost=("n0", "n1")),
@@ -214,10 +214,11 @@ def test_a_checkpoint_during_which_a_node_is_killed_is_never_taken_for_a_complet
         base = tmp_path / "ck" / job.nodes["n0"].spec.name
         job.until_smp_stopped(lost)
         assert 6 not in stored(base)
+        committed = max(event.fields["iteration"] for event in job.events("version.committed"))
         job.destroy(lost)
         fresh = job.start("s", hosts[LAST if lost == "n0" else FIRST])
         job.wait()
-        assert_restored(fresh, "node", 4)
+        assert_restored(fresh, "node", committed)
         assert not job.events("state.lost")
         assert_checkpoints_intact(base, run.ranks, 12)
     assert_identical(run, golden(FOURTEEN.run(MEGATRON)), run.ranks)
@@ -292,7 +293,7 @@ def test_a_rank_killed_while_it_captures_and_its_node_sends_resumes_on_every_nod
 def test_after_a_replica_was_repaired_the_version_that_a_lost_node_gets_back_is_certified(
     jobs: Jobs, golden: Goldens, tmp_path: Path, hosts: list[EmulatedHost], framework: str
 ) -> None:
-    shape = JobShape(1, 2, 3, False, 80, 12)
+    shape = JobShape(1, 2, 3, False, 160, 12)
     flags = ("--baft", "--paft", "--paft-mode", "audit", "--paft-audit-interval", "1")
     run = shape.run(framework, tmp_path / "run", flags, protected=True)
     with MultiNodeJob(jobs, run, 6, hosts) as job:

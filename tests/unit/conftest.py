@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import gc
+import functools
 import itertools
-import multiprocessing
 import os
-import select
 import signal
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from datetime import timedelta
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -30,10 +25,11 @@ from ft_plugins.smp.watch import liveness
 from ft_plugins.snapshot.segment import header, segment, segment_file, slot_header
 from ft_plugins.snapshot.segment.paths import path_of
 from ft_plugins.snapshot.segment.room import SHM
+from harness.gang import gang
+from harness.job_control import wait_until_gone
 
 _HEADER_FILES = {module.__file__ for module in (header, segment, segment_file, slot_header)}
 _numbers = itertools.count()
-RANKS_SECONDS = 60.0
 
 settings.register_profile("no deadline", deadline=None)  # durations depend on the load of the machine
 settings.load_profile("no deadline")
@@ -142,21 +138,7 @@ class Node:
             os.kill(pid, signal.SIGCONT)
             with self.client(10) as client:
                 client.end()
-            gone(pid)
-
-
-def gone(pid: int, seconds: float = 20) -> None:
-    """Wait until a process has ended."""
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    try:
-        poller = select.poll()
-        poller.register(descriptor, select.POLLIN)
-        assert poller.poll(seconds * 1000), f"process {pid} was still alive after {seconds} s"
-    finally:
-        os.close(descriptor)
+            wait_until_gone(pid, 20)
 
 
 def kill(pid: int) -> None:
@@ -164,7 +146,7 @@ def kill(pid: int) -> None:
     descriptor = os.pidfd_open(pid)
     os.close(descriptor)
     os.kill(pid, signal.SIGKILL)
-    gone(pid)
+    wait_until_gone(pid, 20)
 
 
 @pytest.fixture
@@ -191,50 +173,8 @@ def node(nodes: Callable[[str], Node]) -> Node:
     return nodes("n")
 
 
-def _rank(function: Callable[..., Any], rank: int, world: int, store: str, reply: Connection, args: Any) -> None:
-    import torch.distributed as dist
-
-    gc.freeze()  # what earlier tests have left is not this rank's
-    try:
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=40)
-        )
-        reply.send(("done", function(rank, world, *args)))
-        dist.barrier()
-    except BaseException:
-        reply.send(("failed", traceback.format_exc()))
-    reply.close()
-    os._exit(0)
-
-
 @pytest.fixture
-def ranks(tmp_path: Path) -> Callable[..., list[Any]]:
+def ranks() -> Callable[..., list[Any]]:
     """Run `function(rank, world, *args)` on `world` forked gloo ranks; returns the results by rank."""
     torch.set_num_threads(1)
-    context = multiprocessing.get_context("fork")
-
-    def run(function: Callable[..., Any], world: int, *args: Any) -> list[Any]:
-        store = tmp_path / f"store{next(_numbers)}"
-        results: list[Any] = [None] * world
-        pipes, processes = [], []
-        for rank in range(world):
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_rank, args=(function, rank, world, str(store), theirs, args), daemon=True)
-            process.start()
-            theirs.close()
-            pipes.append(ours)
-            processes.append(process)
-        try:
-            for rank, pipe in enumerate(pipes):
-                assert wait([pipe], RANKS_SECONDS), f"rank {rank} did not answer within {RANKS_SECONDS} s"
-                status, results[rank] = pipe.recv()
-                assert status == "done", f"rank {rank}:\n{results[rank]}"
-        finally:
-            for process in processes:
-                process.join(10 if None not in results else 0.1)
-                process.kill()
-                process.join()
-        return results
-
-    return run
+    return functools.partial(gang, plain=True)

@@ -17,7 +17,6 @@ import importlib
 import io
 import multiprocessing
 import os
-import random
 import sys
 import time
 from collections.abc import Mapping
@@ -94,7 +93,6 @@ def become(environment: Mapping[str, str], written: Mapping[str, str | None], fo
             os.environ[variable] = value
     os.chdir(folder)
     importlib.invalidate_caches()
-    random.seed()
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
         numpy_random.seed()
     importlib.import_module("torch").default_generator.seed()  # chosen at random in each process; no GPU has one yet

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import socket
 from collections.abc import Sequence
 from typing import Any
@@ -25,6 +26,13 @@ def pair() -> tuple[socket.socket, socket.socket]:
     for end in ends:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LIMIT)
     return ends
+
+
+def pending(end: socket.socket) -> bool:
+    """Whether there is something to receive, or the other side has ended."""
+    poller = select.poll()  # any descriptor, unlike `select`, which fails from 1024 on
+    poller.register(end, select.POLLIN)
+    return bool(poller.poll(0))
 
 
 def send(end: socket.socket, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:

@@ -17,7 +17,6 @@ import importlib.metadata
 import json
 import math
 import os
-import select
 import socket
 import subprocess
 import sys
@@ -92,16 +91,16 @@ class PreloadedParent:
         self._left: dict[str, str] = {}
         self._record = record_of(job.run_dir.parent.parent, command)
         self._token, self._recorded = 0, True
-        self._forked = 0
+        self._forked, self._over = 0, False  # over: no preloader of this script could be used
 
     def begin(self) -> None:
         """Start the preloader; never raises."""
         with self._guarded():
-            self._left = dict(imported.read_record(self._record).left)
+            self._left = {}
             ours, theirs = packets.pair()
             environment = {name: value for name, value in os.environ.items() if not what_to_import.withheld(name)}
             config = worker_environment(self._job.config, self._job.run_dir, 0, 0)["FTP_CONFIG"]
-            order = preloader.Order(theirs.fileno(), os.getpid(), self._count, str(self._record), config, self._left)
+            order = preloader.Order(theirs.fileno(), os.getpid(), self._count, str(self._record), config)
             environment |= {preloader.NVML: "1", preloader.VARIABLE: json.dumps(vars(order))}
             outputs = [self._output(name) for name in ("preload-out.log", "preload-err.log")]
             try:
@@ -136,13 +135,13 @@ class PreloadedParent:
         with _subreaper(), _popen_of(self._start):
             yield
         self._events.emit(catalogue.PRELOAD_USED, count=self._forked, cold=self._count - self._forked)
-        if self._end is None:  # for the next start
+        if self._end is None and not self._over:  # for the next start
             self.begin()
 
     def turn(self) -> None:
         """One turn of the agent's loop while all workers are healthy. Never waits, and never raises."""
         with self._guarded():
-            while self._end is not None and select.select([self._end], [], [], 0)[0]:
+            while self._end is not None and packets.pending(self._end):
                 self._hear(0.0)
             if not self._recorded and self._end is not None and self._ready:
                 self._write_record()
@@ -172,7 +171,7 @@ class PreloadedParent:
         names = dict.fromkeys(name for each in (*ranks, before) for name in each.names)
         variables = {name for each in (*ranks, before) for name in each.variables}
         with suppress(OSError):
-            imported.write_to(self._record, imported.Imported(0, tuple(names), tuple(sorted(variables)), self._left))
+            imported.write_to(self._record, imported.Imported(0, tuple(names), tuple(sorted(variables))))
             records = sorted(self._record.parent.glob(_RECORD.format("*")), key=lambda path: path.stat().st_mtime)
             for old in records[:-_RECORDS]:
                 old.unlink()
@@ -194,7 +193,7 @@ class PreloadedParent:
                 self._left[package] = reason
                 self._events.emit(catalogue.PRELOAD_REDUCED, module=package, reason=reason)
         if "refused" in message:
-            self._ready = False
+            self._ready, self._over = False, bool(message.get("for_good"))
             self._refuse(message["refused"], again=bool(message.get("again")))
         return message
 
@@ -237,6 +236,8 @@ class PreloadedParent:
             raise
         except (EOFError, ConnectionError):
             self._refuse(f"it has ended; see {self._job.run_dir / 'preload-err.log'}")
+        except (TimeoutError, BlockingIOError):
+            self._refuse("it did not answer in time")
         except Exception as error:
             self._refuse(f"{type(error).__name__}: {error}")
 

@@ -30,7 +30,7 @@ import sysconfig
 import time
 from contextlib import suppress
 from ctypes import CDLL
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -66,7 +66,7 @@ class Order:
     ranks: int  # of this node
     record: str  # a file of `imported`, which may not exist
     config: str  # FTP_CONFIG
-    left: dict[str, str]  # packages that are left to the ranks, with reasons
+    left: dict[str, str] = field(default_factory=dict)  # packages that are left to the ranks, with reasons
     starts: int = 0
 
 
@@ -97,9 +97,10 @@ def serve(words: list[str], place_folder: Any) -> hooks.FrameworkHooks:
     except (EOFError, ConnectionError):  # the agent has ended, or will end this process
         os._exit(0)
     except Exception as error:
-        refused = str(error) if isinstance(error, _Refused) else f"{type(error).__name__}: {error}"
+        known = isinstance(error, _Refused)
+        refused = str(error) if known else f"{type(error).__name__}: {error}"
         with suppress(OSError):
-            packets.send(end, {"refused": refused[:2000]})
+            packets.send(end, {"refused": refused[:2000], "for_good": known})
         os._exit(0)
     try:
         preloader.take_over(message["fork"], descriptors)
@@ -135,7 +136,7 @@ class _Preloader:
         packages that must be left to the ranks. Raises _Refused."""
         gc.disable()
         record, source = imported.read_record(Path(self._order.record)), self._source()
-        found = dict(record.left) | self._left
+        found = dict(self._left)
         variables = set(record.variables)
         named: list[ImportStatement] = []
         with suppress(SyntaxError, ValueError):  # the rank says so
@@ -146,14 +147,12 @@ class _Preloader:
         if not self._installed("torch"):
             raise _Refused("torch is not in a folder of installed packages")
         sys.argv = [self._script, *self._arguments]
-        before = dict(found)
         for statement in what_to_import.in_order(named, record.names, found, self._installed):
             known = not statement.names and statement.module in sys.modules
             if not known and (reason := self._import(statement, variables)):
-                found.setdefault(statement.package, reason)
-        if found != before:
+                found.setdefault(statement.unit, reason)
+        if found != self._left:
             self._start_again(found)
-        self._left = found
         self._files = {path: _state(path) for path in _paths()}
         self._noted = self._clocks.noted()
         gc.freeze()
@@ -272,6 +271,7 @@ class _Preloader:
             return int(pid)
         if os.fork():
             os._exit(0)
+        self._end.close()  # so that the agent sees the end of its preloader
         os.setsid()
         os.write(tell, str(os.getpid()).encode())
         for descriptor in (told, tell):
@@ -283,7 +283,6 @@ class _Preloader:
 
     def take_over(self, request: dict[str, Any], descriptors: list[int]) -> None:
         """In a rank: become a new process, as the agent requests. An error lets it be one."""
-        self._end.close()
         environment: dict[str, str] = request["environment"]
         printed = [os.pread(descriptor, _OUTPUT_BYTES, 0) for descriptor in (1, 2)]
         for descriptor, output in enumerate(descriptors[:2], start=1):

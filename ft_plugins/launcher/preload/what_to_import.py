@@ -39,6 +39,11 @@ class ImportStatement:
         """The top-level one."""
         return self.module.partition(".")[0]
 
+    @property
+    def unit(self) -> str:
+        """What is left to the ranks if it cannot be imported ahead: the whole package; of this one, the module."""
+        return self.module if self.package == _OURS else self.package
+
 
 def withheld(variable: str) -> bool:
     """Whether a variable is one of a rank, which no preloader knows."""
@@ -113,12 +118,9 @@ def in_order(
     """What to import: the base, what the script names, then the modules that its ranks had imported; of `installed`
     top-level packages, and not those that are `left` to the ranks."""
     everything = [*map(ImportStatement, BASE), *named, *map(ImportStatement, recorded)]
-    answers: dict[str, bool] = {_OURS: True, **dict.fromkeys(left, False)}
+    answers: dict[str, bool] = {_OURS: True}
     for each in everything:
         if each.package not in answers:
             answers[each.package] = installed(each.package)
-    return [
-        each
-        for each in everything
-        if answers[each.package] and not any(f"{each.module}.".startswith(f"{name}.") for name in _NOT_AHEAD)
-    ]
+    left_out = tuple(f"{name}." for name in (*left, *_NOT_AHEAD))
+    return [each for each in everything if answers[each.package] and not f"{each.module}.".startswith(left_out)]

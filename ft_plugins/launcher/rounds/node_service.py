@@ -73,13 +73,13 @@ class NodeService:
         self._configured_rules = self._rules = rules
         self._silence = silence
         self._lock = threading.RLock()
-        self._generation = 0  # the newest that this node consented to or learned of
+        self.generation = 0  # the newest that this node consented to or learned of
         self._elected: Leader | None = None  # to which this node consented last
         self._introduced: Leader | None = None  # the last one that introduced itself
         self._followed: Leader | None = None
         self._rounds: RoundMachine | None = None
-        self._closed = ""
-        self._status: Status | None = None
+        self.closed = ""  # why the rendezvous is over
+        self.status: Status | None = None  # how the job has ended, if it is over
         self._awake = float("-inf")
         self._stepped = 0.0
         self._advanced: tuple[int, int] = (0, 0)  # the news of the last `advance`
@@ -111,16 +111,6 @@ class NodeService:
             self._followed = leader
 
     @property
-    def closed(self) -> str:
-        """Why the rendezvous is over; '' if it is not."""
-        return self._closed
-
-    @property
-    def status(self) -> Status | None:
-        """How the job has ended, if it is over."""
-        return self._status
-
-    @property
     def leading(self) -> Leader | None:
         """This node as the leader; None if it is not."""
         with self._lock:
@@ -128,11 +118,6 @@ class NodeService:
                 return None
             complete = self._rounds.phase is Phase.COMPLETE
             return replace(self._elected, round=self._rounds.last_round, complete=complete)
-
-    @property
-    def generation(self) -> int:
-        """The newest generation that this node knows."""
-        return self._generation
 
     @property
     def present(self) -> list[Place]:
@@ -150,17 +135,17 @@ class NodeService:
         """Note that another node knows this generation."""
         with self._lock:
             if self._plausible(generation):
-                self._generation = max(self._generation, generation)
+                self.generation = max(self.generation, generation)
 
     def _plausible(self, generation: int) -> bool:
         """Whether a generation can be this far ahead; otherwise a false one could use up all that are left."""
-        return generation - self._generation <= _AHEAD
+        return generation - self.generation <= _AHEAD
 
     def take_lead(self, leader: Leader, last: Roster | None) -> bool:
         """Become the leader, after every node that was reached has consented. False if this node has consented to
         another one meanwhile, or heard of a newer generation."""
         with self._lock:
-            if self._elected is None or self._elected.token != self.me.token or self._generation != leader.generation:
+            if self._elected is None or self._elected.token != self.me.token or self.generation != leader.generation:
                 return False
             self._rounds = RoundMachine(self._rules, self._silence, last, time.monotonic(), self.me.node)
             self._pages = RosterPages(self._rounds.roster)
@@ -182,8 +167,8 @@ class NodeService:
     def close(self, reason: str, status: Status | None) -> None:
         """Note that the rendezvous is over, because the job has ended so."""
         with self._lock:
-            if not self._closed:
-                self._closed, self._status = reason, status or "failed"
+            if not self.closed:
+                self.closed, self.status = reason, status or "failed"
                 self._leads += 1
 
     def advance(self) -> bool:
@@ -210,7 +195,7 @@ class NodeService:
             raise ProtocolError(f"unknown request {name!r:.40}")
         message: Any = parsed(kind, request, str(name))
         with self._lock:
-            reply = asdict(Answered(self._closed, self._status))
+            reply = asdict(Answered(self.closed, self.status))
             if name in ANSWERED_BY_ALL:
                 return reply | getattr(self, f"_{name}")(message)
             if self._rounds is None:
@@ -231,7 +216,7 @@ class NodeService:
         look = parsed(Look, request, "look")
         with self._lock:
             rounds, now = self._rounds, time.monotonic()
-            if rounds is None or self._closed or not rounds.knows(look.token):
+            if rounds is None or self.closed or not rounds.knows(look.token):
                 return False
             self._note_user(connection, look.token)
             rounds.hear(look.token, look.round, now)
@@ -257,7 +242,7 @@ class NodeService:
         """The reply to the held look of a connection now: its user has sent another request."""
         with self._lock:
             look = self._held.release(connection)
-            reply = {"closed": self._closed, "status": self._status, "moved": self._rounds is None}
+            reply = {"closed": self.closed, "status": self.status, "moved": self._rounds is None}
             return reply | (self._look(self._rounds, look, hears=False) if self._rounds else {})
 
     def _note_user(self, connection: int, token: str) -> None:
@@ -302,15 +287,15 @@ class NodeService:
             self.heard_of(request.lead.generation)
         known = {each.token: each for each in (self._elected, self._followed, self._introduced) if each}
         awake = time.monotonic() - self._awake <= self._silence
-        me, closed = self.me, (self._closed, self._status)
-        return asdict(Meeting(me.node, me.token, awake, self._generation, self.leading, tuple(known.values()), *closed))
+        me, closed = self.me, (self.closed, self.status)
+        return asdict(Meeting(me.node, me.token, awake, self.generation, self.leading, tuple(known.values()), *closed))
 
     def _elect(self, request: Elect) -> Message:
-        newer = request.lead.generation > self._generation and self._plausible(request.lead.generation)
+        newer = request.lead.generation > self.generation and self._plausible(request.lead.generation)
         granted = self._rounds is None and newer
         if granted:
-            self._generation, self._elected = request.lead.generation, request.lead
-        return asdict(Vote(granted, self._generation))
+            self.generation, self._elected = request.lead.generation, request.lead
+        return asdict(Vote(granted, self.generation))
 
     def _leave(self, request: Leave) -> Message:
         if self._rounds:
@@ -319,7 +304,7 @@ class NodeService:
 
     def _close(self, request: Close) -> Message:
         self.close(request.reason, request.status)
-        return {"closed": self._closed}
+        return {"closed": self.closed}
 
     def _apply(self, rounds: RoundMachine, request: Apply) -> Message:
         accepted = rounds.apply(request.application, time.monotonic())
@@ -360,8 +345,8 @@ class NodeService:
             "round": rounds.round,
             "begun": rounds.begun,
             "waiting": rounds.waiting_count,
-            "names": rounds.first_waiting(_NAMED),
-            "missing": rounds.first_missing(_NAMED),
+            "names": rounds.waiting(_NAMED),
+            "missing": rounds.missing(_NAMED),
             "done": len(rounds.done),
             "lost": rounds.lost_count,
             "changes": rounds.changes,

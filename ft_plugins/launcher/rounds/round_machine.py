@@ -120,22 +120,12 @@ class RoundMachine:
         """How many nodes wait."""
         return len(self._waiting)
 
-    @property
-    def waiting(self) -> list[str]:
-        """Names of the waiting nodes, in natural order."""
-        return self._waiting.names()
-
-    def first_waiting(self, most: int) -> list[str]:
-        """The first `most` of `waiting`."""
+    def waiting(self, most: int | None = None) -> list[str]:
+        """Names of the waiting nodes, in natural order: all, or the first `most`."""
         return self._waiting.names(most)
 
-    @property
-    def missing(self) -> list[str]:
-        """Names of the nodes of the last round that do not wait."""
-        return self._waiting.missing()
-
-    def first_missing(self, most: int) -> list[str]:
-        """The first `most` of `missing`."""
+    def missing(self, most: int | None = None) -> list[str]:
+        """Names of the nodes of the last round that do not wait, by rank: all, or the first `most`."""
         return self._waiting.missing(most)
 
     @property

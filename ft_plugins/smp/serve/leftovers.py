@@ -71,26 +71,22 @@ def sweep(
     nothing that its own job wants to outlive it for longer.
     """
     removed: list[Path] = []
-    seen = {keep}
-    for run_dir in sorted(path for path in base.glob("*/*") if path.is_dir()):
-        name = (run_dir.parent.name, run_dir.name)
-        if name in seen or job not in (None, name[0]):
-            continue
-        seen.add(name)
-        if any(liveness.held(run_dir / lock) for lock in ("smp.lock", "lock")) or liveness.held(paths.lock_of(*name)):
-            continue
-        last = max(_touched(path) for path in [run_dir, *run_dir.iterdir()])
-        wanted = max(older_than_seconds, _patience(run_dir)) if patient else older_than_seconds
-        if _age(last, _since_stamp(run_dir)) < wanted:
-            continue
-        removed += paths.segments_of(*name)
-        paths.remove(*name)
-    for name in set(paths.jobs()) - seen:
-        if job not in (None, name[0]) or not _abandoned(*name, older_than_seconds):
-            continue
-        removed += paths.segments_of(*name)
-        paths.remove(*name)
+    run_dirs = {(path.parent.name, path.name): path for path in base.glob("*/*") if path.is_dir()}
+    for name in sorted((run_dirs.keys() | set(paths.jobs())) - {keep}):
+        if job in (None, name[0]) and _is_left(name, run_dirs.get(name), older_than_seconds, patient):
+            removed += paths.segments_of(*name)
+            paths.remove(*name)
     return sorted(removed)
+
+
+def _is_left(name: tuple[str, str], run_dir: Path | None, seconds: float, patient: bool) -> bool:
+    """Whether no process of a job on a node has been there for that long."""
+    if run_dir is None:
+        return _abandoned(*name, seconds)
+    if any(liveness.held(lock) for lock in (run_dir / "smp.lock", run_dir / "lock", paths.lock_of(*name))):
+        return False
+    last = max(_touched(path) for path in [run_dir, *run_dir.iterdir()])
+    return _age(last, _since_stamp(run_dir)) >= max(seconds, _patience(run_dir) if patient else 0.0)
 
 
 def _abandoned(job: str, node: str, seconds: float) -> bool:

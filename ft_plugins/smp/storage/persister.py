@@ -54,7 +54,7 @@ class Persister:
         self._memory = smp.run_dir / memory
         self._job, self._events = smp.job, smp.events
         self._lock = threading.Lock()
-        self._storage: Storage | None = None
+        self.storage: Storage | None = None  # where checkpoints go; None: nowhere
         self._segments: dict[int, Segment] = {}
         self._inodes: dict[int, int] = {}
         self._calls: list[CheckpointCall] = []
@@ -74,16 +74,16 @@ class Persister:
             for slot in segment.slots():
                 segment.unpin(slot.index, Pin.STORAGE)
         with suppress(OSError, ValueError):  # otherwise the next attach names the storage
-            self._storage = read_json(self._memory, _STORAGE)
+            self.storage = read_json(self._memory, _STORAGE)
             self._start()
 
     def attached(self, rank: int, path: Path, storage: Storage | None) -> None:
         """A trainer has attached. `storage` is where checkpoints go; None: nowhere."""
         with self._lock:
             self._map(rank, path)
-            if storage != self._storage:
+            if storage != self.storage:
                 self._remember(storage)
-                self._storage = storage
+                self.storage = storage
                 self._checkpoints.forget()
             if storage is not None:
                 self._start()
@@ -95,13 +95,8 @@ class Persister:
                 segment = self._map(rank, path)
                 for slot in segment.slots():
                     segment.unpin(slot.index, Pin.STORAGE)  # of an abandoned checkpoint
-            self._storage = storage
+            self.storage = storage
             self._start()
-
-    @property
-    def storage(self) -> Storage | None:
-        """Where checkpoints go; None: nowhere."""
-        return self._storage
 
     def release(self, ranks: Sequence[int]) -> None:
         """Unpin and unmap the segments of these ranks: this persister no longer writes them."""
@@ -114,7 +109,7 @@ class Persister:
 
     def request(self, reason: str, seconds: float, only_due: bool = False, keep: bool = False) -> dict[str, Any]:
         """Have the newest version written, and wait up to `seconds` for it; as `client.Client.checkpoint`."""
-        if self._storage is None:
+        if self.storage is None:
             return {"state": "off"}
         call = CheckpointCall(reason, only_due, seconds / 2, keep)  # the other half is for writing
         with self._lock:
@@ -132,16 +127,16 @@ class Persister:
     @property
     def newest(self) -> Version | None:
         """The newest complete checkpoint that is known."""
-        done = self._checkpoints.done if self._storage is not None else None
+        done = self._checkpoints.done if self.storage is not None else None
         return done[0] if done else None
 
     def status(self) -> dict[str, Any]:
         """For people: where checkpoints go, the newest complete one that is known, what has failed since."""
-        if self._storage is None:
+        if self.storage is None:
             return {}
         done, writing = self._checkpoints.done, self._checkpoints.writing
         return {
-            "path": str(Path(self._storage.folder) / self._job),
+            "path": str(Path(self.storage.folder) / self._job),
             "newest": [done[0].lineage, done[0].iteration] if done else None,
             "writing": [writing.lineage, writing.iteration] if writing else None,
             "failed": self._checkpoints.failed,
@@ -195,7 +190,7 @@ class Persister:
 
     def _step(self) -> float:
         """Complete and write what is due now; returns the seconds until the next step."""
-        storage = self._storage
+        storage = self.storage
         segments = taking_part(dict(self._segments), storage.world_size) if storage else {}
         if storage is None or not segments:
             self._answer_all("nothing")

@@ -22,7 +22,7 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from ft_plugins import events
 from ft_plugins.config import Config, launch_context, run_directory
-from ft_plugins.errors import BudgetError, BusyError, ConfigError
+from ft_plugins.errors import BudgetError, BusyError
 from ft_plugins.launcher.agent.watcher import Job
 from ft_plugins.launcher.node_launch import Outcome, launch
 from ft_plugins.smp.serve.client import Client
@@ -34,8 +34,7 @@ from ft_plugins.snapshot.segment.paths import path_of
 from ft_plugins.snapshot.segment.segment import Segment
 from ft_plugins.snapshot.segment.shape import Shape
 from ft_plugins.snapshot.segment.slots import Version, choose
-
-from ..conftest import gone
+from harness.job_control import wait_until_gone
 
 WAIT = 90.0
 SHAPE = Shape(nbytes=4096, small_nbytes=64, buckets=1, layout=1)
@@ -254,12 +253,6 @@ def fail_with_progress(told: Told) -> int:
     return -1
 
 
-def refuse(told: Told) -> None:
-    if launch_context(os.environ).rank == 1:
-        raise ConfigError("--reft-interval: no such interval")
-    forever()
-
-
 def refuse_beside_an_attached_peer(told: Told) -> None:
     context = launch_context(os.environ)
     assert context.run_dir is not None
@@ -372,7 +365,7 @@ def test_a_command_to_begin_afresh_holds_until_a_rank_has_begun_and_no_longer(no
         client.open_lineage(0, 1, 3, None)  # what an earlier ft-run opened is no beginning of this one's
     agent.kill()
     for pid in ranks.values():
-        gone(pid, WAIT)
+        wait_until_gone(pid, WAIT)
     outcome = node.run(resume_as_told)
     assert (outcome.return_values, outcome.restarts) == ({0: "auto", 1: "auto"}, 2), outcome
 
@@ -384,15 +377,11 @@ def test_an_explicit_number_of_restarts_is_respected(node: Node) -> None:
     assert len(node.events("worker.failed")) == 2
 
 
-def test_what_a_rank_refuses_is_not_tried_again(node: Node) -> None:
-    outcome = node.run(refuse)
+def test_what_a_rank_refuses_is_not_tried_again_and_keeps_no_memory_in_which_there_is_no_version(node: Node) -> None:
+    outcome = node.run(refuse_beside_an_attached_peer)
     assert (outcome.status, outcome.restarts) == ("refused", 0)
-    assert outcome.reason == "ft_plugins: rank 1: --reft-interval: no such interval"
+    assert outcome.reason == "ft_plugins: rank 1: no memory"
     assert [(event["rank"], event["exitcode"]) for event in node.events("worker.failed")] == [(1, 78)]
-
-
-def test_a_job_that_was_refused_keeps_no_memory_in_which_there_is_no_version(node: Node) -> None:
-    assert node.run(refuse_beside_an_attached_peer).status == "refused"
     assert node.left_behind() == [] and not liveness.held(node.job.run_dir / "smp.lock")
 
 
@@ -401,7 +390,7 @@ def test_ranks_end_with_a_killed_agent_and_the_same_job_goes_on_from_memory(node
     ranks = node.pids()
     agent.kill()
     for pid in ranks.values():
-        gone(pid, WAIT)
+        wait_until_gone(pid, WAIT)
     with Client(node.job.run_dir) as client:
         assert len(client.status()["segments"]) == 2
     outcome = node.run(wait_to_be_killed)
@@ -424,24 +413,13 @@ def test_a_killed_smp_comes_back_with_the_segments_while_ranks_run_on(node: Node
     with Client(node.job.run_dir) as client:
         old = client.status()["pid"]
     os.kill(old, signal.SIGKILL)
-    gone(old, WAIT)
+    wait_until_gone(old, WAIT)
     with Client(node.job.run_dir, WAIT) as client:
         found = client.status()
     assert found["pid"] != old and len(found["segments"]) == 2
     assert node.events("smp.lost") == [{"rank": None, "pid": old}]
     os.kill(ranks[0], signal.SIGKILL)  # and the next start is fenced by the new one
     assert node.outcome().return_values == {0: 2, 1: 2}
-
-
-def test_smp_and_rank_killed_together_start_again(node: Node) -> None:
-    node.start(wait_to_be_killed)
-    ranks = node.pids()
-    with Client(node.job.run_dir) as client:
-        smp = client.status()["pid"]
-    os.kill(smp, signal.SIGKILL)
-    os.kill(ranks[1], signal.SIGKILL)
-    outcome = node.outcome()
-    assert (outcome.status, outcome.return_values, outcome.restarts) == ("succeeded", {0: 2, 1: 2}, 1)
 
 
 def test_ranks_that_hold_the_signal_are_killed_when_their_part_of_the_grace_is_over(node: Node) -> None:
@@ -454,17 +432,7 @@ def test_ranks_that_hold_the_signal_are_killed_when_their_part_of_the_grace_is_o
     assert node.told.hear("held") and node.told.hear("held"), "they have got it"
     assert node.told.hear("agent") == ["SignalException"]
     assert time.monotonic() - began < 25, "torch would give them 30 s"
-    for pid in ranks.values():
-        gone(pid, WAIT)
-    assert len(node.left_behind()) == 2
-
-
-def test_a_terminated_agent_ends_its_ranks_and_leaves_the_memory(node: Node) -> None:
-    agent = node.start(wait_to_be_killed)
-    ranks = node.pids()
-    os.kill(agent.pid or 0, signal.SIGTERM)
-    assert node.told.hear("agent") == ["SignalException"]
-    for pid in ranks.values():
-        gone(pid, WAIT)
     assert [event["status"] for event in node.events("job.ended")] == ["signalled"]
+    for pid in ranks.values():
+        wait_until_gone(pid, WAIT)
     assert len(node.left_behind()) == 2

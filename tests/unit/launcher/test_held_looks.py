@@ -17,7 +17,6 @@ from ft_plugins.launcher.rendezvous import endpoint
 from ft_plugins.launcher.rendezvous.local_node import LeaderLink
 from ft_plugins.launcher.rendezvous.peer_client import Credentials, PeerConnection
 from ft_plugins.launcher.rendezvous.peer_server import PeerServer
-from ft_plugins.launcher.rounds.field_types import MOST_NODES
 from ft_plugins.launcher.rounds.held_looks import longest_hold
 from ft_plugins.launcher.rounds.node_messages import Admission, Leader, Message, RoundView
 from ft_plugins.launcher.rounds.node_service import NodeIdentity, NodeService
@@ -366,16 +365,6 @@ def test_a_leader_that_is_silent_is_only_slow_at_first_and_then_lost(
                 if not b.link.is_only_slow(error):
                     until_lost.append(time.monotonic() - began)
     assert SILENCE - 0.2 <= until_lost[0] < SILENCE + 2.0, "the silence, and what one request may take"
-
-
-def test_a_node_reads_all_pages_of_a_roster(nodes: list[Node]) -> None:
-    a, b, _ = nodes
-    reply = b.link.ask("apply", application=application("b", knows=3)["application"], base="")
-    assert reply["roster"]["pages"] == 2 <= 2 * MOST_NODES // PAGE
-    first = parsed(Admission, reply).roster
-    assert first is not None
-    assert b.link.read_roster(first, Roster(0)) == roster_of(2 * PAGE)
-    assert apply(a)["roster"] is None, "it knows that round"
 
 
 def test_a_node_that_cannot_use_a_change_reads_the_whole_roster(nodes: list[Node]) -> None:

@@ -282,8 +282,8 @@ def compare(machine: RoundMachine, model: Model) -> None:
     assert machine.last_round == model.last_round()
     assert machine.round == (model.round or model.last_round() + 1)
     names = sorted((each.node for each in model.waiting.values()), key=rounds.natural)
-    assert machine.waiting == names and machine.waiting_count == len(names)
-    assert machine.missing == [place.node for place in model.roster.members if place.node not in names]
+    assert machine.waiting() == names and machine.waiting_count == len(names)
+    assert machine.missing() == [place.node for place in model.roster.members if place.node not in names]
     assert machine.places == [Place(each.node, each.endpoint) for each in model.waiting.values()]
     assert (machine.proposal.ranks if machine.proposal else {}) == model.ranks
     assert machine.begun == (model.phase is Phase.COMPLETE and set(model.members.values()) <= model.aware)

@@ -208,7 +208,7 @@ def test_a_round_is_complete_only_after_each_node_was_heard_of_since_it_was_chos
     rounds.pass_by(5)
     assert rounds.gathering.phase is Phase.PROPOSED
     rounds.pass_by(7)  # b is given up; its place is open again
-    assert rounds.gathering.phase is Phase.OPEN and rounds.gathering.waiting == ["a"]
+    assert rounds.gathering.phase is Phase.OPEN and rounds.gathering.waiting() == ["a"]
     rounds.come("c")
     rounds.pass_by(1)
     assert rounds.gathering.phase is Phase.COMPLETE and rounds.members == ["a", "c"]
@@ -265,7 +265,7 @@ def test_a_surplus_node_waits_as_a_spare_and_takes_the_rank_of_a_lost_one() -> N
     rounds.pass_by(1)
     rounds.come("a")
     rounds.pass_by(100)
-    assert rounds.gathering.phase is Phase.COMPLETE and rounds.gathering.waiting == ["a"]
+    assert rounds.gathering.phase is Phase.COMPLETE and rounds.gathering.waiting() == ["a"]
     rounds.silent = {"b/1"}
     rounds.gathering.hang_up("b/1", rounds.now)
     rounds.come("c")  # its workers failed with b's
@@ -296,7 +296,7 @@ def test_a_survivor_that_returns_late_finds_its_place_though_spares_wait() -> No
     rounds.come("c")
     rounds.pass_by(1)
     assert (rounds.gathering.round, rounds.members) == (2, ["a", "b", "c"])
-    assert rounds.gathering.waiting == ["x", "y"]
+    assert rounds.gathering.waiting() == ["x", "y"]
 
 
 def test_a_spare_that_comes_early_when_a_whole_job_starts_again_leaves_the_place_to_the_node_that_holds_state() -> None:
@@ -387,7 +387,7 @@ def test_nodes_go_on_waiting_where_a_refused_one_may_be_replaced() -> None:
             rounds.gathering.apply(Application("a", "a/1", "a:1", opened=True), rounds.now)
             rounds.known.add("a/1")
         rounds.pass_by(3 * SILENCE)
-        assert rounds.gathering.waiting == ["a"] and not rounds.gathering.is_hopeless
+        assert rounds.gathering.waiting() == ["a"] and not rounds.gathering.is_hopeless
         assert rounds.gathering.refused.startswith("node b was refused")
 
 
@@ -423,7 +423,7 @@ def test_a_node_with_which_the_round_can_be_larger_opens_it_and_one_with_which_i
     assert rounds.gathering.phase is Phase.COMPLETE
     rounds.come("d")
     rounds.pass_by(1)
-    assert rounds.gathering.phase is Phase.OPEN and rounds.gathering.waiting == ["c", "d"]
+    assert rounds.gathering.phase is Phase.OPEN and rounds.gathering.waiting() == ["c", "d"]
     rounds.come("a", "b")
     rounds.pass_by(1)
     assert (rounds.gathering.round, rounds.members) == (2, ["a", "b", "c", "d"])
@@ -440,10 +440,10 @@ def test_survivors_that_an_admissible_size_leaves_over_are_spares_until_it_can_b
     assert rounds.gathering.phase is Phase.OPEN, "d, or one in its place, may come"
     rounds.pass_by(3)
     assert (rounds.gathering.phase, rounds.members) == (Phase.COMPLETE, ["a", "b"])
-    assert [place.node for place in rounds.gathering.roster.spares] == ["c"] == rounds.gathering.waiting
+    assert [place.node for place in rounds.gathering.roster.spares] == ["c"] == rounds.gathering.waiting()
     rounds.come("d", life=2)
     rounds.pass_by(1)
-    assert rounds.gathering.phase is Phase.OPEN and rounds.gathering.waiting == ["c", "d"]
+    assert rounds.gathering.phase is Phase.OPEN and rounds.gathering.waiting() == ["c", "d"]
     rounds.come("a", "b")
     rounds.pass_by(1)
     assert (rounds.gathering.round, rounds.members) == (3, [*"abcd"]), "c and d have the ranks that they had"
@@ -516,7 +516,7 @@ def test_whatever_happens_who_stays_keeps_its_rank_and_nobody_silent_is_in(story
         assert rounds.gathering.phase is Phase.COMPLETE
         now = rounds.members
         assert set(now) <= set(lives) and len(now) == min(3, len(lives))
-        assert set(rounds.gathering.waiting) == set(lives) - set(now)
+        assert set(rounds.gathering.waiting()) == set(lives) - set(now)
         kept = [node for rank, node in enumerate(before) if node in lives and rank < len(now)]
         assert [node for node in kept if now.index(node) != before.index(node)] == []
         before = now

@@ -51,9 +51,21 @@ def test_packages_that_are_not_installed_or_left_to_the_ranks_are_not_imported()
         ImportStatement("beside"),
         ImportStatement("apex.optim"),
     ]
-    recorded = ["torch", "ft_plugins.adapters.plain", "ft_plugins.launcher.worker", "ft_plugins.deepspeed", "yaml"]
-    found = in_order(named, recorded, ["apex"], lambda package: package != "beside")
-    assert [each.module for each in found] == [*BASE, "deepspeed.pipe", "torch", "ft_plugins.adapters.plain", "yaml"]
+    recorded = [
+        "torch", "ft_plugins.adapters.plain", "ft_plugins.launcher.worker", "ft_plugins.deepspeed", "yaml",
+        "ft_plugins.adapters.megatron.core", "ft_plugins.adapters.megatron.core_loop",
+    ]  # fmt: skip
+    found = in_order(
+        named, recorded, ["apex", "ft_plugins.adapters.megatron.core"], lambda package: package != "beside"
+    )
+    assert [each.module for each in found] == [
+        *BASE,
+        "deepspeed.pipe",
+        "torch",
+        "ft_plugins.adapters.plain",
+        "yaml",
+        "ft_plugins.adapters.megatron.core_loop",
+    ]
 
 
 @pytest.mark.parametrize(

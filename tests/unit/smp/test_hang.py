@@ -60,20 +60,22 @@ def test_one_rank_in_an_evaluation_gives_the_whole_node_time() -> None:
     assert limit_of([*some[:3], replace(some[3], phase=WorkPhase.EVALUATION)]) == hang.LONG_SECONDS
 
 
-def test_a_hang_in_the_same_iteration_makes_the_automatic_limit_longer_and_a_given_one_not() -> None:
-    assert limit_of(ranks(), hangs=2) == hang.LEAST_SECONDS * hang.GROWTH**2
-    assert limit_of(ranks(limit_seconds=5.0), hangs=2) == 5.0
-
-
-def test_a_first_iteration_that_was_taken_for_a_hang_is_given_more_time_too() -> None:
-    assert limit_of(ranks(done=0), hangs=1) == hang.LONG_SECONDS * hang.GROWTH
-    assert limit_of(ranks(phase=WorkPhase.SAVING), hangs=2) == hang.LONG_SECONDS * hang.GROWTH**2
-    assert limit_of(ranks(done=0, limit_seconds=5.0), hangs=1) == hang.LONG_SECONDS
-
-
-def test_a_node_that_sees_no_other_has_more_patience() -> None:
-    assert limit_of(ranks(), apart=True) == hang.APART_SECONDS
-    assert limit_of(ranks(limit_seconds=5.0), apart=True) == 5.0
+@pytest.mark.parametrize(
+    ("fields", "how", "limit"),
+    [
+        ({}, {"hangs": 2}, hang.LEAST_SECONDS * hang.GROWTH**2),
+        ({"done": 0}, {"hangs": 1}, hang.LONG_SECONDS * hang.GROWTH),  # it was taken for a hang
+        ({"phase": WorkPhase.SAVING}, {"hangs": 2}, hang.LONG_SECONDS * hang.GROWTH**2),
+        ({}, {"apart": True}, hang.APART_SECONDS),
+        ({"limit_seconds": 5.0}, {"hangs": 2}, 5.0),
+        ({"limit_seconds": 5.0, "done": 0}, {"hangs": 1}, hang.LONG_SECONDS),
+        ({"limit_seconds": 5.0}, {"apart": True}, 5.0),
+    ],
+)
+def test_hangs_in_the_same_iteration_and_a_node_that_sees_no_other_have_more_time_unless_a_limit_is_given(
+    fields: dict[str, object], how: dict[str, Any], limit: float
+) -> None:
+    assert limit_of(ranks(**fields), **how) == limit
 
 
 # ---- the verdict ----

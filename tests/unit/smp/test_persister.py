@@ -36,9 +36,8 @@ from ft_plugins.snapshot.segment.segment import Segment
 from ft_plugins.snapshot.segment.shape import Shape
 from ft_plugins.snapshot.segment.slots import Mark, Pin, Version, slots_for
 from ft_plugins.transport.protocol import ALARM
-from harness.job_control import wait_until
+from harness.job_control import wait_until, wait_until_gone
 
-from ..conftest import gone
 from .node_clusters import capture, small_of_tensors
 
 SHAPE = Shape(nbytes=1 << 16, small_nbytes=1000, buckets=2, layout=5, slots=slots_for(Pin.STORAGE))
@@ -416,7 +415,7 @@ def test_a_request_waits_for_a_verdict_within_its_time_and_then_takes_what_is_no
     alone.told(interval=0, audits=1)
     alone.capture(5, 6)
     for rank in alone.ranks.values():
-        rank.segment.mark(Version(1, 6), Mark.MISMATCHED)  # kept, as it is while it is sent to another alone
+        rank.segment.mark(Version(1, 6), Mark.MISMATCHED)  # kept, as it is while it is sent to another node
     alone.train()
     outcome: dict[str, Any] = {}
     seconds = SECONDS if verdict else 12.0  # half of it to wait, the other to write on a slow machine
@@ -464,14 +463,14 @@ def test_a_full_disk_is_an_event_leaves_the_last_good_one_and_the_next_turn_is_t
         assert sorted(os.listdir(alone.base)) == ["v1-10"], "what was begun is removed"
         assert "No space left" in alone.persister.status()["failed"]
         (first,) = json.loads((alone.run_dir / ALARM).read_text()).values()
-        assert first.startswith("checkpoint.failed: alone n: iteration 20 was not written: No space left on device")
+        assert first.startswith("checkpoint.failed: node n: iteration 20 was not written: No space left on device")
         assert first.endswith(f"the newest checkpoint is {alone.base / 'v1-10'}. {catalogue.CHECKPOINT_FAILED.action}")
     assert not any(rank.pinned() for rank in alone.ranks.values())
     faults.arm("")
     alone.capture(31, 32, 33, 40)
     alone.wait("checkpoint.completed", 2)
     assert alone.complete() == ["v1-10", "v1-40"] and len(alone.events("checkpoint.failed")) == 2
-    said = f"checkpoint.completed: alone n: iteration 40 is in {alone.base / 'v1-40'}, after 2 failed attempts"
+    said = f"checkpoint.completed: node n: iteration 40 is in {alone.base / 'v1-40'}, after 2 failed attempts"
     until(lambda: list(json.loads((alone.run_dir / ALARM).read_text()).values()) == [said])
     assert alone.persister.status()["failed"] == ""
 
@@ -730,7 +729,7 @@ def test_an_smp_killed_at_any_point_loses_no_checkpoint_and_its_successor_writes
     until(lambda: complete(base) == ["v1-10"])
     for rank in ranks:
         rank.capture(20)
-    gone(node.pids[-1], SECONDS)
+    wait_until_gone(node.pids[-1], SECONDS)
     assert "v1-10" in complete(base)
     assert complete(base) == (["v1-10", "v1-20.partial"] if point.endswith("after") else ["v1-10"])
     for rank in ranks:
@@ -772,7 +771,7 @@ def test_an_smp_whose_time_is_over_removes_the_memory_only_when_it_is_in_storage
     for rank in ranks:
         rank.capture(7)
     sleeper.kill()
-    gone(node.pids[-1], SECONDS)
+    wait_until_gone(node.pids[-1], SECONDS)
     assert complete(base) == ["v1-7"] and not any(rank.path.exists() for rank in ranks)
     assert [event.fields["reason"] for event in node.events("smp.ended")] == [f"orphaned for {seconds} s"]
     assert len(node.events("checkpoint.failed")) == (1 if seconds else 0)

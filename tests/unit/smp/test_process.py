@@ -43,6 +43,9 @@ from .node_clusters import capture, write_secret
 SHAPE = Shape(nbytes=1000, small_nbytes=200, buckets=1, layout=77)
 FINGERPRINT = {"layers": 4, "seed": 1, "data": {"path": "/d", "size": 9}}
 SECONDS = 20.0
+SOUND = {"shape": asdict(SHAPE), "fingerprint": FINGERPRINT, "pid": 0, "fresh": False}  # by a trainer that is nobody
+ATTACH = {"do": "attach", "rank": 0, "token": 0, **SOUND}
+RESTORE = {"do": "restore", "rank": 0, "token": 0, "lineage": 1, "base": [1, 2]}
 
 Node = Any  # the fixture's class lives in conftest
 
@@ -54,9 +57,24 @@ def ask(node: Node, name: str, **fields: Any) -> dict[str, Any]:
 
 
 def attach(node: Node, rank: int = 0, token: int = 0, **other: Any) -> Path:
-    """Attach a rank whose trainer is nobody, so that a fence kills nobody."""
-    fields = {"shape": asdict(SHAPE), "fingerprint": FINGERPRINT, "pid": 0, "fresh": False} | other
-    return Path(ask(node, "attach", rank=rank, token=token, **fields)["path"])
+    """Attach a rank; a fence kills nobody for it."""
+    return Path(ask(node, "attach", rank=rank, token=token, **SOUND | other)["path"])
+
+
+@pytest.fixture
+def daemon(job: str, tmp_path: Path) -> Iterator[SnapshotProcess]:
+    """An SMP in this process."""
+    found = SnapshotProcess(tmp_path, job, "n", Events())
+    yield found
+    if not found.ended.is_set():
+        found.finish_alone("test")
+
+
+def attached(daemon: SnapshotProcess, **other: Any) -> Path:
+    """As `attach`."""
+    reply = daemon.answer(ATTACH | other)
+    protocol.raise_refusal(reply)
+    return Path(reply["path"])
 
 
 def write(path: Path, index: int, version: Version) -> None:
@@ -280,10 +298,9 @@ def test_a_segment_whose_file_was_removed_is_an_alarm_and_the_next_rank_finds_wh
 
 
 def test_a_segment_that_is_written_again_replaces_the_old_one_while_nobody_goes_through_them(
-    job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    daemon: SnapshotProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    daemon = SnapshotProcess(tmp_path, job, "n", Events())
-    path = Path(daemon.answer(ATTACH)["path"])
+    path = attached(daemon)
     path.unlink()
     real, locked = Segment.close, []
 
@@ -292,16 +309,13 @@ def test_a_segment_that_is_written_again_replaces_the_old_one_while_nobody_goes_
         real(segment)
 
     monkeypatch.setattr(Segment, "close", close)
-    try:
-        assert daemon.answer(ATTACH)["ok"] and path.exists()
-        assert locked == [True]
-    finally:
-        daemon.finish_alone("test")
+    assert attached(daemon).exists() and locked == [True]
 
 
-def test_a_record_of_removed_files_that_cannot_be_removed_keeps_no_segment(job: str, tmp_path: Path) -> None:
-    daemon = SnapshotProcess(tmp_path, job, "n", Events())
-    path = Path(daemon.answer(ATTACH)["path"])
+def test_a_record_of_removed_files_that_cannot_be_removed_keeps_no_segment(
+    daemon: SnapshotProcess, tmp_path: Path
+) -> None:
+    path = attached(daemon)
     (tmp_path / "removed.json").mkdir()
     daemon.finish_alone("test")
     assert not path.exists()
@@ -421,57 +435,44 @@ def test_a_request_over_which_it_dies_is_carried_out_by_its_successor(node: Node
 # ---- whose memory ----
 
 
-def test_the_memory_of_another_job_is_refused_by_the_key_that_differs_and_nothing_is_lost(node: Node) -> None:
-    node.start()
-    path = attach(node)
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"fingerprint": {**FINGERPRINT, "seed": 2}}, "seed: 1 -> 2"),
+        ({"fingerprint": {**FINGERPRINT, "new": True}}, "new: None -> True"),
+        ({"fingerprint": {"layers": 4, "seed": 1}}, r"data: \{'path': '/d', 'size': 9\} -> None"),
+        ({"shape": asdict(replace(SHAPE, nbytes=1001))}, "nbytes: 1000 -> 1001"),
+        ({"shape": asdict(replace(SHAPE, buckets=2))}, "buckets: 1 -> 2"),
+        ({"shape": asdict(replace(SHAPE, layout=78))}, "layout: 77 -> 78"),
+    ],
+)
+def test_the_memory_of_another_job_or_layout_is_refused_by_what_differs_and_nothing_is_lost(
+    daemon: SnapshotProcess, changed: dict[str, Any], words: str
+) -> None:
+    path = attached(daemon)
     write(path, 0, Version(1, 5))
     before = path.read_bytes()
-    for changed, words in (
-        ({**FINGERPRINT, "seed": 2}, "seed: 1 -> 2"),
-        ({**FINGERPRINT, "new": True}, "new: None -> True"),
-        ({"layers": 4, "seed": 1}, r"data: \{'path': '/d', 'size': 9\} -> None"),
-    ):
-        with pytest.raises(ResumeError, match=rf"rank 0: .*\(stored -> now: {words}\).*--ftp-resume fresh") as caught:
-            attach(node, fingerprint=changed)
-        assert "layers" not in str(caught.value)
-        assert path.read_bytes() == before
-    assert attach(node) == path and versions(path) == [Version(1, 5)]
-    assert attach(node, fingerprint={**FINGERPRINT, "seed": 2}, fresh=True) == path
-    assert versions(path) == [] and Segment(path).fingerprint["seed"] == 2
+    with pytest.raises(ResumeError, match=rf"rank 0: .*\(stored -> now: {words}\).*--ftp-resume fresh") as caught:
+        attached(daemon, **changed)
+    assert "layers" not in str(caught.value) and path.read_bytes() == before
+    assert attached(daemon) == path and versions(path) == [Version(1, 5)]
+    assert attached(daemon, fresh=True, **changed) == path and versions(path) == []
+    found = Segment(path)
+    assert {"fingerprint": found.fingerprint, "shape": asdict(found.shape)}.items() >= changed.items()
 
 
-def test_a_job_that_had_its_slots_claimed_in_another_way_goes_on_from_its_segment(node: Node) -> None:
-    """As with --reft-slots 5, and then without it."""
-    node.start()
-    path = attach(node)
+def test_small_state_of_another_size_or_slots_claimed_in_another_way_are_still_the_same_job(
+    daemon: SnapshotProcess,
+) -> None:
+    """Its room is claimed from what it measures at start, which differs by a few bytes from one start to the next; the
+    slots as with --reft-slots 5, and then without it."""
+    path = attached(daemon)
     write(path, 0, Version(1, 5))
-    assert attach(node, shape=asdict(replace(SHAPE, first=2))) == path and versions(path) == [Version(1, 5)]
-
-
-@pytest.mark.parametrize("changed", [{"nbytes": 1001}, {"buckets": 2}, {"layout": 78}])
-def test_the_same_job_laid_out_otherwise_is_refused_and_nothing_is_lost(node: Node, changed: dict[str, int]) -> None:
-    node.start()
-    path = attach(node)
-    write(path, 0, Version(1, 5))
-    shape = asdict(replace(SHAPE, **changed))
-    ((key, value),) = changed.items()
-    with pytest.raises(ResumeError, match=rf"another layout.*{key}: \d+ -> {value}\).*--ftp-resume fresh"):
-        attach(node, shape=shape)
-    assert versions(path) == [Version(1, 5)]
-    attach(node, shape=shape, fresh=True)
-    assert versions(path) == [] and asdict(Segment(path).shape) == shape
-
-
-def test_small_state_of_another_size_today_is_still_the_same_job(node: Node) -> None:
-    """Its room is claimed from what it measures at start, which differs by a few bytes from one start to the next."""
-    node.start()
-    path = attach(node)
-    write(path, 0, Version(1, 5))
-    for small in (190, 210):
-        assert attach(node, shape=asdict(replace(SHAPE, small_nbytes=small))) == path
+    for changed in ({"small_nbytes": 190}, {"small_nbytes": 210}, {"first": 2}):
+        assert attached(daemon, shape=asdict(replace(SHAPE, **changed))) == path
         assert versions(path) == [Version(1, 5)]
     with pytest.raises(ResumeError, match="small state"):
-        attach(node, shape=asdict(replace(SHAPE, small_nbytes=5000)))
+        attached(daemon, shape=asdict(replace(SHAPE, small_nbytes=5000)))
     assert versions(path) == [Version(1, 5)]
 
 
@@ -501,17 +502,15 @@ def test_a_segment_whose_fingerprint_is_damaged_is_lost_and_another_one_says_so(
     assert reasons and all(str(path) in reason for reason in reasons)
     with node.client() as client:
         client.open_lineage(0, 0, 1, None)
-    assert not found.header.opened.lost and not Segment(attach(node)).lost
+    assert not found.header.opened.lost and not Segment(attach(node)).header.opened.lost
 
 
-def test_memory_that_is_not_there_is_refused_with_mount_and_bytes_and_it_serves_on(node: Node) -> None:
-    node.start()
+def test_memory_that_is_not_there_is_refused_with_mount_and_bytes_and_it_serves_on(daemon: SnapshotProcess) -> None:
     shape = Shape(nbytes=2**50, small_nbytes=1, buckets=1, layout=1)
     said = "rank 0: protection .*needs 3145728.0 GiB of host memory, but /dev/shm has only"
     with pytest.raises(BudgetError, match=said):
-        attach(node, shape=asdict(shape))
-    assert not node.segment(0).exists() and node.status()["segments"] == []
-    attach(node)
+        attached(daemon, shape=asdict(shape))
+    assert daemon.answer({"do": "status"})["segments"] == [] and attached(daemon).exists()
 
 
 # ---- malformed ----
@@ -643,19 +642,14 @@ def test_without_a_file_to_spare_it_lets_nobody_in_and_serves_on_once_there_is_o
         assert answered is not None and answered["pid"] == pid
 
 
-def test_a_path_that_the_system_does_not_give_is_refused_by_name_and_it_serves_on(node: Node) -> None:
-    pid = node.start()
-    node.segment(0).mkdir()
-    try:
-        with pytest.raises(SegmentError, match=f"rank 0: cannot create its segment .*directory: {node.segment(0)}"):
-            attach(node, fresh=True)
-    finally:
-        node.segment(0).rmdir()
-    assert node.status()["pid"] == pid and attach(node, fresh=True).exists()
-
-
-ATTACH = {"do": "attach", "rank": 0, "token": 0, "shape": asdict(SHAPE), "fingerprint": {}, "pid": 0, "fresh": False}
-RESTORE = {"do": "restore", "rank": 0, "token": 0, "lineage": 1, "base": [1, 2]}
+def test_a_path_that_the_system_does_not_give_is_refused_by_name_and_it_serves_on(
+    daemon: SnapshotProcess, segment_path: Path
+) -> None:
+    segment_path.mkdir()
+    with pytest.raises(SegmentError, match=f"rank 0: cannot create its segment .*directory: {segment_path}"):
+        attached(daemon, fresh=True)
+    segment_path.rmdir()
+    assert attached(daemon, fresh=True) == segment_path
 
 
 @pytest.mark.parametrize(
@@ -759,11 +753,10 @@ def test_one_without_patience_that_replaces_another_waits_for_whom_it_was_starte
 
 
 def test_an_incarnation_superseded_while_it_allocates_leaves_the_next_one_free_to_attach(
-    job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    daemon: SnapshotProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Given an attach of incarnation 0 whose pages are still being allocated, when a fence passes and incarnation 1
     attaches the same rank: the first is refused, the second gets a whole segment which both sides map."""
-    daemon = SnapshotProcess(tmp_path, job, "n", Events())
     allocating, go_on = threading.Event(), threading.Event()
     real, calls = segments.create, []
 
@@ -792,23 +785,21 @@ def test_an_incarnation_superseded_while_it_allocates_leaves_the_next_one_free_t
     go_on.set()
     old.join(SECONDS)
     new.join(SECONDS)
-    try:
-        with pytest.raises(FencedError):
-            protocol.raise_refusal(replies["old"])
-        assert replies["new"]["ok"] is True, replies["new"]
-        trainers = Segment(Path(replies["new"]["path"]))
-        assert trainers.header.token == 1 and trainers.shape == SHAPE
-        daemon.answer({"do": "fence"})
-        assert trainers.header.token == 2, "the SMP maps the same file as the trainer"
-    finally:
-        daemon.finish("test")
+    with pytest.raises(FencedError):
+        protocol.raise_refusal(replies["old"])
+    assert replies["new"]["ok"] is True, replies["new"]
+    trainers = Segment(Path(replies["new"]["path"]))
+    assert trainers.header.token == 1 and trainers.shape == SHAPE
+    daemon.answer({"do": "fence"})
+    assert trainers.header.token == 2, "the SMP maps the same file as the trainer"
 
 
-def test_the_memory_of_a_rank_that_has_moved_to_another_node_is_given_back(job: str, tmp_path: Path) -> None:
+def test_the_memory_of_a_rank_that_has_moved_to_another_node_is_given_back(
+    daemon: SnapshotProcess, tmp_path: Path
+) -> None:
     """Given a node of two ranks that writes checkpoints, when one of them is restored on another node."""
-    daemon = SnapshotProcess(tmp_path, job, "n", Events())
     storage = {"folder": str(tmp_path / "ck"), "interval": 0, "every": 1, "keep": 1, "world_size": 2}
-    paths = [Path(daemon.answer(ATTACH | {"rank": rank, "storage": storage})["path"]) for rank in (0, 1)]
+    paths = [attached(daemon, rank=rank, storage=storage) for rank in (0, 1)]
     secret = str(write_secret(tmp_path))
     where = daemon.answer({"do": "endpoint", "address": "127.0.0.1", "secret_file": secret, "encrypt": False})
     told = Protection(
@@ -817,11 +808,8 @@ def test_the_memory_of_a_rank_that_has_moved_to_another_node_is_given_back(job: 
     )  # fmt: skip
     reference = job_file.write(tmp_path, told)
     assert daemon.answer({"do": "protect", "rank": 0, "token": 0, "protection": reference.block()})["ok"]
-    try:
-        deadline = time.monotonic() + SECONDS
-        while any(line.endswith(f"{paths[1]} (deleted)") for line in Path("/proc/self/maps").read_text().splitlines()):
-            assert time.monotonic() < deadline, "it is still mapped"
-            time.sleep(0.01)  # while the persister's thread looks at it
-        assert paths[0].exists() and not paths[1].exists()
-    finally:
-        daemon.finish_alone("in order")
+    deadline = time.monotonic() + SECONDS
+    while any(line.endswith(f"{paths[1]} (deleted)") for line in Path("/proc/self/maps").read_text().splitlines()):
+        assert time.monotonic() < deadline, "it is still mapped"
+        time.sleep(0.01)  # while the persister's thread looks at it
+    assert paths[0].exists() and not paths[1].exists()

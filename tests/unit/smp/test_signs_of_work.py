@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,27 +25,9 @@ Start = Callable[[str], tuple[int, int]]
 
 
 @pytest.fixture
-def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    started: list[subprocess.Popen[bytes]] = []
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_python: Start) -> Start:
     monkeypatch.setattr(signs_of_work, "LOOK_SECONDS", 0.2)
-
-    def start(what: str) -> tuple[int, int]:
-        script = LISTENS.format(folder=str(tmp_path)) + what
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        process = subprocess.Popen(
-            [sys.executable, "-c", script], stdout=subprocess.PIPE, env=environment, start_new_session=True
-        )
-        started.append(process)
-        assert process.stdout is not None
-        process.stdout.readline()
-        return process.pid, liveness.started(process.pid)
-
-    yield start
-    for process in started:
-        os.killpg(process.pid, 9)
-        process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
+    return lambda what: run_python(LISTENS.format(folder=str(tmp_path)) + what)
 
 
 def rank(phase: WorkPhase) -> RankProgress:

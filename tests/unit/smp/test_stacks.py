@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,27 +34,12 @@ def no_py_spy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    started: list[subprocess.Popen[bytes]] = []
-    python = os.path.realpath("/proc/self/exe")
-    packages = os.pathsep.join(filter(None, sys.path))
-
+def start(tmp_path: Path, run_python: Callable[[str], tuple[int, int]]) -> Start:
     def start(rank: int, what: str, listens: bool = True) -> tuple[int, int]:
         begin = LISTENS.format(folder=str(tmp_path), rank=rank) if listens else ""
-        script = f"{begin}\n{what}\nouter()"
-        environment = {"PYTHONPATH": packages}
-        process = subprocess.Popen([python, "-c", script], stdout=subprocess.PIPE, env=environment)
-        started.append(process)
-        assert process.stdout is not None
-        process.stdout.readline()
-        return process.pid, liveness.started(process.pid)
+        return run_python(f"{begin}\n{what}\nouter()")
 
-    yield start
-    for process in started:
-        process.kill()
-        process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
+    return start
 
 
 def test_ranks_that_sleep_and_that_keep_the_lock_write_their_stacks(start: Start, tmp_path: Path) -> None:
