@@ -1,0 +1,110 @@
+"""What a loop calls, in which order, and what it no longer calls. Stepped by hand, but for one that runs."""
+
+from __future__ import annotations
+
+import math
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+
+from ft_plugins.transport.loop import Loop
+
+SECONDS = 20.0
+
+
+@pytest.fixture
+def loop() -> Iterator[Loop]:
+    with closing(Loop("test")) as made:
+        yield made
+
+
+def test_what_has_arrived_is_read_before_calls_and_both_before_what_is_due(loop: Loop) -> None:
+    called: list[str] = []
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        loop.watch(ours, lambda events: called.append(f"read {ours.recv(9).decode()}"))
+        loop.soon(lambda now: called.append("due"))
+        loop.call(lambda: called.append("call"))
+        theirs.send(b"it")
+        loop.step(SECONDS)
+        loop.forget(ours)
+    assert called == ["read it", "call", "due"]
+
+
+def test_a_connection_that_is_forgotten_in_a_step_is_not_called_in_it(loop: Loop) -> None:
+    called: list[socket.socket] = []
+    pairs = [socket.socketpair() for _ in range(2)]
+
+    def ready(one: socket.socket) -> None:
+        called.append(one)
+        for ours, _ in pairs:
+            loop.forget(ours)
+            ours.close()
+
+    for ours, theirs in pairs:
+        loop.watch(ours, lambda events, one=ours: ready(one))  # type: ignore[misc]
+        theirs.send(b"1")
+    loop.step(SECONDS)
+    loop.step(0.0)
+    assert len(called) == 1
+    for _, theirs in pairs:
+        theirs.close()
+
+
+def test_a_time_replaces_the_one_before_and_infinity_is_never(loop: Loop) -> None:
+    called: list[str] = []
+
+    def one(now: float) -> None:
+        called.append("one")
+
+    def other(now: float) -> None:
+        called.append("other")
+
+    began = time.monotonic()
+    loop.at(began, one)
+    loop.at(began + SECONDS, one)
+    loop.at(began, other)
+    loop.at(math.inf, other)
+    loop.at(began - 1.0, lambda now: called.append("earlier"))
+    loop.step(0.0)
+    assert called == ["earlier"]
+    loop.at(began + 0.05, one)
+    loop.at(began + 0.04, other)
+    while len(called) < 3:
+        assert time.monotonic() < began + SECONDS
+        loop.step(SECONDS)
+    loop.step(0.0)
+    assert called == ["earlier", "other", "one"] and time.monotonic() >= began + 0.05
+
+
+def test_what_is_due_again_and_again_leaves_room_for_everything_else(loop: Loop) -> None:
+    called: list[str] = []
+
+    def again(now: float) -> None:
+        called.append("again")
+        loop.soon(again)
+
+    loop.soon(again)
+    loop.call(lambda: called.append("call"))
+    for _ in range(3):
+        loop.step(SECONDS)
+    assert called == ["call", "again", "again", "again"]
+
+
+def test_a_call_wakes_the_thread_and_after_the_end_it_happens_at_once() -> None:
+    loop, called = Loop("test"), threading.Event()
+    loop.start()
+    loop.call(called.set)
+    assert called.wait(SECONDS / 2), "it waits for much longer otherwise"
+    loop.stop()
+    loop.stop()
+    late: list[threading.Thread] = []
+    loop.call(lambda: late.append(threading.current_thread()))
+    assert not late
+    loop.close()
+    loop.call(lambda: late.append(threading.current_thread()))
+    assert late == 2 * [threading.current_thread()] and "test" not in [each.name for each in threading.enumerate()]
