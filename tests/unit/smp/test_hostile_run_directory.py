@@ -30,12 +30,12 @@ from ft_plugins.events import Event, Events, catalogue, file_sink
 from ft_plugins.launcher.agent.watcher import Job, Watcher
 from ft_plugins.recovery.resize import sizes
 from ft_plugins.smp.serve import client, job_file, leftovers
+from ft_plugins.smp.serve.node_context import NodeContext
 from ft_plugins.smp.serve.owner import SnapshotProcess
 from ft_plugins.smp.serve.requests import ReleaseSpare
 from ft_plugins.smp.storage.checkpoints import Checkpoints
 from ft_plugins.smp.tree.protection import Protection
 from ft_plugins.smp.watch import liveness
-from ft_plugins.smp.watch.alarms import Alarms
 from ft_plugins.snapshot.capture import retention
 from ft_plugins.snapshot.capture.retention import Storage, StoredCheckpoint
 from ft_plugins.snapshot.checkpoint import checkpoint
@@ -389,7 +389,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_does_not_keep_the_others(
         (tmp_path / name).mkdir()
     monkeypatch.setattr(checkpoint, "listing", lambda base: old)
     monkeypatch.setattr(retention, "surplus", lambda *given: old)
-    found = Checkpoints(tmp_path, NODE, events, 1.0, threading.Event(), Alarms(tmp_path))
+    found = Checkpoints(NodeContext.of(tmp_path, "job", NODE, events, {}), 1.0, threading.Event())
     found._prune(Storage(str(tmp_path), 0, 1, 1, 2), tmp_path, Origin("job", 2, {}))
     told = {event.name: event.fields for event in seen}
     assert told["checkpoint.pruned"] == {"removed": ["v1-2", "v1-3"]}

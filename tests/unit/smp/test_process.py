@@ -501,7 +501,7 @@ def test_a_segment_whose_fingerprint_is_damaged_is_lost_and_another_one_says_so(
     assert reasons and all(str(path) in reason for reason in reasons)
     with node.client() as client:
         client.open_lineage(0, 0, 1, None)
-    assert not found.header.opened.lost and not Segment(attach(node)).lost
+    assert not found.header.opened.lost and not Segment(attach(node)).header.opened.lost
 
 
 def test_memory_that_is_not_there_is_refused_with_mount_and_bytes_and_it_serves_on(node: Node) -> None:
