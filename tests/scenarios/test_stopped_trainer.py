@@ -48,8 +48,9 @@ class Node:
         launched = worker_environment(config, self.run_dir, token, os.getpid())
         launched["TORCHELASTIC_RESTART_COUNT"] = str(token - 1)
         words = ["--iterations", str(iterations), "--mib", "64", "--journal", str(self.journal)]
-        environment = {**os.environ, **launched, "OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen([sys.executable, fills.__file__, *words], env=environment)
+        found = os.pathsep.join([str(Path(fills.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+        environment = {**os.environ, **launched, "OMP_NUM_THREADS": "1", "PYTHONPATH": found}
+        process = subprocess.Popen([sys.executable, "-m", "harness.fills", *words], env=environment)
         self.started.append(process)
         return process
 

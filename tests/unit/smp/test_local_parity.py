@@ -29,6 +29,7 @@ from ft_plugins.smp.tree.protection import Protection
 from ft_plugins.snapshot.capture.capture import Capture
 from ft_plugins.snapshot.capture.double import replica_extents, replica_shares, with_parity
 from ft_plugins.snapshot.capture.layout import Layout, plan_layout
+from ft_plugins.snapshot.segment.header import Header
 from ft_plugins.snapshot.segment.paths import path_of, remove
 from ft_plugins.snapshot.segment.segment import Segment, create
 from ft_plugins.snapshot.segment.shape import Shape
@@ -350,11 +351,11 @@ def test_ranks_that_were_past_a_version_when_it_was_announced_have_no_parity_of_
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is exchanged next reaches ranks three iterations later: it is announced further ahead, until they know."""
-    under_way: list[tuple[int, Segment, Version]] = []
+    under_way: list[tuple[int, Header, Version]] = []
     iteration = 0
-    tell = Segment.await_version
+    tell = Header.await_version
     monkeypatch.setattr(
-        Segment, "await_version", lambda segment, version: under_way.append((iteration, segment, version))
+        Header, "await_version", lambda header, version: under_way.append((iteration, header, version))
     )
     cluster.protect()
     announced: list[int] = []

@@ -17,6 +17,7 @@ import pytest
 import xxhash
 
 from ft_plugins.errors import BudgetError, CorruptHeaderError, CorruptSlotError, SegmentError
+from ft_plugins.snapshot.segment.header import OpenedLineage
 from ft_plugins.snapshot.segment.paths import path_of, remove, segments_of
 from ft_plugins.snapshot.segment.segment import Segment, create, marks_in
 from ft_plugins.snapshot.segment.shape import PAGE, Shape
@@ -279,7 +280,7 @@ def test_a_flip_of_any_byte_of_a_record_of_the_header_changes_nothing(segment: S
         assert said() == known and segment.damaged == ()
         segment.bytes[at] = before[at]
     segment.bytes[records.start : records.stop] ^= 0x02
-    assert said() == (0, (0, 0), False, (0, 0, False, False)) and segment.damaged == ("owner", "lineage")
+    assert said() == (0, (0, 0), False, OpenedLineage()) and segment.damaged == ("owner", "lineage")
     segment.header.token = 8
     assert (segment.header.token, segment.damaged) == (8, ("lineage",)), "one that is written again is believed again"
     segment.bytes[:] = before
