@@ -124,6 +124,7 @@ class PreloadedParent:
         while self._end is not None and not self._ready:
             with self._guarded():
                 self._hear(max(0.0, deadline - time.monotonic()))
+        self._over |= time.monotonic() >= deadline  # no later start waits for another one
 
     @contextmanager
     def starting(self, token: int) -> Iterator[None]:
@@ -208,6 +209,7 @@ class PreloadedParent:
                     if (pid := self._fork(environment, outputs)) is not None:
                         self._forked += 1
                         return ForkedRank(pid)
+            self.end()  # its modules' files change all the time: the other ranks need not wait for it
         return cold(command, environment)
 
     def _fork(self, environment: Mapping[str, str], outputs: Sequence[int]) -> int | None:
@@ -259,7 +261,7 @@ def record_of(folder: Path, command: Command) -> Path:
     with suppress(OSError):
         content = b"" if module else Path(script).read_bytes()
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("torch", "ft_plugins")]
-    named = "\0".join([script, sys.version, sys.prefix, *versions]).encode() + content
+    named = os.fsencode("\0".join([script, sys.version, sys.prefix, *versions])) + content
     return folder / _RECORD.format(hashlib.blake2b(named, digest_size=12).hexdigest())
 
 
@@ -309,6 +311,10 @@ def parent_of(job: Job | None, spec: WorkerSpec, events: Events) -> PreloadedPar
     command = (spec.entrypoint, *map(str, spec.args))
     if command[1:4] != _WORKER:
         return None
-    found = PreloadedParent(job, command, spec.local_world_size, events)
+    try:
+        found = PreloadedParent(job, command, spec.local_world_size, events)
+    except Exception as error:  # such as a torch without metadata
+        events.emit(catalogue.PRELOAD_REFUSED, reason=f"{type(error).__name__}: {error}")
+        return None
     found.begin()
     return found

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -269,6 +270,12 @@ def test_packages_that_would_not_be_as_in_a_new_process_are_left_to_the_ranks(ma
         "fails": "raise RuntimeError('not here')",
         "fine": "import os; COPY = dict(os.environ)",
         "absent_inside": "import no_such_module",
+        "ends": "raise SystemExit(0)",
+        "seeds": "import random; random.seed(1)",
+        "seeds_numpy": "import numpy.random; numpy.random.seed(1)",
+        "seeds_torch": "import torch; torch.manual_seed(1)",
+        "shares": "import multiprocessing; LOCK = multiprocessing.Lock()",
+        "keeps_a_folder": "import tempfile; FOLDER = tempfile.TemporaryDirectory()",
     }
     names = ", ".join(texts)
     script = f"import os\nos.environ['MODE'] = 'x'\nif 0: import {names}\n{SCRIPT}"
@@ -286,6 +293,12 @@ def test_packages_that_would_not_be_as_in_a_new_process_are_left_to_the_ranks(ma
         "runs": "it leaves a thread running",
         "moves": "it changes the working folder",
         "fails": "its import fails: RuntimeError: not here",
+        "ends": "its import fails: SystemExit: 0",
+        "seeds": "it uses a random generator when it is imported",
+        "seeds_numpy": "it uses a random generator when it is imported",
+        "seeds_torch": "it uses a random generator when it is imported",
+        "shares": "it makes memory that forked processes share",
+        "keeps_a_folder": "it makes temporary files when it is imported",
     }
     node.turn_until(lambda: len([each for each in node.told if each.name == "preload.prepared"]) == 2)
     assert "seldom" in imported.read_record(record_of(node.folder, node.command)).names
@@ -316,6 +329,7 @@ def test_a_file_that_has_changed_is_imported_again(make: Callable[..., Node]) ->
     node.parent.wait()
     path = node.install("package", PACKAGE.replace('environ.get("KNOWN")', 'environ.get("KNOWN"), 2'))
     [(same, _)] = node.said(node.start())
+    assert set(same["descriptors"]) == {"0", "1", "2"}
     assert same["package"][2] == ["before", 2] and node.forked() == [(1, 0)]
     assert node.reasons("preload.refused") == [f"{path} has changed since it was imported"]
 
@@ -385,3 +399,72 @@ def test_a_forked_rank_that_cannot_be_made_a_new_process_imports_by_itself(make:
     node.said([handler])
     assert node.forked() == [(1, 0)] and handler.proc.returncode == 0
     assert "imports by itself: TypeError" in node.output(0, "err").read_text()
+
+
+def test_what_a_module_puts_first_on_the_path_stays_there(make: Callable[..., Node]) -> None:
+    node = make()
+    node.install("package", f"{PACKAGE}sys.path.insert(0, '/first')\n")
+    [(cold, _)] = node.said(node.handlers())
+    node.parent.begin()
+    [(forked, _)] = node.said(node.start())
+    assert node.forked() == [(1, 0)] and forked["path"] == cold["path"] and cold["path"][0] == "/first"
+
+
+def test_a_module_of_the_script_that_is_called_as_one_of_python_is_not_executed_ahead(
+    make: Callable[..., Node],
+) -> None:
+    node = make(script=f"import this\n{SCRIPT}")
+    (node.folder / "this.py").write_text("open('executed', 'a').write('x')")
+    node.parent.begin()
+    node.said(node.start())
+    assert node.forked() == [(1, 0)] and (node.folder / "executed").read_text() == "x"
+
+
+def test_a_module_of_the_script_that_sets_what_libraries_in_c_read_is_read_too(make: Callable[..., Node]) -> None:
+    node = make(script=f"import beside\n{SCRIPT}")
+    (node.folder / "beside.py").write_text("import os; os.environ['OMP_NUM_THREADS'] = '2'")
+    node.parent.begin()
+    node.said(node.start())
+    assert node.forked() == [(0, 1)]
+    assert "OMP_NUM_THREADS" in node.reasons("preload.refused")[0]
+
+
+@pytest.mark.parametrize("place", ["str(FOLDER)", "f'{FOLDER}'"])
+def test_a_script_gets_the_modules_of_the_folder_that_it_puts_first_on_the_path(
+    make: Callable[..., Node], place: str
+) -> None:
+    """Told by reading where that is possible, else it has no preloader."""
+    start = f"import sys\nfrom pathlib import Path\nFOLDER = Path(__file__).parent / 'own'\nsys.path.insert(0, {place})"
+    node = make(script=f"{start}\nprint('an output')\n{SCRIPT}")
+    (node.folder / "own").mkdir()
+    (node.folder / "own" / "package.py").write_text(PACKAGE)
+    node.parent.begin()
+    [(same, _)] = node.said(node.start())
+    assert same["package"][0] == str(node.folder / "own" / "package.py")
+    assert node.forked() == ([(1, 0)] if place == "str(FOLDER)" else [(0, 1)])
+
+
+def test_a_file_that_changes_at_each_import_delays_one_rank_only(make: Callable[..., Node]) -> None:
+    node = make(ranks=2)
+    node.install("package", "import os\nos.utime(__file__)\n" + PACKAGE)
+    node.parent.begin()
+    node.said(node.start())
+    assert node.forked() == [(0, 2)] and len(node.reasons("preload.refused")) == 2
+
+
+@pytest.mark.parametrize("trouble", ["name", "versions"])
+def test_a_preloader_that_cannot_be_described_does_not_end_the_agent(
+    make: Callable[..., Node], monkeypatch: pytest.MonkeyPatch, trouble: str
+) -> None:
+    node = make()
+    words = ("\udcff.py",) if trouble == "name" else node.words
+    if trouble == "versions":
+        monkeypatch.setattr(preload.importlib.metadata, "version", lambda name: 1 / 0)
+    command = (*node.command[:4], *words)
+    spec: Any = SimpleNamespace(entrypoint=command[0], args=command[1:], local_world_size=1)
+    found = preload.parent_of(node.parent._job, spec, node.parent._events)
+    assert (found is None) == (trouble == "versions")
+    if found is not None:
+        found.end()
+    else:
+        assert "ZeroDivisionError" in node.reasons("preload.refused")[0]
