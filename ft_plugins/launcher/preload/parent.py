@@ -95,12 +95,15 @@ class PreloadedParent:
 
     def begin(self) -> None:
         """Start the preloader; never raises."""
+        self._left = {}
+        self._begin({}, 0)
+
+    def _begin(self, left: dict[str, str], starts: int) -> None:
         with self._guarded():
-            self._left = {}
             ours, theirs = packets.pair()
             environment = {name: value for name, value in os.environ.items() if not what_to_import.withheld(name)}
             config = worker_environment(self._job.config, self._job.run_dir, 0, 0)["FTP_CONFIG"]
-            order = preloader.Order(theirs.fileno(), os.getpid(), self._count, str(self._record), config)
+            order = preloader.Order(theirs.fileno(), os.getpid(), self._count, str(self._record), config, left, starts)
             environment |= {preloader.NVML: "1", preloader.VARIABLE: json.dumps(vars(order))}
             outputs = [self._output(name) for name in ("preload-out.log", "preload-err.log")]
             try:
@@ -193,6 +196,9 @@ class PreloadedParent:
             if package not in self._left:
                 self._left[package] = reason
                 self._events.emit(catalogue.PRELOAD_REDUCED, module=package, reason=reason)
+        if "restart" in message:
+            self.end()
+            self._begin(message["restart"], message["starts"])
         if "refused" in message:
             self._ready, self._over = False, bool(message.get("for_good"))
             self._refuse(message["refused"], again=bool(message.get("again")))

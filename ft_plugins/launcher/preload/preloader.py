@@ -5,11 +5,11 @@ the command of one; the variable VARIABLE, which ft-run sets, makes it a preload
 
 Invariant: nothing of the script is executed here. Only a process with one thread, without a descriptor that a module
 left open (a socket, a GPU) and whose modules' files have not changed is forked. A package that breaks this, or that
-reads what only a rank knows, is *left* to the ranks: this process starts itself again without it. What the agent cannot
+reads what only a rank knows, is *left* to the ranks: the agent starts another process without it. What the agent cannot
 get from it, it gets by starting a new process.
 
     agent      fork: environment, folder; descriptors of output, error and a pipe      again: the record is new
-    preloader  ready: seconds; left: packages with reasons; pid of a rank; refused: why
+    preloader  ready: seconds; left: packages with reasons; pid of a rank; refused: why; restart: packages to leave
 
 A rank is forked twice, so that it becomes a child of the agent (see `parent`), and goes on once it can read from the
 pipe: the agent then knows it.
@@ -21,7 +21,6 @@ import gc
 import importlib
 import importlib.machinery
 import importlib.util
-import json
 import os
 import site
 import socket
@@ -48,11 +47,12 @@ from . import new_process, packets, traces, what_to_import
 from .environment_reads import EnvironmentReads
 from .what_to_import import ImportStatement
 
-VARIABLE = "FTP_PRELOAD"
+VARIABLE = "FTP_PRELOAD_ORDER"  # not the name of a flag, which people may set
 NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"  # makes torch count GPUs without creating a context, which no fork survives
 _NAME = "ft-preload"
 _SCRIPT_BYTES = 16 << 20
 _OUTPUT_BYTES = 1 << 20  # of what imports print
+_NEVER = (1 << 31) - 1  # new objects before a collection
 _STARTS = 8  # of this process, each without more packages
 _HARMLESS = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 
@@ -139,9 +139,10 @@ class _Preloader:
     # ---- import ----
 
     def import_all(self) -> None:
-        """Import what is not yet imported, and report that ranks can be forked. Starts this process again without
+        """Import what is not yet imported, and report that ranks can be forked. Has another process start without
         packages that must be left to the ranks. Raises _Refused."""
-        gc.disable()
+        collected = gc.get_threshold()
+        gc.set_threshold(_NEVER, *collected[1:])  # not `disable`, which a module may do for the rank
         record, (source, file) = imported.read_record(Path(self._order.record)), self._source()
         found = dict(self._left)
         variables = set(record.variables)
@@ -165,6 +166,8 @@ class _Preloader:
             self._start_again(found)
         self._files = {path: _state(path) for path in _paths()}
         self._noted = self._clocks.noted()
+        if gc.get_threshold()[0] == _NEVER:
+            gc.set_threshold(*collected)
         gc.freeze()
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         size, seconds = pages * os.sysconf("SC_PAGE_SIZE"), round(time.monotonic() - self._monotonic, 3)
@@ -217,14 +220,9 @@ class _Preloader:
         self._restart(left)
 
     def _restart(self, left: dict[str, str]) -> NoReturn:
-        order = {**vars(self._order), "left": left, "starts": self._order.starts + 1}
-        os.chdir(self._folder)
-        for name in os.listdir("/proc/self/fd"):
-            if int(name) > 2:  # what the agent has sent, and what libraries in C left open
-                with suppress(OSError):  # that of the folder itself is closed by now
-                    os.set_inheritable(int(name), False)
-        self._end.set_inheritable(True)
-        os.execve(sys.executable, sys.orig_argv, {**self._environment, VARIABLE: json.dumps(order)})
+        """Have the agent start another one: `exec` would keep priority, timers and what libraries in C left open."""
+        packets.send(self._end, {"restart": left, "starts": self._order.starts + 1})
+        os._exit(0)
 
     def _read_path(self, text: str, file: str) -> None:
         """Note the folders that a text puts before those of installed packages. Raises SyntaxError, _Refused."""

@@ -2,6 +2,7 @@
 
     generators   seeded or drawn from: a rank has its own, which a module of it may have seeded
     temporary    files with names chosen at random: the first rank that ends removes what the others use
+    timers       of signals: a forked process has none
     shared       memory without a name, such as that of a lock of `multiprocessing`: ranks would wait for each other
 
 In: this process. Out: what differs between two readings, in words.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import pickle
 import random
+import signal
 import sys
 import tempfile
 from collections import Counter
@@ -27,6 +29,7 @@ class Traces:
 
     generators: dict[str, Any]
     temporary: Any
+    timers: tuple[bool, ...]
     shared: Counter[str]
 
     def reason(self, before: Traces) -> str:
@@ -35,6 +38,8 @@ class Traces:
             return "it uses a random generator when it is imported"
         if self.temporary != before.temporary:
             return "it makes temporary files when it is imported"
+        if self.timers != before.timers:
+            return "it sets a timer when it is imported"
         if self.shared - before.shared:
             return "it makes memory that forked processes share"
         return ""
@@ -43,7 +48,7 @@ class Traces:
 def read() -> Traces:
     """Those of this process."""
     names = vars(tempfile).get("_name_sequence")  # of all temporary files; None before the first
-    return Traces(_generators(), names and names.rng.getstate(), _shared())
+    return Traces(_generators(), names and names.rng.getstate(), _timers(), _shared())
 
 
 def _generators() -> dict[str, Any]:
@@ -53,6 +58,11 @@ def _generators() -> dict[str, Any]:
     if (generator := getattr(sys.modules.get("torch"), "default_generator", None)) is not None:
         found["torch"] = generator.get_state().tolist()
     return found
+
+
+def _timers() -> tuple[bool, ...]:
+    kinds = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
+    return tuple(signal.getitimer(kind)[0] > 0 for kind in kinds)
 
 
 def _shared() -> Counter[str]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +25,7 @@ from ft_plugins.config import Config, worker_environment
 from ft_plugins.events import Event, Events
 from ft_plugins.launcher.agent.watcher import Job
 from ft_plugins.launcher.preload import parent as preload
+from ft_plugins.launcher.preload.new_process import Clocks
 from ft_plugins.launcher.preload.parent import PreloadedParent, record_of
 from ft_plugins.model import imported
 
@@ -270,21 +271,25 @@ def test_packages_that_would_not_be_as_in_a_new_process_are_left_to_the_ranks(ma
         "fails": "raise RuntimeError('not here')",
         "fine": "import os; COPY = dict(os.environ)",
         "absent_inside": "import no_such_module",
+        "nicer": "import gc, os; os.nice(1); gc.disable()",
         "ends": "raise SystemExit(0)",
         "seeds": "import random; random.seed(1)",
         "seeds_numpy": "import numpy.random; numpy.random.seed(1)",
         "seeds_torch": "import torch; torch.manual_seed(1)",
         "shares": "import multiprocessing; LOCK = multiprocessing.Lock()",
+        "alarms": "import signal; signal.setitimer(signal.ITIMER_REAL, 1000)",
         "keeps_a_folder": "import tempfile; FOLDER = tempfile.TemporaryDirectory()",
     }
     names = ", ".join(texts)
-    script = f"import os\nos.environ['MODE'] = 'x'\nif 0: import {names}\n{SCRIPT}"
+    script = f"import os\nos.environ['MODE'] = 'x'\nimport nicer\nif 0: import {names}\n{SCRIPT}"
     node = make(script=script)
     for package, text in texts.items():
         node.install(package, text)
+    [(cold, _)] = node.said(node.handlers())
     node.parent.begin()
     [(same, _)] = node.said(node.start())
     assert node.forked() == [(1, 0)] and same["environment"]["MODE"] == "x"
+    assert (same["nice"], same["collector"][0]) == (cold["nice"], False)
     left = {event.fields["module"]: event.fields["reason"] for event in node.told if event.name == "preload.reduced"}
     assert left.pop("listens").startswith("it keeps socket:[")
     assert left == {
@@ -298,6 +303,7 @@ def test_packages_that_would_not_be_as_in_a_new_process_are_left_to_the_ranks(ma
         "seeds_numpy": "it uses a random generator when it is imported",
         "seeds_torch": "it uses a random generator when it is imported",
         "shares": "it makes memory that forked processes share",
+        "alarms": "it sets a timer when it is imported",
         "keeps_a_folder": "it makes temporary files when it is imported",
     }
     node.turn_until(lambda: len([each for each in node.told if each.name == "preload.prepared"]) == 2)
@@ -468,3 +474,15 @@ def test_a_preloader_that_cannot_be_described_does_not_end_the_agent(
         found.end()
     else:
         assert "ZeroDivisionError" in node.reasons("preload.refused")[0]
+
+
+def test_a_constant_that_is_about_as_large_as_a_clock_shows_is_not_moved() -> None:
+    clocks = Clocks()
+    module = ModuleType("constants")
+    vars(module).update(Btu=time.monotonic(), _start_time=time.monotonic(), NOTED=time.time(), SECOND=int(time.time()))
+    sys.modules["constants"] = module
+    try:
+        found = [each.name for each in clocks.noted() if each.names is vars(module)]
+    finally:
+        del sys.modules["constants"]
+    assert found == ["_start_time", "NOTED", "SECOND"]
