@@ -61,9 +61,9 @@ class Noted:
 
 
 class Clocks:
-    """Finds what modules that are imported from now on note. A number without a fraction counts only as time of day. One
-    that is no time of day counts only if it is called a time: it may be a constant, about as large as the seconds since
-    the machine was started."""
+    """Finds what modules that are imported from now on note. A number without a fraction counts only as time of day.
+    What is no time of day counts only if it is called a time, because it may be a constant, about as large as the
+    seconds since the machine was started."""
 
     def __init__(self) -> None:
         self._began = [clock() - _EARLIER * units for clock, _, units in _CLOCKS]

@@ -161,7 +161,7 @@ class _Preloader:
         for statement in what_to_import.in_order(named, record.names, found, self._installed):
             known = not statement.names and statement.module in sys.modules
             if not known and (reason := self._import(statement, variables)):
-                found.setdefault(statement.unit, reason)
+                found.setdefault(statement.unit, reason.encode(errors="backslashreplace").decode())  # paths
         if found != self._left:
             self._start_again(found)
         self._files = {path: _state(path) for path in _paths()}

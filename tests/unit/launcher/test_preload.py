@@ -62,7 +62,7 @@ since = time.clock_gettime(time.CLOCK_BOOTTIME) - int(own[19]) / os.sysconf("SC_
 same = {
     "argv": sys.argv, "orig_argv": sys.orig_argv, "flags": str(sys.flags), "path": sys.path, "cwd": os.getcwd(),
     "name": (__name__, __file__, __package__), "main": sys.modules["__main__"].__dict__ is globals(),
-    "command": Path("/proc/self/cmdline").read_bytes().decode(), "comm": Path("/proc/self/comm").read_text(),
+    "command": Path("/proc/self/cmdline").read_bytes().decode(errors="replace"), "comm": Path("/proc/self/comm").read_text(),
     "status": status(), "descriptors": descriptors(), "streams": [stream(sys.stdout), stream(sys.stderr)],
     "input": os.readlink("/proc/self/fd/0"), "death": death.value,
     "leads": os.getpid() == os.getsid(0) == os.getpgid(0), "parent": os.getppid(), "nice": os.nice(0),
@@ -486,3 +486,31 @@ def test_a_constant_that_is_about_as_large_as_a_clock_shows_is_not_moved() -> No
     finally:
         del sys.modules["constants"]
     assert found == ["_start_time", "NOTED", "SECOND"]
+
+
+def test_a_preloader_that_imports_for_too_long_is_waited_for_once(
+    make: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preload, "_READY_SECONDS", 0.0)
+    node = make()
+    node.parent.begin()
+    node.said(node.start())
+    assert node.forked() == [(0, 1)] and node.reasons("preload.refused") == ["it did not answer in time"]
+    node.parent.wait()
+    assert node.parent._process is None
+
+
+def test_a_script_and_modules_whose_names_are_not_text_are_as_in_a_new_process(make: Callable[..., Node]) -> None:
+    node = make()
+    folder = node.folder / "a\udcff"
+    folder.mkdir()
+    (folder / "late.py").write_text("")
+    node.install("reader", f"import sys; sys.path.append({str(folder)!r}); import late")
+    (folder / "t\udcfe.py").write_text(f"import reader\n{SCRIPT}")
+    node.words = (str(folder / "t\udcfe.py"), "argument\udcfd")
+    node.parent = PreloadedParent(node.parent._job, node.command, 1, node.parent._events)
+    [(cold, _)] = node.said(node.handlers(ODD="v\udcfc"))
+    node.parent.begin()
+    [(forked, _)] = node.said(node.start(ODD="v\udcfc"))
+    assert node.forked() == [(1, 0)] and forked["environment"].pop("FTP_TOKEN") != cold["environment"].pop("FTP_TOKEN")
+    assert all(forked[name] == cold[name] for name in ("argv", "path", "name", "environment"))
