@@ -62,7 +62,8 @@ since = time.clock_gettime(time.CLOCK_BOOTTIME) - int(own[19]) / os.sysconf("SC_
 same = {
     "argv": sys.argv, "orig_argv": sys.orig_argv, "flags": str(sys.flags), "path": sys.path, "cwd": os.getcwd(),
     "name": (__name__, __file__, __package__), "main": sys.modules["__main__"].__dict__ is globals(),
-    "command": Path("/proc/self/cmdline").read_bytes().decode(errors="replace"), "comm": Path("/proc/self/comm").read_text(),
+    "command": Path("/proc/self/cmdline").read_bytes().decode(errors="replace"),
+    "comm": Path("/proc/self/comm").read_text(),
     "status": status(), "descriptors": descriptors(), "streams": [stream(sys.stdout), stream(sys.stderr)],
     "input": os.readlink("/proc/self/fd/0"), "death": death.value,
     "leads": os.getpid() == os.getsid(0) == os.getpgid(0), "parent": os.getppid(), "nice": os.nice(0),
