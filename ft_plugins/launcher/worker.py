@@ -161,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         enter(context)
         registered = preloaded or hooks.register(context)
         registered.context = context
-        if not module:
+        if not module and preloaded is None:  # else it is placed, and modules may have put others before it
             place_folder(script)
         try:
             run_script(script, arguments, module)

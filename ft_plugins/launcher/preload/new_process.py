@@ -12,11 +12,11 @@ In: what the agent sent. Out: this process.
 
 from __future__ import annotations
 
-import gc
 import importlib
 import io
 import multiprocessing
 import os
+import re
 import sys
 import time
 from collections.abc import Mapping
@@ -29,7 +29,9 @@ from ...base import stamps
 
 _NAME = Path("/proc/self/comm")
 _CLOCKS = ((time.time, float, 1), (time.monotonic, float, 1), (time.time_ns, int, 10**9), (time.time, int, 1))
+_TIMES = re.compile(r"time|clock|start|beg[ai]n|born|epoch|since|last|now|tick|stamp|note|t0", re.IGNORECASE)
 _YOUNG = 1000.0  # seconds: a clock that shows less may be mistaken for a constant, as 45.5
+_DAYS = 1e9  # seconds: only a time of day shows more
 _EARLIER = 10.0  # seconds: for what this process had imported before it looked at the clocks
 
 
@@ -59,7 +61,9 @@ class Noted:
 
 
 class Clocks:
-    """Finds what modules that are imported from now on note. A number without a fraction counts only as time of day."""
+    """Finds what modules that are imported from now on note. A number without a fraction counts only as time of day.
+    What is no time of day counts only if it is called a time, because it may be a constant, about as large as the
+    seconds since the machine was started."""
 
     def __init__(self) -> None:
         self._began = [clock() - _EARLIER * units for clock, _, units in _CLOCKS]
@@ -73,7 +77,8 @@ class Clocks:
                 if type(value) is int and value == os.getpid() and "pid" in name.lower():
                     found.append(Noted(vars(module), name, value, 0))
                 elif type(value) is int or type(value) is float and not value.is_integer():
-                    fits = (u for b, e, kind, u in spans if kind is type(value) and _YOUNG < b <= value <= e)
+                    least = _YOUNG if _TIMES.search(name) else _DAYS
+                    fits = (u for b, e, kind, u in spans if kind is type(value) and least < b <= value <= e)
                     if units := next(fits, 0):
                         found.append(Noted(vars(module), name, value, units))
         return found
@@ -98,7 +103,6 @@ def become(environment: Mapping[str, str], written: Mapping[str, str | None], fo
     importlib.import_module("torch").default_generator.seed()  # chosen at random in each process; no GPU has one yet
     multiprocessing.current_process().authkey = os.urandom(32)
     name_process(name)
-    gc.enable()
 
 
 def _reopen(stream: Any, descriptor: int) -> None:

@@ -95,12 +95,15 @@ class PreloadedParent:
 
     def begin(self) -> None:
         """Start the preloader; never raises."""
+        self._left = {}
+        self._begin({}, 0)
+
+    def _begin(self, left: dict[str, str], starts: int) -> None:
         with self._guarded():
-            self._left = {}
             ours, theirs = packets.pair()
             environment = {name: value for name, value in os.environ.items() if not what_to_import.withheld(name)}
             config = worker_environment(self._job.config, self._job.run_dir, 0, 0)["FTP_CONFIG"]
-            order = preloader.Order(theirs.fileno(), os.getpid(), self._count, str(self._record), config)
+            order = preloader.Order(theirs.fileno(), os.getpid(), self._count, str(self._record), config, left, starts)
             environment |= {preloader.NVML: "1", preloader.VARIABLE: json.dumps(vars(order))}
             outputs = [self._output(name) for name in ("preload-out.log", "preload-err.log")]
             try:
@@ -124,6 +127,7 @@ class PreloadedParent:
         while self._end is not None and not self._ready:
             with self._guarded():
                 self._hear(max(0.0, deadline - time.monotonic()))
+        self._over |= time.monotonic() >= deadline  # no later start waits for another one
 
     @contextmanager
     def starting(self, token: int) -> Iterator[None]:
@@ -192,6 +196,9 @@ class PreloadedParent:
             if package not in self._left:
                 self._left[package] = reason
                 self._events.emit(catalogue.PRELOAD_REDUCED, module=package, reason=reason)
+        if "restart" in message:
+            self.end()
+            self._begin(message["restart"], message["starts"])
         if "refused" in message:
             self._ready, self._over = False, bool(message.get("for_good"))
             self._refuse(message["refused"], again=bool(message.get("again")))
@@ -208,6 +215,7 @@ class PreloadedParent:
                     if (pid := self._fork(environment, outputs)) is not None:
                         self._forked += 1
                         return ForkedRank(pid)
+            self.end()  # its modules' files change all the time: the other ranks need not wait for it
         return cold(command, environment)
 
     def _fork(self, environment: Mapping[str, str], outputs: Sequence[int]) -> int | None:
@@ -259,7 +267,7 @@ def record_of(folder: Path, command: Command) -> Path:
     with suppress(OSError):
         content = b"" if module else Path(script).read_bytes()
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("torch", "ft_plugins")]
-    named = "\0".join([script, sys.version, sys.prefix, *versions]).encode() + content
+    named = os.fsencode("\0".join([script, sys.version, sys.prefix, *versions])) + content
     return folder / _RECORD.format(hashlib.blake2b(named, digest_size=12).hexdigest())
 
 
@@ -309,6 +317,10 @@ def parent_of(job: Job | None, spec: WorkerSpec, events: Events) -> PreloadedPar
     command = (spec.entrypoint, *map(str, spec.args))
     if command[1:4] != _WORKER:
         return None
-    found = PreloadedParent(job, command, spec.local_world_size, events)
+    try:
+        found = PreloadedParent(job, command, spec.local_world_size, events)
+    except Exception as error:  # such as a torch without metadata
+        events.emit(catalogue.PRELOAD_REFUSED, reason=f"{type(error).__name__}: {error}")
+        return None
     found.begin()
     return found

@@ -5,11 +5,11 @@ the command of one; the variable VARIABLE, which ft-run sets, makes it a preload
 
 Invariant: nothing of the script is executed here. Only a process with one thread, without a descriptor that a module
 left open (a socket, a GPU) and whose modules' files have not changed is forked. A package that breaks this, or that
-reads what only a rank knows, is *left* to the ranks: this process starts itself again without it. What the agent cannot
+reads what only a rank knows, is *left* to the ranks: the agent starts another process without it. What the agent cannot
 get from it, it gets by starting a new process.
 
     agent      fork: environment, folder; descriptors of output, error and a pipe      again: the record is new
-    preloader  ready: seconds; left: packages with reasons; pid of a rank; refused: why
+    preloader  ready: seconds; left: packages with reasons; pid of a rank; refused: why; restart: packages to leave
 
 A rank is forked twice, so that it becomes a child of the agent (see `parent`), and goes on once it can read from the
 pipe: the agent then knows it.
@@ -21,7 +21,6 @@ import gc
 import importlib
 import importlib.machinery
 import importlib.util
-import json
 import os
 import site
 import socket
@@ -44,15 +43,16 @@ from ...events import say
 from ...model import imported
 from .. import hooks
 from ..binding import bind_to_agent
-from . import new_process, packets, what_to_import
+from . import new_process, packets, traces, what_to_import
 from .environment_reads import EnvironmentReads
 from .what_to_import import ImportStatement
 
-VARIABLE = "FTP_PRELOAD"
+VARIABLE = "FTP_PRELOAD_ORDER"  # not the name of a flag, which people may set
 NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"  # makes torch count GPUs without creating a context, which no fork survives
 _NAME = "ft-preload"
 _SCRIPT_BYTES = 16 << 20
 _OUTPUT_BYTES = 1 << 20  # of what imports print
+_NEVER = (1 << 31) - 1  # new objects before a collection
 _STARTS = 8  # of this process, each without more packages
 _HARMLESS = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 
@@ -101,7 +101,7 @@ def serve(words: list[str], place_folder: Any) -> hooks.FrameworkHooks:
         refused = str(error) if known else f"{type(error).__name__}: {error}"
         with suppress(OSError):
             packets.send(end, {"refused": refused[:2000], "for_good": known})
-        os._exit(0)
+        os._exit(1)  # not 0: it may be a rank by now
     try:
         preloader.take_over(message["fork"], descriptors)
     except Exception as error:
@@ -125,22 +125,33 @@ class _Preloader:
         self.hooks = hooks.register(replace(config, local_world_size=order.ranks))  # rank 0 passes on what they say
         self._reads = EnvironmentReads()
         self._noted: list[new_process.Noted] = []
+        self._traces = traces.read()
+        self._before: list[str] = []  # folders that the script puts first on the path
         self._files: dict[str, tuple[int, ...] | None] = {}
-        places = [sysconfig.get_path("stdlib"), *site.getsitepackages(), site.getusersitepackages()]
+        places = [
+            *map(sysconfig.get_path, ("stdlib", "platstdlib")),
+            os.path.dirname(os.__file__),
+            *site.getsitepackages(),
+            site.getusersitepackages(),
+        ]
         self._installed_in = tuple(f"{place}/" for place in (*places, str(Path(__file__).parents[2])))
 
     # ---- import ----
 
     def import_all(self) -> None:
-        """Import what is not yet imported, and report that ranks can be forked. Starts this process again without
+        """Import what is not yet imported, and report that ranks can be forked. Has another process start without
         packages that must be left to the ranks. Raises _Refused."""
-        gc.disable()
-        record, source = imported.read_record(Path(self._order.record)), self._source()
+        collected = gc.get_threshold()
+        gc.set_threshold(_NEVER, *collected[1:])  # not `disable`, which a module may do for the rank
+        record, (source, file) = imported.read_record(Path(self._order.record)), self._source()
         found = dict(self._left)
         variables = set(record.variables)
         named: list[ImportStatement] = []
+        self._before = []
         with suppress(SyntaxError, ValueError):  # the rank says so
-            variables |= what_to_import.variables_set(source)
+            for text in what_to_import.texts(source, self._adjacent):
+                variables |= what_to_import.variables_set(text)
+                self._read_path(text, file)
             named = what_to_import.statements(source, self._adjacent)
         if unfit := what_to_import.read_when_loaded(variables):
             raise _Refused(f"the script sets {', '.join(unfit)}, which libraries read when they are loaded")
@@ -150,11 +161,13 @@ class _Preloader:
         for statement in what_to_import.in_order(named, record.names, found, self._installed):
             known = not statement.names and statement.module in sys.modules
             if not known and (reason := self._import(statement, variables)):
-                found.setdefault(statement.unit, reason)
+                found.setdefault(statement.unit, reason.encode(errors="backslashreplace").decode())  # paths
         if found != self._left:
             self._start_again(found)
         self._files = {path: _state(path) for path in _paths()}
         self._noted = self._clocks.noted()
+        if gc.get_threshold()[0] == _NEVER:
+            gc.set_threshold(*collected)
         gc.freeze()
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         size, seconds = pages * os.sysconf("SC_PAGE_SIZE"), round(time.monotonic() - self._monotonic, 3)
@@ -162,7 +175,7 @@ class _Preloader:
 
     def _import(self, statement: ImportStatement, variables: set[str]) -> str:
         """Import it; why its package must be left to the ranks, '' if it need not."""
-        known, used = set(sys.modules), self._reads.used
+        known, used, before = set(sys.modules), self._reads.used, self._traces
         threads, descriptors = _threads(), _descriptors()
         try:
             with self._reads.watching():
@@ -172,9 +185,11 @@ class _Preloader:
                         importlib.import_module(f"{statement.module}.{name}")
             if statement.module == "torch.distributed":
                 stamps.follow_groups(module)  # before the script takes its functions
+            if statement.module == "torch" and "numpy" in sys.modules:
+                importlib.import_module("numpy.random")  # so that its state before each import is known
         except ImportError:
             pass  # the script tries, and does without it
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             return f"its import fails: {type(error).__name__}: {error}"[:500]
         if _threads() > threads and _threads(after_fork=True) > threads:
             return "it leaves a thread running"
@@ -183,6 +198,9 @@ class _Preloader:
         used = {name for name in self._reads.used - used if name in variables or what_to_import.withheld(name)}
         if used:
             return f"it uses {', '.join(sorted(used))} of the environment when it is imported"
+        self._traces = traces.read()
+        if reason := self._traces.reason(before):
+            return reason
         if os.getcwd() != self._folder:
             os.chdir(self._folder)
             return "it changes the working folder"
@@ -190,6 +208,8 @@ class _Preloader:
             path = getattr(sys.modules[name], "__file__", None)
             if isinstance(path, str) and os.path.isabs(path) and not self._is_installed(path):
                 return f"it imports {path}, which is not installed"
+            if "." not in name and self._is_before(name):
+                return f"it imports {name}, which the script finds in a folder of its own"
         return ""
 
     def _start_again(self, left: dict[str, str]) -> NoReturn:
@@ -200,33 +220,53 @@ class _Preloader:
         self._restart(left)
 
     def _restart(self, left: dict[str, str]) -> NoReturn:
-        order = {**vars(self._order), "left": left, "starts": self._order.starts + 1}
-        os.chdir(self._folder)
-        self._end.set_inheritable(True)
-        os.execve(sys.executable, sys.orig_argv, {**self._environment, VARIABLE: json.dumps(order)})
+        """Have the agent start another one: `exec` would keep priority, timers and what libraries in C left open."""
+        packets.send(self._end, {"restart": left, "starts": self._order.starts + 1})
+        os._exit(0)
 
-    def _source(self) -> str:
-        """The text of the script; '' if it is not found."""
+    def _read_path(self, text: str, file: str) -> None:
+        """Note the folders that a text puts before those of installed packages. Raises SyntaxError, _Refused."""
+        try:
+            self._before += what_to_import.first_on_path(text, file)
+        except SyntaxError:
+            raise
+        except ValueError as error:
+            raise _Refused(f"the script changes sys.path, reading does not tell how: {error}") from error
+
+    def _source(self) -> tuple[str, str]:
+        """The text of the script and its path; '' if it is not found."""
         if not self._module:
-            return _text(Path(self._script))
+            return _text(Path(self._script)), self._script
         parts = self._script.split(".")
         for place in sys.path:
             for path in (Path(place, *parts).with_suffix(".py"), Path(place, *parts, "__main__.py")):
                 if path.is_file():
-                    return _text(path)
-        return ""
+                    return _text(path), str(path)
+        return "", ""
 
     def _adjacent(self, package: str) -> str | None:
         """The text of a module next to the script."""
-        path = Path(sys.path[0] or ".", f"{package}.py")
-        return _text(path) if path.is_file() else None
+        folder = Path(sys.path[0] or ".")
+        paths = (folder / package / "__init__.py", folder / f"{package}.py")
+        return next((_text(path) for path in paths if path.is_file()), None)
 
     def _installed(self, package: str) -> bool:
         if package in sys.builtin_module_names:
             return True
+        if self._is_before(package):
+            return False
         spec = importlib.machinery.PathFinder.find_spec(package)
         places = [spec.origin] if spec and spec.origin else list(spec.submodule_search_locations or ()) if spec else []
-        return bool(places) and all(self._is_installed(place) for place in places) or package in sys.stdlib_module_names
+        if not places:
+            return package in sys.stdlib_module_names
+        return all(self._is_installed(place) for place in places)  # not one of the script that has the name of Python's
+
+    def _is_before(self, package: str) -> bool:
+        """Whether the script finds it in a folder that it puts first on the path."""
+        if not self._before or (spec := importlib.machinery.PathFinder.find_spec(package, self._before)) is None:
+            return False
+        whole = importlib.machinery.PathFinder.find_spec(package, [*self._before, *sys.path])
+        return spec.origin is not None or whole is None or whole.origin is None  # a folder without code comes last
 
     def _is_installed(self, path: str) -> bool:
         return path.startswith(self._installed_in) or os.path.realpath(path).startswith(self._installed_in)

@@ -2,7 +2,8 @@
 
 Invariant: the script is read, not executed. A variable that differs between ranks, between starts, or that the script
 itself sets is *withheld*: a module that reads it while it is imported is left to the rank. A script that sets one which
-libraries in C read when they are loaded has no preloader.
+libraries in C read when they are loaded has no preloader, and so has one that changes the path in a way that reading
+does not tell.
 
 In: texts, names. Out: imports in order, names, a refusal.
 """
@@ -10,7 +11,10 @@ In: texts, names. Out: imports in order, names, a refusal.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable, Iterator
+import copy
+import os
+import pathlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 # what every rank needs, first torch: it is the one import that cannot be left out
@@ -58,10 +62,21 @@ def read_when_loaded(variables: Iterable[str]) -> list[str]:
 def statements(source: str, adjacent: Callable[[str], str | None]) -> list[ImportStatement]:
     """The imports at the top level of a script, in order, and those of the modules next to it, whose text
     `adjacent` gives: None for any other. Raises SyntaxError."""
+    return _followed(source, adjacent)[0]
+
+
+def texts(source: str, adjacent: Callable[[str], str | None]) -> list[str]:
+    """A script and the modules next to it that it imports at its top level, or they do. Raises SyntaxError."""
+    return _followed(source, adjacent)[1]
+
+
+def _followed(source: str, adjacent: Callable[[str], str | None]) -> tuple[list[ImportStatement], list[str]]:
     found: list[ImportStatement] = []
+    followed: list[str] = []
     read: set[str] = set()
 
     def follow(text: str) -> None:
+        followed.append(text)
         for statement in _imports(ast.parse(text).body):
             if statement.package not in read and (inner := adjacent(statement.package)) is not None:
                 read.add(statement.package)
@@ -69,7 +84,7 @@ def statements(source: str, adjacent: Callable[[str], str | None]) -> list[Impor
             found.append(statement)
 
     follow(source)
-    return found
+    return found, followed
 
 
 def _imports(body: Iterable[ast.AST]) -> Iterator[ImportStatement]:
@@ -103,6 +118,8 @@ def variables_set(source: str) -> set[str]:
                     keys = [key for each in given if isinstance(each, ast.Dict) for key in each.keys]
                     found |= {key.value for key in keys if isinstance(key, ast.Constant)}
                     found |= {each.arg for each in keywords}
+            case ast.AugAssign(target=owner, value=ast.Dict(keys=keys)) if _is_environment(owner):
+                found |= {key.value for key in keys if isinstance(key, ast.Constant)}
             case ast.Call(func=ast.Attribute(attr="putenv" | "unsetenv"), args=[ast.Constant(value=name), *_]):
                 found.add(name)
     return {name for name in found if isinstance(name, str)}
@@ -110,6 +127,85 @@ def variables_set(source: str) -> set[str]:
 
 def _is_environment(node: ast.expr) -> bool:
     return ast.unparse(node) in ("os.environ", "environ")
+
+
+def first_on_path(source: str, file: str) -> list[str]:
+    """The folders that the text of a script, or of a module next to it, puts on the path before others; `file`: of the
+    script. Raises SyntaxError, and ValueError if reading does not tell."""
+    tree = ast.parse(source)
+    assigned: dict[str, ast.expr | None] = {}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                assigned[name] = None if name in assigned else value  # None: one of several
+    found = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Attribute(attr="insert", value=owner), args=[_, place]) if _is_path(owner):
+                found.append(_folder(place, assigned, file))
+            case ast.Assign(targets=[ast.Subscript(value=owner, slice=ast.Constant(value=0))], value=place) if _is_path(
+                owner
+            ):
+                found.append(_folder(place, assigned, file))
+            case ast.Call(func=ast.Attribute(attr=attr, value=owner)) if _is_path(owner):
+                if attr not in ("append", "extend", "index", "count", "copy"):  # those come last
+                    raise ValueError(ast.unparse(node))
+            case ast.Attribute(ctx=ast.Store() | ast.Del()) if _is_path(node) and not _is_added(node, tree):
+                raise ValueError(f"it sets {ast.unparse(node)}")
+            case ast.Subscript(value=owner, ctx=ast.Store() | ast.Del()) if _is_path(owner):
+                if ast.unparse(node.slice) != "0" or isinstance(node.ctx, ast.Del):
+                    raise ValueError(f"it sets {ast.unparse(node)}")
+    return found
+
+
+def _is_path(node: ast.expr) -> bool:
+    return ast.unparse(node) == "sys.path"
+
+
+def _is_added(node: ast.expr, tree: ast.AST) -> bool:
+    return any(isinstance(each, ast.AugAssign) and each.target is node for each in ast.walk(tree))
+
+
+_OF_A_PLACE = frozenset(
+    {
+        "path", "join", "dirname", "abspath", "realpath", "normpath", "expanduser", "getcwd", "pardir", "fspath",
+        "Path", "parent", "parents", "resolve", "absolute", "cwd", "as_posix", "joinpath",
+    }
+)  # fmt: skip
+_NAMES = {"os": os, "pathlib": pathlib, "Path": pathlib.Path, "str": str}
+_NODES = (
+    ast.Expression, ast.Constant, ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.BinOp, ast.Div, ast.Add,
+    ast.Load,
+)  # fmt: skip
+_DEPTH = 8  # of names that are assigned from names
+
+
+def _folder(place: ast.expr, assigned: Mapping[str, ast.expr | None], file: str) -> str:
+    """The value of an expression that consists of functions on paths alone. Raises ValueError."""
+
+    class Inline(ast.NodeTransformer):
+        depth = 0
+
+        def visit_Name(self, node: ast.Name) -> ast.AST:
+            value = assigned.get(node.id)
+            if value is None or self.depth == _DEPTH:
+                return node
+            self.depth += 1
+            inner: ast.AST = self.visit(copy.deepcopy(value))
+            self.depth -= 1
+            return inner
+
+    names = {**_NAMES, "__file__": file}
+    whole = ast.fix_missing_locations(ast.Expression(Inline().visit(copy.deepcopy(place))))
+    for node in ast.walk(whole):
+        known = isinstance(node, _NODES)
+        known &= not isinstance(node, ast.Name) or node.id in names and node.id not in assigned
+        if not known or isinstance(node, ast.Attribute) and node.attr not in _OF_A_PLACE:
+            raise ValueError(ast.unparse(place))
+    try:
+        return os.path.join(os.getcwd(), eval(compile(whole, "<path>", "eval"), {"__builtins__": {}, **names}))
+    except Exception as error:
+        raise ValueError(f"{ast.unparse(place)}: {error}") from error
 
 
 def in_order(

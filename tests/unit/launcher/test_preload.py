@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from ft_plugins.config import Config, worker_environment
 from ft_plugins.events import Event, Events
 from ft_plugins.launcher.agent.watcher import Job
 from ft_plugins.launcher.preload import parent as preload
+from ft_plugins.launcher.preload.new_process import Clocks
 from ft_plugins.launcher.preload.parent import PreloadedParent, record_of
 from ft_plugins.model import imported
 
@@ -60,7 +62,8 @@ since = time.clock_gettime(time.CLOCK_BOOTTIME) - int(own[19]) / os.sysconf("SC_
 same = {
     "argv": sys.argv, "orig_argv": sys.orig_argv, "flags": str(sys.flags), "path": sys.path, "cwd": os.getcwd(),
     "name": (__name__, __file__, __package__), "main": sys.modules["__main__"].__dict__ is globals(),
-    "command": Path("/proc/self/cmdline").read_bytes().decode(), "comm": Path("/proc/self/comm").read_text(),
+    "command": Path("/proc/self/cmdline").read_bytes().decode(errors="replace"),
+    "comm": Path("/proc/self/comm").read_text(),
     "status": status(), "descriptors": descriptors(), "streams": [stream(sys.stdout), stream(sys.stderr)],
     "input": os.readlink("/proc/self/fd/0"), "death": death.value,
     "leads": os.getpid() == os.getsid(0) == os.getpgid(0), "parent": os.getppid(), "nice": os.nice(0),
@@ -269,15 +272,25 @@ def test_packages_that_would_not_be_as_in_a_new_process_are_left_to_the_ranks(ma
         "fails": "raise RuntimeError('not here')",
         "fine": "import os; COPY = dict(os.environ)",
         "absent_inside": "import no_such_module",
+        "nicer": "import gc, os; os.nice(1); gc.disable()",
+        "ends": "raise SystemExit(0)",
+        "seeds": "import random; random.seed(1)",
+        "seeds_numpy": "import numpy.random; numpy.random.seed(1)",
+        "seeds_torch": "import torch; torch.manual_seed(1)",
+        "shares": "import multiprocessing; LOCK = multiprocessing.Lock()",
+        "alarms": "import signal; signal.setitimer(signal.ITIMER_REAL, 1000)",
+        "keeps_a_folder": "import tempfile; FOLDER = tempfile.TemporaryDirectory()",
     }
     names = ", ".join(texts)
-    script = f"import os\nos.environ['MODE'] = 'x'\nif 0: import {names}\n{SCRIPT}"
+    script = f"import os\nos.environ['MODE'] = 'x'\nimport nicer\nif 0: import {names}\n{SCRIPT}"
     node = make(script=script)
     for package, text in texts.items():
         node.install(package, text)
+    [(cold, _)] = node.said(node.handlers())
     node.parent.begin()
     [(same, _)] = node.said(node.start())
     assert node.forked() == [(1, 0)] and same["environment"]["MODE"] == "x"
+    assert (same["nice"], same["collector"][0]) == (cold["nice"], False)
     left = {event.fields["module"]: event.fields["reason"] for event in node.told if event.name == "preload.reduced"}
     assert left.pop("listens").startswith("it keeps socket:[")
     assert left == {
@@ -286,6 +299,13 @@ def test_packages_that_would_not_be_as_in_a_new_process_are_left_to_the_ranks(ma
         "runs": "it leaves a thread running",
         "moves": "it changes the working folder",
         "fails": "its import fails: RuntimeError: not here",
+        "ends": "its import fails: SystemExit: 0",
+        "seeds": "it uses a random generator when it is imported",
+        "seeds_numpy": "it uses a random generator when it is imported",
+        "seeds_torch": "it uses a random generator when it is imported",
+        "shares": "it makes memory that forked processes share",
+        "alarms": "it sets a timer when it is imported",
+        "keeps_a_folder": "it makes temporary files when it is imported",
     }
     node.turn_until(lambda: len([each for each in node.told if each.name == "preload.prepared"]) == 2)
     assert "seldom" in imported.read_record(record_of(node.folder, node.command)).names
@@ -316,6 +336,7 @@ def test_a_file_that_has_changed_is_imported_again(make: Callable[..., Node]) ->
     node.parent.wait()
     path = node.install("package", PACKAGE.replace('environ.get("KNOWN")', 'environ.get("KNOWN"), 2'))
     [(same, _)] = node.said(node.start())
+    assert set(same["descriptors"]) == {"0", "1", "2"}
     assert same["package"][2] == ["before", 2] and node.forked() == [(1, 0)]
     assert node.reasons("preload.refused") == [f"{path} has changed since it was imported"]
 
@@ -385,3 +406,112 @@ def test_a_forked_rank_that_cannot_be_made_a_new_process_imports_by_itself(make:
     node.said([handler])
     assert node.forked() == [(1, 0)] and handler.proc.returncode == 0
     assert "imports by itself: TypeError" in node.output(0, "err").read_text()
+
+
+def test_what_a_module_puts_first_on_the_path_stays_there(make: Callable[..., Node]) -> None:
+    node = make()
+    node.install("package", f"{PACKAGE}sys.path.insert(0, '/first')\n")
+    [(cold, _)] = node.said(node.handlers())
+    node.parent.begin()
+    [(forked, _)] = node.said(node.start())
+    assert node.forked() == [(1, 0)] and forked["path"] == cold["path"] and cold["path"][0] == "/first"
+
+
+def test_a_module_of_the_script_that_is_called_as_one_of_python_is_not_executed_ahead(
+    make: Callable[..., Node],
+) -> None:
+    node = make(script=f"import this\n{SCRIPT}")
+    (node.folder / "this.py").write_text("open('executed', 'a').write('x')")
+    node.parent.begin()
+    node.said(node.start())
+    assert node.forked() == [(1, 0)] and (node.folder / "executed").read_text() == "x"
+
+
+def test_a_module_of_the_script_that_sets_what_libraries_in_c_read_is_read_too(make: Callable[..., Node]) -> None:
+    node = make(script=f"import beside\n{SCRIPT}")
+    (node.folder / "beside.py").write_text("import os; os.environ['OMP_NUM_THREADS'] = '2'")
+    node.parent.begin()
+    node.said(node.start())
+    assert node.forked() == [(0, 1)]
+    assert "OMP_NUM_THREADS" in node.reasons("preload.refused")[0]
+
+
+@pytest.mark.parametrize("place", ["str(FOLDER)", "f'{FOLDER}'"])
+def test_a_script_gets_the_modules_of_the_folder_that_it_puts_first_on_the_path(
+    make: Callable[..., Node], place: str
+) -> None:
+    """Told by reading where that is possible, else it has no preloader."""
+    start = f"import sys\nfrom pathlib import Path\nFOLDER = Path(__file__).parent / 'own'\nsys.path.insert(0, {place})"
+    node = make(script=f"{start}\nprint('an output')\n{SCRIPT}")
+    (node.folder / "own").mkdir()
+    (node.folder / "own" / "package.py").write_text(PACKAGE)
+    node.parent.begin()
+    [(same, _)] = node.said(node.start())
+    assert same["package"][0] == str(node.folder / "own" / "package.py")
+    assert node.forked() == ([(1, 0)] if place == "str(FOLDER)" else [(0, 1)])
+
+
+def test_a_file_that_changes_at_each_import_delays_one_rank_only(make: Callable[..., Node]) -> None:
+    node = make(ranks=2)
+    node.install("package", "import os\nos.utime(__file__)\n" + PACKAGE)
+    node.parent.begin()
+    node.said(node.start())
+    assert node.forked() == [(0, 2)] and len(node.reasons("preload.refused")) == 2
+
+
+@pytest.mark.parametrize("trouble", ["name", "versions"])
+def test_a_preloader_that_cannot_be_described_does_not_end_the_agent(
+    make: Callable[..., Node], monkeypatch: pytest.MonkeyPatch, trouble: str
+) -> None:
+    node = make()
+    words = ("\udcff.py",) if trouble == "name" else node.words
+    if trouble == "versions":
+        monkeypatch.setattr(preload.importlib.metadata, "version", lambda name: 1 / 0)
+    command = (*node.command[:4], *words)
+    spec: Any = SimpleNamespace(entrypoint=command[0], args=command[1:], local_world_size=1)
+    found = preload.parent_of(node.parent._job, spec, node.parent._events)
+    assert (found is None) == (trouble == "versions")
+    if found is not None:
+        found.end()
+    else:
+        assert "ZeroDivisionError" in node.reasons("preload.refused")[0]
+
+
+def test_a_constant_that_is_about_as_large_as_a_clock_shows_is_not_moved() -> None:
+    clocks = Clocks()
+    module = ModuleType("constants")
+    vars(module).update(Btu=time.monotonic(), _start_time=time.monotonic(), NOTED=time.time(), SECOND=int(time.time()))
+    sys.modules["constants"] = module
+    try:
+        found = [each.name for each in clocks.noted() if each.names is vars(module)]
+    finally:
+        del sys.modules["constants"]
+    assert found == ["_start_time", "NOTED", "SECOND"]
+
+
+def test_a_preloader_that_imports_for_too_long_is_waited_for_once(
+    make: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preload, "_READY_SECONDS", 0.0)
+    node = make()
+    node.parent.begin()
+    node.said(node.start())
+    assert node.forked() == [(0, 1)] and node.reasons("preload.refused") == ["it did not answer in time"]
+    node.parent.wait()
+    assert node.parent._process is None
+
+
+def test_a_script_and_modules_whose_names_are_not_text_are_as_in_a_new_process(make: Callable[..., Node]) -> None:
+    node = make()
+    folder = node.folder / "a\udcff"
+    folder.mkdir()
+    (folder / "late.py").write_text("")
+    node.install("reader", f"import sys; sys.path.append({str(folder)!r}); import late")
+    (folder / "t\udcfe.py").write_text(f"import reader\n{SCRIPT}")
+    node.words = (str(folder / "t\udcfe.py"), "argument\udcfd")
+    node.parent = PreloadedParent(node.parent._job, node.command, 1, node.parent._events)
+    [(cold, _)] = node.said(node.handlers(ODD="v\udcfc"))
+    node.parent.begin()
+    [(forked, _)] = node.said(node.start(ODD="v\udcfc"))
+    assert node.forked() == [(1, 0)] and forked["environment"].pop("FTP_TOKEN") != cold["environment"].pop("FTP_TOKEN")
+    assert all(forked[name] == cold[name] for name in ("argv", "path", "name", "environment"))

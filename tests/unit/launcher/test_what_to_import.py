@@ -7,6 +7,7 @@ import pytest
 from ft_plugins.launcher.preload.what_to_import import (
     BASE,
     ImportStatement,
+    first_on_path,
     in_order,
     read_when_loaded,
     statements,
@@ -74,6 +75,7 @@ def test_packages_that_are_not_installed_or_left_to_the_ranks_are_not_imported()
         ("os.environ['A'] = '1'\ndef f():\n    del os.environ['B']", {"A", "B"}),
         ("os.environ.setdefault('A', '1'); environ.pop('B', None)", {"A", "B"}),
         ("os.environ.update({'A': '1'}, B='2'); os.putenv('C', '3')", {"A", "B", "C"}),
+        ("os.environ |= {'A': '1'}", {"A"}),
         ("os.environ.get('A'); os.environ['B']; other['C'] = 1; options.update(D=1)", set()),
         ("os.environ[name] = '1'", set()),
     ],
@@ -99,3 +101,30 @@ def test_variables_of_a_rank_are_withheld_and_those_of_libraries_in_c_are_told_a
         "MALLOC_ARENA_MAX",
         "OMP_NUM_THREADS",
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "folders"),
+    [
+        ("sys.path.insert(0, '/a'); sys.path.append(x); sys.path += y; sys.path.extend(z); len(sys.path)", ["/a"]),
+        ("sys.path[0] = str(Path(__file__).resolve().parents[1] / 'a')", ["/a"]),
+        ("import os\nHERE = os.path.dirname(__file__)\nsys.path.insert(0, os.path.join(HERE, 'a'))", ["/s/a"]),
+        ("def f(path): path.insert(0, 1)", []),
+    ],
+)
+def test_folders_that_a_script_puts_first_on_the_path_are_read(text: str, folders: list[str]) -> None:
+    assert first_on_path(text, "/s/t.py") == folders
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "sys.path.insert(0, folder)", "sys.path = [x, *sys.path]", "sys.path[:0] = [x]", "del sys.path[0]",
+        "sys.path.remove(x)", "A = 1; A = 2; sys.path.insert(0, A)", "sys.path.insert(0, f'{x}')",
+        "sys.path.insert(0, os.environ['X'])", "A = A; sys.path.insert(0, A)", "sys.path.insert(0, Path('x'))"
+        "; sys.path.insert(0, open('x').read())", "str = 1; sys.path.insert(0, str('x'))", "sys.path.insert(0, 1)",
+    ],
+)  # fmt: skip
+def test_a_path_that_reading_does_not_tell_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        first_on_path(text, "/s/t.py")

@@ -1,0 +1,72 @@
+"""What an import has done to this process that ranks forked from it would share, or that a rank gets anew.
+
+    generators   seeded or drawn from: a rank has its own, which a module of it may have seeded
+    temporary    files with names chosen at random: the first rank that ends removes what the others use
+    timers       of signals: a forked process has none
+    shared       memory without a name, such as that of a lock of `multiprocessing`: ranks would wait for each other
+
+In: this process. Out: what differs between two readings, in words.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+import signal
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_UNNAMED = " (deleted)"  # how the kernel shows it
+
+
+@dataclass(frozen=True)
+class Traces:
+    """One reading; generators by module, for those that are imported."""
+
+    generators: dict[str, Any]
+    temporary: Any
+    timers: tuple[bool, ...]
+    shared: Counter[str]
+
+    def reason(self, before: Traces) -> str:
+        """What an import since `before` has done; '' for nothing."""
+        if any(self.generators[name] != state for name, state in before.generators.items()):
+            return "it uses a random generator when it is imported"
+        if self.temporary != before.temporary:
+            return "it makes temporary files when it is imported"
+        if self.timers != before.timers:
+            return "it sets a timer when it is imported"
+        if self.shared - before.shared:
+            return "it makes memory that forked processes share"
+        return ""
+
+
+def read() -> Traces:
+    """Those of this process."""
+    names = vars(tempfile).get("_name_sequence")  # of all temporary files; None before the first
+    return Traces(_generators(), names and names.rng.getstate(), _timers(), _shared())
+
+
+def _generators() -> dict[str, Any]:
+    found: dict[str, Any] = {"random": random.getstate()}
+    if (numpy_random := sys.modules.get("numpy.random")) is not None:
+        found["numpy"] = pickle.dumps(numpy_random.get_state())
+    if (generator := getattr(sys.modules.get("torch"), "default_generator", None)) is not None:
+        found["torch"] = generator.get_state().tolist()
+    return found
+
+
+def _timers() -> tuple[bool, ...]:
+    kinds = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
+    return tuple(signal.getitimer(kind)[0] > 0 for kind in kinds)
+
+
+def _shared() -> Counter[str]:
+    """Writable shared mappings of memory that no other process can open by name."""
+    lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
+    mapped = (line.split(None, 5) for line in lines if line.endswith(_UNNAMED))
+    return Counter(name for _, rights, _, _, _, name in mapped if rights[1] == "w" and rights[3] == "s")
