@@ -131,10 +131,10 @@ class Door:
         self._listen(0.0)
 
     def close(self) -> None:
-        """Stop listening and close the unauthenticated connections, in the loop's thread or after it has ended.
-        Idempotent."""
+        """Stop listening, for forked processes too, and close the unauthenticated connections, in the loop's thread or
+        after it has ended. Idempotent."""
         self._loop.forget(self._listener)
-        self._listener.close()
+        close_connection(self._listener)
         self._loop.at(math.inf, self._check)
         self._loop.at(math.inf, self._listen)
         for stranger in list(self._strangers):
