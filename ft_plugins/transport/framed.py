@@ -30,7 +30,7 @@ _MOST_UNREAD = 2e6  # seconds; in milliseconds, the kernel has 31 bits for it
 
 
 class EndedError(ConnectionResetError):
-    """The peer has closed the connection between two frames."""
+    """The peer has closed the connection."""
 
 
 class Framed:
@@ -136,8 +136,7 @@ class Link(Framed):
                 nbytes = self.connection.recvmsg_into(self.decoder.space)[0]
             except (BlockingIOError, InterruptedError):
                 return
-            if not nbytes:
-                self.decoder.end()
+            if not nbytes:  # also inside a frame: its process has ended
                 raise EndedError(errno.ECONNRESET, "it has ended")
             if (received := self.decoder.filled(nbytes)) is not None:
                 yield received
