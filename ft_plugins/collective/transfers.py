@@ -125,7 +125,7 @@ class Transfers:
         if rank not in self._to:
             where, me = self._endpoints[rank], self._door.me
             connection, _, channel, _ = dial(where, self._key, me, rank, until, lambda connection: None)
-            self._to[rank] = Link(connection, channel, _BOUNDS)
+            self._to[rank] = Link(connection, channel, _BOUNDS, self._seconds)
         return self._to[rank]
 
     def _accepted(self, rank: int, until: float) -> Link:
@@ -134,7 +134,7 @@ class Transfers:
             connection, sender, channel = self._door.next(until, set(range(len(self._endpoints))) - {self._rank})
             if (before := self._from.get(sender)) is not None:  # cut off before it had sent anything
                 before.connection.close()
-            self._from[sender] = Link(connection, channel, _BOUNDS)
+            self._from[sender] = Link(connection, channel, _BOUNDS, self._seconds)
         return self._from[rank]
 
 

@@ -73,20 +73,20 @@ class Dialer:
             pause = min(2 * pause, longest)
 
     def _connected(self, until: float) -> socket.socket:
-        """A socket that is connected to the first of the peer's addresses that answers."""
+        """A socket that is connected to the first of the peer's addresses that answers within its part of the time."""
         addresses = socket.getaddrinfo(*self.where, type=socket.SOCK_STREAM)
         for number, (family, kind, protocol, _, address) in enumerate(addresses, 1):
-            connection = socket.socket(family, kind, protocol)
-            connection.setblocking(False)
             try:
                 with self._lock:  # so `close` either comes first, or has a connection to shut down
                     if self.is_closed:
                         raise ProtocolError("this side has hung up")
-                    self.connection = connection
+                    self.connection = connection = socket.socket(family, kind, protocol)
+                    connection.setblocking(False)
                     code = connection.connect_ex(address)
                 if code not in (0, errno.EINPROGRESS):
                     raise OSError(code, os.strerror(code))
-                _wait_established(connection, until)
+                began, left = time.monotonic(), len(addresses) + 1 - number
+                _wait_established(connection, began + (until - began) / left)
                 keep_alive(connection)
                 return connection
             except BaseException as error:

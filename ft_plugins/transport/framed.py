@@ -26,10 +26,11 @@ _READS = 128  # parts of frames that a link reads before others have their turn
 _PARTS, _LARGE = 64, 1 << 16  # buffers in one system call; bytes of one that is worth a call of its own
 # kernel probes on an idle connection: seconds before the first, seconds between two, number
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
+_MOST_UNREAD = 2e6  # seconds; in milliseconds, the kernel has 31 bits for it
 
 
 class EndedError(ConnectionResetError):
-    """The peer has closed the connection between two frames."""
+    """The peer has closed the connection."""
 
 
 class Framed:
@@ -85,11 +86,18 @@ class FramedSocket(Framed):
 class Link(Framed):
     """A connection that does not block. For one thread."""
 
-    def __init__(self, connection: socket.socket, channel: Channel | None = None, bounds: FrameBounds = PLAIN) -> None:
+    def __init__(
+        self,
+        connection: socket.socket,
+        channel: Channel | None = None,
+        bounds: FrameBounds = PLAIN,
+        unread: float = PART_SECONDS,
+    ) -> None:
+        """`unread`: for so many seconds the peer may read nothing of what was sent."""
         super().__init__(connection, channel, bounds)
         connection.setblocking(False)
         with contextlib.suppress(OSError):  # a Unix socket has no such options
-            keep_alive(connection)
+            keep_alive(connection, unread)
         self.queued = self.written = 0  # bytes
         self._frames: deque[Iterator[Buffer]] = deque()
         self._left: list[memoryview] = []  # of the first one
@@ -128,8 +136,7 @@ class Link(Framed):
                 nbytes = self.connection.recvmsg_into(self.decoder.space)[0]
             except (BlockingIOError, InterruptedError):
                 return
-            if not nbytes:
-                self.decoder.end()
+            if not nbytes:  # also inside a frame: its process has ended
                 raise EndedError(errno.ECONNRESET, "it has ended")
             if (received := self.decoder.filled(nbytes)) is not None:
                 yield received
@@ -141,12 +148,12 @@ class Link(Framed):
         self.connection.close()
 
 
-def keep_alive(connection: socket.socket) -> None:
-    """Have the kernel send small messages at once, and detect when the peer of an idle connection is gone. Raises
-    OSError."""
+def keep_alive(connection: socket.socket, unread: float = PART_SECONDS) -> None:
+    """Have the kernel send small messages at once, and detect when the peer of an idle connection is gone, or has read
+    nothing for `unread` seconds. Raises OSError."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in {**_KEEPALIVE, "TCP_USER_TIMEOUT": int(1000 * PART_SECONDS)}.items():
+    for name, value in {**_KEEPALIVE, "TCP_USER_TIMEOUT": int(1000 * min(unread, _MOST_UNREAD))}.items():
         if (option := getattr(socket, name, None)) is not None:  # not on every system
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
 

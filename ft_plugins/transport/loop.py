@@ -39,6 +39,7 @@ class Loop:
         for end in (self._woken, self._waker):
             end.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ)
+        self._waking = threading.RLock()  # so no byte goes to a descriptor that was closed and is another one's now
         self._stopping = threading.Event()
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -64,7 +65,8 @@ class Loop:
         connection that is handed over then is closed."""
         self._closed = True
         self._call_all()
-        self.close_copies()
+        with self._waking:
+            self.close_copies()
 
     def close_copies(self) -> None:
         """In a child that was forked: close what it has inherited of the selector."""
@@ -80,7 +82,7 @@ class Loop:
 
     def wake(self) -> None:
         """Have the thread take a step."""
-        with contextlib.suppress(OSError):  # full: it will wake anyway; closed: it has ended
+        with self._waking, contextlib.suppress(OSError):  # full: it will wake anyway; closed: it has ended
             self._waker.send(b"1")
 
     # ---- in the loop's thread ----

@@ -9,6 +9,7 @@ parses the messages.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import struct
@@ -30,9 +31,11 @@ ALARM = "alarm.json"
 
 
 def send(connection: socket.socket, message: Message) -> None:
-    """Write one message on a socket of this node. Raises ProtocolError if it is too large, or msgpack cannot encode it;
-    OSError."""
-    FramedSocket(connection).send(message)
+    """Write one message on a socket of this node, within its timeout, if it has one. Raises ProtocolError if it is too
+    large, or msgpack cannot encode it; OSError."""
+    line = FramedSocket(connection)
+    line.seconds = connection.gettimeout() or math.inf
+    line.send(message)
 
 
 def receive(connection: socket.socket, until: float | None = None) -> Message | None:

@@ -57,6 +57,7 @@ class PeerConnection:
             place = Endpoint.read(endpoint)
             self._dialer = Dialer((place.host, place.port), credentials.secret, credentials.who)
             self._line = self._dialer.connect(time.monotonic() + seconds, FramedSocket)
+            self._line.seconds = seconds
         except ForeignPeerError as error:
             raise ForeignError(str(error)) from error
         except CUT_OFF as error:

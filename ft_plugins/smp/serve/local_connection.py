@@ -69,11 +69,14 @@ class LocalConnection:
     def _ask(self, name: str, *, extra_seconds: float = 0.0, **fields: Any) -> dict[str, Any]:
         """Send one request, again if the SMP dies during it: requests may be carried out twice without harm."""
         for left in reversed(range(_TRIES)):
+            if self._connection.fileno() < 0:  # a request before this one was not answered in time
+                self._connection = self._connect()
             try:
                 self._connection.settimeout(self._timeout + extra_seconds)
                 protocol.send(self._connection, {"do": name, **fields})
                 reply = protocol.receive(self._connection)
             except TimeoutError as error:
+                self._connection.close()  # else its reply would be taken for that of the next request
                 raise ProtocolError(f"the SMP of {self._run_dir} did not answer '{name}' in time") from error
             except OSError:
                 reply = None

@@ -30,7 +30,7 @@ import xxhash
 from pydantic import ConfigDict, Field, TypeAdapter
 
 from ...base import faults, files
-from ...base.intake import FILE_LIMIT, Count, Text, Unfit, Word, json_value, open_regular, shown, typed
+from ...base.intake import Count, Text, Unfit, Word, json_value, open_regular, shown, typed
 from ...errors import StorageError
 from ...events import catalogue
 from ..capture.retention import StoredCheckpoint
@@ -283,7 +283,7 @@ def _begun_by(folder: Path) -> str:
         for name in filter(_DATA.fullmatch, names):
             with suppress(OSError, ValueError, KeyError, TypeError):
                 with open(open_regular(folder / name), "rb") as file:
-                    head = file.read(min(FILE_LIMIT, int.from_bytes(file.read(8), "little")))
+                    head = file.read(min(HEAD_LIMIT, int.from_bytes(file.read(8), "little")))
                 return str(json_value(head)["__metadata__"]["fingerprint"])
     return ""
 

@@ -90,6 +90,9 @@ class CheckpointReader:
                 raise StorageError(f"{path}: its manifest has {shown(one)}, which is not in it")
         if len(described.ranges) < len(digests):
             raise StorageError(f"{path}: its manifest has {len(described.ranges)} buckets, expected {len(digests)}")
+        for at, nbytes in described.ranges[: len(digests)]:
+            if nbytes > record.data_nbytes - at:
+                raise StorageError(f"{path}: its manifest has a bucket at {at} that is not in it")
         offsets, sizes = np.array(described.ranges[: len(digests)], dtype=np.uint64).reshape(-1, 2).T
         order = np.argsort(offsets)
         held = {one.name: one for one in described.tensors}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -61,6 +62,24 @@ def test_without_an_smp_the_error_tells_where_it_was_looked_for_and_comes_in_tim
     with pytest.raises(ProtectionError, match=f"no SMP answers at {tmp_path}/smp.sock.*ft-run.*smp.log"):
         Client(tmp_path, timeout=0.2)
     assert 0.2 <= time.monotonic() - before < 10
+
+
+def test_a_reply_that_comes_too_late_is_not_taken_for_that_of_the_next_request(tmp_path: Path) -> None:
+    asked = threading.Event()
+
+    def late(connection: socket.socket) -> None:
+        protocol.receive(connection)
+        asked.wait(20)
+        with contextlib.suppress(OSError):
+            protocol.send(connection, {"ok": True, "pid": 1})
+            answer({"ok": True, "pid": 2})(connection)
+
+    serve(tmp_path, late, answer({"ok": True, "pid": 3}))
+    with Client(tmp_path, timeout=0.3) as client:
+        with pytest.raises(ProtocolError, match="did not answer 'status' in time"):
+            client.status()
+        asked.set()
+        assert client.status()["pid"] == 3
 
 
 def test_a_socket_path_that_is_too_long_is_refused_at_once(tmp_path: Path) -> None:

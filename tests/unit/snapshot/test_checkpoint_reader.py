@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from safetensors import safe_open
 from ft_plugins.errors import StorageError
 from ft_plugins.model.inventory import Inventory, Item, Role
 from ft_plugins.snapshot.capture import codec, manifest
-from ft_plugins.snapshot.capture.layout import plan_layout
+from ft_plugins.snapshot.capture.layout import Layout, plan_layout
 from ft_plugins.snapshot.checkpoint import checkpoint, index, persist
 from ft_plugins.snapshot.checkpoint.checkpoint import Origin
 from ft_plugins.snapshot.checkpoint.checkpoint_reader import CheckpointReader
@@ -220,6 +222,22 @@ def test_an_earlier_format_is_refused_with_what_to_do(folder: Path) -> None:
     write_digested(folder / "manifest.json", {**content, "format": "ft_plugins checkpoint 1"})
     with pytest.raises(StorageError, match=f"{folder}: .*found 'ft_plugins checkpoint 1': resume or export it with"):
         CheckpointReader(folder)
+
+
+@pytest.mark.parametrize("bucket", [(0, 1 << 62), (1 << 40, 64), (4000, 1000)])
+def test_a_bucket_that_is_not_in_the_data_is_refused_before_memory_is_taken_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bucket: tuple[int, int]
+) -> None:
+    before = manifest.manifest_of
+
+    def wrong(layout: Layout, *told: Any) -> manifest.Manifest:
+        made = before(layout, *told)
+        return replace(made, ranges=(bucket, *made.ranges[1:]))
+
+    monkeypatch.setattr(manifest, "manifest_of", wrong)
+    folder = written(tmp_path, {"a": TENSORS["a"]}, {}, ("n0",), 4096)
+    with pytest.raises(StorageError, match=r"rank-00000\.safetensors: its manifest has a bucket at \d+ that is not in"):
+        CheckpointReader(folder).whole("a", (0,))
 
 
 def test_a_part_that_no_file_has_is_told_of(folder: Path) -> None:

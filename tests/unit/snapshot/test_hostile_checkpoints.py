@@ -177,8 +177,12 @@ def test_files_are_for_their_owner_alone(original: Path) -> None:
     assert stat.S_IMODE(original.stat().st_mode) == 0o700
 
 
-def test_what_another_job_has_begun_is_not_removed(original: Path, tmp_path: Path) -> None:
-    """Given two jobs of one name, one of which writes: the other's cleanup leaves that alone, and its own goes."""
+@pytest.mark.parametrize("names", [0, 3 << 20])
+def test_what_another_job_has_begun_is_not_removed(original: Path, tmp_path: Path, names: int) -> None:
+    """Given two jobs of one name, one of which writes: the other's cleanup leaves that alone, and its own goes.
+    `names`: bytes of the index in the header of a file."""
+    staged = tmp_path / "index"
+    staged.write_text("x" * names)
     base = tmp_path / "job"
     shutil.copytree(original, base)
     source = Segment(original.parent / "segment-0")
@@ -191,7 +195,7 @@ def test_what_another_job_has_begun_is_not_removed(original: Path, tmp_path: Pat
         source.seal(1, version, TOKEN, source.small(0), source.digests(0).copy())
         origin = Origin("job", 2, {"layers": layers, "seed": 1})
         folder = checkpoint.partial_of(base, version)
-        persist.write_rank(folder, source, version, origin)
+        persist.write_rank(folder, source, version, origin, staged_index=staged)
         os.rename(folder / checkpoint.data_file(0), folder / f"{checkpoint.data_file(0)}.new")  # it is being written
         (folder / checkpoint.record_file(0)).unlink()
     source.dirty(1, None, TOKEN)

@@ -108,3 +108,31 @@ def test_a_call_wakes_the_thread_and_after_the_end_it_happens_at_once() -> None:
     loop.close()
     loop.call(lambda: late.append(threading.current_thread()))
     assert late == 2 * [threading.current_thread()] and "test" not in [each.name for each in threading.enumerate()]
+
+
+def test_a_loop_is_not_closed_under_a_thread_that_wakes_it(loop: Loop) -> None:
+    """Else the byte could go to whatever has the number of its descriptor by then."""
+    begun, over, closed = threading.Event(), threading.Event(), threading.Event()
+    real = loop._waker
+
+    class Slow:
+        def send(self, what: bytes) -> int:
+            begun.set()
+            over.wait(SECONDS)
+            return 0 if closed.is_set() else real.send(what)
+
+        def close(self) -> None:
+            closed.set()
+            real.close()
+
+    loop._waker = Slow()  # type: ignore[assignment]
+    waking = threading.Thread(target=loop.wake)
+    waking.start()
+    assert begun.wait(SECONDS)
+    closing = threading.Thread(target=loop.close)
+    closing.start()
+    assert not closed.wait(0.1)
+    over.set()
+    waking.join()
+    closing.join()
+    assert closed.is_set()

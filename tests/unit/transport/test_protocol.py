@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -38,6 +40,26 @@ def test_messages_of_a_node_arrive_until_the_other_side_closes(pair: Pair) -> No
     with pytest.raises(ProtocolError, match="the connection ended inside a frame's length"):
         protocol.receive(theirs)
     assert protocol.receive(theirs) is None
+
+
+def test_one_that_reads_a_message_drop_by_drop_costs_the_timeout_and_not_a_timeout_for_each_drop(pair: Pair) -> None:
+    ours, theirs = pair
+    ours.settimeout(0.4)
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    over = threading.Event()
+
+    def drip() -> None:
+        while not over.wait(0.1) and theirs.recv(4096):
+            pass
+
+    reader = threading.Thread(target=drip)
+    reader.start()
+    began = time.monotonic()
+    with pytest.raises(TimeoutError):
+        protocol.send(ours, {"text": "x" * (1 << 18)})
+    over.set()
+    reader.join()
+    assert time.monotonic() - began < 2.0
 
 
 def test_a_refusal_arrives_as_the_error_that_was_raised() -> None:

@@ -1,0 +1,68 @@
+"""Which of a peer's addresses is connected to."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from ft_plugins.transport.channel import Channel, Party
+from ft_plugins.transport.dial import Dialer
+
+SECONDS = 5.0
+Address = tuple[int, int, int, str, tuple[str, int]]
+
+
+def known_as(monkeypatch: pytest.MonkeyPatch, *addresses: tuple[int, tuple[str, int]]) -> None:
+    """A name that has these addresses, the first of them first."""
+    found = [(family, socket.SOCK_STREAM, 0, "", address) for family, address in addresses]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+
+
+@pytest.fixture
+def there() -> Iterator[tuple[str, int]]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()
+
+
+@pytest.fixture
+def silent() -> Iterator[tuple[str, int]]:
+    """An address that answers no call: so many others wait there."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(4):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(listener.getsockname())
+        yield listener.getsockname()
+
+
+def connected(monkeypatch: pytest.MonkeyPatch) -> tuple[str, int]:
+    """Where a dialler gets to."""
+    monkeypatch.setattr("ft_plugins.transport.dial.prove", lambda *_: None)
+
+    def greet(connection: socket.socket, channel: Channel) -> tuple[str, int]:
+        with connection:
+            host, port = connection.getpeername()
+            return str(host), int(port)
+
+    return Dialer(("name", 1), bytes(16), Party("p", "j", "n")).connect(time.monotonic() + SECONDS, greet)
+
+
+def test_where_the_first_address_is_of_a_kind_that_the_system_lacks_the_next_one_is_taken(
+    monkeypatch: pytest.MonkeyPatch, there: tuple[str, int]
+) -> None:
+    known_as(monkeypatch, (999, ("::1", 9)), (socket.AF_INET, there))
+    assert connected(monkeypatch) == there
+
+
+def test_where_the_first_address_does_not_answer_there_is_time_for_the_next_one(
+    monkeypatch: pytest.MonkeyPatch, silent: tuple[str, int], there: tuple[str, int]
+) -> None:
+    known_as(monkeypatch, (socket.AF_INET, silent), (socket.AF_INET, there))
+    began = time.monotonic()
+    assert connected(monkeypatch) == there
+    assert time.monotonic() - began < 0.8 * SECONDS, "or none is left for the handshake"
