@@ -231,7 +231,7 @@ class _Preloader:
         except SyntaxError:
             raise
         except ValueError as error:
-            raise _Refused(f"the script changes sys.path, reading does not tell how: {error}") from error
+            raise _Refused(f"the script changes sys.path, reading does not show how: {error}") from error
 
     def _source(self) -> tuple[str, str]:
         """The text of the script and its path; '' if it is not found."""

@@ -3,7 +3,7 @@
 Invariant: the script is read, not executed. A variable that differs between ranks, between starts, or that the script
 itself sets is *withheld*: a module that reads it while it is imported is left to the rank. A script that sets one which
 libraries in C read when they are loaded has no preloader, and so has one that changes the path in a way that reading
-does not tell.
+does not show.
 
 In: texts, names. Out: imports in order, names, a refusal.
 """
@@ -131,7 +131,7 @@ def _is_environment(node: ast.expr) -> bool:
 
 def first_on_path(source: str, file: str) -> list[str]:
     """The folders that the text of a script, or of a module next to it, puts on the path before others; `file`: of the
-    script. Raises SyntaxError, and ValueError if reading does not tell."""
+    script. Raises SyntaxError, and ValueError if reading does not show them."""
     tree = ast.parse(source)
     assigned: dict[str, ast.expr | None] = {}
     for node in ast.walk(tree):
