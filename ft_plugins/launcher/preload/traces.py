@@ -1,4 +1,4 @@
-"""What an import has done to this process that ranks forked from it would share, or that each rank has to make for itself.
+"""What an import has done to this process that its ranks would share, or that each rank has to make for itself.
 
     generators   seeded or drawn from: a rank has its own, which a module of it may have seeded
     temporary    files with names chosen at random: the first rank that ends removes what the others use
