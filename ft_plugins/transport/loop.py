@@ -101,7 +101,8 @@ class Loop:
     def forget(self, connection: socket.socket) -> None:
         """Watch `connection` no more, before it is closed. Idempotent."""
         if self._ready.pop(connection, None) is not None:
-            self._selector.unregister(connection)
+            with contextlib.suppress(KeyError):  # an error of the selector has forgotten it already
+                self._selector.unregister(connection)
 
     def at(self, when: float, what: Callable[[float], None]) -> None:
         """Call `what(now)` at `when` (monotonic), instead of when was said before; inf: not at all."""

@@ -55,6 +55,15 @@ def test_a_connection_that_is_forgotten_in_a_step_is_not_called_in_it(loop: Loop
         theirs.close()
 
 
+def test_a_connection_that_the_selector_has_lost_is_forgotten_too(loop: Loop) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        loop.watch(ours, lambda events: None)
+        loop._selector.unregister(ours)  # as it does itself when the kernel refuses a change
+        loop.forget(ours)
+        loop.forget(ours)
+
+
 def test_a_time_replaces_the_one_before_and_infinity_is_never(loop: Loop) -> None:
     called: list[str] = []
 
