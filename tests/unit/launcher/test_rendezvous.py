@@ -57,7 +57,7 @@ from ft_plugins.transport.dial import REFUSED
 from ft_plugins.transport.frame_codec import seal
 from harness.job_control import wait_until
 
-WAIT = 60.0
+WAIT = 120.0
 SILENCE = 2.0  # seconds; more than a process is kept waiting for a core here
 fork = get_context("fork")
 numbers = itertools.count()
@@ -263,7 +263,8 @@ def leader(found: dict[str, dict[str, Any]]) -> str:
 
 def test_survivors_of_the_node_that_leads_go_on_in_their_ranks_with_a_substitute(start: Start) -> None:
     ends = "1,2"
-    a, b, c = (start(number, name, endpoints=ends) for number, name in ((1, "c"), (2, "b"), (3, "a")))
+    held: dict[str, Any] = {"endpoints": ends, "wait_seconds": 10}  # the place of the lost one
+    a, b, c = (start(number, name, **held) for number, name in ((1, "c"), (2, "b"), (3, "a")))
     first = join(a, b, c)
     assert first["c"]["names"] == ["a", "b", "c"]
     lead = leader(first)
@@ -325,14 +326,14 @@ def test_a_lead_that_was_stopped_is_replaced_and_comes_back_as_one_of_the_others
 
 
 def test_a_node_with_the_address_of_the_lost_one_is_found_by_the_survivors(start: Start) -> None:
-    a, b, c = start(1, "a"), start(2, "b"), start(3, "c")
+    a, b, c = (start(number, name, wait_seconds=10) for number, name in ((1, "a"), (2, "b"), (3, "c")))
     assert leader(join(a, b, c)) == "a"
     a.kill()
     until(b, 1)
     until(c, 1)
     b.tell("join"), c.tell("join")
     assert b.quiet(1)
-    new = start(1, "new")  # the one endpoint is its own: it knows nobody
+    new = start(1, "new", wait_seconds=10)  # the one endpoint is its own: it knows nobody
     found = {"new": new.tell("join").hear(), "b": b.hear(), "c": c.hear()}
     assert found["new"]["names"] == ["new", "b", "c"] and found["new"]["round"] == 2
     leader(found)
@@ -375,9 +376,8 @@ def test_a_node_that_is_started_again_knows_the_others_and_its_rank(start: Start
     for node in (a, b, c):
         node.kill()
     (folders["a"] / "nodes.json").write_text("{")  # this one has forgotten
-    a, b, c = (
-        start(number, name, run_dir=folders[old]) for number, name, old in ((1, "c", "c"), (2, "b", "b"), (3, "0", "a"))
-    )
+    again = ((1, "c", "c"), (2, "b", "b"), (3, "0", "a"))
+    a, b, c = (start(number, name, run_dir=folders[old], wait_seconds=10) for number, name, old in again)
     found = join(a, b, c)
     assert found["0"]["names"] == ["0", "b", "c"] and found["0"]["round"] == 2
 
@@ -392,7 +392,7 @@ def test_a_node_that_remembers_finds_the_others_without_the_endpoint(start: Star
     again = start(3, "c", run_dir=tmp_path).tell("join")  # the endpoint is that of a, which is no more
     new = start(4, "d", endpoints="2").tell("join")
     assert new.quiet(1)  # nor does anybody listen there
-    other = start(1, "e").tell("join")
+    other = start(1, "e", wait_seconds=10).tell("join")
     assert other.hear()["names"] == ["e", "b", "c"]
     assert again.hear()["rank"] == 2 and b.hear()["rank"] == 1
 
