@@ -28,7 +28,6 @@ import sys
 import sysconfig
 import time
 from contextlib import suppress
-from ctypes import CDLL
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
@@ -54,7 +53,6 @@ _SCRIPT_BYTES = 16 << 20
 _OUTPUT_BYTES = 1 << 20  # of what imports print
 _NEVER = (1 << 31) - 1  # new objects before a collection
 _STARTS = 8  # of this process, each without more packages
-_HARMLESS = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 
 
 @dataclass(frozen=True)
@@ -119,7 +117,7 @@ class _Preloader:
         self._script, *self._arguments = words[1:] if self._module else words
         self._began, self._left = time.time_ns(), dict(order.left)
         self._monotonic = time.monotonic()
-        self._clocks, self._descriptors = new_process.Clocks(), _descriptors()
+        self._clocks, self._descriptors = new_process.Clocks(), traces.descriptors()
         self._folder = os.getcwd()
         config = launch_context({"FTP_CONFIG": order.config})
         self.hooks = hooks.register(replace(config, local_world_size=order.ranks))  # rank 0 passes on what they say
@@ -176,7 +174,7 @@ class _Preloader:
     def _import(self, statement: ImportStatement, variables: set[str]) -> str:
         """Import it; why its package must be left to the ranks, '' if it need not."""
         known, used, before = set(sys.modules), self._reads.used, self._traces
-        threads, descriptors = _threads(), _descriptors()
+        threads, descriptors = traces.threads(), traces.descriptors()
         try:
             with self._reads.watching():
                 module = importlib.import_module(statement.module)
@@ -191,9 +189,9 @@ class _Preloader:
             pass  # the script tries, and does without it
         except (Exception, SystemExit) as error:
             return f"its import fails: {type(error).__name__}: {error}"[:500]
-        if _threads() > threads and _threads(after_fork=True) > threads:
+        if traces.threads() > threads and traces.threads(after_fork=True) > threads:
             return "it leaves a thread running"
-        if kept := _descriptors() - descriptors:
+        if kept := traces.descriptors() - descriptors:
             return f"it keeps {', '.join(sorted(kept))} open"
         used = {name for name in self._reads.used - used if name in variables or what_to_import.withheld(name)}
         if used:
@@ -283,7 +281,7 @@ class _Preloader:
         differs = {name for name in names if self._environment.get(name) != environment.get(name)}
         if wrong := sorted((differs - {NVML}) & self._reads.used):
             packets.send(self._end, {"refused": f"the environment differs: {', '.join(wrong)}"})
-        elif (threads := _threads(after_fork=True)) > 1 or _descriptors(*descriptors) - self._descriptors:
+        elif (threads := traces.threads(after_fork=True)) > 1 or traces.descriptors(*descriptors) - self._descriptors:
             packets.send(self._end, {"refused": f"it has {threads} threads, or keeps a descriptor open"})
         elif (pid := self._fork(descriptors[2])) is None:
             return True
@@ -336,34 +334,6 @@ class _Preloader:
                 files.write_all(descriptor, text)
         found = {name: self._environment.get(name) for name in self._reads.used - {NVML}}
         imported.found_by_modules(found | self._reads.written())
-
-
-def _threads(after_fork: bool = False) -> int:
-    """Threads of this process. Some libraries, such as OpenBLAS, end theirs before it forks, so that shows more."""
-    if after_fork and _threads() > 1:
-        child = os.fork()
-        if not child:
-            os._exit(0)
-        os.waitpid(child, 0)
-    return len(os.listdir("/proc/self/task"))
-
-
-def _descriptors(*known: int) -> set[str]:
-    """What the open descriptors lead to, `known` and harmless ones apart; NVML, which torch leaves open, is ended."""
-    for _ in range(2):
-        found = set()
-        for link in Path("/proc/self/fd").iterdir():
-            with suppress(OSError):  # that of the folder itself is closed by now
-                target = os.readlink(link)
-                if int(link.name) not in known and target not in _HARMLESS and not target.endswith("/fd"):
-                    found.add(target)
-        if not any(each.startswith("/dev/nvidia") for each in found):
-            break
-        with suppress(OSError, AttributeError):
-            nvml = CDLL("libnvidia-ml.so.1")
-            while nvml.nvmlShutdown() == 0:  # counts its users
-                pass
-    return found
 
 
 def _paths() -> set[str]:

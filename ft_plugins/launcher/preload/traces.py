@@ -10,16 +10,20 @@ In: this process. Out: what differs between two readings, in words.
 
 from __future__ import annotations
 
+import os
 import pickle
 import random
 import signal
 import sys
 import tempfile
 from collections import Counter
+from contextlib import suppress
+from ctypes import CDLL
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+_HARMLESS = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 _UNNAMED = " (deleted)"  # how the kernel shows it
 
 
@@ -49,6 +53,34 @@ def read() -> Traces:
     """Those of this process."""
     names = vars(tempfile).get("_name_sequence")  # of all temporary files; None before the first
     return Traces(_generators(), names and names.rng.getstate(), _timers(), _shared())
+
+
+def threads(after_fork: bool = False) -> int:
+    """Threads of this process. Some libraries, such as OpenBLAS, end theirs before it forks, so that shows more."""
+    if after_fork and threads() > 1:
+        child = os.fork()
+        if not child:
+            os._exit(0)
+        os.waitpid(child, 0)
+    return len(os.listdir("/proc/self/task"))
+
+
+def descriptors(*known: int) -> set[str]:
+    """What the open descriptors lead to, `known` and harmless ones apart; NVML, which torch leaves open, is ended."""
+    for _ in range(2):
+        found = set()
+        for link in Path("/proc/self/fd").iterdir():
+            with suppress(OSError):  # that of the folder itself is closed by now
+                target = os.readlink(link)
+                if int(link.name) not in known and target not in _HARMLESS and not target.endswith("/fd"):
+                    found.add(target)
+        if not any(each.startswith("/dev/nvidia") for each in found):
+            break
+        with suppress(OSError, AttributeError):
+            nvml = CDLL("libnvidia-ml.so.1")
+            while nvml.nvmlShutdown() == 0:  # counts its users
+                pass
+    return found
 
 
 def _generators() -> dict[str, Any]:

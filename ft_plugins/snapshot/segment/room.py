@@ -137,10 +137,3 @@ def _upwards(mount: Path, path: str, limit: str, usage: str, prefix: str) -> Ite
                 yield folder / limit, bytes_allowed, max(0, int((folder / usage).read_text()) - files)
         if folder == mount:
             return
-
-
-def headroom() -> int:
-    """The bytes that processes of this node can still use: what is available, and what each limit leaves."""
-    fields = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines())
-    available = int(fields["MemAvailable"].split()[0]) << 10
-    return min([available, *(max(0, limit - used) for _, limit, used in _limits())])
