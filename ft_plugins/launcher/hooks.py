@@ -54,8 +54,8 @@ class FrameworkHooks:
 
 
 def register(context: LaunchContext) -> FrameworkHooks:
-    """Prepare and hook the frameworks when the script imports them: Megatron if a system is on, DeepSpeed always,
-    because its own configuration can switch one on."""
+    """Prepare and hook the frameworks when the script imports them: Megatron and Hugging Face's Trainer if a system is
+    on, DeepSpeed always, because its own configuration can switch one on."""
     hooks = FrameworkHooks(context)
 
     def megatron() -> None:
@@ -69,6 +69,12 @@ def register(context: LaunchContext) -> FrameworkHooks:
         adapter.prepare_launched(hooks.context)
         hooks.endings.append(adapter.install())
 
+    def transformers() -> None:
+        adapter: Any = importlib.import_module("ft_plugins.adapters.hf")
+        if hooks.context.config is not None and hooks.context.config.systems:
+            hooks.endings.append(adapter.install())
+
+    sys.meta_path.insert(0, FirstImport("transformers", transformers))
     sys.meta_path.insert(0, FirstImport("megatron", megatron))
     sys.meta_path.insert(0, FirstImport("deepspeed", deepspeed))
     return hooks

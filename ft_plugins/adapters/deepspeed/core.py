@@ -147,8 +147,9 @@ class DeepSpeedHost(DeepSpeedStepping):
         return Given((*objects, self.engine.optimizer, inner), (*self.tensors().values(),), tuple(trained), True)
 
     def _report_own_scheduler(self) -> None:
-        """Say once that the script steps a scheduler unknown to DeepSpeed: no optimizer changes its own rates."""
-        if self.engine.lr_scheduler is not None or self._scheduler_reported:
+        """Say once that the script steps a scheduler unknown to DeepSpeed: no optimizer changes its own rates. A client
+        captures its own."""
+        if self.engine.lr_scheduler is not None or self._scheduler_reported or self._client is not None:
             return
         before, self._rates = self._rates, rates(state.inner(self.engine.optimizer))
         if before is not None and before != self._rates:

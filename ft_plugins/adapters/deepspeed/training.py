@@ -70,7 +70,11 @@ class EngineHooks:
         self._join = join
         self.loop: DeepSpeedLoop | None = None
         self.positions = Positions()
-        self.clients = EngineClients(self._built_by)
+        self.clients = EngineClients(self._built_by, self._trained_by)
+
+    def _trained_by(self, client: EngineClient) -> None:
+        if self.loop is not None and self.loop.client is client:
+            self.loop.trained()
 
     def _built_by(self, client: EngineClient) -> None:
         if self.loop is not None and self.loop.client is client:
@@ -90,7 +94,7 @@ class EngineHooks:
         given = configuration_argument(bound.arguments)
         known = resolve(given, context)  # before DeepSpeed acts on it
         if known.capture is not None:  # before anything is built, if that is known by now
-            require_own_loop(callers())
+            self._require_known_loop()
             require_supported_settings(settings_of(given), bound.arguments.get("optimizer"))
             if torch.distributed.is_initialized():
                 require_several_ranks()
@@ -109,7 +113,7 @@ class EngineHooks:
             )
         leave: Leave = _no_cleanup
         if config.capture is not None:  # else no memory outlives the job
-            require_own_loop(callers())
+            self._require_known_loop()
             require_several_ranks()
             if self._join is not None and context.run_dir is None:
                 context, leave = self._join(config, context)
@@ -122,6 +126,11 @@ class EngineHooks:
             leave(False)
             raise
         return built
+
+    def _require_known_loop(self) -> None:
+        """Raises UnsupportedError if a library calls whose loop is that of no client."""
+        if self.clients.current is None:
+            require_own_loop(callers())
 
     def finish(self) -> None:
         """The script's orderly end."""
@@ -195,6 +204,11 @@ class DeepSpeedLoop:
         else:
             leave(True)
 
+    def trained(self) -> None:
+        """The client's loop has ended: the version point of the last iteration, unless it was restored."""
+        self._end()
+        self._session.restore_position()
+
     def _end(self) -> None:
         """The version point of an updated iteration."""
         if self._updated is not None:
@@ -255,6 +269,8 @@ class DeepSpeedLoop:
         replace(self.engine, "forward", self._going_forward)
         self.engine.module.register_forward_pre_hook(lambda module, args: self._computing(), prepend=True)
         replace(self.engine, "step", self._stepping)
+        if self.client is not None and self.client.places_data:
+            return  # it reads as it likes
         self._positions.before_read = self._before_read
         self._positions.found_end = lambda: self._reads.reading(-1)
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import xxhash
 
+from ...model.digest import WALL_TIMES
 from ..segment.ledger import LedgerPart
 
 _RERUN = "rerun_state_machine"  # among Megatron's counters: the largest losses so far
@@ -75,8 +76,8 @@ def pieces(value: Any) -> Iterator[bytes]:
             yield f"a{value.dtype}{value.shape}".encode()
             yield value.tobytes()
         case Mapping():
-            yield b"m%d" % len(value)
-            entries = sorted(value.items(), key=lambda entry: str(entry[0]))
+            entries = sorted((one for one in value.items() if one[0] != WALL_TIMES), key=lambda entry: str(entry[0]))
+            yield b"m%d" % len(entries)
             for key, part in entries if len(entries) <= MANY else entries[:: -(-len(entries) // MANY)]:
                 yield f"k{key!r}".encode()
                 yield from pieces(part)

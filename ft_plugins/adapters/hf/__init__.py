@@ -1,0 +1,53 @@
+"""Hugging Face's Trainer as a host. Call `install()`; it acts when the script imports transformers' Trainer.
+
+With DeepSpeed a Trainer is a client of its engine: `adapters/deepspeed/clients/hf_trainer.py`.
+
+In: the process. Out: Trainers over plain torch that are protected as ft-run is configured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from ...config import launch_context
+from ..script.script_hooks import on_import, wrap
+from .trainer_run import Protection, TrainerRun
+
+TRAINER = "transformers.trainer"
+
+
+def install() -> Callable[[], None]:
+    """Protect Trainers that train without DeepSpeed. Returns a function to call at the script's orderly end."""
+    protections: list[Any] = []
+
+    def protection() -> Protection:
+        from .torch_trainer import TorchTrainer  # imports torch
+
+        if not protections:
+            context = launch_context()  # of this rank, which may have been forked since
+            assert context.config is not None
+            protections.append(TorchTrainer(context.config, context))
+        return protections[0]  # type: ignore[no-any-return]
+
+    def finish() -> None:
+        for one in protections:
+            one.shutdown()
+
+    on_import(TRAINER, lambda module: follow(module, lambda trainer: not trainer.is_deepspeed_enabled, protection))
+    return finish
+
+
+def follow(module: ModuleType, applies: Callable[[Any], bool], protection: Callable[[], Protection]) -> None:
+    """Hook `Trainer.train` of transformers.trainer, for Trainers to which this kind of protection applies."""
+    version = str(getattr(__import__("transformers"), "__version__", "unknown"))
+
+    def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        if applies(trainer):
+            TrainerRun(trainer, module, protection(), version, kwargs.get("trial"))
+        return original(trainer, *args, **kwargs)
+
+    wrap(module.Trainer, "train", train)  # type: ignore[attr-defined]
+
+
+__all__ = ["TRAINER", "follow", "install"]
