@@ -3,8 +3,8 @@
     ft-run --nproc-per-node 2 trainer_jobs.py PREFIX --accumulate 2 --evaluate 3 --reft
     torchrun --nproc-per-node 2 trainer_jobs.py PREFIX --deepspeed ds.json
 
-What it ends with is written to PREFIX and the rank: digests of parameters, optimizer, scheduler, TrainerState, callbacks,
-generators, and of every batch. It kills itself with `--kill RESTART:RANK:STEP:WHEN`.
+What it ends with is written to PREFIX and the rank: digests of parameters, optimizer, scheduler, TrainerState,
+callbacks, generators, and of every batch. It kills itself with `--kill RESTART:RANK:STEP:WHEN`.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=int, default=0)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--workers", type=int, default=0)
-    parser.add_argument("--log", type=int, default=1)
+    parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--strategy", default="random")
     parser.add_argument("--augmented", action="store_true")
     parser.add_argument("--stream", action="store_true")
@@ -135,7 +135,7 @@ def main() -> None:
         learning_rate=1e-2,
         warmup_steps=3,
         lr_scheduler_type="cosine",
-        logging_steps=given.log,
+        logging_steps=given.every,
         eval_strategy="steps" if given.evaluate else "no",
         eval_steps=given.evaluate or None,
         save_strategy="steps" if given.checkpoint else "no",
@@ -190,7 +190,8 @@ def write(prefix: Path, rank: int, trainer: Any, outcome: Any, counting: Any, ca
     while getattr(optimizer, "optimizer", None) is not None:
         optimizer = optimizer.optimizer
     engine = getattr(trainer, "deepspeed", None)
-    history = [{key: one for key, one in entry.items() if not key.endswith(TIMES)} for entry in trainer.state.log_history]
+    logged = trainer.state.log_history
+    history = [{key: one for key, one in entry.items() if not key.endswith(TIMES)} for entry in logged]
     fields = {name: value for name, value in vars(trainer.state).items() if name != "log_history"}
     fields["best_model_checkpoint"] = str(fields["best_model_checkpoint"]).rpartition("/")[2]
     local = {name: getattr(one, "_local_tensor", one) for name, one in trainer.model.named_parameters()}
@@ -207,10 +208,10 @@ def write(prefix: Path, rank: int, trainer: Any, outcome: Any, counting: Any, ca
         "history": history,
         "loss": outcome.training_loss,
         "counting": vars(counting),
-        "patience": [one.early_stopping_patience_counter for one in callbacks if hasattr(one, "early_stopping_patience")],
+        "patience": [getattr(one, "early_stopping_patience_counter", None) for one in callbacks],
         "tokens": trainer.tokens,
         "batches": trainer.seen,
-        "rng": {"torch": torch.get_rng_state(), "python": list(random.getstate()[1]), "numpy": np.random.get_state()[1]},
+        "rng": [torch.get_rng_state(), list(random.getstate()[1]), np.random.get_state()[1]],
     }
     Path(f"{prefix}{rank}").write_text(json.dumps(readable(state)))
 

@@ -59,8 +59,8 @@ class DataPosition(Protocol):
 
 
 def position_of(source: Any, iteration: Callable[[], int], trains: Callable[[], bool]) -> DataPosition:
-    """The position of `source`, or of the several in a list; `source` itself if it is one. `iteration()` is 0 before the first; `trains()` says
-    whether the model is in training mode.
+    """The position of `source`, or of the several in a list; `source` itself if it is one. `iteration()` is 0 before
+    the first; `trains()` says whether the model is in training mode.
 
     Raises ConfigError if the position of `source` cannot be determined.
     """

@@ -6,6 +6,7 @@ In: the process. Out: Trainers over plain torch that are protected as ft-run is 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -40,7 +41,7 @@ def install() -> Callable[[], None]:
 
 def follow(module: ModuleType, applies: Callable[[Any], bool], protection: Callable[[], Protection]) -> None:
     """Hook `Trainer.train` of transformers.trainer, for Trainers to which this kind of protection applies."""
-    version = str(getattr(__import__("transformers"), "__version__", "unknown"))
+    version = str(getattr(sys.modules["transformers"], "__version__", "unknown"))
 
     def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
         if applies(trainer):

@@ -67,4 +67,5 @@ class PlainAttributes:
 
 
 def _on_the_cpu(value: Any) -> Any:
-    return value.cpu() if type(value) is torch.Tensor and value.device.type != "cpu" and value.nbytes <= LIMIT else value
+    elsewhere = type(value) is torch.Tensor and value.device.type != "cpu" and value.nbytes <= LIMIT
+    return value.cpu() if elsewhere else value

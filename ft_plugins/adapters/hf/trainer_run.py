@@ -152,7 +152,7 @@ class TrainerRun:
         self._epoch = given["epoch"]
         self.loader.turning()
         epoch, batches = self._entered()
-        entered = {"epochs_trained": epoch, "steps_trained_in_current_epoch": batches}
+        entered: dict[str, Any] = {"epochs_trained": epoch, "steps_trained_in_current_epoch": batches}
         if self._restored is not None:
             entered["resume_from_checkpoint"] = "memory" if batches else None  # None: nothing to pass over
         with replaced(self._module, "skip_first_batches", self._skipping(self._module.skip_first_batches)):

@@ -1,8 +1,8 @@
 """The state of a Hugging Face Trainer besides model, optimizer and data: what its loop and its callbacks count.
 
-Invariant: after `write(read())` the loop logs, evaluates, saves and stops as it would have. Objects keep their identity,
-because callbacks and the script refer to them. What follows from the arguments (`max_steps`, intervals) is captured only
-if something has changed it.
+Invariant: after `write(read())` the loop logs, evaluates, saves and stops as it would have. Objects keep their
+identity, because callbacks and the script refer to them. What follows from the arguments (`max_steps`, intervals) is
+captured only if something has changed it.
 
 In: a Trainer. Out: plain values for the codec, and back."""
 

@@ -1,0 +1,112 @@
+"""Hugging Face's Trainer, killed in mid-run under ft-run: each ends as one that never failed, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ft_plugins.events import read
+from harness.golden import explain, tree_differences
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+SCRIPT = Path(__file__).with_name("trainer_jobs.py")
+FT_RUN, TORCHRUN = ("-m", "ft_plugins.launcher.command"), ("-m", "torch.distributed.run", "--standalone")
+BOUND = 590
+
+
+@dataclass(frozen=True)
+class Case:
+    """`arguments` of the script. `kills`: restart, rank, update and the moment in it; `restored` the iterations from
+    which the job goes on. `stage` of ZeRO; None: DistributedDataParallel."""
+
+    arguments: str
+    kills: tuple[str, ...]
+    restored: tuple[int, ...]
+    stage: int | None = None
+
+
+_ACCUMULATED = "--accumulate 2 --evaluate 3 --samples 26"  # 4 updates in an epoch, the last of one batch
+CASES = {
+    # 5 updates in an epoch
+    "zero1": Case("", ("0:1:7:update",), (6,), 1),
+    "zero1-resumed-by-itself": Case("--checkpoint 4 --resume", ("0:1:7:end",), (6,), 1),
+    "zero2-accumulated": Case(_ACCUMULATED, ("0:1:5:substep", "1:0:4:end", "2:1:9:evaluate"), (4, 4, 8), 2),
+    "zero3-augmented": Case("--augmented --evaluate 5", ("0:1:5:end", "1:0:8:end"), (4, 7), 3),
+    "ddp-accumulated-augmented": Case(
+        f"{_ACCUMULATED} --augmented --every 2", ("0:1:5:substep", "1:0:8:end", "2:1:9:evaluate"), (4, 7, 8)
+    ),
+    "ddp-workers-by-length": Case(
+        "--workers 2 --strategy group_by_length --augmented", ("0:1:6:update", "1:0:9:end"), (5, 8)
+    ),
+    "ddp-checkpoints-early-stopping": Case(
+        "--checkpoint 2 --evaluate 2 --patience 2 --resume --steps 16", ("0:1:7:end", "1:0:8:evaluate"), (6, 7)
+    ),
+    "ddp-stream": Case("--stream --samples 22", ("0:1:4:end", "1:1:9:update"), (3, 8)),
+    "ddp-after-training": Case("--evaluate 5", ("0:1:12:after",), (12,)),
+}
+
+
+def run(folder: Path, launcher: Sequence[str], arguments: Sequence[str], ranks: int = 2) -> list[Any]:
+    """The final state of each rank."""
+    folder.mkdir(mode=0o700)
+    words = [*launcher, "--nproc-per-node", str(ranks), str(SCRIPT), str(folder / "state-"), *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "XDG_RUNTIME_DIR": str(folder)}
+    out = folder / "out"  # no pipe: an SMP that stays would have it open
+    with out.open("w") as printed:
+        done = subprocess.run(
+            [sys.executable, *words], cwd=SCRIPT.parent, env=environment, stdout=printed, stderr=subprocess.STDOUT,
+            timeout=BOUND, check=False,
+        )  # fmt: skip
+    assert done.returncode == 0, out.read_text()[-3000:]
+    return [json.loads((folder / f"state-{rank}").read_text()) for rank in range(ranks)]
+
+
+def configured(folder: Path, stage: int, protected: bool) -> list[str]:
+    """The flag with DeepSpeed's configuration, as the Trainer takes it."""
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "zero_optimization": {"stage": stage},
+    }
+    if protected:
+        settings["ft_plugins"] = {"reft": {"interval": 1}}
+    path = folder / f"zero{stage}-{protected}.json"
+    path.write_text(json.dumps(settings))
+    return ["--deepspeed", str(path)]
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", CASES)
+def test_a_trainer_that_is_killed_ends_bit_for_bit_as_an_unprotected_one(own_environment: Path, name: str) -> None:
+    """Parameters, optimizer, scheduler, TrainerState with every logged number, callbacks, batches, generators."""
+    case, folder = CASES[name], own_environment / f"hf-{list(CASES).index(name)}"
+    folder.mkdir(mode=0o700)
+    words = case.arguments.split()
+    if case.stage is None:
+        golden = run(folder / "g", TORCHRUN, words)
+        protected = ["--reft"]
+    else:  # on a CPU ft-run has DeepSpeed build nothing
+        golden = run(folder / "g", FT_RUN, [*words, *configured(folder, case.stage, protected=False)])
+        protected = configured(folder, case.stage, protected=True)
+    kills = [word for kill in case.kills for word in ("--kill", kill)]
+    job = ["--ftp-job", f"hf-{name}-{os.getpid()}"]
+    killed = run(folder / "k", FT_RUN, [*words, *protected, *job, *kills])
+
+    differences = list(tree_differences("", {"ranks": golden}, {"ranks": killed}))
+    assert not differences, explain(differences)
+    [path] = (folder / "k").glob("ft_plugins/*/*/events.jsonl")
+    events = list(read(path))
+    restored = [event.fields["iteration"] for event in events if event.name == "state.restored" and event.rank == 0]
+    assert restored == list(case.restored)
+    assert not [event for event in events if event.name in ("protection.lost", "resume.differed")]
