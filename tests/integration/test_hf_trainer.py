@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ CASES = {
     # 5 updates in an epoch
     "zero1": Case("", ("0:1:7:update",), (6,), 1),
     "zero1-resumed-by-itself": Case("--checkpoint 4 --resume", ("0:1:7:end",), (6,), 1),
-    "zero2-accumulated": Case(_ACCUMULATED, ("0:1:5:substep", "1:0:4:end", "2:1:9:evaluate"), (4, 4, 8), 2),
+    "zero2-accumulated": Case(_ACCUMULATED, ("0:1:5:substep", "1:0:8:end", "2:1:9:evaluate"), (4, 7, 8), 2),
     "zero3-augmented": Case("--augmented --evaluate 5", ("0:1:5:end", "1:0:8:end"), (4, 7), 3),
     "ddp-accumulated-augmented": Case(
         f"{_ACCUMULATED} --augmented --every 2", ("0:1:5:substep", "1:0:8:end", "2:1:9:evaluate"), (4, 7, 8)
@@ -107,6 +108,7 @@ def test_a_trainer_that_is_killed_ends_bit_for_bit_as_an_unprotected_one(own_env
     assert not differences, explain(differences)
     [path] = (folder / "k").glob("ft_plugins/*/*/events.jsonl")
     events = list(read(path))
-    restored = [event.fields["iteration"] for event in events if event.name == "state.restored" and event.rank == 0]
+    of_rank_0 = [event.fields["iteration"] for event in events if event.name == "state.restored" and not event.rank]
+    restored = [iteration for iteration, _ in groupby(of_rank_0)]  # once more where the Trainer loads a checkpoint
     assert restored == list(case.restored)
     assert not [event for event in events if event.name in ("protection.lost", "resume.differed")]

@@ -170,7 +170,7 @@ def test_torch_comes_from_the_index_that_the_variable_names(project: Path) -> No
     said = setup(project, FTP_TORCH_INDEX_URL="file:///wheels")
     first, second = [line for line in said.splitlines() if line.startswith("INSTALL")]
     assert "--index-url file:///wheels torch==2.13.0" in first and "CUDA" not in said
-    assert "--constraint launch/constraints.txt --editable .[megatron,deepspeed,dev,report]" in second
+    assert "--constraint launch/constraints.txt --editable .[megatron,deepspeed,hf,dev,report]" in second
 
 
 def test_a_second_setup_does_nothing(project: Path) -> None:

@@ -17,7 +17,6 @@ from ...errors import ConfigError, UnsupportedError
 from .shard_groups import ReplicaBuild, require_divisible
 
 _OTHER_LOOPS = {  # by the module that builds the engine, or calls the one that does: the outermost is named
-    "transformers.trainer": "the Trainer of Hugging Face transformers counts its own steps and skips batches itself",
     "accelerate.accelerator": "Hugging Face accelerate's Accelerator.prepare makes loaders that read ahead",
 }
 

@@ -1,7 +1,7 @@
 """The data position of a loop over a loader of accelerate, which reads one batch ahead of what it gives.
 
-Invariant: after `write`, restoring the generators and `place`, the next batch is the one that would have come next, and
-so are all later ones. A batch that was read ahead is read again, with the random numbers that it was read with.
+Invariant: after `write` and restoring the generators the next batch is the one that would have come next, and so are
+all later ones. A batch that was read ahead is read again, with the random numbers that it was read with.
 
     sampled     the pass begins with its original random numbers, behind the batches that the loop has taken: nothing is
                 loaded twice
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -38,11 +38,15 @@ from ..data.loaders import (
     set_source_generators,
 )
 from ..rng import numbers_drawn
+from ..script.script_hooks import replace
 
 _DRAWN = (
     "its data set draws random numbers of the process while it is read, between which training draws its own, so they "
     "cannot be drawn again: let it draw from a generator of its own, in an attribute"
 )
+
+
+_AHEAD = "__ft_batches_ahead__"  # attribute of a loader that is counted
 
 
 class _Pass(LoaderPass):
@@ -91,18 +95,13 @@ class BatchesAhead:
         self._began: dict[str, bytes] = {}  # values with which the pass began
         self.draws = False  # whether its data set draws from the process's generators
         self._pending: Mapping[str, Any] | None = None
-        self._placed = False  # whether the generators are restored for the pending position
         self._resuming: tuple[Any, float] = ({}, 0.0)  # generators and time when a pass is read again
+        self._before: Callable[[], None] = lambda: None
         self._skipped = 0  # batches that the loader of the next pass skips
         self.watches = not is_sampled(self._loader) and not self._loader.num_workers
         hook_iteration(self._loader, self._begin)
         if is_sampled(self._loader):
             watch_draws(self._loader)
-
-    @property
-    def restored(self) -> bool:
-        """Whether a position is pending."""
-        return self._pending is not None
 
     def skipping(self, loader: Any, batches: int) -> None:
         """The next pass is over `loader`, which skips the first `batches` of the same data."""
@@ -110,6 +109,25 @@ class BatchesAhead:
         self._skipped = batches
         if loader.base_dataloader is not self._loader:
             hook_iteration(loader.base_dataloader, self._begin)
+
+    def count(self, before: Callable[[], None] = lambda: None) -> None:
+        """Count what is taken: whoever iterates the loader is the loop. `before` is called before each batch."""
+        self._before = before
+        vars(self._shard)[_AHEAD] = self
+        replace(type(self._shard), "__iter__", _iterating, framework="accelerate", tested="1.15.0")
+
+    def counted(self, begun: Iterator[Any]) -> Iterator[Any]:
+        """The batches of a pass of the loader."""
+        self.turning()
+        self._before()
+        over = self._pending is not None
+        for batch in begun:
+            self.taking(1)
+            over = False
+            yield batch
+            self._before()
+        if over:  # the last batch of the pass had been taken, but accelerate counts it where the next one is asked for
+            self._shard.iteration += 1
 
     def turning(self) -> None:
         """The loop begins another pass."""
@@ -126,7 +144,7 @@ class BatchesAhead:
     def _begin(self, source: Any, original: Callable[[Any], Any]) -> Any:
         if self._passes.inside:
             return original(source)
-        saved = self._pending if self._placed else None
+        saved = self._pending
         skipped, self._skipped = self._skipped, 0
         self._taken, self._last, self._began = skipped, None, self.values.changed()
         at = LoaderEpoch(generator_states(self._loader), read=0)
@@ -206,6 +224,7 @@ class BatchesAhead:
         return {
             "own": generator_states(self._loader)["own"],
             "values": self.values.changed(),
+            "iteration": self._shard.iteration,
             "kind": "sampled" if is_sampled(self._loader) else "iterable",
             "pass": place,
         }
@@ -220,11 +239,13 @@ class BatchesAhead:
             )
         _put_generators(self._loader, saved["own"])
         self.values.put(saved["values"])
+        self._shard.iteration = saved["iteration"]
         self._taken, self._pending = 0, saved if saved["pass"] is not None else None
 
-    def place(self) -> None:
-        """The generators are restored too: the next pass that begins is the captured one."""
-        self._placed = True
+
+def _iterating(original: Callable[..., Any], loader: Any) -> Iterator[Any]:
+    ahead = vars(loader).get(_AHEAD)
+    return original(loader) if ahead is None else ahead.counted(original(loader))
 
 
 def _put_generators(loader: Any, states: Mapping[str, Any]) -> None:

@@ -26,24 +26,28 @@ class PlainAttributes:
     def __init__(self, owners: Callable[[], Mapping[str, Any]], ours: Callable[[str, str], bool], speaks: bool) -> None:
         self._owners, self._ours, self._speaks = owners, ours, speaks
         self._marks: dict[str, Any] = {}
+        self._built: dict[str, bytes] = {}  # before training begins
+        self._built = self.read()
 
     def read(self) -> dict[str, bytes]:
-        """The encoded values by path."""
+        """The encoded values that have changed since the construction, by path."""
         values: dict[str, bytes] = {}
         for path, value, captured in self._places():
             encoded = encoding(_on_the_cpu(value), LIMIT) if not callable(value) else None
             if encoded is not None:
-                values[path] = encoded
+                self._marks[path] = ()
+                if encoded != self._built.get(path):
+                    values[path] = encoded
             elif not captured:
                 self._watch(path, value)
         return values
 
     def write(self, values: Mapping[str, bytes]) -> None:
-        """Set the captured values; of an owner that is gone none."""
+        """Set the captured values, and all others as they were at the construction; of an owner that is gone none."""
         owners = self._owners()
-        for path, encoded in values.items():
+        for path, encoded in {**self._built, **values}.items():
             owner, _, name = path.rpartition(".")
-            if owner in owners:
+            if owner in owners and encoding(_on_the_cpu(vars(owners[owner]).get(name)), LIMIT) != encoded:
                 assign(owners[owner], name, codec.decode(encoded))
 
     def _places(self) -> Iterator[tuple[str, Any, bool]]:

@@ -183,7 +183,6 @@ class TrainerRun:
         if self._saved is not None and self._progress is not None:
             saved, self._saved = self._saved, None
             self._progress.write(saved["progress"])
-            self.loader.place()
 
     def _loading_generators(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return None if self._restored is not None else original(*args, **kwargs)

@@ -86,7 +86,6 @@ class Loop:
         saved = codec.decode(captured)
         self.position.write(saved["position"])
         set_generator_states(saved["generators"])
-        self.position.place()
         return self
 
 
