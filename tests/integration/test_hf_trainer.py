@@ -14,13 +14,15 @@ from typing import Any
 
 import pytest
 
+from ft_plugins.errors import EXIT_REFUSED
 from ft_plugins.events import read
 from harness.golden import explain, tree_differences
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-SCRIPT = Path(__file__).with_name("trainer_jobs.py")
+TRAINER, LOOP = (Path(__file__).with_name(name) for name in ("trainer_jobs.py", "accelerate_loops.py"))
+RANKS = 2
 FT_RUN, TORCHRUN = ("-m", "ft_plugins.launcher.command"), ("-m", "torch.distributed.run", "--standalone")
 BOUND = 590
 
@@ -57,26 +59,28 @@ CASES = {
 }
 
 
-def run(folder: Path, launcher: Sequence[str], arguments: Sequence[str], ranks: int = 2) -> list[Any]:
-    """The final state of each rank."""
+def run(folder: Path, launcher: Sequence[str], script: Path, arguments: Sequence[str], status: int = 0) -> list[Any]:
+    """The final state of each rank; what was printed, if the job ends with another status than 0."""
     folder.mkdir(mode=0o700)
-    words = [*launcher, "--nproc-per-node", str(ranks), str(SCRIPT), str(folder / "state-"), *arguments]
+    words = [*launcher, "--nproc-per-node", str(RANKS), str(script), str(folder / "state-"), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "XDG_RUNTIME_DIR": str(folder)}
     out = folder / "out"  # no pipe: an SMP that stays would have it open
     with out.open("w") as printed:
         done = subprocess.run(
-            [sys.executable, *words], cwd=SCRIPT.parent, env=environment, stdout=printed, stderr=subprocess.STDOUT,
+            [sys.executable, *words], cwd=script.parent, env=environment, stdout=printed, stderr=subprocess.STDOUT,
             timeout=BOUND, check=False,
         )  # fmt: skip
-    assert done.returncode == 0, out.read_text()[-3000:]
-    return [json.loads((folder / f"state-{rank}").read_text()) for rank in range(ranks)]
+    assert done.returncode == status, out.read_text()[-3000:]
+    if status:
+        return [out.read_text()]
+    return [json.loads((folder / f"state-{rank}").read_text()) for rank in range(RANKS)]
 
 
-def configured(folder: Path, stage: int, protected: bool) -> list[str]:
-    """The flag with DeepSpeed's configuration, as the Trainer takes it."""
+def configuration(folder: Path, stage: int, protected: bool, accumulate: int | str = "auto") -> str:
+    """A file with DeepSpeed's configuration."""
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
+        "gradient_accumulation_steps": accumulate,
         "gradient_clipping": "auto",
         "zero_optimization": {"stage": stage},
     }
@@ -84,7 +88,7 @@ def configured(folder: Path, stage: int, protected: bool) -> list[str]:
         settings["ft_plugins"] = {"reft": {"interval": 1}}
     path = folder / f"zero{stage}-{protected}.json"
     path.write_text(json.dumps(settings))
-    return ["--deepspeed", str(path)]
+    return str(path)
 
 
 @pytest.mark.timeout(1800)
@@ -95,20 +99,51 @@ def test_a_trainer_that_is_killed_ends_bit_for_bit_as_an_unprotected_one(own_env
     folder.mkdir(mode=0o700)
     words = case.arguments.split()
     if case.stage is None:
-        golden = run(folder / "g", TORCHRUN, words)
+        golden = run(folder / "g", TORCHRUN, TRAINER, words)
         protected = ["--reft"]
     else:  # on a CPU ft-run has DeepSpeed build nothing
-        golden = run(folder / "g", FT_RUN, [*words, *configured(folder, case.stage, protected=False)])
-        protected = configured(folder, case.stage, protected=True)
+        golden = run(folder / "g", FT_RUN, TRAINER, [*words, "--deepspeed", configuration(folder, case.stage, False)])
+        protected = ["--deepspeed", configuration(folder, case.stage, True)]
     kills = [word for kill in case.kills for word in ("--kill", kill)]
     job = ["--ftp-job", f"hf-{name}-{os.getpid()}"]
-    killed = run(folder / "k", FT_RUN, [*words, *protected, *job, *kills])
+    killed = run(folder / "k", FT_RUN, TRAINER, [*words, *protected, *job, *kills])
+    require_exact(folder / "k", killed, golden, case.restored)
 
+
+def require_exact(folder: Path, killed: list[Any], golden: list[Any], iterations: Sequence[int]) -> None:
+    """Raises AssertionError unless the job in `folder` ended as the golden one, restored after `iterations`."""
     differences = list(tree_differences("", {"ranks": golden}, {"ranks": killed}))
     assert not differences, explain(differences)
-    [path] = (folder / "k").glob("ft_plugins/*/*/events.jsonl")
+    [path] = folder.glob("ft_plugins/*/*/events.jsonl")
     events = list(read(path))
     of_rank_0 = [event.fields["iteration"] for event in events if event.name == "state.restored" and not event.rank]
     restored = [iteration for iteration, _ in groupby(of_rank_0)]  # once more where the Trainer loads a checkpoint
-    assert restored == list(case.restored)
+    assert restored == list(iterations)
     assert not [event for event in events if event.name in ("protection.lost", "resume.differed")]
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("update", [1, 5, 6])  # 3 in an epoch
+def test_an_own_loop_over_accelerate_that_asks_where_the_engine_is_ends_bit_for_bit_as_an_unprotected_one(
+    own_environment: Path, update: int
+) -> None:
+    folder = own_environment / f"al-{update}"
+    folder.mkdir(mode=0o700)
+    golden = run(folder / "g", FT_RUN, LOOP, [configuration(folder, 1, False, 2)])
+    job = ["--reft", "--ftp-job", f"al-{update}-{os.getpid()}", "--kill", f"1:{update}"]
+    killed = run(folder / "k", FT_RUN, LOOP, [configuration(folder, 1, True, 2), *job])
+    require_exact(folder / "k", killed, golden, [update - 1])
+
+
+@pytest.mark.timeout(1800)
+def test_an_own_loop_over_accelerate_that_begins_at_its_own_start_is_warned_of_and_refused(
+    own_environment: Path,
+) -> None:
+    folder = own_environment / "az"
+    folder.mkdir(mode=0o700)
+    words = [configuration(folder, 1, True, 2), "--from-zero", "--kill", "1:5"]
+    [printed] = run(
+        folder / "k", FT_RUN, LOOP, [*words, "--reft", "--ftp-job", f"az-{os.getpid()}"], status=EXIT_REFUSED
+    )
+    assert "so a restart will be refused: the loop would begin at its own start" in printed
+    assert "iteration 4 was restored, but the loop begins at its own start" in printed

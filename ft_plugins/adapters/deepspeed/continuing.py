@@ -18,7 +18,7 @@ from typing import Any
 from ...errors import ResumeError
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps")
-_NOT_THE_SCRIPT = ("deepspeed", "ft_plugins", "torch")
+_NOT_THE_SCRIPT = ("accelerate", "deepspeed", "ft_plugins", "torch", "transformers")
 _NAMES = ", ".join(f"engine.{name}" for name in _COUNTERS)
 _LINE = (
     "Write `start = engine.global_steps` after deepspeed.initialize and begin there: `for step in range(start, steps)` "

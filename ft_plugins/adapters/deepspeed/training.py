@@ -35,10 +35,8 @@ from ..rng import numbers_drawn
 from ..script.script_hooks import replace_in_deepspeed as replace
 from .clients import EngineClient, EngineClients
 from .configuration import (
-    callers,
     configuration_argument,
     replica_build,
-    require_own_loop,
     require_several_ranks,
     resolve,
     settings_of,
@@ -94,7 +92,6 @@ class EngineHooks:
         given = configuration_argument(bound.arguments)
         known = resolve(given, context)  # before DeepSpeed acts on it
         if known.capture is not None:  # before anything is built, if that is known by now
-            self._require_known_loop()
             require_supported_settings(settings_of(given), bound.arguments.get("optimizer"))
             if torch.distributed.is_initialized():
                 require_several_ranks()
@@ -113,7 +110,6 @@ class EngineHooks:
             )
         leave: Leave = _no_cleanup
         if config.capture is not None:  # else no memory outlives the job
-            self._require_known_loop()
             require_several_ranks()
             if self._join is not None and context.run_dir is None:
                 context, leave = self._join(config, context)
@@ -126,11 +122,6 @@ class EngineHooks:
             leave(False)
             raise
         return built
-
-    def _require_known_loop(self) -> None:
-        """Raises UnsupportedError if a library calls whose loop is that of no client."""
-        if self.clients.current is None:
-            require_own_loop(callers())
 
     def finish(self) -> None:
         """The script's orderly end."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from queue import Queue
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader, IterableDataset
 pytest.importorskip("deepspeed")
 
 from ft_plugins.adapters.deepspeed import core, training  # noqa: E402
-from ft_plugins.adapters.deepspeed.configuration import callers, require_own_loop  # noqa: E402
 from ft_plugins.adapters.deepspeed.continuing import CounterReads  # noqa: E402
 from ft_plugins.adapters.deepspeed.position import Positions  # noqa: E402
 from ft_plugins.adapters.deepspeed.training import DeepSpeedLoop  # noqa: E402
@@ -381,18 +380,3 @@ def test_evaluations_are_not_counted(start: Callable[..., Any]) -> None:
             job.engine(other)
         job.engine.module.train()
     assert job.begun == [1, 2, 3, 4]
-
-
-# ---- other libraries' loops ----
-
-
-def test_an_engine_that_another_librarys_loop_builds_is_refused_by_name() -> None:
-    library = ModuleType("accelerate.accelerator")
-    exec("def prepare(build): build()", library.__dict__)  # noqa: S102
-    with pytest.raises(UnsupportedError, match=r"cannot protect this job: .*Accelerator\.prepare") as refused:
-        library.prepare(lambda: require_own_loop(callers()))
-    assert "continues from engine.global_steps" in str(refused.value)
-
-
-def test_an_engine_that_a_script_builds_is_not() -> None:
-    require_own_loop(callers())

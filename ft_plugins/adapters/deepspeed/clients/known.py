@@ -15,7 +15,10 @@ from typing import Any
 
 from . import EngineClients
 
-_FILES: dict[str, str] = {"transformers.trainer": "hf_trainer"}  # module of a client: file in this folder
+_FILES: dict[str, str] = {  # module of a client: file in this folder
+    "transformers.trainer": "hf_trainer",
+    "accelerate.accelerator": "accelerate_loop",
+}
 OnImport = Callable[[str, Callable[[ModuleType], None]], None]
 
 
