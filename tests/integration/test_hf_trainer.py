@@ -48,6 +48,7 @@ CASES = {
     "ddp-accumulated-augmented": Case(
         f"{_ACCUMULATED} --augmented --every 2", ("0:1:5:substep", "1:0:8:end", "2:1:9:evaluate"), (4, 7, 8)
     ),
+    "fsdp2-accumulated": Case(f"{_ACCUMULATED} --fsdp", ("0:1:5:substep", "1:0:8:end"), (4, 7)),
     "ddp-workers-by-length": Case(
         "--workers 2 --strategy group_by_length --augmented", ("0:1:6:update", "1:0:9:end"), (5, 8)
     ),
@@ -123,7 +124,7 @@ def require_exact(folder: Path, killed: list[Any], golden: list[Any], iterations
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("update", [1, 5, 6])  # 3 in an epoch
+@pytest.mark.parametrize("update", [4, 5, 6])  # 3 in an epoch
 def test_an_own_loop_over_accelerate_that_asks_where_the_engine_is_ends_bit_for_bit_as_an_unprotected_one(
     own_environment: Path, update: int
 ) -> None:

@@ -103,6 +103,22 @@ class Killed(TrainerCallback):
         self._die(state.global_step, "after")
 
 
+def allow_fsdp_on_a_cpu() -> None:
+    """accelerate shards with FSDP2 on devices only; torch does on a CPU too."""
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+
+    original = AcceleratorState.__init__
+
+    def initialise(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
+        original(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None:
+            self.fsdp_plugin, self.distributed_type = fsdp_plugin, DistributedType.FSDP
+            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+    AcceleratorState.__init__ = initialise
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("prefix", type=Path)
@@ -123,11 +139,14 @@ def main() -> None:
     parser.add_argument("--kill", action="append", default=[])
     given = parser.parse_args()
     rank = int(os.environ["RANK"])
+    if given.fsdp:
+        allow_fsdp_on_a_cpu()
     folder = Path(f"{given.prefix}checkpoints")
     arguments = TrainingArguments(
         output_dir=str(folder),
         deepspeed=given.deepspeed,
         fsdp=given.fsdp or None,
+        fsdp_config={"version": 2} if given.fsdp else None,
         per_device_train_batch_size=2,
         per_device_eval_batch_size=2,
         gradient_accumulation_steps=given.accumulate,

@@ -48,10 +48,11 @@ class TorchTrainer:
         settings = (args.seed, args.data_seed, args.train_batch_size, args.gradient_accumulation_steps)
         model, optimizer = trainer.model_wrapped, inner(trainer.optimizer)
         scheduler = inner(trainer.lr_scheduler, "scheduler")
-        sharded = any(local_part(one) is not one for one in model.parameters())
-        host = (FsdpHost if sharded else TorchHost)(
+        sharded = next((one for one in model.parameters() if local_part(one) is not one), None)
+        mesh: Any = None if sharded is None else {"mesh": sharded.device_mesh}  # type: ignore[attr-defined]
+        host = (TorchHost if sharded is None else FsdpHost)(
             model, optimizer, scheduler, run.loader, get_state=self._state, set_state=self._restore,
-            fingerprint={"trainer": settings}, ignored=[trainer.optimizer, trainer.lr_scheduler],
+            fingerprint={"trainer": settings}, ignored=[trainer.optimizer, trainer.lr_scheduler], **(mesh or {}),
         )  # fmt: skip
         self._session = attach(host, self._config, self._context)
         self._begun = self._completed = self._session.resume(run.iteration)
