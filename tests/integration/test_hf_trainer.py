@@ -22,6 +22,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 TRAINER, LOOP = (Path(__file__).with_name(name) for name in ("trainer_jobs.py", "accelerate_loops.py"))
+EXAMPLE = Path(__file__).resolve().parents[2] / "launch" / "examples" / "hf_trainer.py"
 RANKS = 2
 FT_RUN, TORCHRUN = ("-m", "ft_plugins.launcher.command"), ("-m", "torch.distributed.run", "--standalone")
 BOUND = 590
@@ -148,3 +149,21 @@ def test_an_own_loop_over_accelerate_that_begins_at_its_own_start_is_warned_of_a
     )
     assert "so a restart will be refused: the loop would begin at its own start" in printed
     assert "iteration 4 was restored, but the loop begins at its own start" in printed
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("stage", [None, 2])
+def test_the_example_passes_a_rehearsal(own_environment: Path, stage: int | None) -> None:
+    folder = own_environment / f"hr-{stage}"
+    folder.mkdir(mode=0o700)
+    tool, words = str(Path(sys.executable).with_name("ft-plugins")), [str(EXAMPLE), "--accumulate", "2"]
+    words += ["--reft"] if stage is None else ["--deepspeed", configuration(folder, stage, True)]
+    done = subprocess.run(
+        [tool, "rehearse", "--json", "--out", str(folder / "out"), "--iterations", "30", "--",
+         "ft-run", "--nproc-per-node", str(RANKS), *words],
+        cwd=folder, capture_output=True, text=True, timeout=BOUND, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    outcome = json.loads(done.stdout)
+    assert outcome["exact"] and len(outcome["comparison"]["restored"]) == 2
+    assert not {"an evaluation", "an epoch's end"} & {one.partition(":")[0] for one in outcome["not_exercised"]}

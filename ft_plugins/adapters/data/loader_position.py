@@ -19,7 +19,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from torch.utils.data import DataLoader
 
@@ -49,23 +49,12 @@ _OVER = (
 )
 
 
-@runtime_checkable
-class DataPosition(Protocol):
-    """A position that is read at the version point and set after a restore."""
-
-    def read(self) -> Any: ...
-    def write(self, saved: Any) -> None: ...
-    def require_read(self) -> None: ...
-
-
 def position_of(source: Any, iteration: Callable[[], int], trains: Callable[[], bool]) -> DataPosition:
-    """The position of `source`, or of the several in a list; `source` itself if it is one. `iteration()` is 0 before
-    the first; `trains()` says whether the model is in training mode.
+    """The position of `source`, or of the several in a list. `iteration()` is 0 before the first; `trains()` says
+    whether the model is in training mode.
 
     Raises ConfigError if the position of `source` cannot be determined.
     """
-    if isinstance(source, DataPosition):
-        return source
     reads = LoopReads(iteration, trains)
     if isinstance(source, list | tuple):
         return SeveralPositions([_position_of(one, reads) for one in source], reads)
@@ -336,3 +325,4 @@ class SeveralPositions:
         self._positions[0].require_read()
 
 
+DataPosition = FollowedSource | SeveralPositions

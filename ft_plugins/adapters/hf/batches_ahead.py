@@ -207,9 +207,6 @@ class BatchesAhead:
 
     # ---- the position ----
 
-    def require_read(self) -> None:
-        """Nothing: the loop of a library reads in every iteration."""
-
     def read(self) -> dict[str, Any]:
         """The position, as values for the codec. Raises StateChangedError."""
         if self._pending is not None:

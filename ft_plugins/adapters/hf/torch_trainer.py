@@ -51,8 +51,9 @@ class TorchTrainer:
         sharded = next((one for one in model.parameters() if local_part(one) is not one), None)
         mesh: Any = None if sharded is None else {"mesh": sharded.device_mesh}  # type: ignore[attr-defined]
         host = (TorchHost if sharded is None else FsdpHost)(
-            model, optimizer, scheduler, run.loader, get_state=self._state, set_state=self._restore,
-            fingerprint={"trainer": settings}, ignored=[trainer.optimizer, trainer.lr_scheduler], **(mesh or {}),
+            model, optimizer, scheduler, get_state=self._state, set_state=self._restore,
+            fingerprint={"trainer": settings}, ignored=[trainer.optimizer, trainer.lr_scheduler, run.loader],
+            **(mesh or {}),
         )  # fmt: skip
         self._session = attach(host, self._config, self._context)
         self._begun = self._completed = self._session.resume(run.iteration)

@@ -99,14 +99,14 @@ class TrainerRun:
         if self._progress is None or self._batches is None:
             return {"place": place}
         first = {} if self._progress.begun else {"reserve": bytes(self._progress.expected_bytes())}
-        return {"place": place, "progress": self._progress.read(), "data": self._batches.read(), **first}
+        return {"place": place, "progress": self._progress.read(), "position": self._batches.read(), **first}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """The state is restored, except for generators."""
         assert self._progress is not None and self._batches is not None
         self._saved = self._restored = saved
         self._progress.write_state(saved["progress"])
-        self._batches.write(saved["data"])
+        self._batches.write(saved["position"])
         args = self.trainer.args
         args.ignore_data_skip = args.eval_on_start = False
 
@@ -121,7 +121,7 @@ class TrainerRun:
         if self._restored is None:
             return self._begins[0], self._begins[1]
         place = self._restored["place"]
-        at = self._restored["data"]["pass"]
+        at = self._restored["position"]["pass"]
         if place["over"]:
             return int(self.trainer.state.num_train_epochs), 0
         return int(place["epoch"]), 0 if at is None else int(at["taken"])
