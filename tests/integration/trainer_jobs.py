@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.fsdp import FSDPModule
 from transformers import (
     EarlyStoppingCallback,
     LlamaConfig,
@@ -213,6 +214,9 @@ def write(prefix: Path, rank: int, trainer: Any, outcome: Any, counting: Any, ca
     history = [{key: one for key, one in entry.items() if not key.endswith(TIMES)} for entry in logged]
     fields = {name: value for name, value in vars(trainer.state).items() if name != "log_history"}
     fields["best_model_checkpoint"] = str(fields["best_model_checkpoint"]).rpartition("/")[2]
+    for part in trainer.model.modules():
+        if isinstance(part, FSDPModule):  # an evaluation leaves parameters gathered
+            part.reshard()
     local = {name: getattr(one, "_local_tensor", one) for name, one in trainer.model.named_parameters()}
     state = {
         "parameters": {name: getattr(one, "ds_tensor", one).detach() for name, one in local.items()},
