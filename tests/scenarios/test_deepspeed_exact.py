@@ -29,6 +29,8 @@ CONFIGURATIONS = (
     DeepSpeedConfiguration(8, 1, pp=2, tp=2),
     DeepSpeedConfiguration(4, 2),
     DeepSpeedConfiguration(4, 3),
+    DeepSpeedConfiguration(4, 1, pp=2, sgd=True),
+    DeepSpeedConfiguration(2, 3, sgd=True),
     DeepSpeedConfiguration(2, 0, bf16=False),
     DeepSpeedConfiguration(2, 0),
     DeepSpeedConfiguration(2, 3, bf16=False),
