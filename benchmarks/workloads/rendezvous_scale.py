@@ -200,11 +200,12 @@ class _Link:
 
     async def _receive(self) -> Message:
         while True:
-            part = await self._reader.readexactly(sum(map(len, self._decoder.space)))
-            self._traffic.bytes += len(part)
-            for message, _ in self._decoder.feed(part):
+            place = self._decoder.space[0]
+            place[:] = await self._reader.readexactly(len(place))
+            self._traffic.bytes += len(place)
+            if (received := self._decoder.filled(len(place))) is not None:
                 self._traffic.messages += 1
-                return message
+                return received[0]
 
 
 @dataclass

@@ -195,9 +195,8 @@ def withdraw(folder: Path, ranks: list[int]) -> None:
         if (folder / "manifest.json").exists():
             return
         for rank in ranks:
-            for name in (record_file(rank), data_file(rank)):
-                for path in (folder / name, folder / f"{name}.new"):
-                    path.unlink(missing_ok=True)
+            for path in folder.glob(f"rank-{rank:05d}.*"):  # also of earlier formats, or not renamed yet
+                path.unlink(missing_ok=True)
         folder.rmdir()  # fails while files of other ranks are in it
 
 

@@ -240,6 +240,23 @@ def test_a_bucket_that_is_not_in_the_data_is_refused_before_memory_is_taken_for_
         CheckpointReader(folder).whole("a", (0,))
 
 
+@pytest.mark.parametrize("dtype", ["complex64", "nothing", "nn"])
+def test_a_tensor_whose_bytes_are_no_elements_of_its_dtype_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    before = manifest.manifest_of
+
+    def wrong(layout: Layout, *told: Any) -> manifest.Manifest:
+        made = before(layout, *told)
+        return replace(made, tensors=tuple(replace(one, dtype=dtype) for one in made.tensors))
+
+    monkeypatch.setattr(manifest, "manifest_of", wrong)
+    folder = written(tmp_path, {"a": torch.arange(5, dtype=torch.float32)}, {}, ("n0",), 4096)
+    words = rf"rank-00000\.safetensors: its manifest has .*{dtype[:6]}.*, which is not in it"
+    with pytest.raises(StorageError, match=words):
+        CheckpointReader(folder)
+
+
 def test_a_part_that_no_file_has_is_told_of(folder: Path) -> None:
     shares = CheckpointReader(folder)
     with pytest.raises(StorageError, match=r"bytes 800 to [0-9]+ of .* are in no file of ranks 0, 1"):
