@@ -195,7 +195,7 @@ class ReplicaOperations(Protocol):
 class Injectable(Protocol):
     """What a host has in addition if it reaches fault points."""
 
-    fault_points: Mapping[str, Collection[str]]  # those of `fault_points.OF_HOSTS`, with the actions it carries out
+    fault_points: Mapping[str, Collection[str]]  # those of `faults.OF_HOSTS`, with the actions it carries out
 
 
 @runtime_checkable

@@ -34,8 +34,7 @@ from ..model.host import Host, ReplicaOperations
 from ..model.inventory import Inventory, Item
 from ..snapshot.segment.slots import Mark
 from ..sync.audit.audit import OnCorruption, promise
-from ..sync.audit.compare import Auditing
-from ..sync.audit.verdicts import Verdicts
+from ..sync.audit.verdicts import Auditing, Verdicts
 from ..sync.averaging.aggregate import Aggregate, describe_cost, require_enough
 from ..sync.averaging.averager import Averaging
 from ..sync.averaging.averaging_times import schedule_of

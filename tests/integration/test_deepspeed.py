@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ft_plugins.events import read
-from ft_plugins.rehearse.ports import free_port
+from ft_plugins.rehearse.driver import free_port
 from harness.deepspeed_runs import EXAMPLE, DeepSpeedConfiguration, DeepSpeedRun
 from harness.golden import assert_identical
 

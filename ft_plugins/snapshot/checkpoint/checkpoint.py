@@ -30,12 +30,12 @@ import xxhash
 from pydantic import ConfigDict, Field, TypeAdapter
 
 from ...base import faults, files
+from ...base.files import read_digested, write_digested
 from ...base.intake import Count, Text, Unfit, Word, json_value, open_regular, shown, typed
 from ...errors import StorageError
 from ...events import catalogue
 from ..capture.retention import StoredCheckpoint
 from ..segment.slots import Mark, Version
-from .digested_json import read_digested, write_digested
 
 FORMAT = "ft_plugins checkpoint 2"
 _PARTIAL = ".partial"

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from ft_plugins.base.files import read_digested, write_digested
 from ft_plugins.errors import StorageError
 from ft_plugins.model.inventory import Inventory, Item, Role
 from ft_plugins.snapshot.capture import codec, manifest
@@ -22,7 +23,6 @@ from ft_plugins.snapshot.capture.layout import Layout, plan_layout
 from ft_plugins.snapshot.checkpoint import checkpoint, index, persist
 from ft_plugins.snapshot.checkpoint.checkpoint import Origin
 from ft_plugins.snapshot.checkpoint.checkpoint_reader import CheckpointReader
-from ft_plugins.snapshot.checkpoint.digested_json import read_digested, write_digested
 from ft_plugins.snapshot.segment import segment as segments
 from ft_plugins.snapshot.segment.segment import Segment
 from ft_plugins.snapshot.segment.shape import Shape
@@ -74,9 +74,7 @@ def written(
         segment = Segment(path)
         segment.ranges = [(bucket.offset, bucket.nbytes) for bucket in layout.buckets]
         segment.dirty(0, V, TOKEN)
-        small = manifest.join(
-            manifest.write(manifest.manifest_of(layout, world, (0, 0))), codec.encode({"rank": rank})
-        )
+        small = manifest.join(manifest.write(manifest.manifest_of(layout, world, (0, 0))), codec.encode({"rank": rank}))
         segment.write_small(0, small)
         data = segment.data(0)
         for piece in (piece for bucket in layout.buckets for piece in bucket.pieces):
