@@ -158,6 +158,11 @@ class ReplicaOperations(Protocol):
         """The live tensors of `copies`, by name; dense in memory."""
         ...
 
+    def finish_copies(self) -> None:
+        """Complete the copies of the last update now, if the framework would do so during the next forward. All ranks
+        of the job call together."""
+        ...
+
     def learning_rate(self) -> float:
         """The learning rate of the next update, as the optimizer will apply it; the largest of several."""
         ...

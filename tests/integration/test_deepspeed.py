@@ -180,9 +180,7 @@ def test_the_trainer_of_hugging_face_is_refused_by_name(short: Path) -> None:
 @pytest.mark.parametrize(
     "launcher, script, block, message, ranks",
     [
-        (FT_RUN, EXAMPLE, {"reft": {}}, "ft_plugins.reft: the job has a single rank", 1),
         (FT_RUN, EXAMPLE, {"reft": {"intervall": 2}}, "unknown key; did you mean ft_plugins.reft.interval?", 1),
-        (TORCHRUN, LINE, {"reft": {}}, "ft_plugins.reft: the job has a single rank", 1),
         (TORCHRUN, LINE, {"reft": 3}, "ft_plugins.reft: expected", 2),
         (TORCHRUN, LINE, {"paft": {}}, "--paft: has no effect with one data-parallel replica", 1),
         (TORCHRUN, LINE, {"resume": "memory"}, "has no effect while no system that protects state is on", 1),

@@ -31,6 +31,7 @@ CONFIGURATIONS = (
     DeepSpeedConfiguration(4, 3),
     DeepSpeedConfiguration(4, 1, pp=2, sgd=True),
     DeepSpeedConfiguration(2, 3, sgd=True),
+    DeepSpeedConfiguration(1, 2),
     DeepSpeedConfiguration(2, 0, bf16=False),
     DeepSpeedConfiguration(2, 0),
     DeepSpeedConfiguration(2, 3, bf16=False),

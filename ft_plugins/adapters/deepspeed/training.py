@@ -38,7 +38,6 @@ from .configuration import (
     configuration_argument,
     replica_build,
     require_own_loop,
-    require_several_ranks,
     resolve,
     settings_of,
 )
@@ -86,8 +85,6 @@ class EngineHooks:
         if known.capture is not None:  # before anything is built, if that is known by now
             require_own_loop(callers())
             require_supported_settings(settings_of(given), bound.arguments.get("optimizer"))
-            if torch.distributed.is_initialized():
-                require_several_ranks()
         build = replica_build(known, bound.arguments.get("model"))
         with nullcontext() if build is None else build.active():
             built = original(*args, **kwargs)
@@ -104,7 +101,6 @@ class EngineHooks:
         leave: Leave = _no_cleanup
         if config.capture is not None:  # else no memory outlives the job
             require_own_loop(callers())
-            require_several_ranks()
             if self._join is not None and context.run_dir is None:
                 context, leave = self._join(config, context)
         shards = None if build is None else build.groups
