@@ -15,6 +15,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from ...errors import ResumeError
+
 _COUNTERS = ("global_steps", "global_samples", "micro_steps")
 _NOT_THE_SCRIPT = ("deepspeed", "ft_plugins", "torch")
 _NAMES = ", ".join(f"engine.{name}" for name in _COUNTERS)
@@ -55,6 +57,15 @@ class CounterReads:
         """Stop observing. Returns whether the script read a counter's present value."""
         self._engine.__class__ = self._kind
         return any(vars(self._engine)[name] == value for name, value in self._values.items())
+
+
+def require_equal(rank: int, client: str, counted: int, iteration: int) -> None:
+    """Raises ResumeError if a client's loop has `counted` other iterations than the engine."""
+    if counted != iteration:
+        raise ResumeError(
+            f"rank {rank}: the engine has completed iteration {iteration}, but {client}'s loop is at {counted}, so it "
+            "would train on other batches, or for another time, than asked for; start with --ftp-resume fresh"
+        )
 
 
 def at_its_own_start(rank: int, iteration: int, loaded: int | None) -> str:
