@@ -10,11 +10,9 @@ In: requests by name. Out: replies; a `ProtocolError` for anything malformed.
 from __future__ import annotations
 
 import os
-import select
 import socket
 import stat
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,10 +27,10 @@ from ..events import Events, catalogue
 from . import connections, protocol
 from .channel import Channel, Party
 from .connections import Connections, OpenConnection, RejectedConnections
-from .dial import ADMITTED, Dialer
+from .dial import ADMITTED, Caller
 from .door import Door, DoorLimits
-from .frame_codec import FRAME_LIMIT, PAYLOAD_LIMIT, FrameBounds, Message
-from .framed import PART_SECONDS, FramedSocket, limit_in_kernel
+from .frame_codec import FRAME_LIMIT, PAYLOAD_LIMIT, FrameBounds, Message, Received
+from .framed import PART_SECONDS, EndedError, FramedSocket, limit_in_kernel
 from .loop import Loop
 from .serving import Serving
 
@@ -85,98 +83,54 @@ def read_secret(path: Path) -> bytes:
     return secret
 
 
-class Peer:
-    """A connection to another node's SMP, made at the first request. Guards the socket: one request at a time."""
+class Peer(Caller):
+    """Requests to another node's SMP. For any thread: one request at a time."""
 
     def __init__(self, endpoint: tuple[str, int], me: Party, secret: bytes, timeout: float, node: str = "") -> None:
         """`node` is the name of the node expected at `endpoint`; '' for any of the job."""
-        self.endpoint = endpoint
-        self._dialer = Dialer(endpoint, secret, me)
-        self._timeout = timeout
-        self._node = node
-        self._line: FramedSocket | None = None
-        self._channel: Channel | None = None
+        super().__init__(endpoint, me, secret, timeout, node, BOUNDS)
         self._lock = threading.Lock()  # held during a request
 
     def ask(self, name: str, payload: Bytes | None = None, **fields: Any) -> tuple[Message, Bytes]:
         """Send one request; returns its reply and payload. Raises ProtocolError, or the error of the peer's refusal.
         After a connection error the next request makes a new connection.
 
-        A peer closes idle connections: if an existing connection ends without a byte of a reply, the request is sent
-        once more on a new one. Requests between SMPs may be carried out twice (`PeerRequests`).
+        A peer closes idle connections: if an existing connection is cut off, the request is sent once more on a new
+        one. Requests between SMPs may be carried out twice (`PeerRequests`).
         """
+        message: Message = {"do": name, **fields}
         with self._lock:
             try:
-                reused = self._line is not None
-                answer = self._ask_once({"do": name, **fields}, payload)
-                if answer is None and reused:
-                    self._drop()
-                    answer = self._ask_once({"do": name, **fields}, payload)
-                if answer is None:
-                    raise ProtocolError("it hung up")
+                existed = self._line is not None
+                try:
+                    reply, received = self._ask_once(message, payload)
+                except EndedError:
+                    if not existed:
+                        raise
+                    self.drop()
+                    reply, received = self._ask_once(message, payload)
             except (OSError, ProtocolError) as error:
-                self._drop()
+                self.drop()
                 host, port = self.endpoint
-                raise ProtocolError(f"the SMP at {host}:{port} did not answer '{name}': {error}") from error
-        protocol.raise_refusal(answer[0])
-        return answer
+                reason = f"the SMP at {host}:{port} did not answer '{name}': {self.why(error)}"
+                raise ProtocolError(reason) from error
+        protocol.raise_refusal(reply)
+        return reply, np.frombuffer(received, dtype=np.uint8)
 
-    def _ask_once(self, message: Message, payload: Bytes | None) -> tuple[Message, Bytes] | None:
-        """The reply; None if the peer hangs up before its first byte. Raises ProtocolError, OSError."""
-        line = self._connected()
-        try:
-            send(line, message, payload)
-            line.connection.recv(1, socket.MSG_PEEK)
-        except (ConnectionResetError, BrokenPipeError):
-            return None
-        return receive(line)
+    def _ask_once(self, message: Message, payload: Bytes | None) -> Received:
+        self.send(message, b"" if payload is None else payload.data)
+        return self.receive(_room)
 
-    def _connected(self) -> FramedSocket:
-        """The connection; a new one, within `timeout`, if there is none. `close` interrupts that at any stage."""
-        if self._dialer.is_closed:
-            raise ProtocolError("this side has hung up")
-        if self._line is None:
-            self._line = self._dialer.connect(time.monotonic() + self._timeout, self._greet)
-        return self._line
 
-    def _greet(self, connection: socket.socket, channel: Channel) -> FramedSocket:
-        if self._node not in ("", channel.node):
-            raise ProtocolError(f"expected the SMP of node {self._node} there, found that of node {channel.node}")
-        connection.settimeout(self._timeout)
-        self._channel = channel
-        line = framed(connection, channel)
-        line.seconds = self._timeout
-        return line
-
-    def _drop(self) -> None:
-        self._dialer.drop()
-        self._line = None
-
-    def wait_until_closed(self, seconds: float) -> None:
-        """Wait until the peer, or `close`, ends the connection, but no longer than `seconds`. Returns at once if there
-        is none. For the thread that makes the requests."""
-        if self._line is not None and not self._dialer.is_closed:
-            poller = select.poll()
-            poller.register(self._line.connection, select.POLLIN)
-            poller.poll(1000 * seconds)
-
-    def surrender(self) -> tuple[socket.socket, Channel]:
-        """The connection, after a request that was answered: the caller owns it now. Raises ProtocolError."""
-        with self._lock:
-            connection, self._line = self._dialer.surrender(), None
-            if connection is None or self._channel is None:
-                raise ProtocolError("this side has hung up")
-            return connection, self._channel
-
-    def close(self) -> None:
-        """Hang up for good, without waiting: a request in flight or a connection attempt fails."""
-        self._dialer.close()
+def _room(message: Message, nbytes: int) -> memoryview:
+    """Memory for a payload, not filled with zeros first."""
+    return np.empty(nbytes, dtype=np.uint8).data
 
 
 def framed(connection: socket.socket, channel: Channel) -> FramedSocket:
     """The connection for requests, replies and their payloads."""
     made = FramedSocket(connection, channel, BOUNDS)
-    made.decoder.room = lambda message, nbytes: np.empty(nbytes, dtype=np.uint8).data  # not filled with zeros first
+    made.decoder.room = _room
     return made
 
 

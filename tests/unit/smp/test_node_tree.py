@@ -91,7 +91,7 @@ def test_none_but_the_node_of_a_position_reports_for_it(deep: Cluster) -> None:
     with pytest.raises(ProtocolError, match="lineage 9"):
         peer.ask("join", epoch=9, position=3)
     peer.ask("join", epoch=1, position=3)
-    peer.wait_until_closed(5)
+    peer.is_readable(5)
     wait(lambda: bool(deep.nodes[1].named("peer.disconnected")))
     (fields,) = deep.nodes[1].named("peer.disconnected")
     assert fields["peer"] == "n5" and "node n3 is at position 3" in fields["reason"]

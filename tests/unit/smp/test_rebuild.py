@@ -328,7 +328,7 @@ def test_silence_ends_by_itself_and_names_the_node(node: Answering, sent: bytes)
     if sent:
         node.link.send({"ok": True, "bytes": 100})
         node.theirs.sendall(sent)
-    with pytest.raises(ProtocolError, match=r"127\.0\.0\.1:1 cannot be read: no answer in 1 s"):
+    with pytest.raises(ProtocolError, match=r"127\.0\.0\.1:1 cannot be read: no answer within 1 s"):
         node.line.take(np.zeros(100, dtype=np.uint8))
 
 

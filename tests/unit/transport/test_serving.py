@@ -275,12 +275,12 @@ def test_a_connection_is_handed_over_by_both_sides_with_its_keys_and_keeps_its_p
 
 def test_waiting_until_a_connection_is_closed_ends_with_either_side(there: Joined) -> None:
     peer = Peer(there.server.endpoint, Party("smp", "job", "here"), SECRET, SECONDS)
-    peer.wait_until_closed(SECONDS)  # there is none
+    peer.is_readable(SECONDS)  # there is none
     peer.ask("hello")
     began = time.monotonic()
-    peer.wait_until_closed(0.1)
+    peer.is_readable(0.1)
     assert 0.09 < time.monotonic() - began < SECONDS / 2
     threading.Timer(0.1, there.server.close).start()
-    peer.wait_until_closed(SECONDS)
+    peer.is_readable(SECONDS)
     assert time.monotonic() - began < SECONDS / 2
     peer.close()
