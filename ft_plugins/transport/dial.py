@@ -1,12 +1,11 @@
-"""Connect to a peer: prove that this side knows the job's secret, have the peer prove it, wait to be admitted; and send
-it requests.
+"""Connect to a peer: prove that this side knows the job's secret, have the peer prove it, and wait to be admitted.
 
 Invariant: every wait is bounded, and ended by `close`, even if the peer is stopped or powered off. Until the peer has
 proved that it knows the secret, it gets this side's handshake and nothing else.
 
     connection = handshake (`channel`) | the server's first frame: ADMITTED | frames of its purpose
 
-In: where the peer listens; requests. Out: a connected socket and its channel; replies; OSError or ProtocolError.
+In: where the peer listens. Out: a connected socket and its channel; OSError or ProtocolError.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from ..errors import ProtocolError
-from .channel import Buffer, Channel, ClientHandshake, Party
-from .frame_codec import HANDSHAKE, PLAIN, FrameBounds, Message, Received
-from .framed import EndedError, FramedSocket, keep_alive, limit_in_kernel
+from .channel import Channel, ClientHandshake, Party
+from .frame_codec import HANDSHAKE, PLAIN, Message
+from .framed import FramedSocket, keep_alive
 
 ADMITTED: Message = {"ok": True}  # the first frame that is sealed: after it the connection is not dropped for others
 REFUSED: Message = {"refused": True}  # instead, to a peer of another job or purpose that knows the secret
@@ -120,107 +119,6 @@ class Dialer:
                     self.connection.shutdown(socket.SHUT_RDWR)
 
 
-class Caller:
-    """Requests to one peer, over a connection that is made when one is sent. For one thread at a time, except for
-    `close`. Guards the socket, which blocks with the kernel's timeout: what has arrived costs one system call."""
-
-    def __init__(
-        self,
-        where: tuple[str, int],
-        me: Party,
-        secret: bytes,
-        timeout: float,
-        node: str = "",
-        bounds: FrameBounds = PLAIN,
-    ) -> None:
-        """`timeout`: seconds for connecting, for a request to be taken, and for each part of a reply. `node`: the name
-        of the node expected there; '' for any of the job. Replies are within `bounds`."""
-        self.endpoint = where
-        self.awaited = 0  # replies to requests that were sent
-        self._timeout = timeout
-        self._node = node
-        self._bounds = bounds
-        self._dialer = Dialer(where, secret, me)
-        self._line: FramedSocket | None = None
-        self._channel: Channel | None = None
-
-    def connect(self) -> FramedSocket:
-        """The connection; a new one if there is none. `close` interrupts that at any stage. Raises ProtocolError,
-        OSError."""
-        if self._dialer.is_closed:
-            raise ProtocolError("this side has hung up")
-        if self._line is None:
-            self._line = self._dialer.connect(time.monotonic() + self._timeout, self._greet)
-        return self._line
-
-    def _greet(self, connection: socket.socket, channel: Channel) -> FramedSocket:
-        if self._node not in ("", channel.node):
-            raise ProtocolError(f"expected the SMP of node {self._node} there, found that of node {channel.node}")
-        connection.settimeout(None)
-        limit_in_kernel(connection, self._timeout)
-        line = FramedSocket(connection, channel, self._bounds)
-        line.seconds = self._timeout
-        self._channel = channel
-        return line
-
-    def send(self, message: Message, payload: Buffer = b"") -> None:
-        """Send a request whose reply is received later; on a new connection, if the peer has closed the last one while
-        no reply was awaited. Raises EndedError if it closes this one; ProtocolError, OSError. Then replies that are
-        awaited are void."""
-        if not self.awaited and self.is_readable(0.0):
-            self.drop()
-        line = self.connect()
-        try:
-            line.send(message, payload)
-        except OSError as error:
-            raise _ended(error) from error
-        self.awaited += 1
-
-    def receive(self, place: Callable[[Message, int], memoryview] | None = None) -> Received:
-        """The next reply; its payload is where `place` says. Raises as `send`."""
-        if self._dialer.is_closed or self._line is None:
-            raise ProtocolError("this side has hung up")
-        self._line.decoder.room = place
-        try:
-            received = self._line.receive()
-        except OSError as error:
-            raise _ended(error) from error
-        if received is None:
-            raise EndedError("it hung up")
-        self.awaited -= 1
-        return received
-
-    def is_readable(self, seconds: float) -> bool:
-        """Whether a reply has begun to arrive, or the connection has ended, within `seconds`; there may be none."""
-        if self._line is None or self._dialer.is_closed:
-            return True
-        poller = select.poll()
-        poller.register(self._line.connection, select.POLLIN)
-        return bool(poller.poll(1000 * seconds))
-
-    def surrender(self) -> tuple[socket.socket, Channel]:
-        """The connection, after a request that was answered: the caller owns it now. Raises ProtocolError."""
-        connection, self._line = self._dialer.surrender(), None
-        if connection is None or self._channel is None:
-            raise ProtocolError("this side has hung up")
-        return connection, self._channel
-
-    def why(self, error: Exception) -> str:
-        """The reason in an error of these methods."""
-        if isinstance(error, TimeoutError):
-            return f"no answer within {self._timeout:g} s"
-        return getattr(error, "strerror", None) or str(error) or type(error).__name__
-
-    def drop(self) -> None:
-        """Close the connection; the next request makes a new one."""
-        self._dialer.drop()
-        self._line, self.awaited = None, 0
-
-    def close(self) -> None:
-        """Hang up for good, without waiting: a request in flight or a connection attempt fails."""
-        self._dialer.close()
-
-
 def prove(connection: socket.socket, secret: bytes, me: Party, until: float) -> Channel:
     """The handshake as the side that has connected, and the wait to be admitted. Raises ForeignPeerError,
     ProtocolError; ConnectionResetError if the peer hangs up; OSError."""
@@ -256,10 +154,3 @@ def _wait_established(connection: socket.socket, until: float) -> None:
         raise TimeoutError("timed out")
     if code := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
         raise OSError(code, os.strerror(code))
-
-
-def _ended(error: OSError) -> OSError:
-    """What ended a request: the kernel after its time, or the peer."""
-    if isinstance(error, BlockingIOError):
-        return TimeoutError("timed out")
-    return EndedError("it hung up") if isinstance(error, CUT_OFF) else error

@@ -15,8 +15,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ...errors import ConfigError, ProtocolError
+from ...transport.calls import Caller
 from ...transport.channel import Party
-from ...transport.dial import Caller, ForeignPeerError
+from ...transport.dial import ForeignPeerError
 from ...transport.frame_codec import Message
 from .endpoint import Endpoint
 

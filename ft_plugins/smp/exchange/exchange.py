@@ -37,8 +37,8 @@ from ...model.pacer import Allowance, Pacer
 from ...redundancy.exchange_plan import ExchangePlan, Send
 from ...snapshot.segment.segment import Segment
 from ...snapshot.segment.slots import Version
+from ...transport.calls import Peer
 from ...transport.frame_codec import PAYLOAD_LIMIT
-from ...transport.wire import Peer
 from . import replica_checks
 from .replica_checks import Difference
 from .traffic import step_back

@@ -18,10 +18,9 @@ from ...errors import ProtocolError, SegmentError
 from ...snapshot.segment.segment import Segment
 from ...snapshot.segment.slots import SlotState, Version
 from ...transport import protocol
+from ...transport.calls import BOUNDS, Bytes, Caller, Peer
 from ...transport.channel import Party
-from ...transport.dial import Caller
 from ...transport.frame_codec import Message
-from ...transport.wire import BOUNDS, Bytes, Peer
 from ..resize.previous_segments import PreviousSegments
 from .exchange import descriptor_of, parity_slot_of, slot_of
 from .frames import Data, Parity

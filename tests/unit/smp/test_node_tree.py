@@ -14,8 +14,8 @@ import pytest
 from ft_plugins.errors import ProtocolError
 from ft_plugins.smp.tree import tree
 from ft_plugins.snapshot.segment.slots import Version
+from ft_plugins.transport.calls import PURPOSE, Peer
 from ft_plugins.transport.channel import Party
-from ft_plugins.transport.wire import PURPOSE, Peer
 
 from .node_clusters import DETECT, Cluster, Node, clusters, wait
 

@@ -31,7 +31,7 @@ from ft_plugins.snapshot.segment.paths import path_of, remove
 from ft_plugins.snapshot.segment.segment import NOT_COMPUTED, Segment, create
 from ft_plugins.snapshot.segment.shape import Shape
 from ft_plugins.snapshot.segment.slots import SlotState, Version
-from ft_plugins.transport import channel, protocol, wire
+from ft_plugins.transport import calls, channel, protocol
 from ft_plugins.transport.channel import TAG, Party
 from ft_plugins.transport.dial import Dialer
 from ft_plugins.transport.frame_codec import PAYLOAD_LIMIT
@@ -258,7 +258,7 @@ class Answering:
         me = Party("smp", "a-job", "here", encrypt)
         client, server = channel.ClientHandshake(SECRET, me), channel.ServerHandshake(SECRET, me)
         proof, near = client.answer(server.challenge(client.hello()))
-        self.link = wire.framed(self.theirs, server.finish(proof))
+        self.link = FramedSocket(self.theirs, server.finish(proof), calls.BOUNDS)
 
         def connect(dialer: Dialer, until: float, greet: Callable[..., FramedSocket]) -> FramedSocket:
             dialer.connection = ours

@@ -1,18 +1,21 @@
-"""Connections between SMPs of different nodes: TCP, authenticated both ways by the job's secret.
+"""Requests and replies between processes of a job on different nodes: TCP, authenticated both ways by the job's secret.
 
-Invariant: without the secret a peer gets no answer beyond a nonce and a proof. Every wait is bounded.
+Invariant: without the secret a peer gets no answer beyond a nonce and a proof. Every wait is bounded. One request at a
+time is under way on a connection, unless the caller awaits several replies; they come in the order of the requests.
 
-    connection = handshake (`channel`) | server's first frame: the client is admitted | requests and replies
+    connection = handshake (`channel`) | server's first frame: the client is admitted (`dial`) | requests and replies
 
-In: requests by name. Out: replies; a `ProtocolError` for anything malformed.
+In: requests. Out: replies; a `ProtocolError` for anything malformed; connections that are handed over.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import socket
 import stat
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,14 +28,14 @@ from ..base.intake import read_bytes
 from ..errors import ConfigError, FtError, ProtocolError
 from ..events import Events, catalogue
 from . import connections, protocol
-from .channel import Channel, Party
-from .connections import Connections, OpenConnection, RejectedConnections
-from .dial import ADMITTED, Caller
+from .channel import Buffer, Channel, Party
+from .connections import RejectedConnections
+from .dial import ADMITTED, CUT_OFF, Dialer
 from .door import Door, DoorLimits
-from .frame_codec import FRAME_LIMIT, PAYLOAD_LIMIT, FrameBounds, Message, Received
+from .frame_codec import FRAME_LIMIT, PAYLOAD_LIMIT, PLAIN, FrameBounds, Message, Received
 from .framed import PART_SECONDS, EndedError, FramedSocket, limit_in_kernel
 from .loop import Loop
-from .serving import Serving
+from .serving import Served, Serving
 
 PURPOSE = "smp"  # of these connections, among all of a job
 BOUNDS = FrameBounds(FRAME_LIMIT, PAYLOAD_LIMIT)
@@ -83,6 +86,112 @@ def read_secret(path: Path) -> bytes:
     return secret
 
 
+# ---- asking ----
+
+
+class Caller:
+    """Requests to one peer, over a connection that is made when one is sent. For one thread at a time, except for
+    `close`. Guards the socket, which blocks with the kernel's timeout: what has arrived costs one system call."""
+
+    def __init__(
+        self, where: tuple[str, int], me: Party, secret: bytes, timeout: float, node: str = "",
+        bounds: FrameBounds = PLAIN,
+    ) -> None:  # fmt: skip
+        """`timeout`: seconds for connecting, for a request to be taken, and for each part of a reply. `node`: the name
+        of the node expected there; '' for any of the job. Replies are within `bounds`."""
+        self.endpoint = where
+        self.awaited = 0  # replies to requests that were sent
+        self._timeout = timeout
+        self._node = node
+        self._bounds = bounds
+        self._dialer = Dialer(where, secret, me)
+        self._line: FramedSocket | None = None
+        self._channel: Channel | None = None
+
+    def connect(self) -> FramedSocket:
+        """The connection; a new one if there is none. `close` interrupts that at any stage. Raises ProtocolError,
+        OSError."""
+        if self._dialer.is_closed:
+            raise ProtocolError("this side has hung up")
+        if self._line is None:
+            self._line = self._dialer.connect(time.monotonic() + self._timeout, self._greet)
+        return self._line
+
+    def _greet(self, connection: socket.socket, channel: Channel) -> FramedSocket:
+        if self._node not in ("", channel.node):
+            raise ProtocolError(f"expected the SMP of node {self._node} there, found that of node {channel.node}")
+        connection.settimeout(None)
+        limit_in_kernel(connection, self._timeout)
+        line = FramedSocket(connection, channel, self._bounds)
+        line.seconds = self._timeout
+        self._channel = channel
+        return line
+
+    def send(self, message: Message, payload: Buffer = b"") -> None:
+        """Send a request whose reply is received later; on a new connection, if the peer has closed the last one while
+        no reply was awaited. Raises EndedError if it closes this one; ProtocolError, OSError. Then replies that are
+        awaited are void."""
+        if not self.awaited and self.is_readable(0.0):
+            self.drop()
+        line = self.connect()
+        try:
+            line.send(message, payload)
+        except OSError as error:
+            raise _ended(error) from error
+        self.awaited += 1
+
+    def receive(self, place: Callable[[Message, int], memoryview] | None = None) -> Received:
+        """The next reply; its payload is where `place` says. Raises as `send`."""
+        if self._dialer.is_closed or self._line is None:
+            raise ProtocolError("this side has hung up")
+        self._line.decoder.room = place
+        try:
+            received = self._line.receive()
+        except OSError as error:
+            raise _ended(error) from error
+        if received is None:
+            raise EndedError("it hung up")
+        self.awaited -= 1
+        return received
+
+    def is_readable(self, seconds: float) -> bool:
+        """Whether a reply has begun to arrive, or the connection has ended, within `seconds`; there may be none."""
+        if self._line is None or self._dialer.is_closed:
+            return True
+        poller = select.poll()
+        poller.register(self._line.connection, select.POLLIN)
+        return bool(poller.poll(1000 * seconds))
+
+    def surrender(self) -> tuple[socket.socket, Channel]:
+        """The connection, after a request that was answered: the caller owns it now. Raises ProtocolError."""
+        connection, self._line = self._dialer.surrender(), None
+        if connection is None or self._channel is None:
+            raise ProtocolError("this side has hung up")
+        return connection, self._channel
+
+    def why(self, error: Exception) -> str:
+        """The reason in an error of these methods."""
+        if isinstance(error, TimeoutError):
+            return f"no answer within {self._timeout:g} s"
+        return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+    def drop(self) -> None:
+        """Close the connection; the next request makes a new one."""
+        self._dialer.drop()
+        self._line, self.awaited = None, 0
+
+    def close(self) -> None:
+        """Hang up for good, without waiting: a request in flight or a connection attempt fails."""
+        self._dialer.close()
+
+
+def _ended(error: OSError) -> OSError:
+    """What ended a request: the kernel after its time, or the peer."""
+    if isinstance(error, BlockingIOError):
+        return TimeoutError("timed out")
+    return EndedError("it hung up") if isinstance(error, CUT_OFF) else error
+
+
 class Peer(Caller):
     """Requests to another node's SMP. For any thread: one request at a time."""
 
@@ -127,31 +236,13 @@ def _room(message: Message, nbytes: int) -> memoryview:
     return np.empty(nbytes, dtype=np.uint8).data
 
 
-def framed(connection: socket.socket, channel: Channel) -> FramedSocket:
-    """The connection for requests, replies and their payloads."""
-    made = FramedSocket(connection, channel, BOUNDS)
-    made.decoder.room = _room
-    return made
-
-
-def send(line: FramedSocket, message: Message, payload: Bytes | None) -> None:
-    """Write a message and a payload. Raises ProtocolError, OSError."""
-    line.send(message, b"" if payload is None else payload.data)
-
-
-def receive(line: FramedSocket) -> tuple[Message, Bytes] | None:
-    """Read a message and its payload; None if the peer has closed between two frames. Raises ProtocolError, OSError."""
-    if (received := line.receive()) is None:
-        return None
-    return received[0], np.frombuffer(received[1], dtype=np.uint8)
+# ---- answering ----
 
 
 @dataclass(eq=False)
-class _Served:
+class _ServedPeer(Served):
     """An authenticated connection of the server."""
 
-    connection: socket.socket
-    admitted: OpenConnection
     channel: Channel
     line: FramedSocket
 
@@ -164,7 +255,6 @@ class Server:
         self._handle = handle
         self._events = events
         self._closing = False
-        self._connections = Connections(connections.places(_CONNECTIONS, _OTHERS))
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -178,7 +268,8 @@ class Server:
             ) from error
         self.endpoint: tuple[str, int] = (address, int(listener.getsockname()[1]))
         self._rejected = RejectedConnections(events)
-        self._serving = Serving(self._serve, self._end, "smp-peer", _THREADS, IDLE_SECONDS)
+        places = connections.places(_CONNECTIONS, _OTHERS)
+        self._serving = Serving(self._serve, self._end, "smp-peer", _THREADS, places, IDLE_SECONDS)
         self._loop = Loop("smp-peers")
         self._door = Door(self._loop, listener, secret, me, self._admit, self._rejected, _LIMITS)
         self._loop.start()
@@ -186,13 +277,12 @@ class Server:
     def _admit(self, connection: socket.socket, address: str, channel: Channel) -> None:
         """Serve an authenticated connection."""
         connection.setblocking(True)
-        admitted = self._connections.take(connection, channel.node)
-        if admitted is None:
+        served = _ServedPeer(connection, channel.node, channel, FramedSocket(connection, channel, BOUNDS))
+        if not self._serving.take(served):
             connection.close()
-            self._rejected.count(address, f"node {channel.node}: all {self._connections.most} connections are busy")
+            self._rejected.count(address, f"node {channel.node}: all {self._serving.places} connections are busy")
             return
-        served = _Served(connection, admitted, channel, framed(connection, channel))
-        served.line.seconds = PART_SECONDS
+        served.line.seconds, served.line.decoder.room = PART_SECONDS, _room
         try:
             limit_in_kernel(connection, PART_SECONDS)
             served.line.send(ADMITTED)  # its first bytes: they do not wait
@@ -201,24 +291,23 @@ class Server:
             return
         self._serving.add(served)
 
-    def _serve(self, served: _Served) -> bool:
-        """Carry out one request. False once the connection has ended: the peer has hung up, or sent a malformed frame,
-        or it has to make room, or is handed over; then it keeps its place until it is closed."""
+    def _serve(self, served: _ServedPeer) -> bool:
+        """Carry out one request. False once the connection has ended: the peer has hung up, or sent a malformed frame;
+        or it is handed over, and then keeps its place until it is closed."""
         try:
-            if self._closing or not self._connections.begin(served.admitted) or not (frame := receive(served.line)):
+            if self._closing or (received := served.line.receive()) is None:
                 self._end(served, "")
                 return False
             try:
-                answer = self._handle(*frame)
+                answer = self._handle(received[0], np.frombuffer(received[1], dtype=np.uint8))
             except FtError as error:
                 answer = protocol.refusal(error), None
             if isinstance(answer, Handover):
                 served.line.send({"ok": True})
                 own = socket.socket(fileno=served.connection.detach())
-                answer.take(own, served.channel, lambda: self._connections.leave(served.admitted))
+                answer.take(own, served.channel, lambda: self._serving.leave(served))
                 return False
-            send(served.line, {"ok": True, **answer[0]}, answer[1])
-            self._connections.rest(served.admitted)
+            served.line.send({"ok": True, **answer[0]}, b"" if answer[1] is None else answer[1].data)
             return True
         except Exception as error:  # a malformed frame or request, or a dead peer: this connection ends
             known = isinstance(error, (FtError, OSError))
@@ -228,12 +317,12 @@ class Server:
             self._end(served, reason)
             return False
 
-    def _end(self, served: _Served, reason: str) -> None:
+    def _end(self, served: _ServedPeer, reason: str) -> None:
         """Close a connection, because of an error if there is a reason."""
-        self._connections.leave(served.admitted)
+        self._serving.leave(served)
         served.connection.close()
         if reason:
-            self._events.emit(catalogue.PEER_DISCONNECTED, peer=served.channel.node, reason=reason)
+            self._events.emit(catalogue.PEER_DISCONNECTED, peer=served.name, reason=reason)
 
     def close(self) -> None:
         """Stop listening and end idle connections; others end after their request."""
