@@ -344,7 +344,7 @@ def test_a_look_whose_connection_ends_is_sent_again_on_a_new_one(nodes: list[Nod
     assert b.link.watch(4, 0.0) is None
     connection = b.link._connection
     assert connection is not None
-    connection._line.connection.shutdown(2)  # as a network does that forgets connections
+    connection._caller.connect().connection.shutdown(2)  # as a network does that forgets connections
     news(b)  # is answered; whether b is still counted by then depends on how long that took
     assert b.link._connection is not connection
 

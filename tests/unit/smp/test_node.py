@@ -33,8 +33,8 @@ from ft_plugins.snapshot.segment.paths import parity_path_of
 from ft_plugins.snapshot.segment.segment import Segment
 from ft_plugins.snapshot.segment.slots import SlotState, Version, choose
 from ft_plugins.transport import protocol
+from ft_plugins.transport.calls import PURPOSE, Peer
 from ft_plugins.transport.channel import Party
-from ft_plugins.transport.wire import PURPOSE, Peer
 
 from .node_clusters import DETECT, Cluster, clusters, wait
 

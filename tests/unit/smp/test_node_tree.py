@@ -14,8 +14,8 @@ import pytest
 from ft_plugins.errors import ProtocolError
 from ft_plugins.smp.tree import tree
 from ft_plugins.snapshot.segment.slots import Version
+from ft_plugins.transport.calls import PURPOSE, Peer
 from ft_plugins.transport.channel import Party
-from ft_plugins.transport.wire import PURPOSE, Peer
 
 from .node_clusters import DETECT, Cluster, Node, clusters, wait
 
@@ -91,7 +91,7 @@ def test_none_but_the_node_of_a_position_reports_for_it(deep: Cluster) -> None:
     with pytest.raises(ProtocolError, match="lineage 9"):
         peer.ask("join", epoch=9, position=3)
     peer.ask("join", epoch=1, position=3)
-    peer.wait_until_closed(5)
+    peer.is_readable(5)
     wait(lambda: bool(deep.nodes[1].named("peer.disconnected")))
     (fields,) = deep.nodes[1].named("peer.disconnected")
     assert fields["peer"] == "n5" and "node n3 is at position 3" in fields["reason"]

@@ -22,9 +22,9 @@ from ft_plugins.smp.tree.tree_messages import MESSAGE_LIMIT
 from ft_plugins.smp.tree.tree_peers import TreePeers
 from ft_plugins.smp.tree.tree_state import TreeState
 from ft_plugins.snapshot.segment.slots import Version
+from ft_plugins.transport.calls import Peer
 from ft_plugins.transport.channel import Channel, ClientHandshake, Party, ServerHandshake
 from ft_plugins.transport.loop import Loop
-from ft_plugins.transport.wire import Peer
 
 SECRET = b"a secret of this test"
 SECONDS = 20.0

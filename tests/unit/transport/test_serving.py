@@ -16,10 +16,10 @@ import pytest
 from ft_plugins.errors import ProtocolError
 from ft_plugins.events import Event, Events
 from ft_plugins.smp.tree.tree_member import TreeLink
+from ft_plugins.transport.calls import Handover, Peer, Server
 from ft_plugins.transport.channel import Channel, Party
 from ft_plugins.transport.framed import EndedError
-from ft_plugins.transport.serving import Serving
-from ft_plugins.transport.wire import Handover, Peer, Server
+from ft_plugins.transport.serving import Served, Serving
 
 SECONDS = 20.0
 SECRET = b"a secret of this test"
@@ -38,8 +38,7 @@ def threads() -> int:
 
 
 @dataclass(eq=False)
-class One:
-    connection: socket.socket
+class One(Served):
     peer: socket.socket
     ended: list[str] = field(default_factory=list)
 
@@ -56,7 +55,7 @@ class Echo:
     def __init__(self, most: int, idle_seconds: float = 100.0) -> None:
         self.go_on = threading.Event()
         self.begun = threading.Event()
-        self.serving = Serving[One](self.serve, self.end, NAME, most, idle_seconds)
+        self.serving = Serving[One](self.serve, self.end, NAME, most, 100, idle_seconds)
         self.made: list[One] = []
         self.most_threads = 0  # that serve at a time
         self._serving: list[One] = []
@@ -64,7 +63,8 @@ class Echo:
     def one(self) -> One:
         ours, theirs = socket.socketpair()
         theirs.settimeout(SECONDS)
-        self.made.append(One(ours, theirs))
+        self.made.append(One(ours, "local", theirs))
+        assert self.serving.take(self.made[-1])
         self.serving.add(self.made[-1])
         return self.made[-1]
 
@@ -89,6 +89,7 @@ class Echo:
 
     def end(self, one: One, reason: str) -> None:
         one.ended.append(reason)
+        self.serving.leave(one)
         one.connection.close()
 
 
@@ -234,7 +235,7 @@ class Joined:
 
     @property
     def places(self) -> int:
-        return len(self.server._connections._open)
+        return len(self.server._serving._open)
 
 
 @pytest.fixture
@@ -275,12 +276,12 @@ def test_a_connection_is_handed_over_by_both_sides_with_its_keys_and_keeps_its_p
 
 def test_waiting_until_a_connection_is_closed_ends_with_either_side(there: Joined) -> None:
     peer = Peer(there.server.endpoint, Party("smp", "job", "here"), SECRET, SECONDS)
-    peer.wait_until_closed(SECONDS)  # there is none
+    peer.is_readable(SECONDS)  # there is none
     peer.ask("hello")
     began = time.monotonic()
-    peer.wait_until_closed(0.1)
+    peer.is_readable(0.1)
     assert 0.09 < time.monotonic() - began < SECONDS / 2
     threading.Timer(0.1, there.server.close).start()
-    peer.wait_until_closed(SECONDS)
+    peer.is_readable(SECONDS)
     assert time.monotonic() - began < SECONDS / 2
     peer.close()
