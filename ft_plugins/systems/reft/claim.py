@@ -27,7 +27,7 @@ from ...model.host import Host
 from ...recovery.nodes import RankLayout
 from ...redundancy.exchange_plan import positions
 from ...snapshot.capture.double import replica_shares
-from ...snapshot.segment.room import check_room, memory_bytes
+from ...snapshot.segment.paths import check_room, memory_bytes
 from ...snapshot.segment.shape import Shape
 from ...transport.calls import read_secret
 from ..iteration_ledger import IterationLedger
