@@ -21,7 +21,7 @@ from ft_plugins.transport.framed import EndedError
 from ft_plugins.transport.serving import Serving
 from ft_plugins.transport.wire import Handover, Peer, Server
 
-SECONDS = 20.0
+SECONDS = 90.0
 SECRET = b"a secret of this test"
 NAME = "test-serving"
 
@@ -279,8 +279,7 @@ def test_waiting_until_a_connection_is_closed_ends_with_either_side(there: Joine
     peer.ask("hello")
     began = time.monotonic()
     peer.wait_until_closed(0.1)
-    assert 0.09 < time.monotonic() - began < SECONDS / 2
+    assert time.monotonic() - began > 0.09
     threading.Timer(0.1, there.server.close).start()
-    peer.wait_until_closed(SECONDS)
-    assert time.monotonic() - began < SECONDS / 2
+    peer.wait_until_closed(3600)  # longer than a test may take
     peer.close()
