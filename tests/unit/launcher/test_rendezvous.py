@@ -263,8 +263,8 @@ def leader(found: dict[str, dict[str, Any]]) -> str:
 
 def test_survivors_of_the_node_that_leads_go_on_in_their_ranks_with_a_substitute(start: Start) -> None:
     ends = "1,2"
-    names = ((1, "c"), (2, "b"), (3, "a"))
-    a, b, c = (start(number, name, endpoints=ends, wait_seconds=WAIT) for number, name in names)
+    holds: dict[str, Any] = {"endpoints": ends, "wait_seconds": 2 * WAIT, "last_call_timeout": 2 * WAIT}
+    a, b, c = (start(number, name, **holds) for number, name in ((1, "c"), (2, "b"), (3, "a")))
     first = join(a, b, c)
     assert first["c"]["names"] == ["a", "b", "c"]
     lead = leader(first)
@@ -273,7 +273,7 @@ def test_survivors_of_the_node_that_leads_go_on_in_their_ranks_with_a_substitute
     lost.kill()
     until(other, 1)
     until(c, 1)
-    substitute = start(4, "z", endpoints=ends)  # knows the two endpoints only
+    substitute = start(4, "z", **holds)  # knows the two endpoints only
     found = join(other, c, substitute)
     assert found["z"]["names"] == [name if name != lost.name else "z" for name in ("a", "b", "c")]
     assert found["z"]["round"] == 2
@@ -313,14 +313,14 @@ def test_a_lead_that_was_stopped_is_replaced_and_comes_back_as_one_of_the_others
 
 
 def test_a_node_with_the_address_of_the_lost_one_is_found_by_the_survivors(start: Start) -> None:
-    a, b, c = (start(number, name, wait_seconds=WAIT) for number, name in ((1, "a"), (2, "b"), (3, "c")))
+    a, b, c = (start(number, name) for number, name in ((1, "a"), (2, "b"), (3, "c")))
     assert leader(join(a, b, c)) == "a"
     a.kill()
     until(b, 1)
     until(c, 1)
     b.tell("join"), c.tell("join")
     assert b.quiet(1)
-    new = start(1, "new", wait_seconds=WAIT)  # the one endpoint is its own: it knows nobody
+    new = start(1, "new")  # the one endpoint is its own: it knows nobody
     found = {"new": new.tell("join").hear(), "b": b.hear(), "c": c.hear()}
     assert found["new"]["names"] == ["new", "b", "c"] and found["new"]["round"] == 2
     leader(found)
@@ -379,7 +379,7 @@ def test_a_node_that_remembers_finds_the_others_without_the_endpoint(start: Star
     again = start(3, "c", run_dir=tmp_path).tell("join")  # the endpoint is that of a, which is no more
     new = start(4, "d", endpoints="2").tell("join")
     assert new.quiet(1)  # nor does anybody listen there
-    other = start(1, "e", wait_seconds=WAIT).tell("join")
+    other = start(1, "e").tell("join")
     assert other.hear()["names"] == ["e", "b", "c"]
     assert again.hear()["rank"] == 2 and b.hear()["rank"] == 1
 
