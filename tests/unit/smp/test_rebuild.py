@@ -42,7 +42,7 @@ BUCKET = 3_000_000  # straddles frames
 VERSION = Version(2, 5)
 SMALL = b"small state"
 SECRET = b"a secret of the job"
-SECONDS = 20
+SECONDS = 90
 TIMES = np.array([[times(a, b) for b in range(256)] for a in range(256)], dtype=np.uint8)
 
 

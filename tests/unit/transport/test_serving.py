@@ -21,7 +21,7 @@ from ft_plugins.transport.channel import Channel, Party
 from ft_plugins.transport.framed import EndedError
 from ft_plugins.transport.serving import Served, Serving
 
-SECONDS = 20.0
+SECONDS = 90.0
 SECRET = b"a secret of this test"
 NAME = "test-serving"
 
@@ -187,13 +187,12 @@ def test_connections_that_are_served_keep_their_threads_while_others_only_wait_f
 
 
 def test_one_that_is_idle_for_too_long_is_ended_without_a_reason(echo: Callable[..., Echo]) -> None:
-    there = echo(4, 0.3)
+    there = echo(4, 3.0)
     idle, used = there.one(), there.one()
-    until = time.monotonic() + 0.6
-    while time.monotonic() < until:
+    while not idle.ended:
         used.ask(b"a")
         assert used.answer() == b"a"
-    wait(lambda: idle.ended == [""])
+    assert idle.ended == [""]
     assert idle.answer() == b"" and used.ended == []
 
 
@@ -280,8 +279,7 @@ def test_waiting_until_a_connection_is_closed_ends_with_either_side(there: Joine
     peer.ask("hello")
     began = time.monotonic()
     peer.is_readable(0.1)
-    assert 0.09 < time.monotonic() - began < SECONDS / 2
+    assert time.monotonic() - began > 0.09
     threading.Timer(0.1, there.server.close).start()
-    peer.is_readable(SECONDS)
-    assert time.monotonic() - began < SECONDS / 2
+    peer.is_readable(3600)  # longer than a test may take
     peer.close()
