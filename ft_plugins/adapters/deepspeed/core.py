@@ -37,10 +37,12 @@ from ..script.script_hooks import wrap
 from ..script.undeclared import Undeclared
 from ..script.undeclared_search import Given, UndeclaredSearch
 from . import naming, state
+from .continuing import OwnCounters
 from .position import Positions
 from .read_ahead import ReadPace, unproven
 from .reducing import SHARDED
 from .replay import restore_rng, rng_state
+from .schedule import Schedule
 from .shard_groups import ShardGroups
 from .stepping import DeepSpeedStepping, rates
 
@@ -71,9 +73,11 @@ class DeepSpeedHost(DeepSpeedStepping):
         self._scheduler_reported = False
         self.restored = False  # whether the engine holds a restored version, whose data position comes next
         self._undeclared = UndeclaredSearch(self._given, lines_to_add, f"rank {self.rank}", self.rank == 0)
+        self.counted = OwnCounters()
         self.silent = False  # whether iterations have updates without a forward in training mode
         self.pace: ReadPace | None = None  # of the last iteration, if its reads are followed
         require_encodable_scheduler(engine.lr_scheduler, self.rank)
+        self.schedule = Schedule(engine.lr_scheduler, self.rank)
 
     # facts
 
@@ -124,6 +128,7 @@ class DeepSpeedHost(DeepSpeedStepping):
             "position": {} if self._positions is None else self._positions.read(),
             "rng": rng_state(),
             "silent": self.silent,
+            "loop": None if self.silent else self.counted.captured(),
             "pace": None if self.pace is None else vars(self.pace),
         }
 
@@ -191,6 +196,7 @@ class DeepSpeedHost(DeepSpeedStepping):
                 "with the captured job's settings, or start with --ftp-resume fresh"
             )
         self.silent = small.get("silent", False)
+        self.counted.restored(small.get("loop"))
         for name in _COUNTERS:
             setattr(engine, name, small["counters"][name])
         self._restore_optimizer(small)
@@ -198,9 +204,8 @@ class DeepSpeedHost(DeepSpeedStepping):
         state.rebuild_derived(optimizer)
 
     def _restore_optimizer(self, small: Mapping[str, Any]) -> None:
-        engine, optimizer = self.engine, self.engine.optimizer
-        if engine.lr_scheduler is not None:
-            engine.lr_scheduler.load_state_dict(dict(small["scheduler"]))
+        optimizer = self.engine.optimizer
+        self.schedule.restore(small["scheduler"])
         restore_groups(state.inner(optimizer), small["groups"])
         state.restore_scalars(optimizer, small["scalars"])
         state.restore_scaler(optimizer, small["scaler"])

@@ -33,6 +33,7 @@ from ...events import say
 from ...session import Session, attach
 from ..rng import numbers_drawn
 from ..script.script_hooks import replace_in_deepspeed as replace
+from ..script.undeclared_search import ignored_names
 from .configuration import (
     callers,
     configuration_argument,
@@ -42,7 +43,7 @@ from .configuration import (
     resolve,
     settings_of,
 )
-from .continuing import NOTICE, CounterReads, at_its_own_start
+from .continuing import NOTICE, CounterReads, at_its_own_start, elsewhere
 from .position import Positions
 from .read_ahead import ADVICE, DRAWN, NOTHING_READ, OTHER_THREAD, READ_EARLY, IterationReads
 from .shard_groups import ShardGroups, require_known_early
@@ -200,11 +201,15 @@ class DeepSpeedLoop:
     def _require_continuing(self) -> None:
         """Raises ResumeError if the engine was restored, but the loop begins at its own start."""
         restored, continues = self.engine.global_steps, self._counters.end()
+        problem = self._host.counted.begin(self._host.restored, ignored_names())
         if not self._host.restored:
             if self._captured and not continues:
                 self._say_once(NOTICE)
         elif not continues and self._loaded != restored:
             raise ResumeError(at_its_own_start(self._host.rank, restored, self._loaded))
+        elif problem is not None:
+            raise ResumeError(elsewhere(self._host.rank, restored, problem))
+        self._host.schedule.begin()
 
     # PipelineEngine
 
@@ -319,6 +324,7 @@ class DeepSpeedLoop:
                 "the job, and start it with --ftp-resume fresh"
             )
         self.engine.micro_steps = 0  # as at the start: DeepSpeed's checkpoints lack it
+        self._host.schedule.begin_again()
         outcome = original(*args, **kwargs)
         self._loaded = self.engine.global_steps if outcome[0] is not None else None
         self._host.find_tensors()

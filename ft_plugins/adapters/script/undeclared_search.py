@@ -39,6 +39,11 @@ def ignore(*objects: Any) -> None:
     _ignored.extend(objects)
 
 
+def ignored_names() -> frozenset[str]:
+    """The counters of loops that were named to `ignore`."""
+    return frozenset(one for one in _ignored if isinstance(one, str))
+
+
 @dataclass(frozen=True)
 class Given:
     """What a host captures or ignores: objects, further tensors, and the tensors that are trained."""

@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("deepspeed")
 
+from ft_plugins.adapters.deepspeed.continuing import OwnCounters  # noqa: E402
 from ft_plugins.adapters.deepspeed.core import DeepSpeedHost, require_encodable_scheduler  # noqa: E402
 from ft_plugins.errors import ResumeError, UnsupportedError  # noqa: E402
 from ft_plugins.snapshot.capture import codec  # noqa: E402
@@ -52,7 +53,7 @@ def test_a_scheduler_that_deepspeed_does_not_know_of_is_told_once(
 ) -> None:
     host: Any = DeepSpeedHost.__new__(DeepSpeedHost)
     host.rank, host._positions, host._rates, host._scheduler_reported = 0, None, None, False
-    host.silent, host.pace = False, None
+    host.silent, host.pace, host.counted = False, None, OwnCounters()
     updating = optimizer()
     scheduler = torch.optim.lr_scheduler.MultiStepLR(updating, [2, 3])
     counters = dict.fromkeys(("global_steps", "global_samples", "skipped_steps", "micro_steps"), 0)
