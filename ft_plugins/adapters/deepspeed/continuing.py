@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ..script.loop_counters import LoopCounters, loop_counters, not_continued
+from ..script.loop_counters import LoopCounters, decided_otherwise, loop_counters, not_continued
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps")
 _NOT_THE_SCRIPT = ("deepspeed", "ft_plugins", "torch")
@@ -27,6 +27,10 @@ _NAMES = ", ".join(f"engine.{name}" for name in _COUNTERS)
 _LINE = (
     "Write `start = engine.global_steps` after deepspeed.initialize and begin there: `for step in range(start, steps)` "
     "or `for epoch in range(start // steps_per_epoch, epochs)`"
+)
+_DECIDED = (
+    "what the loop decides by it (an evaluation, a log, a checkpoint) comes at other iterations than without a "
+    "failure, and if it draws random numbers, results differ: count it from engine.global_steps"
 )
 NOTICE = (
     f"the loop read none of {_NAMES} between deepspeed.initialize and its first batch, so a restart will be refused: "
@@ -69,6 +73,8 @@ class OwnCounters:
     def __init__(self) -> None:
         self._first = self._last = LoopCounters()
         self._saved: Mapping[str, Any] | None = None
+        self._within = False  # whether it was captured in the middle of an epoch
+        self.remark = ""  # after `begin`: what else is not what it was
 
     def captured(self) -> dict[str, Any]:
         """At the version point, right before the next iteration or after the loop: what a version has of them."""
@@ -79,9 +85,10 @@ class OwnCounters:
             "ranks": torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
         }
 
-    def restored(self, saved: Mapping[str, Any] | None) -> None:
-        """The counters of the restored version; None if it has none."""
+    def restored(self, saved: Mapping[str, Any] | None, position: Mapping[str, Any]) -> None:
+        """The counters of the restored version, None if it has none, and its data position."""
         self._saved = saved
+        self._within = any(one.get("read") for role, one in position.items() if role.startswith("train"))
 
     def begin(self, restored: bool, ignored: Collection[str]) -> str | None:
         """Before the first iteration of this incarnation: what shows that the loop did not continue, None for nothing.
@@ -94,6 +101,8 @@ class OwnCounters:
         version = LoopCounters(**saved["last"])
         if saved["ranks"] != self.captured()["ranks"]:
             return None
+        changed = decided_otherwise(self._first, version, now, self._within, ignored)
+        self.remark = "" if changed is None else f"after the restore {changed}; {_DECIDED}"
         return not_continued(self._first, version, now, saved["ended"], ignored)
 
 

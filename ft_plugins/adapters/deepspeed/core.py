@@ -196,7 +196,7 @@ class DeepSpeedHost(DeepSpeedStepping):
                 "with the captured job's settings, or start with --ftp-resume fresh"
             )
         self.silent = small.get("silent", False)
-        self.counted.restored(small.get("loop"))
+        self.counted.restored(small.get("loop"), small.get("position", {}))
         for name in _COUNTERS:
             setattr(engine, name, small["counters"][name])
         self._restore_optimizer(small)

@@ -210,6 +210,8 @@ class DeepSpeedLoop:
         elif problem is not None:
             raise ResumeError(elsewhere(self._host.rank, restored, problem))
         self._host.schedule.begin()
+        if self._host.counted.remark and self._host.rank == 0:
+            say(self._host.counted.remark, alarm=True)
 
     # PipelineEngine
 

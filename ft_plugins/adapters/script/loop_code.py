@@ -5,6 +5,8 @@
     while self.step < total:                ends by `self.step`, `total`
         if best.age > patience: break       ends by `best.age`, `patience`
 
+        if number % 100 == 0: evaluate()    decides by `number`, which does not end it
+
 Invariant: a target of a `for` whose next element is only being fetched has a value of the element before, so it does
 not count. An `if` ends a loop if it leaves it, skips the rest of its body, or sets a flag.
 
@@ -26,10 +28,12 @@ _OVER_ALL = ("enumerate", "iter", "tqdm", "zip")  # functions whose loop ends wi
 @dataclass(frozen=True)
 class LoopCode:
     """Expressions of all loops around a line, as the script writes them. `bounds`: of what is iterated, literal numbers
-    included."""
+    included. `deciding`: of other `if`s. `indices`: of them, what `enumerate` counts from zero, as it is fetching."""
 
     counters: tuple[str, ...] = ()
     bounds: tuple[str, ...] = ()
+    deciding: tuple[str, ...] = ()
+    indices: tuple[str, ...] = ()
 
 
 def loops_around(tree: ast.Module, line: int) -> LoopCode:
@@ -40,7 +44,11 @@ def loops_around(tree: ast.Module, line: int) -> LoopCode:
     stale = {name for loop in loops for one in ast.walk(loop) for name in _targets(one)} - {*targets}
     counters = targets + [text for loop in loops for text in _ending(loop) if text not in stale]
     bounds = [text for loop in loops if isinstance(loop, ast.For | ast.AsyncFor) for text in _bounds(loop.iter)]
-    return LoopCode(tuple(dict.fromkeys(counters)), tuple(dict.fromkeys(bounds)))
+    tested = [text for loop in loops for test, ends in _tests(loop) if not ends for text in _values(test)]
+    deciding = [text for text in tested if text not in stale and text not in counters]
+    fetching = {name for loop in loops if loop not in inside and _counts(loop) for name in _targets(loop)}
+    indices = [text for text in tested if text in fetching]
+    return LoopCode(*(tuple(dict.fromkeys(found)) for found in (counters, bounds, deciding, indices)))
 
 
 def _path(tree: ast.Module, line: int) -> list[ast.For | ast.AsyncFor | ast.While]:
@@ -72,9 +80,24 @@ def _targets(node: ast.AST) -> Iterator[str]:
 def _ending(loop: ast.For | ast.AsyncFor | ast.While) -> Iterator[str]:
     if isinstance(loop, ast.While):
         yield from _values(loop.test)
+    for test, ends in _tests(loop):
+        if ends:
+            yield from _values(test)
+
+
+def _tests(loop: ast.For | ast.AsyncFor | ast.While) -> Iterator[tuple[ast.expr, bool]]:
+    """What each `if` in a loop tests, and whether that ends the loop."""
     for node in _same_scope(loop.body):
-        if isinstance(node, ast.If) and any(map(_leaves, _same_scope([*node.body, *node.orelse]))):
-            yield from _values(node.test)
+        if isinstance(node, ast.If):
+            yield node.test, any(map(_leaves, _same_scope([*node.body, *node.orelse])))
+
+
+def _counts(loop: ast.For | ast.AsyncFor | ast.While) -> bool:
+    """Whether it is `for ... in enumerate(...)` from zero."""
+    call = None if isinstance(loop, ast.While) else loop.iter
+    if not isinstance(call, ast.Call) or ast.unparse(call.func) != "enumerate":
+        return False
+    return len(call.args) + len(call.keywords) == 1
 
 
 def _same_scope(statements: Sequence[ast.AST]) -> Iterator[ast.AST]:

@@ -30,13 +30,15 @@ from .script_names import stack
 
 @dataclass(frozen=True)
 class LoopCounters:
-    """The integers that count or end the loops that run, and those that bound a `for`, by `name in function()`."""
+    """The integers in the expressions of `LoopCode`, of the loops that run, by "`name` in function()"."""
 
     counters: Mapping[str, int] = field(default_factory=dict)
     bounds: Mapping[str, int] = field(default_factory=dict)
+    deciding: Mapping[str, int] = field(default_factory=dict)
+    indices: Mapping[str, int] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.counters or self.bounds)
+        return any(vars(self).values())
 
 
 def not_continued(
@@ -46,34 +48,55 @@ def not_continued(
 
     `ended`: the version was captured after the loop, and has the counters of the version before. `ignored`: names.
     """
-    both = [name for name in now.counters if name in version.counters]
-    wrong = []
-    for name in both:
-        began, was, is_now = first.counters.get(name), version.counters[name], now.counters[name]
-        if was not in (began, is_now) and name.split(" in ")[0] not in ignored and (not ended or is_now == began):
-            wrong.append(f"`{name}` is {is_now}, and was {was} when that version was captured")
-    if wrong:
-        return "; ".join(wrong)
+    changed = _changed(first.counters, version.counters, now.counters, ended, ignored)
+    if changed:
+        return changed
     bounds = now.bounds
-    if bounds and not both and bounds == version.bounds == first.bounds:
-        return f"it runs as often as at the job's start (`{'`, `'.join(bounds)}`), and has no counter"
+    if bounds and not now.counters.keys() & version.counters.keys() and bounds == version.bounds == first.bounds:
+        return f"it runs as often as at the job's start ({', '.join(bounds)}), and has no counter"
     return None
+
+
+def decided_otherwise(
+    first: LoopCounters, version: LoopCounters, now: LoopCounters, within: bool, ignored: Collection[str] = ()
+) -> str | None:
+    """What of a loop that continues is not what it was, and decides something in it; None for nothing. `within`: the
+    version was captured in the middle of an epoch, whose rest `enumerate` counts from zero."""
+    changed = [_changed(first.deciding, version.deciding, now.deciding, False, ignored)]
+    for name, was in version.indices.items() if within else ():
+        if not _is_in(name, ignored):
+            changed.append(f"{name} begins at 0, and was {was} when that version was captured")
+    return "; ".join(filter(None, changed)) or None
+
+
+def _changed(
+    first: Mapping[str, int], version: Mapping[str, int], now: Mapping[str, int], ended: bool, ignored: Collection[str]
+) -> str:
+    """The counters that have moved since the job began, and are not what they were; '' for none."""
+    return "; ".join(
+        f"{name} is {now[name]}, and was {was} when that version was captured"
+        for name, was in version.items()
+        if name in now and was not in (first.get(name), now[name]) and not _is_in(name, ignored)
+        and (not ended or now[name] == first.get(name))
+    )  # fmt: skip
+
+
+def _is_in(name: str, ignored: Collection[str]) -> bool:
+    return name.split("`")[1] in ignored
 
 
 def loop_counters() -> LoopCounters:
     """The counters of the script's loops that run in the main thread."""
-    counters: dict[str, int] = {}
-    bounds: dict[str, int] = {}
+    found: dict[str, dict[str, int]] = {name: {} for name in vars(LoopCode())}
     for frame, variables in stack():
-        code = _loops_at(frame.f_code.co_filename, frame.f_lineno)
         function = frame.f_code.co_name
         place = "" if function == "<module>" else f" in {function}()"
-        for values, expressions in ((counters, code.counters), (bounds, code.bounds)):
+        for kind, expressions in vars(_loops_at(frame.f_code.co_filename, frame.f_lineno)).items():
             for expression in expressions:
                 value = _value(_parsed(expression), (variables, frame.f_globals))
                 if type(value) is int:
-                    values.setdefault(expression + place, value)
-    return LoopCounters(counters, bounds)
+                    found[kind].setdefault(f"`{expression}`{place}", value)
+    return LoopCounters(**found)
 
 
 @cache

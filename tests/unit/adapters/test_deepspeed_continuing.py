@@ -97,7 +97,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         engine = Counting(restored) if engine is None else engine
         begun: list[int] = []
         counted = OwnCounters()
-        counted.restored((versions or {}).get(restored))
+        counted.restored((versions or {}).get(restored), {"train": {"read": restored % EPOCH}})
         of_host = {"rank": 0, "restored": False, "silent": False, "pace": None, "counted": counted}
         host = SimpleNamespace(**of_host, find_tensors=lambda: None, schedule=Schedule(None, 0))
         ended: dict[int, Any] = {}  # what each version has of the loop
@@ -355,6 +355,41 @@ def test_a_loop_whose_counters_are_where_they_were_goes_on_from_each_iteration_a
     assert twice.begun[0] == later + 1
 
 
+def evaluating_by_index(engine: Any, batches: Any) -> None:
+    for _ in range(engine.global_steps // EPOCH, STEPS // EPOCH):
+        for number, batch in enumerate(batches):
+            train(engine, batch)
+            if number % 2 == 1:
+                engine.module.eval()
+                engine.module.train()
+
+
+def evaluating_by_own_steps(engine: Any, batches: Any) -> None:
+    step = 0
+    for _ in range(engine.global_steps // EPOCH, STEPS // EPOCH):
+        for batch in batches:
+            train(engine, batch)
+            step += 1
+            if step % 2 == 1:
+                engine.module.eval()
+                engine.module.train()
+
+
+@pytest.mark.parametrize("loop", [evaluating_by_index, evaluating_by_own_steps])
+@pytest.mark.parametrize("at", [EPOCH, EPOCH + 1])
+def test_what_a_loop_decides_by_counters_that_are_not_restored_is_named(
+    start: Callable[..., Any], capsys: pytest.CaptureFixture[str], loop: Loop, at: int
+) -> None:
+    first = start(0)
+    loop(first.engine, loader())
+    job = start(at, versions=first.versions)
+    loop(job.engine, loader())
+    said = capsys.readouterr().err
+    named = loop is evaluating_by_own_steps or at % EPOCH > 0
+    assert said.count("comes at other iterations than without a failure") == named
+    assert job.begun[0] == at + 1
+
+
 def test_plain_epochs_that_are_restored_in_their_first_one_are_right(start: Callable[..., Any]) -> None:
     first = start(0)
     printed_by_epochs(first.engine, loader())
@@ -382,7 +417,7 @@ def test_a_loop_that_ended_and_begins_again_is_refused(start: Callable[..., Any]
     printed_by_steps(first.engine, loader())
     first.loop.shutdown()
     job = start(STEPS, versions=first.versions)
-    with pytest.raises(ResumeError, match="`step in printed_by_steps"):
+    with pytest.raises(ResumeError, match=r"`step` in printed_by_steps\(\) is 0"):
         printed_by_steps(job.engine, loader())
 
 
