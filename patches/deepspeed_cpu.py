@@ -8,8 +8,8 @@ deepspeed/runtime/zero/stage_1_and_2.py (ZeRO-1 and ZeRO-2), from 0.18.7 to 0.18
 autograd graph if the device has memory for it, which a CPU always has; the first step then fails with 'Output 0 of
 SplitBackward0 is a view and is being modified inplace'. 0.19 detaches the buffer; before 0.18.7 it had no graph.
 
-deepspeed/runtime/engine.py builds FusedAdam for `"optimizer": {"type": "AdamW"}`, which on a CPU compiles an operator for
-minutes. torch's Adam is used, as with `torch_adam`, where it takes the same parameters: the same formula with other
+deepspeed/runtime/engine.py builds FusedAdam for `"optimizer": {"type": "AdamW"}`, which on a CPU compiles an operator
+for minutes. torch's Adam is used, as with `torch_adam`, where it takes the same parameters: the same formula with other
 roundings, so a line says so. `"torch_adam": false` builds FusedAdam.
 """
 
@@ -40,7 +40,7 @@ _ADAM = {"lr", "betas", "eps", "weight_decay", "amsgrad", "adam_w_mode"}  # what
 def with_torch_adam(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
     """_configure_basic_optimizer that builds torch's Adam or AdamW in place of FusedAdam."""
     parameters = engine.optimizer_params() or {}
-    if engine.optimizer_name() in ("adam", "adamw") and not engine.zero_use_cpu_optimizer() and _ADAM >= {*parameters}:
+    if engine.optimizer_name() in ("adam", "adamw") and not engine.zero_use_cpu_optimizer() and {*parameters} <= _ADAM:
         engine._config.optimizer_params = {**parameters, "torch_adam": True}
         if engine.global_rank == 0:
             say(

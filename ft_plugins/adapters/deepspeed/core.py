@@ -39,10 +39,10 @@ from ..script.undeclared_search import Given, UndeclaredSearch
 from . import naming, state
 from .continuing import OwnCounters
 from .position import Positions
+from .rate_schedule import Schedule
 from .read_ahead import ReadPace, unproven
 from .reducing import SHARDED
 from .replay import restore_rng, rng_state
-from .schedule import Schedule
 from .shard_groups import ShardGroups
 from .stepping import DeepSpeedStepping, rates
 

@@ -1,7 +1,7 @@
 """What decides how far a loop of a script goes: the expressions of its code that count it or end it. Pure.
 
     for epoch in range(start, epochs):      counts by `epoch`; bounded by `start`, `epochs`
-        for inputs in loader: ...           counts by `inputs`, which is no number; bounded by `loader`
+        for inputs in loader: ...           counts by `inputs`, a tensor; bounded by `loader`
     while self.step < total:                ends by `self.step`, `total`
         if best.age > patience: break       ends by `best.age`, `patience`
 

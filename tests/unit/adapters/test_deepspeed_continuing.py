@@ -24,7 +24,7 @@ from ft_plugins.adapters.deepspeed import core, training  # noqa: E402
 from ft_plugins.adapters.deepspeed.configuration import callers, require_own_loop  # noqa: E402
 from ft_plugins.adapters.deepspeed.continuing import CounterReads, OwnCounters  # noqa: E402
 from ft_plugins.adapters.deepspeed.position import Positions  # noqa: E402
-from ft_plugins.adapters.deepspeed.schedule import Schedule  # noqa: E402
+from ft_plugins.adapters.deepspeed.rate_schedule import Schedule  # noqa: E402
 from ft_plugins.adapters.deepspeed.training import DeepSpeedLoop  # noqa: E402
 from ft_plugins.adapters.script import undeclared_search  # noqa: E402
 from ft_plugins.config import Config  # noqa: E402

@@ -14,7 +14,7 @@ pytest.importorskip("deepspeed")
 from ft_plugins.adapters.deepspeed import core, training  # noqa: E402
 from ft_plugins.adapters.deepspeed.continuing import OwnCounters  # noqa: E402
 from ft_plugins.adapters.deepspeed.position import Positions  # noqa: E402
-from ft_plugins.adapters.deepspeed.schedule import Schedule  # noqa: E402
+from ft_plugins.adapters.deepspeed.rate_schedule import Schedule  # noqa: E402
 from ft_plugins.adapters.deepspeed.training import DeepSpeedLoop  # noqa: E402
 from ft_plugins.config import Config  # noqa: E402
 from ft_plugins.errors import ResumeError  # noqa: E402
