@@ -38,6 +38,7 @@ from ..script.undeclared import Undeclared
 from ..script.undeclared_search import Given, UndeclaredSearch
 from . import naming, state
 from .continuing import OwnCounters
+from .module_modes import ModuleNumbers, read_modes, require_encodable_modes, write_modes
 from .position import Positions
 from .rate_schedule import Schedule
 from .read_ahead import ReadPace, unproven
@@ -77,6 +78,8 @@ class DeepSpeedHost(DeepSpeedStepping):
         self.silent = False  # whether iterations have updates without a forward in training mode
         self.pace: ReadPace | None = None  # of the last iteration, if its reads are followed
         require_encodable_scheduler(engine.lr_scheduler, self.rank)
+        require_encodable_modes(engine.module, self.rank)
+        self._numbers = ModuleNumbers(engine.module)
         self.schedule = Schedule(engine.lr_scheduler, self.rank)
 
     # facts
@@ -128,6 +131,8 @@ class DeepSpeedHost(DeepSpeedStepping):
             "position": {} if self._positions is None else self._positions.read(),
             "rng": rng_state(),
             "silent": self.silent,
+            "modes": read_modes(self.engine.module),
+            "numbers": self._numbers.changed(),
             "loop": None if self.silent else self.counted.captured(),
             "pace": None if self.pace is None else vars(self.pace),
         }
@@ -213,6 +218,8 @@ class DeepSpeedHost(DeepSpeedStepping):
     def restore_position(self, small: Mapping[str, Any]) -> None:
         if self._positions is not None:
             self._positions.write(small["position"])
+        write_modes(self.engine.module, small["modes"], training=not self.silent)
+        self._numbers.restore(small["numbers"])
         restore_rng(small["rng"])
         if self._positions is not None:
             self._positions.restart_unplaced()
