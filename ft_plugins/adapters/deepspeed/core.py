@@ -40,7 +40,7 @@ from . import naming, state
 from .continuing import OwnCounters
 from .module_modes import ModuleNumbers, read_modes, require_encodable_modes, write_modes
 from .position import Positions
-from .rate_schedule import Schedule
+from .rate_schedule import Schedule, own_schedulers, restore_own
 from .read_ahead import ReadPace, unproven
 from .reducing import SHARDED
 from .replay import restore_rng, rng_state
@@ -50,8 +50,9 @@ from .stepping import DeepSpeedStepping, rates
 _STAGE3 = 3  # ZeRO stage
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 _OWN_SCHEDULER = (
-    "the learning rate changes, but deepspeed.initialize neither built nor received a scheduler: a restore sets the "
-    "rate, but the script's own scheduler starts from the beginning; pass it to deepspeed.initialize(lr_scheduler=...)"
+    "the learning rate changes, but neither deepspeed.initialize nor the script has a scheduler of torch: a restore "
+    "sets the rate, but what the script computes it from starts from the beginning; compute it from "
+    "engine.global_steps, or pass a scheduler to deepspeed.initialize(lr_scheduler=...)"
 )
 _SETTINGS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping", "zero_optimization_stage")
 
@@ -65,6 +66,7 @@ class DeepSpeedHost(DeepSpeedStepping):
 
     fault_points = dict.fromkeys(("iteration.forward", "update.begin", "update.middle", "update.end"), ())
     _trains = False  # whether an update was made
+    _own: dict[str, Any] | None = None  # the script's schedulers; None: not searched yet
 
     def __init__(self, engine: Any, positions: Positions | None = None, shards: ShardGroups | None = None) -> None:
         super().__init__(engine, shards)
@@ -127,6 +129,7 @@ class DeepSpeedHost(DeepSpeedStepping):
             "scalars": state.scalars(optimizer),
             "scaler": state.scaler(optimizer),
             "scheduler": None if scheduler is None else scheduler.state_dict(),
+            "own_schedulers": {name: one.state_dict() for name, one in self._own_schedulers().items()},
             "counters": {name: getattr(self.engine, name) for name in _COUNTERS},
             "position": {} if self._positions is None else self._positions.read(),
             "rng": rng_state(),
@@ -140,14 +143,23 @@ class DeepSpeedHost(DeepSpeedStepping):
     def _given(self) -> Given:
         """What the engine consists of. Modules of other stages are left in a pipeline's list of layers."""
         module = self.engine.module
-        objects = self.engine, vars(self.engine), module, getattr(module, "_layer_specs", None)
+        own = tuple(self._own_schedulers().values())
+        objects = self.engine, vars(self.engine), module, getattr(module, "_layer_specs", None), own
         trained = [one for one in module.parameters() if one.requires_grad]
         inner = state.inner(self.engine.optimizer)
         return Given((*objects, self.engine.optimizer, inner), (*self.tensors().values(),), tuple(trained), True)
 
+    def _own_schedulers(self) -> dict[str, Any]:
+        """Those that the script steps itself, searched once after its first update."""
+        if self.engine.lr_scheduler is not None or not self._trains:
+            return {}
+        if self._own is None:
+            self._own = own_schedulers(state.inner(self.engine.optimizer))
+        return self._own
+
     def _report_own_scheduler(self) -> None:
-        """Say once that the script steps a scheduler unknown to DeepSpeed: no optimizer changes its own rates."""
-        if self.engine.lr_scheduler is not None or self._scheduler_reported:
+        """Say once that something sets rates that is not captured: no optimizer changes its own rates."""
+        if self.engine.lr_scheduler is not None or self._scheduler_reported or self._own_schedulers():
             return
         before, self._rates = self._rates, rates(state.inner(self.engine.optimizer))
         if before is not None and before != self._rates:
@@ -220,6 +232,9 @@ class DeepSpeedHost(DeepSpeedStepping):
             self._positions.write(small["position"])
         write_modes(self.engine.module, small["modes"], training=not self.silent)
         self._numbers.restore(small["numbers"])
+        if small["own_schedulers"]:  # which have set the rates, too, when they were made
+            restore_own(state.inner(self.engine.optimizer), small["own_schedulers"], self.rank)
+            restore_groups(state.inner(self.engine.optimizer), small["groups"])
         restore_rng(small["rng"])
         if self._positions is not None:
             self._positions.restart_unplaced()

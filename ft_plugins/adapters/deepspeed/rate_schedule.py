@@ -4,16 +4,23 @@ Some schedulers add what they load to what they have (Megatron-DeepSpeed's takes
 may load one several times: with the version in memory, by `engine.load_checkpoint`, and again with the version if that
 is the newer one. So each load begins with the numbers that the scheduler was built with.
 
+A script may also step schedulers of torch itself, over the optimizer of an engine that has none. They are found among
+the objects of the process, if there is one of each class.
+
 Invariant: after `restore` the scheduler's state is the captured one, and so it is when training begins; else the job
-ends. In: a scheduler, or None; states. Out: a restored scheduler; ResumeError."""
+ends. In: a scheduler, or None; an optimizer; states. Out: restored schedulers; ResumeError."""
 
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Mapping
 from typing import Any
 
-from ...errors import ResumeError
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from ...errors import InventoryError, ResumeError
 from ...snapshot.capture import codec
 
 _PLAIN = (int, float, str, type(None))
@@ -56,6 +63,30 @@ class Schedule:
                 f"{codec.decode(self._restored)} became {self._scheduler.state_dict()}; {advice}, or start with "
                 "--ftp-resume fresh"
             )
+
+
+def own_schedulers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The live schedulers of an optimizer, by class; {} if two are of one class, or one cannot be captured."""
+    found = [one for one in gc.get_objects() if isinstance(one, LRScheduler) and one.optimizer is optimizer]
+    named = {type(one).__name__: one for one in found}
+    try:
+        codec.encode({name: one.state_dict() for name, one in named.items()})
+    except InventoryError:
+        return {}
+    return named if len(named) == len(found) else {}
+
+
+def restore_own(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], rank: int) -> None:
+    """Restore the script's schedulers. Raises ResumeError if there is none of a class."""
+    live = own_schedulers(optimizer)
+    for name, captured in saved.items():
+        if name not in live:
+            raise ResumeError(
+                f"rank {rank}: the captured job stepped a {name} of its own over the engine's optimizer, and now there "
+                f"is none, or there are several: make it before the first batch, or pass it to "
+                "deepspeed.initialize(lr_scheduler=...)"
+            )
+        live[name].load_state_dict(copy.deepcopy(dict(captured)))
 
 
 def _attributes(scheduler: Any) -> dict[str, Any]:

@@ -24,7 +24,7 @@ _PART_OF = {
     **dict.fromkeys(("python", "numpy"), LedgerPart.LIBRARY),
     "groups": LedgerPart.GROUPS,
     "counters": LedgerPart.COUNTERS,
-    **dict.fromkeys(("scalars", "scalers", "scaler", "scheduler", _RERUN), LedgerPart.SCHEDULE),
+    **dict.fromkeys(("scalars", "scalers", "scaler", "scheduler", "own_schedulers", _RERUN), LedgerPart.SCHEDULE),
 }
 # how the loop reads, what the restore itself sets, and what it has compared
 _NOT_COMPARED = {"position", "pace", "silent", "modes", "graded", "members", "loop"}

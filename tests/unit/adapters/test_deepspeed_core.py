@@ -73,7 +73,7 @@ def test_a_scheduler_that_deepspeed_does_not_know_of_is_told_once(
         updating.step()
         scheduler.step()
     assert told[:2] == ["", ""] and told[3] == ""
-    assert ("pass it to deepspeed.initialize" in told[2]) == (not known)
+    assert ("pass a scheduler to deepspeed.initialize" in told[2]) == (not known)
 
 
 def test_a_version_whose_reads_do_not_fit_its_micro_steps_is_not_restored() -> None:

@@ -14,7 +14,7 @@ pytest.importorskip("deepspeed")
 from ft_plugins.adapters.deepspeed import core, training  # noqa: E402
 from ft_plugins.adapters.deepspeed.continuing import OwnCounters  # noqa: E402
 from ft_plugins.adapters.deepspeed.position import Positions  # noqa: E402
-from ft_plugins.adapters.deepspeed.rate_schedule import Schedule  # noqa: E402
+from ft_plugins.adapters.deepspeed.rate_schedule import Schedule, own_schedulers, restore_own  # noqa: E402
 from ft_plugins.adapters.deepspeed.training import DeepSpeedLoop  # noqa: E402
 from ft_plugins.config import Config  # noqa: E402
 from ft_plugins.errors import ResumeError  # noqa: E402
@@ -163,3 +163,21 @@ def test_schedulers_of_torch_and_deepspeed_are_restored_as_often_as_one_likes(ki
     for _ in range(3):
         step(lost), step(scheduler)
         assert [group["lr"] for group in optimizer.param_groups] == [group["lr"] for group in trained.param_groups]
+
+
+def test_a_scheduler_that_the_script_steps_itself_is_found_and_restored() -> None:
+    def built() -> tuple[Any, Any]:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 1.0)
+        return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9)
+
+    (trained, lost), (optimizer, again) = built(), built()
+    assert own_schedulers(trained) == {"CosineAnnealingLR": lost}
+    for _ in range(3):
+        trained.step()
+        lost.step()
+    restore_own(optimizer, {"CosineAnnealingLR": lost.state_dict()}, 0)
+    assert again.last_epoch == 3 and again.state_dict() == lost.state_dict()
+    other = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
+    assert own_schedulers(optimizer) == {} and other, "which one is not known"
+    with pytest.raises(ResumeError, match="rank 4: the captured job stepped a CosineAnnealingLR of its own"):
+        restore_own(optimizer, {"CosineAnnealingLR": lost.state_dict()}, 4)
