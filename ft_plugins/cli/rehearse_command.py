@@ -27,9 +27,9 @@ def rehearse(
 ) -> None:
     """Run a job's own command twice, unfailed and killed, and compare every iteration: -- ft-run ... script.py ..."""
     from ..rehearse.display import LineDisplay, display_on  # slow: imports torch
+    from ..rehearse.driver import raising_signals
     from ..rehearse.rehearsal import plan_rehearsal, report
     from ..rehearse.rehearsal import rehearse as run
-    from ..rehearse.stopping import raising_signals
 
     try:
         kills = [int(part) for part in kill.split(",") if part]

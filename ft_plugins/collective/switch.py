@@ -28,9 +28,8 @@ from dataclasses import dataclass, field
 
 from ..errors import ProtocolError
 from ..transport.loop import Loop
-from .operations import Action, Buffer, Finished, FrameKind, Known, Operations, RankFrame, SendFrame
+from .operations import Action, Buffer, Finished, FrameKind, Known, Operations, RankFrame, RankPlace, SendFrame
 from .rank_links import RankLink
-from .rank_tree import RankPlace
 
 _PARTING_SECONDS = 1.0  # in which the reason of a loss is sent on
 _SWITCHES: weakref.WeakSet[Switch] = weakref.WeakSet()  # of this process

@@ -144,7 +144,9 @@ class Peer:
             raise ProtocolError(f"expected the SMP of node {self._node} there, found that of node {channel.node}")
         connection.settimeout(self._timeout)
         self._channel = channel
-        return framed(connection, channel)
+        line = framed(connection, channel)
+        line.seconds = self._timeout
+        return line
 
     def _drop(self) -> None:
         self._dialer.drop()

@@ -14,6 +14,7 @@ from ...config import LaunchContext
 from ...patches import apply_deepspeed_cpu, untested
 from ...patches.deepspeed_cpu import PATCHES
 from ..script.script_hooks import on_import
+from .clients.known import follow_known
 from .training import EngineHooks, Join
 
 
@@ -46,6 +47,7 @@ def install(join: Join | None = None) -> Callable[[], None]:
     hooks = EngineHooks(join)
     on_import("deepspeed.runtime.dataloader", hooks.positions.follow)
     on_import("deepspeed", hooks.follow)
+    follow_known(hooks.clients, on_import)
     return hooks.finish
 
 

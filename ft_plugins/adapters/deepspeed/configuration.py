@@ -10,10 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ...config import Config, LaunchContext, deepspeed_json, merge
-from ...errors import ConfigError, UnsupportedError
+from ...errors import UnsupportedError
 from .shard_groups import ReplicaBuild, require_divisible
 
 _OTHER_LOOPS = {  # by the module that builds the engine, or calls the one that does: the outermost is named
@@ -38,14 +36,6 @@ def require_own_loop(modules: Iterable[str]) -> None:
             f"cannot protect this job: {names[-1]}, so a restart would not continue where the engine is restored. Call "
             "deepspeed.initialize in a loop of your own that continues from engine.global_steps, or remove the block "
             "ft_plugins from the DeepSpeed configuration"
-        )
-
-
-def require_several_ranks() -> None:
-    if torch.distributed.get_world_size() == 1:
-        raise ConfigError(
-            "ft_plugins.reft: the job has a single rank, with no other rank to share state with: start it with "
-            "ft-run --nproc-per-node N, or remove the block"
         )
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from ...errors import ResumeError
 from ..script.loop_counters import LoopCounters, decided_otherwise, loop_counters, not_continued
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps")
@@ -113,6 +114,15 @@ def elsewhere(rank: int, iteration: int, problem: str) -> str:
         f"engine.global_steps is not enough. {_LINE}; pass over a counter that need not continue by "
         "`import ft_plugins.deepspeed; ft_plugins.deepspeed.ignore('its name')`; or start with --ftp-resume fresh"
     )
+
+
+def require_equal(rank: int, client: str, counted: int, iteration: int) -> None:
+    """Raises ResumeError if a client's loop has `counted` other iterations than the engine."""
+    if counted != iteration:
+        raise ResumeError(
+            f"rank {rank}: the engine has completed iteration {iteration}, but {client}'s loop is at {counted}, so it "
+            "would train on other batches, or for another time, than asked for; start with --ftp-resume fresh"
+        )
 
 
 def at_its_own_start(rank: int, iteration: int, loaded: int | None) -> str:

@@ -23,7 +23,7 @@ import deepspeed
 import xxhash
 
 from ...base import faults
-from ...errors import InventoryError, ResumeError, UnsupportedError
+from ...errors import ResumeError
 from ...events import say
 from ...model.host import Edges, Hooks
 from ...model.observation import Observer
@@ -33,14 +33,15 @@ from ..data.observed_inputs import ObservedForwards, digest_of_inputs, plain_num
 from ..forward_edges import Saving, follow_forwards
 from ..host_parts import groups, reach_fault_points, restore_groups
 from ..parameter_groups import numbered, packed, regrouped
+from ..schedulers import SchedulerRestore, own_schedulers, require_encodable_scheduler, restore_own
 from ..script.script_hooks import wrap
 from ..script.undeclared import Undeclared
 from ..script.undeclared_search import Given, UndeclaredSearch
 from . import naming, state
+from .clients import EngineClient
 from .continuing import OwnCounters
 from .module_modes import ModuleNumbers, read_modes, require_encodable_modes, write_modes
 from .position import Positions
-from .rate_schedule import Schedule, own_schedulers, restore_own
 from .read_ahead import ReadPace, unproven
 from .reducing import SHARDED
 from .replay import restore_rng, rng_state
@@ -61,17 +62,24 @@ class DeepSpeedHost(DeepSpeedStepping):
     """One rank of a DeepSpeed job. Raises UnsupportedError, TopologyError or InventoryError for what is not supported.
 
     Without `positions` the caller restores the data position. `shards`: the groups that the engine was built over;
-    None: those that the engine remembers.
+    None: those that the engine remembers. `client`: the program whose own state is captured with the engine's.
     """
 
     fault_points = dict.fromkeys(("iteration.forward", "update.begin", "update.middle", "update.end"), ())
     _trains = False  # whether an update was made
     _own: dict[str, Any] | None = None  # the script's schedulers; None: not searched yet
+    _client: EngineClient | None = None
 
-    def __init__(self, engine: Any, positions: Positions | None = None, shards: ShardGroups | None = None) -> None:
+    def __init__(
+        self, engine: Any, positions: Positions | None = None, shards: ShardGroups | None = None,
+        client: EngineClient | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(engine, shards)
         self.framework = f"DeepSpeed {deepspeed.__version__}"
-        self._positions = positions
+        self._client = client
+        self._positions = None if client is not None and client.places_data else positions
+        self._unsettled: Mapping[str, Any] | None = None  # small state that is restored, but not the client's part
+        self.schedule = SchedulerRestore(engine.lr_scheduler)
         self._rates: list[float] | None = None  # learning rates at the previous version point
         self._scheduler_reported = False
         self.restored = False  # whether the engine holds a restored version, whose data position comes next
@@ -82,7 +90,6 @@ class DeepSpeedHost(DeepSpeedStepping):
         require_encodable_scheduler(engine.lr_scheduler, self.rank)
         require_encodable_modes(engine.module, self.rank)
         self._numbers = ModuleNumbers(engine.module)
-        self.schedule = Schedule(engine.lr_scheduler, self.rank)
 
     # facts
 
@@ -90,6 +97,7 @@ class DeepSpeedHost(DeepSpeedStepping):
         """Find the tensors again after DeepSpeed loaded a checkpoint, which replaces those of the optimizer."""
         self.__dict__.pop("_state_items", None)
         self.restored = False
+        self._unsettled = None
 
     def names(self) -> Mapping[str, Any]:
         """The files of DeepSpeed's own checkpoints, or why they cannot be described."""
@@ -137,6 +145,7 @@ class DeepSpeedHost(DeepSpeedStepping):
             "modes": read_modes(self.engine.module),
             "numbers": self._numbers.changed(),
             "loop": None if self.silent else self.counted.captured(),
+            "client": None if self._client is None else {"name": self._client.name, "state": self._client.state()},
             "pace": None if self.pace is None else vars(self.pace),
         }
 
@@ -201,6 +210,7 @@ class DeepSpeedHost(DeepSpeedStepping):
     def restore(self, small: Mapping[str, Any]) -> None:
         """Restore all but the item tensors, which are restored already; rebuild derived parameters. A collective."""
         engine, optimizer, self.restored = self.engine, self.engine.optimizer, True
+        self._require_same_client(small)
         self.pace = None if small.get("pace") is None else ReadPace(**small["pace"])
         problem = None if self.pace is None else unproven(self.pace)
         if problem is not None:
@@ -219,10 +229,29 @@ class DeepSpeedHost(DeepSpeedStepping):
         self._restore_optimizer(small)
         self._rates = None
         state.rebuild_derived(optimizer)
+        self._unsettled = small
+
+    def settle(self) -> None:
+        """The client has built its engine, and loaded what it loads: set it to where the restored engine is."""
+        small, self._unsettled = self._unsettled, None
+        if small is not None and self._client is not None:
+            self._restore_optimizer(small)  # the client may have loaded its scheduler from an older checkpoint
+            self._client.restore(small["client"]["state"])
+
+    def _require_same_client(self, small: Mapping[str, Any]) -> None:
+        captured = (small.get("client") or {}).get("name")
+        present = None if self._client is None else self._client.name
+        if captured != present:
+            raise ResumeError(
+                f"rank {self.rank}: the captured job's loop was that of {captured or 'its own script'}, this one's is "
+                f"that of {present or 'its own script'}: resume with the captured job's script, or start with "
+                "--ftp-resume fresh"
+            )
 
     def _restore_optimizer(self, small: Mapping[str, Any]) -> None:
         optimizer = self.engine.optimizer
-        self.schedule.restore(small["scheduler"])
+        if self.engine.lr_scheduler is not None:
+            self.schedule.load(small["scheduler"], self.rank)
         restore_groups(state.inner(optimizer), small["groups"])
         state.restore_scalars(optimizer, small["scalars"])
         state.restore_scaler(optimizer, small["scaler"])
@@ -298,19 +327,6 @@ class DeepSpeedHost(DeepSpeedStepping):
         wrap(self.engine, "_take_model_step", take_model_step)
         inner = state.inner(self.engine.optimizer)
         reach_fault_points([self.engine.module], [inner], lambda: self.engine.global_steps + 1)
-
-
-def require_encodable_scheduler(scheduler: Any, rank: int) -> None:
-    """Raises UnsupportedError for a learning rate scheduler whose state the codec cannot encode."""
-    if scheduler is None:
-        return
-    try:
-        codec.encode(scheduler.state_dict())
-    except InventoryError as error:
-        raise UnsupportedError(
-            f"rank {rank}: the learning rate scheduler {type(scheduler).__name__} cannot be captured: its state_dict() "
-            f"must contain only plain values, tensors and arrays ({error})"
-        ) from error
 
 
 def lines_to_add(lost: Sequence[Undeclared]) -> str:

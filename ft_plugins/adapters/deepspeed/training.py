@@ -34,16 +34,16 @@ from ...session import Session, attach
 from ..rng import numbers_drawn
 from ..script.script_hooks import replace_in_deepspeed as replace
 from ..script.undeclared_search import ignored_names
+from .clients import EngineClient, EngineClients
 from .configuration import (
     callers,
     configuration_argument,
     replica_build,
     require_own_loop,
-    require_several_ranks,
     resolve,
     settings_of,
 )
-from .continuing import NOTICE, CounterReads, at_its_own_start, elsewhere
+from .continuing import NOTICE, CounterReads, at_its_own_start, elsewhere, require_equal
 from .position import Positions
 from .read_ahead import ADVICE, DRAWN, NOTHING_READ, OTHER_THREAD, READ_EARLY, IterationReads
 from .shard_groups import ShardGroups, require_known_early
@@ -70,6 +70,11 @@ class EngineHooks:
         self._join = join
         self.loop: DeepSpeedLoop | None = None
         self.positions = Positions()
+        self.clients = EngineClients(self._built_by)
+
+    def _built_by(self, client: EngineClient) -> None:
+        if self.loop is not None and self.loop.client is client:
+            self.loop.settle()
 
     def follow(self, module: ModuleType) -> None:
         """Wrap `deepspeed.initialize`. Raises UnsupportedError if there is none. Iterators may be made before it."""
@@ -87,8 +92,6 @@ class EngineHooks:
         if known.capture is not None:  # before anything is built, if that is known by now
             require_own_loop(callers())
             require_supported_settings(settings_of(given), bound.arguments.get("optimizer"))
-            if torch.distributed.is_initialized():
-                require_several_ranks()
         build = replica_build(known, bound.arguments.get("model"))
         with nullcontext() if build is None else build.active():
             built = original(*args, **kwargs)
@@ -105,12 +108,12 @@ class EngineHooks:
         leave: Leave = _no_cleanup
         if config.capture is not None:  # else no memory outlives the job
             require_own_loop(callers())
-            require_several_ranks()
             if self._join is not None and context.run_dir is None:
                 context, leave = self._join(config, context)
         shards = None if build is None else build.groups
         try:
-            self.loop = DeepSpeedLoop(engine, config, context, self.positions, leave, shards)
+            client = self.clients.current
+            self.loop = DeepSpeedLoop(engine, config, context, self.positions, leave, shards, client)
             self.loop.resume()
         except BaseException:
             leave(False)
@@ -129,12 +132,13 @@ class DeepSpeedLoop:
 
     def __init__(
         self, engine: Any, config: Config, context: LaunchContext, positions: Positions, leave: Leave,
-        shards: ShardGroups | None = None,
+        shards: ShardGroups | None = None, client: EngineClient | None = None,
     ) -> None:  # fmt: skip
         """Build host and session. A collective. Raises what `attach` raises. `leave` is called after `shutdown`."""
         from .core import DeepSpeedHost  # imports DeepSpeed, which is imported by now
 
         self.engine = engine
+        self.client = client
         self._leave = leave
         self._positions = positions
         self._begun = 0  # the last iteration that has begun
@@ -146,7 +150,7 @@ class DeepSpeedLoop:
         self._thread = threading.get_ident()
         self._other_thread = False  # whether one has read a batch
         self._loaded: int | None = None  # the iteration that engine.load_checkpoint returned
-        self._host = DeepSpeedHost(engine, positions, shards)
+        self._host = DeepSpeedHost(engine, positions, shards, client)
         self._captured = config.capture is not None
         self._session: Session = attach(self._host, config, context)
         self._reads = IterationReads()
@@ -155,6 +159,12 @@ class DeepSpeedLoop:
         positions.follow_torch()  # again: kinds of loaders that were imported since
         replace(self.engine, "load_checkpoint", self._loading)
         self._follow_end()
+        if client is not None:
+            client.follow(engine, self.begin)
+
+    def settle(self) -> None:
+        """The client has set itself up: set its loop to where the engine is."""
+        self._host.settle()
 
     def resume(self) -> None:
         """Restore the newest version; if DeepSpeed loaded a checkpoint, the larger iteration wins."""
@@ -192,7 +202,7 @@ class DeepSpeedLoop:
         """Begin the iteration, unless it has begun."""
         iteration = self.engine.global_steps + 1
         if self._begun != iteration:
-            if not self._begun:
+            if not self._begun or self.client is not None:
                 self._require_continuing()
             self._begun = iteration
             self._end()
@@ -200,6 +210,12 @@ class DeepSpeedLoop:
 
     def _require_continuing(self) -> None:
         """Raises ResumeError if the engine was restored, but the loop begins at its own start."""
+        counted = None if self.client is None else self.client.iteration()
+        if self.client is not None and counted is not None:
+            require_equal(self._host.rank, self.client.name, counted, self.engine.global_steps)
+        if self._begun or counted is not None:
+            self._counters.end()
+            return
         restored, continues = self.engine.global_steps, self._counters.end()
         problem = self._host.counted.begin(self._host.restored, ignored_names())
         if not self._host.restored:
@@ -209,7 +225,7 @@ class DeepSpeedLoop:
             raise ResumeError(at_its_own_start(self._host.rank, restored, self._loaded))
         elif problem is not None:
             raise ResumeError(elsewhere(self._host.rank, restored, problem))
-        self._host.schedule.begin()
+        self._host.schedule.require_unchanged(self._host.rank)
         if self._host.counted.remark and self._host.rank == 0:
             say(self._host.counted.remark, alarm=True)
 

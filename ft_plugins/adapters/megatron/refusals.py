@@ -45,13 +45,6 @@ def of_arguments(args: Any) -> Iterator[str]:
     yield from _of_numbers(args)
     yield from of_ddp(args)
     yield from of_optimizer(args)
-    if getattr(args, "optimizer", None) == "sgd" and getattr(args, "sgd_momentum", 0.0):
-        yield with_momentum("--optimizer sgd", "--sgd-momentum 0")
-
-
-def with_momentum(optimizer: str, otherwise: str) -> str:
-    """Why SGD with momentum is not supported, and what is: `otherwise`, or Adam."""
-    return f"{optimizer} with momentum creates its state only in its first step (supported: {otherwise}, or Adam)"
 
 
 def of_model(config: Any) -> Iterator[str]:

@@ -53,7 +53,5 @@ def _of_optimizer(optimizer: Any) -> Iterator[str]:
         return
     yield from refusals.of_optimizer(optimizer.config)
     for group in optimizer.optimizer.param_groups:
-        if group.get("momentum"):
-            yield refusals.with_momentum(type(optimizer.optimizer).__name__, "momentum 0")
         if group.get("amsgrad"):
             yield "amsgrad"

@@ -27,7 +27,7 @@ from torch.distributed.elastic.rendezvous.api import (
 from ...base.intake import parsed
 from ...errors import ConfigError, FtError, ProtocolError
 from ...events import say
-from ...smp.watch.ft_run_note import FtRunNote, FtRunPhase, write_note
+from ...smp.watch.job_history import FtRunNote, FtRunPhase, write_note
 from ..rounds import round_store
 from ..rounds.field_types import reason_text
 from ..rounds.node_messages import Admission, Leader, RoundView

@@ -216,7 +216,8 @@ class PipelinedPeer(Peer):
             yield
         except (OSError, ProtocolError) as error:
             self.close()
-            reason = f"no answer in {self._timeout:.0f} s" if isinstance(error, BlockingIOError) else str(error)
+            late = isinstance(error, (BlockingIOError, TimeoutError))
+            reason = f"no answer in {self._timeout:.0f} s" if late else str(error)
             host, port = self.endpoint
             raise ProtocolError(f"the SMP at {host}:{port} cannot be read: {reason}") from error
 

@@ -29,8 +29,7 @@ from ...snapshot.segment.header import OWNER
 from ...snapshot.segment.segment import Segment
 from ...snapshot.segment.slots import voided_slots
 from ...transport import protocol
-from ..resize.context import ResizeContext
-from ..resize.previous_storage import PreviousStorage
+from ..resize.context import PreviousStorage, ResizeContext
 from ..resize.spares import SpareClient, SpareServer
 from ..resize.transition import ResizeTransition
 from ..storage.checkpoint_schedule import REQUEST

@@ -34,8 +34,7 @@ from ...transport.wire import Handover, Peer
 from ..exchange import replica_checks, traffic
 from ..exchange.pace import Pace
 from ..exchange.parity_store import ParityStore, shape_of
-from ..exchange.peer_endpoint import PeerEndpoint
-from ..exchange.peer_requests import PeerRequests
+from ..exchange.peer_endpoint import PeerEndpoint, PeerRequests
 from ..exchange.readers import LocalReader
 from ..exchange.rebuild import decode, fetch
 from ..serve import job_file

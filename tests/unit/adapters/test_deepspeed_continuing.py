@@ -24,8 +24,8 @@ from ft_plugins.adapters.deepspeed import core, training  # noqa: E402
 from ft_plugins.adapters.deepspeed.configuration import callers, require_own_loop  # noqa: E402
 from ft_plugins.adapters.deepspeed.continuing import CounterReads, OwnCounters  # noqa: E402
 from ft_plugins.adapters.deepspeed.position import Positions  # noqa: E402
-from ft_plugins.adapters.deepspeed.rate_schedule import Schedule  # noqa: E402
 from ft_plugins.adapters.deepspeed.training import DeepSpeedLoop  # noqa: E402
+from ft_plugins.adapters.schedulers import SchedulerRestore  # noqa: E402
 from ft_plugins.adapters.script import undeclared_search  # noqa: E402
 from ft_plugins.config import Config  # noqa: E402
 from ft_plugins.errors import ResumeError, UnsupportedError  # noqa: E402
@@ -99,7 +99,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         counted = OwnCounters()
         counted.restored((versions or {}).get(restored), {"train": {"read": restored % EPOCH}})
         of_host = {"rank": 0, "restored": False, "silent": False, "pace": None, "counted": counted}
-        host = SimpleNamespace(**of_host, find_tensors=lambda: None, schedule=Schedule(None, 0))
+        host = SimpleNamespace(**of_host, find_tensors=lambda: None, schedule=SchedulerRestore(None))
         ended: dict[int, Any] = {}  # what each version has of the loop
 
         def resume(loaded: int) -> Any:

@@ -244,14 +244,6 @@ def test_what_the_arguments_show_is_refused_before_a_model_is_built(version: str
                 require_followed(configured(version, (option,), **{option.name: option.value}))
 
 
-def test_sgd_with_momentum_is_refused_with_what_to_give_instead() -> None:
-    said = r"--optimizer sgd with momentum .*\(supported: --sgd-momentum 0, or Adam\)"
-    with pytest.raises(UnsupportedError, match=said):
-        require_followed(argparse.Namespace(optimizer="sgd", sgd_momentum=0.9))
-    require_followed(argparse.Namespace(optimizer="sgd", sgd_momentum=0.0))
-    require_followed(argparse.Namespace(optimizer="adam", sgd_momentum=0.9))
-
-
 @pytest.mark.parametrize("version", VERSIONS)
 def test_each_option_is_refused_by_name_and_the_usual_ones_are_not(version: str) -> None:
     require_followed(configured(version, ARGUMENTS))

@@ -10,8 +10,8 @@ import time
 import numpy as np
 import pytest
 
-from ft_plugins.bubbles.gate import futex
-from ft_plugins.bubbles.gate.futex import POLL_SECONDS, FutexWord
+from ft_plugins.bubbles.gate import gate
+from ft_plugins.bubbles.gate.gate import POLL_SECONDS, FutexWord
 
 LONG = 20.0  # seconds: nobody waits for so long
 
@@ -65,7 +65,7 @@ def test_other_threads_run_while_one_waits(words: np.ndarray) -> None:
 
 
 def test_without_a_futex_it_is_looked_at_again_and_again(words: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(futex, "_futex", None)
+    monkeypatch.setattr(gate, "_futex", None)
     word = FutexWord(words, 0)
     word.wake()
     assert word.wait(0, 1.0) == POLL_SECONDS and word.wait(0, 0.001) == 0.001

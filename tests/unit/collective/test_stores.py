@@ -11,7 +11,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import DistStoreError, PrefixStore, TCPStore
 
-from ft_plugins.collective.stores import BoundedStore
+from ft_plugins.launcher.rounds.round_store import BoundedStore
 
 TIMEOUT = timedelta(seconds=0.5)
 SECONDS = 20.0  # torch waits for hundreds

@@ -18,7 +18,7 @@ from ft_plugins.launcher.rendezvous.peer_client import Credentials, ForeignError
 from ft_plugins.launcher.rendezvous.peer_server import (
     PeerServer,
 )
-from ft_plugins.rehearse.ports import free_port
+from ft_plugins.rehearse.driver import free_port
 
 WAIT = 60.0
 US = Credentials(b"sixteen bytes or more", "job", "n")

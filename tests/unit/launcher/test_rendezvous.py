@@ -52,7 +52,7 @@ from ft_plugins.launcher.rounds.field_types import MOST_NODES
 from ft_plugins.launcher.rounds.node_service import NodeService
 from ft_plugins.launcher.rounds.roster_file import RosterFile
 from ft_plugins.launcher.rounds.round_machine import Place, Roster
-from ft_plugins.rehearse.ports import free_port
+from ft_plugins.rehearse.driver import free_port
 from ft_plugins.transport.dial import REFUSED
 from ft_plugins.transport.frame_codec import seal
 from harness.job_control import wait_until

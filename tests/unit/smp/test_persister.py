@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from ft_plugins.base import faults
+from ft_plugins.base.files import write_digested
 from ft_plugins.errors import ProtocolError
 from ft_plugins.events import Event, Events, catalogue, file_sink, read
 from ft_plugins.smp.serve import requests
@@ -30,7 +31,6 @@ from ft_plugins.smp.watch import liveness
 from ft_plugins.snapshot.capture.retention import NodeOffer, Storage
 from ft_plugins.snapshot.checkpoint import checkpoint, persist
 from ft_plugins.snapshot.checkpoint.checkpoint import Origin
-from ft_plugins.snapshot.checkpoint.digested_json import write_digested
 from ft_plugins.snapshot.segment import segment as segments
 from ft_plugins.snapshot.segment.segment import Segment
 from ft_plugins.snapshot.segment.shape import Shape

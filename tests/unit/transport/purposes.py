@@ -16,9 +16,8 @@ import msgpack
 
 from ft_plugins.collective import meeting
 from ft_plugins.collective.meeting import RankDoor
-from ft_plugins.collective.operations import FrameKind
+from ft_plugins.collective.operations import FrameKind, place_of
 from ft_plugins.collective.rank_links import RankLink
-from ft_plugins.collective.rank_tree import place_of
 from ft_plugins.collective.switch import Switch
 from ft_plugins.errors import ProtocolError
 from ft_plugins.events import Event, Events

@@ -15,7 +15,7 @@ import pytest
 
 from ft_plugins.errors import ProtocolError
 from ft_plugins.events import Event, Events
-from ft_plugins.smp.tree.tree_link import TreeLink
+from ft_plugins.smp.tree.tree_member import TreeLink
 from ft_plugins.transport.channel import Channel, Party
 from ft_plugins.transport.framed import EndedError
 from ft_plugins.transport.serving import Serving

@@ -551,6 +551,28 @@ def test_a_peer_that_goes_silent_costs_its_timeout_and_no_more(
     assert one.ask("echo")[0]["fine"] == 1, "what comes late on the old connection is nobody's answer"
 
 
+def test_a_peer_that_takes_a_request_in_drips_costs_its_timeout_and_no_more(
+    played: Callable[..., tuple[str, int]], peer: Callable[..., Peer]
+) -> None:
+    taken, pause = [0], threading.Event()
+
+    def drip(connection: socket.socket) -> None:
+        known = shake(connection)
+        known.hear()
+        known.say({"ok": True})
+        while part := connection.recv(1 << 14):
+            taken[0] += len(part)
+            pause.wait(0.02)
+
+    one = peer(played(drip), timeout=TIMEOUT)
+    one.ask("first")
+    assert one._line is not None
+    one._line.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+    with pytest.raises(ProtocolError, match="did not answer 'second'"):
+        one.ask("second", np.zeros(PAYLOAD_LIMIT, dtype=np.uint8))
+    assert taken[0] < PAYLOAD_LIMIT / 2, "each drip passed in time, all of them did not"
+
+
 def test_a_reply_that_comes_too_late_is_not_taken_for_that_of_the_next_request(
     node: Callable[..., Smp], peer: Callable[..., Peer]
 ) -> None:

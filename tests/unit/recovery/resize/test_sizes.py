@@ -18,7 +18,7 @@ from ft_plugins.model.topology import Topology
 from ft_plugins.recovery.resize import sizes
 from ft_plugins.recovery.resize.sizes import SizeReport, admissible
 from ft_plugins.redundancy.exchange_plan import why_unprotected
-from ft_plugins.redundancy.in_order import copies_possible, parity_possible
+from ft_plugins.redundancy.grouping import copies_possible, parity_possible
 from ft_plugins.redundancy.neighbour import pipelines, why_unplaced
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ft_plugins.events import Event, Events
-from ft_plugins.smp.resize.previous_storage import PreviousStorage
+from ft_plugins.smp.resize.context import PreviousStorage
 from ft_plugins.smp.serve.client import ensure
 from ft_plugins.smp.serve.node_context import NodeContext
 from ft_plugins.smp.watch import liveness

@@ -14,8 +14,8 @@ pytest.importorskip("deepspeed")
 from ft_plugins.adapters.deepspeed import core, training  # noqa: E402
 from ft_plugins.adapters.deepspeed.continuing import OwnCounters  # noqa: E402
 from ft_plugins.adapters.deepspeed.position import Positions  # noqa: E402
-from ft_plugins.adapters.deepspeed.rate_schedule import Schedule, own_schedulers, restore_own  # noqa: E402
 from ft_plugins.adapters.deepspeed.training import DeepSpeedLoop  # noqa: E402
+from ft_plugins.adapters.schedulers import SchedulerRestore, own_schedulers, restore_own  # noqa: E402
 from ft_plugins.config import Config  # noqa: E402
 from ft_plugins.errors import ResumeError  # noqa: E402
 
@@ -64,7 +64,7 @@ def restarted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
     def restart(memory: int, stored: int | None) -> Any:
         engine = Engine(stored)
-        schedule = Schedule(engine.lr_scheduler, 3)
+        schedule = SchedulerRestore(engine.lr_scheduler)
         host = SimpleNamespace(rank=3, restored=False, silent=False, pace=None, counted=OwnCounters())
         host.schedule, host.find_tensors = schedule, lambda: setattr(host, "restored", False)
 
@@ -72,7 +72,7 @@ def restarted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
             if not memory or memory < loaded:
                 return loaded
             host.restored, engine.global_steps = True, memory
-            schedule.restore({"num_steps": memory})
+            schedule.load({"num_steps": memory}, 3)
             return memory
 
         session = SimpleNamespace(resume=resume, iteration_begin=lambda iteration: None)
@@ -126,8 +126,8 @@ def test_a_scheduler_that_does_not_take_its_state_is_refused() -> None:
     class Deaf(Adding):
         def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
-    with pytest.raises(ResumeError, match="rank 0: the learning rate scheduler Deaf does not take the state"):
-        Schedule(Deaf(), 0).restore({"num_steps": 3})
+    with pytest.raises(ResumeError, match="rank 0: the learning rate scheduler Deaf cannot be restored"):
+        SchedulerRestore(Deaf()).load({"num_steps": 3}, 0)
 
 
 @pytest.mark.parametrize("kind", ["cosine", "plateau", "sequence", "warmup"])
@@ -154,12 +154,12 @@ def test_schedulers_of_torch_and_deepspeed_are_restored_as_often_as_one_likes(ki
     for _ in range(4):
         step(lost)
     optimizer, scheduler = built()
-    schedule = Schedule(scheduler, 0)
+    schedule = SchedulerRestore(scheduler)
     for _ in range(2):
-        schedule.restore(lost.state_dict())
+        schedule.load(lost.state_dict(), 0)
         for to, source in zip(optimizer.param_groups, trained.param_groups, strict=True):
             to["lr"] = source["lr"]
-    schedule.begin()
+    schedule.require_unchanged(0)
     for _ in range(3):
         step(lost), step(scheduler)
         assert [group["lr"] for group in optimizer.param_groups] == [group["lr"] for group in trained.param_groups]

@@ -1,0 +1,30 @@
+"""The clients that are followed, by the module that each is recognised by.
+
+A client's file has `follow(module, clients)`: it is called right after the import of `module`, wraps the functions that
+build the engine in `clients.setting_up`, and leaves a module alone that is not the client's.
+
+In: nothing. Out: hooks that act when such a module is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from . import EngineClients
+
+_FILES: dict[str, str] = {}  # module of a client: file in this folder
+OnImport = Callable[[str, Callable[[ModuleType], None]], None]
+
+
+def follow_known(clients: EngineClients, on_import: OnImport) -> None:
+    """Hook each known client when its module is imported."""
+    for name, file in _FILES.items():
+        on_import(name, partial(_follow, file, clients))
+
+
+def _follow(file: str, clients: EngineClients, module: ModuleType) -> None:
+    client: Any = import_module(f"{__package__}.{file}")
+    client.follow(module, clients)

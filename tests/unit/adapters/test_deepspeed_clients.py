@@ -1,0 +1,162 @@
+"""A program with its own loop over a DeepSpeed engine: its state is captured, set again, and its own count is checked.
+
+The engine computes nothing; the loop's hooks are the real ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import nn
+
+pytest.importorskip("deepspeed")
+
+from ft_plugins.adapters.deepspeed import core, training  # noqa: E402
+from ft_plugins.adapters.deepspeed.clients import EngineClient, EngineClients  # noqa: E402
+from ft_plugins.adapters.deepspeed.continuing import OwnCounters  # noqa: E402
+from ft_plugins.adapters.deepspeed.position import Positions  # noqa: E402
+from ft_plugins.adapters.deepspeed.training import DeepSpeedLoop  # noqa: E402
+from ft_plugins.adapters.schedulers import SchedulerRestore  # noqa: E402
+from ft_plugins.config import Config  # noqa: E402
+from ft_plugins.errors import ResumeError  # noqa: E402
+
+
+class Counting:
+    """A client that counts its own iterations, or does not."""
+
+    name, places_data = "Counter", True
+
+    def __init__(self, at: int | None = 0) -> None:
+        self.at = at
+        self.begin: Callable[[], None] = lambda: None
+
+    def follow(self, engine: Any, begin: Callable[[], None]) -> None:
+        self.begin = begin
+
+    def iteration(self) -> int | None:
+        return self.at
+
+    def state(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.at = state["at"]
+
+
+class Engine(nn.Module):
+    """Counters, and the methods that are hooked."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.module = nn.Linear(1, 1)
+        self.global_steps, self.global_samples, self.micro_steps = at, at, at
+
+    def step(self) -> None: ...
+    def load_checkpoint(self) -> None: ...
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    told: list[str] = []
+    session = SimpleNamespace(
+        iteration_begin=lambda iteration: told.append(f"begin {iteration}"),
+        iteration_end=lambda iteration: told.append(f"end {iteration}"),
+    )
+    monkeypatch.setattr(training, "attach", lambda *_: session)
+    monkeypatch.setattr(training, "replace", lambda *_: None)
+    host = SimpleNamespace(rank=1, restored=True, silent=False, pace=None, counted=OwnCounters())
+    host.schedule = SchedulerRestore(None)
+    monkeypatch.setattr(core, "DeepSpeedHost", lambda *_: host)
+    return told
+
+
+def loop_of(client: EngineClient | None, at: int) -> DeepSpeedLoop:
+    config: Any = SimpleNamespace(capture=Config().capture)
+    context: Any = None
+    return DeepSpeedLoop(Engine(at), config, context, Positions(), lambda _: None, None, client)
+
+
+def test_a_client_that_is_where_the_engine_was_restored_begins_there(events: list[str]) -> None:
+    client = Counting(5)
+    loop_of(client, 5)
+    client.begin()
+    assert events == ["begin 6"]
+
+
+def test_a_client_that_begins_at_its_own_start_is_refused_before_the_iteration_begins(events: list[str]) -> None:
+    client = Counting(0)
+    loop_of(client, 5)
+    with pytest.raises(ResumeError, match="rank 1: the engine has completed iteration 5, but Counter's loop is at 0"):
+        client.begin()
+    assert events == []
+
+
+def test_a_client_that_loses_count_later_is_refused_before_that_iteration_is_captured(events: list[str]) -> None:
+    client = Counting(5)
+    loop = loop_of(client, 5)
+    client.begin()
+    loop.engine.global_steps = loop._updated = 6  # an update that the client did not count
+    with pytest.raises(ResumeError, match="iteration 6, but Counter's loop is at 5"):
+        client.begin()
+    assert events == ["begin 6"]
+
+
+def test_a_client_that_does_not_count_must_read_the_engines_counters(events: list[str]) -> None:
+    silent, reading = Counting(None), Counting(None)
+    loop_of(silent, 5)
+    with pytest.raises(ResumeError, match="the loop begins at its own start"):
+        silent.begin()
+    loop = loop_of(reading, 5)
+    assert loop.engine.global_steps == 5
+    reading.begin()
+    assert events == ["begin 6"]
+
+
+def test_of_nested_clients_the_outermost_is_set_up_once() -> None:
+    finished: list[EngineClient] = []
+    clients = EngineClients(finished.append)
+    outer, inner = Counting(), Counting()
+    with clients.setting_up(outer):
+        with clients.setting_up(inner):
+            assert clients.current is outer
+        assert finished == []
+    assert finished == [outer] and clients.current is None
+
+
+def test_a_client_whose_set_up_failed_is_not_restored() -> None:
+    finished: list[EngineClient] = []
+    clients = EngineClients(finished.append)
+    with pytest.raises(KeyError), clients.setting_up(Counting()):
+        raise KeyError
+    assert finished == [] and clients.current is None
+
+
+class Adding:
+    """Adds the loaded number of steps to its own, as Megatron's scheduler does."""
+
+    def __init__(self, adds: bool = True) -> None:
+        self.steps, self.adds = 0, adds
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.steps = self.steps + state["steps"] if self.adds else 1
+
+
+def test_a_scheduler_that_adds_is_restored_once_however_often_it_is_loaded() -> None:
+    scheduler = Adding()
+    restore = SchedulerRestore(scheduler)
+    scheduler.load_state_dict({"steps": 40})  # by DeepSpeed
+    restore.load({"steps": 56}, 0)
+    scheduler.load_state_dict({"steps": 40})  # by the client
+    restore.load({"steps": 56}, 0)
+    assert scheduler.steps == 56
+
+
+def test_a_scheduler_that_ends_elsewhere_is_refused() -> None:
+    with pytest.raises(ResumeError, match="rank 2: the learning rate scheduler Adding cannot be restored"):
+        SchedulerRestore(Adding(adds=False)).load({"steps": 56}, 2)
