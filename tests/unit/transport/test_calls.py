@@ -431,7 +431,7 @@ def test_a_request_that_is_cut_off_twice_is_an_error(
 def test_one_that_drips_a_frame_or_reads_no_reply_is_hung_up_on(
     node: Callable[..., Smp], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wire, "PART_SECONDS", 0.2)
+    monkeypatch.setattr(calls, "PART_SECONDS", 0.2)
     impatient = node()  # with a connection that is idle, as while the frames below are made, it has patience
     known, pause = impatient.introduced(), threading.Event()
     with known.connection as dripping, contextlib.suppress(OSError):
