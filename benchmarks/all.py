@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ft_plugins.rehearse.stopping import raising_signals
+from ft_plugins.rehearse.driver import raising_signals
 from workloads.results import headlines, page, read_lines
 from workloads.running import BENCHMARKS, ROOT, Figures, arguments, duration, last_line, seconds_left
 

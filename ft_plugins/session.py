@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
-from .base import fault_points, faults
+from .base import faults
 from .config import Config, LaunchContext, launch_context
 from .errors import ConfigError, FencedError, FtError, LoopError, ProtectionError, ResumeError, StateChangedError
 from .events import Events, catalogue, file_sink, log_sink, say
@@ -95,7 +95,7 @@ class Session:
         """Raises ConfigError, on all ranks, for a fault that this host never reaches."""
         try:
             reached = getattr(self._host, "fault_points", {})
-            fault_points.require_reached(faults.parse(self._config.faults), reached, self._host.framework)
+            faults.require_reached(faults.parse(self._config.faults), reached, self._host.framework)
         except ConfigError as error:
             error.echo = self._host.rank != 0
             self._collective.close()

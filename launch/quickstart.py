@@ -29,8 +29,7 @@ from ft_plugins.config import Config
 from ft_plugins.errors import ConfigError, FtError
 from ft_plugins.events import catalogue
 from ft_plugins.rehearse.display import Display, display_on
-from ft_plugins.rehearse.driver import DriveError, DrivenJob, DrivePhase
-from ft_plugins.rehearse.stopping import raising_signals
+from ft_plugins.rehearse.driver import DriveError, DrivenJob, DrivePhase, raising_signals
 from ft_plugins.rehearse.transcripts import TRANSCRIPT, compare_transcripts, read_transcripts
 from quickstart_report.bubble_use import bubble_use
 from quickstart_report.comparison import EvidenceError, RunComparison, RunRecord, compare_runs

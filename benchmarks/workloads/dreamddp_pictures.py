@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ft_plugins.report.canvas import new_figure, style_axes
+from ft_plugins.report.plan_pictures import new_figure, style_axes
 from workloads.dreamddp_quality_runs import FULL_SYNC, OutcomesBySeed
 from workloads.dreamddp_scenarios import COMPARED, DREAMDDP, PlannedColumn
 from workloads.layer_shapes import H

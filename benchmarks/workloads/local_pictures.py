@@ -12,7 +12,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 
-from ft_plugins.report.canvas import new_figure, style_axes
+from ft_plugins.report.plan_pictures import new_figure, style_axes
 from workloads.local_blocks import LaneSpan, StepLog, window_of_synchronisation
 from workloads.local_scenarios import POLICIES
 from workloads.sleeping_replica import COMPUTE, EXCHANGE, LAG

@@ -17,7 +17,7 @@ from matplotlib.patches import Patch
 
 from ft_plugins.model.timeline import Kind, Timeline
 from ft_plugins.planner.intervals import DAY
-from ft_plugins.report.canvas import MAX_RANKS, SPANS, new_figure, style_axes
+from ft_plugins.report.plan_pictures import MAX_RANKS, SPANS, new_figure, style_axes
 from workloads.pipelines.goodput import GoodputPlan, ProtectionKind
 from workloads.pipelines.pipeline import PipelineSchedule
 from workloads.sdc_runs import BURSTS, CLEAN, NOISED, VARIANCES

@@ -33,13 +33,12 @@ from ft_plugins.planner.intervals import Costs
 from ft_plugins.planner.survival import Cluster, plan_survival
 from ft_plugins.recovery.facts import NodeFacts, RankFacts
 from ft_plugins.recovery.recovery_plan import RecoveryPlan, plan_recovery
-from ft_plugins.recovery.resize import pull
-from ft_plugins.recovery.resize.pull import PullRange
+from ft_plugins.recovery.resize import refill
+from ft_plugins.recovery.resize.refill import PullRange
 from ft_plugins.recovery.resize.reshard import plan_moves
 from ft_plugins.recovery.resize.sizes import admissible
 from ft_plugins.redundancy.exchange_plan import ExchangePlan, plan_exchange
-from ft_plugins.redundancy.grouping import redundancy_groups
-from ft_plugins.redundancy.in_order import copies_possible, parity_possible
+from ft_plugins.redundancy.grouping import copies_possible, parity_possible, redundancy_groups
 from ft_plugins.redundancy.neighbour import pipelines, plan_copies_and_parity, plan_neighbours
 from ft_plugins.smp.exchange.frames import decoded
 from ft_plugins.smp.serve import job_file
@@ -268,10 +267,10 @@ def _resize(job: ScaledJob) -> _Plan:
         moves = plan_moves(held, target)
         counts: dict[int, int] = {}
         for move in moves:
-            frames = pull._frames(PullRange(holder[move.rank], move.rank, move.source, move.nbytes, move.target))
+            frames = refill._frames(PullRange(holder[move.rank], move.rank, move.source, move.nbytes, move.target))
             counts[holder[move.rank]] = counts.get(holder[move.rank], 0) + len(frames)
-        message = pull._packed(counts)
-        pull._asked_of(rank, [message] * now.topology.world_size)
+        message = refill._packed(counts)
+        refill._asked_of(rank, [message] * now.topology.world_size)
         return len(message) * now.topology.world_size
 
     return _Plan("re-partition of a resize", plan, has_messages=True)

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Iterable
 from pathlib import Path
 
-from ft_plugins.report.canvas import new_figure, style_axes
+from ft_plugins.report.plan_pictures import new_figure, style_axes
 from workloads.quality_runs import POLICIES, Outcomes, QualityOutcome
 
 COLOURS = dict(zip(POLICIES, ("#1c1f22", "#d98e04", "#c8322b", "#0b6fb8", "#2c8a4b"), strict=False))

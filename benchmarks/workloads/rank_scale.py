@@ -19,8 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from ft_plugins.collective.meeting import RankMeeting, meet
-from ft_plugins.collective.operations import FrameKind, framed, payloads
-from ft_plugins.collective.rank_tree import place_of
+from ft_plugins.collective.operations import FrameKind, framed, payloads, place_of
 from ft_plugins.collective.switch import Switch
 from ft_plugins.events import Events
 

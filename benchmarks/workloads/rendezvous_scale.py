@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from ft_plugins.base.intake import parsed
-from ft_plugins.launcher import job_secret
+from ft_plugins.launcher import job_identity
 from ft_plugins.launcher.rendezvous.peer_client import PURPOSE
 from ft_plugins.launcher.rounds.held_looks import longest_hold
 from ft_plugins.launcher.rounds.node_messages import Message
@@ -165,7 +165,7 @@ class _Link:
             try:
                 link = cls(reader, writer, traffic)
                 try:
-                    await link._prove(ClientHandshake(job_secret.user_secret(), Party(PURPOSE, _run(port), name)))
+                    await link._prove(ClientHandshake(job_identity.user_secret(), Party(PURPOSE, _run(port), name)))
                 except (EOFError, ConnectionResetError):
                     traffic.dropped += 1
                 else:
@@ -200,11 +200,12 @@ class _Link:
 
     async def _receive(self) -> Message:
         while True:
-            part = await self._reader.readexactly(sum(map(len, self._decoder.space)))
-            self._traffic.bytes += len(part)
-            for message, _ in self._decoder.feed(part):
+            place = self._decoder.space[0]
+            place[:] = await self._reader.readexactly(len(place))
+            self._traffic.bytes += len(place)
+            if (received := self._decoder.filled(len(place))) is not None:
                 self._traffic.messages += 1
-                return message
+                return received[0]
 
 
 @dataclass

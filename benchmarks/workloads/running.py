@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ft_plugins.errors import FtError
-from ft_plugins.rehearse.stopping import raising_signals
+from ft_plugins.rehearse.driver import raising_signals
 from harness.emulated_nodes import network
 
 Figures = dict[str, float | bool]

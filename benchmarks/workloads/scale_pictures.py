@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ft_plugins.report.canvas import new_figure, style_axes
+from ft_plugins.report.plan_pictures import new_figure, style_axes
 
 ON_NODE = 8
 PANELS: tuple[tuple[str, str, float, tuple[str, ...]], ...] = (

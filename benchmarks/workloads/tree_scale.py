@@ -24,8 +24,7 @@ from dataclasses import dataclass, replace
 
 from ft_plugins.smp.tree import tree
 from ft_plugins.smp.tree.agreement import ExchangeEpoch, NodeReport
-from ft_plugins.smp.tree.tree_link import TreeLink
-from ft_plugins.smp.tree.tree_member import Connected, TreeMember
+from ft_plugins.smp.tree.tree_member import Connected, TreeLink, TreeMember
 from ft_plugins.smp.tree.tree_state import TreeState
 from ft_plugins.snapshot.segment.slots import Version
 from ft_plugins.transport import connections, protocol

@@ -71,6 +71,9 @@ class FrameworkHost(Generic[R]):
     def copy_tensors(self) -> Mapping[str, torch.Tensor]:
         return {one.item.name: one.read() for one in self._copies}
 
+    def finish_copies(self) -> None:
+        pass
+
     @property
     def recomputes(self) -> bool:
         return self._replay is not None

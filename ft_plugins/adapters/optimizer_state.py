@@ -37,19 +37,22 @@ _RATE = 0.0078125  # of the compared updates; differs from the groups' to detect
 _EXTENT = 3  # maximum of a stand-in in each dimension
 _IDLE = {"lr": 0.0, "weight_decay": 0.0, "maximize": False}
 _KNOWN = {"state", "param_groups", "defaults"}
+_SCRATCH = ("_dummy_overflow_buf", "_overflow_buf")  # of fused optimizers (apex, DeepSpeed): never read back
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def create_state(optimizer: torch.optim.Optimizer) -> None:
+def create_state(optimizer: torch.optim.Optimizer, groups: Sequence[Group] | None = None) -> None:
     """Give every parameter the state that its first update would create. Idempotent.
 
-    Raises UnsupportedError, naming the optimizer, if that cannot be done exactly.
+    `groups`: its groups, where `param_groups` lack their parameters outside of an update, as with ZeRO-3. Raises
+    UnsupportedError, naming the optimizer, if that cannot be done exactly.
     """
+    groups = optimizer.param_groups if groups is None else groups
     before = generator_states()
     try:
         _require_complete(optimizer)
-        create = _verified_method(optimizer)
-        for group in optimizer.param_groups:
+        create = _verified_method(optimizer, groups)
+        for group in groups:
             for parameter in group["params"]:
                 known = optimizer.state.get(parameter, {})
                 for key, value in create(_twin(optimizer), group, _stand_in(parameter)).items():
@@ -62,7 +65,7 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
 def _require_complete(optimizer: torch.optim.Optimizer) -> None:
     """Raises UnsupportedError if attributes other than `state` hold tensors."""
     for name, value in vars(optimizer).items():
-        if name not in _KNOWN and any(_has_tensors(part) for part in _parts(value)):
+        if name not in _KNOWN and name not in _SCRATCH and any(_has_tensors(part) for part in _parts(value)):
             raise UnsupportedError(
                 f"{type(optimizer).__name__} keeps tensors in '{name}', not in its state, so that they cannot be "
                 "captured; use an optimizer that keeps them in optimizer.state, by parameter"
@@ -80,10 +83,10 @@ def _has_tensors(value: Any) -> bool:
     return isinstance(value, torch.Tensor | torch.optim.Optimizer | torch.nn.Module)
 
 
-def _verified_method(optimizer: torch.optim.Optimizer) -> _Method:
+def _verified_method(optimizer: torch.optim.Optimizer, groups: Sequence[Group]) -> _Method:
     try:
         for create in (_by_initialisation, _by_idle_update):
-            if all(_agrees(optimizer, create, group) for group in optimizer.param_groups):
+            if all(_agrees(optimizer, create, group) for group in groups):
                 return create
         reason = "state created before the first update would not give the same numbers"
     except UnsupportedError:

@@ -3,6 +3,8 @@
 A reader of `path` sees the old file or the complete new one. A durable write guarantees that after a crash too: content
 is synced before the rename, and the folder's entry after it. A left-over `<path>.new` is replaced.
 
+Digested files are JSON with a digest of their content: `read_digested` raises StorageError if it does not match.
+
 In: paths and content. Out: files. Raises OSError.
 """
 
@@ -11,10 +13,15 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+import xxhash
+
+from ..errors import StorageError
+from .outside_values import FILE_LIMIT, Unfit, json_value, read_bytes, shown
 
 
 @contextmanager
@@ -72,3 +79,39 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+# ---- JSON with a digest of its content ----
+
+
+def write_digested(path: Path, content: dict[str, Any]) -> None:
+    """Write a small file durably, with a digest of its content."""
+    write(path, json.dumps({**content, "digest": _digest_of(content)}), durable=True)
+
+
+def _digest_of(content: Mapping[str, Any]) -> str:
+    return str(xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True).encode()))
+
+
+def read_digested(path: Path, limit: int = FILE_LIMIT) -> dict[str, Any]:
+    """Read a small file. Raises FileNotFoundError, StorageError."""
+    try:
+        return checked(read_bytes(path, limit), path)
+    except FileNotFoundError:
+        raise
+    except (OSError, Unfit) as error:
+        raise StorageError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
+
+
+def checked(encoded: bytes, where: object) -> dict[str, Any]:
+    """The object in the bytes of such a file. Raises StorageError."""
+    try:
+        content = json_value(encoded)
+        if not (isinstance(content, dict) and "digest" in content):
+            raise Unfit(f"expected an object with a digest, found {shown(content)}")
+    except ValueError as error:
+        raise StorageError(f"{where}: cannot be read ({error})") from error
+    digest = content.pop("digest")
+    if digest != _digest_of(content):
+        raise StorageError(f"{where}: does not match its digest")
+    return content

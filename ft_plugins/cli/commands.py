@@ -11,22 +11,26 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
-from ..config import Config, run_root
+from ..config import Config, keys, run_root
+from ..config.keys import LARGEST
 from ..errors import ConfigError, FtError
+from ..events import Event, read
+from ..report.recovery_phases import phase_lines, recovery_phases
 from ..smp.serve import client as smp
 from ..smp.serve import leftovers
 from ..smp.watch import liveness
-from . import key_tables, report_command, status_command
+from . import status_command
 from .plan_command import plan_app
-from .rehearse_command import rehearse
 from .status_command import known_jobs
 from .status_facts import ASK_SECONDS, run_directories
 
@@ -46,6 +50,14 @@ app.add_typer(checkpoint_app, name="checkpoint")
 
 JobOption = Annotated[str | None, typer.Option("--job", help="only this job")]
 NodeOption = Annotated[str | None, typer.Option("--node", help="only this node name")]
+_PAGE = f"""# Configuration
+
+Give a key as a command line flag, before or after the script, or in one `ft_plugins` block of JSON (DeepSpeed's
+configuration). A key that is unknown, misspelt or without effect is an error, and so is a number larger than
+{LARGEST:,}. `ft-plugins config -- FLAGS` prints the configuration that the flags yield, with
+`--format json|env|flags` in another format.
+
+This page is the output of `ft-plugins config --format markdown`; a test compares them."""
 
 
 class Format(str, Enum):
@@ -151,14 +163,14 @@ def config(
     chosen, rest = Config.from_flags(context.args)
     if rest:
         raise ConfigError(f"{rest[0]}: unknown; expected flags such as --reft, after `--`")
-    shown = chosen if context.args else key_tables.all_defaults()
+    shown = chosen if context.args else all_defaults()
     match form:
         case Format.table if context.args:
             print(chosen.table())
         case Format.table:
-            _console().print(key_tables.explained())
+            _console().print(explained())
         case Format.markdown:
-            print(key_tables.markdown())
+            print(markdown())
         case Format.json:
             print(json.dumps({"ft_plugins": shown.block()}, indent=2))
         case Format.env:
@@ -170,8 +182,6 @@ def config(
 
 
 app.add_typer(plan_app, name="plan")
-app.command(context_settings=_ANY_FLAGS)(rehearse)
-app.command("report")(report_command.report)
 
 
 def _console() -> Console:
@@ -199,3 +209,118 @@ def _checkpoint(run_dir: Path, seconds: float, keep: bool) -> str:
         case "writing":
             raise FtError(f"{where}: the checkpoint is not complete after {seconds:.0f} s; see `ft-plugins status`")
     raise FtError(f"{where}: {outcome['reason']}")
+
+
+# ---- the keys of the configuration ----
+
+
+def all_defaults() -> Config:
+    """A configuration with every key at its default; unset keys without a default stay unset. Without local SGD, which
+    cannot be on together with PAFT."""
+    block: dict[str, Any] = {}
+    for key in keys():
+        if key.path[0] == "sync":
+            continue
+        if key.system:
+            block[key.path[0]] = {}
+        elif key.default is not None:
+            (block if len(key.path) == 1 else block[key.path[0]])[key.path[-1]] = key.default
+    return Config.from_json(block)
+
+
+def _rows() -> Iterator[tuple[str, str, str, str, str]]:
+    for key in keys():
+        meaning = key.meaning if key.switch else f"{key.meaning} ({key.expected})"
+        yield key.flag, key.name, key.shown(key.default), key.unit, meaning
+
+
+def explained() -> Table:
+    """The keys as a table for the terminal."""
+    table = Table("flag", "in JSON", "default", "unit", "meaning")
+    for flag, name, default, unit, meaning in _rows():
+        table.add_row(flag, name, default, unit, meaning)
+    return table
+
+
+def markdown() -> str:
+    """The page `docs/configuration.md`: general keys, then the keys of each system."""
+    head = ["", "| flag | in JSON | default | unit | meaning |", "|---|---|---|---|---|"]
+    lines = [_PAGE, "", "## General", *head]
+    for key, (flag, name, *rest) in zip(keys(), _rows(), strict=True):
+        if key.system:
+            lines += ["", f"## {name.upper()}", *head]
+        lines.append(f"| `{flag}` | `{name}` | " + " | ".join(rest) + " |")
+    return "\n".join(lines)
+
+
+# ---- report ----
+
+
+@app.command()
+def report(
+    job: Annotated[str | None, typer.Argument(help="name of the job, from `status`; of several")] = None,
+    events: Annotated[
+        list[Path] | None, typer.Option("--events", help="an events.jsonl instead of a job here; once for each node")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object for each restart, for programs")] = False,
+) -> None:
+    """Show where the time of each restart went, from the failure to the next completed iteration."""
+    found = recovery_phases(_events(job, events or []))
+    if as_json:
+        for one in found:
+            print(json.dumps(one.block()))
+        return
+    print("\n".join(phase_lines(found)) if found else "no restart has completed an iteration yet")
+
+
+def _events(job: str | None, files: list[Path]) -> list[Event]:
+    """The events of a job's nodes on this machine, or of `files`. Raises ConfigError."""
+    if files:
+        missing = [str(path) for path in files if not path.is_file()]
+        if missing:
+            raise ConfigError(f"--events {missing[0]}: no such file; give the events.jsonl of a run directory")
+        return [event for path in files for event in read(path)]
+    folders = run_directories(job, None)
+    names = sorted({folder.parent.name for folder in folders})
+    if len(names) != 1:
+        known = ", ".join(sorted({folder.parent.name for folder in run_directories(None, None)})) or "none"
+        raise ConfigError(f"{f'no job {job!r} is known here' if job else 'name the job'}; known here: {known}")
+    return [event for folder in folders for event in read(folder / "events.jsonl")]
+
+
+# ---- rehearse ----
+
+
+@app.command(context_settings=_ANY_FLAGS)
+def rehearse(
+    context: typer.Context,
+    iterations: Annotated[int, typer.Option(min=3, help="iterations of each run")] = 12,
+    kill: Annotated[str, typer.Option(help="iterations to kill in, such as 5,6; by default in the middle")] = "",
+    nodes: Annotated[
+        int, typer.Option(min=1, max=2, help="2: on two emulated nodes, of which one is lost with its memory")
+    ] = 1,
+    out: Annotated[Path, typer.Option(help="folder for logs and transcripts")] = Path("rehearsal-out"),
+    patience: Annotated[float, typer.Option(min=1, help="abort a run after this many seconds without progress")] = 600,
+    as_json: Annotated[bool, typer.Option("--json", help="print the outcome as JSON")] = False,
+) -> None:
+    """Run a job's own command twice, unfailed and killed, and compare every iteration: -- ft-run ... script.py ..."""
+    from ..rehearse.display import LineDisplay, display_on  # slow: imports torch
+    from ..rehearse.driver import raising_signals
+    from ..rehearse.rehearsal import plan_rehearsal, report
+    from ..rehearse.rehearsal import rehearse as run
+
+    try:
+        kills = [int(part) for part in kill.split(",") if part]
+    except ValueError as error:
+        raise ConfigError(f"--kill {kill}: expected iterations such as 5,6") from error
+    plan = plan_rehearsal(context.args, out.resolve(), iterations, kills, nodes, patience)
+    console = Console(stderr=as_json)
+    display = LineDisplay(console, 0) if as_json else display_on(console, 0)
+    try:
+        with raising_signals():  # so that a rehearsal that is stopped leaves no job behind
+            outcome = run(plan, display)
+    finally:
+        display.close()
+    print(outcome.json() if as_json else report(outcome))
+    if not outcome.exact:
+        raise typer.Exit(1)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from ..smp.watch.ft_run_note import FtRunNote, FtRunPhase
+from ..smp.watch.job_history import FtRunNote, FtRunPhase
 
 _NOTHING = "nothing to do"
 

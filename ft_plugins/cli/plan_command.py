@@ -53,9 +53,7 @@ def interval(
     ] = None,
     link_gib_per_second: Annotated[float | None, typer.Option(help="bandwidth of one node for the exchange")] = None,
     storage_gib_per_second: Annotated[float | None, typer.Option(help="of storage, for the whole job")] = None,
-    max_overhead: Annotated[
-        float | None, typer.Option(help="largest share of time for snapshots; unset: 0.01")
-    ] = None,
+    max_overhead: Annotated[float | None, typer.Option(help="largest share of time for snapshots; unset: 0.01")] = None,
     replace_seconds: Annotated[float | None, typer.Option(help="time to replace a lost node; unset: 600")] = None,
     checkpoint_seconds: Annotated[
         float | None, typer.Option(help="pause for a checkpoint without REFT; unset: until it is written")
@@ -122,7 +120,7 @@ def sync(
     outlook = plan_sync(read_profile(profile), link_mbps or (), None if sync_h == AUTO else _number("sync-h", sync_h))
     if plot is not None:
         with _drawing():
-            from ..report.sync_pictures import draw_sync
+            from ..report.plan_pictures import draw_sync
 
             draw_sync(outlook, plot)
     print(json.dumps({"sync": outlook.block()}) if as_json else outlook.table())

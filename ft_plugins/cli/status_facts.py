@@ -22,8 +22,7 @@ from ..smp.exchange.pace import pace_text
 from ..smp.serve.local_connection import LocalConnection
 from ..smp.serve.status import Signal, holds_nothing, marks_in, newest_common, progress_of
 from ..smp.watch import liveness
-from ..smp.watch.ft_run_note import read_note
-from ..smp.watch.job_history import History, read_history
+from ..smp.watch.job_history import History, read_history, read_note
 from ..snapshot.segment import paths
 from ..snapshot.segment.slots import Mark
 from .job_state import JobFacts, job_state

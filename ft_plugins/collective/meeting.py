@@ -38,8 +38,8 @@ from ..transport.frame_codec import HANDSHAKE, Message
 from ..transport.framed import FramedSocket
 from ..transport.loop import Loop
 from ..transport.own_address import IDENTITY, host_identity, known_apart, only_local, towards_peer
-from .rank_links import RankLink
-from .rank_tree import RankPlace, place_of
+from .operations import RankPlace, place_of
+from .switch import RankLink
 
 NONCE = 32  # bytes
 _ENTRY_HEAD = 2 + IDENTITY  # bytes: port, host

@@ -2,7 +2,7 @@
 `start_gather` does not wait, and may be called during training.
 
 Invariant: no pickle, no process group of torch, and so no connection of each rank with each other: ranks form a tree
-(`rank_tree`) over connections of their own, by the job's secret. A job of one process needs no connection. The ranks
+(`operations`) over connections of their own, by the job's secret. A job of one process needs no connection. The ranks
 call in the same order.
 
 In: the job's store, for addresses alone; the secret. Out: payloads of all ranks, the first error of any, bulk data.

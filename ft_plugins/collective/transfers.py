@@ -4,6 +4,9 @@ Invariant: bytes arrive as they were sent, in authenticated units, straight into
 leaves there must not be used. A connection carries bytes in one direction. A rank connects to those that it sends to,
 and a replica set passes shares around a ring, so the connections of a rank do not grow with the set.
 
+Bytes that some ranks have are copied to those that lack them in rounds in which the number of holders doubles
+(`spread`). All ranks that take part know who has the bytes, so no message needs a header; other ranks do not call.
+
 In: where each rank listens, a key of this incarnation. Out: filled buffers; ProtocolError for altered bytes, a lost
 rank or a timeout.
 """
@@ -163,3 +166,30 @@ def _receiving(link: Link, into: memoryview) -> Callable[[], bool]:
 
     link.decoder.room = place
     return move
+
+
+# ---- to many ranks ----
+
+
+def rounds_of(have: Sequence[int], lack: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """By round, the (sender, receiver) of each copy. Pure."""
+    holders, waiting, rounds = list(have), list(lack), list[list[tuple[int, int]]]()
+    while waiting and holders:
+        pairs = list(zip(holders, waiting, strict=False))
+        rounds.append(pairs)
+        holders += waiting[: len(pairs)]
+        waiting = waiting[len(pairs) :]
+    return rounds
+
+
+def spread(transfers: Transfers, rank: int, have: Sequence[int], lack: Sequence[int], held: Bytes) -> None:
+    """Fill `held` on the ranks that `lack` it with what it is on those that `have` it. Each `rank` of these calls.
+
+    Raises ProtocolError for altered bytes.
+    """
+    for pairs in rounds_of(have, lack):
+        for sender, receiver in pairs:
+            if sender == rank:
+                transfers.swap({receiver: held}, {})
+            elif receiver == rank:
+                transfers.swap({}, {sender: held})

@@ -8,15 +8,14 @@ secrets are in a file that only its owner can read.
     schema           the keys: `Config` and one block per system
     sync_block       the keys of local SGD
     keys             a field of the schema: its flag, its JSON path, the text for what it expects
-    sources          a command line or a JSON block -> values by key; unknown keys are errors
+    sources          a command line or a JSON block -> values by key; unknown keys are errors; misspelt names
     deepspeed_json   the block of a DeepSpeed configuration
-    misspelt         names that were meant for one of ours
     checks           contradictions between keys, keys without effect
     launch_context   the environment of a worker
 """
 
 from ..base.run_directories import run_directory, run_root
-from . import deepspeed_json, misspelt
+from . import deepspeed_json, sources
 from .blocks import BaftConfig, PaftConfig, ReftConfig, SystemConfig
 from .keys import Key
 from .launch_context import LaunchContext, launch_context, worker_environment
@@ -37,9 +36,9 @@ __all__ = [
     "keys",
     "launch_context",
     "merge",
-    "misspelt",
     "protects",
     "run_directory",
     "run_root",
+    "sources",
     "worker_environment",
 ]

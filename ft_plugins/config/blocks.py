@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, field_validator
 from pydantic_core import PydanticCustomError
 
-from ..base import fault_points, faults
+from ..base import faults
 from ..base.run_directories import NAME_PATTERN
 from ..errors import ConfigError
 from .keys import LARGEST
@@ -29,7 +29,7 @@ def more(
 
 def _known_faults(specification: str) -> str:
     try:
-        fault_points.require_known(faults.parse(specification))
+        faults.require_known(faults.parse(specification))
     except ConfigError as error:
         raise ValueError(str(error)) from error
     return specification

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from ..base import fault_points, faults
-from ..base.fault_points import Needs
+from ..base import faults
+from ..base.faults import Needs
 from ..errors import ConfigError
 from .keys import Key, KeyPath
 
@@ -77,7 +77,7 @@ def require_effective_faults(config: Config, spell: Spell) -> None:
         Needs.SYNC: config.sync is not None,
     }
     try:
-        fault_points.require_on(faults.parse(config.faults), {needs for needs, is_met in met.items() if is_met})
+        faults.require_on(faults.parse(config.faults), {needs for needs, is_met in met.items() if is_met})
     except ConfigError as error:
         raise ConfigError(f"{spell(('faults',))}: {error}") from error
 

@@ -3,6 +3,10 @@
 Invariant: nothing is guessed. Words that are not ours are returned unchanged and in order; a flag without a value never
 takes the next option for it; a key that is given twice has one value.
 
+A word is taken for a misspelt name of ours only if it has the same letters, apart from dashes and case, some of them
+doubled or two neighbours swapped: a script's own `--reset`, `--draft` or `--async` never is. What only resembles a name
+is for a hint.
+
 In: words or a mapping, and the keys of the schema. Out: `{path: value}`, a system's own path holding True or False.
 """
 
@@ -11,7 +15,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ..base.intake import SHOWN, shown
@@ -19,6 +23,8 @@ from ..errors import ConfigError
 from .keys import Key, KeyPath
 
 Values = dict[KeyPath, Any]
+_FLAG = re.compile(r"[-\u2010-\u2015\u2212]+([A-Za-z][\w-]*)")  # also with the dashes of a word processor
+_SHORTEST = 6  # letters of a name whose dashes may be left out: '--synch' is a word
 
 
 def read_block(block: Any, keys: Sequence[Key], root: str) -> Values:
@@ -129,3 +135,43 @@ def _unknown_name(path: KeyPath, keys: Sequence[Key], root: str) -> Key:
     meant = exact or (anywhere | siblings)[near[0]] if exact or near else ""
     hint = f"did you mean {root}.{meant}?" if meant else "known: " + ", ".join(siblings)
     raise ConfigError(f"{named}: unknown key; {hint}")
+
+
+# ---- misspelt names ----
+
+
+def meant_flag(word: str, keys: Sequence[Key]) -> str:
+    """The flag of ours that an unknown word of a command line was meant for; '' if it was meant for none."""
+    found = _FLAG.fullmatch(word.partition("=")[0])
+    if not found:
+        return ""
+    name = found[1].lower().replace("_", "-").rstrip("-")
+    letters = {key.flag: key.flag.replace("-", "") for key in keys}
+    for key in keys:
+        if name.replace("-", "") == letters[key.flag] and (key.system or len(letters[key.flag]) >= _SHORTEST):
+            return key.flag
+    head, _, rest = name.partition("-")
+    for prefix in dict.fromkeys(key.flag.split("-")[2] for key in keys):
+        if not is_typo(head, prefix):
+            continue
+        flags = [key.flag for key in keys if key.flag.startswith(f"--{prefix}-" if rest else f"--{prefix}")]
+        near = difflib.get_close_matches(f"--{prefix}-{rest}", flags, 1, 0.8) if rest else [f"--{prefix}"]
+        if near and near[0] in flags:
+            return near[0]
+    return ""
+
+
+def is_typo(word: str, name: str) -> bool:
+    """Whether `word` is `name` with letters doubled, or with two neighbours swapped."""
+    swapped = (name[:at] + name[at + 1] + name[at] + name[at + 2 :] for at in range(len(name) - 1))
+    return word != name and (re.sub(r"(.)\1+", r"\1", word) == name or word in swapped)
+
+
+def resembling(words: Iterable[str], keys: Sequence[Key]) -> tuple[str, str] | None:
+    """A flag among `words` that resembles a switch of ours, and that switch; for a hint."""
+    for word in words:
+        if (found := _FLAG.fullmatch(word.partition("=")[0])) and (
+            near := difflib.get_close_matches(found[1].lower(), [key.path[0] for key in keys if key.system], 1, 0.75)
+        ):
+            return word, f"--{near[0]}"
+    return None

@@ -28,7 +28,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, r
 from torch.distributed.run import config_from_args, get_args_parser, parse_min_max_nnodes
 
 from ..base.intake import shown
-from ..config import Config, add_flags, deepspeed_json, keys, merge, misspelt, protects, run_directory
+from ..config import Config, add_flags, deepspeed_json, keys, merge, protects, run_directory, sources
 from ..errors import EXIT_REFUSED, ConfigError, FtError
 from . import job_identity
 from .agent.watcher import Job
@@ -101,7 +101,7 @@ def _refuse_misspelt(options: argparse.Namespace, folder: Path) -> None:
     """Raises ConfigError for a word after the script that was meant for a flag of ours, unless the script names it."""
     script: str | None = None
     for word in options.training_script_args:
-        if not (meant := misspelt.meant_flag(word, keys())):
+        if not (meant := sources.meant_flag(word, keys())):
             continue
         if script is None:
             with suppress(OSError):
@@ -113,7 +113,7 @@ def _refuse_misspelt(options: argparse.Namespace, folder: Path) -> None:
 
 def _hint(options: argparse.Namespace) -> str:
     """Which word may have been meant to switch on a system; '' for none."""
-    found = misspelt.resembling(options.training_script_args, [key for key in keys() if protects(key)])
+    found = sources.resembling(options.training_script_args, [key for key in keys() if protects(key)])
     return f"did you mean {found[1]} by {shown(found[0])[1:-1]}?" if found else ""
 
 

@@ -1,24 +1,29 @@
-"""Names of jobs and nodes, which become folders, sockets and shared memory; and one ft-run for each of them.
+"""Names of jobs and nodes, which become folders, sockets and shared memory; one ft-run for each of them; its secret.
 
 Invariant: the same command is the same job; different commands are different jobs unless they are given one name.
 Different inputs never yield the same derived name. The kernel frees the lock of a job on a node when its owner dies. A
 worker that is forked (not exec'ed) from the owner closes its copy first, so it never holds the lock of a dead ft-run.
+The secret is stored in a file that only its owner can read, never in an environment, a command line or a store.
 
 In: flags, rendezvous id, user, working directory, script and its arguments; a run directory. Out: names that match
-config's rule; the lock, or a BusyError that names its owner.
+config's rule; the lock, or a BusyError that names its owner; the secret. Raises ConfigError.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
+import secrets
 import time
 from collections.abc import Sequence
 from pathlib import Path, PurePath
 
-from ..errors import BusyError
+from ..config import run_root
+from ..errors import BusyError, ConfigError
 from ..smp.watch import liveness
+from ..transport.calls import read_secret
 
 NAME_LIMIT = 40  # characters; job and node together are part of a socket's path (107 bytes)
 _DIGEST = 10
@@ -85,3 +90,26 @@ class JobLock:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+def load_secret(file: str | Path | None) -> bytes:
+    """The secret in the user's `file`; without one, that of this user's jobs on this machine."""
+    return read_secret(Path(file)) if file else user_secret()
+
+
+def user_secret() -> bytes:
+    """The secret for jobs that only this machine can reach, generated once among this user's run directories."""
+    path = run_root() / "secret"
+    if not path.exists():
+        building = path.with_name(f"secret.{os.getpid()}.{secrets.token_hex(4)}")
+        try:
+            with open(os.open(building, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
+                file.write(secrets.token_hex(32))
+            with contextlib.suppress(FileExistsError):  # another process was first: use its secret
+                os.link(building, path)
+        except OSError as error:
+            reason = f"the secret cannot be written ({error.strerror}); give --ftp-secret-file"
+            raise ConfigError(f"{path}: {reason}") from error
+        finally:
+            building.unlink(missing_ok=True)
+    return read_secret(path)

@@ -34,7 +34,7 @@ from ..errors import EXIT_REFUSED, ConfigError, FtError, ProtectionError
 from ..events import Event, Events, catalogue, file_sink, log_sink
 from ..recovery.resize import sizes
 from ..smp.serve import leftovers
-from ..smp.watch.ft_run_note import FtRunNote, FtRunPhase, write_note
+from ..smp.watch.job_history import FtRunNote, FtRunPhase, write_note
 from ..snapshot.segment import paths
 from ..transport import connections
 from ..transport.own_address import own_address

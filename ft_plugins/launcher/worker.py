@@ -34,8 +34,8 @@ from ..config import LaunchContext, launch_context
 from ..errors import EXIT_REFUSED, FtError, ProtocolError, ReplicaError
 from ..smp.watch import liveness
 from . import hooks
-from .binding import bind_to_agent
 from .preload import preloader
+from .preload.new_process import bind_to_agent
 
 _HANDLED = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, *liveness.NOTICES)  # by the agent
 _EXIT_FAILED = 1  # a restart may cure it

@@ -158,6 +158,11 @@ class ReplicaOperations(Protocol):
         """The live tensors of `copies`, by name; dense in memory."""
         ...
 
+    def finish_copies(self) -> None:
+        """Complete the copies of the last update now, if the framework would do so during the next forward. All ranks
+        of the job call together."""
+        ...
+
     def learning_rate(self) -> float:
         """The learning rate of the next update, as the optimizer will apply it; the largest of several."""
         ...
@@ -195,7 +200,7 @@ class ReplicaOperations(Protocol):
 class Injectable(Protocol):
     """What a host has in addition if it reaches fault points."""
 
-    fault_points: Mapping[str, Collection[str]]  # those of `fault_points.OF_HOSTS`, with the actions it carries out
+    fault_points: Mapping[str, Collection[str]]  # those of `faults.OF_HOSTS`, with the actions it carries out
 
 
 @runtime_checkable

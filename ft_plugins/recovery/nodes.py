@@ -19,7 +19,7 @@ import msgpack
 import numpy as np
 
 from ..collective import Collective
-from ..collective.spreading import spread
+from ..collective.transfers import spread
 from ..errors import BudgetError, FencedError, FtError, ProtocolError
 from ..redundancy.exchange_plan import ExchangePlan, positions
 from ..smp.serve import job_file

@@ -17,6 +17,11 @@ Invariant: sharding groups on the same nodes are cut in the same way. A sharding
 bound, and whose nodes are all of different domains, stays whole. A group never has fewer nodes than parity needs, even
 if it is then larger than the bound.
 
+Whether groups can be protected if ranks lie in order on nodes (rank r on r // per_node) is answered by looking at
+groups that begin at different places of a node, at most `per_node`, and each only until it is on enough nodes: moved by
+whole nodes, a group is on as many nodes as before. The answers are those of `why_unprotected` (groups that will be cut)
+and `why_unplaced` for these nodes.
+
 In: node of each rank, sharding groups, the failure domain of each node. Out: redundancy groups, as ranks.
 """
 
@@ -26,6 +31,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
+from ..model.topology import Axis, Topology
 from .exchange_plan import positions
 from .parity import LEAST_NODES
 
@@ -107,3 +113,45 @@ def shared_domains(
 def _labels(count: int, domains: Sequence[str]) -> list[Hashable]:
     """The domain of each of `count` positions, a number for a node that is a domain of its own."""
     return [(domains[position] if domains else "") or position for position in range(count)]
+
+
+# ---- ranks in order ----
+
+
+def parity_possible(topology: Topology, per_node: int, losses: int) -> bool:
+    """Whether every sharding group is on enough nodes for parity against so many losses."""
+    if topology.world_size <= per_node:
+        return False
+    starts = _starts(topology.dense_axes("tp", "pp"), per_node)
+    members = topology.dense_axes("cp", "dp")
+    return all(_reaches(LEAST_NODES[losses], start, members, per_node) for start in starts)
+
+
+def copies_possible(topology: Topology, per_node: int) -> bool:
+    """Whether every pipeline is on two nodes or more."""
+    (stages,) = topology.dense_axes("pp")
+    starts = _starts(topology.dense_axes("tp", "cp", "dp"), per_node)
+    return all(start + (stages.size - 1) * stages.stride >= per_node for start in starts)
+
+
+def _starts(axes: Sequence[Axis], per_node: int) -> set[int]:
+    """The places of a node, from 0, at which the groups begin that differ along `axes`."""
+    places = {0}
+    for axis in axes:
+        steps = {index * axis.stride % per_node for index in range(min(axis.size, per_node))}
+        places = {(place + step) % per_node for place in places for step in steps}
+    return places
+
+
+def _reaches(needed: int, start: int, axes: Sequence[Axis], per_node: int) -> bool:
+    """Whether a group that begins at the place `start` of a node and extends along two `axes` is on `needed` nodes."""
+    inner, outer = sorted(axes, key=lambda axis: axis.stride)
+    count, last = 0, -1
+    for row in range(outer.size):
+        for place in range(inner.size):
+            node = (start + row * outer.stride + place * inner.stride) // per_node
+            if node != last:
+                count, last = count + 1, node
+            if count >= needed:
+                return True
+    return False

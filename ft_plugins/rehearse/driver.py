@@ -8,32 +8,40 @@ Invariant: nothing of a driven job outlives `release`, however the job ended: ft
 directory are gone. Every wait is bounded. The driver only reads the job's files, sends signals and records each signal
 in the job's events.
 
+No port of an emulated node comes from the kernel's ephemeral range. A port from there may be given to any connection on
+this machine between two nodes that listen on it in turn, and the second one could then not listen.
+
 In: a command for ft-run. Out: `Progress` while it runs; events and losses.
 """
 
 from __future__ import annotations
 
 import os
+import random
 import secrets
+import signal
+import socket
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 
 import psutil
 
 from ..errors import FtError
 from ..events import Event, catalogue
 from .driven import DETECTION_EVENTS, DrivenNode, GrowingLines
-from .ports import free_port
 
 NODE = "node0"
 _NETWORK = "127.77.1"  # of the loopback device: every machine has it, and no privilege is needed
 _HOSTS = 8  # maximum number of nodes of a job, substitutes included
 _DEVICE = "lo"
+_FIRST = 10_000
+_EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_ATTEMPTS = 100
 
 
 class DriveError(FtError):
@@ -244,3 +252,41 @@ def _write_secret(path: Path) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with open(descriptor, "w") as file:
         file.write(secrets.token_hex(32))
+
+
+# ---- ports, signals ----
+
+
+def free_port() -> int:
+    """A port that is free on all addresses of this machine. Raises OSError if none is found."""
+    end = int(_EPHEMERAL.read_text().split()[0])
+    chosen = random.SystemRandom()
+    for _ in range(_ATTEMPTS):
+        port = chosen.randrange(_FIRST, max(end, _FIRST + 1))
+        try:
+            with socket.create_server(("", port)):
+                return port
+        except OSError:
+            continue
+    raise OSError(f"no free port found from {_FIRST} to {end} in {_ATTEMPTS} attempts")
+
+
+@contextmanager
+def raising_signals() -> Iterator[None]:
+    """Turn SIGTERM, and SIGHUP unless it is ignored (nohup), into SystemExit, so that the body cleans up. The ones that
+    follow are ignored: they would interrupt that."""
+
+    def raised(number: int, frame: FrameType | None) -> None:
+        for each in usual:
+            signal.signal(each, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    known = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    usual = {number: handler for number, handler in known.items() if handler is not signal.SIG_IGN}
+    for number in usual:
+        signal.signal(number, raised)
+    try:
+        yield
+    finally:
+        for number, handler in usual.items():
+            signal.signal(number, handler)

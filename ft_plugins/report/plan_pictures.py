@@ -3,6 +3,8 @@ redundancy groups.
 
 Invariant: draws only what the planner computed; needs no display.
 
+The time of an iteration under each policy over the bandwidth of the link is drawn from `planner.sync_plan`.
+
 In: a cluster and a threshold, or its `GroupSizes`. Out: a picture, in the format of the path's suffix.
 """
 
@@ -15,16 +17,51 @@ from pathlib import Path
 
 from matplotlib import colormaps
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
+from ..errors import ConfigError
+from ..model.timeline import Kind
 from ..planner.group_sizes import ENCODED, GroupSizes
 from ..planner.survival import Cluster, Scheme, days_until, survival
-from .canvas import new_figure, style_axes
+from ..planner.sync_plan import ComparedPolicy, SyncOutlook, rate
 
+FORMATS = (".png", ".svg", ".pdf")
+SPANS = {
+    Kind.FORWARD: "#0b6fb8",
+    Kind.BACKWARD: "#2c8a4b",
+    Kind.SEND: "#f0c75e",
+    Kind.RECV: "#f3e3b3",
+    Kind.REDUCE: "#8a5ab3",
+    Kind.UPDATE: "#7a8794",
+}
+MAX_RANKS = 64  # rows of a picture
 COLOURS = {Scheme.CHECKPOINT: "#7a8794", Scheme.RAIM5: "#0b6fb8", Scheme.RAIM6: "#2c8a4b"}
 LIMIT = "#c8322b"
 SIZES = ((1 / 4, (0, (1, 1.5))), (1, "solid"), (4, (0, (5, 2))))  # factor of the cluster's size, line style
 LINES = {Scheme.RAIM5: "solid", Scheme.RAIM6: (0, (5, 2))}  # of sizes of groups
 POINTS = 400
+POLICY_COLOURS = dict(
+    zip(ComparedPolicy, ("#7a8794", "#0b6fb8", "#c8322b", "#2c8a4b", "#d98e04", "#8a5ab3"), strict=True)
+)
+BOUND = "#1c1f22"
+SHADE = 0.08
+
+
+def new_figure(path: Path, width: float, height: float, dpi: int = 130) -> Figure:
+    """A figure to save at `path`, sizes in inches. Raises ConfigError for a suffix outside FORMATS."""
+    if path.suffix not in FORMATS:
+        raise ConfigError(f"{path}: expected a name that ends in one of {', '.join(FORMATS)}")
+    figure = Figure(figsize=(width, height), dpi=dpi, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def style_axes(axes: Axes) -> None:
+    """Show only the grid lines of the value axis, behind the plot."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#e4e7ea", linewidth=0.8)
+    axes.set_axisbelow(True)
 
 
 def draw_survival(cluster: Cluster, threshold: float, path: Path) -> None:
@@ -111,3 +148,40 @@ def _days(ends: Sequence[float]) -> list[float]:
     low, high = math.log(max(min(ends), 1e-6)), math.log(min(max(ends), 1e9))
     high = max(high, low + 1)
     return [math.exp(low + (high - low) * i / (POINTS - 1)) for i in range(POINTS)]
+
+
+def draw_sync(outlook: SyncOutlook, path: Path) -> None:
+    """Draw to `path`. Raises ConfigError for another format or without links to draw, OSError if it cannot be
+    written."""
+    if not outlook.curve:
+        raise ConfigError(
+            "a plot over bandwidth needs at least two different links and a profile with bytes; give --link-mbps twice"
+        )
+    figure = new_figure(path, 11, 8)
+    above, below = figure.subplots(2, 1, height_ratios=(3, 1), sharex=True)
+    links = [link.mbps or 0.0 for link in outlook.curve]
+    for number, (policy, colour) in enumerate(POLICY_COLOURS.items()):
+        seconds = [link.seconds[policy] for link in outlook.curve]
+        above.plot(
+            links, seconds, color=colour, linewidth=1.8, label=policy.title, zorder=3 + len(POLICY_COLOURS) - number
+        )
+    above.plot(links, [link.bound for link in outlook.curve], "--", color=BOUND, linewidth=1.0, label="bound")
+    for policy, low, high in outlook.ranges():
+        for axes in (above, below):
+            axes.axvspan(low, high, color=POLICY_COLOURS[policy], alpha=SHADE, linewidth=0)
+    above.set_xscale("log")
+    above.set_yscale("log")
+    above.set_xlim(links[0], links[-1])
+    above.set_ylabel("seconds per iteration")
+    for axis_part in (above.yaxis.set_major_formatter, above.yaxis.set_minor_formatter):
+        axis_part(lambda value, _: f"{value:g}")
+    pays = ", ".join(f"{policy.title} up to {rate(high)}" for policy, _, high in outlook.ranges())
+    above.set_title(f"What pays: {pays}", loc="left", fontsize=11, fontweight="bold")
+    above.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    below.step(links, [link.schedule.period for link in outlook.curve], color=SPANS[Kind.FORWARD], where="mid")
+    below.set_ylabel("H, iterations")
+    below.set_xlabel(f"bandwidth of the link, Mbit/s ({outlook.profile.replicas} replicas)")
+    below.set_ylim(0, None)
+    for axes in (above, below):
+        style_axes(axes)
+    figure.savefig(path)

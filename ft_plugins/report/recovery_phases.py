@@ -15,6 +15,8 @@ Invariant: the phases of a recovery are disjoint, in this order, and their sum i
 adds its time to the next phase that was, and is None. Clocks of two nodes are never compared: of a job on several
 nodes the phases are those of the one node that took longest, as all complete the iteration together.
 
+As lines, a phase is a row and a restart a column; '-' is a phase that is unknown or did not occur.
+
 In: the events of one or more nodes. Out: `RecoveryPhases`, by restart.
 """
 
@@ -29,6 +31,19 @@ from ..events import Event, catalogue
 
 _STEPS = {"start": "began", "imports": "joining", "build": "built", "load": "restored", "iteration": "completed"}
 PHASES = ("attempts", "detect", "end", "agree", "start", "imports", "groups", "build", "load", "iteration")
+WORDS = {
+    "attempts": "earlier attempts",
+    "detect": "detect the failure",
+    "end": "end old processes",
+    "agree": "agree on a round",
+    "start": "start processes",
+    "imports": "import",
+    "groups": "make process groups",
+    "build": "build the model",
+    "load": "load the state",
+    "iteration": "first iteration",
+}
+_SHOWN = 5  # columns
 
 
 @dataclass(frozen=True)
@@ -137,3 +152,25 @@ def _phases(seen: float, ends: Iterable[tuple[str, float | None]]) -> dict[str, 
         phases[name] = None if end is None else max(0.0, end - reached)
         reached = reached if end is None else max(reached, end)
     return phases
+
+
+def phase_lines(recoveries: Sequence[RecoveryPhases]) -> list[str]:
+    """The newest recoveries, in seconds; a phase that none of them has is left out."""
+    shown = recoveries[-_SHOWN:]
+    rows = [("seconds, by restart", [str(one.restart) for one in shown])]
+    for name, words in WORDS.items():
+        values = [one.by_phase()[name] for one in shown]
+        if name != "attempts" or any(value is not None for value in values):
+            rows.append((words, [_seconds(value) for value in values]))
+    unknown = any(one.detect is None for one in shown)
+    total = "total, from detection" if unknown else "total"
+    rows.append((total, [_seconds(one.total) for one in shown]))
+    rows.append(("iteration completed", [str(one.iteration) for one in shown]))
+    if any(one.processor for one in shown):
+        rows.append(("processor s to load", [_seconds(sum(one.processor.values()) or None) for one in shown]))
+        rows.append(("of ranks", [str(one.ranks) for one in shown]))
+    return [f"{words:<24}{''.join(f'{value:>11}' for value in values)}" for words, values in rows]
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from .averaging.noise import Table
+from .averaging.averaging_times import Table
 
 Ranks = tuple[int, ...]
 

@@ -8,19 +8,27 @@
 Invariant: observations cost microseconds and never fail training; only a loop that did not continue ends it, before
 its wrong state is captured. Without protection nothing is recorded.
 
+Equal small state has equal digests, in every process: nothing depends on addresses, hash seeds or the order of keys. Of
+a large mapping, such as the numbers that an optimizer keeps for each parameter, MANY entries at equal steps are
+digested: this is in the step path. The data position has no digest: what it leads to, the inputs, is compared.
+
 In: observations of the host, small state, digests of sealed versions. Out: the ledger; events; LoopError.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
+
+import numpy as np
+import torch
+import xxhash
 
 from ..errors import LoopError, UnsupportedError
 from ..events import Events, catalogue, say
+from ..model.digest import WALL_TIMES
 from ..model.host import Host, ReplicaOperations
 from ..recovery.recomputed import LoopDifference, judge
-from ..snapshot.capture.small_digests import drawn, small_digests
 from ..snapshot.segment.ledger import Ledger, LedgerEntry, LedgerPart, digest_of
 
 _READ = {LedgerPart.FIRST_READ, LedgerPart.INPUT}  # never a consequence of what differed before
@@ -29,6 +37,19 @@ _ADVICE = (
     "make the loop begin at the restored iteration, with its data (each batch read in the iteration that trains on "
     "it), schedules and counters, or start with --ftp-resume fresh; --ftp-on-difference warn trains on"
 )
+_RERUN = "rerun_state_machine"  # among Megatron's counters: the largest losses so far
+_PART_OF = {
+    **dict.fromkeys(("torch", "cuda", "tracker"), LedgerPart.GENERATORS),
+    **dict.fromkeys(("python", "numpy"), LedgerPart.LIBRARY),
+    "groups": LedgerPart.GROUPS,
+    "counters": LedgerPart.COUNTERS,
+    **dict.fromkeys(("scalars", "scalers", "scaler", "scheduler", "own_schedulers", _RERUN), LedgerPart.SCHEDULE),
+}
+# how the loop reads, what the restore itself sets, and what it has compared
+_NOT_COMPARED = {"position", "pace", "silent", "modes", "graded", "members", "loop"}
+MANY = 64  # entries
+_RNG = "rng"  # the generators, in the small state of Megatron and DeepSpeed
+_CALLER = "caller"  # what the script's own functions return, in the small state of loops of plain torch
 
 
 def learning_rate_of(host: Host) -> Callable[[], float | None]:
@@ -210,3 +231,69 @@ class IterationLedger:
             words = [part.words for part in parts if part is not LedgerPart.FIRST_READ or LedgerPart.INPUT not in parts]
             self._events.emit(catalogue.RESUME_CONFIRMED, iterations=len(self._compared), parts=words)
         self._compared = {}
+
+
+# ---- digests of small state ----
+
+
+def small_digests(small: Mapping[str, Any]) -> dict[LedgerPart, int]:
+    """The digests of a small state. Empty parts have none."""
+    hashes: dict[LedgerPart, xxhash.xxh3_64] = {}
+    for key, value in _entries(small):
+        part = _PART_OF.get(key, LedgerPart.OWN)
+        for piece in pieces(value):
+            hashes.setdefault(part, xxhash.xxh3_64()).update(piece)
+    return {part: running.intdigest() for part, running in hashes.items()}
+
+
+def drawn() -> int:
+    """A digest of torch's own generator on the CPU."""
+    return xxhash.xxh3_64_intdigest(torch.get_rng_state().numpy().tobytes())
+
+
+def _entries(small: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in sorted(small.items()):
+        if key == "counters" and isinstance(value, Mapping) and _RERUN in value:
+            yield key, {name: one for name, one in value.items() if name != _RERUN}
+            yield _RERUN, value[_RERUN]
+        elif key == _RNG and isinstance(value, Mapping):
+            yield from _entries(value)
+        elif key == _CALLER and isinstance(value, Mapping):
+            yield from _entries({inner: part for inner, part in value.items() if inner != _CALLER})
+            yield from [("own", value[_CALLER])] if _CALLER in value else []
+        elif key not in _NOT_COMPARED and value is not None:
+            yield key, value
+
+
+def pieces(value: Any) -> Iterator[bytes]:
+    """The bytes of a value, with types and lengths, so that different values have different bytes."""
+    match value:
+        case torch.Tensor() if not value.dim():
+            yield f"t{value.dtype}{value.item()!r}".encode()
+        case torch.Tensor():
+            dense = value.detach().cpu().contiguous()
+            yield f"t{dense.dtype}{tuple(dense.shape)}".encode()
+            yield dense.reshape(-1).view(torch.uint8).numpy().tobytes() if dense.numel() else b""
+        case np.ndarray():
+            yield f"a{value.dtype}{value.shape}".encode()
+            yield value.tobytes()
+        case Mapping():
+            entries = sorted((one for one in value.items() if one[0] != WALL_TIMES), key=lambda entry: str(entry[0]))
+            yield b"m%d" % len(entries)
+            for key, part in entries if len(entries) <= MANY else entries[:: -(-len(entries) // MANY)]:
+                yield f"k{key!r}".encode()
+                yield from pieces(part)
+        case list() | tuple():
+            yield b"l%d" % len(value)
+            if len(value) > MANY and all(type(part) is int for part in value):  # the state of Python's generator
+                small = min(value) >= -(1 << 63) and max(value) < 1 << 63
+                yield np.array(value, dtype=np.int64).tobytes() if small else repr(value).encode()
+            else:
+                for part in value:
+                    yield from pieces(part)
+        case float():
+            yield f"f{value.hex()}".encode()
+        case bytes() | bytearray():
+            yield b"b" + bytes(value)
+        case _:
+            yield f"{type(value).__name__}{value!r}".encode()

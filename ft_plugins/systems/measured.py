@@ -19,8 +19,7 @@ import torch
 from ..bubbles.bubble_plan import BubblePlan
 from ..bubbles.gate.gate import Gate
 from ..bubbles.profile import Profiler, Profiling, ProfilingPhase
-from ..bubbles.timeline.clock import clock_of
-from ..bubbles.timeline.record import EdgeFanout, Recorder
+from ..bubbles.timeline.record import EdgeFanout, Recorder, clock_of
 from ..bubbles.timeline.timeline_exchange import Gathers
 from ..bubbles.timeline.timeline_values import shown
 from ..config import BaftConfig

@@ -34,8 +34,7 @@ from ..model.host import Host, ReplicaOperations
 from ..model.inventory import Inventory, Item
 from ..snapshot.segment.slots import Mark
 from ..sync.audit.audit import OnCorruption, promise
-from ..sync.audit.compare import Auditing
-from ..sync.audit.verdicts import Verdicts
+from ..sync.audit.verdicts import Auditing, Verdicts
 from ..sync.averaging.aggregate import Aggregate, describe_cost, require_enough
 from ..sync.averaging.averager import Averaging
 from ..sync.averaging.averaging_times import schedule_of
@@ -231,12 +230,15 @@ class Paft:
 
     def after_update(self, step: int) -> None:
         """The parameters of this iteration are final: start to compare and average them."""
+        audited = self._verdicts is not None and self._policy.actions(step, None).audit
+        if audited or self._faults.alters_copies:
+            self._operations.finish_copies()
         self._faults.after_update(step)
         turns = self._turns
         waits = turns is not None and self._policy.actions(step, turns.turn).waits
         if turns is not None and not waits:
             turns.measure(step)  # first: the version point waits for it, but not for an audit
-        if self._verdicts is not None and self._policy.actions(step, None).audit:
+        if self._verdicts is not None and audited:
             self._verdicts.start(step)
         if turns is None:
             return
@@ -307,6 +309,10 @@ class FaultInjector:
         if self._corruption.armed(_REDUCING):
             operations.before_reduction(lambda step, gradients: self._at(_REDUCING, step, gradients))
 
+    @property
+    def alters_copies(self) -> bool:
+        return self._corruption.armed(_COPIES)
+
     def before_update(self, step: int) -> None:
         """Alter gradients after their reduction."""
         if self._corruption.armed(_GRADIENTS):
@@ -316,7 +322,7 @@ class FaultInjector:
         """Alter state and copies."""
         if self._corruption.armed(_PARAMETERS):
             self._at(_PARAMETERS, step, self._host.tensors())
-        if self._corruption.armed(_COPIES):
+        if self.alters_copies:
             self._at(_COPIES, step, self._operations.copy_tensors())
 
     def _at(self, point: str, step: int, tensors: Mapping[str, torch.Tensor]) -> None:

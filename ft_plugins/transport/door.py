@@ -191,14 +191,12 @@ class Door:
 
     def _step(self, stranger: _Stranger) -> None:
         try:
-            channel = stranger.step()
+            if (channel := stranger.step()) is not None:
+                self._forget(stranger)
+                self._admit(stranger.link.connection, stranger.address, channel)
         except Exception as error:  # any error: this thread has to go on admitting peers
             known = isinstance(error, (FtError, OSError))
             self._reject(stranger, str(error) if known else str(protocol.unexpected(error)))
-            return
-        if channel is not None:
-            self._forget(stranger)
-            self._admit(stranger.link.connection, stranger.address, channel)
 
     def _reject(self, stranger: _Stranger, reason: str) -> None:
         self._forget(stranger)
@@ -208,8 +206,9 @@ class Door:
 
     def _forget(self, stranger: _Stranger) -> None:
         self._loop.forget(stranger.link.connection)
-        del self._strangers[stranger]
-        self._crowds -= Counter([stranger.crowd])
+        if stranger in self._strangers:  # else its admission has failed
+            del self._strangers[stranger]
+            self._crowds -= Counter([stranger.crowd])
 
     def _schedule(self) -> None:
         """Look again when the oldest connection is late, or an event about rejected ones is due."""

@@ -149,17 +149,6 @@ class Decoder:
                 return frame
         return None
 
-    def feed(self, received: Buffer) -> Iterator[Received]:
-        """The messages and payloads that are complete with these bytes, if they do not lie in `space` yet. Raises
-        ProtocolError."""
-        left = memoryview(received)
-        while left:
-            nbytes = min(len(left), len(self._space[0]))
-            self._space[0][:nbytes] = left[:nbytes]
-            left = left[nbytes:]
-            if (complete := self.filled(nbytes)) is not None:
-                yield complete
-
     def end(self) -> None:
         """No more bytes will come. Raises ProtocolError inside a frame."""
         if not self.is_between:

@@ -134,7 +134,7 @@ class Job:
     def _build_optimizer(self) -> tuple[Any, OptimizerParamScheduler]:
         args = self.args
         config = OptimizerConfig(
-            optimizer="adam",
+            optimizer=args.optimizer,
             lr=args.lr,
             min_lr=args.lr / 10,
             weight_decay=0.1,

@@ -58,6 +58,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         add(flag, default=default, help=f"{meaning} (default {default})")
     parser.add_argument("--order", default="tp-cp-ep-dp-pp", help="of the parallel dimensions over the ranks")
     parser.add_argument("--data", help="any text file (default: the sources of Python's standard library)")
+    parser.add_argument("--optimizer", choices=("adam", "sgd"), default="adam", help="sgd: with momentum")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--loss-scale", type=float, help="constant; with it an infinite gradient skips the update")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 from rich.table import Table
 
-from ft_plugins.report.phase_table import WORDS
+from ft_plugins.report.recovery_phases import WORDS
 
 from .bubble_use import CopyTraffic
 from .comparison import RunComparison

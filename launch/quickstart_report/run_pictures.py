@@ -23,7 +23,7 @@ from ft_plugins.bubbles.timeline.timeline_values import Row, Window
 from ft_plugins.events import catalogue
 from ft_plugins.model.timeline import Kind
 from ft_plugins.rehearse.driver import Loss
-from ft_plugins.report.canvas import MAX_RANKS, SPANS, new_figure
+from ft_plugins.report.plan_pictures import MAX_RANKS, SPANS, new_figure
 
 from .bubble_use import BubbleUse
 from .comparison import RunComparison, RunRecord, sealed_by_all

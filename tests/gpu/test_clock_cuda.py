@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from ft_plugins.bubbles.timeline.clock import CudaClock, clock_of
+from ft_plugins.bubbles.timeline.record import CudaClock, clock_of
 
 pytestmark = pytest.mark.gpu
 

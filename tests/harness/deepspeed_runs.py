@@ -36,20 +36,25 @@ class DeepSpeedConfiguration:
     clipping: float = 1.0
     batch: int = 0  # global; 0: one that the ranks divide
     checked: bool = False  # bf16 with ZeRO: skip an update whose gradients overflow
+    sgd: bool = False  # SGD with momentum in place of AdamW
 
     def __str__(self) -> str:
         words = ["bf16" if self.bf16 else "fp32", f"zero{self.stage}", f"pp{self.pp}" if self.pp else "plain"]
         words += [f"accumulate-{self.accumulate}"] if self.accumulate else []
         words += [] if self.clipping else ["unclipped"]
         words += [f"tp{self.tp}"] if self.tp > 1 else []
+        words += ["sgd"] if self.sgd else []
         return "-".join([*words, f"{self.ranks}ranks"])
 
     def json(self) -> dict[str, Any]:
         """DeepSpeed's configuration without the block of ft_plugins."""
+        adamw = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1, "torch_adam": True}}
+        sgd = {"type": "SGD", "params": {"lr": 1e-3, "weight_decay": 0.1, "momentum": 0.9, "nesterov": True}}
         config: dict[str, Any] = {
             "train_batch_size": self.batch or (8 if 8 % self.ranks == 0 else 4 * self.ranks),
             "train_micro_batch_size_per_gpu": 1 if self.ranks == 4 and not self.pp else 2,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1, "torch_adam": True}},
+            "optimizer": sgd if self.sgd else adamw,
+            **({"zero_allow_untested_optimizer": True} if self.sgd else {}),
             "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr": 1e-3}},
             "gradient_clipping": self.clipping,
             "bf16": {"enabled": self.bf16, **({"check_grad_overflow": True} if self.checked else {})},

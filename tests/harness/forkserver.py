@@ -300,7 +300,7 @@ def enter(namespace: str) -> None:
 
 def _job(spec: JobSpec) -> None:
     """Run a job in the forked process that stands for ft-run."""
-    from ft_plugins.launcher.binding import bind_to_agent
+    from ft_plugins.launcher.preload.new_process import bind_to_agent
 
     bind_to_agent(os.getppid())
     os.setsid()
@@ -342,4 +342,3 @@ def main(argv: Sequence[str]) -> None:
             connection.close()
             _job(spec)
         protocol.send(connection, {"ok": True, "pid": pid})
-

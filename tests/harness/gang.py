@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ft_plugins.launcher.binding import bind_to_agent
+from ft_plugins.launcher.preload.new_process import bind_to_agent
 
 from .emulated_nodes import EmulatedHost
 from .forkserver import enter

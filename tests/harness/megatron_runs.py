@@ -28,11 +28,12 @@ class MegatronConfiguration:
     distributed_optimizer: bool
     interleaved: bool
     overlap_param_gather: bool = False
+    sgd: bool = False  # with momentum, in place of Adam
 
     def __str__(self) -> str:
         words = ["bf16" if self.bf16 else "fp32", "distopt" if self.distributed_optimizer else "replicated"]
         words += ["interleaved" if self.interleaved else "1f1b"] + ["overlap"] * self.overlap_param_gather
-        return "-".join(words)
+        return "-".join(words + ["sgd"] * self.sgd)
 
     @property
     def has_scaler(self) -> bool:
@@ -45,6 +46,7 @@ class MegatronConfiguration:
         words += ["--virtual-stages", "2"] if self.interleaved else []
         words += ["--distributed-optimizer"] if self.distributed_optimizer else []
         words += ["--overlap-param-gather"] if self.overlap_param_gather else []
+        words += ["--optimizer", "sgd"] if self.sgd else []
         words += ["--loss-scale", "1.0"] if self.has_scaler else ["--iterations-to-skip", str(SKIPPED)]
         return words
 
@@ -59,7 +61,7 @@ ALL = tuple(
     for distributed in (False, True)
     for interleaved in (False, True)
     for overlap in ((False, True) if distributed else (False,))
-)
+) + tuple(MegatronConfiguration(bf16, False, False, sgd=True) for bf16 in (False, True))
 HARDEST = MegatronConfiguration(True, True, True, True)
 
 

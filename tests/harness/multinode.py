@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 
 from ft_plugins.events import Event, catalogue
-from ft_plugins.rehearse.ports import free_port
+from ft_plugins.rehearse.driver import free_port
 from ft_plugins.smp.watch import liveness
 
 from .emulated_nodes import EmulatedHost, destroy, freeze

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ft_plugins.errors import EXIT_REFUSED
-from ft_plugins.launcher.binding import bind_to_agent
+from ft_plugins.launcher.preload.new_process import bind_to_agent
 from harness.fills import write
 
 

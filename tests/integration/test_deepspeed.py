@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ft_plugins.events import read
-from ft_plugins.rehearse.ports import free_port
+from ft_plugins.rehearse.driver import free_port
 from harness.deepspeed_runs import EXAMPLE, DeepSpeedConfiguration, DeepSpeedRun
 from harness.golden import assert_identical
 
@@ -180,9 +180,7 @@ def test_the_trainer_of_hugging_face_is_refused_by_name(short: Path) -> None:
 @pytest.mark.parametrize(
     "launcher, script, block, message, ranks",
     [
-        (FT_RUN, EXAMPLE, {"reft": {}}, "ft_plugins.reft: the job has a single rank", 1),
         (FT_RUN, EXAMPLE, {"reft": {"intervall": 2}}, "unknown key; did you mean ft_plugins.reft.interval?", 1),
-        (TORCHRUN, LINE, {"reft": {}}, "ft_plugins.reft: the job has a single rank", 1),
         (TORCHRUN, LINE, {"reft": 3}, "ft_plugins.reft: expected", 2),
         (TORCHRUN, LINE, {"paft": {}}, "--paft: has no effect with one data-parallel replica", 1),
         (TORCHRUN, LINE, {"resume": "memory"}, "has no effect while no system that protects state is on", 1),

@@ -25,7 +25,7 @@ import pytest
 from ft_plugins import events
 from ft_plugins.config import run_directory
 from ft_plugins.events import Event
-from ft_plugins.rehearse.ports import free_port
+from ft_plugins.rehearse.driver import free_port
 from ft_plugins.report.recovery_phases import recovery_phases
 from ft_plugins.smp.serve.client import Client
 from ft_plugins.smp.watch import liveness

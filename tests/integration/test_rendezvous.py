@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from ft_plugins.errors import EXIT_REFUSED
-from ft_plugins.launcher import job_secret
+from ft_plugins.launcher import job_identity
 from ft_plugins.launcher.rendezvous.peer_client import Credentials, ask
-from ft_plugins.rehearse.ports import free_port
+from ft_plugins.rehearse.driver import free_port
 from ft_plugins.smp.watch import liveness
 from ft_plugins.snapshot.segment import paths
 from harness.forkserver import ForkServer, JobSpec, RunningJob
@@ -91,7 +91,7 @@ class Nodes:
     def _lead(self, request: str, field: str) -> Any:
         """What the node at the first endpoint replies; None while it does not answer."""
         message = {"do": request} | ({"token": "test"} if request == "look" else {})
-        us = Credentials(job_secret.user_secret(), f"meet-{os.getpid()}", "test")
+        us = Credentials(job_identity.user_secret(), f"meet-{os.getpid()}", "test")
         try:
             return ask(f"127.0.0.1:{self._port}", message, BOUND, us)[field]
         except ConnectionError:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ft_plugins.events import catalogue
-from ft_plugins.rehearse.ports import free_port
+from ft_plugins.rehearse.driver import free_port
 from harness.forkserver import ForkServer, JobSpec, RunningJob
 from harness.job_control import entries, wait_for
 from harness.jobs import write_secret

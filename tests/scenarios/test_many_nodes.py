@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ft_plugins.collective.rank_tree import place_of
+from ft_plugins.collective.operations import place_of
 from ft_plugins.events import Event, catalogue
 from ft_plugins.redundancy.grouping import redundancy_groups
 from ft_plugins.snapshot.segment.paths import SHM
@@ -173,9 +173,9 @@ def test_a_job_of_16_nodes_loses_two_of_different_groups_and_one_that_connects_o
     run = ShardedRun("many", tmp_path / "many", MODEL, PROTECTION, iterations=ITERATIONS, ranks=RANKS)
     job = MultiNodeJob(jobs, run, NODES, places, DETECT, DETECT_SECONDS)
     stops = {PAIR[0]: FIRST_STOP, INNER: SECOND_STOP}
-    job.start_all({
-        f"n{at}": f"update.begin@iteration={stop},rank={ranks_at(at)[0]}:stop" for at, stop in stops.items()
-    })
+    job.start_all(
+        {f"n{at}": f"update.begin@iteration={stop},rank={ranks_at(at)[0]}:stop" for at, stop in stops.items()}
+    )
 
     job.until_committed(1)
     job.until_rank_stopped(f"n{PAIR[0]}", ranks_at(PAIR[0])[0])

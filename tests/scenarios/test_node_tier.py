@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from ft_plugins.cli.status_command import text_of
 from ft_plugins.cli.status_facts import facts_of
-from ft_plugins.cli.status_table import text_of
 from ft_plugins.smp.watch import liveness
 from ft_plugins.snapshot.segment import paths
 from harness.emulated_nodes import EmulatedHost, network

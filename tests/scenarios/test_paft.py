@@ -195,17 +195,20 @@ def test_a_wrong_copy_of_shards_is_found_and_gathered_anew(
 
 
 @pytest.mark.all_configurations
-def test_of_fp32_shards_the_gathered_parameters_are_replicas_and_a_majority_repairs_the_shard_itself(
-    jobs: Jobs, golden: Goldens
+@pytest.mark.parametrize("bf16, overlap", [(False, False), (False, True), (True, True)])
+def test_what_is_gathered_is_compared_also_if_it_would_be_gathered_in_the_next_forward(
+    jobs: Jobs, golden: Goldens, bf16: bool, overlap: bool
 ) -> None:
-    """Rank 1 is wrong six times, in its own shard or elsewhere: gathering anew would spread the first."""
-    flips = ";".join(f"update.copies@iteration={step},rank=1:flip=20~{step}" for step in range(2, 8))
-    fp32 = MegatronConfiguration(bf16=False, distributed_optimizer=True, interleaved=False)
-    clean = MegatronRun("clean", jobs.folder, fp32, argv=("--tp", "1", "--pp", "1"), ranks=4)
+    """Rank 1 is wrong six times, in its own shard or elsewhere. Of fp32 shards the gathered parameters are replicas,
+    and a majority repairs the shard itself: gathering anew would spread what is wrong in it."""
+    flips = ";".join(f"update.copies@iteration={step},rank=1:flip={12 if bf16 else 20}~{step}" for step in range(2, 8))
+    sharded = MegatronConfiguration(bf16, True, False, overlap)
+    clean = MegatronRun("clean", jobs.folder, sharded, argv=("--tp", "1", "--pp", "1"), ranks=4)
     wrong = replace(clean, flags=(*AUDIT, "1")).armed(flips)
     job = jobs.finish(wrong)
     assert [event.fields["ranks"] for event in job.events("audit.failed")] == [[1]] * 6
-    assert ", parameter (" in job.events("audit.failed")[0].fields["reason"]
+    kind = "copy" if bf16 else "parameter"
+    assert f", {kind} (" in job.events("audit.failed")[0].fields["reason"]
     assert_identical(wrong, golden(clean), 4)
 
 

@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ft_plugins.cli import status_table
+from ft_plugins.cli import status_command
 from ft_plugins.cli.status_facts import Facts, facts_of, is_over
-from ft_plugins.rehearse.ports import free_port
+from ft_plugins.rehearse.driver import free_port
 from ft_plugins.smp.serve.client import Client
 from harness.forkserver import ForkServer, JobSpec
 
@@ -37,12 +37,12 @@ def test_status_counts_the_restart_and_the_downtime_of_a_killed_rank_and_ends_wi
     before = seen(lambda facts: (facts["iteration"] or 0) >= 1)
     assert (before["restarts"], before["downtime_seconds"], before["ranks"], before["world_size"]) == (0, 0.0, 2, 2)
     down = seen(lambda facts: facts["down_for_seconds"] is not None)
-    assert down["iteration"] < KILLED_AT and "; down for " in status_table.text_of([down], 80)
+    assert down["iteration"] < KILLED_AT and "; down for " in status_command.text_of([down], 80)
     after = seen(lambda facts: (facts["iteration"] or 0) > KILLED_AT + 2 and facts["restarts"] > 0)
     assert (after["restarts"], after["down_for_seconds"], after["ft_run_alive"]) == (1, None, True)
     assert 0 < after["downtime_seconds"] < SECONDS and after["iteration_age_seconds"] < SECONDS
     assert after["newest"]["process"]["iteration"] >= KILLED_AT and after["protection"] is None
-    assert "1 restart; was down for " in status_table.text_of([after], 80)
+    assert "1 restart; was down for " in status_command.text_of([after], 80)
     assert not is_over(job.spec.run_dir)
     outcome = job.wait(SECONDS)
     assert (outcome["status"], outcome["restarts"]) == ("succeeded", 1), job.tail()
@@ -82,7 +82,7 @@ def test_status_says_in_each_state_what_is_known_and_what_to_do(
             time.sleep(0.02)
         assert facts["state"] == state and re.search(headline, facts["headline"]), facts
         assert facts["remedy"].startswith(remedy), facts
-        text = status_table.text_of([facts], 80)
+        text = status_command.text_of([facts], 80)
         assert max(map(len, text.splitlines())) <= 80 and f": {state}" in text.splitlines()[0]
         print(f"{text}\n")
         return facts

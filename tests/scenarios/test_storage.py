@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from ft_plugins.rehearse.ports import free_port
+from ft_plugins.rehearse.driver import free_port
 from ft_plugins.smp.serve.client import Client
 from ft_plugins.smp.serve.status import common, newest_common
 from ft_plugins.smp.watch import liveness

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ft_plugins.rehearse.ports import free_port
+from ft_plugins.rehearse.driver import free_port
 from ft_plugins.snapshot.segment.paths import path_of
 from harness.forkserver import RunningJob
 from harness.golden import assert_identical

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from ft_plugins import cli
-from ft_plugins.cli import status_command, status_facts, status_table
+from ft_plugins.cli import status_command, status_facts
 from ft_plugins.cli.job_state import State
 from ft_plugins.config import Config, keys, run_directory
 from ft_plugins.events import Events, catalogue, file_sink
@@ -233,7 +233,7 @@ FACTS: dict[str, Any] = {
 
 
 def test_a_paragraph_of_status_fits_a_terminal_of_80_columns_and_says_everything() -> None:
-    text = status_table.text_of([FACTS, FACTS], 80)
+    text = status_command.text_of([FACTS, FACTS], 80)
     assert max(map(len, text.splitlines())) <= 80
     words = words_of(text)
     for part in (
@@ -248,15 +248,15 @@ def test_a_paragraph_of_status_fits_a_terminal_of_80_columns_and_says_everything
         "slow rank 7 1.52 times, rank 9 2 times as long as the others",
     ):
         assert part in words, text
-    assert len(status_table.text_of([FACTS], 0).splitlines()) == 11, "a pipe gets whole lines"
-    first = status_table.text_of([FACTS | {"downtime_seconds": 61.4}], 80)
+    assert len(status_command.text_of([FACTS], 0).splitlines()) == 11, "a pipe gets whole lines"
+    first = status_command.text_of([FACTS | {"downtime_seconds": 61.4}], 80)
     assert "11 restarts; down for 61 s\n" in first
     over = FACTS | {"ft_run_alive": False, "state": "ENDED"}
-    assert "11 restarts; was down for 65.7 min in total\n" in status_table.text_of([over], 0), "it does not grow"
-    assert "11 restarts\n" in status_table.text_of([over | {"downtime_seconds": 61.0}], 80)
+    assert "11 restarts; was down for 65.7 min in total\n" in status_command.text_of([over], 0), "it does not grow"
+    assert "11 restarts\n" in status_command.text_of([over | {"downtime_seconds": 61.0}], 80)
     spare = FACTS | {"protection": None, "ranks": 0}
-    assert "other nodes" not in status_table.text_of([spare], 80)
-    assert "no: a lost node is not survived" in status_table.text_of([spare | {"ranks": 2}], 80)
+    assert "other nodes" not in status_command.text_of([spare], 80)
+    assert "no: a lost node is not survived" in status_command.text_of([spare | {"ranks": 2}], 80)
 
 
 def test_the_help_of_status_explains_each_state_in_80_columns(ft_plugins: Command) -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import ft_plugins
-from ft_plugins.base import corruption, fault_points, faults
-from ft_plugins.base.fault_points import OF_HOSTS, POINTS
+from ft_plugins.base import corruption, faults
+from ft_plugins.base.faults import OF_HOSTS, POINTS
 from ft_plugins.config import Config, launch_context
 from ft_plugins.errors import ConfigError
 from ft_plugins.session import attach
@@ -43,7 +43,7 @@ def names(call: ast.Call) -> tuple[str, ...]:
 def test_the_list_of_points_is_that_of_the_source() -> None:
     reached = {name for _, call in calls() for name in names(call)}
     assert reached == set(POINTS)
-    assert set(fault_points.REQUESTS) == set(requests.LOCAL)
+    assert set(faults.REQUESTS) == set(requests.LOCAL)
     assert {name for name, point in POINTS.items() if point.actions is None} == set(corruption.POINTS)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ft_plugins.cli.job_state import JobFacts, State, job_state
-from ft_plugins.smp.watch.ft_run_note import NOTE_FILE, FtRunNote, FtRunPhase, read_note, write_note
+from ft_plugins.smp.watch.job_history import NOTE_FILE, FtRunNote, FtRunPhase, read_note, write_note
 
 NOW = 10_000.0
 RUNS = JobFacts("j", NOW, launched=True, note=FtRunNote(FtRunPhase.STARTING, time=NOW - 90))

@@ -17,7 +17,7 @@ from ft_plugins.base import faults
 from ft_plugins.config import Config
 from ft_plugins.errors import ConfigError, ProtocolError
 from ft_plugins.model.inventory import Inventory
-from ft_plugins.sync.rounds.late_peers import PeerWait
+from ft_plugins.systems.local_sgd.sync_groups import PeerWait
 
 from . import test_session_local_sgd as sessions
 from .incarnation import Incarnation

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ft_plugins.config import keys, misspelt
+from ft_plugins.config import keys, sources
 from ft_plugins.errors import ConfigError
 from ft_plugins.launcher import command
 
@@ -37,7 +37,7 @@ def flags_of_deepspeed() -> list[str]:
 def test_no_flag_of_megatron_or_deepspeed_and_no_word_of_english_is_taken_for_one_of_ours() -> None:
     others = flags_of_deepspeed()
     assert "--deepspeed_config" in others and len(others) > 50
-    assert {word: meant for word in [*MEGATRON, *OWN, *others] if (meant := misspelt.meant_flag(word, keys()))} == {}
+    assert {word: meant for word in [*MEGATRON, *OWN, *others] if (meant := sources.meant_flag(word, keys()))} == {}
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_no_flag_of_megatron_or_deepspeed_and_no_word_of_english_is_taken_for_on
     ],
 )  # fmt: skip
 def test_what_has_the_letters_of_a_flag_of_ours_is_meant_for_it(word: str, meant: str) -> None:
-    assert misspelt.meant_flag(word, keys()) == meant
+    assert sources.meant_flag(word, keys()) == meant
 
 
 @pytest.fixture

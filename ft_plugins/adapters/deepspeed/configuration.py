@@ -9,19 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ...config import Config, LaunchContext, deepspeed_json, merge
-from ...errors import ConfigError
 from .shard_groups import ReplicaBuild, require_divisible
-
-
-def require_several_ranks() -> None:
-    if torch.distributed.get_world_size() == 1:
-        raise ConfigError(
-            "ft_plugins.reft: the job has a single rank, with no other rank to share state with: start it with "
-            "ft-run --nproc-per-node N, or remove the block"
-        )
 
 
 def replica_build(config: Config, model: Any) -> ReplicaBuild | None:

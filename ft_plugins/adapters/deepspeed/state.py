@@ -27,9 +27,10 @@ from typing import Any
 
 import torch
 
-from ...errors import InventoryError, ResumeError
+from ...errors import InventoryError, ResumeError, UnsupportedError
 from ...model.inventory import Role
 from ..host_parts import ANYWHERE, NEVER, UPDATE, StateItem, first_step, is_item, own_copy, scalars_of, state_item
+from ..optimizer_state import create_state
 
 _MODEL_GROUPS = ("bit16_groups", "bf16_groups", "fp16_groups")  # attributes of optimizers with masters
 
@@ -153,16 +154,20 @@ def _of_stage3(parameters: Iterable[Any], flat: torch.Tensor) -> Iterator[Fragme
 
 
 def create_optimizer_state(optimizer: Any) -> None:
-    """Give the inner optimizer the state that its first update would: zero moments, step 0. Idempotent."""
-    updating = inner(optimizer)
-    for index, main in updated_tensors(optimizer):
-        created, group = updating.state[main], updating.param_groups[index]
-        if created or isinstance(updating, torch.optim.SGD):
-            continue
-        adam = isinstance(updating, torch.optim.Adam | torch.optim.AdamW)
-        created["step"] = first_step(group, main) if adam else group.get("step", 0)  # else DeepSpeed's FusedAdam
-        created["exp_avg"] = torch.zeros_like(main.detach(), memory_format=torch.preserve_format)
-        created["exp_avg_sq"] = torch.zeros_like(main.detach(), memory_format=torch.preserve_format)
+    """Give the inner optimizer the state that its first update would. Idempotent. Raises UnsupportedError."""
+    updating, groups = inner(optimizer), inner(optimizer).param_groups
+    updated = updated_tensors(optimizer)
+    adam = isinstance(updating, torch.optim.Adam | torch.optim.AdamW)
+    if type(updating).__name__ != "FusedAdam" and (not adam or any(group["amsgrad"] for group in groups)):
+        own = [[main for place, main in updated if place == index] for index in range(len(groups))]
+        create_state(updating, [{**group, "params": mains} for group, mains in zip(groups, own, strict=True)])
+        return
+    for index, main in updated:  # without the copies of a large partition that `create_state` makes
+        created = updating.state[main]
+        if not created:
+            created["step"] = first_step(groups[index], main) if adam else groups[index].get("step", 0)
+            created["exp_avg"] = torch.zeros_like(main.detach(), memory_format=torch.preserve_format)
+            created["exp_avg_sq"] = torch.zeros_like(main.detach(), memory_format=torch.preserve_format)
 
 
 def state_items(
@@ -233,6 +238,11 @@ def _of_fragment(
     state = optimizer.state[one.main]
     for key, value in state.items():
         if is_item(value):
+            if one.offset is not None and value.shape != one.main.shape:
+                raise UnsupportedError(
+                    f"{type(optimizer).__name__} keeps '{key}' of shape {tuple(value.shape)} for a flat partition of "
+                    f"{one.main.numel()} elements, so its elements belong to no parameter; use another optimizer"
+                )
             read = lambda one=one, state=state, key=key: one.of(state[key])  # noqa: E731
             yield state_item(f"{name}:{key}", Role.MOMENT, replicas, layer, UPDATE, read, one.piece, in_norm)
 

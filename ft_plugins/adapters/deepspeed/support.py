@@ -18,7 +18,7 @@ _WRAPPERS = (
     *("BF16_Optimizer", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3"),
     *("FP16_Optimizer", "FP16_UnfusedOptimizer"),
 )
-_OPTIMIZERS = ("Adam", "AdamW", "FusedAdam", "SGD")
+_OWN_OPTIMIZERS = ("lamb", "lion", "muon", "onebitadam", "onebitlamb", "zerooneadam")  # types, in small letters
 _OFFLOAD_NOWHERE = ("none", None)
 _SWITCHES = {  # by setting: what it is, and the engine's method that says whether it is on
     "curriculum_learning": ("curriculum learning", "curriculum_enabled_legacy"),
@@ -41,9 +41,8 @@ def require_supported_settings(settings: Mapping[str, Any], optimizer: Any) -> N
     problems = list(_of_settings(settings))
     if isinstance(optimizer, torch.optim.Optimizer):
         problems += _of_optimizer(optimizer)
-    elif optimizer is None:
-        given = _at(settings, "optimizer")
-        problems += _of_group(str(_at(given, "type")), _at(given, "params"))
+    elif optimizer is None and str(kind := _at(settings, "optimizer", "type")).lower() in _OWN_OPTIMIZERS:
+        problems.append(_of_own(str(kind)))
     _refuse(problems, "")
 
 
@@ -97,28 +96,22 @@ def _of_optimizer(optimizer: Any) -> Iterator[str]:
     if not isinstance(optimizer, torch.optim.Optimizer) and kind not in _WRAPPERS:
         yield f"the optimizer {kind} is unknown"
         return
-    updating = inner(optimizer)
-    if type(updating).__name__ not in _OPTIMIZERS:
-        yield f"the optimizer {type(updating).__name__}; supported: {', '.join(_OPTIMIZERS)}"
+    updating = type(inner(optimizer))
+    if updating.__module__.startswith("deepspeed.") and updating.__name__ != "FusedAdam":
+        yield _of_own(updating.__name__)
         return
-    for group in getattr(updating, "param_groups", ()):
-        yield from _of_group(type(updating).__name__, group)
     if getattr(optimizer, "torch_autocast_gradscaler", None) is not None:
         yield _OWN_SCALER
-
-
-def _of_group(kind: str, group: Any) -> Iterator[str]:
-    """Of one of the optimizer's groups, or of its settings."""
-    if _at(group, "momentum"):
-        yield f"{kind} with momentum creates its state only in its first step (supported: momentum 0, or Adam)"
-    if _at(group, "amsgrad"):
-        yield "amsgrad"
 
 
 def _of_offload(name: str, where: Any) -> Iterator[str]:
     if where not in _OFFLOAD_NOWHERE:
         to = "NVMe: its state is in files" if where == "nvme" else f"{where}: an update runs in several pieces"
         yield f"zero_optimization.{name} to {to}"
+
+
+def _of_own(name: str) -> str:
+    return f"DeepSpeed's own optimizer {name}; supported: its FusedAdam, and torch's optimizers"
 
 
 def _of_settings(settings: Mapping[str, Any]) -> Iterator[str]:

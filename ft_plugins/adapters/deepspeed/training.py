@@ -33,15 +33,15 @@ from ...events import say
 from ...session import Session, attach
 from ..rng import numbers_drawn
 from ..script.script_hooks import replace_in_deepspeed as replace
+from ..script.undeclared_search import ignored_names
 from .clients import EngineClient, EngineClients
 from .configuration import (
     configuration_argument,
     replica_build,
-    require_several_ranks,
     resolve,
     settings_of,
 )
-from .continuing import NOTICE, CounterReads, at_its_own_start, require_equal
+from .continuing import NOTICE, CounterReads, at_its_own_start, elsewhere, require_equal
 from .position import Positions
 from .read_ahead import ADVICE, DRAWN, NOTHING_READ, OTHER_THREAD, READ_EARLY, IterationReads
 from .shard_groups import ShardGroups, require_known_early
@@ -93,8 +93,6 @@ class EngineHooks:
         known = resolve(given, context)  # before DeepSpeed acts on it
         if known.capture is not None:  # before anything is built, if that is known by now
             require_supported_settings(settings_of(given), bound.arguments.get("optimizer"))
-            if torch.distributed.is_initialized():
-                require_several_ranks()
         build = replica_build(known, bound.arguments.get("model"))
         with nullcontext() if build is None else build.active():
             built = original(*args, **kwargs)
@@ -109,10 +107,9 @@ class EngineHooks:
                 "or remove the block ft_plugins from the DeepSpeed configuration"
             )
         leave: Leave = _no_cleanup
-        if config.capture is not None:  # else no memory outlives the job
-            require_several_ranks()
-            if self._join is not None and context.run_dir is None:
-                context, leave = self._join(config, context)
+        outlives = config.capture is not None  # what is in memory
+        if outlives and self._join is not None and context.run_dir is None:
+            context, leave = self._join(config, context)
         shards = None if build is None else build.groups
         try:
             client = self.clients.current
@@ -225,11 +222,17 @@ class DeepSpeedLoop:
             self._counters.end()
             return
         restored, continues = self.engine.global_steps, self._counters.end()
+        problem = self._host.counted.begin(self._host.restored, ignored_names())
         if not self._host.restored:
             if self._captured and not continues:
                 self._say_once(NOTICE)
         elif not continues and self._loaded != restored:
             raise ResumeError(at_its_own_start(self._host.rank, restored, self._loaded))
+        elif problem is not None:
+            raise ResumeError(elsewhere(self._host.rank, restored, problem))
+        self._host.schedule.require_unchanged(self._host.rank)
+        if self._host.counted.remark and self._host.rank == 0:
+            say(self._host.counted.remark, alarm=True)
 
     # PipelineEngine
 
@@ -346,6 +349,7 @@ class DeepSpeedLoop:
                 "the job, and start it with --ftp-resume fresh"
             )
         self.engine.micro_steps = 0  # as at the start: DeepSpeed's checkpoints lack it
+        self._host.schedule.begin_again()
         outcome = original(*args, **kwargs)
         self._loaded = self.engine.global_steps if outcome[0] is not None else None
         self._host.find_tensors()

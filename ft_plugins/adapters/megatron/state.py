@@ -34,6 +34,7 @@ from megatron.core.transformer.module import param_is_not_shared
 from ...errors import InventoryError, ResumeError
 from ...model.inventory import Role
 from ..host_parts import ANYWHERE, NEVER, UPDATE, StateItem, first_step, is_item, own_copy, scalars_of, state_item
+from ..optimizer_state import create_state
 from .support import is_stub
 
 Replicas = Callable[[torch.nn.Parameter], tuple[int, ...]]
@@ -66,9 +67,9 @@ def parameter_names(chunks: Sequence[torch.nn.Module]) -> dict[torch.nn.Paramete
 
 
 def create_optimizer_state(optimizer: Any) -> None:
-    """Give every parameter the state that its first update would create: zero moments, step 0. Idempotent.
+    """Give every parameter the state that its first update would create. Idempotent. Raises UnsupportedError.
 
-    Both torch's Adam and FusedAdam use existing state and compute the same numbers.
+    Both torch's Adam and FusedAdam use existing state (zero moments, step 0) and compute the same numbers.
     """
     if is_stub(optimizer):
         return
@@ -79,6 +80,8 @@ def create_optimizer_state(optimizer: Any) -> None:
         for group in inner.param_groups:
             for parameter in group["params"]:
                 inner.state[parameter].setdefault("step", first_step(group, parameter))
+    elif optimizer.init_state_fn is None:  # Megatron has one for Adam and its emerging optimizers
+        create_state(inner)
 
 
 def trained(optimizer: Any, names: Mapping[torch.nn.Parameter, str]) -> Iterator[TrainedParameter]:

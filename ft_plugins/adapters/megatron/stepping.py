@@ -98,13 +98,12 @@ class MegatronStepping(MegatronRank):
 
     @cached_property
     def _copies(self) -> list[StateItem]:
-        """See above. Raises UnsupportedError if parameters are gathered during the next forward, and if the distributed
-        optimizer has several instances."""
+        """See above. Raises UnsupportedError if the distributed optimizer has several instances."""
         self._require_one_instance()
-        copies = list(state.copies(self.chunks, self.optimizers, self._replicas))
-        if copies and any(getattr(chunk.ddp_config, "overlap_param_gather", False) for chunk in self.chunks):
-            raise UnsupportedError(
-                f"rank {self.rank}: with --overlap-param-gather parameters are gathered during the next forward, too "
-                "late to compare them; drop it, or drop --paft"
-            )
-        return copies
+        return list(state.copies(self.chunks, self.optimizers, self._replicas))
+
+    def finish_copies(self) -> None:
+        """With --overlap-param-gather they are gathered now: the next forward finds that done, and overlaps nothing."""
+        for chunk in self.chunks:
+            if getattr(chunk.ddp_config, "overlap_param_gather", False):
+                chunk.start_param_sync(force_sync=True)

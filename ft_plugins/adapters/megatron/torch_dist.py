@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from .assembly import TensorBlock
+from .export import TensorBlock
 
 FILE_BYTES = 1 << 30  # bounds memory: torch's writer keeps tensors until their file is closed
 

@@ -69,6 +69,9 @@ class PlainLoop:
     def copy_tensors(self) -> Mapping[str, torch.Tensor]:
         return {}
 
+    def finish_copies(self) -> None:
+        """Does nothing."""
+
     def before_reduction(self, call: Callable[[int, Mapping[str, torch.Tensor]], None]) -> None:
         raise UnsupportedError(
             "a plain torch loop reduces its gradients by itself, so that nothing can be called before the reduction"

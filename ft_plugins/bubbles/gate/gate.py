@@ -15,18 +15,25 @@ Invariant: a read returns what one `open` wrote, or nothing: the seal, a digest 
 openings, in whatever order stores become visible. Closing is one store of 8 bytes: an opening is over when `closed`
 equals its number. A gate is closed until it is opened, and an open one ends by its deadlines even if its trainer dies:
 CLOCK_MONOTONIC is common to all processes of a machine. No locks; the trainer makes one system call per opening, to
-wake the waiters (bubbles.gate.futex).
+wake the waiters (`FutexWord`).
 
 The gate is in the header page of the rank's segment, between words and fingerprint. Trainer and SMP map it anyway, so
 there is nothing more to create, find or clean up.
+
+A wait uses the kernel's futex, on the low half of an 8-byte word. The waiter passes the value it has seen, so a change
+between reading and waiting is not missed. It ends when the word has changed and was woken, or at its timeout, or
+earlier. Without futex (not Linux, another processor) the caller polls every `POLL_SECONDS`, and waking does nothing.
 
 In: grants of `bubble_plan`, spans as they begin and end. Out: `Opening`s, followed by `gate_pacer`.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
+import platform
 import struct
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -39,8 +46,13 @@ from ...model.timeline import COMPUTE, Kind
 from ..bubble_plan import SenderPlan
 from ..filling import Grant
 from ..windows import WINDOWS
-from .futex import FutexWord
 
+POLL_SECONDS = 0.002
+_SYSCALL = {"x86_64": 202, "aarch64": 98}
+_WAIT, _WAKE, _ALL = 0, 1, 1 << 30
+_HALF = (1 << 32) - 1
+
+Words = npt.NDArray[np.uint64]
 _SEALED = struct.Struct(f"=4Q{3 * WINDOWS}Q")
 _CLOSED, _NUMBER, _SEAL = 0, 1, 1 + _SEALED.size // 8  # words
 _MOVED, _PLANNED, _PERIOD = _SEAL + 1, _SEAL + 2, _SEAL + 3
@@ -51,8 +63,51 @@ STEADY = _NUMBERS - 1  # instead of a bubble's number: a rate is granted, outsid
 HELD = _NUMBERS - 2  # nothing is granted
 EDGE_TOLERANCE = 0.05  # of an iteration: a bubble that begins earlier or later than planned by more is not used
 EDGE_SECONDS = 0.25  # the least tolerance, for short iterations: a busy host may be late by that at any time
-
 Buffer = npt.NDArray[np.uint8]
+
+
+class _Time(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+def _system_call() -> Callable[..., int] | None:
+    number = _SYSCALL.get(platform.machine())
+    if sys.platform != "linux" or sys.byteorder != "little" or number is None:
+        return None
+    call = ctypes.CDLL(None, use_errno=True).syscall
+    call.restype = ctypes.c_long
+
+    def futex(address: int, operation: int, value: int, time: _Time | None = None) -> int:
+        until = ctypes.byref(time) if time is not None else None
+        return int(
+            call(ctypes.c_long(number), ctypes.c_void_p(address), operation, ctypes.c_uint32(value), until, None, 0)
+        )
+
+    return futex
+
+
+_futex = _system_call()
+
+
+class FutexWord:
+    """One word of `words`, at place `at`."""
+
+    def __init__(self, words: Words, at: int) -> None:
+        self._words = words  # keeps the address valid
+        self._address = words[at:].ctypes.data
+
+    def wake(self) -> None:
+        """Wake all waiters. Takes a microsecond or two."""
+        if _futex is not None:
+            _futex(self._address, _WAKE, _ALL)
+
+    def wait(self, seen: int, seconds: float) -> float:
+        """Wait until the word may differ from `seen`, for at most `seconds`. Returns the seconds that the caller must
+        sleep instead, if there is no futex; 0 otherwise."""
+        if _futex is None:
+            return min(seconds, POLL_SECONDS)
+        _futex(self._address, _WAIT, seen & _HALF, _Time(int(seconds), int(seconds % 1 * 1e9)))
+        return 0.0
 
 
 @dataclass(frozen=True)

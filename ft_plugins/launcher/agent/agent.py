@@ -36,16 +36,15 @@ from torch.distributed.elastic.rendezvous import RendezvousStoreInfo
 from ...config import worker_environment
 from ...errors import ConfigError, ProtectionError
 from ...events import Events, catalogue, say
-from ...smp.watch.ft_run_note import FtRunNote, FtRunPhase, write_note
-from .. import job_secret
+from ...smp.watch.job_history import FtRunNote, FtRunPhase, write_note
+from .. import job_identity
 from ..preload.parent import parent_of
 from ..rendezvous import endpoint
 from ..rendezvous.endpoint import Endpoint
 from ..rendezvous.rendezvous import Rendezvous
 from . import worker_failures
 from .agent_channel import AgentChannel
-from .recurring import Life, advice, recurring
-from .restarts import LostPeers, Verdict, WorkerFailure, judge, root_cause
+from .restarts import Life, LostPeers, Verdict, WorkerFailure, advice, judge, recurring, root_cause
 from .signals import SignalStop
 from .watcher import Job, Watcher
 from .worker_failures import WorkerExits
@@ -203,7 +202,7 @@ class ProgressAgent(LocalElasticAgent):
             return workers
         if group_world_size == 1:
             return _workers(spec, 0, spec.local_world_size)
-        secret = job_secret.load_secret(self._job.config.secret_file)
+        secret = job_identity.load_secret(self._job.config.secret_file)
         self._channel = AgentChannel(
             self._incarnation_store(store, spec), secret, handler.get_run_id(), group_rank, group_world_size
         )

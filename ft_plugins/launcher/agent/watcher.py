@@ -32,7 +32,7 @@ from ...smp.watch import liveness
 from ...smp.watch.hang_watch import WAITING_FILE
 from ...snapshot.checkpoint import checkpoint
 from ...snapshot.segment.slots import Mark
-from .recurring import HeldVersion
+from .restarts import HeldVersion
 
 _CALL_SECONDS = 30.0  # for one request including the connection; a fence may wait for the kernel to end a process
 _CHECKPOINT_CALL_SECONDS = 5.0  # for the reply, after the time for writing is over

@@ -7,16 +7,20 @@ Invariant: modules that hold an object of this process, such as `sys.stdout`, ke
 not here is as in the preloader, which the agent starts as it starts ranks: command, signals, limits, priority, standard
 input. The test compares with a new process field by field.
 
+`bind_to_agent` has the kernel end a process when the one that started it dies.
+
 In: what the agent sent. Out: this process.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import io
 import multiprocessing
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -33,6 +37,7 @@ _TIMES = re.compile(r"time|clock|start|beg[ai]n|born|epoch|since|last|now|tick|s
 _YOUNG = 1000.0  # seconds: a clock that shows less may be mistaken for a constant, as 45.5
 _DAYS = 1e9  # seconds: only a time of day shows more
 _EARLIER = 10.0  # seconds: for what this process had imported before it looked at the clocks
+_PR_SET_PDEATHSIG = 1
 
 
 def name_process(name: str) -> str:
@@ -110,3 +115,15 @@ def _reopen(stream: Any, descriptor: int) -> None:
     raw: Any = io.FileIO(descriptor, "w", closefd=False)  # a file remembers whether one can seek in it
     raw.name = stream.name
     stream.__init__(raw, stream.encoding, stream.errors, "\n", stream.line_buffering, stream.write_through)
+
+
+# ---- its end ----
+
+
+def bind_to_agent(agent_pid: int) -> None:
+    """Have the kernel SIGKILL this process when the agent dies. Ends at once if it has already died."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed: a rank could outlive its ft-run")
+    if os.getppid() != agent_pid:
+        os.kill(os.getpid(), signal.SIGKILL)

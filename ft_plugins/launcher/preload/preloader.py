@@ -41,9 +41,9 @@ from ...config import launch_context
 from ...events import say
 from ...model import imported
 from .. import hooks
-from ..binding import bind_to_agent
 from . import new_process, packets, traces, what_to_import
-from .environment_reads import EnvironmentReads
+from .new_process import bind_to_agent
+from .traces import EnvironmentReads
 from .what_to_import import ImportStatement
 
 VARIABLE = "FTP_PRELOAD_ORDER"  # not the name of a flag, which people may set

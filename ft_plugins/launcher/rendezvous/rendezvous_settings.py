@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from ...base.intake import SECONDS_LIMIT, shown
 from ...base.run_directories import NAME_PATTERN, NAME_RULE
 from ...errors import ConfigError
-from .. import job_identity, job_secret
+from .. import job_identity
 from ..rounds.rounds import Rules
 from . import endpoint, wait_report
 from .endpoint import Endpoint
@@ -105,7 +105,7 @@ class RendezvousSettings:
             silence=_seconds(parameters, "detect_seconds", 10.0),
             wanted=_rank(parameters),
             run_dir=Path(run_dir) if run_dir else None,
-            secret=job_secret.load_secret(secret_file),
+            secret=job_identity.load_secret(secret_file),
             encrypt=str(parameters.get("encrypt", "")).lower() in ("true", "1"),
             loopback_only=not secret_file,
             command=wait_report.command(),

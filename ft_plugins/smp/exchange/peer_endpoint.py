@@ -1,30 +1,45 @@
-"""Where this node's SMP listens for those of other nodes, and how it connects to theirs: address, secret, encryption.
+"""Where this node's SMP listens for those of other nodes, how it connects to theirs, and how it answers their requests.
 
-Invariant: it is recorded in the run directory, so an SMP that replaces this one listens at the same address and, unless
-another process has it now, at the same port: the kernel chose that one, so it is no error if it is taken.
+Invariant: the endpoint is recorded in the run directory, so an SMP that replaces this one listens at the same address
+and, unless another process has it now, at the same port: the kernel chose that one, so it is no error if it is taken. A
+request of another epoch than the one protected here changes nothing. A repeated request has no further effect: a peer
+whose connection was closed sends its request again. `requests.peer` parses the messages.
 
-In: an address and a secret file from a trainer, or the record. Out: a `wire.Server`; connections and readers.
+In: an address and a secret file from a trainer, or the record; messages with payloads. Out: a `calls.Server`;
+connections and readers; replies.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from pydantic import TypeAdapter
 
 from ...base import files
 from ...base.intake import Address, Flag, Port, Text, read_json
 from ...errors import ConfigError
 from ...events import Events
-from ...transport import wire
+from ...snapshot.segment.segment import Segment
+from ...snapshot.segment.slots import Version
+from ...transport import calls
+from ...transport.calls import Bytes, Handler, Handover, Peer, Server
 from ...transport.channel import Party
-from ...transport.wire import Handler, Peer, Server
+from ...transport.frame_codec import PAYLOAD_LIMIT
+from ..serve import requests
+from . import replica_checks
+from .frames import Data, Parity
+from .parity_store import ParityStore
 from .readers import LocalReader, RemoteReader
 from .rebuild import Reader
+from .traffic import step_back
 
 _FILE = "endpoint.json"  # in the run directory
+Reply = tuple[dict[str, Any], Bytes | None]
 
 
 @dataclass(frozen=True)
@@ -48,13 +63,13 @@ class PeerEndpoint:
         self._path = run_dir / _FILE
         self._handle = handle
         self._events = events
-        self._me = Party(wire.PURPOSE, job, node)
+        self._me = Party(calls.PURPOSE, job, node)
         self._secret = b""
         self._server: Server | None = None
 
     def listen(self, address: str, secret_file: str, encrypt: bool) -> tuple[str, int]:
         """Listen on `address`, at the recorded port if there is one; returns where. Raises ConfigError."""
-        same = self._secret == wire.read_secret(Path(secret_file)) and self._me.encrypt == encrypt
+        same = self._secret == calls.read_secret(Path(secret_file)) and self._me.encrypt == encrypt
         if self._server is None or self._server.endpoint[0] != address or not same:
             port = 0
             with suppress(OSError, ValueError):
@@ -75,7 +90,7 @@ class PeerEndpoint:
         return "" if port == recorded.port else f"another process has port {recorded.port} of {host}; now at {port}"
 
     def _start(self, address: str, port: int, secret_file: str, encrypt: bool) -> None:
-        self._secret = wire.read_secret(Path(secret_file))
+        self._secret = calls.read_secret(Path(secret_file))
         self._me = replace(self._me, encrypt=encrypt)
         self.close()
         try:
@@ -104,3 +119,84 @@ class PeerEndpoint:
     def forget(self) -> None:
         """Remove the record."""
         self._path.unlink(missing_ok=True)
+
+
+# ---- requests of other nodes ----
+
+
+class PeerRequests:
+    """The requests to one node. Holds no state."""
+
+    def __init__(
+        self,
+        memory: LocalReader,
+        segments: Mapping[int, Segment],
+        storing: Callable[[int], ParityStore],
+        join: Callable[[int, int], Handover],
+        received: Callable[[], None],
+        as_spare: Callable[[requests.SpareState | requests.ReleaseSpare], dict[str, Any]],
+        job_file: Callable[[str], bytes],
+    ) -> None:
+        """`storing(epoch)` is the parity store that receives frames of that epoch; `join(epoch, position)` takes over
+        the connection of a position that reports to this node in that epoch. Both raise ProtocolError if this node
+        cannot. `received` is called once everything of a version is here; `as_spare` answers if this node has no part
+        in the job. `job_file(digest)` is the content of a job file here; it raises ProtocolError."""
+        self._memory = memory
+        self._segments = segments
+        self._storing = storing
+        self._join = join
+        self._received = received
+        self._as_spare = as_spare
+        self._job_file = job_file
+
+    def handle(self, message: dict[str, Any], payload: Bytes) -> Reply | Handover:
+        """The reply to a request. Raises ProtocolError, SegmentError."""
+        match request := requests.peer(message):
+            case requests.Probe():
+                return {}, None
+            case requests.SpareState() | requests.ReleaseSpare():
+                return self._as_spare(request), None
+            case requests.Join(position=position):
+                return self._join(request.epoch, position)
+            case requests.BeginLane():  # this connection carries data, which is not urgent
+                step_back()
+                return self.begin(self._storing(request.epoch), request), None
+            case requests.TakeFrame(version=version, key=key, node=node, at=at, exponent=exponent):
+                step_back()  # the lane may have connected again since its `begin`
+                store = self._storing(request.epoch)
+                return self._taken(store, version, store.take(version, key, node, at, exponent, payload))
+            case requests.TakeCopy(version=version, rank=rank, at=at, total=total):
+                store = self._storing(request.epoch)
+                return self._taken(store, version, store.take_copy(version, rank, at, total, payload))
+            case requests.CompareReplicas():
+                self._storing(request.epoch)
+                mismatched = replica_checks.mismatched(self._segments, request.version, payload)
+                return ({"wait": True} if mismatched is None else {"differ": mismatched}), None
+            case requests.ReadData(version=version, rank=rank, at=at, nbytes=nbytes):
+                return {}, self._memory.read(Data(rank, version, at, nbytes))
+            case requests.ReadParity(version=version, key=key, at=at, nbytes=nbytes):
+                return {}, self._memory.read(Parity(key, version, at, nbytes))
+            case requests.ReadCopy(version=version, rank=rank, offset=offset):
+                return _part(self._memory.copy(rank, version), offset)
+            case requests.ReadSlot(version=version, rank=rank, offset=offset):
+                return _part(self._memory.slot(rank, version), offset)
+            case requests.ReadJob(job=digest, offset=offset):
+                return _part(self._job_file(digest), offset)
+        raise AssertionError(f"no answer to {request}")
+
+    def _taken(self, store: ParityStore, version: Version, nbytes: int) -> Reply:
+        if store.receiving is None:
+            self._received()
+        return {"taken": nbytes}, None
+
+    def begin(self, store: ParityStore, request: requests.BeginLane) -> dict[str, Any]:
+        """How much of a sender's part is here already; `wait` while this node does not expect its version."""
+        taken = store.taken(request.version, request.nodes)
+        if taken is None:
+            return {"wait": True}
+        return {"taken": taken, "copies": store.copied(request.version, request.ranks)}
+
+
+def _part(whole: bytes, offset: int) -> Reply:
+    part = np.frombuffer(whole, dtype=np.uint8)[offset : offset + PAYLOAD_LIMIT]
+    return {"total": len(whole)}, part

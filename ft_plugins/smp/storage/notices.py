@@ -21,11 +21,11 @@ from typing import Annotated, TypeVar
 
 from pydantic import Field, TypeAdapter
 
+from ...base.files import read_digested, write_digested
 from ...base.intake import Count, Unfit, typed
 from ...errors import StorageError
 from ...snapshot.capture.retention import NodeOffer
 from ...snapshot.checkpoint.checkpoint import make_job_folder
-from ...snapshot.checkpoint.digested_json import read_digested, write_digested
 from ...snapshot.segment.slots import Mark, Version
 
 FRESH_SECONDS = 60.0  # maximum between two offers that belong together

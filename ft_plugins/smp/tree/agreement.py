@@ -16,23 +16,33 @@ twice of those by which it was late; the first announcement of all is a guess: r
 the framework's own checkpoint. After a recovery the restored
 version is exchanged first, because its redundancy was lost.
 
+What other nodes report is bounded first (`Bounds`), by the lineage and by what ranks can have begun. Ranks are never
+more than one captured version apart, because the reduction of an iteration needs all of them. So what this node's ranks
+have begun bounds what any node can have begun, missed, sent or committed, and what can be announced. Neither part of a
+decision ever goes back, so one wrong number would hold all commits up until training reaches it. What exceeds a bound
+is not used. Its sender stays in the job: it lives, and its next report may be right.
+
 In: `NodeReport`s, the incarnation's facts. Out: `Summary`, `ExchangeDecision`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from ...snapshot.schedule import next_due
 from ...snapshot.segment.slots import Version
 from ..watch.hang import Stall
 from ..watch.hang import merged as merged_stall
-from .standstill import Behind
+from .standstill import Behind, Lack
 
 FURTHER = 64  # iterations: where ranks begin is not known, so half of those since then may be very many
 LOST_LIMIT = 64  # positions in one summary; more are reported after these have been dealt with
+# iterations by which a neighbour's report may be newer than this node's own, at equal progress: an SMP looks at its
+# ranks every 0.05 s, ten times as rarely under load, and the shortest iterations take 2 ms. Ranks themselves are one
+# interval apart at most, also under local SGD. A wrong number below the bound holds commits up for that long.
+AHEAD = 256
 
 
 class Sealing(Enum):
@@ -200,3 +210,67 @@ def _least(versions: Iterable[Version | None]) -> Version | None:
     every = list(versions)
     present = [version for version in every if version is not None]
     return min(present) if present and len(present) == len(every) else None
+
+
+# ---- what other nodes report ----
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What can be true. `begun`, `named` and `committed` are iterations of `lineage`: of what ranks have begun, of a
+    version that was announced, which may be further ahead, and of one that is committed."""
+
+    lineage: int
+    base: Version | None
+    begun: int
+    named: int
+    committed: int
+
+    @classmethod
+    def of(cls, epoch: ExchangeEpoch, begun: int, committed: Version | None) -> Bounds:
+        """By the newest iteration that this node's ranks have begun, and the committed version as it is known here."""
+        start = epoch.base.iteration if epoch.base else 0
+        least = max(begun, start)
+        most = least + AHEAD + epoch.interval
+        since = committed.iteration if committed is not None and committed.lineage == epoch.lineage else start
+        # `agreement.decide` announces a version that was missed again by half of the iterations since the committed one
+        named = most + (most - min(since, most)) // 2 + epoch.interval
+        return cls(epoch.lineage, epoch.base, most, named, least)
+
+    def summary(self, position: int, summary: Summary) -> tuple[Summary, str]:
+        """A child's summary as it can be used, and why it cannot be used whole; ''."""
+        begun = Version(self.lineage, summary.begun) if summary.begun else None
+        reason = self._excess(
+            ("begun", begun, self.begun), ("encoded", summary.newest_encoded, self.begun),
+            ("encoded", summary.least_encoded, self.begun), ("missed", summary.missed, self.named),
+            ("late", summary.late, self.named), ("exchange", summary.exchange, self.named),
+        ) or self._excess_committed(summary.newest_committed, summary.least_committed)  # fmt: skip
+        if not reason:
+            return summary, ""
+        behind = Behind(Lack.REPORT, position)
+        return Summary(summary.covered, lost=summary.lost, stall=summary.stall, behind=behind), reason
+
+    def announcement(self, announcement: Announcement) -> tuple[Announcement, str]:
+        """The parent's announcement as it can be used, and why it cannot be used whole; ''."""
+        decision = announcement.decision
+        named = self._excess(("exchange", decision.exchange, self.named))
+        committed = self._excess_committed(decision.committed)
+        usable = ExchangeDecision(None if named else decision.exchange, None if committed else decision.committed)
+        return replace(announcement, decision=usable), named or committed
+
+    def _excess(self, *reported: tuple[str, Version | None, int]) -> str:
+        for name, version, most in reported:
+            if version is None or version == self.base:
+                continue
+            if version.lineage != self.lineage or version.iteration > most:
+                return f"{name}: iteration {version.iteration} of lineage {version.lineage}; {self._expected(most)}"
+        return ""
+
+    def _excess_committed(self, *versions: Version | None) -> str:
+        """What was committed before the last recovery counts until a newer version is committed. A version is
+        committed once every node has reported that it has sent it: this one too, so its ranks have begun it."""
+        own = [version for version in versions if version is not None and version.lineage >= self.lineage]
+        return self._excess(*(("committed", version, self.committed) for version in own))
+
+    def _expected(self, most: int) -> str:
+        return f"expected lineage {self.lineage} and at most iteration {most}, by what the ranks here have begun"

@@ -4,6 +4,8 @@ Invariant: everything that has arrived is read before the state is asked what is
 stopped for a while presumes none of its neighbours lost before it has read their messages. An error ends one
 connection, never the thread.
 
+A frame has no payload. A peer that reads nothing costs at most _WAITING_LIMIT bytes.
+
 In: reports of this node, connections from children, a function that connects to parents. Out: announcements; a call
 whenever a new one is there.
 """
@@ -14,18 +16,51 @@ import contextlib
 import selectors
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from ...errors import FtError
+from ...errors import FtError, ProtocolError
 from ...transport import protocol
 from ...transport.channel import Channel
-from ...transport.framed import EndedError
+from ...transport.frame_codec import FrameBounds
+from ...transport.framed import EndedError, Link
 from ...transport.loop import Loop
 from .agreement import Announcement, NodeReport
-from .tree_link import TreeLink
-from .tree_messages import LEAVE, from_child, from_parent, packed_announcement, packed_summary
+from .tree_messages import LEAVE, MESSAGE_LIMIT, from_child, from_parent, packed_announcement, packed_summary
 from .tree_state import TreeState
+
+_WAITING_LIMIT = 4 * MESSAGE_LIMIT
+_BOUNDS = FrameBounds(MESSAGE_LIMIT, sent=MESSAGE_LIMIT)
+
+
+class TreeLink(Link):
+    """A connection to the SMP at `position`. For one thread."""
+
+    def __init__(
+        self, position: int, connection: socket.socket, channel: Channel, ended: Callable[[], None] = lambda: None
+    ) -> None:
+        """`ended` is called once it is closed."""
+        super().__init__(connection, channel, _BOUNDS)
+        self.position = position
+        self.node = channel.node
+        self.sent_messages = 0
+        self._ended: Callable[[], None] | None = ended
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send a message, or keep what the connection does not take now. Raises ProtocolError, OSError."""
+        if self.waiting > _WAITING_LIMIT:
+            raise ProtocolError(f"its peer has not read {self.waiting} bytes")
+        self.push(dict(message))
+        self.sent_messages += 1
+        self.write()
+
+    def close(self) -> None:
+        """Close the connection. Idempotent."""
+        ended, self._ended = self._ended, None
+        if ended is not None:
+            self.connection.close()
+            ended()
 
 
 @dataclass(frozen=True)

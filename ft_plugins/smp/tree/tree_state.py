@@ -34,6 +34,7 @@ from ...errors import ProtocolError
 from .agreement import (
     LOST_LIMIT,
     Announcement,
+    Bounds,
     ExchangeDecision,
     ExchangeEpoch,
     NodeReport,
@@ -43,7 +44,6 @@ from .agreement import (
     newer,
     summarize,
 )
-from .report_bounds import Bounds
 from .tree import Presence, candidates, parent_of
 
 _HEARTBEATS_PER_DETECTION = 5

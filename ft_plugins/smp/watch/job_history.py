@@ -7,6 +7,9 @@ Invariant: facts as this node's SMP saw them, late by one look at most; nothing 
 of the run directory, so an SMP that replaces another continues them, and they can be read where no SMP runs. Times are
 seconds since the epoch. Imports nothing that is slow: the command line reads the file.
 
+What ft-run does on this node, or how it ended there, is in a file of its own. Only the ft-run that holds the job's lock
+writes it. One that is killed leaves what it did last, so without a live ft-run `ENDED` alone says how it ended.
+
 In: what the SMP sees of its ranks. Out: `History`; plain values for `status`.
 """
 
@@ -17,6 +20,7 @@ import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +37,8 @@ PROCESS, NODE, STORAGE = "process", "node", "storage"  # tiers
 _WRITE_SECONDS = 30.0  # between two writes while nothing happens
 _LOOK_SECONDS = 1.0  # between two looks at versions
 _LIMIT = 1 << 63
+NOTE_FILE = "ft-run.json"
+_REASON = 2000  # characters
 
 
 @dataclass(frozen=True)
@@ -194,3 +200,47 @@ class JobHistory:
             moments = {tier: moment for tier, moment in self.now.moments.items() if tier == STORAGE}
             self.now = replace(self.now, moments=moments)
             self._write()
+
+
+# ---- what ft-run leaves ----
+
+
+class FtRunPhase(str, Enum):
+    """What ft-run does."""
+
+    STARTING = "starting"  # its ranks start, or train
+    WAITING = "waiting"  # for other nodes
+    SPARE = "spare"  # for a place in the job
+    LEAVING = "leaving"  # for ranks of other nodes to end, as its own have
+    ENDED = "ended"
+
+
+@dataclass(frozen=True)
+class FtRunNote:
+    """`time`: since when, in seconds since the epoch. `reason`: what it waits for, or why it ended. `status` and
+    `exit_status`: how it ended."""
+
+    phase: FtRunPhase
+    reason: str = ""
+    status: str = ""
+    exit_status: int = 0
+    time: float = field(default_factory=time.time)
+
+
+def write_note(run_dir: Path, note: FtRunNote) -> None:
+    """Replace the note of a run directory. A full disk loses it; nothing is raised."""
+    with suppress(OSError):
+        files.write_json(run_dir / NOTE_FILE, asdict(note) | {"reason": note.reason[:_REASON]})
+
+
+def read_note(run_dir: Path) -> FtRunNote | None:
+    """The note of a run directory; None if there is none, or its file is damaged."""
+    try:
+        value = json_value(read_bytes(run_dir / NOTE_FILE))
+        note = FtRunNote(
+            FtRunPhase(value["phase"]), value["reason"], value["status"], value["exit_status"], float(value["time"])
+        )
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    fits = type(note.reason) is type(note.status) is str and type(note.exit_status) is int
+    return note if fits and math.isfinite(note.time) else None

@@ -30,12 +30,12 @@ import xxhash
 from pydantic import ConfigDict, Field, TypeAdapter
 
 from ...base import faults, files
+from ...base.files import read_digested, write_digested
 from ...base.intake import Count, Text, Unfit, Word, json_value, open_regular, shown, typed
 from ...errors import StorageError
 from ...events import catalogue
 from ..capture.retention import StoredCheckpoint
 from ..segment.slots import Mark, Version
-from .digested_json import read_digested, write_digested
 
 FORMAT = "ft_plugins checkpoint 2"
 _PARTIAL = ".partial"
@@ -195,9 +195,8 @@ def withdraw(folder: Path, ranks: list[int]) -> None:
         if (folder / "manifest.json").exists():
             return
         for rank in ranks:
-            for name in (record_file(rank), data_file(rank)):
-                for path in (folder / name, folder / f"{name}.new"):
-                    path.unlink(missing_ok=True)
+            for path in folder.glob(f"rank-{rank:05d}.*"):  # also of earlier formats, or not renamed yet
+                path.unlink(missing_ok=True)
         folder.rmdir()  # fails while files of other ranks are in it
 
 

@@ -85,8 +85,9 @@ class CheckpointReader:
         except SegmentError as error:
             raise StorageError(f"{path}: {error}") from error
         for one in described.tensors:
-            known = isinstance(getattr(torch, one.dtype, None), torch.dtype)
-            if not (known and 0 <= one.stop - one.start <= record.data_nbytes - one.offset):
+            dtype = getattr(torch, one.dtype, None)
+            fits = isinstance(dtype, torch.dtype) and not one.whole % dtype.itemsize
+            if not (fits and 0 <= one.stop - one.start <= record.data_nbytes - one.offset):
                 raise StorageError(f"{path}: its manifest has {shown(one)}, which is not in it")
         if len(described.ranges) < len(digests):
             raise StorageError(f"{path}: its manifest has {len(described.ranges)} buckets, expected {len(digests)}")

@@ -17,10 +17,10 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from ...base.files import checked, write_digested
 from ...base.intake import Count, Text, Unfit, Word, read_bytes, typed
 from ...errors import StorageError
 from ...model.inventory import Inventory
-from .digested_json import checked, write_digested
 
 FORMAT = "ft_plugins index 2"
 LIMIT = 32 << 20  # bytes; thousands of tensors take a fiftieth of it

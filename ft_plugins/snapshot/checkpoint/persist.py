@@ -39,6 +39,7 @@ import numpy as np
 import xxhash
 
 from ...base import faults, files
+from ...base.files import write_digested
 from ...base.intake import Unfit, open_regular
 from ...errors import CorruptSlotError, FencedError, ResumeError, StorageError
 from ...redundancy.parity import ALIGNMENT
@@ -58,7 +59,6 @@ from .checkpoint import (
     read_record,
     record_file,
 )
-from .digested_json import write_digested
 from .index import staged_text
 
 COPY_BYTES = 8 << 20

@@ -23,7 +23,7 @@ from ...errors import InventoryError
 from ..buckets import ReplicaBucket
 from ..links import Links
 from .aggregate import Aggregate, aggregate, require_enough
-from .noise import NoisePart, part_of
+from .averaging_times import NoisePart, part_of
 
 LiveTensors = Callable[[], Mapping[str, torch.Tensor]]  # returns the live tensors by item name
 

@@ -19,8 +19,7 @@ from typing import Any
 
 from ...events import Events, catalogue
 from ..averaging.averager import Averaging
-from ..averaging.averaging_times import SyncSchedule, Turn
-from ..averaging.noise import NoiseMeasurement, NoisePart, combine
+from ..averaging.averaging_times import NoiseMeasurement, NoisePart, SyncSchedule, Turn, combine
 from ..averaging.policy import PaftPolicy
 from ..background import Background, BackgroundTask
 from ..links import Links

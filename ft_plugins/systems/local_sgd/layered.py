@@ -33,7 +33,7 @@ from ...model.host import Host
 from ...model.reduction import EarlyUpdates, ReductionControl
 from ...sync.layers.layer_profile import read_profile
 from ...sync.layers.layers_job import JobSchedule, equal_schedule, job_period, planned_schedule
-from ...sync.layers.module_times import EdgeKind
+from ...sync.layers.layers_measured import EdgeKind
 from ...sync.rounds.local_policy import LocalSgdPolicy
 from ...sync.rounds.modules import ModulePlan
 from ...sync.rounds.synchronisation import Synchronisation

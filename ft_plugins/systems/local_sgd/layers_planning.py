@@ -29,8 +29,18 @@ from ...events import Events, catalogue, say
 from ...sync.background import Background, BackgroundTask
 from ...sync.layers.layer_profile import LayerProfile, write_profile
 from ...sync.layers.layers_job import JobLayers, JobSchedule, next_schedule, profile_of
-from ...sync.layers.layers_measured import ModuleSamples, Row, over_ranks, over_replicas, row_of, times_of
-from ...sync.layers.module_times import EdgeKind, ModuleTimes, TimedEdge, module_times
+from ...sync.layers.layers_measured import (
+    EdgeKind,
+    ModuleSamples,
+    ModuleTimes,
+    Row,
+    TimedEdge,
+    module_times,
+    over_ranks,
+    over_replicas,
+    row_of,
+    times_of,
+)
 from .sync_groups import SyncGroups
 from .under_way import SynchronisationUnderWay
 

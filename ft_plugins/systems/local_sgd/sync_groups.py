@@ -3,29 +3,39 @@ state items that it adds.
 
 Invariant: every rank of the job creates the same groups in the same order, and each group has `sync.timeout`.
 
+A wait for another rank ends with one error that names iteration and module (`PeerWait`): after torch's timeout of the
+process group if the other rank hangs, or its link does, and at once if it has ended. Every other error passes
+unchanged. With NCCL torch's watchdog ends the process itself at the timeout.
+
 In: a host, its sync group and modules, the collective of the job. Out: `SyncGroups`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import TypeVar
 
 import msgpack
 import torch
 import torch.distributed as dist
 
 from ...collective import Collective
+from ...errors import ProtocolError
 from ...model.host import Host
 from ...model.inventory import Item, IterationSpan, Role
 from ...sync.layers.layers_job import JobLayers, job_layers
 from ...sync.links import Links, Ranks
-from ...sync.rounds.late_peers import PeerWait
 from ...sync.rounds.modules import GroupPlan, JobGroups, ModulePlan, plan_groups
 from ...sync.rounds.synchronisation import ModuleState
 
 _CPU = torch.device("cpu")
+_UPDATE = frozenset({IterationSpan.UPDATE})
+T = TypeVar("T")
+_LATE = re.compile(r"timed? ?out", re.IGNORECASE).search
+_GONE = re.compile(r"connection (closed|reset|refused)|broken pipe", re.IGNORECASE).search
 
 
 @dataclass(frozen=True)
@@ -87,9 +97,6 @@ def connect_groups(
     )  # fmt: skip
 
 
-_UPDATE = frozenset({IterationSpan.UPDATE})
-
-
 class OuterItems:
     """The tensors of local SGD on one rank as state items: last synchronised parameters (anchors), outer momentum.
     `anchors`: whether versions are taken where anchors differ from parameters.
@@ -125,3 +132,37 @@ class OuterItems:
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         return self._live
+
+
+# ---- waits for other ranks ----
+
+
+@dataclass(frozen=True)
+class PeerWait:
+    """Which ranks a rank waits for, those of its sync group and of its replica, and for how many seconds at most."""
+
+    rank: int
+    sync: Ranks
+    replica: Ranks
+    seconds: float
+
+    def within(self, step: int, what: str, work: Callable[[], T]) -> T:
+        """Do `work`: `what` of iteration `step`. Raises ProtocolError if a rank did not come, or has ended."""
+        try:
+            return work()
+        except RuntimeError as error:  # torch has no narrower type for both
+            outcome = self._outcome(str(error))
+            if not outcome:
+                raise
+            raise ProtocolError(
+                f"rank {self.rank}: local SGD, iteration {step}, {what}: a rank of its sync group {list(self.sync)} or "
+                f"of its replica {list(self.replica)} {outcome}"
+            ) from error
+
+    def _outcome(self, message: str) -> str:
+        if _LATE(message):
+            return (
+                f"did not come within {self.seconds:g} s: it hangs, or its link does; the job goes back to its last "
+                "version (if it is only slow, raise --sync-timeout)"
+            )
+        return "has ended: see its own error" if _GONE(message) else ""

@@ -21,10 +21,10 @@ from typing import Any, TypeVar
 import torch
 
 from ...sync.background import Background, BackgroundTask
-from ...sync.rounds.late_peers import PeerWait
 from ...sync.rounds.local_policy import AppliedAt
 from ...sync.rounds.modules import GroupPlan
 from ...sync.rounds.synchronisation import Synchronisation
+from .sync_groups import PeerWait
 
 T = TypeVar("T")
 

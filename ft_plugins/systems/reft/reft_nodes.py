@@ -29,8 +29,7 @@ from ...recovery.resize.refill import TakingOver, refill
 from ...recovery.source_choice import iteration_bound
 from ...redundancy import neighbour
 from ...redundancy.exchange_plan import NAMES, positions, why_unprotected
-from ...redundancy.grouping import redundancy_groups, shared_domains
-from ...redundancy.in_order import copies_possible, parity_possible
+from ...redundancy.grouping import copies_possible, parity_possible, redundancy_groups, shared_domains
 from ...smp.exchange.parity_store import store_bytes
 from ...snapshot.capture.double import replica_shares, with_parity
 from ...snapshot.capture.layout import Layout

@@ -225,8 +225,6 @@ def it_names_what_is_computed_with_beside_what_is_held() -> None:
             host.derive()
             assert all(torch.equal(host.copy_tensors()[name], tensor) for name, tensor in before.items())
         built.close()
-    overlapped = job(*SHARDED_BF16, "--overlap-param-gather").host()
-    assert "--overlap-param-gather" in refused(UnsupportedError, overlapped.copies)
 
 
 def it_counts_once_in_norms_what_is_alike_on_several_tensor_ranks_or_stages() -> None:

@@ -210,12 +210,12 @@ def it_refuses_by_name_what_it_cannot_follow() -> None:
         ddp_config=SimpleNamespace(use_megatron_fsdp=True),
     )
     parameter = torch.nn.Parameter(torch.ones(3))
-    momentum = FP32Optimizer(torch.optim.SGD([parameter], lr=0.1, momentum=0.9), SimpleNamespace(), None)
+    amsgrad = FP32Optimizer(torch.optim.AdamW([parameter], amsgrad=True), SimpleNamespace(), None)
     unknown = SimpleNamespace(is_stub_optimizer=False)
-    message = refused(UnsupportedError, lambda: require_supported([chunk], [momentum, unknown], 3))
+    message = refused(UnsupportedError, lambda: require_supported([chunk], [amsgrad, unknown], 3))
     for part in (
         *("rank 3", "--overlap-moe-expert-parallel-comm", "full_iteration", "fp8", "--qk-clip"),
-        *("--use-megatron-fsdp", "SGD with momentum", "SimpleNamespace is not supported"),
+        *("--use-megatron-fsdp", "amsgrad", "SimpleNamespace is not supported"),
     ):
         assert part in message, (part, message)
 

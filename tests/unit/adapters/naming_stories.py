@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.utils import unwrap_model
 from megatron_stories import SHARDED_BF16, job, trained
 
-from ft_plugins.adapters.megatron.assembly import assemble
+from ft_plugins.adapters.megatron.export import assemble
 from ft_plugins.snapshot.checkpoint.index import Index
 
 FLAGS: tuple[list[str], ...] = ([], ["--bf16"], SHARDED_BF16, ["--distributed-optimizer"])

@@ -16,7 +16,7 @@ import torch
 
 from ft_plugins.adapters import export_command as export
 from ft_plugins.adapters.megatron.arguments import arguments_from_plain, arguments_to_plain
-from ft_plugins.adapters.megatron.assembly import assemble
+from ft_plugins.adapters.megatron.export import assemble
 from ft_plugins.errors import ConfigError, StorageError
 from ft_plugins.snapshot.checkpoint.index import Index
 
@@ -103,7 +103,7 @@ from pathlib import Path
 import torch
 from ft_plugins.adapters.megatron import prepare
 prepare()
-from ft_plugins.adapters.megatron.assembly import TensorBlock
+from ft_plugins.adapters.megatron.export import TensorBlock
 from ft_plugins.adapters.megatron.torch_dist import write
 
 ROWS, FILE = 64, 40_000

@@ -15,7 +15,7 @@ from ft_plugins.adapters.hf.refusals import require_followed
 from ft_plugins.errors import UnsupportedError
 from ft_plugins.model.digest import WALL_TIMES, readable
 from ft_plugins.snapshot.capture import codec
-from ft_plugins.snapshot.capture.small_digests import small_digests
+from ft_plugins.systems.iteration_ledger import small_digests
 
 # ---- the log history ----
 

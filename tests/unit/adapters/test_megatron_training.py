@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from ft_plugins.adapters.megatron import data_identity
+from ft_plugins.adapters.megatron import training
 from ft_plugins.adapters.megatron.arguments import extend, resolve
-from ft_plugins.adapters.megatron.data_identity import describe, identity
-from ft_plugins.adapters.megatron.training import TrainingHooks, topology
+from ft_plugins.adapters.megatron.training import TrainingHooks, describe, identity, topology
 from ft_plugins.adapters.script.script_hooks import replace_in_megatron as replace
 from ft_plugins.config import Config, LaunchContext
 from ft_plugins.errors import ConfigError, UnsupportedError
@@ -175,7 +174,7 @@ def test_a_blend_of_many_data_sets_is_known_in_few_bytes_each_and_every_part_of_
 
     def identified(count: int, **other: object) -> dict[str, object]:
         blend = [(prefixes[:count], weights[:count])]
-        monkeypatch.setattr(data_identity, "blends", lambda args: iter(blend))
+        monkeypatch.setattr(training, "blends", lambda args: iter(blend))
         return identity(argparse.Namespace(**{"seed": 1, "iterations_to_skip": [], **other}))
 
     whole = identified(100)

@@ -38,7 +38,11 @@ REFUSED: list[tuple[type[optim.Optimizer], dict[str, Any], str]] = [
 class Lion(optim.Optimizer):
     """As people write one: state by parameter, created in the first update; `seen` is kept where nothing follows it."""
 
-    def __init__(self, parameters: Any, lr: float = 0.01, counts: bool = False, keeps: Any = None) -> None:
+    def __init__(
+        self, parameters: Any, lr: float = 0.01, counts: bool = False, keeps: Any = None, fused: bool = False
+    ) -> None:
+        if fused:  # as those of apex and DeepSpeed, whose kernels write to it
+            self._dummy_overflow_buf = torch.zeros(1, dtype=torch.int32)
         self.seen, self.counts, self.keeps = 0, counts, keeps
         super().__init__(parameters, {"lr": lr, "weight_decay": 0.1})
 
@@ -75,7 +79,7 @@ def trained(model: torch.nn.Module, optimizer: optim.Optimizer) -> list[bytes]:
     return [one.detach().numpy().tobytes() for one in found]
 
 
-@pytest.mark.parametrize("kind, settings", [*EXACT, (Lion, {})])
+@pytest.mark.parametrize("kind, settings", [*EXACT, (Lion, {}), (Lion, {"fused": True})])
 def test_it_is_what_the_first_update_would_create(kind: Any, settings: dict[str, Any]) -> None:
     plain, early = network(), network()
     golden = trained(plain, kind(plain.parameters(), **settings))
@@ -125,3 +129,17 @@ def test_state_that_is_there_stays() -> None:
         for key, value in optimizer.state[one].items():
             known, copied = before[id(one)][key]
             assert id(value) == known and torch.equal(value, copied)
+
+
+def test_parameters_that_an_optimizer_lists_only_in_its_update_get_their_state() -> None:
+    """As with ZeRO-3, which fills the groups of torch's optimizer during a step only."""
+    model = network()
+    golden = optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    create_state(golden)
+    optimizer = optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    groups, optimizer.param_groups[0]["params"] = [dict(optimizer.param_groups[0])], []
+    create_state(optimizer, groups)
+    assert {one: set(state) for one, state in optimizer.state.items()} == {
+        one: set(state) for one, state in golden.state.items()
+    }
+    assert len(optimizer.state) == len(list(model.parameters()))

@@ -8,8 +8,7 @@ from itertools import count
 import pytest
 import torch
 
-from ft_plugins.bubbles.timeline.clock import HostClock, clock_of, leads
-from ft_plugins.bubbles.timeline.record import EdgeFanout, Recorder
+from ft_plugins.bubbles.timeline.record import EdgeFanout, HostClock, Recorder, clock_of, leads
 from ft_plugins.model.timeline import Kind, Span, Timeline
 
 

@@ -22,8 +22,8 @@ from ft_plugins.collective.operations import (
     failure,
     framed,
     payloads,
+    place_of,
 )
-from ft_plugins.collective.rank_tree import place_of
 from ft_plugins.errors import ProtocolError
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_plugins.collective.rank_tree import ARITY, RankPlace, place_of
+from ft_plugins.collective.operations import ARITY, RankPlace, place_of
 from ft_plugins.errors import TopologyError
 
 

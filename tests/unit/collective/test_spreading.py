@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ft_plugins.collective import Collective, Transfers
-from ft_plugins.collective.spreading import rounds_of, spread
+from ft_plugins.collective.transfers import rounds_of, spread
 from ft_plugins.errors import FtError
 from ft_plugins.recovery.nodes import SeenNodes
 from ft_plugins.smp.serve import job_file

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from ft_plugins.launcher.preload.environment_reads import EnvironmentReads
+from ft_plugins.launcher.preload.traces import EnvironmentReads
 
 
 def test_names_that_code_reads_are_noted_and_what_it_sets_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

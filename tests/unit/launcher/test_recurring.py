@@ -6,8 +6,18 @@ import signal
 
 import pytest
 
-from ft_plugins.launcher.agent.recurring import LIVES, NEAR, HeldVersion, Life, Recurrence, advice, recurring
-from ft_plugins.launcher.agent.restarts import LostPeers, WorkerFailure, judge
+from ft_plugins.launcher.agent.restarts import (
+    LIVES,
+    NEAR,
+    HeldVersion,
+    Life,
+    LostPeers,
+    Recurrence,
+    WorkerFailure,
+    advice,
+    judge,
+    recurring,
+)
 
 NAN = "RuntimeError: loss is NaN at iteration {}"
 

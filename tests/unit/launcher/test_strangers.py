@@ -17,9 +17,9 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters, Rendezvou
 from ft_plugins.launcher import plugin
 from ft_plugins.launcher.rendezvous import round_join
 from ft_plugins.launcher.rendezvous.rendezvous import Rendezvous
-from ft_plugins.rehearse.ports import free_port
+from ft_plugins.rehearse.driver import free_port
 
-WAIT = 20.0
+WAIT = 90.0
 JOB = "the-name-of-the-job"
 
 

@@ -20,7 +20,7 @@ from ft_plugins.planner.sync_plan import (
     plan_link,
     plan_sync,
 )
-from ft_plugins.report.sync_pictures import draw_sync
+from ft_plugins.report.plan_pictures import draw_sync
 from ft_plugins.sync.layers.layer_profile import LayerProfile, LayerTimes
 from ft_plugins.sync.layers.layers_schedule import full_synchronisation, period_ns
 

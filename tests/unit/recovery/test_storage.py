@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from ft_plugins.base.files import write_digested
 from ft_plugins.base.intake import changes, within
 from ft_plugins.collective import Collective
 from ft_plugins.errors import ResumeError
@@ -17,7 +18,6 @@ from ft_plugins.recovery.storage import StorageTier, with_storage
 from ft_plugins.snapshot.capture.retention import StoredCheckpoint
 from ft_plugins.snapshot.checkpoint import checkpoint, persist
 from ft_plugins.snapshot.checkpoint.checkpoint import Origin
-from ft_plugins.snapshot.checkpoint.digested_json import write_digested
 from ft_plugins.snapshot.segment.slots import Mark, Version
 
 S = Version(1, 40)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ft_plugins.model.progress import WorkPhase
-from ft_plugins.smp.watch import liveness, signs_of_work
-from ft_plugins.smp.watch.signs_of_work import SignsOfWork, _of_tree, _processes
+from ft_plugins.smp.watch import hang_watch, liveness
+from ft_plugins.smp.watch.hang_watch import SignsOfWork, _of_tree, _processes
 from ft_plugins.snapshot.segment.progress_words import RankProgress
 from harness.job_control import wait_until
 
@@ -26,7 +26,7 @@ Start = Callable[[str], tuple[int, int]]
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_python: Start) -> Start:
-    monkeypatch.setattr(signs_of_work, "LOOK_SECONDS", 0.2)
+    monkeypatch.setattr(hang_watch, "LOOK_SECONDS", 0.2)
     return lambda what: run_python(LISTENS.format(folder=str(tmp_path)) + what)
 
 

@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 
 from ft_plugins.smp.tree.agreement import (
+    AHEAD,
     Announcement,
+    Bounds,
     ExchangeDecision,
     ExchangeEpoch,
     NodeReport,
@@ -26,7 +28,6 @@ from ft_plugins.smp.tree.node_step import (
     SendReport,
     step,
 )
-from ft_plugins.smp.tree.report_bounds import AHEAD, Bounds
 from ft_plugins.smp.tree.standstill import Behind, Lack, Standing
 from ft_plugins.smp.tree.tree_state import TreeState
 from ft_plugins.snapshot.segment.slots import Version

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from ft_plugins.base.files import read_digested, write_digested
 from ft_plugins.errors import StorageError
 from ft_plugins.model.inventory import Inventory, Item, Role
 from ft_plugins.snapshot.capture import codec, manifest
@@ -22,7 +23,6 @@ from ft_plugins.snapshot.capture.layout import Layout, plan_layout
 from ft_plugins.snapshot.checkpoint import checkpoint, index, persist
 from ft_plugins.snapshot.checkpoint.checkpoint import Origin
 from ft_plugins.snapshot.checkpoint.checkpoint_reader import CheckpointReader
-from ft_plugins.snapshot.checkpoint.digested_json import read_digested, write_digested
 from ft_plugins.snapshot.segment import segment as segments
 from ft_plugins.snapshot.segment.segment import Segment
 from ft_plugins.snapshot.segment.shape import Shape
@@ -74,9 +74,7 @@ def written(
         segment = Segment(path)
         segment.ranges = [(bucket.offset, bucket.nbytes) for bucket in layout.buckets]
         segment.dirty(0, V, TOKEN)
-        small = manifest.join(
-            manifest.write(manifest.manifest_of(layout, world, (0, 0))), codec.encode({"rank": rank})
-        )
+        small = manifest.join(manifest.write(manifest.manifest_of(layout, world, (0, 0))), codec.encode({"rank": rank}))
         segment.write_small(0, small)
         data = segment.data(0)
         for piece in (piece for bucket in layout.buckets for piece in bucket.pieces):
@@ -238,6 +236,23 @@ def test_a_bucket_that_is_not_in_the_data_is_refused_before_memory_is_taken_for_
     folder = written(tmp_path, {"a": TENSORS["a"]}, {}, ("n0",), 4096)
     with pytest.raises(StorageError, match=r"rank-00000\.safetensors: its manifest has a bucket at \d+ that is not in"):
         CheckpointReader(folder).whole("a", (0,))
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "nothing", "nn"])
+def test_a_tensor_whose_bytes_are_no_elements_of_its_dtype_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    before = manifest.manifest_of
+
+    def wrong(layout: Layout, *told: Any) -> manifest.Manifest:
+        made = before(layout, *told)
+        return replace(made, tensors=tuple(replace(one, dtype=dtype) for one in made.tensors))
+
+    monkeypatch.setattr(manifest, "manifest_of", wrong)
+    folder = written(tmp_path, {"a": torch.arange(5, dtype=torch.float32)}, {}, ("n0",), 4096)
+    words = rf"rank-00000\.safetensors: its manifest has .*{dtype[:6]}.*, which is not in it"
+    with pytest.raises(StorageError, match=words):
+        CheckpointReader(folder)
 
 
 def test_a_part_that_no_file_has_is_told_of(folder: Path) -> None:

@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_plugins.base import intake
+from ft_plugins.base.files import read_digested, write_digested
 from ft_plugins.collective import Collective
 from ft_plugins.errors import FtError, InventoryError, ProtocolError, SegmentError, StorageError
 from ft_plugins.events.declaration import EventType
@@ -32,7 +33,6 @@ from ft_plugins.snapshot.capture.manifest import Manifest, TensorRange
 from ft_plugins.snapshot.checkpoint import checkpoint, index, persist
 from ft_plugins.snapshot.checkpoint.checkpoint import Origin
 from ft_plugins.snapshot.checkpoint.checkpoint_reader import CheckpointReader
-from ft_plugins.snapshot.checkpoint.digested_json import read_digested, write_digested
 from ft_plugins.snapshot.segment import segment as segments
 from ft_plugins.snapshot.segment.segment import Segment
 from ft_plugins.snapshot.segment.shape import Shape

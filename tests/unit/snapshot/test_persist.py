@@ -449,8 +449,10 @@ def test_what_is_withdrawn_leaves_the_files_of_other_nodes(make: Callable[..., S
         source = make(rank)
         capture(source, V, rank)
         persist.write_rank(folder, source, V, ORIGIN)
+        (folder / f"rank-0000{rank}.index.json").touch()  # of an earlier format
+    (folder / "rank-00000.safetensors.new").touch()
     checkpoint.withdraw(folder, [0])
-    assert sorted(os.listdir(folder)) == ["rank-00001.json", "rank-00001.safetensors"]
+    assert sorted(os.listdir(folder)) == ["rank-00001.index.json", "rank-00001.json", "rank-00001.safetensors"]
     checkpoint.withdraw(folder, [1])
     assert not folder.exists()
     checkpoint.withdraw(folder, [1])

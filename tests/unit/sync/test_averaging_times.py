@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ft_plugins.errors import ConfigError
-from ft_plugins.sync.averaging.averaging_times import NoiseDriven, Periodic, Turn
-from ft_plugins.sync.averaging.noise import NoiseMeasurement
+from ft_plugins.sync.averaging.averaging_times import NoiseDriven, NoiseMeasurement, Periodic, Turn
 from ft_plugins.sync.averaging.policy import Label, PaftPolicy, Replicas, StepActions
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_plugins.sync.layers.module_times import EdgeKind, ModuleTimes, TimedEdge, module_times
+from ft_plugins.sync.layers.layers_measured import EdgeKind, ModuleTimes, TimedEdge, module_times
 
 KINDS = {
     "f+": EdgeKind.FORWARD_BEGIN, "f-": EdgeKind.FORWARD_END,

@@ -9,7 +9,7 @@ import pytest
 
 from ft_plugins.errors import ConfigError
 from ft_plugins.model.inventory import Role
-from ft_plugins.sync.averaging.noise import (
+from ft_plugins.sync.averaging.averaging_times import (
     FIELDS,
     NoiseMeasurement,
     NoisePart,

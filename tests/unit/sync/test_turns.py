@@ -10,8 +10,7 @@ import torch
 
 from ft_plugins.events import Events
 from ft_plugins.sync.averaging.averager import Averaging
-from ft_plugins.sync.averaging.averaging_times import NoiseDriven, Periodic, SyncSchedule, Turn
-from ft_plugins.sync.averaging.noise import NoisePart
+from ft_plugins.sync.averaging.averaging_times import NoiseDriven, NoisePart, Periodic, SyncSchedule, Turn
 from ft_plugins.sync.averaging.policy import PaftPolicy
 from ft_plugins.sync.background import Background
 from ft_plugins.sync.layers.turns import SyncTurns

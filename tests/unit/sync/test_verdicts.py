@@ -12,8 +12,7 @@ import torch
 from ft_plugins.events import Event, Events
 from ft_plugins.model.inventory import Role
 from ft_plugins.sync.audit.audit import Audit, OnCorruption, judge, remedy
-from ft_plugins.sync.audit.compare import Auditing, AuditOutcome
-from ft_plugins.sync.audit.verdicts import Verdicts
+from ft_plugins.sync.audit.verdicts import Auditing, AuditOutcome, Verdicts
 from ft_plugins.sync.background import Background
 from ft_plugins.sync.buckets import ItemPiece, ReplicaBucket
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ft_plugins.sync.rounds.late_peers import PeerWait
 from ft_plugins.sync.rounds.local_policy import AppliedAt
 from ft_plugins.sync.rounds.modules import GroupPlan
+from ft_plugins.systems.local_sgd.sync_groups import PeerWait
 from ft_plugins.systems.local_sgd.under_way import SynchronisationUnderWay
 
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ft_plugins.recovery.resize import pull as pulling
-from ft_plugins.recovery.resize.pull import PullRange, pull
+from ft_plugins.recovery.resize import refill as pulling
+from ft_plugins.recovery.resize.refill import PullRange, pull
 
 
 class Ranks:
