@@ -45,6 +45,8 @@ class Tokens(torch.utils.data.Dataset):
         return self.size
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if index >= self.size:  # of a data set that is iterated
+            raise IndexError(index)
         tokens = torch.randint(0, 64, (8 + 4 * (index % 2),), generator=torch.Generator().manual_seed(index))
         if self.augmented:
             tokens[random.randrange(8)] = int(torch.randint(0, 64, ()))

@@ -13,7 +13,7 @@ from typing import Any
 
 from ...config import launch_context
 from ..script.script_hooks import on_import, wrap
-from .trainer_run import Protection, TrainerRun
+from .trainer_run import TrainerProtection, TrainerRun
 
 TRAINER = "transformers.trainer"
 
@@ -22,7 +22,7 @@ def install() -> Callable[[], None]:
     """Protect Trainers that train without DeepSpeed. Returns a function to call at the script's orderly end."""
     protections: list[Any] = []
 
-    def protection() -> Protection:
+    def protection() -> TrainerProtection:
         from .torch_trainer import TorchTrainer  # imports torch
 
         if not protections:
@@ -39,7 +39,7 @@ def install() -> Callable[[], None]:
     return finish
 
 
-def follow(module: ModuleType, applies: Callable[[Any], bool], protection: Callable[[], Protection]) -> None:
+def follow(module: ModuleType, applies: Callable[[Any], bool], protection: Callable[[], TrainerProtection]) -> None:
     """Hook `Trainer.train` of transformers.trainer, for Trainers to which this kind of protection applies."""
     version = str(getattr(sys.modules["transformers"], "__version__", "unknown"))
 

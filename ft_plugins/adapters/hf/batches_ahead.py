@@ -111,7 +111,7 @@ class BatchesAhead:
             hook_iteration(loader.base_dataloader, self._begin)
 
     def count(self, before: Callable[[], None] = lambda: None) -> None:
-        """Count what is taken: whoever iterates the loader is the loop. `before` is called before each batch."""
+        """Count what is taken: what iterates the loader is the loop. `before` is called before each batch."""
         self._before = before
         vars(self._shard)[_AHEAD] = self
         replace(type(self._shard), "__iter__", _iterating, framework="accelerate", tested="1.15.0")

@@ -13,7 +13,7 @@ epoch) belongs to the update before.
 
 A checkpoint that the Trainer itself loads is replaced by what was restored, if that is newer.
 
-In: a Trainer, and what protects it. Out: calls of `Protection`."""
+In: a Trainer, and what protects it. Out: calls of `TrainerProtection`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .refusals import require_followed
 from .trainer_state import TrainerProgress
 
 
-class Protection(Protocol):
+class TrainerProtection(Protocol):
     """What protects the state of a Trainer's model and optimizer, and carries the Trainer's own."""
 
     def building(self, run: TrainerRun) -> AbstractContextManager[None]:
@@ -60,7 +60,7 @@ class _Later:
 class TrainerRun:
     """One call of `train`."""
 
-    def __init__(self, trainer: Any, module: ModuleType, protection: Protection, version: str, trial: Any) -> None:
+    def __init__(self, trainer: Any, module: ModuleType, protection: TrainerProtection, version: str, trial: Any) -> None:
         """`module` is transformers.trainer."""
         self.trainer, self._module, self._protection = trainer, module, protection
         self._version, self._trial = version, trial
