@@ -60,7 +60,9 @@ class _Later:
 class TrainerRun:
     """One call of `train`."""
 
-    def __init__(self, trainer: Any, module: ModuleType, protection: TrainerProtection, version: str, trial: Any) -> None:
+    def __init__(
+        self, trainer: Any, module: ModuleType, protection: TrainerProtection, version: str, trial: Any
+    ) -> None:
         """`module` is transformers.trainer."""
         self.trainer, self._module, self._protection = trainer, module, protection
         self._version, self._trial = version, trial
