@@ -50,9 +50,7 @@ CASES = {
         f"{_ACCUMULATED} --augmented --every 2", ("0:1:5:substep", "1:0:8:end", "2:1:9:evaluate"), (4, 7, 8)
     ),
     "fsdp2-accumulated": Case(f"{_ACCUMULATED} --fsdp", ("0:1:5:substep", "1:0:8:end"), (4, 7)),
-    "ddp-workers-by-length": Case(
-        "--workers 2 --strategy group_by_length", ("0:1:6:update", "1:0:9:end"), (5, 8)
-    ),
+    "ddp-workers-by-length": Case("--workers 2 --strategy group_by_length", ("0:1:6:update", "1:0:9:end"), (5, 8)),
     "ddp-checkpoints-early-stopping": Case(
         "--checkpoint 2 --evaluate 2 --patience 2 --resume --steps 16", ("0:1:7:end", "1:0:8:evaluate"), (6, 7)
     ),

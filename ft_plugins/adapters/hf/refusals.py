@@ -16,6 +16,12 @@ _PLACE = ("epoch", "epochs_trained", "steps_trained_in_current_epoch", "resume_f
 _WITHIN_THE_BACKWARD = ("lomo", "adalomo")
 
 
+LOCAL_SGD = (
+    "cannot protect this job: local SGD (sync.policy) with Hugging Face's Trainer, which gathers losses and numbers of "
+    "tokens over all ranks in each update"
+)
+
+
 def require_followed(trainer: Any, trial: Any, version: str) -> None:
     """Raises UnsupportedError that names everything in use that is not followed."""
     problems = list(_problems(trainer, trial, version))

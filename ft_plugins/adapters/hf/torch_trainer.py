@@ -17,6 +17,7 @@ from ...session import Session, attach
 from ..host_parts import local_part
 from ..torch.fsdp import FsdpHost
 from ..torch.torch_loop import TorchHost
+from .refusals import LOCAL_SGD
 from .trainer_run import TrainerRun
 
 
@@ -37,6 +38,8 @@ class TorchTrainer:
                 "Trainer.train was called twice, and a second training cannot be protected: train once in a job, or "
                 "start the second training as a job of its own (--ftp-job)"
             )
+        if self._config.sync is not None:
+            raise UnsupportedError(LOCAL_SGD)
         self._run = run
         run.require_followed()
         yield

@@ -11,9 +11,13 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
+from ....config import launch_context
+from ....errors import UnsupportedError
 from ...hf import follow as follow_trainers
+from ...hf.refusals import LOCAL_SGD
 from ...hf.trainer_run import TrainerRun
 from ...schedulers import SchedulerRestore
+from ..configuration import resolve
 from . import EngineClients
 
 
@@ -53,6 +57,8 @@ class TrainerClient:
 
     def follow(self, engine: Any, begin: Callable[[], None]) -> None:
         self._engine, self._begin = engine, begin
+        if resolve(engine._config._param_dict, launch_context()).sync is not None:
+            raise UnsupportedError(LOCAL_SGD)
 
     def iteration(self) -> int | None:
         return None if self._run is None else self._run.iteration
