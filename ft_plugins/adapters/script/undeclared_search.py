@@ -40,6 +40,11 @@ def ignore(*objects: Any) -> None:
     _ignored.extend(objects)
 
 
+def has_hosts() -> bool:
+    """Whether something of this process is captured."""
+    return len(_searches) > 0
+
+
 def ignore_alone(*objects: Any) -> None:
     """The same, but not what these objects refer to."""
     _alone.extend(map(weakref.ref, objects))
