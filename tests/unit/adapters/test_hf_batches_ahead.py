@@ -141,3 +141,45 @@ def test_a_loader_that_keeps_its_own_position_is_refused() -> None:
     loader.base_dataloader.state_dict = loader.base_dataloader.load_state_dict = dict
     with pytest.raises(UnsupportedError, match="use_stateful_dataloader"):
         BatchesAhead(loader)
+
+
+def test_batches_are_counted_where_a_loop_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop over epochs that begins in the epoch of its iteration, and never mentions the position."""
+
+    def loop(position: bytes | None, start: int, end: int) -> tuple[list[Any], bytes]:
+        random.seed(3), torch.manual_seed(3)
+        loader = shuffled()
+        ahead, trace, captured = BatchesAhead(loader), [], b""
+
+        def before() -> None:  # the next iteration begins
+            nonlocal captured
+            captured = codec.encode({"position": ahead.read(), "generators": generator_states()})
+
+        if position is not None:
+            saved = codec.decode(position)
+            ahead.write(saved["position"])
+            restored: Any = saved["generators"]
+        else:
+            restored = None
+
+        def begin() -> None:
+            nonlocal restored
+            if restored is not None:
+                set_generator_states(restored)
+                restored = None
+            before()
+
+        ahead.count(begin)
+        for _ in range(start // BATCHES, EPOCHS):
+            for batch in loader:
+                trace.append(([one.tolist() for one in batch], float(torch.rand(()))))
+                if start + len(trace) == end:
+                    before()
+                    return trace, captured
+        return trace, captured
+
+    golden, _ = loop(None, 0, -1)
+    for killed_after in (1, BATCHES - 1, BATCHES + 2):
+        first, captured = loop(None, 0, killed_after)
+        second, _ = loop(captured, killed_after, -1)
+        assert first + second == golden, killed_after
