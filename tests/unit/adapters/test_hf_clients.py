@@ -1,0 +1,149 @@
+"""The clients of a DeepSpeed engine that Hugging Face made: what they carry, and when an iteration begins."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+data_loader = pytest.importorskip("accelerate.data_loader")
+from ft_plugins.adapters.deepspeed.clients import EngineClients  # noqa: E402
+from ft_plugins.adapters.deepspeed.clients.accelerate_loop import AccelerateClient  # noqa: E402
+from ft_plugins.adapters.deepspeed.clients.hf_trainer import TrainerClient  # noqa: E402
+from ft_plugins.adapters.hf.refusals import LOCAL_SGD  # noqa: E402
+from ft_plugins.errors import ResumeError, UnsupportedError  # noqa: E402
+
+
+def accelerator(loaders: int = 1, rate: float = 0.5) -> Any:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 1.0)
+    prepared = [data_loader.DataLoaderShard(list(range(6)), batch_size=2) for _ in range(loaders)]
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, rate)
+    return SimpleNamespace(
+        _dataloaders=prepared, _schedulers=[SimpleNamespace(scheduler=scheduler)], process_index=1,
+    )  # fmt: skip
+
+
+def engine() -> Any:
+    return SimpleNamespace(lr_scheduler=None, module=torch.nn.Linear(1, 1), _config=SimpleNamespace(_param_dict={}))
+
+
+class Library(SimpleNamespace):
+    """Weak references to it are possible, as to accelerate's own."""
+
+
+def client_of(made: Any) -> tuple[AccelerateClient, list[str]]:
+    begun: list[str] = []
+    client = AccelerateClient(Library(**vars(made)))
+    client.state()  # an engine asks for its size
+    client.follow(engine(), lambda: begun.append("begin"))
+    return client, begun
+
+
+def test_a_loop_over_accelerate_begins_with_its_first_read_in_training_mode_alone() -> None:
+    made = accelerator()
+    client, begun = client_of(made)
+    client._engine.module.eval()
+    list(made._dataloaders[0])
+    assert begun == []
+    client._engine.module.train()
+    next(iter(made._dataloaders[0]))
+    assert begun == ["begin"]
+
+
+def test_schedulers_are_restored_when_training_begins_and_positions_at_once() -> None:
+    made = accelerator()
+    client, _ = client_of(made)
+    read = iter(made._dataloaders[0])
+    first = next(read)
+    for _ in range(3):
+        made._schedulers[0].scheduler.step()
+    saved = client.state()
+    rest = [batch.tolist() for batch in read]
+
+    again = accelerator()
+    restored, _ = client_of(again)
+    restored.restore(saved)
+    assert again._schedulers[0].scheduler.last_epoch == 0, "it may be prepared later"
+    assert [batch.tolist() for batch in again._dataloaders[0]] == rest != [first.tolist(), *rest]
+    assert again._schedulers[0].scheduler.last_epoch == 3
+
+
+def test_another_number_of_loaders_is_refused_by_name() -> None:
+    saved = client_of(accelerator(loaders=2))[0].state()
+    with pytest.raises(ResumeError, match="1 loaders were given to Accelerator.prepare .* 2 in the captured job"):
+        client_of(accelerator())[0].restore(saved)
+
+
+def test_another_number_of_schedulers_is_refused_by_name() -> None:
+    saved = client_of(accelerator())[0].state()
+    made = accelerator()
+    made._schedulers.clear()
+    client, _ = client_of(made)
+    client.restore(saved)
+    with pytest.raises(ResumeError, match="0 schedulers were given to Accelerator.prepare, but 1 in the captured job"):
+        next(iter(made._dataloaders[0]))
+
+
+class Run:
+    """The parts of a TrainerRun that its client calls."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.calls: list[str] = []
+        self.trainer = SimpleNamespace(lr_scheduler=scheduler, model_wrapped=None, args=SimpleNamespace(process_index=0))
+
+    def require_followed(self) -> None:
+        self.calls.append("require_followed")
+
+    def protected(self) -> None:
+        self.calls.append("protected")
+
+    def state(self) -> dict[str, Any]:
+        return {"place": 3}
+
+    def restore(self, saved: Any) -> None:
+        self.calls.append(f"restore {saved}")
+
+
+def trainer_client(scheduler: Any) -> tuple[TrainerClient, Run]:
+    client, run = TrainerClient(EngineClients()), Run(scheduler)
+    with client.building(run):  # type: ignore[arg-type]
+        pass
+    return client, run
+
+
+def test_a_trainer_is_followed_once_its_engine_is_protected_and_carries_the_scheduler_that_it_steps() -> None:
+    scheduler = accelerator()._schedulers[0].scheduler
+    client, run = trainer_client(scheduler)
+    assert run.calls == [], "nothing is protected yet"
+    client.state()
+    client.follow(engine(), lambda: None)
+    scheduler.step()
+    saved = client.state()
+    assert run.calls == ["require_followed", "protected"]
+    assert saved["trainer"] == {"place": 3} and saved["scheduler"]["last_epoch"] == 1
+
+    other = accelerator()._schedulers[0].scheduler
+    again, its = trainer_client(other)
+    again.follow(engine(), lambda: None)
+    again.restore(saved)
+    assert its.calls == ["restore {'place': 3}"] and other.last_epoch == 1
+
+
+def test_an_engines_own_scheduler_is_left_to_it() -> None:
+    client, _ = trainer_client(accelerator()._schedulers[0].scheduler)
+    its = engine()
+    its.lr_scheduler = object()
+    client.follow(its, lambda: None)
+    assert client.state()["scheduler"] is None
+
+
+def test_local_sgd_with_a_trainer_is_refused_by_name() -> None:
+    client, _ = trainer_client(None)
+    its = engine()
+    its._config._param_dict = {"ft_plugins": {"sync": {"policy": "edit"}}}
+    with pytest.raises(UnsupportedError) as refused:
+        client.follow(its, lambda: None)
+    assert str(refused.value) == LOCAL_SGD
