@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--kill", default="")
     given = parser.parse_args()
     rank, restart = int(os.environ["RANK"]), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=given.configuration))
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=given.configuration))
     set_seed(7)
     layers = torch.nn.Linear(4, 8), torch.nn.Dropout(0.2), torch.nn.Tanh(), torch.nn.Linear(8, 1)
     model: Any = torch.nn.Sequential(*layers)

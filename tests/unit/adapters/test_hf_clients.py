@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 data_loader = pytest.importorskip("accelerate.data_loader")
 from ft_plugins.adapters.deepspeed.clients import EngineClients  # noqa: E402
@@ -92,7 +91,8 @@ class Run:
 
     def __init__(self, scheduler: Any) -> None:
         self.calls: list[str] = []
-        self.trainer = SimpleNamespace(lr_scheduler=scheduler, model_wrapped=None, args=SimpleNamespace(process_index=0))
+        args = SimpleNamespace(process_index=0)
+        self.trainer = SimpleNamespace(lr_scheduler=scheduler, model_wrapped=None, args=args)
 
     def require_followed(self) -> None:
         self.calls.append("require_followed")
