@@ -23,8 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ft_plugins.model.digest import readable
 
-SAMPLES, ACCUMULATE, EPOCHS = 24, 2, 3
-PER_EPOCH = SAMPLES // 4 // ACCUMULATE  # updates, of two ranks with two samples each
+SAMPLES, ACCUMULATE, EPOCHS = 12, 2, 3
 
 
 class Points(Dataset[torch.Tensor]):
@@ -58,7 +57,7 @@ def main() -> None:
         model, optimizer, training, evaluation, scheduler
     )
     seen: list[Any] = []
-    first = 0 if given.from_zero else model.global_steps // PER_EPOCH
+    first = 0 if given.from_zero else model.global_steps // (len(training) // ACCUMULATE)
     for _ in range(first, EPOCHS):
         model.train()
         for batch in training:
