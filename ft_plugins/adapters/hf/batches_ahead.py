@@ -95,7 +95,7 @@ class BatchesAhead:
         self._began: dict[str, bytes] = {}  # values with which the pass began
         self.draws = False  # whether its data set draws from the process's generators
         self._pending: Mapping[str, Any] | None = None
-        self._resuming: tuple[Any, float] = ({}, 0.0)  # generators and time when a pass is read again
+        self._resuming: tuple[Any, float] | None = None  # generators and time, while a pass is read again
         self._before: Callable[[], None] = lambda: None
         self._skipped = 0  # batches that the loader of the next pass skips
         self.watches = not is_sampled(self._loader) and not self._loader.num_workers
@@ -111,7 +111,7 @@ class BatchesAhead:
             hook_iteration(loader.base_dataloader, self._begin)
 
     def count(self, before: Callable[[], None] = lambda: None) -> None:
-        """Count what is taken: what iterates the loader is the loop. `before` is called before each batch."""
+        """Count what is taken: what iterates the loader is the loop. `before` is called before each batch is read."""
         self._before = before
         vars(self._shard)[_AHEAD] = self
         replace(type(self._shard), "__iter__", _iterating, framework="accelerate", tested="1.15.0")
@@ -120,14 +120,11 @@ class BatchesAhead:
         """The batches of a pass of the loader."""
         self.turning()
         self._before()
-        over = self._pending is not None
         for batch in begun:
             self.taking(1)
-            over = False
             yield batch
-            self._before()
-        if over:  # the last batch of the pass had been taken, but accelerate counts it where the next one is asked for
-            self._shard.iteration += 1
+            if not self._shard.end_of_dataloader:  # else the next batch is one of another pass
+                self._before()
 
     def turning(self) -> None:
         """The loop begins another pass."""
@@ -136,8 +133,8 @@ class BatchesAhead:
     def taking(self, batches: int) -> None:
         """The loop takes `batches` more."""
         self._taken += batches
-        if self._pending is not None and not is_sampled(self._loader) and self._current() is not None:
-            self._end_reading_again()
+        if self._resuming is not None:
+            self._end_reading_again(*self._resuming)
 
     # ---- a pass ----
 
@@ -195,15 +192,13 @@ class BatchesAhead:
         self._current = weakref.ref(begun)
         return begun
 
-    def _end_reading_again(self) -> None:
-        assert self._pending is not None
-        now, began = self._resuming
+    def _end_reading_again(self, now: Mapping[str, Any], began: float) -> None:
         set_generator_states(now)
         say(
             f"data position: {self._shard.skip_batches} batches of an iterable data set were read again and dropped in "
             f"{time.perf_counter() - began:.1f} s"
         )
-        self._shard.skip_batches, self._pending = 0, None
+        self._shard.skip_batches, self._pending, self._resuming = 0, None, None
 
     # ---- the position ----
 

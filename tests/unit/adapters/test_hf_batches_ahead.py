@@ -143,43 +143,32 @@ def test_a_loader_that_keeps_its_own_position_is_refused() -> None:
         BatchesAhead(loader)
 
 
-def test_batches_are_counted_where_a_loop_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loop over epochs that begins in the epoch of its iteration, and never mentions the position."""
+def test_a_loop_over_epochs_whose_batches_are_counted_goes_on_from_every_iteration() -> None:
+    """It never mentions the position, and begins in the epoch of its iteration."""
 
-    def loop(position: bytes | None, start: int, end: int) -> tuple[list[Any], bytes]:
+    def loop(start: int, captured: bytes | None) -> tuple[list[Any], list[bytes]]:
+        """From iteration `start` on: what it reads and draws, and what is captured right before each iteration."""
         random.seed(3), torch.manual_seed(3)
         loader = shuffled()
-        ahead, trace, captured = BatchesAhead(loader), [], b""
-
-        def before() -> None:  # the next iteration begins
-            nonlocal captured
-            captured = codec.encode({"position": ahead.read(), "generators": generator_states()})
-
-        if position is not None:
-            saved = codec.decode(position)
+        ahead, trace, captures = BatchesAhead(loader), list[Any](), list[bytes]()
+        saved = None if captured is None else codec.decode(captured)
+        if saved is not None:
             ahead.write(saved["position"])
-            restored: Any = saved["generators"]
-        else:
-            restored = None
 
         def begin() -> None:
-            nonlocal restored
-            if restored is not None:
-                set_generator_states(restored)
-                restored = None
-            before()
+            if saved is not None and not captures:
+                set_generator_states(saved["generators"])
+            captures.append(codec.encode({"position": ahead.read(), "generators": generator_states()}))
 
         ahead.count(begin)
         for _ in range(start // BATCHES, EPOCHS):
             for batch in loader:
                 trace.append(([one.tolist() for one in batch], float(torch.rand(()))))
-                if start + len(trace) == end:
-                    before()
-                    return trace, captured
-        return trace, captured
+            trace.append(("evaluation", random.random()))
+        return trace, captures
 
-    golden, _ = loop(None, 0, -1)
-    for killed_after in (1, BATCHES - 1, BATCHES + 2):
-        first, captured = loop(None, 0, killed_after)
-        second, _ = loop(captured, killed_after, -1)
-        assert first + second == golden, killed_after
+    golden, captures = loop(0, None)
+    assert len(captures) == BATCHES * EPOCHS
+    for iteration, captured in enumerate(captures):
+        rest, _ = loop(iteration, captured)
+        assert rest == golden[iteration + iteration // BATCHES :], iteration
