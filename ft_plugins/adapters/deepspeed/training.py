@@ -135,6 +135,7 @@ class DeepSpeedLoop:
     ) -> None:  # fmt: skip
         """Build host and session. A collective. Raises what `attach` raises. `leave` is called after `shutdown`."""
         from .core import DeepSpeedHost  # imports DeepSpeed, which is imported by now
+        from .support import require_local
 
         self.engine = engine
         self.client = client
@@ -149,6 +150,8 @@ class DeepSpeedLoop:
         self._thread = threading.get_ident()
         self._other_thread = False  # whether one has read a batch
         self._loaded: int | None = None  # the iteration that engine.load_checkpoint returned
+        if config.sync is not None:
+            require_local(engine, torch.distributed.get_rank())
         self._host = DeepSpeedHost(engine, positions, shards, client)
         self._captured = config.capture is not None
         self._session: Session = attach(self._host, config, context)

@@ -73,7 +73,6 @@ def test_a_rank_that_joined_leaves_if_protection_does_not_start(where: str, monk
 
     made = type("Loop", (), {"__init__": lambda *args: None, "resume": lambda self: None, where: fail})
     monkeypatch.setattr(training, "DeepSpeedLoop", made)
-    monkeypatch.setattr(training, "require_several_ranks", lambda: None)
     monkeypatch.setattr(training, "launch_context", lambda: SimpleNamespace(config=Config(), run_dir=None))
     settings = {"ft_plugins": {"reft": {}}}
     engine = SimpleNamespace(_config=SimpleNamespace(_param_dict=settings))
@@ -97,7 +96,7 @@ def test_a_job_that_cannot_be_protected_is_refused_before_its_engine_is_built(mo
 @pytest.mark.parametrize(
     ("settings", "optimizer", "named"),
     [
-        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, None, "offload_optimizer to cpu"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, None, "offload_optimizer to NVMe"),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, None, "offload_param to NVMe"),
         ({"optimizer": {"type": "OneBitAdam", "params": {"lr": 0.1}}}, None, "DeepSpeed's own optimizer OneBitAdam"),
         ({"curriculum_learning": {"enabled": True}}, None, "curriculum learning (curriculum_learning)"),
