@@ -1,14 +1,22 @@
 """Restore a learning rate scheduler by its own `load_state_dict`, whatever was loaded into it before.
 
-Invariant: after `load` its state is the given one. The scheduler of Megatron-DeepSpeed adds the loaded number of steps
-to its own, and DeepSpeed, a client and a restore may each load it.
+The scheduler of Megatron-DeepSpeed adds the loaded number of steps to its own, and DeepSpeed, a client and a restore
+may each load it: each load begins with the values that it was built with. A script may also step schedulers of torch
+over the optimizer of an engine that has none: they are found among the objects of the process, if each class has one.
 
-In: a scheduler, right after it was built. Out: the same scheduler, restored."""
+Invariant: after `load` its state is the given one, and so it is when training begins; else the job ends.
+
+In: a scheduler, right after it was built; an optimizer. Out: the same schedulers, restored."""
 
 from __future__ import annotations
 
+import copy
+import gc
 from collections.abc import Mapping
 from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from ..errors import InventoryError, ResumeError, UnsupportedError
 from ..snapshot.capture import codec
@@ -22,19 +30,68 @@ class SchedulerRestore:
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
         values = getattr(scheduler, "__dict__", {})
-        self._built = {name: value for name, value in values.items() if type(value) in _PLAIN}
+        self._built = {name: copy.deepcopy(value) for name, value in values.items() if _is_plain(value)}
+        self._loaded: bytes | None = None
+
+    def begin_again(self) -> None:
+        """Set the values that the scheduler was built with, before something else loads it."""
+        getattr(self._scheduler, "__dict__", {}).update(copy.deepcopy(self._built))
+        self._loaded = None
 
     def load(self, saved: Mapping[str, Any], rank: int) -> None:
         """Raises ResumeError if the scheduler's state is not `saved` afterwards."""
-        for name, value in self._built.items():
-            setattr(self._scheduler, name, value)
-        self._scheduler.load_state_dict(dict(saved))
+        self.begin_again()
+        self._scheduler.load_state_dict(copy.deepcopy(dict(saved)))
         now = self._scheduler.state_dict()
-        if codec.encode(dict(now)) != codec.encode(dict(saved)):
+        self._loaded = codec.encode(dict(saved))
+        if codec.encode(dict(now)) != self._loaded:
             raise ResumeError(
                 f"rank {rank}: the learning rate scheduler {type(self._scheduler).__name__} cannot be restored: its "
                 f"load_state_dict({dict(saved)}) leaves it at {now}; start with --ftp-resume fresh"
             )
+
+    def require_unchanged(self, rank: int) -> None:
+        """Before the first iteration. Raises ResumeError if the script has changed what was loaded."""
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None and codec.encode(dict(self._scheduler.state_dict())) != loaded:
+            raise ResumeError(
+                f"rank {rank}: the learning rate scheduler {type(self._scheduler).__name__} was changed after it was "
+                f"restored, before the first batch: {codec.decode(loaded)} became {self._scheduler.state_dict()}; "
+                "leave loading and stepping it to DeepSpeed, whose engine.load_checkpoint restores it, or start with "
+                "--ftp-resume fresh"
+            )
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(_is_plain(part) for entry in value.items() for part in entry)
+    return type(value) in _PLAIN
+
+
+def own_schedulers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The live schedulers of an optimizer, by class; {} if two are of one class, or one cannot be captured."""
+    found = [one for one in gc.get_objects() if isinstance(one, LRScheduler) and one.optimizer is optimizer]
+    named = {type(one).__name__: one for one in found}
+    try:
+        codec.encode({name: one.state_dict() for name, one in named.items()})
+    except InventoryError:
+        return {}
+    return named if len(named) == len(found) else {}
+
+
+def restore_own(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], rank: int) -> None:
+    """Restore the script's schedulers. Raises ResumeError if there is none of a class."""
+    live = own_schedulers(optimizer)
+    for name, captured in saved.items():
+        if name not in live:
+            raise ResumeError(
+                f"rank {rank}: the captured job stepped a {name} of its own over the engine's optimizer, and now there "
+                f"is none, or there are several: make it before the first batch, or pass it to "
+                "deepspeed.initialize(lr_scheduler=...)"
+            )
+        live[name].load_state_dict(copy.deepcopy(dict(captured)))
 
 
 def require_encodable_scheduler(scheduler: Any, rank: int) -> None:

@@ -42,10 +42,10 @@ _PART_OF = {
     **dict.fromkeys(("python", "numpy"), LedgerPart.LIBRARY),
     "groups": LedgerPart.GROUPS,
     "counters": LedgerPart.COUNTERS,
-    **dict.fromkeys(("scalars", "scalers", "scaler", "scheduler", _RERUN), LedgerPart.SCHEDULE),
+    **dict.fromkeys(("scalars", "scalers", "scaler", "scheduler", "own_schedulers", _RERUN), LedgerPart.SCHEDULE),
 }
 # how the loop reads, what the restore itself sets, and what it has compared
-_NOT_COMPARED = {"position", "pace", "silent", "modes", "graded", "members"}
+_NOT_COMPARED = {"position", "pace", "silent", "modes", "graded", "members", "loop"}
 MANY = 64  # entries
 _RNG = "rng"  # the generators, in the small state of Megatron and DeepSpeed
 _CALLER = "caller"  # what the script's own functions return, in the small state of loops of plain torch

@@ -208,7 +208,9 @@ class Door:
         self._loop.forget(stranger.link.connection)
         if stranger in self._strangers:  # else its admission has failed
             del self._strangers[stranger]
-            self._crowds -= Counter([stranger.crowd])
+            self._crowds[stranger.crowd] -= 1
+            if not self._crowds[stranger.crowd]:
+                del self._crowds[stranger.crowd]
 
     def _schedule(self) -> None:
         """Look again when the oldest connection is late, or an event about rejected ones is due."""

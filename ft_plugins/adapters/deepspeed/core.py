@@ -33,12 +33,14 @@ from ..data.observed_inputs import ObservedForwards, digest_of_inputs, plain_num
 from ..forward_edges import Saving, follow_forwards
 from ..host_parts import groups, reach_fault_points, restore_groups
 from ..parameter_groups import numbered, packed, regrouped
-from ..schedulers import SchedulerRestore, require_encodable_scheduler
+from ..schedulers import SchedulerRestore, own_schedulers, require_encodable_scheduler, restore_own
 from ..script.script_hooks import wrap
 from ..script.undeclared import Undeclared
 from ..script.undeclared_search import Given, UndeclaredSearch
 from . import naming, state
 from .clients import EngineClient
+from .continuing import OwnCounters
+from .module_modes import ModuleNumbers, read_modes, require_encodable_modes, write_modes
 from .position import Positions
 from .read_ahead import ReadPace, unproven
 from .reducing import SHARDED
@@ -49,8 +51,9 @@ from .stepping import DeepSpeedStepping, rates
 _STAGE3 = 3  # ZeRO stage
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 _OWN_SCHEDULER = (
-    "the learning rate changes, but deepspeed.initialize neither built nor received a scheduler: a restore sets the "
-    "rate, but the script's own scheduler starts from the beginning; pass it to deepspeed.initialize(lr_scheduler=...)"
+    "the learning rate changes, but neither deepspeed.initialize nor the script has a scheduler of torch: a restore "
+    "sets the rate, but what the script computes it from starts from the beginning; compute it from "
+    "engine.global_steps, or pass a scheduler to deepspeed.initialize(lr_scheduler=...)"
 )
 _SETTINGS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping", "zero_optimization_stage")
 
@@ -64,6 +67,7 @@ class DeepSpeedHost(DeepSpeedStepping):
 
     fault_points = dict.fromkeys(("iteration.forward", "update.begin", "update.middle", "update.end"), ())
     _trains = False  # whether an update was made
+    _own: dict[str, Any] | None = None  # the script's schedulers; None: not searched yet
     _client: EngineClient | None = None
 
     def __init__(
@@ -75,14 +79,17 @@ class DeepSpeedHost(DeepSpeedStepping):
         self._client = client
         self._positions = None if client is not None and client.places_data else positions
         self._unsettled: Mapping[str, Any] | None = None  # small state that is restored, but not the client's part
-        self._scheduler = SchedulerRestore(engine.lr_scheduler)
+        self.schedule = SchedulerRestore(engine.lr_scheduler)
         self._rates: list[float] | None = None  # learning rates at the previous version point
         self._scheduler_reported = False
         self.restored = False  # whether the engine holds a restored version, whose data position comes next
         self._undeclared = UndeclaredSearch(self._given, lines_to_add, f"rank {self.rank}", self.rank == 0)
+        self.counted = OwnCounters()
         self.silent = False  # whether iterations have updates without a forward in training mode
         self.pace: ReadPace | None = None  # of the last iteration, if its reads are followed
         require_encodable_scheduler(engine.lr_scheduler, self.rank)
+        require_encodable_modes(engine.module, self.rank)
+        self._numbers = ModuleNumbers(engine.module)
 
     # facts
 
@@ -130,10 +137,14 @@ class DeepSpeedHost(DeepSpeedStepping):
             "scalars": state.scalars(optimizer),
             "scaler": state.scaler(optimizer),
             "scheduler": None if scheduler is None else scheduler.state_dict(),
+            "own_schedulers": {name: one.state_dict() for name, one in self._own_schedulers().items()},
             "counters": {name: getattr(self.engine, name) for name in _COUNTERS},
             "position": {} if self._positions is None else self._positions.read(),
             "rng": rng_state(),
             "silent": self.silent,
+            "modes": read_modes(self.engine.module),
+            "numbers": self._numbers.changed(),
+            "loop": None if self.silent else self.counted.captured(),
             "client": None if self._client is None else {"name": self._client.name, "state": self._client.state()},
             "pace": None if self.pace is None else vars(self.pace),
         }
@@ -141,14 +152,23 @@ class DeepSpeedHost(DeepSpeedStepping):
     def _given(self) -> Given:
         """What the engine consists of. Modules of other stages are left in a pipeline's list of layers."""
         module = self.engine.module
-        objects = self.engine, vars(self.engine), module, getattr(module, "_layer_specs", None)
+        own = tuple(self._own_schedulers().values())
+        objects = self.engine, vars(self.engine), module, getattr(module, "_layer_specs", None), own
         trained = [one for one in module.parameters() if one.requires_grad]
         inner = state.inner(self.engine.optimizer)
         return Given((*objects, self.engine.optimizer, inner), (*self.tensors().values(),), tuple(trained), True)
 
+    def _own_schedulers(self) -> dict[str, Any]:
+        """Those that the script steps itself, searched once after its first update."""
+        if self.engine.lr_scheduler is not None or not self._trains:
+            return {}
+        if self._own is None:
+            self._own = own_schedulers(state.inner(self.engine.optimizer))
+        return self._own
+
     def _report_own_scheduler(self) -> None:
-        """Say once that the script steps a scheduler unknown to DeepSpeed: no optimizer changes its own rates."""
-        if self.engine.lr_scheduler is not None or self._scheduler_reported:
+        """Say once that something sets rates that is not captured: no optimizer changes its own rates."""
+        if self.engine.lr_scheduler is not None or self._scheduler_reported or self._own_schedulers():
             return
         before, self._rates = self._rates, rates(state.inner(self.engine.optimizer))
         if before is not None and before != self._rates:
@@ -203,6 +223,7 @@ class DeepSpeedHost(DeepSpeedStepping):
                 "with the captured job's settings, or start with --ftp-resume fresh"
             )
         self.silent = small.get("silent", False)
+        self.counted.restored(small.get("loop"), small.get("position", {}))
         for name in _COUNTERS:
             setattr(engine, name, small["counters"][name])
         self._restore_optimizer(small)
@@ -228,9 +249,9 @@ class DeepSpeedHost(DeepSpeedStepping):
             )
 
     def _restore_optimizer(self, small: Mapping[str, Any]) -> None:
-        engine, optimizer = self.engine, self.engine.optimizer
-        if engine.lr_scheduler is not None:
-            self._scheduler.load(small["scheduler"], self.rank)
+        optimizer = self.engine.optimizer
+        if self.engine.lr_scheduler is not None:
+            self.schedule.load(small["scheduler"], self.rank)
         restore_groups(state.inner(optimizer), small["groups"])
         state.restore_scalars(optimizer, small["scalars"])
         state.restore_scaler(optimizer, small["scaler"])
@@ -238,6 +259,11 @@ class DeepSpeedHost(DeepSpeedStepping):
     def restore_position(self, small: Mapping[str, Any]) -> None:
         if self._positions is not None:
             self._positions.write(small["position"])
+        write_modes(self.engine.module, small["modes"], training=not self.silent)
+        self._numbers.restore(small["numbers"])
+        if small["own_schedulers"]:  # which have set the rates, too, when they were made
+            restore_own(state.inner(self.engine.optimizer), small["own_schedulers"], self.rank)
+            restore_groups(state.inner(self.engine.optimizer), small["groups"])
         restore_rng(small["rng"])
         if self._positions is not None:
             self._positions.restart_unplaced()

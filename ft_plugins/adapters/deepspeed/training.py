@@ -33,6 +33,7 @@ from ...events import say
 from ...session import Session, attach
 from ..rng import numbers_drawn
 from ..script.script_hooks import replace_in_deepspeed as replace
+from ..script.undeclared_search import ignored_names
 from .clients import EngineClient, EngineClients
 from .configuration import (
     callers,
@@ -42,7 +43,7 @@ from .configuration import (
     resolve,
     settings_of,
 )
-from .continuing import NOTICE, CounterReads, at_its_own_start, require_equal
+from .continuing import NOTICE, CounterReads, at_its_own_start, elsewhere, require_equal
 from .position import Positions
 from .read_ahead import ADVICE, DRAWN, NOTHING_READ, OTHER_THREAD, READ_EARLY, IterationReads
 from .shard_groups import ShardGroups, require_known_early
@@ -219,11 +220,17 @@ class DeepSpeedLoop:
             self._counters.end()
             return
         restored, continues = self.engine.global_steps, self._counters.end()
+        problem = self._host.counted.begin(self._host.restored, ignored_names())
         if not self._host.restored:
             if self._captured and not continues:
                 self._say_once(NOTICE)
         elif not continues and self._loaded != restored:
             raise ResumeError(at_its_own_start(self._host.rank, restored, self._loaded))
+        elif problem is not None:
+            raise ResumeError(elsewhere(self._host.rank, restored, problem))
+        self._host.schedule.require_unchanged(self._host.rank)
+        if self._host.counted.remark and self._host.rank == 0:
+            say(self._host.counted.remark, alarm=True)
 
     # PipelineEngine
 
@@ -338,6 +345,7 @@ class DeepSpeedLoop:
                 "the job, and start it with --ftp-resume fresh"
             )
         self.engine.micro_steps = 0  # as at the start: DeepSpeed's checkpoints lack it
+        self._host.schedule.begin_again()
         outcome = original(*args, **kwargs)
         self._loaded = self.engine.global_steps if outcome[0] is not None else None
         self._host.find_tensors()

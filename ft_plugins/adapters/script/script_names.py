@@ -41,17 +41,22 @@ class Named:
     direct: bool = True
 
 
-def namespaces() -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The local variables of the functions that run in the main thread, the innermost first, and the script's
-    globals."""
+def stack() -> Iterator[tuple[FrameType, Mapping[str, Any]]]:
+    """The script's functions that run in the main thread, with their local variables, the innermost first."""
     thread = threading.main_thread().ident
     frame: FrameType | None = sys._current_frames().get(-1 if thread is None else thread)
     while frame is not None:
         if str(frame.f_globals.get("__name__")).split(".")[0] not in _LIBRARIES:
-            code = frame.f_code
-            inside = "a global" if code.co_name == "<module>" else f"a variable of {code.co_name}()"
-            yield inside, _variables(frame)
+            yield frame, _variables(frame)
         frame = frame.f_back
+
+
+def namespaces() -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The local variables of the functions that run in the main thread, the innermost first, and the script's
+    globals."""
+    for frame, variables in stack():
+        function = frame.f_code.co_name
+        yield "a global" if function == "<module>" else f"a variable of {function}()", variables
     main = sys.modules.get("__main__")
     if main is not None:
         yield "a global", vars(main)

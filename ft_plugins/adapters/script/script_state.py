@@ -109,6 +109,11 @@ def _digest(tensor: torch.Tensor, devices: bool) -> int:
         return 0
 
 
+def contents_of(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
+    """The digest of a sample of each tensor. Waits for devices."""
+    return tuple(_digest(one, devices=True) for one in tensors)
+
+
 class Returned:
     """What a caller's `get_state` returned. `functions`: it and `set_state`."""
 

@@ -25,8 +25,8 @@ from torch.utils.data import DataLoader
 from ...errors import StateChangedError
 from ...events import say
 from ..data.loaders import parts
-from .script_names import named, namespaces
-from .script_state import Marks, Returned, storage_of, tensors_in
+from .script_names import Name, named, namespaces
+from .script_state import Marks, Returned, contents_of, storage_of, tensors_in
 from .undeclared import DeclaredState, Sort, Undeclared, sorted_out, tensors_to_mark, undeclared
 
 _DEPTH = 3  # of the attributes of declared objects
@@ -37,6 +37,11 @@ _ignored: list[Any] = []
 def ignore(*objects: Any) -> None:
     """Have all searches ignore objects of the script: a restart need not restore them."""
     _ignored.extend(objects)
+
+
+def ignored_names() -> frozenset[str]:
+    """The counters of loops that were named to `ignore`."""
+    return frozenset(one for one in _ignored if isinstance(one, str))
 
 
 @dataclass(frozen=True)
@@ -53,8 +58,21 @@ class Given:
 class _Frozen:
     """Tensors that may not change, and what they belong to."""
 
-    found: str
+    who: str
+    name: Name | None  # of a container
     tensors: tuple[weakref.ref[torch.Tensor], ...]
+    contents: tuple[int, ...]  # of a container, whose tensors may be replaced
+
+    def changed(self, marks: Marks) -> bool:
+        """Whether a tensor has changed, or a container has got others with other contents."""
+        tensors = [tensor for ref in self.tensors if (tensor := ref()) is not None]
+        if any(marks.changed(tensor, devices=False) for tensor in tensors):
+            return True
+        if len(tensors) == len(self.tensors) or self.name is None:
+            return False
+        now = next((one for one in named(namespaces()).values() if one.name == self.name), None)
+        held = [] if now is None else list(tensors_in(now.value))
+        return len(held) == len(self.tensors) and self.contents != contents_of(held)
 
 
 class UndeclaredSearch:
@@ -79,10 +97,9 @@ class UndeclaredSearch:
         StateChangedError."""
         if self._frozen is not None:
             for one in self._frozen:
-                tensors = [tensor for ref in one.tensors if (tensor := ref()) is not None]
-                if any(self._marks.changed(tensor, devices=False) for tensor in tensors):
+                if one.changed(self._marks):
                     raise StateChangedError(
-                        f"{self._place}: iteration {iteration}: {one.found} has changed, but belongs to nothing that "
+                        f"{self._place}: iteration {iteration}: {one.who} has changed, but belongs to nothing that "
                         f"is captured, and a restart would lose that: {self._remedy([])}"
                     )
             return
@@ -107,7 +124,8 @@ class UndeclaredSearch:
     def _watched(self, found: Undeclared) -> _Frozen:
         tensors = list(tensors_in(found.value)) if _has_tensors(found.value) else []
         self._marks.mark(tensors)
-        return _Frozen(found.who, tuple(weakref.ref(one) for one in tensors))
+        name = found.name if isinstance(found.value, dict | list) else None
+        return _Frozen(found.who, name, tuple(map(weakref.ref, tensors)), contents_of(tensors) if name else ())
 
     def _search(self, returned: Returned) -> list[Undeclared]:
         names = named(namespaces())

@@ -16,6 +16,7 @@ pytest.importorskip("deepspeed")
 
 from ft_plugins.adapters.deepspeed import core, training  # noqa: E402
 from ft_plugins.adapters.deepspeed.clients import EngineClient, EngineClients  # noqa: E402
+from ft_plugins.adapters.deepspeed.continuing import OwnCounters  # noqa: E402
 from ft_plugins.adapters.deepspeed.position import Positions  # noqa: E402
 from ft_plugins.adapters.deepspeed.training import DeepSpeedLoop  # noqa: E402
 from ft_plugins.adapters.schedulers import SchedulerRestore  # noqa: E402
@@ -66,7 +67,8 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     )
     monkeypatch.setattr(training, "attach", lambda *_: session)
     monkeypatch.setattr(training, "replace", lambda *_: None)
-    host = SimpleNamespace(rank=1, restored=True, silent=False, pace=None)
+    host = SimpleNamespace(rank=1, restored=True, silent=False, pace=None, counted=OwnCounters())
+    host.schedule = SchedulerRestore(None)
     monkeypatch.setattr(core, "DeepSpeedHost", lambda *_: host)
     return told
 

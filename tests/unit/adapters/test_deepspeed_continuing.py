@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import islice
 from queue import Queue
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -21,9 +22,11 @@ pytest.importorskip("deepspeed")
 
 from ft_plugins.adapters.deepspeed import core, training  # noqa: E402
 from ft_plugins.adapters.deepspeed.configuration import callers, require_own_loop  # noqa: E402
-from ft_plugins.adapters.deepspeed.continuing import CounterReads  # noqa: E402
+from ft_plugins.adapters.deepspeed.continuing import CounterReads, OwnCounters  # noqa: E402
 from ft_plugins.adapters.deepspeed.position import Positions  # noqa: E402
 from ft_plugins.adapters.deepspeed.training import DeepSpeedLoop  # noqa: E402
+from ft_plugins.adapters.schedulers import SchedulerRestore  # noqa: E402
+from ft_plugins.adapters.script import undeclared_search  # noqa: E402
 from ft_plugins.config import Config  # noqa: E402
 from ft_plugins.errors import ResumeError, UnsupportedError  # noqa: E402
 
@@ -87,23 +90,34 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     monkeypatch.setattr(DataLoader, "__iter__", ITERATE)
     monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda group=None: None)
 
-    def start(restored: int, engine: Any = None, captured: bool = True, positions: Any = None) -> Any:
+    def start(
+        restored: int, engine: Any = None, captured: bool = True, positions: Any = None, versions: Any = None
+    ) -> Any:
+        monkeypatch.setattr(DataLoader, "__iter__", ITERATE)  # not followed for an engine before
         engine = Counting(restored) if engine is None else engine
         begun: list[int] = []
-        host = SimpleNamespace(rank=0, restored=False, silent=False, pace=None, find_tensors=lambda: None)
+        counted = OwnCounters()
+        counted.restored((versions or {}).get(restored), {"train": {"read": restored % EPOCH}})
+        of_host = {"rank": 0, "restored": False, "silent": False, "pace": None, "counted": counted}
+        host = SimpleNamespace(**of_host, find_tensors=lambda: None, schedule=SchedulerRestore(None))
+        ended: dict[int, Any] = {}  # what each version has of the loop
 
         def resume(loaded: int) -> Any:
             host.restored = restored > 0
             engine.global_steps = max(vars(engine)["global_steps"], restored)
             return vars(engine)["global_steps"]
 
-        session = SimpleNamespace(resume=resume, iteration_begin=begun.append, iteration_end=lambda iteration: None)
+        def iteration_end(iteration: int) -> None:
+            ended[iteration] = counted.captured()
+
+        at_the_end = {"iteration_end": iteration_end, "shutdown": lambda: None}
+        session = SimpleNamespace(resume=resume, iteration_begin=begun.append, **at_the_end)
         monkeypatch.setattr(core, "DeepSpeedHost", lambda *args: host)
         monkeypatch.setattr(training, "attach", lambda *args: session)
         config: Any = Config.from_json({"reft": {}} if captured else {"paft": {}})
         loop = DeepSpeedLoop(engine, config, None, positions or Positions(), lambda in_order: None)  # type: ignore[arg-type]
         loop.resume()
-        return SimpleNamespace(engine=engine, begun=begun, loop=loop)
+        return SimpleNamespace(engine=engine, begun=begun, loop=loop, versions=ended)
 
     return start
 
@@ -224,6 +238,208 @@ def test_a_counter_that_was_read_before_it_was_set_says_nothing() -> None:
     assert engine.global_steps == 0
     engine.global_steps = 5
     assert not reads.end()
+
+
+# ---- loops that read where the engine is only to print it ----
+
+
+def printed_by_epochs(engine: Any, batches: Any) -> None:
+    print(engine.global_steps)
+    for _epoch in range(3):
+        for batch in batches:
+            train(engine, batch)
+
+
+def printed_by_steps(engine: Any, batches: Any) -> None:
+    print(engine.global_steps)
+    data, step = cycle(batches), 0
+    while step < STEPS:
+        train(engine, next(data))
+        step += 1
+
+
+def printed_by_a_callback(engine: Any, batches: Any) -> None:
+    state = SimpleNamespace(step=0, seen=engine.global_steps)
+    while True:
+        for batch in batches:
+            train(engine, batch)
+            state.step, state.seen = state.step + 1, engine.global_steps
+            if state.step == STEPS:
+                return
+
+
+def printed_by_a_generator(engine: Any, batches: Any) -> None:
+    print(engine.global_steps)
+
+    def some() -> Iterator[Any]:
+        for _taken in range(STEPS):
+            yield next(data)
+
+    data = cycle(batches)
+    for batch in some():
+        train(engine, batch)
+
+
+def printed_by_a_slice(engine: Any, batches: Any) -> None:
+    print(engine.global_steps)
+    for batch in islice(cycle(batches), STEPS):
+        train(engine, batch)
+
+
+def cycle(batches: Any) -> Iterator[Any]:
+    while True:
+        yield from batches
+
+
+def sliced(engine: Any, batches: Any) -> None:
+    for batch in islice(cycle(batches), STEPS - engine.global_steps):
+        train(engine, batch)
+
+
+def from_the_steps_until_a_break(engine: Any, batches: Any) -> None:
+    step = engine.global_steps
+    for _ in range(step // EPOCH, 100):
+        for batch in batches:
+            train(engine, batch)
+            step += 1
+            if step == 2 * EPOCH + 1:
+                return
+
+
+def once(engine: Any, batches: Any) -> None:
+    print(engine.global_steps)
+    for number, batch in enumerate(batches):  # ends with the batches, whose position is restored
+        train(engine, batch)
+        if number % 2 == 0:
+            print(number)
+
+
+PRINTED = [printed_by_epochs, printed_by_steps, printed_by_a_callback, printed_by_a_generator, printed_by_a_slice]
+
+
+@pytest.mark.parametrize("at", [EPOCH, EPOCH + 2])
+@pytest.mark.parametrize("loop", PRINTED)
+def test_a_loop_that_only_prints_where_the_engine_is_is_refused_by_its_own_counters(
+    start: Callable[..., Any], loop: Loop, at: int
+) -> None:
+    first = start(0)
+    loop(first.engine, loader())
+    job = start(at, versions=first.versions)
+    with pytest.raises(
+        ResumeError, match=f"rank 0: iteration {at} was restored, but the loop does not begin"
+    ) as refused:
+        loop(job.engine, loader())
+    assert "`start = engine.global_steps`" in str(refused.value)
+    assert job.begun == [], "nothing was computed"
+
+
+@pytest.mark.parametrize("at", [1, EPOCH - 1, EPOCH, EPOCH + 1])
+@pytest.mark.parametrize(
+    "loop",
+    [until_the_last_step, over_the_epochs_that_are_left, sliced, from_the_steps_until_a_break, once],
+)
+def test_a_loop_whose_counters_are_where_they_were_goes_on_from_each_iteration_and_twice(
+    start: Callable[..., Any], loop: Loop, at: int
+) -> None:
+    first = start(0)
+    loop(first.engine, loader())
+    versions = first.versions
+    if at not in versions:
+        return  # a single epoch
+    again = start(at, versions=versions)
+    loop(again.engine, loader())
+    assert again.begun[0] == at + 1
+    later = min(again.versions)
+    twice = start(later, versions=again.versions)
+    loop(twice.engine, loader())
+    assert twice.begun[0] == later + 1
+
+
+def evaluating_by_index(engine: Any, batches: Any) -> None:
+    for _ in range(engine.global_steps // EPOCH, STEPS // EPOCH):
+        for number, batch in enumerate(batches):
+            train(engine, batch)
+            if number % 2 == 1:
+                engine.module.eval()
+                engine.module.train()
+
+
+def evaluating_by_own_steps(engine: Any, batches: Any) -> None:
+    step = 0
+    for _ in range(engine.global_steps // EPOCH, STEPS // EPOCH):
+        for batch in batches:
+            train(engine, batch)
+            step += 1
+            if step % 2 == 1:
+                engine.module.eval()
+                engine.module.train()
+
+
+@pytest.mark.parametrize("loop", [evaluating_by_index, evaluating_by_own_steps])
+@pytest.mark.parametrize("at", [EPOCH, EPOCH + 1])
+def test_what_a_loop_decides_by_counters_that_are_not_restored_is_named(
+    start: Callable[..., Any], capsys: pytest.CaptureFixture[str], loop: Loop, at: int
+) -> None:
+    first = start(0)
+    loop(first.engine, loader())
+    job = start(at, versions=first.versions)
+    loop(job.engine, loader())
+    said = capsys.readouterr().err
+    named = loop is evaluating_by_own_steps or at % EPOCH > 0
+    assert said.count("comes at other iterations than without a failure") == named
+    assert job.begun[0] == at + 1
+
+
+def test_plain_epochs_that_are_restored_in_their_first_one_are_right(start: Callable[..., Any]) -> None:
+    first = start(0)
+    printed_by_epochs(first.engine, loader())
+    job = start(2, versions=first.versions)
+    printed_by_epochs(job.engine, loader())
+    assert job.begun[0] == 3
+
+
+def test_a_longer_run_may_be_asked_for_at_a_restart(start: Callable[..., Any]) -> None:
+    def until(engine: Any, total: int) -> None:
+        step = engine.global_steps
+        while step < total:
+            train(engine, torch.ones(2))
+            step += 1
+
+    first = start(0)
+    until(first.engine, STEPS)
+    job = start(5, versions=first.versions)
+    until(job.engine, 2 * STEPS)
+    assert job.begun[-1] == 2 * STEPS
+
+
+def test_a_loop_that_ended_and_begins_again_is_refused(start: Callable[..., Any]) -> None:
+    first = start(0)
+    printed_by_steps(first.engine, loader())
+    first.loop.shutdown()
+    job = start(STEPS, versions=first.versions)
+    with pytest.raises(ResumeError, match=r"`step` in printed_by_steps\(\) is 0"):
+        printed_by_steps(job.engine, loader())
+
+
+def test_a_counter_that_need_not_continue_is_passed_over_by_name(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(undeclared_search, "_ignored", [])
+    first = start(0)
+    printed_by_steps(first.engine, loader())
+    undeclared_search.ignore("step")
+    job = start(3, versions=first.versions)
+    printed_by_steps(job.engine, loader())
+    assert job.begun[0] == 4
+
+
+def test_another_number_of_ranks_may_have_other_epochs(start: Callable[..., Any]) -> None:
+    first = start(0)
+    printed_by_steps(first.engine, loader())
+    resized = {at: {**version, "ranks": 2} for at, version in first.versions.items()}
+    job = start(3, versions=resized)
+    printed_by_steps(job.engine, loader())
+    assert job.begun[0] == 4
 
 
 # ---- batches that are read ahead ----

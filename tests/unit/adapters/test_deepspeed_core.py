@@ -10,7 +10,14 @@ import torch
 
 pytest.importorskip("deepspeed")
 
+from ft_plugins.adapters.deepspeed.continuing import OwnCounters  # noqa: E402
 from ft_plugins.adapters.deepspeed.core import DeepSpeedHost, require_encodable_scheduler  # noqa: E402
+from ft_plugins.adapters.deepspeed.module_modes import (  # noqa: E402
+    ModuleNumbers,
+    read_modes,
+    require_encodable_modes,
+    write_modes,
+)
 from ft_plugins.errors import ResumeError, UnsupportedError  # noqa: E402
 from ft_plugins.snapshot.capture import codec  # noqa: E402
 
@@ -52,7 +59,8 @@ def test_a_scheduler_that_deepspeed_does_not_know_of_is_told_once(
 ) -> None:
     host: Any = DeepSpeedHost.__new__(DeepSpeedHost)
     host.rank, host._positions, host._rates, host._scheduler_reported = 0, None, None, False
-    host.silent, host.pace = False, None
+    host.silent, host.pace, host.counted = False, None, OwnCounters()
+    host._numbers = ModuleNumbers(torch.nn.Module())
     updating = optimizer()
     scheduler = torch.optim.lr_scheduler.MultiStepLR(updating, [2, 3])
     counters = dict.fromkeys(("global_steps", "global_samples", "skipped_steps", "micro_steps"), 0)
@@ -65,7 +73,7 @@ def test_a_scheduler_that_deepspeed_does_not_know_of_is_told_once(
         updating.step()
         scheduler.step()
     assert told[:2] == ["", ""] and told[3] == ""
-    assert ("pass it to deepspeed.initialize" in told[2]) == (not known)
+    assert ("pass a scheduler to deepspeed.initialize" in told[2]) == (not known)
 
 
 def test_a_version_whose_reads_do_not_fit_its_micro_steps_is_not_restored() -> None:
@@ -74,3 +82,47 @@ def test_a_version_whose_reads_do_not_fit_its_micro_steps_is_not_restored() -> N
     small = {"pace": {"read": 2, "computed": 1, "proven": False}, "counters": {"global_steps": 1}}
     with pytest.raises(ResumeError, match="rank 2: iteration 1 cannot be restored: it read 2 batches for 1 micro"):
         host.restore(small)
+
+
+class Counted(torch.nn.Module):
+    """A module with extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Any = 0
+
+    def get_extra_state(self) -> Any:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = state["calls"]
+
+
+def test_layers_that_were_unfrozen_or_put_into_evaluation_in_training_are_so_again() -> None:
+    trained, again = (torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2), Counted()) for _ in range(2))
+    for one in (trained, again):
+        one[0].requires_grad_(False)  # as the script builds it
+    trained[0].requires_grad_(True)
+    trained[1].eval()
+    trained[2].calls = 7
+    write_modes(again, codec.decode(codec.encode(read_modes(trained))))
+    assert all(one.requires_grad for one in again.parameters())
+    assert again.training and not again[1].training and again[2].calls == 7
+
+
+def test_a_number_of_a_module_that_changes_in_training_is_restored() -> None:
+    trained, again = (torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.1)) for _ in range(2))
+    numbers, others = ModuleNumbers(trained), ModuleNumbers(again)
+    assert numbers.changed() == {}
+    trained[1].p, trained.tau = 0.05, 3
+    trained.eval()
+    assert numbers.changed() == {"": {"tau": 3}, "1": {"p": 0.05}}
+    others.restore(codec.decode(codec.encode(numbers.changed())))
+    assert again[1].p == 0.05 and again.tau == 3 and again.training and others.changed() == numbers.changed()
+
+
+def test_a_module_whose_extra_state_cannot_be_captured_is_named() -> None:
+    module = torch.nn.Sequential(Counted())
+    module[0].calls = {1, 2}
+    with pytest.raises(UnsupportedError, match=r"rank 2: the extra state of '0' \(Counted\) cannot be captured"):
+        require_encodable_modes(module, 2)

@@ -104,6 +104,26 @@ def test_a_frozen_module_is_listed_once_and_named_as_soon_as_it_changes(
     assert capsys.readouterr().out.count("not captured, because") == (from_step > 1)
 
 
+@pytest.mark.parametrize("changes", [True, False])
+def test_an_average_in_a_dict_that_is_filled_in_training_is_named_as_soon_as_its_tensors_are_others(
+    changes: bool,
+) -> None:
+    small = Given()
+    ema: dict[str, torch.Tensor] = {}
+
+    def body(step: int) -> None:
+        small.iterate()
+        for name, one in small.model.named_parameters():
+            mean = ema[name] * 0.9 + one.detach() * 0.1 if name in ema and changes else one.detach().clone()
+            ema[name] = mean if changes or name not in ema else ema[name].clone()
+
+    if changes:
+        with pytest.raises(StateChangedError, match=r"iteration 2: 'ema' \(dict, a variable of .*\) has changed"):
+            small.run(body)
+    else:
+        small.run(body)
+
+
 def test_what_may_matter_is_listed_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     small = Given()
     noise, teacher = torch.Generator(), copy.deepcopy(small.model).requires_grad_(False).eval()

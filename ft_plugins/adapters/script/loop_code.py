@@ -1,0 +1,129 @@
+"""What decides how far a loop of a script goes: the expressions of its code that count it or end it. Pure.
+
+    for epoch in range(start, epochs):      counts by `epoch`; bounded by `start`, `epochs`
+        for inputs in loader: ...           counts by `inputs`, a tensor; bounded by `loader`
+    while self.step < total:                ends by `self.step`, `total`
+        if best.age > patience: break       ends by `best.age`, `patience`
+
+        if number % 100 == 0: evaluate()    decides by `number`, which does not end it
+
+Invariant: a target of a `for` whose next element is only being fetched has a value of the element before, so it does
+not count. An `if` ends a loop if it leaves it, skips the rest of its body, or sets a flag.
+
+In: a module's syntax tree, the line at which a function of it is. Out: `LoopCode`.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+_LEAVING = (ast.Break, ast.Continue, ast.Return, ast.Raise)
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+_LOOPS = (ast.For, ast.AsyncFor, ast.While)
+_OVER_ALL = ("enumerate", "iter", "tqdm", "zip")  # functions whose loop ends with the data that they receive
+
+
+@dataclass(frozen=True)
+class LoopCode:
+    """Expressions of all loops around a line, as the script writes them. `bounds`: of what is iterated, literal numbers
+    included. `deciding`: of other `if`s. `indices`: of them, what `enumerate` counts from zero, as it is fetching."""
+
+    counters: tuple[str, ...] = ()
+    bounds: tuple[str, ...] = ()
+    deciding: tuple[str, ...] = ()
+    indices: tuple[str, ...] = ()
+
+
+def loops_around(tree: ast.Module, line: int) -> LoopCode:
+    """The loops that a function is in, when it executes `line`."""
+    loops = _path(tree, line)
+    inside = [loop for loop in loops if isinstance(loop, ast.While) or line >= loop.body[0].lineno]
+    targets = [name for loop in inside for name in _targets(loop)]
+    stale = {name for loop in loops for one in ast.walk(loop) for name in _targets(one)} - {*targets}
+    counters = targets + [text for loop in loops for text in _ending(loop) if text not in stale]
+    bounds = [text for loop in loops if isinstance(loop, ast.For | ast.AsyncFor) for text in _bounds(loop.iter)]
+    tested = [text for loop in loops for test, ends in _tests(loop) if not ends for text in _values(test)]
+    deciding = [text for text in tested if text not in stale and text not in counters]
+    fetching = {name for loop in loops if loop not in inside and _counts(loop) for name in _targets(loop)}
+    indices = [text for text in tested if text in fetching]
+    return LoopCode(*(tuple(dict.fromkeys(found)) for found in (counters, bounds, deciding, indices)))
+
+
+def _path(tree: ast.Module, line: int) -> list[ast.For | ast.AsyncFor | ast.While]:
+    """The loops around a line within one function, outermost first."""
+    loops: list[ast.For | ast.AsyncFor | ast.While] = []
+    node: ast.AST | None = tree
+    while node is not None:
+        if isinstance(node, _SCOPES):
+            loops = []
+        elif isinstance(node, _LOOPS) and line <= (node.body[-1].end_lineno or line):  # else in its `else`
+            loops.append(node)
+        node = next((one for one in _statements(node) if one.lineno <= line <= (one.end_lineno or line)), None)
+    return loops
+
+
+def _statements(node: ast.AST) -> Iterator[ast.stmt | ast.excepthandler]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.stmt | ast.excepthandler):
+            yield child
+        elif isinstance(child, ast.match_case):
+            yield from child.body
+
+
+def _targets(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.For | ast.AsyncFor):
+        yield from (one.id for one in ast.walk(node.target) if isinstance(one, ast.Name))
+
+
+def _ending(loop: ast.For | ast.AsyncFor | ast.While) -> Iterator[str]:
+    if isinstance(loop, ast.While):
+        yield from _values(loop.test)
+    for test, ends in _tests(loop):
+        if ends:
+            yield from _values(test)
+
+
+def _tests(loop: ast.For | ast.AsyncFor | ast.While) -> Iterator[tuple[ast.expr, bool]]:
+    """What each `if` in a loop tests, and whether that ends the loop."""
+    for node in _same_scope(loop.body):
+        if isinstance(node, ast.If):
+            yield node.test, any(map(_leaves, _same_scope([*node.body, *node.orelse])))
+
+
+def _counts(loop: ast.For | ast.AsyncFor | ast.While) -> bool:
+    """Whether it is `for ... in enumerate(...)` from zero."""
+    call = None if isinstance(loop, ast.While) else loop.iter
+    if not isinstance(call, ast.Call) or ast.unparse(call.func) != "enumerate":
+        return False
+    return len(call.args) + len(call.keywords) == 1
+
+
+def _same_scope(statements: Sequence[ast.AST]) -> Iterator[ast.AST]:
+    """All nodes of these statements but those of functions that are defined in them."""
+    for statement in statements:
+        if not isinstance(statement, _SCOPES):
+            yield statement
+            yield from _same_scope(list(ast.iter_child_nodes(statement)))
+
+
+def _leaves(node: ast.AST) -> bool:
+    if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+        return isinstance(node.value.value, bool)
+    return isinstance(node, _LEAVING)
+
+
+def _values(expression: ast.AST) -> Iterator[str]:
+    """The variables, attributes and elements in an expression."""
+    for node in ast.walk(expression):
+        if isinstance(node, ast.Name | ast.Attribute | ast.Subscript):
+            yield ast.unparse(node)
+
+
+def _bounds(iterable: ast.expr) -> Iterator[str]:
+    yield from _values(iterable)
+    if isinstance(iterable, ast.Call) and ast.unparse(iterable.func).split(".")[-1] not in _OVER_ALL:
+        for node in ast.walk(iterable):
+            if isinstance(node, ast.Constant) and type(node.value) is int:
+                yield ast.unparse(node)

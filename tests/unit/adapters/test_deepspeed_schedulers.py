@@ -1,0 +1,183 @@
+"""A scheduler that adds what it loads, as Megatron-DeepSpeed's does, is restored once, whoever else loads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("deepspeed")
+
+from ft_plugins.adapters.deepspeed import core, training  # noqa: E402
+from ft_plugins.adapters.deepspeed.continuing import OwnCounters  # noqa: E402
+from ft_plugins.adapters.deepspeed.position import Positions  # noqa: E402
+from ft_plugins.adapters.deepspeed.training import DeepSpeedLoop  # noqa: E402
+from ft_plugins.adapters.schedulers import SchedulerRestore, own_schedulers, restore_own  # noqa: E402
+from ft_plugins.config import Config  # noqa: E402
+from ft_plugins.errors import ResumeError  # noqa: E402
+
+
+class Adding:
+    """`load_state_dict` takes so many steps more."""
+
+    def __init__(self) -> None:
+        self.num_steps, self.rates = 0, [0.0]
+
+    def step(self, increment: int = 1) -> None:
+        self.num_steps += increment
+        self.rates = [0.1 * self.num_steps]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_steps": self.num_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step(increment=state["num_steps"])
+
+
+class Engine:
+    """An engine of one update per step, whose own checkpoint is of iteration `stored`, None for none."""
+
+    def __init__(self, stored: int | None) -> None:
+        self.module, self.lr_scheduler, self.stored = torch.nn.Linear(1, 1), Adding(), stored
+        self.global_steps = self.global_samples = self.micro_steps = 0
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.module(batch)
+
+    def step(self) -> None: ...
+
+    def load_checkpoint(self) -> tuple[str | None, dict[str, int]]:
+        if self.stored is None:
+            return None, {}
+        self.lr_scheduler.load_state_dict({"num_steps": self.stored})
+        self.global_steps = self.stored
+        return "path", {"iteration": self.stored}
+
+
+@pytest.fixture
+def restarted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """A restarted job with a version of iteration `memory`, 0 for none, and a checkpoint of iteration `stored`."""
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda group=None: None)
+
+    def restart(memory: int, stored: int | None) -> Any:
+        engine = Engine(stored)
+        schedule = SchedulerRestore(engine.lr_scheduler)
+        host = SimpleNamespace(rank=3, restored=False, silent=False, pace=None, counted=OwnCounters())
+        host.schedule, host.find_tensors = schedule, lambda: setattr(host, "restored", False)
+
+        def resume(loaded: int) -> int:
+            if not memory or memory < loaded:
+                return loaded
+            host.restored, engine.global_steps = True, memory
+            schedule.load({"num_steps": memory}, 3)
+            return memory
+
+        session = SimpleNamespace(resume=resume, iteration_begin=lambda iteration: None)
+        monkeypatch.setattr(core, "DeepSpeedHost", lambda *args: host)
+        monkeypatch.setattr(training, "attach", lambda *args: session)
+        config: Any = Config.from_json({"reft": {}})
+        loop = DeepSpeedLoop(engine, config, None, Positions(), lambda in_order: None)  # type: ignore[arg-type]
+        loop.resume()
+        return engine
+
+    return restart
+
+
+@pytest.mark.parametrize("memory", [0, 5, 7])
+@pytest.mark.parametrize("stored", [None, 5, 9])
+@pytest.mark.parametrize("loads", [0, 1, 2])
+def test_the_larger_iteration_wins_and_is_restored_once(
+    restarted: Callable[..., Any], memory: int, stored: int | None, loads: int
+) -> None:
+    engine = restarted(memory, stored)
+    for _ in range(loads):
+        engine.load_checkpoint()
+    wins = max(memory, (stored or 0) if loads else 0)
+    assert engine.global_steps == wins
+    assert engine.lr_scheduler.state_dict() == {"num_steps": wins}
+    assert engine.lr_scheduler.rates == [pytest.approx(0.1 * wins)]
+    engine.forward(torch.ones(1))
+    assert engine.lr_scheduler.num_steps == wins
+
+
+@pytest.mark.parametrize("change", ["load_state_dict", "step"])
+def test_a_script_that_loads_or_steps_it_after_the_restore_is_refused(
+    restarted: Callable[..., Any], change: str
+) -> None:
+    engine = restarted(7, 5)
+    engine.load_checkpoint()
+    assert engine.global_steps == 7
+    if change == "step":
+        engine.lr_scheduler.step()
+    else:
+        engine.lr_scheduler.load_state_dict({"num_steps": 5})
+    with pytest.raises(
+        ResumeError, match="rank 3: the learning rate scheduler Adding was changed after it was"
+    ) as error:
+        engine.forward(torch.ones(1))
+    became = 8 if change == "step" else 12
+    assert f"{{'num_steps': 7}} became {{'num_steps': {became}}}" in str(error.value)
+
+
+def test_a_scheduler_that_does_not_take_its_state_is_refused() -> None:
+    class Deaf(Adding):
+        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    with pytest.raises(ResumeError, match="rank 0: the learning rate scheduler Deaf cannot be restored"):
+        SchedulerRestore(Deaf()).load({"num_steps": 3}, 0)
+
+
+@pytest.mark.parametrize("kind", ["cosine", "plateau", "sequence", "warmup"])
+def test_schedulers_of_torch_and_deepspeed_are_restored_as_often_as_one_likes(kind: str) -> None:
+    from deepspeed.runtime.lr_schedules import WarmupDecayLR
+    from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, ExponentialLR, ReduceLROnPlateau, SequentialLR
+
+    def built() -> tuple[Any, Any]:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 1.0)
+        optimizer.step()
+        match kind:
+            case "cosine":
+                return optimizer, CosineAnnealingLR(optimizer, 9)
+            case "plateau":
+                return optimizer, ReduceLROnPlateau(optimizer, patience=0)
+            case "sequence":
+                return optimizer, SequentialLR(optimizer, [ConstantLR(optimizer), ExponentialLR(optimizer, 0.5)], [2])
+        return optimizer, WarmupDecayLR(optimizer, 9)
+
+    def step(scheduler: Any) -> None:
+        scheduler.step(1.0) if kind == "plateau" else scheduler.step()
+
+    trained, lost = built()
+    for _ in range(4):
+        step(lost)
+    optimizer, scheduler = built()
+    schedule = SchedulerRestore(scheduler)
+    for _ in range(2):
+        schedule.load(lost.state_dict(), 0)
+        for to, source in zip(optimizer.param_groups, trained.param_groups, strict=True):
+            to["lr"] = source["lr"]
+    schedule.require_unchanged(0)
+    for _ in range(3):
+        step(lost), step(scheduler)
+        assert [group["lr"] for group in optimizer.param_groups] == [group["lr"] for group in trained.param_groups]
+
+
+def test_a_scheduler_that_the_script_steps_itself_is_found_and_restored() -> None:
+    def built() -> tuple[Any, Any]:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 1.0)
+        return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9)
+
+    (trained, lost), (optimizer, again) = built(), built()
+    assert own_schedulers(trained) == {"CosineAnnealingLR": lost}
+    for _ in range(3):
+        trained.step()
+        lost.step()
+    restore_own(optimizer, {"CosineAnnealingLR": lost.state_dict()}, 0)
+    assert again.last_epoch == 3 and again.state_dict() == lost.state_dict()
+    other = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
+    assert own_schedulers(optimizer) == {} and other, "which one is not known"
+    with pytest.raises(ResumeError, match="rank 4: the captured job stepped a CosineAnnealingLR of its own"):
+        restore_own(optimizer, {"CosineAnnealingLR": lost.state_dict()}, 4)

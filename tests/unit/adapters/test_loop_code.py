@@ -1,0 +1,149 @@
+"""What counts and ends a script's loops is read from its code, and its values from the stack."""
+
+from __future__ import annotations
+
+import ast
+from textwrap import dedent
+from types import SimpleNamespace
+
+import pytest
+
+from ft_plugins.adapters.script.loop_code import LoopCode, loops_around
+from ft_plugins.adapters.script.loop_counters import LoopCounters, decided_otherwise, loop_counters, not_continued
+
+
+def at_the_mark(source: str) -> LoopCode:
+    """The loops around the line that has the comment HERE."""
+    source = dedent(source)
+    line = next(number for number, text in enumerate(source.splitlines(), 1) if "HERE" in text)
+    return loops_around(ast.parse(source), line)
+
+
+@pytest.mark.parametrize(
+    ("source", "counters", "bounds", "deciding"),
+    [
+        ("train()  # HERE", (), (), ()),
+        ("for epoch in range(first, 3):\n    train()  # HERE", ("epoch",), ("range", "first", "3"), ()),
+        ("for number, batch in enumerate(loader, 1):  # HERE\n    train()", (), ("enumerate", "loader"), ()),
+        (
+            "while self.step < total['all']:\n    train()  # HERE",
+            ("self.step", "total['all']", "self", "total"),
+            (),
+            (),
+        ),
+        (
+            "for _ in endless():\n    if age > most:\n        break\n    train()  # HERE",
+            ("_", "age", "most"),
+            ("endless",),
+            (),
+        ),
+        ("while True:\n    if step == 9:\n        done = True\n    train()  # HERE", ("step",), (), ()),
+        ("while True:\n    if step % 9 == 0:\n        print(step)\n    train()  # HERE", (), (), ("step",)),
+        ("while a:\n    pass\nelse:\n    train()  # HERE", (), (), ()),
+        ("for i in x:\n    def inner():\n        train()  # HERE", (), (), ()),
+        (
+            "def f():\n    with a:\n        try:\n            while b: g()  # HERE\n        finally: pass",
+            ("b",),
+            (),
+            (),
+        ),
+        ("match a:\n    case 1:\n        while b:\n            train()  # HERE", ("b",), (), ()),
+        ("while a:\n    try:\n        pass\n    except E:\n        train()  # HERE", ("a",), (), ()),
+    ],
+)
+def test_the_expressions_that_count_and_bound_the_loops_around_a_line(
+    source: str, counters: tuple[str, ...], bounds: tuple[str, ...], deciding: tuple[str, ...]
+) -> None:
+    assert at_the_mark(source) == LoopCode(counters, bounds, deciding)
+
+
+def test_a_target_whose_next_element_is_being_fetched_does_not_count() -> None:
+    source = """
+        for epoch in range(3):
+            for number, batch in enumerate(loader):{here}
+                if epoch * size + number < start: continue
+                train(){there}
+    """
+    fetching = at_the_mark(source.format(here="  # HERE", there=""))
+    training = at_the_mark(source.format(here="", there="  # HERE"))
+    assert "number" not in fetching.counters and {"epoch", "size", "start"} <= {*fetching.counters}
+    assert {"epoch", "number", "batch"} <= {*training.counters}
+
+
+def test_integers_are_read_from_variables_attributes_and_elements_and_nothing_is_called() -> None:
+    class Trap:
+        @property
+        def step(self) -> int:
+            raise AssertionError("called")
+
+    state, trap, own, done = {"step": 5}, Trap(), SimpleNamespace(age=7), False
+    seen = LoopCounters()
+    while state["step"] < 6 and own.age < 8 and not done and (own.age or trap.step):
+        seen = loop_counters()
+        state["step"] += 1
+    name = "test_integers_are_read_from_variables_attributes_and_elements_and_nothing_is_called()"
+    assert seen == LoopCounters({f"`state['step']` in {name}": 5, f"`own.age` in {name}": 7})
+
+
+FIRST = LoopCounters({"`step`": 0, "`total`": 9}, {"`n`": 9}, {"`age`": 0})
+VERSION = LoopCounters({"`step`": 4, "`total`": 9}, {"`n`": 9}, {"`age`": 3}, {"`number`": 2})
+
+
+@pytest.mark.parametrize(
+    ("now", "ended", "why"),
+    [
+        (LoopCounters({"`step`": 4, "`total`": 9}), False, None),
+        (LoopCounters({"`step`": 4, "`total`": 20}), False, None),
+        (LoopCounters({"`step`": 0, "`total`": 9}), False, "`step` is 0, and was 4 when that version was captured"),
+        (LoopCounters({"`step`": 3, "`total`": 9}), False, "`step` is 3, and was 4 when that version was captured"),
+        (LoopCounters({"`step`": 5}), True, None),  # the version has the counter of its last iteration
+        (LoopCounters({"`step`": 0}), True, "`step` is 0, and was 4 when that version was captured"),
+        (LoopCounters({}, {"`n`": 9}), False, "it runs as often as at the job's start (`n`), and has no counter"),
+        (LoopCounters({}, {"`n`": 5}), False, None),
+        (LoopCounters(), False, None),
+    ],
+)
+def test_counters_that_have_moved_must_be_where_they_were(now: LoopCounters, ended: bool, why: str | None) -> None:
+    assert not_continued(FIRST, VERSION, now, ended) == why
+
+
+@pytest.mark.parametrize(
+    ("age", "within", "what"),
+    [
+        (3, False, None),
+        (0, False, "`age` is 0, and was 3 when that version was captured"),
+        (3, True, "`number` begins at 0, and was 2 when that version was captured"),
+        (0, True, "`age` is 0, and was 3 when that version was captured; `number` begins at 0, and was 2 when that "
+        "version was captured"),
+    ],
+)  # fmt: skip
+def test_what_decides_something_in_the_loop_is_named(age: int, within: bool, what: str | None) -> None:
+    now = LoopCounters({"`step`": 4}, {}, {"`age`": age})
+    assert decided_otherwise(FIRST, VERSION, now, within) == what
+    assert decided_otherwise(FIRST, VERSION, now, within, ignored={"age", "number"}) is None
+
+
+def test_a_counter_is_passed_over_by_its_name() -> None:
+    first, version = (LoopCounters({"`step` in train()": value}) for value in (0, 4))
+    assert not_continued(first, version, first) is not None
+    assert not_continued(first, version, first, ignored={"step"}) is None
+
+
+@pytest.mark.parametrize(
+    ("head", "body", "indices"),
+    [
+        ("number, batch in enumerate(loader)", "if (number + 1) % 3 == 0: evaluate()", ("number",)),
+        (
+            "number, batch in enumerate(loader, first)",
+            "if (number + 1) % 3 == 0: evaluate()",
+            (),
+        ),  # the script's matter
+        ("number, batch in enumerate(loader)", "print(number)", ()),
+        ("batch in loader", "if batch: evaluate()", ()),
+    ],
+)
+def test_an_index_that_begins_at_zero_again_counts_if_something_is_decided_by_it(
+    head: str, body: str, indices: tuple[str, ...]
+) -> None:
+    code = at_the_mark(f"for epoch in epochs:\n    for {head}:  # HERE\n        {body}\n")
+    assert (code.counters, code.indices) == (("epoch",), indices)
