@@ -31,7 +31,7 @@ from . import connections, protocol
 from .channel import Buffer, Channel, Party
 from .connections import RejectedConnections
 from .dial import ADMITTED, CUT_OFF, Dialer
-from .door import Door, DoorLimits
+from .door import Door, DoorLimits, listen
 from .frame_codec import FRAME_LIMIT, PAYLOAD_LIMIT, PLAIN, FrameBounds, Message, Received
 from .framed import PART_SECONDS, EndedError, FramedSocket, limit_in_kernel
 from .loop import Loop
@@ -263,17 +263,7 @@ class Server:
         self._handle = handle
         self._events = events
         self._closing = False
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((address, port))
-            listener.listen(512)
-        except OSError as error:
-            listener.close()
-            raise ConfigError(
-                f"the SMP cannot listen on {address}:{port} ({error.strerror}); choose another --ftp-interface"
-            ) from error
+        listener = listen(address, port, "the SMP")
         self.endpoint: tuple[str, int] = (address, int(listener.getsockname()[1]))
         self._rejected = RejectedConnections(events)
         places = connections.places(_CONNECTIONS, _OTHERS)

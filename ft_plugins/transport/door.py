@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import ipaddress
 import math
+import os
 import socket
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..errors import FtError, ProtocolError
+from ..errors import ConfigError, FtError, ProtocolError
 from . import protocol
 from .channel import Channel, Party, ServerHandshake
 from .connections import RejectedConnections
@@ -59,6 +60,18 @@ def crowd_of(address: str) -> str:
     if parsed.ipv4_mapped:
         return str(parsed.ipv4_mapped)
     return str(ipaddress.ip_network((int(parsed), _NETWORK_BITS), strict=False))
+
+
+def listen(address: str, port: int, who: str) -> socket.socket:
+    """A socket that listens on `address` and `port` (0: any). Raises ConfigError, about `who`, if the system
+    refuses."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        return socket.create_server((address, port), family=family, backlog=512)
+    except OSError as error:
+        raise ConfigError(
+            f"{who} cannot listen on {address}:{port} ({os.strerror(error.errno or 0)}); choose another --ftp-interface"
+        ) from error
 
 
 @dataclass(eq=False)
