@@ -180,7 +180,14 @@ def unnoticed(name: str, count: int = SAMPLE) -> tuple[list[Mutant], int]:
 
 def main(names: list[str]) -> int:
     """Print what was not noticed. Returns 1 if it is too much of any module."""
-    import torch  # noqa: F401  # once, for all forked processes
+    for each in (
+        "torch",
+        "torch.distributed.elastic.agent.server.api",
+        "hypothesis.strategies",
+        "pydantic",
+        "xdist.dsession",
+    ):
+        importlib.import_module(each)  # once, for all forked processes; nothing of ft_plugins, which is to be changed
 
     weak = []
     for name in names or MODULES:
