@@ -39,6 +39,7 @@ def at_the_mark(source: str) -> LoopCode:
         ),
         ("while True:\n    if step == 9:\n        done = True\n    train()  # HERE", ("step",), (), ()),
         ("while True:\n    if step % 9 == 0:\n        print(step)\n    train()  # HERE", (), (), ("step",)),
+        ("while True:\n    train()  # HERE\n    self.seen += 1", (), (), ("self.seen",)),
         ("while a:\n    pass\nelse:\n    train()  # HERE", (), (), ()),
         ("for i in x:\n    def inner():\n        train()  # HERE", (), (), ()),
         (
