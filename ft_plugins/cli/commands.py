@@ -31,7 +31,6 @@ from ..smp.serve import leftovers
 from ..smp.watch import liveness
 from . import status_command
 from .plan_command import plan_app
-from .rehearse_command import rehearse
 from .status_command import known_jobs
 from .status_facts import ASK_SECONDS, run_directories
 
@@ -183,7 +182,6 @@ def config(
 
 
 app.add_typer(plan_app, name="plan")
-app.command(context_settings=_ANY_FLAGS)(rehearse)
 
 
 def _console() -> Console:
@@ -288,3 +286,41 @@ def _events(job: str | None, files: list[Path]) -> list[Event]:
         known = ", ".join(sorted({folder.parent.name for folder in run_directories(None, None)})) or "none"
         raise ConfigError(f"{f'no job {job!r} is known here' if job else 'name the job'}; known here: {known}")
     return [event for folder in folders for event in read(folder / "events.jsonl")]
+
+
+# ---- rehearse ----
+
+
+@app.command(context_settings=_ANY_FLAGS)
+def rehearse(
+    context: typer.Context,
+    iterations: Annotated[int, typer.Option(min=3, help="iterations of each run")] = 12,
+    kill: Annotated[str, typer.Option(help="iterations to kill in, such as 5,6; by default in the middle")] = "",
+    nodes: Annotated[
+        int, typer.Option(min=1, max=2, help="2: on two emulated nodes, of which one is lost with its memory")
+    ] = 1,
+    out: Annotated[Path, typer.Option(help="folder for logs and transcripts")] = Path("rehearsal-out"),
+    patience: Annotated[float, typer.Option(min=1, help="abort a run after this many seconds without progress")] = 600,
+    as_json: Annotated[bool, typer.Option("--json", help="print the outcome as JSON")] = False,
+) -> None:
+    """Run a job's own command twice, unfailed and killed, and compare every iteration: -- ft-run ... script.py ..."""
+    from ..rehearse.display import LineDisplay, display_on  # slow: imports torch
+    from ..rehearse.driver import raising_signals
+    from ..rehearse.rehearsal import plan_rehearsal, report
+    from ..rehearse.rehearsal import rehearse as run
+
+    try:
+        kills = [int(part) for part in kill.split(",") if part]
+    except ValueError as error:
+        raise ConfigError(f"--kill {kill}: expected iterations such as 5,6") from error
+    plan = plan_rehearsal(context.args, out.resolve(), iterations, kills, nodes, patience)
+    console = Console(stderr=as_json)
+    display = LineDisplay(console, 0) if as_json else display_on(console, 0)
+    try:
+        with raising_signals():  # so that a rehearsal that is stopped leaves no job behind
+            outcome = run(plan, display)
+    finally:
+        display.close()
+    print(outcome.json() if as_json else report(outcome))
+    if not outcome.exact:
+        raise typer.Exit(1)

@@ -17,7 +17,7 @@ import typer
 from ..config import Config
 from ..errors import ConfigError
 from ..planner.survival import columns, demand
-from ..snapshot.segment.room import SHM, SPARE, MemoryLimit, memory_limits, sizes_text
+from ..snapshot.segment.paths import SHM, SPARE, MemoryLimit, memory_limits, sizes_text
 from ..systems.reft.dry_claim import ORDER, DryClaim, DryJob, NodeClaim, block_of, plan_claim, smaller_claims
 
 GIB = float(1 << 30)
@@ -197,5 +197,3 @@ def _more(claim: NodeClaim, fits: bool) -> Iterator[str]:
         )
         if not fits:
             yield "    not all of that fits: the job then goes on with fewer slots (see --reft-slots)"
-
-

@@ -39,7 +39,7 @@ from ..transport.framed import FramedSocket
 from ..transport.loop import Loop
 from ..transport.own_address import IDENTITY, host_identity, known_apart, only_local, towards_peer
 from .operations import RankPlace, place_of
-from .rank_links import RankLink
+from .switch import RankLink
 
 NONCE = 32  # bytes
 _ENTRY_HEAD = 2 + IDENTITY  # bytes: port, host

@@ -23,7 +23,7 @@ from pathlib import Path, PurePath
 from ..config import run_root
 from ..errors import BusyError, ConfigError
 from ..smp.watch import liveness
-from ..transport.wire import read_secret
+from ..transport.calls import read_secret
 
 NAME_LIMIT = 40  # characters; job and node together are part of a socket's path (107 bytes)
 _DIGEST = 10

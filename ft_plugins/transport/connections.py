@@ -1,21 +1,19 @@
-"""Bound the connections of a server: limit their number, let idle ones make room, limit events about rejected ones.
+"""Bound the connections of a server: how many there may be, and how often events report rejected ones.
 
 Invariant: connections never take the last RESERVE descriptors of a process, which are for segments, locks, logs and
-child processes. A connection makes room only between requests, never while a request is received, carried out or
-answered. A flood of rejected connections costs one event a minute, of bounded size; the first is reported at once.
+child processes. A flood of rejected connections costs one event a minute, of bounded size; the first is reported at
+once.
 
-In: the limits of the process; connections, each with a name. Out: admitted connections; `peer.rejected` events.
+In: the limits of the process; rejected connections. Out: the number of places; `peer.rejected` events.
 """
 
 from __future__ import annotations
 
 import contextlib
 import resource
-import socket
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass
 
 from ..events import Events, catalogue
 from .protocol import legible
@@ -50,71 +48,6 @@ def places(wanted: int, others: int = 0) -> int:
 
 def _number(limit: int) -> int:
     return ENOUGH if limit == resource.RLIM_INFINITY else limit
-
-
-@dataclass(eq=False)
-class OpenConnection:
-    """A connection of a server."""
-
-    connection: socket.socket
-    name: str  # of the peer's node; one name for all connections on a local socket
-    busy: bool = False
-
-
-class Connections:
-    """The open connections of one server, for all of its threads.
-
-    If there are too many, an idle one makes room: the longest idle one of the same name, or, if that name has none, the
-    longest idle of all. Its peer connects again at its next request.
-    """
-
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self._open: dict[OpenConnection, None] = {}  # the longest idle comes first
-        self._changed = threading.Condition()
-
-    def take(self, connection: socket.socket, name: str, seconds: float | None = 0.0) -> OpenConnection | None:
-        """Admit `connection`; None if all others stay busy for `seconds` (None: no limit)."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._room(name), seconds):
-                return None
-            admitted = OpenConnection(connection, name)
-            self._open[admitted] = None
-            return admitted
-
-    def _room(self, name: str) -> bool:
-        """Make room for one more by closing an idle connection, if necessary; whether there is room."""
-        if len(self._open) < self.most:
-            return True
-        idle = [each for each in self._open if not each.busy]
-        oldest = next((each for each in idle if each.name == name), idle[0] if idle else None)
-        if oldest is None:
-            return False
-        del self._open[oldest]
-        with contextlib.suppress(OSError):  # its peer has just hung up
-            oldest.connection.shutdown(socket.SHUT_RDWR)  # wakes its thread, which closes it
-        return True
-
-    def begin(self, admitted: OpenConnection) -> bool:
-        """Mark the connection busy, before a request is received. False: it had to make room, so receive nothing."""
-        with self._changed:
-            admitted.busy = True
-            return admitted in self._open
-
-    def rest(self, admitted: OpenConnection) -> None:
-        """Mark the connection idle: the request has been answered."""
-        with self._changed:
-            admitted.busy = False
-            if admitted in self._open:
-                del self._open[admitted]
-                self._open[admitted] = None
-            self._changed.notify()
-
-    def leave(self, admitted: OpenConnection) -> None:
-        """Remove the connection, before it is closed. Idempotent."""
-        with self._changed:
-            self._open.pop(admitted, None)
-            self._changed.notify()
 
 
 class RejectedConnections:

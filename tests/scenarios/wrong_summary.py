@@ -10,8 +10,8 @@ from ft_plugins.smp.tree.agreement import Summary
 from ft_plugins.smp.tree.tree_member import TreeLink
 from ft_plugins.smp.tree.tree_messages import packed_summary
 from ft_plugins.snapshot.segment.slots import Version
+from ft_plugins.transport.calls import PURPOSE, Peer
 from ft_plugins.transport.channel import Party
-from ft_plugins.transport.wire import PURPOSE, Peer
 
 SECONDS = 30.0
 

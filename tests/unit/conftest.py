@@ -23,8 +23,7 @@ from ft_plugins.events import Event, read
 from ft_plugins.smp.serve.client import Client, ensure
 from ft_plugins.smp.watch import liveness
 from ft_plugins.snapshot.segment import header, segment, segment_file, slot_header
-from ft_plugins.snapshot.segment.paths import path_of
-from ft_plugins.snapshot.segment.room import SHM
+from ft_plugins.snapshot.segment.paths import SHM, path_of
 from harness.gang import gang
 from harness.job_control import wait_until_gone
 

@@ -24,7 +24,7 @@ from ft_plugins.config import deepspeed_json, keys
 from ft_plugins.events import catalogue
 from ft_plugins.launcher import command
 from ft_plugins.sync.layers.layer_profile import LayerProfile, LayerTimes, write_profile
-from ft_plugins.transport.wire import read_secret
+from ft_plugins.transport.calls import read_secret
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -32,7 +32,7 @@ from ...errors import ReplicaError, UnsupportedError
 from .. import rng
 from ..host_parts import StateItem
 from ..script.script_hooks import wrap
-from .refusals import cuda_graphs
+from .support import cuda_graphs
 
 _SCHEDULES = (
     *("forward_backward_no_pipelining", "forward_backward_pipelining_with_interleaving"),

@@ -43,7 +43,7 @@ from ...session import Session, attach
 from ..forward_edges import Saving
 from ..script.script_hooks import replace_in_megatron as replace
 from .arguments import resolve
-from .refusals import REMEDY, of_arguments
+from .support import REMEDY, of_arguments
 
 _COUNTERS = ("iteration", "consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
 _HEAD_BYTES = 1 << 20

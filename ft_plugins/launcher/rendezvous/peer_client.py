@@ -9,17 +9,16 @@ authenticate.
 
 from __future__ import annotations
 
-import select
-import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ...errors import ConfigError, ProtocolError
+from ...transport.calls import Caller
 from ...transport.channel import Party
-from ...transport.dial import CUT_OFF, Dialer, ForeignPeerError
+from ...transport.dial import ForeignPeerError
 from ...transport.frame_codec import Message
-from ...transport.framed import FramedSocket
 from .endpoint import Endpoint
 
 PURPOSE = "rendezvous"
@@ -49,62 +48,50 @@ class PeerConnection:
     """A connection to another node. Any failure to get a reply ends it and raises ConnectionError."""
 
     def __init__(self, endpoint: str, seconds: float, credentials: Credentials) -> None:
-        """`seconds`: limit for connecting including the handshake, and for each reply."""
+        """`seconds`: limit for connecting including the handshake, for sending, and for each part of a reply."""
         self.endpoint = endpoint
-        self._seconds = seconds
-        self._awaited = 0  # replies to requests that were sent
         try:
             place = Endpoint.read(endpoint)
-            self._dialer = Dialer((place.host, place.port), credentials.secret, credentials.who)
-            self._line = self._dialer.connect(time.monotonic() + seconds, FramedSocket)
-            self._line.seconds = seconds
-        except ForeignPeerError as error:
-            raise ForeignError(str(error)) from error
-        except CUT_OFF as error:
-            raise ConnectionError("it closed the connection") from error
-        except (OSError, UnicodeError, ConfigError, ProtocolError) as error:
-            raise ConnectionError(_why(error, seconds)) from error
+        except ConfigError as error:
+            raise ConnectionError(str(error)) from error
+        self._caller = Caller((place.host, place.port), credentials.who, credentials.secret, seconds)
+        with self._failing():
+            self._caller.connect()
 
     def ask(self, message: Message) -> Message:
         """The reply to `message`; replies to earlier ones are dropped."""
         self.send(message)
-        while self._awaited > 1:
+        while self._caller.awaited > 1:
             self.receive()
         return self.receive()
 
     def send(self, message: Message) -> None:
         """Send a request whose reply is received later."""
-        try:
-            self._line.connection.settimeout(self._seconds)
-            self._line.send(message)
-        except (OSError, ProtocolError) as error:
-            self.close()
-            raise ConnectionError(_why(error, self._seconds)) from error
-        self._awaited += 1
+        with self._failing():
+            self._caller.send(message)
 
     def is_readable(self, seconds: float) -> bool:
         """Whether a reply has begun to arrive, or the connection has ended, within `seconds`."""
-        poll = select.poll()
-        poll.register(self._line.connection, select.POLLIN)
-        return bool(poll.poll(1000 * seconds))
+        return self._caller.is_readable(seconds)
 
     def receive(self) -> Message:
         """The next reply."""
+        with self._failing():
+            return self._caller.receive()[0]
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
         try:
-            self._awaited -= 1
-            received = self._line.receive(time.monotonic() + self._seconds)
-        except (OSError, ProtocolError) as error:
+            yield
+        except (OSError, UnicodeError, ProtocolError) as error:
             self.close()
-            raise ConnectionError(_why(error, self._seconds)) from error
-        if received is None:
-            self.close()
-            raise ConnectionError("it closed the connection")
-        return received[0]
+            kind = ForeignError if isinstance(error, ForeignPeerError) else ConnectionError
+            raise kind(self._caller.why(error)) from error
 
     def close(self) -> None:
         """Close the connection, in forked processes too. Idempotent."""
-        self._dialer.close()
-        self._dialer.drop()
+        self._caller.close()
+        self._caller.drop()
 
 
 def ask(endpoint: str, message: Message, seconds: float, credentials: Credentials) -> Message:
@@ -143,9 +130,3 @@ def node_answers(endpoint: Endpoint, seconds: float) -> bool:
     except ConnectionError:
         return False
     return True
-
-
-def _why(error: Exception, seconds: float) -> str:
-    if isinstance(error, TimeoutError):
-        return f"no answer within {seconds:g} s"
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__

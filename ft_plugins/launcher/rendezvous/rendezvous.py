@@ -62,6 +62,7 @@ class Rendezvous(RendezvousHandler):
         self._join = RoundJoin(self._node, self._store_bound)
         self.events = self._node.events
         self._round, self._size = 0, 0  # in which this node takes part
+        self._took_part = False  # in any round
         self._store: Store | None = None  # of this round; the node of rank 0 serves it as long as this refers to it
         self._next_look = self._next_report = 0.0  # monotonic
         self._waiting = 0
@@ -97,7 +98,7 @@ class Rendezvous(RendezvousHandler):
         """
         self._round = 0
         self._node.read_sizes()
-        self._join.begin(self.opened, self.trained, self.workers)
+        self._join.begin(self.opened, self.trained, self._took_part, self.workers)
         while True:
             leader = self._join.find_leader()
             try:
@@ -135,7 +136,7 @@ class Rendezvous(RendezvousHandler):
         own = self._join.served_store if view.rank == 0 else None
         self._store = own or round_store.connect(place, self._store_bound, self._node.reach)
         self._join.served_store, self._join.is_spare = None, False
-        self._round, self._size = view.round, view.size
+        self._round, self._size, self._took_part = view.round, view.size, True
         self.opened_anywhere, self.trained_anywhere = view.opened, view.trained
         self.first_rank, self.all_workers = view.first, view.workers
         self._waiting, self._next_look = 0, 0.0

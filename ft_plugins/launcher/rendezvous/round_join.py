@@ -60,7 +60,7 @@ class RoundJoin:
         self.served_store: TCPStore | None = None  # of the next round, on the node of rank 0
         self._node = node
         self._store_bound = store_bound
-        self._opened = self._trained = False
+        self._opened = self._trained = self._took_part = False
         self._workers = 0
         self._acknowledged = 0  # a complete round that this node has acknowledged: the others rely on it
         self._last_view: RoundView | None = None  # the leader's last reply about an incomplete round
@@ -70,9 +70,9 @@ class RoundJoin:
         self._warned = False  # of nodes of another job
         self._refused = ""  # nodes that could not join, as reported last
 
-    def begin(self, opened: bool, trained: bool, workers: int) -> None:
+    def begin(self, opened: bool, trained: bool, took_part: bool, workers: int) -> None:
         """Start to wait for the next round; see `Application` for the arguments."""
-        self._opened, self._trained, self._workers = opened, trained, workers
+        self._opened, self._trained, self._took_part, self._workers = opened, trained, took_part, workers
         self.is_spare, self._acknowledged, self._last_view, self._noted = False, 0, None, ""
         self._extend_deadline()
         settings = self._node.settings
@@ -225,6 +225,7 @@ class RoundJoin:
             knows=roster.round,
             opened=self._opened,
             trained=self._trained,
+            took_part=self._took_part,
             workers=self._workers,
         )
         fields = asdict(application)

@@ -286,9 +286,8 @@ class RoundMachine:
     def _choose(self, now: float) -> None:
         turnout = self._waiting.turnout
         if self._refused:
-            running = bool(self._members) or any(each.opened for each in self._waiting)
             since = now - self._refused_at
-            self.is_hopeless = rounds.is_hopeless(self._rules, turnout, running, self._silence, since)
+            self.is_hopeless = rounds.is_hopeless(self._rules, turnout, self._goes_on, self._silence, since)
         if not self._rules.fit(turnout.nodes):
             self._enough_since = None
             return
@@ -300,11 +299,15 @@ class RoundMachine:
         if size := rounds.size_of(self._rules, turnout, waited):
             self._propose(size)
 
+    @property
+    def _goes_on(self) -> bool:
+        """Whether processes of this command were in a round: under this leader or, if it is a new one, as they say."""
+        return bool(self._members) or any(each.took_part for each in self._waiting)
+
     def _starts_again(self, turnout: rounds.Turnout) -> bool:
         """Whether all nodes of a job are being started again, of which some are not here yet: a spare that comes first
         must not take the place of one that holds state."""
-        begun = bool(self._members) or any(each.opened for each in self._waiting)
-        return not begun and turnout.back + len(self._refused) < turnout.last_size
+        return not self._goes_on and turnout.back + len(self._refused) < turnout.last_size
 
     def _expects_any(self, last: int, now: float) -> bool:
         """Whether a node of the last round that does not wait yet is alive; not known of a round of other leaders that

@@ -30,8 +30,8 @@ class Application:
     """A node's request to take part. `token` identifies its process: a restarted node has another one.
 
     `knows`: the newest complete round that it knows of, with or without a seat in it. `opened`: its ranks have captured
-    under the running command. `trained`: they have completed an iteration, or hold a version. `workers`: how many it
-    starts.
+    under the running command. `trained`: they have completed an iteration, or hold a version. `took_part`: its process
+    has been in a round, so the job goes on, and is not being started again. `workers`: how many it starts.
     """
 
     node: Name
@@ -42,6 +42,7 @@ class Application:
     knows: Reported = 0
     opened: Flag = False
     trained: Flag = False
+    took_part: Flag = False
     workers: Workers = 0
 
     @property

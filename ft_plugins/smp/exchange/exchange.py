@@ -37,8 +37,8 @@ from ...model.pacer import Allowance, Pacer
 from ...redundancy.exchange_plan import ExchangePlan, Send
 from ...snapshot.segment.segment import Segment
 from ...snapshot.segment.slots import Version
+from ...transport.calls import Peer
 from ...transport.frame_codec import PAYLOAD_LIMIT
-from ...transport.wire import Peer
 from . import replica_checks
 from .replica_checks import Difference
 from .traffic import step_back
@@ -195,7 +195,7 @@ class ExchangeSender:
                 pause, wait = (wait, min(2 * wait, longest)) if waiting else (0.0, first)
                 if self._done[lane]:
                     self._progressed()
-                    self._peers[lane].wait_until_closed(_CHECK_SECONDS)
+                    self._peers[lane].is_readable(_CHECK_SECONDS)  # its end
             except Exception as error:  # any error: without this thread no version would ever be committed again
                 if self._stop.is_set():
                     return

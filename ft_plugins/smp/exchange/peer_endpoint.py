@@ -5,7 +5,7 @@ and, unless another process has it now, at the same port: the kernel chose that 
 request of another epoch than the one protected here changes nothing. A repeated request has no further effect: a peer
 whose connection was closed sends its request again. `requests.peer` parses the messages.
 
-In: an address and a secret file from a trainer, or the record; messages with payloads. Out: a `wire.Server`;
+In: an address and a secret file from a trainer, or the record; messages with payloads. Out: a `calls.Server`;
 connections and readers; replies.
 """
 
@@ -26,10 +26,10 @@ from ...errors import ConfigError
 from ...events import Events
 from ...snapshot.segment.segment import Segment
 from ...snapshot.segment.slots import Version
-from ...transport import wire
+from ...transport import calls
+from ...transport.calls import Bytes, Handler, Handover, Peer, Server
 from ...transport.channel import Party
 from ...transport.frame_codec import PAYLOAD_LIMIT
-from ...transport.wire import Bytes, Handler, Handover, Peer, Server
 from ..serve import requests
 from . import replica_checks
 from .frames import Data, Parity
@@ -63,13 +63,13 @@ class PeerEndpoint:
         self._path = run_dir / _FILE
         self._handle = handle
         self._events = events
-        self._me = Party(wire.PURPOSE, job, node)
+        self._me = Party(calls.PURPOSE, job, node)
         self._secret = b""
         self._server: Server | None = None
 
     def listen(self, address: str, secret_file: str, encrypt: bool) -> tuple[str, int]:
         """Listen on `address`, at the recorded port if there is one; returns where. Raises ConfigError."""
-        same = self._secret == wire.read_secret(Path(secret_file)) and self._me.encrypt == encrypt
+        same = self._secret == calls.read_secret(Path(secret_file)) and self._me.encrypt == encrypt
         if self._server is None or self._server.endpoint[0] != address or not same:
             port = 0
             with suppress(OSError, ValueError):
@@ -90,7 +90,7 @@ class PeerEndpoint:
         return "" if port == recorded.port else f"another process has port {recorded.port} of {host}; now at {port}"
 
     def _start(self, address: str, port: int, secret_file: str, encrypt: bool) -> None:
-        self._secret = wire.read_secret(Path(secret_file))
+        self._secret = calls.read_secret(Path(secret_file))
         self._me = replace(self._me, encrypt=encrypt)
         self.close()
         try:

@@ -8,7 +8,6 @@ In: where to read. Out: bytes.
 
 from __future__ import annotations
 
-import socket
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -19,10 +18,9 @@ from ...errors import ProtocolError, SegmentError
 from ...snapshot.segment.segment import Segment
 from ...snapshot.segment.slots import SlotState, Version
 from ...transport import protocol
-from ...transport.channel import Channel, Party
+from ...transport.calls import BOUNDS, Bytes, Caller, Peer
+from ...transport.channel import Party
 from ...transport.frame_codec import Message
-from ...transport.framed import FramedSocket, limit_in_kernel
-from ...transport.wire import Bytes, Peer
 from ..resize.previous_segments import PreviousSegments
 from .exchange import descriptor_of, parity_slot_of, slot_of
 from .frames import Data, Parity
@@ -149,14 +147,12 @@ class RemoteReader:
         return PipelinedPeer(*self._peer)
 
 
-class PipelinedPeer(Peer):
-    """A connection with several requests in flight: a `rebuild.ReadStream`, for one thread except for `close`.
+class PipelinedPeer(Caller):
+    """A connection with several requests in flight: a `rebuild.ReadStream`, for one thread except for `close`."""
 
-    The socket blocks with the kernel's timeout: a payload that has arrived costs one system call. If the peer has hung
-    up while no request was in flight, the next one uses a new connection.
-    """
-
-    _in_flight = 0  # requests
+    def __init__(self, where: tuple[str, int], me: Party, secret: bytes, timeout: float) -> None:
+        super().__init__(where, me, secret, timeout, bounds=BOUNDS)
+        self.release = self.drop
 
     def ask_for(self, wanted: Data | Parity) -> None:
         """Send a request to read. Raises ProtocolError."""
@@ -166,16 +162,7 @@ class PipelinedPeer(Peer):
         else:
             fields |= {"what": "data", "rank": wanted.rank}
         with self._named():
-            if not self._in_flight and self._hung_up():
-                self._drop()
-            self._connected().send({"do": "read", **fields})
-            self._in_flight += 1
-
-    def _greet(self, connection: socket.socket, channel: Channel) -> FramedSocket:
-        line = super()._greet(connection, channel)
-        connection.settimeout(None)
-        limit_in_kernel(connection, self._timeout)
-        return line
+            self.send({"do": "read", **fields})
 
     def take(self, into: Bytes) -> None:
         """Receive the next reply's payload. Raises ProtocolError, also if it was changed on the way, or the error of
@@ -187,27 +174,10 @@ class PipelinedPeer(Peer):
             return into.data
 
         with self._named():
-            if self._dialer.is_closed or self._line is None:
-                raise ProtocolError("this side has hung up")
-            self._line.decoder.room = place
-            if (received := self._line.receive()) is None:
-                raise ProtocolError("it hung up")
-            reply, payload = received
+            reply, payload = self.receive(place)
             if reply.get("ok") is True and len(payload) != len(into):
                 raise ProtocolError(f"expected {len(into)} bytes, found {len(payload)}")
-            self._in_flight -= 1
         protocol.raise_refusal(reply)
-
-    def _hung_up(self) -> bool:
-        """Whether the peer has closed the connection while no request was in flight."""
-        if self._line is None:
-            return False
-        try:
-            return self._line.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
 
     @contextmanager
     def _named(self) -> Iterator[None]:
@@ -216,11 +186,5 @@ class PipelinedPeer(Peer):
             yield
         except (OSError, ProtocolError) as error:
             self.close()
-            late = isinstance(error, (BlockingIOError, TimeoutError))
-            reason = f"no answer in {self._timeout:.0f} s" if late else str(error)
             host, port = self.endpoint
-            raise ProtocolError(f"the SMP at {host}:{port} cannot be read: {reason}") from error
-
-    def release(self) -> None:
-        """Drop the connection."""
-        self._drop()
+            raise ProtocolError(f"the SMP at {host}:{port} cannot be read: {self.why(error)}") from error

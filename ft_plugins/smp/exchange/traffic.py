@@ -28,8 +28,8 @@ from pathlib import Path
 import numpy as np
 
 from ...model.pacer import Allowance
+from ...transport.calls import Peer
 from ...transport.frame_codec import PAYLOAD_LIMIT
-from ...transport.wire import Peer
 
 # a third of the weight of a training thread, so that the SMP does not starve on a fully loaded node
 NICE = 5

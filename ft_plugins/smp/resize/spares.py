@@ -29,7 +29,7 @@ from ...base.intake import Count, parsed, read_json
 from ...errors import FtError, ProtocolError
 from ...events import catalogue
 from ...snapshot.segment.segment import Segment
-from ...transport.wire import Peer
+from ...transport.calls import Peer
 from ..serve import job_file
 from ..serve.job_file import ProtectionReference
 from ..serve.node_context import NodeContext

@@ -27,8 +27,7 @@ from ...base.intake import Count, Text, Unfit, json_value, read_bytes, read_json
 from ...errors import ProtocolError
 from ...redundancy.exchange_plan import positions
 from ...transport.protocol import packed
-from ..exchange.packed_version import MaybeVersion
-from ..tree.protection import Protection
+from ..tree.protection import MaybeVersion, Protection
 
 PROTECTION_FILE = "protection.json"  # in the run directory: a reference to what is protected now, and the token
 JOB_FILE_LIMIT = 64 << 20  # bytes: ten times what a job of 16,384 ranks needs

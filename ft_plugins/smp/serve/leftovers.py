@@ -1,25 +1,33 @@
-"""Remove the shared memory of jobs that no live process owns: `ft-plugins sweep`, and the start of each job.
+"""Shared memory that is there before an SMP or a rank starts: which segments may be used, and what is removed.
 
-Invariant: files of a job are removed only if neither its SMP, its ft-run nor a trainer lives, and none of them has been
-there for a given time. The system's clock may jump, so an age by it is bounded by one since boot, and nothing that is
-of the future is removed, unless any age will do.
+Invariant: state of another job, or with another layout, is never used for this job. It is refused, and dropped only if
+the user starts fresh. A file of another format is left alone; only a fresh start replaces it.
 
-In: the folder of run directories. Out: the removed files.
+Files of a job are removed (`ft-plugins sweep`, and the start of each job) only if neither its SMP, its ft-run nor a
+trainer lives, and none of them has been there for a given time. The system's clock may jump, so an age by it is bounded
+by one since boot, and nothing that is of the future is removed, unless any age will do.
+
+In: segments in /dev/shm, requests to attach; the folder of run directories. Out: segments to use; errors that name the
+remedy; events; the removed files.
 """
 
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 from pydantic import TypeAdapter
 
 from ...base import files
-from ...base.intake import Seconds, read_json
-from ...errors import SegmentError
+from ...base.intake import Seconds, changes, read_json
+from ...errors import CorruptHeaderError, ResumeError, SegmentError
+from ...events import Events, catalogue
 from ...snapshot.segment import paths
 from ...snapshot.segment import segment as segments
+from ...snapshot.segment.segment import Segment
 from ..watch import liveness
+from .requests import Attach
 
 _SECONDS = TypeAdapter(Seconds)
 _STAMP: TypeAdapter[tuple[str, float]] = TypeAdapter(tuple[str, float])
@@ -113,3 +121,95 @@ def _touched(path: Path) -> float:
         return path.lstat().st_mtime
     except FileNotFoundError:
         return 0.0
+
+
+# ---- which segments may be used ----
+
+
+def adopt(job: str, node: str, events: Events) -> tuple[dict[int, Segment], list[str]]:
+    """The node's segments by rank, and the paths that hold no usable segment.
+
+    A foreign file is refused at attach, a damaged segment replaced.
+    """
+    adopted: dict[int, Segment] = {}
+    refused: list[str] = []
+    for path in paths.segments_of(job, node):
+        try:
+            segment = Segment(path)
+            if path != paths.path_of(job, node, segment.rank):
+                raise SegmentError(f"segment {path} is that of rank {segment.rank}; 'ft-plugins sweep' removes it")
+        except SegmentError as error:
+            kind = catalogue.SEGMENT_CORRUPTED if isinstance(error, CorruptHeaderError) else catalogue.FILE_REJECTED
+            events.emit(kind, path=str(path), reason=str(error))
+            refused.append(str(path))
+            continue
+        adopted[segment.rank] = segment
+    return adopted, refused
+
+
+def damage_of(segment: Segment | None, path: Path) -> SegmentError | None:
+    """Why the segment of a rank is damaged, so that its state is lost; None if it is not damaged.
+
+    `segment` is the adopted one, if there is one; else `path` is examined.
+    """
+    try:
+        if segment is not None:
+            segment.check()
+        elif path.exists():
+            Segment(path)
+    except SegmentError as error:
+        is_foreign = segment is None and not isinstance(error, CorruptHeaderError)
+        return None if is_foreign else error
+    return None
+
+
+def is_reusable(segment: Segment | None, path: Path, request: Attach) -> bool:
+    """Whether a rank can continue with its segment; if not, one has to be created at `path`.
+
+    Raises ResumeError, SegmentError if that would drop state, unless the request is to start fresh.
+    """
+    if segment is None:
+        if path.exists() and not request.fresh:
+            raise SegmentError(
+                f"rank {request.rank}: {path} cannot be used as its segment ({_reason(path)}); 'ft-plugins end' or "
+                "--ftp-resume fresh removes it"
+            )
+        return False
+    try:
+        _require_same_job(segment, request)
+    except (ResumeError, SegmentError):
+        if not request.fresh:
+            raise
+        return False
+    return True
+
+
+def _reason(path: Path) -> str:
+    try:
+        return f"it is that of rank {Segment(path).rank}"
+    except SegmentError as error:
+        return str(error)
+
+
+def _require_same_job(segment: Segment, request: Attach) -> None:
+    """Raises ResumeError if a segment holds the state of another job, or of this job with another layout."""
+    rank, drop = request.rank, "drop it with --ftp-resume fresh"
+    if segment.fingerprint != request.fingerprint:
+        changed = changes(segment.fingerprint, request.fingerprint)
+        raise ResumeError(
+            f"rank {rank}: the snapshot in memory was taken with other settings (stored -> now: {changed}): put those "
+            f"settings back to resume from it, {drop}, or keep it and give another --ftp-job"
+        )
+    stored, now = asdict(segment.shape), asdict(request.shape)
+    room, wanted = stored.pop("small_nbytes"), now.pop("small_nbytes")
+    del stored["first"], now["first"]  # how many slots had memory at first is of no importance to what they hold
+    if changed := changes(stored, now):
+        raise ResumeError(
+            f"rank {rank}: the snapshot in memory has another layout (stored -> now: {changed}): give the previous "
+            f"command (nodes, bucket size, model) to resume from it, or {drop}"
+        )
+    if 2 * room < wanted:  # trainers request twice what they need
+        raise ResumeError(
+            f"rank {rank}: the snapshot in memory has room for {room} bytes of small state, but at least "
+            f"{wanted // 2} are needed now: give the previous command to resume from it, or {drop}"
+        )

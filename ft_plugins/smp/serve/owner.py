@@ -1,7 +1,7 @@
 """The snapshot management process: owns the segments of its node and carries out requests, one at a time.
 
 Invariant: its death loses nothing. Segments are files in /dev/shm, the token is a file in the run directory, owners are
-in the segments' headers: a new SMP adopts them all. Which segments belong to this job is decided in `adoption`. It
+in the segments' headers: a new SMP adopts them all. Which segments belong to this job is decided in `leftovers`. It
 imports no torch, holds no device, and takes no part in the step path.
 
 In: messages of `protocol`, read by `requests`. Out: segments created, lineages opened, superseded trainers killed;
@@ -39,7 +39,7 @@ from ..tree.protection import Protection
 from ..watch import liveness, stacks
 from ..watch.hang_watch import HangWatch
 from ..watch.job_history import NODE, STORAGE, JobHistory
-from . import adoption, job_file, leftovers, requests
+from . import job_file, leftovers, requests
 from .node_context import NodeContext
 from .status import described, signal_of
 
@@ -78,7 +78,7 @@ class SnapshotProcess:
         # files that were removed while their memory is used, as was said last; None: what a previous SMP said stands
         self._removed: list[str] | None = None if self._orphaned else []
         self._allocating: dict[int, threading.Lock] = {}  # by rank: one attach at a time, even of two incarnations
-        self._segments, self._refused = adoption.adopt(job, node, events)
+        self._segments, self._refused = leftovers.adopt(job, node, events)
         self.token = max([self.token, *(segment.header.token for segment in self._segments.values())])
         self.adopted = len(self._segments)
         self._adopted_token = self.token  # of the incarnation whose memory it is
@@ -232,10 +232,10 @@ class SnapshotProcess:
         """The segment with which this rank continues, None if one is to be created; and whether state was lost by
         damage. Raises ResumeError, SegmentError."""
         segment = self._segments.get(rank)
-        damage = adoption.damage_of(segment, path)
+        damage = leftovers.damage_of(segment, path)
         if damage is not None:
             self._events.emit(catalogue.SEGMENT_CORRUPTED, about=rank, path=str(path), reason=str(damage))
-        elif adoption.is_reusable(segment, path, request):
+        elif leftovers.is_reusable(segment, path, request):
             return segment, False
         if segment is not None:
             self._segments.pop(rank).close()

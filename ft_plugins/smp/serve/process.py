@@ -26,8 +26,8 @@ from ...errors import BusyError, ConfigError, FtError, ProtocolError
 from ...events import Events, catalogue, file_sink
 from ...snapshot.segment import paths
 from ...transport import connections, protocol
-from ...transport.connections import Connections, OpenConnection, RejectedConnections
-from ...transport.serving import Serving
+from ...transport.connections import RejectedConnections
+from ...transport.serving import Served, Serving
 from ..exchange.traffic import step_back_session
 from ..watch import liveness
 from .owner import SnapshotProcess
@@ -61,8 +61,8 @@ class _Server:
         self._process = process
         self._events = events
         self._rejected = RejectedConnections(events)
-        self._connections = Connections(connections.places(_CONNECTIONS))
-        self._serving = Serving(self._serve, self._end, "smp-serve", _CONNECTIONS)
+        places = connections.places(_CONNECTIONS)
+        self._serving = Serving[Served](self._serve, self._end, "smp-serve", _CONNECTIONS, places)
         threading.Thread(target=self._accept, name="smp-accept", daemon=True).start()
 
     def _accept(self) -> None:
@@ -79,31 +79,29 @@ class _Server:
                 connection.close()
                 self._rejected.count(_LOCAL, str(error))
                 continue
-            admitted = self._connections.take(connection, _LOCAL, None)
-            assert admitted is not None, "admission without a time limit failed"
-            self._serving.add(admitted)
+            served = Served(connection, _LOCAL)
+            self._serving.take(served, None)
+            self._serving.add(served)
 
-    def _serve(self, admitted: OpenConnection) -> bool:
-        """Carry out one request. False once the connection has ended: the peer has hung up or sent a malformed frame,
-        or it has to make room."""
-        connection, reason = admitted.connection, ""
+    def _serve(self, served: Served) -> bool:
+        """Carry out one request. False once the connection has ended."""
+        connection, reason = served.connection, ""
         try:
             until = time.monotonic() + _FRAME_SECONDS
-            if self._connections.begin(admitted) and (request := protocol.receive(connection, until)) is not None:
+            if (request := protocol.receive(connection, until)) is not None:
                 reply = self._answer(request)
                 connection.settimeout(_FRAME_SECONDS)
                 protocol.send(connection, reply)
-                self._connections.rest(admitted)
                 return True
         except (FtError, OSError) as error:  # a malformed frame or a dead peer: only its connection ends
             reason = str(error)
-        self._end(admitted, reason)
+        self._end(served, reason)
         return False
 
-    def _end(self, admitted: OpenConnection, reason: str) -> None:
+    def _end(self, served: Served, reason: str) -> None:
         """Close a connection, because of an error if there is a reason."""
-        self._connections.leave(admitted)
-        admitted.connection.close()
+        self._serving.leave(served)
+        served.connection.close()
         if reason:
             self._rejected.count(_LOCAL, reason)
 

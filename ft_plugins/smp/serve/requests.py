@@ -20,7 +20,7 @@ from ...errors import ProtocolError
 from ...snapshot.capture.retention import Storage
 from ...snapshot.segment.shape import Shape
 from ...transport.frame_codec import PAYLOAD_LIMIT
-from ..exchange.packed_version import MaybeVersion, PackedVersion
+from ..tree.protection import MaybeVersion, PackedVersion
 from .job_file import JobDigest, ProtectionReference
 
 _SHAPE_FIELDS = {each.name for each in fields(Shape)}

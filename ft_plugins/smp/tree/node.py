@@ -29,8 +29,8 @@ from ...redundancy.exchange_plan import ExchangePlan
 from ...snapshot.segment.paths import parity_path_of
 from ...snapshot.segment.segment import Segment, marks_in
 from ...snapshot.segment.slots import Pin, SlotState, Version
+from ...transport.calls import Handover, Peer
 from ...transport.protocol import packed
-from ...transport.wire import Handover, Peer
 from ..exchange import replica_checks, traffic
 from ..exchange.pace import Pace
 from ..exchange.parity_store import ParityStore, shape_of

@@ -28,8 +28,8 @@ from ...errors import FtError
 from ...events import Events, catalogue
 from ...snapshot.segment.segment import Segment
 from ...snapshot.segment.slots import Mark, Version
+from ...transport.calls import Handover, Peer
 from ...transport.loop import Loop
-from ...transport.wire import Handover, Peer
 from ..exchange.exchange import NO_RANK, ExchangeSender, ExchangeSource
 from ..exchange.pace import Pace
 from ..exchange.parity_store import ParityStore

@@ -19,10 +19,9 @@ from ...base.intake import read_json
 from ...snapshot.segment.segment import Segment
 from ...snapshot.segment.slots import SHARED, Mark, Pin, Slot, SlotState, Version
 from ...transport.protocol import packed
-from ..exchange.packed_version import PackedVersion
 from ..exchange.parity_store import ParityStore
 from .agreement import ExchangeDecision, Sealing
-from .protection import Protection
+from .protection import PackedVersion, Protection
 
 _FILE = "committed.json"  # in the run directory
 _VERSION: TypeAdapter[Version] = TypeAdapter(PackedVersion)

@@ -21,12 +21,14 @@ from ...redundancy.exchange_plan import ExchangePlan, plan_exchange
 from ...redundancy.neighbour import plan_copies_and_parity, plan_neighbours
 from ...redundancy.sections import Extent
 from ...snapshot.segment.shape import Shape
-from ...transport.protocol import packed
-from ..exchange.packed_version import MaybeVersion
+from ...snapshot.segment.slots import Version
+from ...transport.protocol import maybe_version, packed, version_of
 from .agreement import ExchangeEpoch
 
 _OWN = ("lineage", "base", "position", "committed")  # fields that are not the same on all nodes and in all recoveries
 Ranks = Annotated[tuple[Count, ...], Field(min_length=1)]
+PackedVersion = Annotated[Version, BeforeValidator(version_of)]  # also in requests, replies and files
+MaybeVersion = Annotated[Version | None, BeforeValidator(maybe_version)]
 
 
 def _by_position(kind: type[Any]) -> BeforeValidator:

@@ -22,9 +22,9 @@ from ...base.intake import Count, Unfit, parsed, shown
 from ...errors import ProtocolError
 from ...model.progress import WorkPhase
 from ...transport.protocol import packed
-from ..exchange.packed_version import MaybeVersion
 from ..watch.hang import Stall
 from .agreement import LOST_LIMIT, Announcement, ExchangeDecision, Summary
+from .protection import MaybeVersion
 from .standstill import Behind, Lack
 
 MESSAGE_LIMIT = 1 << 14  # bytes of a message: a bitmap of all nodes, and the lost positions

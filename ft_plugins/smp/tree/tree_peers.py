@@ -1,9 +1,9 @@
-"""Connect one node to its neighbours in the tree: to parents as `wire.Peer` does, from children by the `join` request.
+"""Connect one node to its neighbours in the tree: to parents as `calls.Peer` does, from children by the `join` request.
 
 Invariant: a child is the node that the plan names at its position. A connection attempt ends within twice CONNECTING of
 `detect_seconds`, in a thread of its own that ends with it.
 
-In: one incarnation's `Protection`, connections of `wire`. Out: connections for a `TreeMember`.
+In: one incarnation's `Protection`, connections of `calls`. Out: connections for a `TreeMember`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 
 from ...errors import FtError, ProtocolError
 from ...events import Events, catalogue
+from ...transport.calls import Handover, Peer
 from ...transport.channel import Channel
 from ...transport.protocol import unexpected
-from ...transport.wire import Handover, Peer
 from .protection import Protection
 from .tree_member import Connected, TreeMember
 

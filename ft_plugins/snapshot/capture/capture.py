@@ -6,7 +6,7 @@ for before the update. If one of these was changed meanwhile, the version is not
 is checked before every bucket: a superseded incarnation writes at most the bucket it was in. The trainer writes
 directly into the SMP's slot; nothing is copied twice and no message is sent.
 
-Parity computed from own replicas (`encode`) comes last, from the same tensors, into a slot of its own, and only of the
+Parity computed from own replicas (`Encoder`) comes last, from the same tensors, into a slot of its own, and only of the
 version that is exchanged next, as the SMP has recorded in the segment. It is sealed before the data: a sealed version
 without parity never gets any, and is not exchanged. The exception is the restored version, whose parity `add_parity`
 computes while the tensors still hold it.
@@ -37,8 +37,7 @@ from ...errors import CorruptSlotError, FencedError, InventoryError
 from ..segment.claims import CaptureOwner, SlotClaims
 from ..segment.segment import NOT_COMPUTED, Segment
 from ..segment.slots import Commit, SlotState, Version, choose_parity
-from .copiers import Copier, as_words, copier_for, flat_bytes
-from .encode import Encoder
+from .copiers import Copier, Encoder, as_words, copier_for, flat_bytes
 from .layout import CaptureBucket, Layout
 from .samples import CopySamples
 

@@ -15,8 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ...errors import BudgetError, SegmentError
-from .paths import segments_beside
-from .room import check_room
+from .paths import check_room, segments_beside
 from .segment import Segment
 from .slots import Commit, SlotState, Version, choose, free_slot, slot_given_up, slot_to_claim
 

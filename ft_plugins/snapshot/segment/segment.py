@@ -23,7 +23,7 @@ import xxhash
 from ...base import files
 from ...errors import CorruptSlotError
 from .header import Constants, Header, OpenedLineage, encoded, guarded_word
-from .room import check_room
+from .paths import check_room
 from .segment_file import SegmentFile, allocate, digest_of_ranges, extents, slot_start
 from .shape import PAGE, Shape
 from .slot_header import STATE_WORDS

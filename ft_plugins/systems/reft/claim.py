@@ -27,9 +27,9 @@ from ...model.host import Host
 from ...recovery.nodes import RankLayout
 from ...redundancy.exchange_plan import positions
 from ...snapshot.capture.double import replica_shares
-from ...snapshot.segment.room import check_room, memory_bytes
+from ...snapshot.segment.paths import check_room, memory_bytes
 from ...snapshot.segment.shape import Shape
-from ...transport.wire import read_secret
+from ...transport.calls import read_secret
 from ..iteration_ledger import IterationLedger
 from .dry_claim import smaller_claims
 from .failure_domains import JobNodeNames, exchange_names

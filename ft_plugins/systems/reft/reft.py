@@ -36,8 +36,7 @@ from ...snapshot.checkpoint import index
 from ...snapshot.segment import claims
 from ...snapshot.segment.claims import CaptureOwner
 from ...snapshot.segment.ledger import digest_of
-from ...snapshot.segment.paths import path_of
-from ...snapshot.segment.room import SPARE, check_room, memory_bytes
+from ...snapshot.segment.paths import SPARE, check_room, memory_bytes, path_of
 from ...snapshot.segment.segment import Segment
 from ...snapshot.segment.shape import Shape
 from ...snapshot.segment.slots import Commit, Mark, Version, captured_after

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from ft_plugins.adapters.megatron import refusals, training
+from ft_plugins.adapters.megatron import support, training
 from ft_plugins.adapters.megatron.training import MegatronLoop, require_followed
 from ft_plugins.errors import UnsupportedError
 from ft_plugins.patches import cpu_patches
@@ -258,22 +258,22 @@ def test_graphs_of_a_whole_iteration_are_refused_and_smaller_ones_are_not(versio
     graphs = graphs_of(version)
     with pytest.raises(UnsupportedError, match="full-iteration CUDA graphs"):
         require_followed(configured(version, ARGUMENTS, **graphs.whole))
-    assert any("full-iteration" in one for one in refusals.of_model(configured(version, OF_MODEL, **graphs.whole)))
+    assert any("full-iteration" in one for one in support.of_model(configured(version, OF_MODEL, **graphs.whole)))
     for smaller in graphs.less:
         require_followed(configured(version, ARGUMENTS, **smaller))
-        assert list(refusals.of_model(configured(version, OF_MODEL, **smaller))) == []
-        assert refusals.cuda_graphs(configured(version, OF_MODEL, **smaller)) != "none", "they cannot be replayed"
-    assert refusals.cuda_graphs(configured(version, OF_MODEL)) == "none"
+        assert list(support.of_model(configured(version, OF_MODEL, **smaller))) == []
+        assert support.cuda_graphs(configured(version, OF_MODEL, **smaller)) != "none", "they cannot be replayed"
+    assert support.cuda_graphs(configured(version, OF_MODEL)) == "none"
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize(
     ("options", "refuse"),
     [
-        (OF_MODEL, refusals.of_model),
-        (OF_DDP, refusals.of_ddp),
-        (OF_OPTIMIZER, refusals.of_optimizer),
-        (OF_LOCAL_STEPS, refusals.of_local_steps),
+        (OF_MODEL, support.of_model),
+        (OF_DDP, support.of_ddp),
+        (OF_OPTIMIZER, support.of_optimizer),
+        (OF_LOCAL_STEPS, support.of_local_steps),
     ],
     ids=["model", "ddp", "optimizer", "local steps"],
 )

@@ -14,7 +14,7 @@ import pytest
 from ft_plugins.bubbles.gate.gate import GATE_BYTES
 
 _fork = multiprocessing.get_context("fork")
-WAIT_SECONDS = 30.0  # for anything that takes milliseconds
+WAIT_SECONDS = 90.0  # for anything that takes milliseconds
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 from ft_plugins.bubbles.gate import gate
 from ft_plugins.bubbles.gate.gate import POLL_SECONDS, FutexWord
 
-LONG = 20.0  # seconds: nobody waits for so long
+FOR_EVER = 3600.0  # seconds: longer than a test may take
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def words() -> np.ndarray:
 
 
 def test_a_change_by_another_process_ends_the_wait(words: np.ndarray) -> None:
-    word, began = FutexWord(words, 3), time.monotonic()
+    word = FutexWord(words, 3)
     ready, go = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -31,9 +31,8 @@ def test_a_change_by_another_process_ends_the_wait(words: np.ndarray) -> None:
         FutexWord(words, 3).wake()
         os._exit(0)
     os.write(go, b"1")
-    while words[3] != 7 and time.monotonic() - began < LONG:
-        word.wait(0, LONG)
-    assert words[3] == 7 and time.monotonic() - began < LONG
+    while words[3] != 7:
+        word.wait(0, FOR_EVER)
     os.waitpid(pid, 0)
     for end in (ready, go):
         os.close(end)
@@ -41,27 +40,23 @@ def test_a_change_by_another_process_ends_the_wait(words: np.ndarray) -> None:
 
 def test_a_word_that_has_changed_already_is_not_waited_for(words: np.ndarray) -> None:
     words[3] = 5
-    began = time.monotonic()
-    assert FutexWord(words, 3).wait(4, LONG) == 0.0
-    assert time.monotonic() - began < LONG
+    assert FutexWord(words, 3).wait(4, FOR_EVER) == 0.0
 
 
 def test_a_wait_is_over_after_its_time(words: np.ndarray) -> None:
     began = time.monotonic()
     assert FutexWord(words, 3).wait(0, 0.05) == 0.0
-    assert 0.04 < time.monotonic() - began < LONG
+    assert time.monotonic() - began > 0.04
 
 
 def test_other_threads_run_while_one_waits(words: np.ndarray) -> None:
     """A wait that kept the interpreter would let nobody wake it before its time is over."""
-    began = time.monotonic()
-    waiter = threading.Thread(target=FutexWord(words, 0).wait, args=(0, LONG))
+    waiter = threading.Thread(target=FutexWord(words, 0).wait, args=(0, FOR_EVER), daemon=True)
     waiter.start()
     words[0] = 1
-    while waiter.is_alive() and time.monotonic() - began < LONG:
+    while waiter.is_alive():
         FutexWord(words, 0).wake()  # again and again: it may have looked before, and not waited yet
         waiter.join(0.01)
-    assert not waiter.is_alive() and time.monotonic() - began < LONG
 
 
 def test_without_a_futex_it_is_looked_at_again_and_again(words: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from ft_plugins.snapshot.segment.segment import Segment, create
 from ft_plugins.snapshot.segment.shape import Shape
 
 Trainer = Callable[[Callable[[Connection], None]], AbstractContextManager[tuple[Callable[[], object], int]]]
-WAIT_SECONDS = 30.0  # for anything that takes milliseconds
+WAIT_SECONDS = 90.0  # for anything that takes milliseconds
 MS = 1_000_000  # nanoseconds
 
 

@@ -37,7 +37,7 @@ from ft_plugins.bubbles.round_trips import LAST
 from ft_plugins.model.pacer import Allowance
 
 Trainer = Callable[[Callable[[Connection], None]], AbstractContextManager[tuple[Callable[[], object], int]]]
-WAIT_SECONDS = 30.0  # for anything that takes milliseconds
+WAIT_SECONDS = 90.0  # for anything that takes milliseconds
 MS = 1_000_000  # nanoseconds
 
 

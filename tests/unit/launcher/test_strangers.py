@@ -19,7 +19,7 @@ from ft_plugins.launcher.rendezvous import round_join
 from ft_plugins.launcher.rendezvous.rendezvous import Rendezvous
 from ft_plugins.rehearse.driver import free_port
 
-WAIT = 20.0
+WAIT = 90.0
 JOB = "the-name-of-the-job"
 
 

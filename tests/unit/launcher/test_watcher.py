@@ -23,7 +23,7 @@ from ft_plugins.events import Event, Events
 from ft_plugins.launcher.agent.watcher import Job, Watcher
 from ft_plugins.smp.watch import liveness
 
-WAIT = 20.0
+WAIT = 90.0
 
 
 class Snapshots:

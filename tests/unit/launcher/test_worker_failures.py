@@ -9,7 +9,7 @@ import time
 
 from ft_plugins.launcher.agent.worker_failures import WorkerExits
 
-LONG = 60.0
+FOR_EVER = 3600.0  # longer than a test may take
 
 
 def waiting() -> subprocess.Popen[bytes]:
@@ -20,16 +20,13 @@ def test_a_killed_worker_ends_the_wait_and_the_next_wait_is_for_the_others() -> 
     first, second = waiting(), waiting()
     exits = WorkerExits([first.pid, second.pid])
     first.kill()
-    began = time.monotonic()
-    exits.wait(LONG)
-    assert time.monotonic() - began < LONG / 2
+    exits.wait(FOR_EVER)
     assert os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG), "it was reaped"
     began = time.monotonic()
     exits.wait(0.05)  # not ended by the same death again
     assert time.monotonic() - began >= 0.05
     second.kill()
-    exits.wait(LONG)
-    assert time.monotonic() - began < LONG / 2
+    exits.wait(FOR_EVER)
     for process in (first, second):
         process.communicate()
     exits.close()
@@ -44,9 +41,7 @@ def test_all_killed_workers_are_waited_for_and_one_that_lives_only_for_the_given
     exits.wait_for_all(0.5)
     assert time.monotonic() - began >= 0.5
     processes[2].kill()
-    began = time.monotonic()
-    exits.wait_for_all(LONG)
-    assert time.monotonic() - began < LONG / 2
+    exits.wait_for_all(FOR_EVER)
     assert all(os.waitid(os.P_PID, each.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) for each in processes)
     for process in processes:
         process.communicate()

@@ -40,7 +40,7 @@ SHAPE = Shape(nbytes=300, small_nbytes=100, buckets=3, layout=0xFEEDFACECAFEBEEF
 RANGES = [(0, 128), (128, 128), (256, 44)]
 FINGERPRINT = {"layers": 2, "order": ["tp", "dp"]}
 ITERATIONS = (4, 5, 6)
-_WAIT_SECONDS = 30.0
+_WAIT_SECONDS = 90.0
 DiesAt = Callable[[int, Callable[[], object]], bool]  # the fixture
 
 LINEAGE_WORD = 8  # offset in the header of a slot

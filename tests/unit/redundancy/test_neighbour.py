@@ -7,7 +7,6 @@ against bytes, copied and put together again by the same pure code that SMPs use
 from __future__ import annotations
 
 import itertools
-import time
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -34,8 +33,8 @@ from ft_plugins.redundancy.neighbour import (
 from ft_plugins.smp.exchange.frames import Parity, decoded
 from ft_plugins.snapshot.capture.layout import plan_layout
 from ft_plugins.snapshot.segment.slots import Version
+from harness.operations import doubling
 
-PLANNING_CPU_SECONDS = 5  # 0.2 s are usual; the machine of the tests is slower at times, but not quadratic
 V = Version(1, 7)
 
 
@@ -319,8 +318,18 @@ def test_small_state_lies_where_the_copy_is(job: Job) -> None:
 # scale, and people
 
 
-def test_8192_ranks_are_planned_in_seconds() -> None:
-    began = time.process_time()
+def test_planning_copies_of_twice_as_many_ranks_takes_twice_the_steps() -> None:
+    def plan(dp: int) -> None:
+        topology = Topology(tp=8, pp=8, dp=dp)
+        ranks = topology.world_size
+        made = plan_neighbours([f"n{rank // 8}" for rank in range(ranks)], pipelines(topology), [1 << 30] * ranks)
+        made.exchange()
+        made.table()
+
+    assert doubling(plan, 16) < 2.2
+
+
+def test_8192_ranks_are_planned() -> None:
     nodes = tuple(f"n{rank // 8}" for rank in range(8192))
     topology = Topology(tp=8, pp=64, dp=16)
     plan = plan_neighbours(nodes, pipelines(topology), [1 << 30] * 8192)
@@ -329,7 +338,6 @@ def test_8192_ranks_are_planned_in_seconds() -> None:
     assert exchange.parity_bytes(1023) == 8 << 30 and exchange.small_state_holders(8191) == (1023 - 16,)
     assert survives(plan, [0, 1]) and not survives(plan, [0, 16])
     assert len(plan.table().splitlines()) == 1 + 1 + 16 + 1
-    assert time.process_time() - began < PLANNING_CPU_SECONDS
 
 
 def test_the_table_says_who_may_be_lost_and_whose_copy_lives_where() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections import Counter
 from collections.abc import Collection
 
@@ -18,6 +17,7 @@ from ft_plugins.redundancy import blocked, kernels
 from ft_plugins.redundancy.field import ORDER, inverse, power, solve, times
 from ft_plugins.redundancy.kernels import Loops
 from ft_plugins.redundancy.parity import ALIGNMENT, Placement, Stripe, StripePiece, place_parity, plan_decode
+from harness.operations import doubling
 
 Bytes = npt.NDArray[np.uint8]
 SIZES = st.just(0) | st.integers(1, 3) | st.integers(0, 700) | st.sampled_from([63, 64, 65, 128, 192, 448, 640])
@@ -111,13 +111,15 @@ def test_a_group_that_cannot_be_protected_is_refused(sizes: list[int], losses: i
         place_parity(sizes, losses)
 
 
+@pytest.mark.parametrize("losses", [1, 2])
+def test_placing_and_decoding_take_the_square_of_the_nodes_as_the_pieces_do_and_no_more(losses: int) -> None:
+    assert doubling(lambda nodes: plan_decode(place_parity([1 << 30] * nodes, losses), range(losses)), 32) < 5
+
+
 @pytest.mark.parametrize("nodes, losses", [(512, 1), (257, 2)])
-def test_a_group_of_hundreds_of_nodes_is_placed_and_decoded_at_once(nodes: int, losses: int) -> None:
-    """Both take 0.5 s together; anything cubic in the nodes would take a hundred times as long."""
-    started = time.process_time()
+def test_a_group_of_hundreds_of_nodes_is_placed_and_decoded(nodes: int, losses: int) -> None:
     placement = place_parity([1 << 30] * nodes, losses)
     found = plan_decode(placement, range(losses))
-    assert time.process_time() - started < 10
     assert len(found) == losses * nodes
     exponents = {piece.exponent for stripe in placement.stripes for piece in stripe.data}
     assert losses == 1 or len({power(exponent) for exponent in exponents}) == nodes - 2

@@ -44,7 +44,7 @@ from ft_plugins.snapshot.segment import paths
 from ft_plugins.snapshot.segment.segment import Segment, create
 from ft_plugins.snapshot.segment.shape import Shape
 from ft_plugins.snapshot.segment.slots import Pin, Version, slots_for
-from ft_plugins.transport.wire import read_secret
+from ft_plugins.transport.calls import read_secret
 from harness.hostile import altered, damaged
 
 SHAPE = Shape(9000, 2000, 2, 3, slots_for(Pin.NODE, Pin.SOURCE))

@@ -16,7 +16,7 @@ from ft_plugins.snapshot.segment.shape import Shape
 from ft_plugins.snapshot.segment.slots import Version
 
 SHAPE = Shape(nbytes=100, small_nbytes=10, buckets=1, layout=1)
-SECONDS = 20.0
+SECONDS = 90.0
 
 
 def story(*steps: tuple[float, Callable[[History, float], History]]) -> History:

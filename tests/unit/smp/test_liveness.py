@@ -10,7 +10,6 @@ import stat
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -51,9 +50,8 @@ def test_superseded_processes_are_gone_when_the_kill_returns_stopped_ones_too(sl
 
 def test_a_pid_that_is_used_again_by_another_process_is_left_alone(sleeper: subprocess.Popen[bytes]) -> None:
     began = liveness.started(sleeper.pid)
-    before = time.monotonic()
-    assert liveness.kill_and_wait([(sleeper.pid, began - 1), (sleeper.pid, 0), (0, 5), (-1, 5)], 60) == []
-    assert time.monotonic() - before < 30
+    others = [(sleeper.pid, began - 1), (sleeper.pid, 0), (0, 5), (-1, 5)]
+    assert liveness.kill_and_wait(others, 3600) == [], "none is waited for"
     assert sleeper.poll() is None and liveness.started(sleeper.pid) == began
 
 
@@ -79,9 +77,8 @@ def test_a_pid_that_is_used_again_between_the_two_looks_is_neither_killed_nor_wa
 ) -> None:
     answers = iter([77, liveness.started(sleeper.pid)])
     monkeypatch.setattr(liveness, "started", lambda pid: next(answers))
-    before = time.monotonic()
-    assert liveness.kill_and_wait([(sleeper.pid, 77)], 60) == []
-    assert time.monotonic() - before < 30 and sleeper.poll() is None
+    assert liveness.kill_and_wait([(sleeper.pid, 77)], 3600) == []
+    assert sleeper.poll() is None
 
 
 def test_a_process_that_does_not_go_is_reported_after_the_time_given(

@@ -41,7 +41,7 @@ from .node_clusters import wait, write_secret
 BUCKET = 64 << 10
 NODES = ("n0", "n0", "n1", "n2")  # of each rank
 RANKS = tuple(range(len(NODES)))
-SECONDS = 20
+SECONDS = 90
 DETECT = 1.5
 
 

@@ -14,8 +14,8 @@ import pytest
 from ft_plugins.errors import ProtocolError
 from ft_plugins.smp.tree import tree
 from ft_plugins.snapshot.segment.slots import Version
+from ft_plugins.transport.calls import PURPOSE, Peer
 from ft_plugins.transport.channel import Party
-from ft_plugins.transport.wire import PURPOSE, Peer
 
 from .node_clusters import DETECT, Cluster, Node, clusters, wait
 
@@ -91,7 +91,7 @@ def test_none_but_the_node_of_a_position_reports_for_it(deep: Cluster) -> None:
     with pytest.raises(ProtocolError, match="lineage 9"):
         peer.ask("join", epoch=9, position=3)
     peer.ask("join", epoch=1, position=3)
-    peer.wait_until_closed(5)
+    peer.is_readable(5)
     wait(lambda: bool(deep.nodes[1].named("peer.disconnected")))
     (fields,) = deep.nodes[1].named("peer.disconnected")
     assert fields["peer"] == "n5" and "node n3 is at position 3" in fields["reason"]
@@ -103,15 +103,12 @@ def test_a_version_is_committed_without_waiting_for_the_next_look_at_memory(
     cluster: Callable[[int], Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is looked for again and again is only what ranks write: that they have sealed."""
-    monkeypatch.setattr("ft_plugins.smp.tree.node_driver.OBSERVE_SECONDS", 10.0)
+    monkeypatch.setattr("ft_plugins.smp.tree.node_driver.OBSERVE_SECONDS", 3600.0)
     job = cluster(3)
     job.protect(detect_seconds=60.0)
     job.train(1, 1)
     wait(lambda: all(node.driver._state.awaited == Version(1, 2) for node in job.nodes))
-    time.sleep(0.2)
-    began = time.monotonic()
     job.train(2, 5)
-    assert time.monotonic() - began < 20.0, "a look for each of the four would take 30 s at least"
 
 
 def test_threads_of_a_node_are_those_of_its_group_and_do_not_grow_with_the_job(

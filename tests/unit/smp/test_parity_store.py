@@ -36,7 +36,7 @@ Key = tuple[int, int, int]
 BUCKET = 512  # so that a few KB have several digests
 FRAME = 300
 LAYOUT = 4711
-SECONDS = 20
+SECONDS = 90
 V1, V2, V3 = Version(1, 1), Version(1, 2), Version(2, 3)
 PLANS = {
     "RAIM5, 2+1+1 ranks": plan_exchange(list("aabc"), [(0, 1, 2, 3)], [3900, 50, 5200, 4111], 1),

@@ -42,7 +42,7 @@ from .node_clusters import capture, write_secret
 
 SHAPE = Shape(nbytes=1000, small_nbytes=200, buckets=1, layout=77)
 FINGERPRINT = {"layers": 4, "seed": 1, "data": {"path": "/d", "size": 9}}
-SECONDS = 20.0
+SECONDS = 90.0
 SOUND = {"shape": asdict(SHAPE), "fingerprint": FINGERPRINT, "pid": 0, "fresh": False}  # by a trainer that is nobody
 ATTACH = {"do": "attach", "rank": 0, "token": 0, **SOUND}
 RESTORE = {"do": "restore", "rank": 0, "token": 0, "lineage": 1, "base": [1, 2]}

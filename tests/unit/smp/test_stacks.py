@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 
 from ft_plugins.smp.watch import liveness, stacks
-from harness.job_control import wait_until_stopped
+from harness.job_control import wait_until, wait_until_stopped
 
 LISTENS = "from pathlib import Path; from ft_plugins.smp.watch import stacks; stacks.listen(Path({folder!r}), {rank}); "
 SLEEPS = "import time\ndef outer(): print(flush=True); time.sleep(600)\n"
 # in C, and keeps the interpreter's lock
 LOCKS = "import re\ndef outer(): print(flush=True); re.match('(a*)*b', 'a' * 400)\n"
 DEAF = "import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())\n"
-SECONDS = 10.0
+SECONDS = 90.0
 
 Start = Callable[..., tuple[int, int]]
 
@@ -74,39 +74,27 @@ def test_of_a_stopped_an_ended_and_a_silent_process_it_is_said_why_there_are_non
     stopped, silent = start(0, SLEEPS), start(2, DEAF + SLEEPS)
     os.kill(stopped[0], signal.SIGSTOP)
     wait_until_stopped(stopped[0], SECONDS)
-    began = time.monotonic()
     folder = stacks.dump(tmp_path, 3, {0: stopped, 1: (stopped[0], 1), 2: silent}, 1.0)
-    assert time.monotonic() - began < 30, "they are silent for ever"
     texts = [(folder / f"rank{rank}.txt").read_text() for rank in range(3)]
     assert [text.split(":")[0] for text in texts] == ["no stacks"] * 3
     assert "is stopped by a signal" in texts[0] and "has ended" in texts[1] and "did not answer" in texts[2]
 
 
-def test_ranks_that_answer_have_stacks_however_many_there_are_and_though_one_does_not(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first one does not answer: it waits for a device, say."""
-    monkeypatch.setattr(stacks, "_QUIET_SECONDS", 0.4)  # of each rank in turn, more than there is time
-    processes = {0: start(0, DEAF + SLEEPS), **{rank: start(rank, SLEEPS) for rank in range(1, 5)}}
-    folder = stacks.dump(tmp_path, 3, processes, 1.2)
-    texts = [(folder / f"rank{rank}.txt").read_text() for rank in processes]
-    assert "did not answer" in texts[0] and all("in outer" in text for text in texts[1:])
-
-
 def test_stacks_are_kept_as_they_come_while_another_rank_is_waited_for(start: Start, tmp_path: Path) -> None:
-    """Another node has the workers restart meanwhile: the next incarnation empties the file."""
-    processes = {0: start(0, DEAF + SLEEPS), 1: start(1, SLEEPS)}
-    dumping = threading.Thread(target=stacks.dump, args=(tmp_path, 3, processes, SECONDS))
-    began = time.monotonic()
+    """The first one does not answer: it waits for a device, say. Another node has the workers restart meanwhile: the
+    next incarnation empties the files."""
+    processes = {0: start(0, DEAF + SLEEPS), **{rank: start(rank, SLEEPS) for rank in range(1, 4)}}
+    dumping = threading.Thread(target=stacks.dump, args=(tmp_path, 3, processes, 3600.0), daemon=True)
     dumping.start()
-    written = tmp_path / "hangs" / "3" / "rank1.txt"
-    while not (written.exists() and written.stat().st_size) and time.monotonic() - began < SECONDS / 2:
-        time.sleep(0.01)
-    (tmp_path / "stack.1").write_bytes(b"")
+    for rank in range(1, 4):
+        written = tmp_path / "hangs" / "3" / f"rank{rank}.txt"
+        wait_until(lambda: written.exists() and written.stat().st_size > 0, SECONDS, lambda: f"none of rank {rank}")  # noqa: B023
+        (tmp_path / f"stack.{rank}").write_bytes(b"")
     os.kill(processes[0][0], signal.SIGKILL)
-    dumping.join()
-    assert time.monotonic() - began < SECONDS - 1, "one that has ended is not waited for"
-    assert "in outer" in written.read_text()
+    dumping.join(SECONDS)
+    assert not dumping.is_alive(), "one that has ended is not waited for"
+    for rank in range(1, 4):
+        assert "in outer" in (tmp_path / "hangs" / "3" / f"rank{rank}.txt").read_text()
     assert "did not answer" in (tmp_path / "hangs" / "3" / "rank0.txt").read_text()
 
 
@@ -134,7 +122,6 @@ def test_of_stacks_by_py_spy_the_thread_that_it_calls_the_main_one_is_taken(tmp_
 
 SPY = """#!/bin/sh
 if [ "$3" = "{fails}" ]; then exit 1; fi
-if [ "$3" = "{hangs}" ]; then exec sleep 600; fi
 echo "spied $1 $2 $3"
 """
 
@@ -142,16 +129,16 @@ echo "spied $1 $2 $3"
 def test_py_spy_comes_first_where_it_is_installed_and_the_ranks_themselves_where_it_fails(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    processes = {rank: start(rank, SLEEPS) for rank in range(3)}
+    processes = {rank: start(rank, SLEEPS) for rank in range(2)}
     tool = tmp_path / "bin" / "py-spy"
     tool.parent.mkdir()
-    tool.write_text(SPY.format(fails=processes[1][0], hangs=processes[2][0]))
+    tool.write_text(SPY.format(fails=processes[1][0]))
     tool.chmod(0o700)
     monkeypatch.setenv("PATH", f"{tool.parent}:/bin:/usr/bin")
-    folder = stacks.dump(tmp_path, 3, processes, 4.0)
-    texts = [(folder / f"rank{rank}.txt").read_text() for rank in range(3)]
+    folder = stacks.dump(tmp_path, 3, processes, SECONDS)
+    texts = [(folder / f"rank{rank}.txt").read_text() for rank in range(2)]
     assert texts[0] == f"spied dump --pid {processes[0][0]}\n"
-    assert "in outer" in texts[1] and "in outer" in texts[2]
+    assert "in outer" in texts[1]
 
 
 def test_py_spy_that_cannot_be_killed_is_not_waited_for(
@@ -161,19 +148,21 @@ def test_py_spy_that_cannot_be_killed_is_not_waited_for(
     process = start(0, SLEEPS)
     tool = tmp_path / "bin" / "py-spy"
     tool.parent.mkdir()
-    tool.write_text("#!/bin/sh\nexec sleep 20\n")
+    tool.write_text("#!/bin/sh\nexec sleep 3600\n")
     tool.chmod(0o700)
     monkeypatch.setenv("PATH", f"{tool.parent}:/bin:/usr/bin")
     killed: list[subprocess.Popen[bytes]] = []
-    began = time.monotonic()
+    by_py_spy = stacks._by_py_spy
     with monkeypatch.context() as patched:
+        patched.setattr(
+            stacks, "_by_py_spy", lambda folder, processes, _: by_py_spy(folder, processes, time.monotonic() + 0.5)
+        )
         patched.setattr(subprocess.Popen, "kill", lambda spy: killed.append(spy))
-        folder = stacks.dump(tmp_path, 3, {0: process}, 2.0)
-    took = time.monotonic() - began
+        folder = stacks.dump(tmp_path, 3, {0: process}, SECONDS)
     for spy in killed:
         spy.kill()
         spy.wait()
-    assert killed and took < 10
+    assert killed
     assert "in outer" in (folder / "rank0.txt").read_text()
 
 

@@ -22,12 +22,12 @@ from ft_plugins.smp.tree.tree_messages import MESSAGE_LIMIT
 from ft_plugins.smp.tree.tree_peers import TreePeers
 from ft_plugins.smp.tree.tree_state import TreeState
 from ft_plugins.snapshot.segment.slots import Version
+from ft_plugins.transport.calls import Peer
 from ft_plugins.transport.channel import Channel, ClientHandshake, Party, ServerHandshake
 from ft_plugins.transport.loop import Loop
-from ft_plugins.transport.wire import Peer
 
 SECRET = b"a secret of this test"
-SECONDS = 20.0
+SECONDS = 90.0
 
 
 def channels(client: int, server: int) -> tuple[Channel, Channel]:
@@ -120,18 +120,16 @@ def make() -> Iterator[Callable[..., Job]]:
 def test_a_version_is_committed_by_messages_alone_without_waiting_for_a_heartbeat(
     make: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """20 nodes in three levels; heartbeats would come every 12 seconds."""
-    monkeypatch.setattr(tree_state, "_SLOWEST_SECONDS", 12.0)
-    job = make(20, detect=60.0)
+    """20 nodes in three levels; heartbeats would come every hour."""
+    monkeypatch.setattr(tree_state, "_SLOWEST_SECONDS", 3600.0)
+    job = make(20, detect=5 * 3600.0)
     job.start()
     wait(lambda: all(node.decision == ExchangeDecision(Version(1, 1)) for node in job.nodes))
-    began = time.monotonic()
     for iteration in range(1, 11):
         for node in job.nodes:
             node.member.report(NodeReport(iteration, Version(1, iteration), encoded=Version(1, iteration)))
         after = ExchangeDecision(Version(1, iteration + 1), Version(1, iteration))
         wait(lambda after=after: all(node.decision == after for node in job.nodes))
-    assert time.monotonic() - began < 5 * 12.0, "ten versions, each after a heartbeat, would take twice that"
     assert all(node.changes == 11 for node in job.nodes), "each announcement is news once"
     assert [len(node.member.links) for node in job.nodes] == [8, 9, 4, *[1] * 17]
     threads = [thread.name for thread in threading.enumerate()]

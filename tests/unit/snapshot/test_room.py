@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from ft_plugins.errors import BudgetError
-from ft_plugins.snapshot.segment import room
-from ft_plugins.snapshot.segment.room import check_room, sizes_text
+from ft_plugins.snapshot.segment import paths
+from ft_plugins.snapshot.segment.paths import check_room, sizes_text
 
 MIB = 1 << 20
 
@@ -23,9 +23,9 @@ MIB = 1 << 20
 @pytest.fixture
 def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What stands for /sys/fs/cgroup; beside it `own`, for /proc/self/cgroup."""
-    monkeypatch.setattr(room, "CGROUPS", tmp_path / "fs")
-    monkeypatch.setattr(room, "OWN_CGROUPS", tmp_path / "own")
-    monkeypatch.setattr(room, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(paths, "CGROUPS", tmp_path / "fs")
+    monkeypatch.setattr(paths, "OWN_CGROUPS", tmp_path / "own")
+    monkeypatch.setattr(paths, "MEMINFO", tmp_path / "meminfo")
     return tmp_path / "fs"
 
 
@@ -142,7 +142,7 @@ def test_a_kernel_that_does_not_say_what_is_available_sets_no_limit(kernel: Path
 
 
 def test_this_machine_says_what_it_has() -> None:
-    limits = {limit.where: limit for limit in room.memory_limits()}
+    limits = {limit.where: limit for limit in paths.memory_limits()}
     assert 0 < limits["this machine"].free <= limits["this machine"].nbytes < 1 << 50
     assert 0 < limits["/dev/shm"].free <= limits["/dev/shm"].nbytes
 

@@ -17,13 +17,17 @@ from ft_plugins.snapshot.segment.slots import (
     Slot,
     SlotState,
     Version,
+    captured_after,
     check_transition,
     choose,
     choose_parity,
     free_of,
     free_slot,
+    marks_of,
     needed_free,
     pinnable_slot,
+    recovery_order,
+    slot_to_reuse,
     slots_for,
     voided_slots,
 )
@@ -274,6 +278,38 @@ def test_the_newest_certified_version_is_pinned_however_old_and_no_older_one() -
     slots = [*agreed, clean(2, 7), clean(3, 8), clean(4, 9)]
     assert pinnable_slot(slots, Version(1, 5)) == 1
     assert pinnable_slot(slots, Version(1, 3)) is None, "the capture that chooses next need not keep it"
+
+
+def test_only_restorable_versions_count_whatever_the_header_of_an_unfinished_one_names() -> None:
+    unfinished = replace(clean(3, 99, Pin.SOURCE), state=DIRTY)
+    slots = [clean(0, 7), clean(1, 8), clean(2, 9), unfinished]
+    assert pinnable_slot(slots, Version(1, 8)) == 1 and pinnable_slot(slots, Version(1, 99)) is None
+    assert pinnable_slot(slots, Version(1, 7), free=5) == 0, "more free slots than versions: none is overwritten soon"
+    assert slot_to_reuse(slots, Version(1, 100), 2, False) == 0, "all ranks have 8"
+    assert slot_to_reuse(slots, Version(1, 100), 3, False) is None, "7 may be all that they have"
+    assert captured_after([*slots, Slot(4, CLEAN, Version(2, 9)), Slot(5, CLEAN, None)], 1, 7) == [
+        (slots[1], Version(1, 8)),
+        (slots[2], Version(1, 9)),
+    ]
+
+
+def test_the_highest_mark_of_a_version_holds_and_preferred_ones_come_first_only_if_any_is_certified() -> None:
+    versions = [Version(1, iteration) for iteration in range(5)]
+    reported = [
+        (versions[0], Mark.NONE),
+        (versions[1], Mark.CERTIFIED),
+        (versions[1], Mark.UNAUDITED),
+        (versions[2], Mark.DIVERGED),
+        (versions[3], Mark.UNAUDITED),
+        (versions[4], Mark.MISMATCHED),
+        (None, Mark.CERTIFIED),
+    ]
+    marks = marks_of(reported)
+    highest = [Mark.CERTIFIED, Mark.DIVERGED, Mark.UNAUDITED, Mark.MISMATCHED]
+    assert marks == dict(zip(versions[1:], highest, strict=True))
+    assert [version.iteration for version in recovery_order(versions, marks)] == [2, 1, 3, 0]
+    assert [version.iteration for version in recovery_order(versions, marks_of(reported[3:-1]))] == [3, 2, 1, 0]
+    assert [mark.word for mark in Mark] == ["", "unaudited", "diverged", "certified", "mismatched"]
 
 
 @given(seed=st.integers(0, 10_000))

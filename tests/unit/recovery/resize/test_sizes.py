@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from ft_plugins.recovery.resize.sizes import SizeReport, admissible
 from ft_plugins.redundancy.exchange_plan import why_unprotected
 from ft_plugins.redundancy.grouping import copies_possible, parity_possible
 from ft_plugins.redundancy.neighbour import pipelines, why_unplaced
+from harness.operations import doubling
 
 
 def nodes(count: int, each: int) -> list[str]:
@@ -105,11 +105,14 @@ def test_a_size_for_which_ranks_cannot_be_laid_out_is_left_out() -> None:
     assert admissible(topology, nodes(4, 1), lambda replicas: replicas < 7, anything) == (2, 4, 6)
 
 
-def test_sizes_of_16384_ranks_take_a_moment() -> None:
-    topology = Topology(tp=1, pp=4, dp=4096)
-    begin = time.process_time()
-    found = admissible(topology, nodes(2048, 8), lambda replicas: True, survives(1))
-    assert found == tuple(range(5, 2049)) and time.process_time() - begin < 3
+def test_the_sizes_of_a_job_are_found_in_steps_of_its_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(count: int) -> None:
+        topology = Topology(tp=1, pp=4, dp=2 * count)
+        sizes_found = admissible(topology, nodes(count, 8), lambda replicas: True, survives(1))
+        assert sizes_found == tuple(range(5, count + 1))
+
+    monkeypatch.setattr(sizes, "_MAX_NODES", 1)
+    assert doubling(found, 512) < 2.2
 
 
 @pytest.mark.parametrize(

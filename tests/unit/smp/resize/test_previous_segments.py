@@ -15,8 +15,15 @@ from ft_plugins.smp.resize.previous_segments import PreviousSegments
 from ft_plugins.smp.serve.owner import SnapshotProcess
 from ft_plugins.snapshot.capture import manifest
 from ft_plugins.snapshot.capture.manifest import Manifest
-from ft_plugins.snapshot.segment.paths import jobs, path_of, previous_path_of, previous_segments_of, remove, segments_of
-from ft_plugins.snapshot.segment.room import SHM
+from ft_plugins.snapshot.segment.paths import (
+    SHM,
+    jobs,
+    path_of,
+    previous_path_of,
+    previous_segments_of,
+    remove,
+    segments_of,
+)
 from ft_plugins.snapshot.segment.segment import Segment, create
 from ft_plugins.snapshot.segment.shape import PAGE, Shape
 from ft_plugins.snapshot.segment.slots import SlotState, Version

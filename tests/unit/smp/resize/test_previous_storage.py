@@ -31,7 +31,7 @@ from ..node_clusters import capture, small_of_tensors
 SHAPE = Shape(nbytes=1 << 16, small_nbytes=1000, buckets=2, layout=5, slots=slots_for(Pin.STORAGE))
 RANGES = [(0, 1 << 15), (1 << 15, 1 << 15)]
 FINGERPRINT = {"layers": 4, "parallel": {"dp": 2}}
-SECONDS = 20.0
+SECONDS = 90.0
 V4, V5 = Version(1, 4), Version(1, 5)
 
 SmpNode = Any  # the fixture's class lives in conftest

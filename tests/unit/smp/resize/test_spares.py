@@ -40,7 +40,7 @@ RANGES = ((0, 50_000), (50_000, 40_000))
 SHAPE = Shape(90_000, 2000, len(RANGES), 3, slots_for(Pin.NODE, Pin.SOURCE))
 NAMES = ("n0", "n0", "n1", "n1", "n2", "n2")  # of the previous job's ranks; n0 and n1 go on, n2 is the spare
 V4, V5 = Version(1, 4), Version(1, 5)
-SECONDS = 20
+SECONDS = 90
 
 
 def data(rank: int, version: Version) -> np.ndarray:
