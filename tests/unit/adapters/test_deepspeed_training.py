@@ -73,7 +73,6 @@ def test_a_rank_that_joined_leaves_if_protection_does_not_start(where: str, monk
 
     made = type("Loop", (), {"__init__": lambda *args: None, "resume": lambda self: None, where: fail})
     monkeypatch.setattr(training, "DeepSpeedLoop", made)
-    monkeypatch.setattr(training, "require_several_ranks", lambda: None)
     monkeypatch.setattr(training, "launch_context", lambda: SimpleNamespace(config=Config(), run_dir=None))
     settings = {"ft_plugins": {"reft": {}}}
     engine = SimpleNamespace(_config=SimpleNamespace(_param_dict=settings))
