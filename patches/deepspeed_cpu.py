@@ -7,6 +7,9 @@ computes the same numbers.
 deepspeed/runtime/zero/stage_1_and_2.py (ZeRO-1 and ZeRO-2), from 0.18.7 to 0.18.9, flattens parameters with their
 autograd graph if the device has memory for it, which a CPU always has; the first step then fails with 'Output 0 of
 SplitBackward0 is a view and is being modified inplace'. 0.19 detaches the buffer; before 0.18.7 it had no graph.
+
+deepspeed/ops/adam/fused_adam.py compiles its kernel for minutes when an optimizer is made: the usual one for "Adam" and
+"AdamW" in a configuration without "torch_adam", and gpt-neox's. torch's own computes the same, rounded otherwise.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from typing import Any
 
 import torch
 
+from ..errors import UnsupportedError
 from .declared import Patch, around
 from .versions import DEEPSPEED
 
@@ -23,6 +27,19 @@ from .versions import DEEPSPEED
 def detached(original: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
     """flatten_dense_tensors_aligned that returns the same memory without a graph."""
     return original(*args, **kwargs).detach()
+
+
+class TorchAdam:
+    """FusedAdam without a kernel: making one makes torch's AdamW, or Adam."""
+
+    def __new__(  # type: ignore[misc]
+        cls, params: Any, lr: float = 1e-3, bias_correction: bool = True, betas: Any = (0.9, 0.999), eps: float = 1e-8,
+        adam_w_mode: bool = True, weight_decay: float = 0.0, amsgrad: bool = False, set_grad_none: bool = True,
+    ) -> torch.optim.Optimizer:  # fmt: skip
+        if not bias_correction or amsgrad:
+            raise UnsupportedError("on a CPU FusedAdam has neither bias_correction=False nor amsgrad=True: drop them")
+        kind = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
+        return kind(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
 
 def _no_operator() -> None:
@@ -41,5 +58,10 @@ PATCHES = (  # none imitates a CUDA device
         *("deepspeed", _ZERO, "DeepSpeedZeroOptimizer.flatten_dense_tensors_aligned", DEEPSPEED),
         reason="a flat buffer with an autograd graph cannot be updated in place",
         replace=around(detached),
+    ),
+    Patch(
+        *("deepspeed", "deepspeed.ops.adam.fused_adam", "FusedAdam", DEEPSPEED),
+        reason="its kernel is compiled for minutes, in every rank at once",
+        replace=lambda _: TorchAdam,
     ),
 )

@@ -203,8 +203,7 @@ class DeepSpeedHost(DeepSpeedStepping):
                 "with the captured job's settings, or start with --ftp-resume fresh"
             )
         self.silent = small.get("silent", False)
-        for name in _COUNTERS:
-            setattr(engine, name, small["counters"][name])
+        self._restore_counters(small)
         self._restore_optimizer(small)
         self._rates = None
         state.rebuild_derived(optimizer)
@@ -214,8 +213,13 @@ class DeepSpeedHost(DeepSpeedStepping):
         """The client has built its engine, and loaded what it loads: set it to where the restored engine is."""
         small, self._unsettled = self._unsettled, None
         if small is not None and self._client is not None:
+            self._restore_counters(small)
             self._restore_optimizer(small)  # the client may have loaded its scheduler from an older checkpoint
             self._client.restore(small["client"]["state"])
+
+    def _restore_counters(self, small: Mapping[str, Any]) -> None:
+        for name in _COUNTERS:
+            setattr(self.engine, name, small["counters"][name])
 
     def _require_same_client(self, small: Mapping[str, Any]) -> None:
         captured = (small.get("client") or {}).get("name")

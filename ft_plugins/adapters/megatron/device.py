@@ -15,7 +15,7 @@ import torch
 
 from ...config import Config
 from ...errors import ConfigError
-from ...patches import cpu_patches
+from ...patches import MegatronPackage, cpu_patches
 
 _BACKEND = "--distributed-backend"
 _SWITCH = "--ftp-cpu"
@@ -58,12 +58,12 @@ def refusal() -> ConfigError:
     )
 
 
-def report(asked: str) -> str:
+def report(asked: str, package: MegatronPackage = MegatronPackage.MEGATRON_LM) -> str:
     """The line that says what is patched, by module."""
-    modules = ", ".join(dict.fromkeys(patch.module for patch in cpu_patches()))
+    modules = ", ".join(dict.fromkeys(patch.module for patch in cpu_patches(package=package)))
     return (
-        f"running Megatron on the CPU ({asked or 'the script asks for it'}; no CUDA device is visible). Patched if "
-        f"imported: {modules}. Without triton its kernels are left out"
+        f"running {package.value} on the CPU ({asked or 'the script asks for it'}; no CUDA device is visible). Patched "
+        f"if imported: {modules}. Without triton its kernels are left out"
     )
 
 
