@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 
 import torch
 
 from ... import events
 from ...config import LaunchContext
+from ...config.neox_yaml import settings_in_arguments
 from ...patches import MegatronPackage, apply_cpu, importable_package, is_applied, untested
 from ..script.script_hooks import load_below, on_import
 from . import device
@@ -42,7 +44,8 @@ def prepare_launched(context: LaunchContext, arguments: Sequence[str]) -> None:
     if package is MegatronPackage.MEGATRON_LM:
         on_import("megatron.training.arguments", _extend_flags)
     protected = context.config is not None and bool(context.config.systems)
-    asked = device.asked_by(arguments, context.config)
+    neox = package is MegatronPackage.GPT_NEOX
+    asked = device.asked_by(arguments, context.config, settings_in_arguments(arguments, Path()) if neox else None)
     has_device = is_applied() or torch.cuda.is_available()  # applied: the script called `prepare`
     match device.decide(has_device, bool(asked), protected):
         case device.Decision.REFUSE:
@@ -58,7 +61,7 @@ def prepare_launched(context: LaunchContext, arguments: Sequence[str]) -> None:
             events.say(". ".join(filter(None, remarks)))
 
     if context.rank == 0:
-        on_import("megatron.core" if package is not MegatronPackage.GPT_NEOX else "megatron", report)
+        on_import("megatron" if neox else "megatron.core", report)
 
 
 def _refuse(spec: ModuleSpec) -> None:

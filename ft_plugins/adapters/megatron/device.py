@@ -8,8 +8,9 @@ In: the job's configuration, its arguments, torch's devices. Out: a decision; th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum, auto
+from typing import Any
 
 import torch
 
@@ -29,8 +30,9 @@ class Decision(Enum):
     REFUSE = auto()
 
 
-def asked_by(arguments: Sequence[str], config: Config | None) -> str:
-    """The option that asks for the CPU, or ''. If several backends are given, Megatron uses the last."""
+def asked_by(arguments: Sequence[str], config: Config | None, settings: Mapping[str, Any] | None = None) -> str:
+    """The option that asks for the CPU, or ''. If several backends are given, Megatron uses the last. `settings`: those
+    of a gpt-neox job."""
     if config is not None and config.cpu:
         return _SWITCH
     backend = ""
@@ -38,6 +40,8 @@ def asked_by(arguments: Sequence[str], config: Config | None) -> str:
         name, equals, value = word.partition("=")
         if name == _BACKEND:
             backend = value if equals else "".join(arguments[index + 1 : index + 2])
+    if (settings or {}).get("distributed_backend") == "gloo":
+        return '"distributed_backend": "gloo"'
     return f"{_BACKEND} gloo" if backend == "gloo" else ""
 
 
