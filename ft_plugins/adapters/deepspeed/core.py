@@ -33,7 +33,7 @@ from ..data.observed_inputs import ObservedForwards, digest_of_inputs, plain_num
 from ..forward_edges import Saving, follow_forwards
 from ..host_parts import groups, reach_fault_points, restore_groups
 from ..parameter_groups import numbered, packed, regrouped
-from ..schedulers import SchedulerRestore, require_encodable_scheduler
+from ..schedulers import DIFFICULTY, SchedulerRestore, curriculum, require_encodable_scheduler
 from ..script.script_hooks import wrap
 from ..script.undeclared import Undeclared
 from ..script.undeclared_search import Given, UndeclaredSearch
@@ -131,6 +131,7 @@ class DeepSpeedHost(DeepSpeedStepping):
             "scaler": state.scaler(optimizer),
             "scheduler": None if scheduler is None else scheduler.state_dict(),
             "counters": {name: getattr(self.engine, name) for name in _COUNTERS},
+            "curriculum": curriculum(self.engine).get(DIFFICULTY),
             "position": {} if self._positions is None else self._positions.read(),
             "rng": rng_state(),
             "silent": self.silent,
@@ -220,6 +221,8 @@ class DeepSpeedHost(DeepSpeedStepping):
     def _restore_counters(self, small: Mapping[str, Any]) -> None:
         for name in _COUNTERS:
             setattr(self.engine, name, small["counters"][name])
+        if small.get("curriculum") is not None:
+            curriculum(self.engine)[DIFFICULTY] = small["curriculum"]
 
     def _require_same_client(self, small: Mapping[str, Any]) -> None:
         captured = (small.get("client") or {}).get("name")

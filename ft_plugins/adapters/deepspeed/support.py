@@ -21,7 +21,6 @@ _WRAPPERS = (
 _OPTIMIZERS = ("Adam", "AdamW", "FusedAdam", "SGD")
 _OFFLOAD_NOWHERE = ("none", None)
 _SWITCHES = {  # by setting: what it is, and the engine's method that says whether it is on
-    "curriculum_learning": ("curriculum learning", "curriculum_enabled_legacy"),
     "progressive_layer_drop": ("progressive layer drop", "pld_enabled"),
     "eigenvalue": ("eigenvalues", "eigenvalue_enabled"),
 }

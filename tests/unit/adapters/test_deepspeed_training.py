@@ -101,7 +101,7 @@ def test_a_job_that_cannot_be_protected_is_refused_before_its_engine_is_built(mo
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, None, "offload_param to NVMe"),
         ({"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}, None, "SGD with momentum"),
         ({}, torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1, momentum=0.9), "SGD with momentum"),
-        ({"curriculum_learning": {"enabled": True}}, None, "curriculum learning (curriculum_learning)"),
+        ({"progressive_layer_drop": {"enabled": True}}, None, "progressive layer drop (progressive_layer_drop)"),
         ({"compile": {"deepcompile": True}}, None, "DeepCompile"),
     ],
 )

@@ -42,7 +42,6 @@ class GptNeox(MegatronLoop):
         super().__init__(module, arguments)
         self._read = 0
         self._valid: Any = None  # the iterator of validation
-        self._restored = False
 
     def follow(self, engine: Any, begin: Callable[[], None]) -> None:
         super().follow(engine, begin)
@@ -50,21 +49,24 @@ class GptNeox(MegatronLoop):
         replace_in_deepspeed(self._module, "evaluate", self._evaluating)
 
     def refused(self) -> Mapping[str, str]:
-        return {"log_gradient_noise_scale": "the gradient noise scale (log_gradient_noise_scale) is a mean of its own"}
+        return {
+            "log_gradient_noise_scale": "the gradient noise scale (log_gradient_noise_scale) is a mean of its own",
+            "curriculum_learning": "its curriculum (curriculum_learning) is out of reach",
+        }
 
     def state(self) -> dict[str, Any]:
         return {**super().state(), "validation": self._read}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         super().restore(state)
-        self._read, self._restored = state["validation"], True
+        self._read = state["validation"]
 
     def _wrapping(
         self, original: Callable[..., Any], neox_args: Any, data_loaders: Mapping[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         valid = data_loaders["valid"]
         require_one_pass("training", data_loaders["train"], neox_args.train_iters * self._accumulation)
-        if not (self._restored and valid is not None):
+        if not (self.restored and valid is not None):
             iterators = original(neox_args, data_loaders, *args, **kwargs)
             self._read = 0 if valid is None else valid.batch_sampler.start_iter
         else:

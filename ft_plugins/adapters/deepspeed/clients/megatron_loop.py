@@ -28,6 +28,7 @@ class MegatronLoop:
 
     def __init__(self, module: ModuleType, arguments: Any) -> None:
         self._module, self.arguments = module, arguments
+        self.restored = False
 
     def follow(self, engine: Any, begin: Callable[[], None]) -> None:
         """Begin each iteration right before `train_step`. Raises UnsupportedError."""
@@ -54,6 +55,7 @@ class MegatronLoop:
         return {name: getattr(self.arguments, name, 0) for name in self.counted}  # not set until the engine is built
 
     def restore(self, state: Mapping[str, Any]) -> None:
+        self.restored = True
         for name in self.counted:
             setattr(self.arguments, name, state[name])
 
