@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ft_plugins.rehearse.driver import DrivenJob, DrivePhase
-from harness.deepspeed_forks import SCRIPTS, ForkCase, comparison, killed, require_deepspeed, require_exact, run
+from harness.deepspeed_forks import SCRIPTS, ForkCase, comparison, killed, require_exact, run
 from harness.megatron_lm import RUN_SECONDS, SETTINGS
 
 LOST_FROM = 4  # the iteration that must be committed before the node is lost
@@ -19,7 +19,6 @@ def a_killed_run_ends_like_an_unfailed_one(
     fork: str, checkout: Path, corpus: Path, case: ForkCase, folder: Path, record: Callable[[str, object], None]
 ) -> None:
     """Run the case twice, once killed. `record` is for tests/matrix.sh."""
-    require_deepspeed(case)
     unfailed = run(fork, checkout, corpus, case, folder / "unfailed")
     unfailed.require_success()
     record("unprotected", "succeeded")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.deepspeed_forks import ForkCase, checkout_of
+from harness.deepspeed_forks import ForkCase, applicable, checkout_of
 from harness.megatron_lm import write_corpus
 
 from .fork_stories import a_killed_run_ends_like_an_unfailed_one, a_lost_node_is_replaced
@@ -66,7 +66,7 @@ def corpus(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("corpus") / "text")
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", applicable(CASES), ids=str)
 def test_killed_in_forward_or_update_it_ends_in_the_state_of_an_unfailed_run(
     checkout: Path, corpus: Path, tmp_path: Path, case: ForkCase, record_property: Callable[[str, object], None]
 ) -> None:
