@@ -43,8 +43,8 @@ SECRET_LIMIT = 4096
 _LIMITS = DoorLimits()
 _CONNECTIONS = 4096  # authenticated connections
 # Threads that carry out requests at a time. Each also waits for a peer that sends half a frame, or reads no reply
-# because it waits for another node first: with fewer than the streams of a lost node's eight ranks (two each), those who
-# rebuild from several nodes could wait in a circle. One that waits costs no processor time.
+# because it waits for another node first: with fewer than the streams of a lost node's eight ranks (two each), nodes
+# that rebuild from several others could wait in a circle. One that waits costs no processor time.
 _THREADS = 64
 _OTHERS = 512 + _LIMITS.connections  # the SMP's other connections: those of its own node, and unproven ones
 # A connection without a request for so long is closed: its peer may be without power, or a relay may hold it open. A

@@ -23,7 +23,6 @@ _OWN_OPTIMIZERS = ("lamb", "lion", "muon", "onebitadam", "onebitlamb", "zeroonea
 _ADAMS = ("FusedAdam", CPU_ADAM)  # of DeepSpeed's own optimizers
 _OFFLOAD_NOWHERE = ("none", None)
 _SWITCHES = {  # by setting: what it is, and the engine's method that says whether it is on
-    "curriculum_learning": ("curriculum learning", "curriculum_enabled_legacy"),
     "progressive_layer_drop": ("progressive layer drop", "pld_enabled"),
     "eigenvalue": ("eigenvalues", "eigenvalue_enabled"),
 }

@@ -113,6 +113,8 @@ class EngineHooks:
         shards = None if build is None else build.groups
         try:
             client = self.clients.current
+            if client is not None and config.sync is not None:
+                raise UnsupportedError(f"local SGD is not supported with the loop of {client.name}: drop --sync-policy")
             self.loop = DeepSpeedLoop(engine, config, context, self.positions, leave, shards, client)
             self.loop.resume()
         except BaseException:

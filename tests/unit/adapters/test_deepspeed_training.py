@@ -99,7 +99,7 @@ def test_a_job_that_cannot_be_protected_is_refused_before_its_engine_is_built(mo
         ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, None, "offload_optimizer to NVMe"),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, None, "offload_param to NVMe"),
         ({"optimizer": {"type": "OneBitAdam", "params": {"lr": 0.1}}}, None, "DeepSpeed's own optimizer OneBitAdam"),
-        ({"curriculum_learning": {"enabled": True}}, None, "curriculum learning (curriculum_learning)"),
+        ({"progressive_layer_drop": {"enabled": True}}, None, "progressive layer drop (progressive_layer_drop)"),
         ({"compile": {"deepcompile": True}}, None, "DeepCompile"),
     ],
 )
