@@ -9,6 +9,7 @@ from setuptools import find_packages, setup
 EXTRAS = {
     "megatron": ["megatron-core>=0.14", "pybind11", "pyyaml", "regex", "six"],  # the rest for Megatron-LM
     "deepspeed": ["deepspeed>=0.16.9"],
+    "hf": ['transformers>=5.24; python_version >= "3.11"', "accelerate>=1.15"],
     "bench": ["scikit-learn", "torchsnapshot", "dlrover[torch]", "grpcio", "protobuf", "requests"],  # last: of dlrover
     "report": ["matplotlib"],
     "mutants": ["cosmic-ray"],

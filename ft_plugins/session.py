@@ -154,7 +154,7 @@ class Session:
         if self._sync is not None:
             done = self._sync.begin(done, self._carrying.restored_state, last)
         if last is not None and not self._continues(done, last):
-            self._restore_position()
+            self.restore_position()
         return done
 
     def _restore(self, loaded: int) -> int:
@@ -180,7 +180,8 @@ class Session:
         self._restored = plan.version.iteration if plan.version else loaded
         return self._restored
 
-    def _restore_position(self) -> None:
+    def restore_position(self) -> None:
+        """Restore data position and generators, if that has not been done; the first iteration does."""
         if self._pending is not None:
             self._carrying.restore_position(self._pending)
             self._pending = None
@@ -206,18 +207,22 @@ class Session:
             step += 1
             self.iteration_begin(step)
             yield step
-            if self._fenced != step:  # the update was skipped, as a GradScaler does
-                self.before_update(step)
-            if self._updated != step:  # that, or several optimizers make it
-                self.after_update(step)
-            self.iteration_end(step)
+            self.complete(step)
         self.shutdown()
+
+    def complete(self, step: int) -> None:
+        """The end of iteration `step`, also if the host has not called all hooks of its update."""
+        if self._fenced != step:  # the update was skipped, as a GradScaler does
+            self.before_update(step)
+        if self._updated != step:  # that, or several optimizers make it
+            self.after_update(step)
+        self.iteration_end(step)
 
     # ---- hooks ----
 
     def iteration_begin(self, step: int) -> None:
         """An iteration begins. The first call restores data position and RNG."""
-        self._restore_position()
+        self.restore_position()
         self.iteration = step
         self.ledger.begin(step)
         self.progress.words.begin(step)

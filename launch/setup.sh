@@ -6,7 +6,7 @@
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
-extras=megatron,deepspeed,dev,report
+extras=megatron,deepspeed,hf,dev,report
 stamp=.venv/ft_plugins.stamp
 
 say() { printf 'setup: %s\n' "$*" >&2; }

@@ -54,9 +54,10 @@ class FrameworkHooks:
 
 
 def register(context: LaunchContext) -> FrameworkHooks:
-    """Prepare and hook the frameworks when the script imports them: Megatron if a system is on, DeepSpeed always,
-    because its own configuration can switch one on."""
+    """Prepare and hook the frameworks when the script imports them: Megatron and Hugging Face's Trainer if a system is
+    on, DeepSpeed always, because its own configuration can switch one on."""
     hooks = FrameworkHooks(context)
+    followed = False  # Hugging Face's packages
 
     def megatron() -> None:
         adapter: Any = importlib.import_module("ft_plugins.adapters.megatron")
@@ -69,6 +70,15 @@ def register(context: LaunchContext) -> FrameworkHooks:
         adapter.prepare_launched(hooks.context)
         hooks.endings.append(adapter.install())
 
+    def hugging_face() -> None:
+        nonlocal followed
+        adapter: Any = importlib.import_module("ft_plugins.adapters.hf")
+        if not followed and hooks.context.config is not None and hooks.context.config.systems:
+            hooks.endings.append(adapter.install())
+        followed = True
+
+    for package in ("transformers", "accelerate"):  # whichever is first
+        sys.meta_path.insert(0, FirstImport(package, hugging_face))
     sys.meta_path.insert(0, FirstImport("megatron", megatron))
     sys.meta_path.insert(0, FirstImport("deepspeed", deepspeed))
     return hooks

@@ -17,6 +17,7 @@ import xxhash
 
 from .host import Host
 
+WALL_TIMES = "wall times"  # key of what is captured, but differs from run to run: not compared
 SHOWN_PARTS = 64  # of a sequence
 SHOWN_ELEMENTS = 8  # tensors up to this size also show their values
 
@@ -58,6 +59,7 @@ def readable(value: Any) -> Any:
             raw = torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8) if value.size else torch.empty(0)
             return {**tensor_digest(raw), "dtype": value.dtype.str, "shape": list(value.shape)}
         case dict():
+            value = {key: part for key, part in value.items() if key != WALL_TIMES}
             texts = {str(key) for key in value}
             return {str(key) if len(texts) == len(value) else repr(key): readable(part) for key, part in value.items()}
         case list() | tuple():

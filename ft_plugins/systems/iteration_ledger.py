@@ -26,6 +26,7 @@ import xxhash
 
 from ..errors import LoopError, UnsupportedError
 from ..events import Events, catalogue, say
+from ..model.digest import WALL_TIMES
 from ..model.host import Host, ReplicaOperations
 from ..recovery.recomputed import LoopDifference, judge
 from ..snapshot.segment.ledger import Ledger, LedgerEntry, LedgerPart, digest_of
@@ -277,8 +278,8 @@ def pieces(value: Any) -> Iterator[bytes]:
             yield f"a{value.dtype}{value.shape}".encode()
             yield value.tobytes()
         case Mapping():
-            yield b"m%d" % len(value)
-            entries = sorted(value.items(), key=lambda entry: str(entry[0]))
+            entries = sorted((one for one in value.items() if one[0] != WALL_TIMES), key=lambda entry: str(entry[0]))
+            yield b"m%d" % len(entries)
             for key, part in entries if len(entries) <= MANY else entries[:: -(-len(entries) // MANY)]:
                 yield f"k{key!r}".encode()
                 yield from pieces(part)

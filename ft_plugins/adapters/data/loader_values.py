@@ -47,9 +47,9 @@ class LoaderValues:
         self._marks: dict[str, Any] = {}
         for path, (owner, name) in self._places().items():
             value = vars(owner)[name]
-            encoded = _encoding(value, _limit(path))
+            encoded = encoding(value, _limit(path))
             if encoded is None:
-                self._marks[path] = _mark(value)
+                self._marks[path] = mark_of(value)
             else:
                 self._encoded[path] = encoded
         self._named: set[str] = set()  # values of data sets that are not captured, and were named
@@ -66,10 +66,10 @@ class LoaderValues:
             if path in self._named:
                 continue
             if path in self._marks:
-                if _mark(value) != self._marks[path]:
+                if mark_of(value) != self._marks[path]:
                     self._refuse(path, value)
                 continue
-            encoded = _encoding(value, _limit(path))
+            encoded = encoding(value, _limit(path))
             if encoded is None:
                 self._refuse(path, value)
             elif encoded != self._encoded.get(path):
@@ -87,11 +87,13 @@ class LoaderValues:
             if path in self._marks or path in self._named:
                 continue
             owner, name = places.get(path) or self._owner(path)
+            if isinstance(vars(owner).get(name), _GENERATORS):
+                continue  # made later
             if path not in wanted:
-                if _encoding(vars(owner)[name], _limit(path)) is not None:
+                if encoding(vars(owner)[name], _limit(path)) is not None:
                     delattr(owner, name)  # set later
-            elif path not in places or _encoding(vars(owner)[name], _limit(path)) != wanted[path]:
-                _assign(owner, name, codec.decode(wanted[path]))
+            elif path not in places or encoding(vars(owner)[name], _limit(path)) != wanted[path]:
+                assign(owner, name, codec.decode(wanted[path]))
 
     def numbers(self) -> dict[str, int]:
         """The present whole numbers of samplers, and the epochs that others keep."""
@@ -168,7 +170,7 @@ def _limit(path: str) -> int:
     return _SAMPLER_LIMIT if _is_sampler(path) else _DATA_LIMIT
 
 
-def _encoding(value: Any, limit: int) -> bytes | None:
+def encoding(value: Any, limit: int) -> bytes | None:
     """`value` as the codec writes it; None if it cannot or if there are more than about `limit` bytes."""
     if _room_left(value, limit) < 0:
         return None
@@ -202,7 +204,7 @@ def _room_left(value: Any, room: int, depth: int = 8) -> int:
     return room
 
 
-def _mark(value: Any) -> Any:
+def mark_of(value: Any) -> Any:
     """What changes if a large value or an object does, as far as can be determined cheaply."""
     match value:
         case torch.Tensor():
@@ -228,7 +230,7 @@ def _element(value: Any) -> Any:
     return value if type(value) in (int, float, bool, str) else id(value)
 
 
-def _assign(owner: Any, name: str, value: Any) -> None:
+def assign(owner: Any, name: str, value: Any) -> None:
     """Set an attribute, in place where others may refer to the present value."""
     present = vars(owner).get(name)
     match present, value:

@@ -1,42 +1,16 @@
-"""What a job asks for, as `deepspeed.initialize` receives it, and who asks.
+"""What a job asks for, as `deepspeed.initialize` receives it.
 
-In: the arguments of `deepspeed.initialize`, and its callers. Out: the merged configuration; errors for jobs that cannot
+In: the arguments of `deepspeed.initialize`. Out: the merged configuration; errors for jobs that cannot
 be protected as a whole."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ...config import Config, LaunchContext, deepspeed_json, merge
-from ...errors import UnsupportedError
 from .shard_groups import ReplicaBuild, require_divisible
-
-_OTHER_LOOPS = {  # by the module that builds the engine, or calls the one that does: the outermost is named
-    "transformers.trainer": "the Trainer of Hugging Face transformers counts its own steps and skips batches itself",
-    "accelerate.accelerator": "Hugging Face accelerate's Accelerator.prepare makes loaders that read ahead",
-}
-
-
-def callers() -> Iterator[str]:
-    """The modules of the functions that are being called, innermost first."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        yield str(frame.f_globals.get("__name__"))
-        frame = frame.f_back  # type: ignore[assignment]
-
-
-def require_own_loop(modules: Iterable[str]) -> None:
-    """Raises UnsupportedError if `modules`, innermost first, contain a library whose loop cannot be followed."""
-    names = [_OTHER_LOOPS[module] for module in modules if module in _OTHER_LOOPS]
-    if names:
-        raise UnsupportedError(
-            f"cannot protect this job: {names[-1]}, so a restart would not continue where the engine is restored. Call "
-            "deepspeed.initialize in a loop of your own that continues from engine.global_steps, or remove the block "
-            "ft_plugins from the DeepSpeed configuration"
-        )
 
 
 def replica_build(config: Config, model: Any) -> ReplicaBuild | None:

@@ -23,7 +23,7 @@ from ...errors import ResumeError
 from ..script.loop_counters import LoopCounters, decided_otherwise, loop_counters, not_continued
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps")
-_NOT_THE_SCRIPT = ("deepspeed", "ft_plugins", "torch")
+_NOT_THE_SCRIPT = ("accelerate", "deepspeed", "ft_plugins", "torch", "transformers")
 _NAMES = ", ".join(f"engine.{name}" for name in _COUNTERS)
 _LINE = (
     "Write `start = engine.global_steps` after deepspeed.initialize and begin there: `for step in range(start, steps)` "

@@ -175,8 +175,9 @@ class DeepSpeedHost(DeepSpeedStepping):
         return self._own
 
     def _report_own_scheduler(self) -> None:
-        """Say once that something sets rates that is not captured: no optimizer changes its own rates."""
-        if self.engine.lr_scheduler is not None or self._scheduler_reported or self._own_schedulers():
+        """Say once that something sets rates that is not captured: no optimizer changes its own. A client's is."""
+        captured = self._scheduler_reported or self._client is not None or self._own_schedulers()
+        if self.engine.lr_scheduler is not None or captured:
             return
         before, self._rates = self._rates, rates(state.inner(self.engine.optimizer))
         if before is not None and before != self._rates:

@@ -36,10 +36,8 @@ from ..script.script_hooks import replace_in_deepspeed as replace
 from ..script.undeclared_search import ignored_names
 from .clients import EngineClient, EngineClients
 from .configuration import (
-    callers,
     configuration_argument,
     replica_build,
-    require_own_loop,
     resolve,
     settings_of,
 )
@@ -70,7 +68,11 @@ class EngineHooks:
         self._join = join
         self.loop: DeepSpeedLoop | None = None
         self.positions = Positions()
-        self.clients = EngineClients(self._built_by)
+        self.clients = EngineClients(self._built_by, self._trained_by)
+
+    def _trained_by(self, client: EngineClient) -> None:
+        if self.loop is not None and self.loop.client is client:
+            self.loop.trained()
 
     def _built_by(self, client: EngineClient) -> None:
         if self.loop is not None and self.loop.client is client:
@@ -90,7 +92,6 @@ class EngineHooks:
         given = configuration_argument(bound.arguments)
         known = resolve(given, context)  # before DeepSpeed acts on it
         if known.capture is not None:  # before anything is built, if that is known by now
-            require_own_loop(callers())
             require_supported_settings(settings_of(given), bound.arguments.get("optimizer"))
         build = replica_build(known, bound.arguments.get("model"))
         with nullcontext() if build is None else build.active():
@@ -106,10 +107,9 @@ class EngineHooks:
                 "or remove the block ft_plugins from the DeepSpeed configuration"
             )
         leave: Leave = _no_cleanup
-        if config.capture is not None:  # else no memory outlives the job
-            require_own_loop(callers())
-            if self._join is not None and context.run_dir is None:
-                context, leave = self._join(config, context)
+        outlives = config.capture is not None  # what is in memory
+        if outlives and self._join is not None and context.run_dir is None:
+            context, leave = self._join(config, context)
         shards = None if build is None else build.groups
         try:
             client = self.clients.current
@@ -153,7 +153,7 @@ class DeepSpeedLoop:
         self._thread = threading.get_ident()
         self._other_thread = False  # whether one has read a batch
         self._loaded: int | None = None  # the iteration that engine.load_checkpoint returned
-        if config.sync is not None:
+        if "sync" in config.systems:
             require_local(engine, torch.distributed.get_rank())
         self._host = DeepSpeedHost(engine, positions, shards, client)
         self._captured = config.capture is not None
@@ -196,6 +196,11 @@ class DeepSpeedLoop:
             raise
         else:
             leave(True)
+
+    def trained(self) -> None:
+        """The client's loop has ended: the version point of the last iteration, unless it was restored."""
+        self._end()
+        self._session.restore_position()
 
     def _end(self) -> None:
         """The version point of an updated iteration."""
@@ -263,6 +268,8 @@ class DeepSpeedLoop:
         replace(self.engine, "forward", self._going_forward)
         self.engine.module.register_forward_pre_hook(lambda module, args: self._computing(), prepend=True)
         replace(self.engine, "step", self._stepping)
+        if self.client is not None and self.client.places_data:
+            return  # it reads as it likes
         self._positions.before_read = self._before_read
         self._positions.found_end = lambda: self._reads.reading(-1)
 

@@ -32,11 +32,22 @@ from .undeclared import DeclaredState, Sort, Undeclared, sorted_out, tensors_to_
 _DEPTH = 3  # of the attributes of declared objects
 _searches: weakref.WeakSet[UndeclaredSearch] = weakref.WeakSet()
 _ignored: list[Any] = []
+_alone: list[weakref.ref[Any]] = []
 
 
 def ignore(*objects: Any) -> None:
     """Have all searches ignore objects of the script: a restart need not restore them."""
     _ignored.extend(objects)
+
+
+def has_hosts() -> bool:
+    """Whether something of this process is captured."""
+    return len(_searches) > 0
+
+
+def ignore_alone(*objects: Any) -> None:
+    """The same, but not what these objects refer to."""
+    _alone.extend(map(weakref.ref, objects))
 
 
 def ignored_names() -> frozenset[str]:
@@ -142,7 +153,7 @@ class UndeclaredSearch:
             for one in chain(listed, *held, *(one.tensors for one in given), *(one.trained for one in given))
         }
         return DeclaredState(
-            frozenset(map(id, contents)) | tensors.keys(),
+            frozenset(map(id, contents)) | tensors.keys() | {id(one()) for one in _alone},
             frozenset(storages.union(map(storage_of, tensors.values()))) - {0},
             Counter(one.shape for one in self._given().trained),
             any(one.follows_loaders for one in given),

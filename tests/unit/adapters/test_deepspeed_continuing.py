@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import islice
 from queue import Queue
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from torch.utils.data import DataLoader, IterableDataset
 pytest.importorskip("deepspeed")
 
 from ft_plugins.adapters.deepspeed import core, training  # noqa: E402
-from ft_plugins.adapters.deepspeed.configuration import callers, require_own_loop  # noqa: E402
 from ft_plugins.adapters.deepspeed.continuing import CounterReads, OwnCounters  # noqa: E402
 from ft_plugins.adapters.deepspeed.position import Positions  # noqa: E402
 from ft_plugins.adapters.deepspeed.training import DeepSpeedLoop  # noqa: E402
@@ -598,28 +596,3 @@ def test_evaluations_are_not_counted(start: Callable[..., Any]) -> None:
             job.engine(other)
         job.engine.module.train()
     assert job.begun == [1, 2, 3, 4]
-
-
-# ---- other libraries' loops ----
-
-
-@pytest.mark.parametrize(
-    ("stack", "named"),
-    [
-        (("transformers.trainer", "accelerate.accelerator"), "the Trainer of Hugging Face transformers"),
-        (("accelerate.accelerator",), r"Accelerator\.prepare"),
-    ],
-)
-def test_an_engine_that_another_librarys_loop_builds_is_refused_by_name(stack: tuple[str, ...], named: str) -> None:
-    build: Any = lambda: require_own_loop(callers())  # noqa: E731
-    for name in reversed(stack):
-        library = ModuleType(name)
-        exec("def prepare(build): build()", library.__dict__)  # noqa: S102
-        build = partial(library.prepare, build)
-    with pytest.raises(UnsupportedError, match=f"cannot protect this job: .*{named}") as refused:
-        build()
-    assert "continues from engine.global_steps" in str(refused.value)
-
-
-def test_an_engine_that_a_script_builds_is_not() -> None:
-    require_own_loop(callers())

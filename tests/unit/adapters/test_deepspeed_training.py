@@ -81,18 +81,6 @@ def test_a_rank_that_joined_leaves_if_protection_does_not_start(where: str, monk
     assert left == [False]
 
 
-def test_a_job_that_cannot_be_protected_is_refused_before_its_engine_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(modules: Any) -> None:
-        raise UnsupportedError("the loop of another library")
-
-    built: list[str] = []
-    monkeypatch.setattr(training, "require_own_loop", refuse)
-    monkeypatch.setattr(training, "launch_context", lambda: SimpleNamespace(config=Config(), run_dir=None))
-    with pytest.raises(UnsupportedError, match="another library"):
-        EngineHooks().initialize(lambda config=None: built.append("engine"), config={"ft_plugins": {"reft": {}}})
-    assert built == []
-
-
 @pytest.mark.parametrize(
     ("settings", "optimizer", "named"),
     [

@@ -45,11 +45,17 @@ class EngineClient(Protocol):
 
 
 class EngineClients:
-    """The client that is building its engine, if any. `finished` is called when it has."""
+    """The client that is building its engine, if any. `finished` is called when it has; `trained` when its loop has
+    ended, if the client knows: what it does with the engine from there on belongs to no iteration."""
 
-    def __init__(self, finished: Callable[[EngineClient], None] = lambda client: None) -> None:
+    def __init__(
+        self,
+        finished: Callable[[EngineClient], None] = lambda client: None,
+        trained: Callable[[EngineClient], None] = lambda client: None,
+    ) -> None:
         self.current: EngineClient | None = None
         self._finished = finished
+        self.trained = trained
 
     @contextmanager
     def setting_up(self, client: EngineClient) -> Iterator[None]:

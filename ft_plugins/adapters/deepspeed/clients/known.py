@@ -18,6 +18,8 @@ from . import EngineClients
 _FILES = {  # file in this folder: module of a client
     "megatron_deepspeed": "megatron.training",
     "gpt_neox": "megatron.training",
+    "hf_trainer": "transformers.trainer",
+    "accelerate_loop": "accelerate.accelerator",
 }
 OnImport = Callable[[str, Callable[[ModuleType], None]], None]
 

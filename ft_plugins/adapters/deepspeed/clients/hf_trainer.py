@@ -1,0 +1,90 @@
+"""Hugging Face's Trainer over a DeepSpeed engine.
+
+Invariant: as in `adapters/hf/trainer_run.py`. The scheduler is the Trainer's own, unless it is the engine's.
+
+In: transformers.trainer, right after its import. Out: a client for each call of `Trainer.train` with DeepSpeed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+from ....config import launch_context
+from ....errors import UnsupportedError
+from ...hf import follow as follow_trainers
+from ...hf.refusals import LOCAL_SGD
+from ...hf.trainer_run import TrainerRun
+from ...schedulers import SchedulerRestore
+from ..configuration import resolve
+from . import EngineClients
+
+
+def follow(module: ModuleType, clients: EngineClients) -> None:
+    follow_trainers(module, lambda trainer: bool(trainer.is_deepspeed_enabled), lambda: TrainerClient(clients))
+
+
+class TrainerClient:
+    """The Trainer as a client of its engine."""
+
+    name = "Hugging Face's Trainer"
+    places_data = True
+
+    def __init__(self, clients: EngineClients) -> None:
+        self._clients = clients
+        self._run: TrainerRun | None = None
+        self._begin: Callable[[], None] | None = None
+        self._engine: Any = None
+        self._followed = False
+
+    # ---- of a Trainer ----
+
+    @contextmanager
+    def building(self, run: TrainerRun) -> Iterator[None]:
+        self._run = run
+        with self._clients.setting_up(self):
+            yield
+
+    def begin(self) -> None:
+        if self._begin is not None:
+            self._begin()
+
+    def end(self) -> None:
+        self._clients.trained(self)
+
+    # ---- of an engine ----
+
+    def follow(self, engine: Any, begin: Callable[[], None]) -> None:
+        self._engine, self._begin = engine, begin
+        if resolve(engine._config._param_dict, launch_context()).sync is not None:
+            raise UnsupportedError(LOCAL_SGD)
+
+    def iteration(self) -> int | None:
+        return None if self._run is None else self._run.iteration
+
+    def state(self) -> dict[str, Any]:
+        assert self._run is not None
+        if not self._followed:  # an engine is protected, and asks for the size
+            self._followed = True
+            self._run.require_followed()
+            self._run.protected()
+        scheduler = self._scheduler()
+        own = None if scheduler is None else scheduler.state_dict()
+        return {"trainer": self._run.state(), "scheduler": own}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        assert self._run is not None
+        self._run.restore(state["trainer"])
+        scheduler = self._scheduler()
+        if scheduler is not None:
+            SchedulerRestore(scheduler).load(state["scheduler"], int(self._run.trainer.args.process_index))
+
+    def _scheduler(self) -> Any:
+        """The scheduler that the Trainer steps itself; None if the engine does."""
+        assert self._run is not None
+        engine = self._run.trainer.model_wrapped if self._engine is None else self._engine
+        scheduler = self._run.trainer.lr_scheduler
+        if getattr(engine, "lr_scheduler", None) is not None or not hasattr(scheduler, "state_dict"):
+            return None
+        return scheduler

@@ -1,0 +1,75 @@
+"""What a Trainer and its callbacks keep in attributes as plain values: counters, sums, histories.
+
+Invariant: after `write(read())` every plain attribute is again what it was. Attributes of other kinds (models, writers,
+file handles) are left alone; one that a script's own class keeps is named once if it changes.
+
+In: objects by name. Out: encoded values by path, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ...events import say
+from ...snapshot.capture import codec
+from ..data.loader_values import assign, encoding, mark_of
+
+LIMIT = 1 << 16  # bytes of a value
+
+
+class PlainAttributes:
+    """`owners` gives the present objects by name; `ours`: whether an attribute of such a name is captured elsewhere, or
+    belongs to the library itself."""
+
+    def __init__(self, owners: Callable[[], Mapping[str, Any]], ours: Callable[[str, str], bool], speaks: bool) -> None:
+        self._owners, self._ours, self._speaks = owners, ours, speaks
+        self._marks: dict[str, Any] = {}
+        self._built: dict[str, bytes] = {}  # before training begins
+        self._built = self.read()
+
+    def read(self) -> dict[str, bytes]:
+        """The encoded values that have changed since the construction, by path."""
+        values: dict[str, bytes] = {}
+        for path, value, captured in self._places():
+            encoded = encoding(_on_the_cpu(value), LIMIT) if not callable(value) else None
+            if encoded is not None:
+                self._marks[path] = ()
+                if encoded != self._built.get(path):
+                    values[path] = encoded
+            elif not captured:
+                self._watch(path, value)
+        return values
+
+    def write(self, values: Mapping[str, bytes]) -> None:
+        """Set the captured values, and all others as they were at the construction; of an owner that is gone none."""
+        owners = self._owners()
+        for path, encoded in {**self._built, **values}.items():
+            owner, _, name = path.rpartition(".")
+            if owner in owners and encoding(_on_the_cpu(vars(owners[owner]).get(name)), LIMIT) != encoded:
+                assign(owners[owner], name, codec.decode(encoded))
+
+    def _places(self) -> Iterator[tuple[str, Any, bool]]:
+        for owner, one in self._owners().items():
+            for name, value in getattr(one, "__dict__", {}).items():
+                ours = self._ours(owner, name)
+                if not (ours and isinstance(value, torch.nn.Module)):
+                    yield f"{owner}.{name}", value, ours
+
+    def _watch(self, path: str, value: Any) -> None:
+        mark = mark_of(value)
+        known = self._marks.setdefault(path, mark)
+        if known is not None and known != mark:
+            self._marks[path] = None
+            if self._speaks:
+                say(
+                    f"{path} (a {type(value).__name__}) changes, but is not captured, being an object or too large: if "
+                    "training depends on it, keep it as plain values and tensors in attributes, or let its callback "
+                    "be an ExportableState"
+                )
+
+
+def _on_the_cpu(value: Any) -> Any:
+    elsewhere = type(value) is torch.Tensor and value.device.type != "cpu" and value.nbytes <= LIMIT
+    return value.cpu() if elsewhere else value

@@ -1,0 +1,167 @@
+"""Hugging Face's Trainer, killed in mid-run under ft-run: each ends as one that never failed, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ft_plugins.errors import EXIT_REFUSED
+from ft_plugins.events import read
+from harness.golden import explain, tree_differences
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+TRAINER, LOOP = (Path(__file__).with_name(name) for name in ("trainer_jobs.py", "accelerate_loops.py"))
+EXAMPLE = Path(__file__).resolve().parents[2] / "launch" / "examples" / "hf_trainer.py"
+RANKS = 2
+FT_RUN, TORCHRUN = ("-m", "ft_plugins.launcher.command"), ("-m", "torch.distributed.run", "--standalone")
+BOUND = 590
+
+
+@dataclass(frozen=True)
+class Case:
+    """`arguments` of the script. `kills`: restart, rank, update and the moment in it; `restored` the iterations from
+    which the job goes on. `stage` of ZeRO; None: DistributedDataParallel."""
+
+    arguments: str
+    kills: tuple[str, ...]
+    restored: tuple[int, ...]
+    stage: int | None = None
+
+
+_ACCUMULATED = "--accumulate 2 --evaluate 3 --samples 26"  # 4 updates in an epoch, the last of one batch
+CASES = {
+    # 5 updates in an epoch
+    "zero1": Case("", ("0:1:7:update",), (6,), 1),
+    "zero1-resumed-by-itself": Case("--checkpoint 4 --resume", ("0:1:7:end",), (6,), 1),
+    "zero2-accumulated": Case(_ACCUMULATED, ("0:1:5:substep", "1:0:8:end", "2:1:9:evaluate"), (4, 7, 8), 2),
+    "zero3-augmented": Case("--augmented --evaluate 5", ("0:1:5:end", "1:0:8:end"), (4, 7), 3),
+    "ddp-accumulated-augmented": Case(
+        f"{_ACCUMULATED} --augmented --every 2", ("0:1:5:substep", "1:0:8:end", "2:1:9:evaluate"), (4, 7, 8)
+    ),
+    "fsdp2-accumulated": Case(f"{_ACCUMULATED} --fsdp", ("0:1:5:substep", "1:0:8:end"), (4, 7)),
+    "ddp-workers-by-length": Case("--workers 2 --strategy group_by_length", ("0:1:6:update", "1:0:9:end"), (5, 8)),
+    "ddp-checkpoints-early-stopping": Case(
+        "--checkpoint 2 --evaluate 2 --patience 2 --resume --steps 16", ("0:1:7:end", "1:0:8:evaluate"), (6, 7)
+    ),
+    "ddp-stream": Case("--stream --samples 22", ("0:1:4:end", "1:1:9:update"), (3, 8)),
+    "ddp-after-training": Case("--evaluate 5", ("0:1:12:after",), (12,)),
+}
+
+
+def run(folder: Path, launcher: Sequence[str], script: Path, arguments: Sequence[str], status: int = 0) -> list[Any]:
+    """The final state of each rank; what was printed, if the job ends with another status than 0."""
+    folder.mkdir(mode=0o700)
+    words = [*launcher, "--nproc-per-node", str(RANKS), str(script), str(folder / "state-"), *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "XDG_RUNTIME_DIR": str(folder)}
+    out = folder / "out"  # no pipe: an SMP that stays would have it open
+    with out.open("w") as printed:
+        done = subprocess.run(
+            [sys.executable, *words], cwd=script.parent, env=environment, stdout=printed, stderr=subprocess.STDOUT,
+            timeout=BOUND, check=False,
+        )  # fmt: skip
+    assert done.returncode == status, out.read_text()[-3000:]
+    if status:
+        return [out.read_text()]
+    return [json.loads((folder / f"state-{rank}").read_text()) for rank in range(RANKS)]
+
+
+def configuration(folder: Path, stage: int, protected: bool, accumulate: int | str = "auto") -> str:
+    """A file with DeepSpeed's configuration."""
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": accumulate,
+        "gradient_clipping": "auto",
+        "zero_optimization": {"stage": stage},
+    }
+    if protected:
+        settings["ft_plugins"] = {"reft": {"interval": 1}}
+    path = folder / f"zero{stage}-{protected}.json"
+    path.write_text(json.dumps(settings))
+    return str(path)
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", CASES)
+def test_a_trainer_that_is_killed_ends_bit_for_bit_as_an_unprotected_one(own_environment: Path, name: str) -> None:
+    """Parameters, optimizer, scheduler, TrainerState with every logged number, callbacks, batches, generators."""
+    case, folder = CASES[name], own_environment / f"hf-{list(CASES).index(name)}"
+    folder.mkdir(mode=0o700)
+    words = case.arguments.split()
+    if case.stage is None:
+        golden = run(folder / "g", TORCHRUN, TRAINER, words)
+        protected = ["--reft"]
+    else:  # on a CPU ft-run has DeepSpeed build nothing
+        golden = run(folder / "g", FT_RUN, TRAINER, [*words, "--deepspeed", configuration(folder, case.stage, False)])
+        protected = ["--deepspeed", configuration(folder, case.stage, True)]
+    kills = [word for kill in case.kills for word in ("--kill", kill)]
+    job = ["--ftp-job", f"hf-{name}-{os.getpid()}"]
+    killed = run(folder / "k", FT_RUN, TRAINER, [*words, *protected, *job, *kills])
+    require_exact(folder / "k", killed, golden, case.restored)
+
+
+def require_exact(folder: Path, killed: list[Any], golden: list[Any], iterations: Sequence[int]) -> None:
+    """Raises AssertionError unless the job in `folder` ended as the golden one, restored after `iterations`."""
+    differences = list(tree_differences("", {"ranks": golden}, {"ranks": killed}))
+    assert not differences, explain(differences)
+    [path] = folder.glob("ft_plugins/*/*/events.jsonl")
+    events = list(read(path))
+    of_rank_0 = [event.fields["iteration"] for event in events if event.name == "state.restored" and not event.rank]
+    restored = [iteration for iteration, _ in groupby(of_rank_0)]  # once more where the Trainer loads a checkpoint
+    assert restored == list(iterations)
+    assert not [event for event in events if event.name in ("protection.lost", "resume.differed")]
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("update", [4, 5, 6])  # 3 in an epoch
+def test_an_own_loop_over_accelerate_that_asks_where_the_engine_is_ends_bit_for_bit_as_an_unprotected_one(
+    own_environment: Path, update: int
+) -> None:
+    folder = own_environment / f"al-{update}"
+    folder.mkdir(mode=0o700)
+    golden = run(folder / "g", FT_RUN, LOOP, [configuration(folder, 1, False, 2)])
+    job = ["--reft", "--ftp-job", f"al-{update}-{os.getpid()}", "--kill", f"1:{update}"]
+    killed = run(folder / "k", FT_RUN, LOOP, [configuration(folder, 1, True, 2), *job])
+    require_exact(folder / "k", killed, golden, [update - 1])
+
+
+@pytest.mark.timeout(1800)
+def test_an_own_loop_over_accelerate_that_begins_at_its_own_start_is_warned_of_and_refused(
+    own_environment: Path,
+) -> None:
+    folder = own_environment / "az"
+    folder.mkdir(mode=0o700)
+    words = [configuration(folder, 1, True, 2), "--from-zero", "--kill", "1:5"]
+    [printed] = run(
+        folder / "k", FT_RUN, LOOP, [*words, "--reft", "--ftp-job", f"az-{os.getpid()}"], status=EXIT_REFUSED
+    )
+    assert "so a restart will be refused: the loop would begin at its own start" in printed
+    assert "iteration 4 was restored, but the loop begins at its own start" in printed
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("stage", [None, 2])
+def test_the_example_passes_a_rehearsal(own_environment: Path, stage: int | None) -> None:
+    folder = own_environment / f"hr-{stage}"
+    folder.mkdir(mode=0o700)
+    tool, words = str(Path(sys.executable).with_name("ft-plugins")), [str(EXAMPLE), "--accumulate", "2"]
+    words += ["--reft"] if stage is None else ["--deepspeed", configuration(folder, stage, True)]
+    done = subprocess.run(
+        [tool, "rehearse", "--json", "--out", str(folder / "out"), "--iterations", "30", "--",
+         "ft-run", "--nproc-per-node", str(RANKS), *words],
+        cwd=folder, capture_output=True, text=True, timeout=BOUND, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    outcome = json.loads(done.stdout)
+    assert outcome["exact"] and len(outcome["comparison"]["restored"]) == 2
+    assert not {"an evaluation", "an epoch's end"} & {one.partition(":")[0] for one in outcome["not_exercised"]}

@@ -1,0 +1,185 @@
+"""The data position of loops over accelerate's loaders, which read one batch ahead."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+
+from ft_plugins.adapters.data.loaders import generator_states, set_generator_states
+from ft_plugins.errors import ResumeError, UnsupportedError
+from ft_plugins.snapshot.capture import codec
+
+data_loader = pytest.importorskip("accelerate.data_loader")
+from ft_plugins.adapters.hf.batches_ahead import BatchesAhead  # noqa: E402
+
+BATCHES, EPOCHS = 5, 3
+
+
+class Augmented(torch.utils.data.Dataset):
+    """Draws from the process's generators, and counts what it has read."""
+
+    read = 0
+
+    def __len__(self) -> int:
+        return 2 * BATCHES
+
+    def __getitem__(self, index: int) -> list[float]:
+        self.read += 1
+        return [float(index), random.random(), float(torch.rand(())), float(self.read)]
+
+
+class Stream(IterableDataset):
+    def __init__(self, draws: bool) -> None:
+        self.draws = draws
+
+    def __iter__(self) -> Iterator[Any]:
+        for index in range(2 * BATCHES):
+            yield [float(index), float(torch.rand(())) if self.draws else 0.0]
+
+
+def shuffled() -> Any:
+    """As Accelerator.prepare makes it: its sampler makes a generator when it is first iterated."""
+    data = Augmented()
+    plain = DataLoader(data, batch_size=2, sampler=RandomSampler(data))
+    return data_loader.prepare_data_loader(plain, num_processes=1, process_index=0, use_seedable_sampler=True)
+
+
+def streamed(draws: bool) -> Any:
+    return data_loader.prepare_data_loader(
+        DataLoader(Stream(draws), batch_size=2), num_processes=1, process_index=0, dispatch_batches=False
+    )
+
+
+class Loop:
+    """A loop that draws random numbers in each iteration, and that can be entered in any of them."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader, self.position = loader, BatchesAhead(loader)
+        self.trace: list[Any] = []
+
+    def iterate(self, start: int, end: int) -> Loop:
+        """Iterations `start` up to `end`."""
+        iterator: Any = iter(())
+        for number in range(start, end):
+            if number == start or number % BATCHES == 0:
+                if number % BATCHES == 0:
+                    self.position.turning()
+                self.loader.set_epoch(number // BATCHES)
+                iterator = iter(self.loader)
+            batch = next(iterator)
+            self.position.taking(1)
+            self.trace.append((number, [one.tolist() for one in batch], float(torch.rand(())), random.random()))
+            if number == end - 1 and end % BATCHES == 0:
+                self.position.turning()
+        self.iterator = iterator
+        return self
+
+    def captured(self) -> bytes:
+        return codec.encode({"position": self.position.read(), "generators": generator_states()})
+
+    def restored(self, captured: bytes) -> Loop:
+        saved = codec.decode(captured)
+        self.position.write(saved["position"])
+        set_generator_states(saved["generators"])
+        return self
+
+
+@pytest.mark.parametrize("killed_after", range(1, BATCHES * EPOCHS))
+def test_a_loop_goes_on_with_the_batch_that_was_read_ahead_and_all_later_ones(killed_after: int) -> None:
+    """Samples depend on the random numbers with which they were read, and on how many were read before."""
+    random.seed(3), torch.manual_seed(3)
+    golden = Loop(shuffled()).iterate(0, BATCHES * EPOCHS).trace
+
+    random.seed(3), torch.manual_seed(3)
+    captured = (first := Loop(shuffled()).iterate(0, killed_after)).captured()
+    random.seed(3), torch.manual_seed(3)  # another process
+    second = Loop(shuffled()).restored(captured).iterate(killed_after, BATCHES * EPOCHS)
+    assert first.trace + second.trace == golden
+
+
+def test_a_second_kill_in_the_same_pass_is_restored_too() -> None:
+    random.seed(3), torch.manual_seed(3)
+    golden = Loop(shuffled()).iterate(0, 2 * BATCHES).trace
+    random.seed(3), torch.manual_seed(3)
+    once = (first := Loop(shuffled()).iterate(0, 6)).captured()
+    random.seed(3), torch.manual_seed(3)
+    twice = (second := Loop(shuffled()).restored(once).iterate(6, 8)).captured()
+    random.seed(3), torch.manual_seed(3)
+    third = Loop(shuffled()).restored(twice).iterate(8, 2 * BATCHES)
+    assert first.trace + second.trace + third.trace == golden
+
+
+@pytest.mark.parametrize("killed_after", [2, 5, 8])
+def test_an_iterable_data_set_is_read_again(killed_after: int, capsys: pytest.CaptureFixture[str]) -> None:
+    golden = Loop(streamed(False)).iterate(0, 2 * BATCHES).trace
+    golden_batches = [batch for _, batch, *_ in golden]
+    torch.manual_seed(5), random.seed(5)
+    captured = (first := Loop(streamed(False)).iterate(0, killed_after)).captured()
+    second = Loop(streamed(False)).restored(captured).iterate(killed_after, 2 * BATCHES)
+    assert [batch for _, batch, *_ in first.trace + second.trace] == golden_batches
+    assert ("were read again and dropped" in capsys.readouterr().out) == (killed_after % BATCHES > 0)
+
+
+def test_an_iterable_data_set_that_draws_is_refused_by_name() -> None:
+    captured = Loop(streamed(True)).iterate(0, 3).captured()
+    with pytest.raises(ResumeError, match="draws random numbers of the process while it is read"):
+        Loop(streamed(True)).restored(captured).iterate(3, 4)
+
+
+def test_other_data_than_those_that_were_captured_are_refused() -> None:
+    with pytest.raises(ResumeError, match="the data are iterable, those of the captured job sampled"):
+        Loop(streamed(False)).restored(Loop(shuffled()).iterate(0, 2).captured())
+
+
+def test_a_loader_that_keeps_its_own_position_is_refused() -> None:
+    loader = shuffled()
+    loader.base_dataloader.state_dict = loader.base_dataloader.load_state_dict = dict
+    with pytest.raises(UnsupportedError, match="use_stateful_dataloader"):
+        BatchesAhead(loader)
+
+
+def test_batches_are_counted_where_a_loop_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop over epochs that begins in the epoch of its iteration, and never mentions the position."""
+
+    def loop(position: bytes | None, start: int, end: int) -> tuple[list[Any], bytes]:
+        random.seed(3), torch.manual_seed(3)
+        loader = shuffled()
+        ahead, trace, captured = BatchesAhead(loader), [], b""
+
+        def before() -> None:  # the next iteration begins
+            nonlocal captured
+            captured = codec.encode({"position": ahead.read(), "generators": generator_states()})
+
+        if position is not None:
+            saved = codec.decode(position)
+            ahead.write(saved["position"])
+            restored: Any = saved["generators"]
+        else:
+            restored = None
+
+        def begin() -> None:
+            nonlocal restored
+            if restored is not None:
+                set_generator_states(restored)
+                restored = None
+            before()
+
+        ahead.count(begin)
+        for _ in range(start // BATCHES, EPOCHS):
+            for batch in loader:
+                trace.append(([one.tolist() for one in batch], float(torch.rand(()))))
+                if start + len(trace) == end:
+                    before()
+                    return trace, captured
+        return trace, captured
+
+    golden, _ = loop(None, 0, -1)
+    for killed_after in (1, BATCHES - 1, BATCHES + 2):
+        first, captured = loop(None, 0, killed_after)
+        second, _ = loop(captured, killed_after, -1)
+        assert first + second == golden, killed_after

@@ -1,0 +1,169 @@
+"""A real Trainer, entered at every version point of a run that never failed: it goes on bit for bit as that one did.
+
+What stands in for memory keeps model and optimizer by their own state_dict; the rest is what a `TrainerRun` carries.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from ft_plugins.adapters.data.loaders import generator_states, set_generator_states
+from ft_plugins.errors import UnsupportedError
+from ft_plugins.model.digest import readable
+from ft_plugins.snapshot.capture import codec
+
+transformers = pytest.importorskip("transformers")
+module = pytest.importorskip("transformers.trainer")
+pytest.importorskip("accelerate")
+from ft_plugins.adapters.hf.trainer_run import TrainerRun  # noqa: E402
+
+SAMPLES, UPDATES = 14, 9  # 7 batches: 4 updates in an epoch, the last of one batch
+TIMES = ("_runtime", "_per_second")
+
+
+class Points(Dataset[Any]):
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        noise = torch.rand(3) + random.random()
+        return {"x": torch.arange(3.0) + index + noise, "y": torch.tensor(float(index))}
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.3), nn.Linear(4, 1))
+
+    def forward(self, x: Any, y: Any) -> Any:
+        out = self.layers(x).squeeze(-1)
+        return {"loss": (out - y).square().mean() / 100, "logits": out}
+
+
+class Counting(transformers.TrainerCallback):  # type: ignore[misc]
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.updates, self.epochs = 0, 0
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.updates += 1
+
+    def on_epoch_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.epochs += 1
+
+
+class Memory:
+    """Protects a Trainer: keeps every version, and restores one."""
+
+    def __init__(self, restored: dict[str, Any] | None = None) -> None:
+        self.versions: dict[int, dict[str, Any]] = {}
+        self._pending, self._begun, self._completed = restored, 0, 0
+
+    @contextmanager
+    def building(self, run: TrainerRun) -> Iterator[None]:
+        yield
+        self.run = run
+        run.require_followed()
+        run.protected()
+        if self._pending is not None:
+            version = self._pending
+            for one, state in zip(self._parts(), version["parts"], strict=True):
+                one.load_state_dict(state)
+            run.restore(codec.decode(version["run"]))
+            self._begun = self._completed = run.iteration
+
+    def _parts(self) -> list[Any]:
+        trainer = self.run.trainer
+        return [trainer.model, trainer.optimizer.optimizer, trainer.lr_scheduler]
+
+    def _place(self) -> None:
+        version, self._pending = self._pending, None
+        if version is not None:
+            set_generator_states(version["generators"])
+
+    def begin(self) -> None:
+        step = self.run.iteration + 1
+        if step != self._begun:
+            self._complete()
+            self._begun = step
+            self._place()
+
+    def end(self) -> None:
+        self._complete()
+        self._place()
+
+    def _complete(self) -> None:
+        if self._completed != self._begun:
+            self._completed = self._begun
+            parts = copy.deepcopy([one.state_dict() for one in self._parts()])
+            run = codec.encode(self.run.state())
+            self.versions[self._begun] = {"parts": parts, "run": run, "generators": generator_states()}
+
+
+def trained(folder: Path, memory: Memory, **arguments: Any) -> Any:
+    """What a run ends with."""
+    usual: dict[str, Any] = {
+        "max_steps": UPDATES, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "seed": 5,
+        "learning_rate": 0.05, "lr_scheduler_type": "cosine", "warmup_steps": 2, "logging_steps": 2,
+        "eval_strategy": "steps", "eval_steps": 3, "save_strategy": "no", "report_to": [], "disable_tqdm": True,
+        "use_cpu": True,
+    }  # fmt: skip
+    transformers.set_seed(5)
+    counting = Counting()
+    trainer = transformers.Trainer(
+        model=Model(), args=transformers.TrainingArguments(output_dir=str(folder), **{**usual, **arguments}),
+        train_dataset=Points(), eval_dataset=Points(), callbacks=[counting],
+    )  # fmt: skip
+    trainer.remove_callback(transformers.PrinterCallback)
+    TrainerRun(trainer, module, memory, transformers.__version__, None)
+    outcome = trainer.train()
+    logged = trainer.state.log_history
+    history = [{key: one for key, one in entry.items() if not key.endswith(TIMES)} for entry in logged]
+    state = {
+        "parameters": dict(trainer.model.named_parameters()),
+        "optimizer": [dict(one) for one in trainer.optimizer.optimizer.state.values()],
+        "scheduler": trainer.lr_scheduler.state_dict(),
+        "state": {name: value for name, value in vars(trainer.state).items() if name != "log_history"},
+        "history": history,
+        "loss": outcome.training_loss,
+        "callback": vars(counting),
+        "rng": [torch.get_rng_state(), list(random.getstate()[1])],
+    }
+    return json.loads(json.dumps(readable(state)))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"gradient_accumulation_steps": 1, "logging_strategy": "epoch", "eval_strategy": "epoch"},
+        {"train_sampling_strategy": "sequential", "eval_on_start": True, "logging_first_step": True},
+    ],
+    ids=["accumulated", "by-epochs", "in-order"],
+)
+def test_entered_at_any_version_point_it_ends_as_the_unfailed_run(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    whole = Memory()
+    golden = trained(tmp_path, whole, **arguments)
+    assert sorted(whole.versions) == list(range(1, UPDATES + 1))
+    for iteration, version in whole.versions.items():
+        again = Memory(version)
+        assert trained(tmp_path, again, **arguments) == golden, f"restored at {iteration}"
+        assert sorted(again.versions) == list(range(iteration + 1, UPDATES + 1))
+        for number, one in again.versions.items():
+            own, theirs = (readable(codec.decode(each["run"])) for each in (one, whole.versions[number]))
+            assert own == theirs, f"restored at {iteration}: what would be captured of {number}"
+
+
+def test_a_trainer_with_something_that_is_not_followed_ends_before_it_trains(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="auto_find_batch_size"):
+        trained(tmp_path, Memory(), auto_find_batch_size=True)

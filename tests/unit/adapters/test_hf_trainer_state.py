@@ -1,0 +1,160 @@
+"""What a Trainer and its callbacks count: captured whole, except for what differs from run to run."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ft_plugins.adapters.hf.log_history import LogHistory, expected_bytes
+from ft_plugins.adapters.hf.plain_attributes import LIMIT, PlainAttributes
+from ft_plugins.adapters.hf.refusals import require_followed
+from ft_plugins.errors import UnsupportedError
+from ft_plugins.model.digest import WALL_TIMES, readable
+from ft_plugins.snapshot.capture import codec
+from ft_plugins.systems.iteration_ledger import small_digests
+
+# ---- the log history ----
+
+LOGGED = [
+    {"loss": 4.25, "grad_norm": np.float32(0.5), "step": 1},
+    {"eval_loss": 3.5, "eval_runtime": 0.25, "eval_steps_per_second": 8.0, "step": 1},
+]
+
+
+def test_a_log_history_comes_back_whole_and_goes_on() -> None:
+    history = [dict(entry) for entry in LOGGED]
+    saved = codec.decode(codec.encode(LogHistory().read(history)))
+    restored: list[dict[str, Any]] = [{"loss": 99.0}]
+    again = LogHistory()
+    again.write(saved, restored)
+    assert restored == LOGGED and type(restored[0]["grad_norm"]) is np.float32
+
+    for one, known in ((history, LogHistory()), (restored, again)):
+        known.read(one)
+        one.append({"loss": 4.0, "step": 2})
+    assert LogHistory().read(history)["entries"] == again.read(restored)["entries"]
+
+
+def test_times_in_a_log_history_are_not_compared() -> None:
+    slower = [LOGGED[0], {**LOGGED[1], "eval_runtime": 60.0, "eval_steps_per_second": 0.1}]
+    worse = [{**LOGGED[0], "loss": 4.5}, LOGGED[1]]
+    ours, theirs, other = ({"client": LogHistory().read(one)} for one in (LOGGED, slower, worse))
+    assert ours["client"][WALL_TIMES] != theirs["client"][WALL_TIMES]
+    assert readable(ours) == readable(theirs) != readable(other)
+    assert small_digests(ours) == small_digests(theirs) != small_digests(other)
+
+
+def test_memory_is_claimed_for_the_history_of_the_whole_run() -> None:
+    usual = {"grad_norm": 1.0, "learning_rate": 1e-3}
+    history = [{"loss": 1 / n, **usual, "epoch": n / 7, "step": n} for n in range(1, 501)]
+    history += [{"eval_loss": 1.0, "eval_runtime": 1.0, "epoch": 1.0, "step": n} for n in range(1, 51)]
+    assert len(codec.encode(LogHistory().read(history))) < expected_bytes(1000, 2, 20)
+
+
+# ---- attributes ----
+
+
+def test_plain_attributes_of_callbacks_come_back_in_place(capsys: pytest.CaptureFixture[str]) -> None:
+    losses = [1.0, 2.0]
+    one = SimpleNamespace(steps=3, losses=losses, mean=torch.tensor(1.5), writer=object(), called=print)
+    attributes = PlainAttributes(lambda: {"counting": one}, lambda owner, name: False, speaks=True)
+    saved = codec.decode(codec.encode(attributes.read()))
+    assert saved == {}, "nothing has changed yet"
+    one.steps, one.losses[:], one.later = 9, [7.0], 1
+    one.mean += 1
+    attributes.write(saved)
+    assert (one.steps, one.mean.item()) == (3, 1.5) and one.losses is losses and losses == [1.0, 2.0]
+    assert capsys.readouterr().out == ""
+
+
+def test_a_counter_that_is_again_what_it_was_built_with_is_restored_too() -> None:
+    """A callback sets it to 0 when training begins."""
+    one = SimpleNamespace(left=2)
+    attributes = PlainAttributes(lambda: {"mine": one}, lambda owner, name: False, speaks=True)
+    one.left, one.began = 0, 5
+    changed = attributes.read()
+    one.left = 2
+    saved = attributes.read()
+    one.left, one.began = 0, 6
+    attributes.write(saved)
+    assert (one.left, one.began) == (2, 5)
+    attributes.write(changed)
+    assert (one.left, one.began) == (0, 5)
+
+
+def test_an_attribute_that_changes_and_cannot_be_captured_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
+    one = SimpleNamespace(seen={1}, history=[])
+    attributes = PlainAttributes(lambda: {"callbacks[0] Mine": one}, lambda owner, name: False, speaks=True)
+    attributes.read()
+    for number in range(3):
+        one.seen = {*one.seen, number + 10}
+        one.history = [0.0] * LIMIT
+        attributes.read()
+    said = capsys.readouterr().out
+    assert said.count("callbacks[0] Mine.seen (a set) changes, but is not captured") == 1
+
+
+# ---- refusals ----
+
+
+class _Trainer:
+    """The parts of a Trainer that are looked at; in a module of that name."""
+
+    def __init__(self, **args: Any) -> None:
+        usual = {"auto_find_batch_size": False, "n_gpu": 1, "optim": "adamw_torch"}
+        self.args = SimpleNamespace(**{**usual, **args})
+        self.accelerator = SimpleNamespace(parallelism_config=None)
+
+    def _inner_training_loop(self) -> None: ...
+    def _init_training_state(self) -> None: ...
+    def _prepare_for_training(self) -> None: ...
+    def _finalize_training(self) -> None: ...
+    def get_batch_samples(self) -> None: ...
+    def _load_rng_state(self) -> None: ...
+    def get_tp_size(self) -> int:
+        return 1
+
+    def _run_epoch(
+        self, epoch: int, epochs_trained: int, steps_trained_in_current_epoch: int, resume_from_checkpoint: str
+    ) -> None: ...
+
+
+for _function in vars(_Trainer).values():
+    if callable(_function):
+        _function.__module__ = "transformers.trainer"
+
+
+def test_a_trainer_of_the_known_shape_is_followed() -> None:
+    require_followed(_Trainer(), None, "5.24.0")
+
+
+@pytest.mark.parametrize(
+    ("args", "trial", "named"),
+    [
+        ({"auto_find_batch_size": True}, None, "auto_find_batch_size begins training again"),
+        ({"n_gpu": 2}, None, "torch's DataParallel"),
+        ({"optim": "lomo"}, None, "the optimizer lomo updates in the backward"),
+        ({}, object(), "a hyperparameter search trains several times"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_by_name(args: dict[str, Any], trial: Any, named: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"cannot protect this job: .*{named}"):
+        require_followed(_Trainer(**args), trial, "5.24.0")
+
+
+def test_a_subclass_with_a_loop_of_its_own_and_another_version_are_refused_by_name() -> None:
+    class Mine(_Trainer):
+        def _inner_training_loop(self) -> None: ...
+
+    with pytest.raises(UnsupportedError, match="Mine has a loop of its own .*_inner_training_loop"):
+        require_followed(Mine(), None, "5.24.0")
+
+    class Older(_Trainer):
+        get_batch_samples = None  # type: ignore[assignment]
+
+    with pytest.raises(UnsupportedError, match="the Trainer of transformers 4.9 has no get_batch_samples"):
+        require_followed(Older(), None, "4.9")
