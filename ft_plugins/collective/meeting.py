@@ -31,9 +31,8 @@ from typing import Any, TypeVar
 from ..errors import ConfigError, ProtocolError
 from ..events import Events
 from ..transport.channel import Channel, ClientHandshake, Party, ServerHandshake
-from ..transport.connections import RejectedConnections
 from ..transport.dial import ADMITTED, Dialer
-from ..transport.door import Door, DoorLimits, listen
+from ..transport.door import Door, DoorLimits, RejectedConnections, listen
 from ..transport.frame_codec import HANDSHAKE, Message
 from ..transport.framed import FramedSocket
 from ..transport.loop import Loop

@@ -27,11 +27,10 @@ import numpy.typing as npt
 from ..base.intake import read_bytes
 from ..errors import ConfigError, FtError, ProtocolError
 from ..events import Events, catalogue
-from . import connections, protocol
+from . import door, protocol
 from .channel import Buffer, Channel, Party
-from .connections import RejectedConnections
 from .dial import ADMITTED, CUT_OFF, Dialer
-from .door import Door, DoorLimits, listen
+from .door import Door, DoorLimits, RejectedConnections, listen
 from .frame_codec import FRAME_LIMIT, PAYLOAD_LIMIT, PLAIN, FrameBounds, Message, Received
 from .framed import PART_SECONDS, EndedError, FramedSocket, limit_in_kernel
 from .loop import Loop
@@ -266,7 +265,7 @@ class Server:
         listener = listen(address, port, "the SMP")
         self.endpoint: tuple[str, int] = (address, int(listener.getsockname()[1]))
         self._rejected = RejectedConnections(events)
-        places = connections.places(_CONNECTIONS, _OTHERS)
+        places = door.places(_CONNECTIONS, _OTHERS)
         self._serving = Serving(self._serve, self._end, "smp-peer", _THREADS, places, IDLE_SECONDS)
         self._loop = Loop("smp-peers")
         self._door = Door(self._loop, listener, secret, me, self._admit, self._rejected, _LIMITS)
