@@ -153,7 +153,7 @@ class DeepSpeedLoop:
         self._thread = threading.get_ident()
         self._other_thread = False  # whether one has read a batch
         self._loaded: int | None = None  # the iteration that engine.load_checkpoint returned
-        if "sync" in config.systems:
+        if config.sync is not None:
             require_local(engine, torch.distributed.get_rank())
         self._host = DeepSpeedHost(engine, positions, shards, client)
         self._captured = config.capture is not None
